@@ -1,0 +1,351 @@
+"""Trains tinylm on the text of this machine and writes the model folder.
+
+    python examples/tinylm/train.py --minutes 6.5 --out examples/tinylm
+
+Short sequences come first, long ones after; time, not steps, ends the run, so that it fits a
+limit. `--smoke` makes a model of a few steps on a CPU, to test the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+if __package__ in (None, ""):
+    sys.path[0] = str(HERE.parent)
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import Progress, TextColumn, TimeElapsedColumn  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from tinylm import codec, corpus, evaluate, mixture  # noqa: E402
+
+MAX_LENGTH = 4352
+console = Console(width=120)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings of one training run."""
+
+    minutes: float = 6.5
+    tokens_per_step: int = 131_072
+    short_length: int = 512
+    short_share: float = 0.35
+    long_length: int = MAX_LENGTH
+    peak_rate: float = 2.5e-3
+    warmup_share: float = 0.02
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    most_steps: int = 10**9
+    eval_count: int = 200
+    eval_contexts: tuple[int, ...] = (256, 1000, 2000, 4000, 4090)
+
+
+@dataclass
+class History:
+    """What the run saw, for the log."""
+
+    losses: list[dict[str, float]] = field(default_factory=list)
+    steps: int = 0
+    trained_bytes: int = 0
+
+
+def model_config() -> LlamaConfig:
+    """The architecture: 6 layers of width 256, 4 heads of 64 over 2 key-value heads."""
+    return LlamaConfig(
+        vocab_size=codec.VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=codec.BOS,
+        eos_token_id=codec.EOS,
+        pad_token_id=codec.PAD,
+        initializer_range=0.02,
+    )
+
+
+def new_model(seed: int) -> LlamaForCausalLM:
+    """A freshly initialized model in float32."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(model_config())
+    # Each layer adds twice to the residual stream: keep its size at the start.
+    shrink = 1 / math.sqrt(2 * model.config.num_hidden_layers)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(shrink)
+            layer.mlp.down_proj.weight.mul_(shrink)
+    return model
+
+
+def loss_function(model: LlamaForCausalLM) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """A function of (ids (B, T + 1), weights (B, T), rotary tables) to the losses.
+
+    It gives the weighted mean to train on, and the means over text and over answers. The
+    layers are called one by one and with no mask, because older releases of Transformers build
+    a whole mask under torch.compile, which rules the flash kernel out.
+    """
+
+    def losses(
+        ids: torch.Tensor, weights: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = model.model.embed_tokens(ids[:, :-1])
+        for layer in model.model.layers:
+            hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
+        logits = model.lm_head(model.model.norm(hidden))
+        each = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        scale = weights.flatten().float()
+        answer = (scale > 1).float()
+        text = 1 - answer
+        parts = torch.stack(
+            (
+                (each * text).sum() / text.sum().clamp(min=1),
+                (each * answer).sum() / answer.sum().clamp(min=1),
+            )
+        )
+        return (each * scale).sum() / scale.sum(), parts.detach()
+
+    return losses
+
+
+class Trainer:
+    """One run: data, optimizer, clock and history."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        data: corpus.Corpus,
+        recipe: Recipe,
+        *,
+        compiled: bool,
+        workers: int,
+    ) -> None:
+        self.model, self.data, self.recipe, self.workers = model, data, recipe, workers
+        self.device = next(model.parameters()).device
+        self.history = History()
+        losses = loss_function(model)
+        self.losses = torch.compile(losses, dynamic=False) if compiled else losses
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": recipe.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=recipe.peak_rate,
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        self.rotary: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def batches(self, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Endless batches of one length on the device, made by worker processes."""
+        rows = max(1, self.recipe.tokens_per_step // length)
+        source = mixture.Batches(self.data, rows, length, self.recipe.seed)
+        loader = DataLoader(
+            source,
+            batch_size=None,
+            num_workers=self.workers,
+            prefetch_factor=8 if self.workers else None,
+            pin_memory=self.device.type == "cuda",
+        )
+        for ids, weights in loader:
+            yield (
+                ids.to(self.device, non_blocking=True).long(),
+                weights.to(self.device, non_blocking=True),
+            )
+
+    def rotary_tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines (1, T, D) of all positions."""
+        if length not in self.rotary:
+            positions = torch.arange(length, device=self.device)[None]
+            like = torch.empty(1, device=self.device)
+            with torch.no_grad():
+                self.rotary[length] = self.model.model.rotary_emb(like, positions)
+        return self.rotary[length]
+
+    def forward_backward(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Gradients of one batch; returns the (text, answer) losses."""
+        cuda = self.device.type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext():
+            loss, parts = self.losses(ids, weights, self.rotary_tables(ids.shape[1] - 1))
+        loss.backward()
+        return parts
+
+    def rate(self, progress: float) -> float:
+        """Learning rate at a share of the run: linear warm-up, then a cosine to zero."""
+        warm = min(1.0, progress / self.recipe.warmup_share)
+        return self.recipe.peak_rate * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    def train(self) -> History:
+        """Runs the curriculum until time or steps are over."""
+        short = self.batches(self.recipe.short_length)
+        long = self.batches(self.recipe.long_length)
+        # Both shapes compile before the clock starts.
+        for feed in (long, short):
+            started = time.monotonic()
+            self.forward_backward(*next(feed))
+            self.optimizer.zero_grad(set_to_none=True)
+            console.print(f"first batch: {time.monotonic() - started:.1f} s")
+        columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("training", total=1.0)
+            self._loop(short, long, lambda text, share: bar.update(
+                task, description=text, completed=share
+            ))
+        return self.history
+
+    def _loop(
+        self,
+        short: Iterator[tuple[torch.Tensor, torch.Tensor]],
+        long: Iterator[tuple[torch.Tensor, torch.Tensor]],
+        show: Callable[[str, float], None],
+    ) -> None:
+        recipe, history = self.recipe, self.history
+        began, limit = time.monotonic(), 60 * recipe.minutes
+        printed, recent = began, []
+        while True:
+            now = time.monotonic()
+            share = max((now - began) / limit, history.steps / recipe.most_steps)
+            if share >= 1:
+                return
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate(share)
+            ids, weights = next(short if share < recipe.short_share else long)
+            recent.append(self.forward_backward(ids, weights))
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            history.steps += 1
+            history.trained_bytes += weights.numel()
+            # Reading a loss waits for the device, which also keeps the clock honest.
+            if history.steps % 50 == 0 or history.steps == recipe.most_steps:
+                text, answer = (torch.stack(recent).mean(0) / math.log(2)).tolist()
+                recent.clear()
+                if not math.isfinite(text):
+                    raise FloatingPointError(f"the loss is {text} at step {history.steps}")
+                row = {
+                    "step": history.steps,
+                    "seconds": round(time.monotonic() - began, 1),
+                    "length": weights.shape[1],
+                    "bytes": history.trained_bytes,
+                    "text_bits": round(text, 4),
+                    "answer_bits": round(answer, 4),
+                }
+                history.losses.append(row)
+                show(f"step {history.steps}: {text:.3f} bits, answers {answer:.3f}", share)
+                if not console.is_terminal and time.monotonic() - printed > 10:
+                    printed = time.monotonic()
+                    console.print(row)
+
+
+def save(model: LlamaForCausalLM, out: Path) -> LlamaForCausalLM:
+    """Writes the folder in bfloat16 and returns the model as it loads from there."""
+    out.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(out)
+    GenerationConfig(
+        bos_token_id=codec.BOS, eos_token_id=codec.EOS, pad_token_id=codec.PAD, do_sample=False
+    ).save_pretrained(out)
+    return LlamaForCausalLM.from_pretrained(out).eval()
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """Hardware and software of the run."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=Recipe.minutes)
+    parser.add_argument("--steps", type=int, default=Recipe.most_steps)
+    parser.add_argument("--rate", type=float, default=Recipe.peak_rate)
+    parser.add_argument("--short-share", type=float, default=Recipe.short_share)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--start-from", type=Path, help="a model folder to go on from")
+    parser.add_argument("--corpus-seconds", type=float, default=60.0)
+    parser.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 2) // 2)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps, on a CPU too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains, saves, evaluates the saved folder and writes its log."""
+    options = arguments()
+    recipe = Recipe(
+        minutes=options.minutes,
+        peak_rate=options.rate,
+        short_share=options.short_share,
+        seed=options.seed,
+        most_steps=options.steps,
+    )
+    if options.smoke:
+        recipe = Recipe(1.0, 1024, 256, 0.5, 512, most_steps=20, eval_count=2, eval_contexts=(256,))
+    device = torch.device(options.device)
+    torch.set_float32_matmul_precision("high")
+    seconds = 1.0 if options.smoke else options.corpus_seconds
+    data = corpus.load(seconds, most_bytes=10**6 if options.smoke else 400_000_000)
+    console.print(data.report)
+    if options.start_from:
+        model = LlamaForCausalLM.from_pretrained(options.start_from, dtype=torch.float32)
+    else:
+        model = new_model(recipe.seed)
+    model = model.to(device).train()
+    log: dict[str, Any] = {
+        "command": " ".join(["python", "examples/tinylm/train.py", *sys.argv[1:]]),
+        "hardware": versions(device),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "recipe": asdict(recipe) | {"mixture": asdict(mixture.Mixture())},
+        "corpus": data.report,
+    }
+    compiled = device.type == "cuda" and not options.no_compile
+    trainer = Trainer(model, data, recipe, compiled=compiled, workers=options.workers)
+    history = trainer.train()
+    log |= {"steps": history.steps, "trained_bytes": history.trained_bytes}
+    log["losses"] = history.losses[:: max(1, len(history.losses) // 100)]
+    saved = save(model, options.out).to(device)
+    began = time.monotonic()
+    for stage in ("trained", "evaluated"):
+        if stage == "evaluated":
+            log["evaluation"] = evaluate.summary(
+                saved, recipe.eval_contexts, recipe.eval_count, seed=1, batch_size=16
+            )
+            log["evaluation_seconds"] = round(time.monotonic() - began, 1)
+            console.print(log["evaluation"])
+        # Written before the evaluation too: a run that is cut short keeps its log.
+        (options.out / "train_log.json").write_text(json.dumps(log, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Every way kvcompile can fail, one class each: what was expected, what was found, where, what to do.
+
+The message template stands on the class, so that a reader of the code sees every sentence a user can
+meet, and a caller catches a kind of failure rather than parsing text.
+"""
+
+from __future__ import annotations
+
+
+class KvcompileError(Exception):
+    """Base of all errors that this package raises; ``template`` is filled from keyword arguments."""
+
+    template = "{detail}"
+
+    def __init__(self, **facts: object) -> None:
+        self.facts = facts
+        super().__init__(self.template.format(**facts))
+
+
+class SchemeError(KvcompileError, ValueError):
+    """Base of the errors in the choice or the options of a scheme; raised before anything is compiled."""
+
+
+class UnknownScheme(SchemeError):
+    template = "expected one of the schemes {known}, found {name!r}; pass one of these names or a Scheme object{hint}"
+
+
+class UnknownOption(SchemeError):
+    template = "scheme {scheme!r} has the options {known}, found {option!r}; remove it or correct its name"
+
+
+class BadOption(SchemeError):
+    template = "scheme {scheme!r} expects {option} to be {expected}, found {found!r}; {todo}"
+
+
+class HeadDimNotDivisible(SchemeError):
+    template = (
+        "scheme {scheme!r} needs a head dim that {what} divides, found head dim {head_dim} and {what} {by}; "
+        "choose {what} among the divisors of {head_dim}, or another scheme for this layer"
+    )
+
+
+class BadPolicy(SchemeError):
+    template = (
+        "a per-layer policy maps module-path globs to schemes and needs at least one entry, found {found!r}; "
+        "write for example {{'*': 'int4', 'model.layers.0.*': 'int8'}}"
+    )
+
+
+class BadSetting(KvcompileError, ValueError):
+    template = "kvcompile.backend expects {setting} to be {expected}, found {found!r}"
+
+
+class CompileError(KvcompileError):
+    """Base of the errors while a graph is being compiled."""
+
+
+class SiteRefused(CompileError):
+    template = (
+        "strict=True and {count} attention site(s) cannot be rewritten:\n{refusals}\n"
+        "change the model as said, exclude the layer with a policy entry 'dense', or pass strict=False to leave it as it was"
+    )
+
+
+class VerificationFailed(CompileError):
+    template = (
+        "the rewritten graph lost a fact that soundness needs: {fact}, found {found} (at {where}); this is a bug in "
+        "kvcompile: please report it with the output of `kvcompile dump --stage rewritten`"
+    )
+
+
+class SchemeChanged(KvcompileError):
+    template = (
+        "expected a cache that holds {expected}, found one compressed as {found} (at {where}); a live cache cannot "
+        "change its scheme because codes are written once: start a new cache, or compile with the same scheme"
+    )
+
+
+class LayoutChanged(KvcompileError):
+    template = (
+        "expected a cache of shape {expected}, found {found} (at {where}); a compressed cache keeps its batch size, "
+        "heads and head dim: start a new cache"
+    )
+
+
+class CacheMutated(KvcompileError):
+    template = (
+        "expected that only compiled code writes to a compressed cache, found {found} on a cache holding {length} tokens "
+        "({shape}); take a dense copy first with kvcompile.decoded(tensor), or call the cache's reset()"
+    )
+
+
+class CacheStale(KvcompileError):
+    template = (
+        "expected the newest state of a compressed cache, found a state of {length} tokens whose tokens were overwritten "
+        "after a rollback; copy.deepcopy the cache before branching from it"
+    )
+
+
+class LengthsDiffer(KvcompileError):
+    template = (
+        "expected the key and the value cache of one attention to hold the same number of tokens, found {keys} keys and "
+        "{values} values (at {where}); reset or rebuild the cache so that both are written together"
+    )
+
+
+class CacheFull(KvcompileError):
+    template = (
+        "expected room for {needed} tokens, found a static cache of capacity {capacity} (at {where}); make the cache "
+        "larger, as the uncompiled model would fail here too"
+    )
+
+
+class PositionsUnknown(KvcompileError):
+    template = (
+        "expected write positions in [0, {capacity}), found {found} (at {where}); pass positions that lie in the cache"
+    )
+
+
+class Unsupported(KvcompileError):
+    template = "expected {expected}, found {found} (at {where}); {todo}"
+
+
+class TargetError(KvcompileError):
+    template = "expected a target like hf:llama, a local checkpoint folder or file.py:factory, found {found!r}: {why}"

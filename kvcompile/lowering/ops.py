@@ -1,0 +1,154 @@
+"""The two operations that a rewritten graph is made of, with their eager bodies.
+
+``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
+``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
+
+The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what
+``append`` is inlined from for Inductor (its codes then fuse with RoPE and the projections' epilogues).
+
+Operands of ``attend``
+    q_BHSD      queries, in the model's dtype
+    keys        planes of the key store, each [N, B, K, rows, width]; token t is row t % rows of page t // rows.
+                A plain [B, K, T, D] tensor is one page: unsqueeze(0) makes it a dense store (prefill)
+    values      planes of the value store, [N, B, K, rows, width_v]
+    hi          int64 [B or 1, S]: the last position that each query attends to, -1 for none
+    lo          int64 [B or 1, S] or None: the first position (sliding window)
+    keep        bool [B or 1, T'] or None: positions that may be attended at all (padding); beyond T' none
+    bias        float or bool, broadcastable to [B, H, S, T'] and given with 4 dims, or None: any other mask,
+                added to the scores after the softcap (bool: False means minus infinity); beyond T' none
+    sinks       float [H] or None: one extra logit a head that takes mass and has no value
+    scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
+    result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do
+
+H = G * K; query head h reads kv head h // G.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile import schemes
+from kvcompile.schemes import Scheme
+from kvcompile.types import Role, SlotSpec
+
+LIBRARY = torch.library.Library("kvcompile", "DEF")
+LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> ()")
+LIBRARY.define(
+    "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
+    " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim) -> Tensor"
+)
+
+
+def slot_spec(scheme: Scheme, planes: list[torch.Tensor], head_dim: int, role: Role) -> SlotSpec:
+    """The slot that planes belong to; only dense planes carry the model's dtype."""
+    del scheme
+    return SlotSpec(planes[0].shape[2], head_dim, planes[0].dtype, role)
+
+
+def write_rows(plane: torch.Tensor, rows_BKSW: torch.Tensor, pos: torch.Tensor) -> None:
+    """plane[pos // R, :, :, pos % R] = rows, in place; pos int64 [1 or B, S], plane [N, B, K, R, width]."""
+    page, row = pos // plane.shape[3], pos % plane.shape[3]
+    if pos.shape[0] == 1:
+        # Advanced indices around slices come first in the result: [S, B, K, width].
+        plane[page[0], :, :, row[0]] = rows_BKSW.permute(2, 0, 1, 3)
+        return
+    batch = torch.arange(plane.shape[1], device=plane.device).unsqueeze(-1)
+    plane[page, batch, :, row] = rows_BKSW.permute(0, 2, 1, 3)
+
+
+def append_body(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> None:
+    """Encode x [B, K, S, D] and write the codes at positions pos [1 or B, S]."""
+    for plane, rows in zip(planes, schemes.parse(scheme).encode(x), strict=True):
+        write_rows(plane, rows.to(plane.dtype), pos)
+
+
+def as_tokens(plane: torch.Tensor) -> torch.Tensor:
+    """[N, B, K, R, width] -> [B, K, N * R, width]."""
+    return plane.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def visible(
+    hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, tokens: int
+) -> torch.Tensor:
+    """Which positions each query attends to, bool [B or 1, 1, S, T]."""
+    t = torch.arange(tokens, device=hi.device)
+    mask = t <= hi[:, None, :, None]
+    if lo is not None:
+        mask = mask & (t >= lo[:, None, :, None])
+    if keep is not None:
+        mask = mask & _padded(keep, tokens, False)[:, None, None, :]
+    return mask
+
+
+def _padded(mask: torch.Tensor, tokens: int, fill: object) -> torch.Tensor:
+    """The last axis cut or filled to ``tokens``."""
+    missing = tokens - mask.shape[-1]
+    if missing <= 0:
+        return mask[..., :tokens]
+    return torch.cat([mask, torch.full((*mask.shape[:-1], missing), fill, dtype=mask.dtype, device=mask.device)], -1)
+
+
+def attend_body(
+    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], hi: torch.Tensor,
+    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
+    key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
+    compute: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The definition of ``attend`` in ``compute`` precision; decodes one kv head at a time."""
+    B, H, S, D = q.shape
+    ks, vs = schemes.parse(key_scheme), schemes.parse(value_scheme)
+    key_slot = slot_spec(ks, keys, D, Role.KEY)
+    value_slot = slot_spec(vs, values, value_dim, Role.VALUE)
+    K = keys[0].shape[2]
+    G = H // K
+    out = q.new_empty(B, H, S, value_dim)
+    for head in range(K):
+        k = ks.decode(tuple(as_tokens(p[:, :, head : head + 1]) for p in keys), key_slot).to(compute)
+        v = vs.decode(tuple(as_tokens(p[:, :, head : head + 1]) for p in values), value_slot).to(compute)
+        tokens = k.shape[2]
+        heads = slice(head * G, (head + 1) * G)
+        scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        mask = visible(hi, lo, keep, tokens)
+        if bias is not None:
+            part = bias[:, heads] if bias.shape[1] == H else bias
+            if part.dtype == torch.bool:
+                mask = mask & _padded(part, tokens, False)
+            else:
+                scores = scores + _padded(part.to(compute), tokens, float("-inf"))
+        scores = scores.masked_fill(~mask, float("-inf"))
+        top = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            top = torch.maximum(top, sinks[heads].to(compute)[None, :, None, None])
+        top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+        weights = torch.exp(scores - top)
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks[heads].to(compute)[None, :, None, None] - top)
+        # What is masked must not poison the sum: 0 * NaN of an unwritten token is NaN.
+        v = torch.where(mask.any(2).any(1)[:, None, :, None], v, torch.zeros_like(v))
+        out[:, heads] = torch.where(total > 0, (weights @ v) / total, torch.zeros_like(total)).to(q.dtype)
+    return out
+
+
+def attend_meta(
+    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], hi: torch.Tensor,
+    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
+    key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
+) -> torch.Tensor:
+    """Shape of the result, [B, H, S, Dv] in q's dtype, contiguous."""
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], value_dim)
+
+
+def _append_meta(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> None:
+    return None
+
+
+LIBRARY.impl("append", append_body, "CompositeExplicitAutograd")
+LIBRARY.impl("attend", attend_body, "CompositeExplicitAutograd")
+LIBRARY.impl("append", _append_meta, "Meta")
+LIBRARY.impl("attend", attend_meta, "Meta")
+
+append = torch.ops.kvcompile.append.default
+attend = torch.ops.kvcompile.attend.default

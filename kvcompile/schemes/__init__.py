@@ -1,0 +1,72 @@
+"""The schemes, in one ordered literal; adding one is a file and a line here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+
+import torch
+
+from kvcompile.errors import BadOption, UnknownOption, UnknownScheme
+from kvcompile.schemes.base import AMAX, Planes, Scheme
+from kvcompile.schemes.dense import Dense
+from kvcompile.schemes.symmetric import Fp8, Int4, Int8
+from kvcompile.types import Granularity
+
+SCHEMES: tuple[type[Scheme], ...] = (
+    Dense,
+    Int8,
+    Int4,
+    Fp8,
+)
+
+BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
+
+
+def _option(scheme: type[Scheme], name: str, text: object) -> object:
+    """One option's value from text, by the type of the field's default."""
+    known = {field.name: field for field in dataclasses.fields(scheme)}
+    if name not in known:
+        raise UnknownOption(scheme=scheme.name, known=sorted(known), option=name)
+    default = known[name].default
+    if not isinstance(text, str):
+        return text
+    try:
+        if isinstance(default, Granularity):
+            return Granularity(text)
+        if isinstance(default, torch.dtype):
+            value = getattr(torch, text)
+            if not isinstance(value, torch.dtype):
+                raise ValueError(text)
+            return value
+        if isinstance(default, bool):
+            return {"True": True, "False": False}[text]
+        return type(default)(text)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise BadOption(
+            scheme=scheme.name, option=name, expected=f"like {default}", found=text, todo="correct the value"
+        ) from error
+
+
+def make(name: str, **options: object) -> Scheme:
+    """A scheme by name with options; raises UnknownScheme, UnknownOption or BadOption."""
+    if name not in BY_NAME:
+        near = difflib.get_close_matches(name, BY_NAME, n=1)
+        raise UnknownScheme(known=list(BY_NAME), name=name, hint=f"; did you mean {near[0]!r}?" if near else "")
+    cls = BY_NAME[name]
+    return cls(**{key: _option(cls, key, value) for key, value in options.items()})
+
+
+@functools.lru_cache(maxsize=None)
+def parse(text: str) -> Scheme:
+    """The scheme that ``Scheme.spell`` wrote, or a plain name: ``int4`` or ``int4(group=64)``."""
+    name, _, rest = text.strip().partition("(")
+    options = {}
+    for item in filter(None, rest.removesuffix(")").split(",")):
+        key, _, value = item.partition("=")
+        options[key.strip()] = value.strip()
+    return make(name.strip(), **options)
+
+
+__all__ = ["AMAX", "BY_NAME", "SCHEMES", "Dense", "Fp8", "Int4", "Int8", "Planes", "Scheme", "make", "parse"]

@@ -1,0 +1,91 @@
+"""What a scheme is: a frozen dataclass whose fields are its options, pure functions, no state.
+
+``encode`` and ``decode`` are the only definition of the numerics. They are the oracle of the tests,
+the CPU path, and, through ``format().unpack``, the source of the kernels' expressions: ``decode`` is
+written on that same ``unpack``, so the two cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import sympy
+import torch
+
+from kvcompile.errors import BadOption, HeadDimNotDivisible
+from kvcompile.types import KernelFormat, Layout, SlotSpec
+
+Planes = tuple[torch.Tensor, ...]
+
+AMAX = sympy.Symbol("amax", nonnegative=True)
+"""The largest magnitude in the group that one scale covers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme(abc.ABC):
+    """How one slot is encoded. Subclasses are frozen dataclasses; their fields are the options."""
+
+    name: ClassVar[str]
+    window: ClassVar[int] = 0
+    source: ClassVar[str] = ""
+    warning: ClassVar[str | None] = None
+
+    @abc.abstractmethod
+    def layout(self, slot: SlotSpec) -> Layout:
+        """The planes of an encoded slot and so its bytes."""
+
+    @abc.abstractmethod
+    def format(self, slot: SlotSpec) -> KernelFormat:
+        """How a kernel reads the planes."""
+
+    @abc.abstractmethod
+    def encode(self, x_BKSD: torch.Tensor) -> Planes:
+        """Codes and scales of new tokens, one [B, K, S, width] tensor a plane. NaN and Inf never become finite."""
+
+    @abc.abstractmethod
+    def bound(self, slot: SlotSpec) -> sympy.Expr:
+        """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` of its group."""
+
+    def check(self, slot: SlotSpec) -> None:
+        """Raise a SchemeError where this scheme cannot hold the slot."""
+        del slot
+
+    def decode(self, planes: Planes, slot: SlotSpec) -> torch.Tensor:
+        """The values that the codes stand for, float32 [..., S, D], from planes [..., S, width]."""
+        fmt = self.format(slot)
+        words = planes[0]
+        values = torch.cat([fmt.unpack(words, part) for part in range(fmt.parts)], dim=-1)
+        if not fmt.scaled:
+            return values
+        scales = planes[1].to(torch.float32)
+        return values * scales.repeat_interleave(fmt.group, dim=-1)
+
+    def bits_per_value(self, slot: SlotSpec) -> float:
+        """Stored bits per original value, scales included."""
+        return 8 * self.layout(slot).bytes_per_token(1) / slot.head_dim
+
+    def spell(self) -> str:
+        """The scheme as text that ``schemes.parse`` reads back, e.g. ``int4(group=32)``; part of cache keys."""
+        fields = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.dtype):
+                text = str(value).removeprefix("torch.")
+            else:
+                text = str(getattr(value, "value", value))
+            fields.append(f"{field.name}={text}")
+        return f"{self.name}({','.join(fields)})"
+
+
+def require(condition: bool, scheme: str, option: str, expected: str, found: object, todo: str) -> None:
+    """Raise BadOption unless ``condition`` holds."""
+    if not condition:
+        raise BadOption(scheme=scheme, option=option, expected=expected, found=found, todo=todo)
+
+
+def require_divides(by: int, slot: SlotSpec, scheme: str, what: str) -> None:
+    """Raise HeadDimNotDivisible unless ``by`` divides the slot's head dim."""
+    if slot.head_dim % by:
+        raise HeadDimNotDivisible(scheme=scheme, what=what, head_dim=slot.head_dim, by=by)

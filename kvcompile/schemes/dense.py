@@ -1,0 +1,41 @@
+"""dense: K and V as the model made them, in the common template. The baseline and the reference.
+
+Same rewrite, same kernel, no quantization: what changes against stock is that attention reads the
+tokens in use once, without repeated heads and without a mask in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import sympy
+import torch
+
+from kvcompile.schemes.base import Planes, Scheme
+from kvcompile.types import KernelFormat, Layout, PlaneSpec, SlotSpec
+
+
+def _as_float(words: torch.Tensor, part: int) -> torch.Tensor:
+    del part
+    return words.to(torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Scheme):
+    """No compression: one plane in the model's dtype, [N, B, K, page, D]."""
+
+    name: ClassVar[str] = "dense"
+    source: ClassVar[str] = "the uncompressed cache"
+
+    def layout(self, slot: SlotSpec) -> Layout:
+        return Layout((PlaneSpec("values", slot.dtype, slot.head_dim),))
+
+    def format(self, slot: SlotSpec) -> KernelFormat:
+        return KernelFormat(slot.dtype, 1, slot.head_dim, False, _as_float)
+
+    def encode(self, x_BKSD: torch.Tensor) -> Planes:
+        return (x_BKSD,)
+
+    def bound(self, slot: SlotSpec) -> sympy.Expr:
+        return sympy.Integer(0)

@@ -1,0 +1,189 @@
+"""fp8, int8, int4: online symmetric quantization, no calibration (seed 004, "Per-Token Scaling").
+
+scale = amax / qmax, code = clamp(rne(x / scale)). What differs from the source, and why:
+
+* The scale is rounded UP to its stored dtype and the codes are made from the stored scale, so that
+  rounding the scale never clips: the error is at most half a step, always.
+* The source floors the scale at 1e-12 and stores it in float16, where that is zero and the decode of
+  a tiny group is 0 * inf. Here the floor is the smallest positive number of the stored dtype.
+* NaN or Inf in a group makes its scale NaN, so every channel of that group decodes to NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import sympy
+import torch
+
+from kvcompile.schemes.base import AMAX, Planes, Scheme, require, require_divides
+from kvcompile.types import Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
+
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
+_SCALE_ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
+
+
+def stored_scale(amax: torch.Tensor, qmax: float, dtype: torch.dtype) -> torch.Tensor:
+    """amax / qmax rounded up to ``dtype``, at least its tiniest positive; NaN where amax is not finite."""
+    exact = amax / qmax
+    exact = torch.where(torch.isfinite(amax), exact, torch.full_like(exact, float("nan")))
+    if dtype == torch.float32:
+        return exact.clamp(min=_TINY[dtype])
+    # Nudged up by one unit in the last place (or one subnormal step) before rounding to nearest, so
+    # the stored scale is never below the exact one.
+    nudged = torch.maximum(exact * (1 + _SCALE_ULP[dtype] / 2), exact + _TINY[dtype] / 2)
+    return nudged.to(dtype).clamp(min=_TINY[dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class Symmetric(Scheme):
+    """Symmetric codes with one scale per token and head, per channel group, or per write."""
+
+    granularity: Granularity = Granularity.TOKEN
+    group: int = 32
+    scale_dtype: torch.dtype = torch.float16
+
+    qmax: ClassVar[float]
+    bits: ClassVar[int]
+    parts: ClassVar[int] = 1
+    source: ClassVar[str] = "seed 004, Per-Token Scaling"
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.granularity, Granularity), self.name, "granularity",
+            "one of " + ", ".join(g.value for g in Granularity), self.granularity, "pass a Granularity or its name",
+        )
+        require(
+            isinstance(self.group, int) and self.group >= 8 and self.group & (self.group - 1) == 0, self.name, "group",
+            "a power of two, at least 8", self.group, "32 is the usual choice",
+        )
+        require(
+            self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
+            "float16 is the usual choice",
+        )
+
+    @property
+    def warning(self) -> str | None:  # type: ignore[override]
+        """What the report must say about this setting."""
+        if self.granularity is Granularity.TENSOR:
+            return "granularity 'tensor' lets one scale cover all heads of a write: for comparison only"
+        return None
+
+    def channels_per_scale(self, slot: SlotSpec) -> int:
+        """How many consecutive channels one stored scale covers."""
+        return self.group if self.granularity is Granularity.GROUP else slot.head_dim
+
+    def check(self, slot: SlotSpec) -> None:
+        require_divides(self.parts, slot, self.name, "codes per byte")
+        if self.granularity is Granularity.GROUP:
+            require_divides(self.group, slot, self.name, "group")
+
+    def layout(self, slot: SlotSpec) -> Layout:
+        return Layout((
+            PlaneSpec("codes", self.word_dtype, slot.head_dim // self.parts),
+            PlaneSpec("scales", self.scale_dtype, slot.head_dim // self.channels_per_scale(slot)),
+        ))
+
+    def format(self, slot: SlotSpec) -> KernelFormat:
+        return KernelFormat(self.word_dtype, self.parts, self.channels_per_scale(slot), True, self.unpack)
+
+    @property
+    def word_dtype(self) -> torch.dtype:
+        """The dtype of one stored word."""
+        return torch.uint8
+
+    def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
+        """Values before scaling of part ``part`` of every word, float32."""
+        raise NotImplementedError
+
+    def pack(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Words from x / scale, [..., D] float32 -> [..., D // parts]."""
+        raise NotImplementedError
+
+    def encode(self, x_BKSD: torch.Tensor) -> Planes:
+        x = x_BKSD.to(torch.float32)
+        if self.granularity is Granularity.GROUP:
+            grouped = x.unflatten(-1, (x.shape[-1] // self.group, self.group))
+        else:
+            grouped = x.unsqueeze(-2)
+        amax = grouped.abs().amax(dim=-1, keepdim=True)
+        if self.granularity is Granularity.TENSOR:
+            amax = amax.amax(dim=(1, 2), keepdim=True).expand(-1, x.shape[1], x.shape[2], -1, -1)
+        scale = stored_scale(amax, self.qmax, self.scale_dtype)
+        scaled = (grouped / scale.to(torch.float32)).flatten(-2)
+        return self.pack(scaled), scale.squeeze(-1)
+
+    def largest_scale(self) -> sympy.Expr:
+        """The stored scale at most, given AMAX: rounded up by one unit in the last place, or to the floor."""
+        ulp, tiny = _SCALE_ULP[self.scale_dtype], _TINY[self.scale_dtype]
+        return sympy.Max(AMAX / sympy.Float(self.qmax) * (1 + sympy.Float(ulp)), AMAX / sympy.Float(self.qmax) + sympy.Float(tiny))
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(Symmetric):
+    """Eight-bit integers in [-127, 127]; one scale per token and head by default."""
+
+    name: ClassVar[str] = "int8"
+    qmax: ClassVar[float] = 127.0
+    bits: ClassVar[int] = 8
+
+    @property
+    def word_dtype(self) -> torch.dtype:
+        return torch.int8
+
+    def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
+        del part
+        return words.to(torch.float32)
+
+    def pack(self, scaled: torch.Tensor) -> torch.Tensor:
+        return torch.round(scaled).clamp(-127, 127).to(torch.int8)
+
+    def bound(self, slot: SlotSpec) -> sympy.Expr:
+        # Half a step, plus float32 rounding of x / scale and of code * scale (2 units at qmax).
+        return self.largest_scale() * (sympy.Rational(1, 2) + sympy.Float(self.qmax * 2.0**-22))
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Symmetric):
+    """Four-bit integers in [-7, 7], two to the byte, part 0 in the low nibble; groups of 32 channels by default."""
+
+    granularity: Granularity = Granularity.GROUP
+
+    name: ClassVar[str] = "int4"
+    qmax: ClassVar[float] = 7.0
+    bits: ClassVar[int] = 4
+    parts: ClassVar[int] = 2
+
+    def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
+        return (((words >> (4 * part)) & 15).to(torch.int32) - 8).to(torch.float32)
+
+    def pack(self, scaled: torch.Tensor) -> torch.Tensor:
+        codes = (torch.round(scaled).clamp(-7, 7) + 8).to(torch.uint8)
+        low, high = codes.chunk(2, dim=-1)
+        return low | (high << 4)
+
+    def bound(self, slot: SlotSpec) -> sympy.Expr:
+        return self.largest_scale() * (sympy.Rational(1, 2) + sympy.Float(self.qmax * 2.0**-22))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8(Symmetric):
+    """e4m3 floats by the real conversion, kept as bytes; one scale per token and head by default."""
+
+    name: ClassVar[str] = "fp8"
+    qmax: ClassVar[float] = 448.0
+    bits: ClassVar[int] = 8
+
+    def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
+        del part
+        return words.view(torch.float8_e4m3fn).to(torch.float32)
+
+    def pack(self, scaled: torch.Tensor) -> torch.Tensor:
+        return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def bound(self, slot: SlotSpec) -> sympy.Expr:
+        # Three mantissa bits: half a unit in the last place is 2^-4 of the value, or 2^-10 of a scale
+        # among the subnormals.
+        return sympy.Max(AMAX * sympy.Float(2.0**-4 * (1 + 2.0**-18)), self.largest_scale() * sympy.Float(2.0**-10))
