@@ -239,9 +239,7 @@ def summary(
     figures: dict[str, Any] = {"heldout_bits_per_byte": bits_per_byte(model, ids)}
     for context in contexts:
         for task in tasks.TASKS:
-            score = task_score(
-                model, task, count, context, seed=seed, batch_size=batch_size
-            )
+            score = task_score(model, task, count, context, seed=seed, batch_size=batch_size)
             figures[f"{task}@{context}"] = [score.hits, score.trials]
     return figures
 

@@ -41,11 +41,11 @@ def _plan(rng: random.Random, kind: int, length: int) -> tasks.Plan:
         return tasks.needle_plan(rng, keys, min(keys, 3), words=0.3)
     if kind == 1:
         keys = rng.randint(2, max(2, min(40, length // 100)))
-        return tasks.needle_plan(rng, keys, min(keys, rng.randint(1, 6)), words=0.2)
+        return tasks.needle_plan(rng, keys, min(keys, rng.randint(1, 12)), words=0.2)
     if kind == 2:
         hops = rng.randint(1, 4 if length > 600 else 2)
         chains = rng.randint(1, max(1, min(8, length // (50 * (hops + 1)))))
-        return tasks.tracking_plan(rng, chains, hops, min(chains, rng.randint(1, 4)))
+        return tasks.tracking_plan(rng, chains, hops, min(chains, rng.randint(1, 6)))
     if kind == 3:
         words = rng.randint(1, 4 if length > 600 else 2)
         most = max(1, min(8, length // (40 * words)))

@@ -67,7 +67,9 @@ def digits(rng: random.Random) -> bytes:
     return str(rng.randrange(10_000, 10_000_000)).encode()
 
 
-def _distinct(rng: random.Random, count: int, make: Callable[[random.Random], bytes]) -> list[bytes]:
+def _distinct(
+    rng: random.Random, count: int, make: Callable[[random.Random], bytes]
+) -> list[bytes]:
     found: dict[bytes, None] = {}
     while len(found) < count:
         found[make(rng)] = None
@@ -167,9 +169,7 @@ def _example(
     return Example(task, body + ask, answer, where * (context - len(ask)) / context)
 
 
-def needle(
-    rng: random.Random, filler: Filler, context: int, depth: float | None = None
-) -> Example:
+def needle(rng: random.Random, filler: Filler, context: int, depth: float | None = None) -> Example:
     """A single-needle question whose prompt is exactly `context` bytes."""
     return _example("needle", rng, needle_plan(rng), filler, context, depth)
 

@@ -1,0 +1,96 @@
+"""Capture: Dynamo's graph, retraced to ATen before dispatch, in-place writes and SDPA whole, sizes symbolic.
+
+``make_fx(pre_dispatch=True)`` under Dynamo's own fake mode keeps ``aten.scaled_dot_product_attention``
+and every cache write as one node each, whatever Python wrapped them. The result is not functional:
+order carries meaning, and ``effects`` is what reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder: its node, Dynamo's name for it, and whether a compressed cache arrived there."""
+
+    index: int
+    node: fx.Node
+    source: str
+    compressed: bool
+    placeholder: fx.Node = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The ATen graph with what Dynamo knows of its inputs."""
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    fakes: tuple[object, ...]
+    origin: fx.GraphModule = field(repr=False)
+    fake_mode: FakeTensorMode = field(repr=False)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The ATen graph."""
+        return self.module.graph
+
+
+def _fake_mode(example_inputs: Sequence[object]) -> FakeTensorMode:
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    found = detect_fake_mode(example_inputs)
+    return found if found is not None else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _fakify(mode: FakeTensorMode, value: object, compressed: bool) -> object:
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return value
+    context = TracingContext.try_get()
+    symbolic = context.tensor_to_context.get(value) if context is not None else None
+    source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():
+        if compressed:
+            # What is compressed looks to the graph as the dense tensor that it stands for; the real
+            # one has zero strides, which no view in the model was written for.
+            plain = value.as_subclass(torch.Tensor)
+            seen = mode.from_tensor(plain, symbolic_context=symbolic, source=source)
+            with mode:
+                return torch.empty(seen.shape, dtype=seen.dtype, device=seen.device)
+        return mode.from_tensor(value, symbolic_context=symbolic, source=source)
+
+
+def capture(
+    gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False
+) -> Captured:
+    """Retrace Dynamo's graph to ATen; raises whatever tracing raises, which the backend turns into a refusal."""
+    mode = _fake_mode(example_inputs)
+    flags = [is_compressed(value) for value in example_inputs]
+    fakes = tuple(_fakify(mode, value, flag) for value, flag in zip(example_inputs, flags, strict=True))
+
+    def run(*args: object) -> object:
+        return fx.Interpreter(gm).run(*args, enable_io_processing=False)
+
+    with mode, fx.traceback.preserve_node_meta():
+        module = make_fx(run, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes)
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    inputs = []
+    for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        source = getattr(placeholders[index], "_dynamo_source", None)
+        name = source.name if source is not None else placeholders[index].name
+        inputs.append(Input(index, node, name() if callable(name) else name, flags[index], placeholders[index]))
+        if "val" not in node.meta:
+            node.meta["val"] = fakes[index]
+    return Captured(module, tuple(inputs), fakes, gm, mode)

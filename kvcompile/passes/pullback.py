@@ -1,0 +1,226 @@
+"""Pull coordinates back through views: which element of the cache does an operand's element come from?
+
+Spellings of a view are endless (transpose, expand + reshape, repeat_interleave, narrow, unbind...), and
+their meaning is one thing: a map from the operand's coordinates to the base tensor's. So nothing here
+matches spellings: sampled coordinates are mapped through each operator, and what the operand *is* is
+read off the coordinates that arrive (``axes_of``). A new spelling costs three lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, sizes
+
+Coords = np.ndarray
+"""int64 [samples, dims]: one row an element of a tensor."""
+
+Step = tuple[fx.Node, Coords]
+
+IDENTITIES = {
+    "alias", "detach", "detach_", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "dropout", "to", "_to_copy",
+    "type_as", "_conj", "resolve_conj", "resolve_neg", "float", "half", "bfloat16", "positive",
+}
+
+
+def sample(shape: tuple[int, ...], count: int = 384) -> Coords:
+    """Coordinates inside ``shape``: all corners of small index pools, then random ones (fixed seed)."""
+    rng = np.random.default_rng(0)
+    pools = [sorted({0, min(1, size - 1), size // 2, size - 1}) for size in shape]
+    corners = list(itertools.islice(itertools.product(*pools), 512))
+    random = np.stack([rng.integers(0, max(size, 1), count) for size in shape], axis=1)
+    return np.concatenate([np.array(corners, dtype=np.int64).reshape(-1, len(shape)), random])
+
+
+def _ravel(coords: Coords, shape: tuple[int, ...]) -> np.ndarray:
+    flat = np.zeros(len(coords), dtype=np.int64)
+    for dim, size in enumerate(shape):
+        flat = flat * size + coords[:, dim]
+    return flat
+
+
+def _unravel(flat: np.ndarray, shape: tuple[int, ...]) -> Coords:
+    columns = []
+    for size in reversed(shape):
+        columns.append(flat % size)
+        flat = flat // size
+    return np.stack(columns[::-1], axis=1) if columns else np.zeros((len(flat), 0), dtype=np.int64)
+
+
+def _dim(arguments: dict[str, Any], rank: int, key: str = "dim") -> int:
+    return int(arguments[key]) % rank
+
+
+def _reshape(node: fx.Node, coords: Coords) -> Step:
+    source = node.args[0]
+    return source, _unravel(_ravel(coords, sizes(node)), sizes(source))
+
+
+def _transpose(node: fx.Node, coords: Coords) -> Step:
+    arguments, rank = bind(node), coords.shape[1]
+    a, b = int(arguments["dim0"]) % rank, int(arguments["dim1"]) % rank
+    moved = coords.copy()
+    moved[:, [a, b]] = coords[:, [b, a]]
+    return node.args[0], moved
+
+
+def _reverse_last_two(node: fx.Node, coords: Coords) -> Step:
+    moved = coords.copy()
+    moved[:, [-2, -1]] = coords[:, [-1, -2]]
+    return node.args[0], moved
+
+
+def _permute(node: fx.Node, coords: Coords) -> Step:
+    dims = [int(dim) % coords.shape[1] for dim in bind(node)["dims"]]
+    moved = np.empty_like(coords)
+    moved[:, dims] = coords
+    return node.args[0], moved
+
+
+def _expand(node: fx.Node, coords: Coords) -> Step:
+    shape = sizes(node.args[0])
+    kept = coords[:, coords.shape[1] - len(shape) :].copy()
+    kept[:, [dim for dim, size in enumerate(shape) if size == 1]] = 0
+    return node.args[0], kept
+
+
+def _unsqueeze(node: fx.Node, coords: Coords) -> Step:
+    return node.args[0], np.delete(coords, _dim(bind(node), coords.shape[1]), axis=1)
+
+
+def _slice(node: fx.Node, coords: Coords) -> Step:
+    arguments = bind(node)
+    dim = _dim(arguments, coords.shape[1])
+    size = sizes(node.args[0])[dim]
+    start = hint(arguments.get("start") or 0)
+    start = max(start + size, 0) if start < 0 else min(start, size)
+    moved = coords.copy()
+    moved[:, dim] = start + coords[:, dim] * int(arguments.get("step") or 1)
+    return node.args[0], moved
+
+
+def _select(node: fx.Node, coords: Coords) -> Step:
+    arguments, source = bind(node), node.args[0]
+    rank = coords.shape[1] + 1
+    dim, index = _dim(arguments, rank), hint(arguments["index"])
+    return source, np.insert(coords, dim, index % sizes(source)[dim], axis=1)
+
+
+def _repeat_interleave(node: fx.Node, coords: Coords) -> Step | None:
+    arguments = bind(node)
+    if arguments.get("dim") is None or isinstance(arguments.get("repeats"), fx.Node):
+        return None
+    moved = coords.copy()
+    dim = _dim(arguments, coords.shape[1])
+    moved[:, dim] //= hint(arguments["repeats"])
+    return node.args[0], moved
+
+
+def _repeat(node: fx.Node, coords: Coords) -> Step:
+    shape = sizes(node.args[0])
+    return node.args[0], coords[:, coords.shape[1] - len(shape) :] % np.array(shape, dtype=np.int64)
+
+
+def _getitem(node: fx.Node, coords: Coords) -> Step | None:
+    parent, index = node.args
+    name = op_name(parent)
+    if not isinstance(parent, fx.Node) or name not in {"unbind", "split", "split_with_sizes", "chunk", "tensor_split"}:
+        return None
+    source = parent.args[0]
+    arguments = bind(parent)
+    rank = len(sizes(source))
+    dim = _dim(arguments, rank)
+    if name == "unbind":
+        return source, np.insert(coords, dim, int(index) % sizes(source)[dim], axis=1)
+    parts = [hint(part.shape[dim]) for part in parent.meta["val"]]
+    moved = coords.copy()
+    moved[:, dim] += sum(parts[: int(index)])
+    return source, moved
+
+
+def _joined(node: fx.Node, coords: Coords) -> Step | None:
+    """Through cat and stack, where every sample comes from one and the same operand."""
+    operands = list(node.args[0])
+    dim = _dim(bind(node), coords.shape[1])
+    moved = coords.copy()
+    if op_name(node) == "stack":
+        chosen = set(coords[:, dim].tolist())
+        return (operands[chosen.pop()], np.delete(moved, dim, axis=1)) if len(chosen) == 1 else None
+    start = 0
+    for operand in operands:
+        size = sizes(operand)[dim] if len(sizes(operand)) == coords.shape[1] else 0
+        inside = (coords[:, dim] >= start) & (coords[:, dim] < start + size)
+        if inside.all():
+            moved[:, dim] -= start
+            return operand, moved
+        if inside.any():
+            return None
+        start += size
+    return None
+
+
+STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "_reshape_alias"),
+        _reshape,
+    ),
+    "transpose": _transpose, "swapaxes": _transpose, "swapdims": _transpose,
+    "t": _reverse_last_two, "numpy_T": _reverse_last_two, "mT": _reverse_last_two, "adjoint": _reverse_last_two,
+    "permute": _permute, "movedim": lambda node, coords: _movedim(node, coords),
+    "expand": _expand, "expand_as": _expand, "broadcast_to": _expand,
+    "unsqueeze": _unsqueeze, "slice": _slice, "narrow": _slice, "select": _select,
+    "repeat_interleave": _repeat_interleave, "repeat": _repeat, "tile": _repeat, "getitem": _getitem,
+}
+JOINS = {"cat", "stack", "concat", "concatenate"}
+
+
+def _movedim(node: fx.Node, coords: Coords) -> Step | None:
+    arguments, rank = bind(node), coords.shape[1]
+    source, destination = arguments["source"], arguments["destination"]
+    origin = [int(dim) % rank for dim in (source if isinstance(source, (list, tuple)) else [source])]
+    target = [int(dim) % rank for dim in (destination if isinstance(destination, (list, tuple)) else [destination])]
+    rest = iter(dim for dim in range(rank) if dim not in origin)
+    order = [origin[target.index(dim)] if dim in target else next(rest) for dim in range(rank)]
+    moved = np.empty_like(coords)
+    moved[:, order] = coords
+    return node.args[0], moved
+
+
+def step(node: fx.Node, coords: Coords, through_joins: bool = False) -> Step | None:
+    """One operator upstream, or None where ``node`` makes new values."""
+    name = op_name(node)
+    if name in IDENTITIES:
+        return (node.args[0], coords) if is_tensor(node.args[0]) else None
+    if name in JOINS:
+        return _joined(node, coords) if through_joins else None
+    handler = STEPS.get(name)
+    return handler(node, coords) if handler is not None else None
+
+
+@dataclass(frozen=True)
+class Trail:
+    """An operand traced to its base: the sampled coordinates on both ends and the nodes between."""
+
+    base: fx.Node
+    there: Coords
+    here: Coords
+    path: tuple[fx.Node, ...]
+
+
+def trace(node: fx.Node, stop: Callable[[fx.Node], bool], through_joins: bool = False) -> Trail:
+    """Follow views upstream from ``node`` until ``stop`` holds or values are made."""
+    here = sample(sizes(node))
+    coords, path = here, []
+    while not stop(node):
+        moved = step(node, coords, through_joins)
+        if moved is None:
+            break
+        path.append(node)
+        node, coords = moved
+    return Trail(node, coords, here, tuple(path))
