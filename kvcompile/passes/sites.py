@@ -1,0 +1,198 @@
+"""What matching produces: attentions, slots, writes, masks, sites, and refusals. Values only, no logic."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from torch import fx
+
+
+class SlotKind(enum.Enum):
+    """How a cache tensor enters and leaves the graph."""
+
+    BUFFER = "input written in place"
+    CONCAT = "input concatenated with the new tokens, result returned"
+    BORN_CONCAT = "first tokens returned as a new cache"
+    BORN_BUFFER = "buffer made in this graph and returned"
+
+
+class MaskKind(enum.Enum):
+    """What a mask term does to the scores."""
+
+    BOOL = "false excludes"
+    FILL = "true excludes"
+    ADD = "added to the scores"
+
+
+class Stage(enum.Enum):
+    """Where in the pipeline a site was refused."""
+
+    CAPTURE = "capture"
+    MATCH = "match"
+    PLAN = "plan"
+
+
+@dataclass(frozen=True)
+class MaskTerm:
+    """One mask operand, its effect, and the role of each of its dims ('' for a dim that only broadcasts)."""
+
+    node: fx.Node
+    kind: MaskKind
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention, whatever spelled it: operands with the role of every dim.
+
+    Roles: B batch, H query heads, K kv heads, G queries a kv head, S new tokens, T cached tokens, D channels;
+    several letters in one role are one flattened dim (BH).
+    """
+
+    idiom: str
+    output: fx.Node
+    nodes: tuple[fx.Node, ...]
+    q: fx.Node
+    q_roles: tuple[str, ...]
+    k: fx.Node
+    k_roles: tuple[str, ...]
+    v: fx.Node
+    v_roles: tuple[str, ...]
+    out_roles: tuple[str, ...]
+    scale: float
+    softcap: float = 0.0
+    masks: tuple[MaskTerm, ...] = ()
+    causal: bool = False
+    sinks: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where new tokens go: an index tensor [S] or [B, S], or the offset of the first token."""
+
+    index: fx.Node | None = None
+    rows: bool = False
+    offset: fx.Node | int | None = None
+
+
+@dataclass(frozen=True)
+class Write:
+    """One write into a cache tensor; ``dims[i]`` is the root's dim that dim ``i`` of ``values`` runs along."""
+
+    idiom: str
+    node: fx.Node
+    root: fx.Node
+    values: fx.Node
+    dims: tuple[int, ...]
+    token_dim: int
+    position: Position
+    select: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The labels of a cache tensor's dims: per dim the roles it holds, () where one index is selected."""
+
+    labels: tuple[tuple[str, ...], ...]
+    select: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def token_dim(self) -> int:
+        """The dim that tokens run along."""
+        return self.labels.index(("T",))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One cache slot (keys or values of one attention) as the graph sees it."""
+
+    kind: SlotKind
+    root: fx.Node
+    placeholder: fx.Node | None
+    outputs: tuple[int, ...]
+    axes: Axes
+    write: Write
+    path: tuple[fx.Node, ...] = field(repr=False)
+    heads: int = 0
+    head_dim: int = 0
+    batch: int = 0
+    capacity: int = 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The mask in normal form: arithmetic on positions, and a carried tensor for whatever is left.
+
+    ``hi`` and ``lo`` are (node, constant, roles of the node's dims); node None means the constant alone,
+    or for ``hi`` with ``own`` the query's own index among the new tokens.
+    """
+
+    hi: Limit
+    lo: Limit | None = None
+    keep: tuple[fx.Node, tuple[str, ...]] | None = None
+    carried: tuple[MaskTerm, ...] = ()
+
+
+class LimitKind(enum.Enum):
+    """What the last or first visible position is counted from."""
+
+    NODE = "a tensor of positions"
+    OWN = "the query's own index in this call"
+    ALL = "the number of tokens read"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A position limit: ``node`` (its dims' roles among B and S) or the query's index or the length, plus ``offset``."""
+
+    kind: LimitKind
+    offset: int = 0
+    node: fx.Node | None = None
+    roles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention with both its slots: all that a plan and a rewrite need."""
+
+    index: int
+    attention: Attention
+    key: Slot
+    value: Slot
+    bounds: Bounds
+    path: str
+    line: str
+    heads: int
+    groups: int
+    tokens: int
+    read: fx.Node
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An attention that stays as it is, as a value: stage, reason, evidence, source line, nearest idiom, advice."""
+
+    stage: Stage
+    reason: str
+    line: str
+    path: str = ""
+    nearest: str = ""
+    advice: str = ""
+    evidence: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{self.path or 'attention'} ({self.line}): {self.reason}"]
+        if self.nearest:
+            parts.append(f"nearest idiom: {self.nearest}")
+        if self.advice:
+            parts.append(self.advice)
+        return "; ".join(parts)
+
+
+class Miss(Exception):
+    """Why a recogniser gave up; caught by ``match`` and turned into a Refusal value."""
+
+    def __init__(self, reason: str, *evidence: fx.Node, advice: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.evidence, self.advice = reason, evidence, advice
