@@ -69,11 +69,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Position:
-    """Where new tokens go: an index tensor [S] or [B, S], or the offset of the first token."""
+    """Where new tokens go: an index tensor [S] or [B, S], the offset of the first token, or behind the past."""
 
     index: fx.Node | None = None
     rows: bool = False
-    offset: fx.Node | int | None = None
+    offset: fx.Node | int = 0
+    past: fx.Node | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from torch import fx
 
 from kvcompile.passes.pullback import trace
-from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.shapes import bind, is_tensor, op_name, sizes, value_of
 from kvcompile.passes.sites import Miss, Position, Write
 
 
@@ -200,8 +200,5 @@ def concatenation(node: fx.Node) -> tuple[fx.Node | None, Write]:
     dim = int(arguments["dim"]) % rank
     past = filled[0] if len(filled) == 2 else None
     values = filled[-1]
-    offset: fx.Node | int = 0
-    if past is not None:
-        offset = hint(value_of(past).shape[dim])
-    write = Write("cat", node, node, values, tuple(range(rank)), dim, Position(offset=offset))
+    write = Write("cat", node, node, values, tuple(range(rank)), dim, Position(past=past))
     return past, write
