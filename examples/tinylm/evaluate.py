@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 if __package__ in (None, ""):
     sys.path[0] = str(HERE.parent)
 
-from tinylm import codec, corpus, tasks  # noqa: E402
+from tinylm import codec, corpus, tasks
 
 Model = Callable[..., Any]
 MakeCache = Callable[[], Any]

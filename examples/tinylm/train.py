@@ -26,15 +26,15 @@ HERE = Path(__file__).resolve().parent
 if __package__ in (None, ""):
     sys.path[0] = str(HERE.parent)
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import Progress, TextColumn, TimeElapsedColumn  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from tinylm import codec, corpus, evaluate, mixture  # noqa: E402
+from tinylm import codec, corpus, evaluate, mixture
 
 MAX_LENGTH = 4352
 console = Console(width=120)

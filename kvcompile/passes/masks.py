@@ -1,0 +1,211 @@
+"""Masks in normal form: position limits, a padding row, and whatever is left carried as the tensor it was.
+
+Every term is read as a predicate (``algebra``), split into conjuncts, and each conjunct is one of
+
+    position <= limit(row, query)      hi      (causal, length)
+    position >= limit(row, query)      lo      (sliding window)
+    tensor[row, position]              keep    (padding)
+
+or the whole term is carried along as a tensor operand: slower to read, never wrong.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.passes.algebra import Expr, Linear, read
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
+from kvcompile.passes.shapes import sizes, value_of
+from kvcompile.passes.sites import Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm
+
+NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}
+MIRRORED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
+
+
+class _Carried(Exception):
+    """A conjunct that is not arithmetic: the term stays a tensor."""
+
+
+def _negate(expr: Expr) -> Expr:
+    if expr.op in NEGATED:
+        return Expr(NEGATED[expr.op], expr.args)
+    if expr.op == "not":
+        return expr.args[0]
+    if expr.op == "or":
+        return Expr("and", tuple(_negate(arg) for arg in expr.args))
+    return Expr("not", (expr,))
+
+
+def _predicate(expr: Expr) -> Expr:
+    """The predicate behind an additive mask: zero where attended, very negative elsewhere."""
+    if expr.op == "where":
+        condition, yes, no = expr.args
+        if yes.op == "num" and yes.number == 0.0 and no.op == "num" and no.number <= VERY_NEGATIVE:
+            return condition
+        if no.op == "num" and no.number == 0.0 and yes.op == "num" and yes.number <= VERY_NEGATIVE:
+            return _negate(condition)
+        if yes.op == "num" and yes.number <= VERY_NEGATIVE:
+            return Expr("and", (_negate(condition), _predicate(no)))
+        if no.op == "num" and no.number <= VERY_NEGATIVE:
+            return Expr("and", (condition, _predicate(yes)))
+    if expr.op == "mul" and expr.args[1].op == "num" and expr.args[1].number <= VERY_NEGATIVE:
+        kept = expr.args[0]
+        if kept.op == "sub" and kept.args[0].op == "num" and kept.args[0].number == 1.0:
+            return kept.args[1]
+        return _negate(kept)
+    if expr.op == "add":
+        return Expr("and", tuple(_predicate(arg) for arg in expr.args))
+    if expr.op == "num" and expr.number == 0.0:
+        return Expr("num", number=1.0)
+    raise _Carried
+
+
+def _conjuncts(expr: Expr) -> list[Expr]:
+    if expr.op in {"and", "mul"}:
+        return [item for arg in expr.args for item in _conjuncts(arg)]
+    if expr.op == "not":
+        inner = _negate(expr.args[0])
+        return [inner] if inner.op == "not" else _conjuncts(inner)
+    if expr.op == "num":
+        if expr.number == 0.0:
+            raise _Carried
+        return []
+    if expr.op == "where" and expr.args[2].op == "num" and expr.args[2].number == 0.0:
+        return _conjuncts(expr.args[0]) + _conjuncts(expr.args[1])
+    return [expr]
+
+
+def _sum(expr: Expr, sign: int, form: Linear, atoms: list[tuple[int, Expr]]) -> Linear:
+    """Flatten sums down to what no longer depends on the position; those parts stay whole, as atoms."""
+    if expr.op == "num":
+        return form.plus(Linear(const=int(expr.number)), sign)
+    if expr.op == "idx":
+        return form.plus(expr.linear, sign)
+    if expr.op in {"add", "sub"} and expr.uses("T"):
+        form = _sum(expr.args[0], sign, form, atoms)
+        return _sum(expr.args[1], sign if expr.op == "add" else -sign, form, atoms)
+    if expr.uses("T"):
+        raise _Carried
+    atoms.append((sign, expr))
+    return form
+
+
+def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int, effects: Effects) -> Limit:
+    """The limit from ``position <= atoms + form``: one tensor of positions, or the query's own index."""
+    own = form.of("S") * wanted
+    if any(form.of(axis) for axis in ("B", "H", "K", "G")):
+        raise _Carried
+    if not atoms:
+        if own == 1:
+            return Limit(LimitKind.OWN, offset)
+        raise _Carried
+    if len(atoms) > 1 or atoms[0][0] != wanted or own:
+        # Two terms of which one is the query's index: the sum may exist as a node of its own.
+        raise _Carried
+    atom = atoms[0][1]
+    if atom.origin is None:
+        raise _Carried
+    node, coords = atom.origin
+    if not isinstance(value_of(node), torch.Tensor) or effects.writes.get(effects.root.get(node, node)):
+        raise _Carried
+    roles = []
+    for coord in coords:
+        if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), ("S", 1)}):
+            raise _Carried
+        roles.append(coord.terms[0][0] if coord.terms else "")
+    return Limit(LimitKind.NODE, offset, node, tuple(roles))
+
+
+def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
+    """(is it an upper limit, the limit) of one comparison."""
+    atoms: list[tuple[int, Expr]] = []
+    form = _sum(expr.args[1], -1, _sum(expr.args[0], 1, Linear(), atoms), atoms)
+    op, side = expr.op, form.of("T")
+    if side not in {1, -1}:
+        raise _Carried
+    if side == -1:
+        op = MIRRORED[op]
+    # side * (position) <op> -(atoms + rest), so everything else changes sign with the side.
+    rest = form.plus(Linear((("T", side),)), -1)
+    offset = -side * rest.const
+    limit = _limit(atoms, rest, -side, offset, effects)
+    shift = {"le": 0, "lt": -1, "ge": 0, "gt": 1}[op]
+    return op in {"le", "lt"}, Limit(limit.kind, limit.offset + shift, limit.node, limit.roles)
+
+
+def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
+    if expr.op not in {"load"} or expr.origin is None:
+        raise _Carried
+    node, coords = expr.origin
+    if not isinstance(value_of(node), torch.Tensor) or effects.writes.get(effects.root.get(node, node)):
+        raise _Carried
+    roles = []
+    for coord in coords:
+        if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), ("T", 1)}):
+            raise _Carried
+        roles.append(coord.terms[0][0] if coord.terms else "")
+    if roles.count("T") != 1:
+        raise _Carried
+    if value_of(node).dtype.is_floating_point:
+        raise _Carried
+    return node, tuple(roles)
+
+
+def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
+    """Add one term's limits to ``bounds``; raises _Carried where any conjunct is not arithmetic."""
+    coords = tuple(Linear(((role, 1),)) if role else Linear() for role in term.roles)
+    expr = read(term.node, coords)
+    if term.kind is MaskKind.ADD:
+        expr = _predicate(expr)
+    elif term.kind is MaskKind.FILL:
+        expr = _negate(expr)
+    found: dict[str, object] = {}
+    failed = False
+    for conjunct in _conjuncts(expr):
+        try:
+            if conjunct.op in NEGATED:
+                upper, limit = _compared(conjunct, effects)
+                key, value = ("hi" if upper else "lo"), limit
+            else:
+                key, value = "keep", _padding(conjunct, effects)  # type: ignore[assignment]
+            if (key in found and found[key] != value) or (key in bounds and bounds[key] != value):
+                failed = True
+            else:
+                found[key] = value
+        except _Carried:
+            failed = True
+    # A limit that was understood holds even where the rest of its term is carried.
+    bounds.update(found)
+    if failed:
+        raise _Carried
+
+
+def normalise(attention: Attention, effects: Effects) -> Bounds:
+    """The mask of an attention in normal form."""
+    bounds: dict[str, object] = {}
+    carried = []
+    for term in attention.masks:
+        try:
+            _term(term, bounds, effects)
+        except _Carried:
+            carried.append(term)
+    hi = bounds.get("hi")
+    if attention.causal:
+        hi = Limit(LimitKind.OWN)
+    if hi is None:
+        hi = Limit(LimitKind.ALL)
+    return Bounds(hi, bounds.get("lo"), bounds.get("keep"), tuple(carried))  # type: ignore[arg-type]
+
+
+def describe(bounds: Bounds) -> str:
+    """A mask in words, for the report."""
+    words = {LimitKind.NODE: "causal by position", LimitKind.OWN: "causal", LimitKind.ALL: "length"}[bounds.hi.kind]
+    if bounds.lo is not None:
+        words += " + window"
+    if bounds.keep is not None:
+        words += " + padding"
+    for term in bounds.carried:
+        shape = "x".join(str(size) for size in sizes(term.node))
+        words += f" + {'bias' if term.kind is MaskKind.ADD else 'mask'} tensor [{shape}]"
+    return words
