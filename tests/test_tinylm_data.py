@@ -18,8 +18,8 @@ if str(FOLDER.parent) not in sys.path:
 
 from tinylm import codec, corpus, evaluate, mixture, tasks
 
-# Measured on the whole held-out text: see the log beside the model.
-HELDOUT_BITS = 0.95
+# Measured 0.726 on the first 8 KiB (0.854 on the whole text).
+HELDOUT_BITS = 0.8
 
 
 @pytest.fixture(scope="module")
