@@ -1,0 +1,295 @@
+"""C++ text of ``kvcompile::attend``: tasks, masks, online softmax, merging of splits, and the entry point.
+
+Jinja variables are filled by ``cpp_attend``: ``p`` holds the C++ text of every size and stride. See
+``cpp_source`` for the terms.
+"""
+
+from __future__ import annotations
+
+ATTEND = r"""
+struct Problem {
+  const Q* q; Q* out;
+  int64_t q_batch, q_head, q_query, q_width;
+  Slot<Key> keys; Slot<Value> values;
+  int64_t batch, queries, pages, rows_per_page;
+  const int64_t* hi; int64_t hi_batch, hi_query;
+  const int64_t* lo; int64_t lo_batch, lo_query;
+  const bool* keep; int64_t keep_batch, keep_token, keep_tokens;
+  const Bias* bias; int64_t bias_batch, bias_head, bias_query, bias_token, bias_tokens;
+  const Sink* sinks; int64_t sinks_head;
+};
+// What one thread works in; everything is sized by the block, nothing by the context.
+struct Scratch {
+  std::unique_ptr<float[]> memory;
+  float *q, *tile, *scores, *acc, *top, *total, *bias, *scales;
+  int64_t *from, *until;
+  static float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t(63)); }
+  explicit Scratch(int64_t rows, int64_t block) {
+    const int64_t tile_floats = TILE * std::max(Key::row, Value::row);
+    memory.reset(new float[rows * (Key::row + Value::row + TILE + 1 + N) + tile_floats + 4 * TILE + 4 * block + 16 * 12]);
+    float* next = aligned(memory.get());
+    auto take = [&](int64_t floats) { float* p = next; next = aligned(next + floats); return p; };
+    q = take(rows * Key::row);
+    tile = take(tile_floats);
+    scores = take(rows * TILE);
+    acc = take(rows * Value::row);
+    top = take(rows);
+    total = take(rows * N);
+    bias = take(TILE);
+    scales = take(TILE);
+    from = reinterpret_cast<int64_t*>(take(2 * block));
+    until = reinterpret_cast<int64_t*>(take(2 * block));
+    // Rows of the tile beyond the last token are multiplied too; their scores are masked afterwards.
+    std::fill(tile, tile + tile_floats, 0.0f);
+  }
+};
+struct Task { int64_t b, head, query, queries, first, last; };
+
+// Which tokens each query of the block may see at all; the union is [first, last).
+static inline void ranges(const Problem& p, Task& task, int64_t* from, int64_t* until) {
+  int64_t tokens = p.pages * p.rows_per_page;
+  if constexpr (HAS_KEEP) tokens = std::min(tokens, p.keep_tokens);
+  if constexpr (HAS_BIAS) tokens = std::min(tokens, p.bias_tokens);
+  task.first = tokens;
+  task.last = 0;
+  for (int64_t s = 0; s < task.queries; ++s) {
+    until[s] = std::min(p.hi[task.b * p.hi_batch + (task.query + s) * p.hi_query] + 1, tokens);
+    from[s] = p.lo ? std::max<int64_t>(p.lo[task.b * p.lo_batch + (task.query + s) * p.lo_query], 0) : 0;
+    if (from[s] < until[s]) {
+      task.first = std::min(task.first, from[s]);
+      task.last = std::max(task.last, until[s]);
+    }
+  }
+}
+// Additive mask of one query and head for tokens t0 .. t0 + tokens: its bias, -inf where bool says no.
+static inline void load_bias(const Problem& p, int64_t b, int64_t head, int64_t query, int64_t t0, int tokens, float* out) {
+  const Bias* row = p.bias + b * p.bias_batch + head * p.bias_head + query * p.bias_query + t0 * p.bias_token;
+  if constexpr (std::is_same_v<Bias, bool>) {
+    for (int t = 0; t < tokens; ++t) out[t] = row[t * p.bias_token] ? 0.0f : -INFINITY;
+  } else {
+    for (int t = 0; t < tokens; t += N) vstore(out + t, load_floats(row + t * p.bias_token, tokens - t, p.bias_token));
+  }
+}
+// Scores of one tile -> weights, with the row's running maximum and total. ``used`` collects attended tokens.
+static inline void soften(const Problem& p, const Task& task, Scratch& s, int64_t rows, int64_t t0, int tokens, int32_t* used) {
+  alignas(64) float keep[TILE];
+  if constexpr (HAS_KEEP)
+    for (int t = 0; t < tokens; ++t) keep[t] = p.keep[task.b * p.keep_batch + (t0 + t) * p.keep_token] ? 1.0f : 0.0f;
+  vf lane;
+  for (int64_t i = 0; i < N; ++i) lane[i] = static_cast<float>(i);
+  vi seen[TILE / N] = {};
+  const vf nothing = vset(-INFINITY);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t query = r / G, g = r % G;
+    float* score = s.scores + r * TILE;
+    if (HAS_BIAS && (g == 0 || p.bias_head != 0)) load_bias(p, task.b, task.head * G + g, task.query + query, t0, tokens, s.bias);
+    const vf low = vset(static_cast<float>(std::clamp<int64_t>(s.from[query] - t0, 0, TILE)));
+    const vf high = vset(static_cast<float>(std::clamp<int64_t>(s.until[query] - t0, 0, tokens)));
+    vf x[TILE / N];
+    vf most = nothing;
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < TILE / N; ++j) {
+      x[j] = vload(score + j * N) * vset(SCALE);
+      if constexpr (Key::token_scale) x[j] *= vload(s.scales + j * N);
+      if constexpr (SOFTCAP > 0) x[j] = from_at(to_at(x[j] * vset(1.0f / SOFTCAP)).tanh()) * vset(SOFTCAP);
+      const vf at = lane + static_cast<float>(j * N);
+      vi seen_here = (at >= low) & (at < high);
+      if constexpr (HAS_BIAS) {
+        const vf bias = vload(s.bias + j * N);
+        x[j] += bias;
+        seen_here &= bias != nothing;
+      }
+      if constexpr (HAS_KEEP) seen_here &= vload(keep + j * N) != vf{};
+      x[j] = seen_here ? x[j] : nothing;
+      seen[j] |= seen_here;
+      most = (x[j] > most) | (x[j] != x[j]) ? x[j] : most;
+    }
+    const float before = s.top[r];
+    const float tile_top = vmax_across(most);
+    const float top = before > tile_top ? before : tile_top;
+    if (!(top == before)) {
+      const float shrink = before == -INFINITY ? 0.0f : std::exp(before - top);
+      const vf factor = vset(shrink);
+      vstore(s.total + r * N, vload(s.total + r * N) * factor);
+      for (int64_t d = 0; d < Value::row; d += N) vstore(s.acc + r * Value::row + d, vload(s.acc + r * Value::row + d) * factor);
+      s.top[r] = top;
+    }
+    const vf base = vset(top == -INFINITY ? 0.0f : top);
+    vf sum = vload(s.total + r * N);
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < TILE / N; ++j) {
+      const vf weight = vexp(x[j] - base);
+      sum += weight;
+      vstore(score + j * N, weight);
+    }
+    vstore(s.total + r * N, sum);
+  }
+  for (int64_t j = 0; j < TILE / N; ++j) __builtin_memcpy(used + j * N, &seen[j], sizeof(vi));
+}
+static inline void load_queries(const Problem& p, const Task& task, float* out, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const Q* q = p.q + task.b * p.q_batch + (task.head * G + r % G) * p.q_head + (task.query + r / G) * p.q_query;
+    for (int64_t part = 0; part < Key::parts; ++part)
+      for (int64_t v = 0; v < Key::vecs; ++v)
+        vstore(out + r * Key::row + (part * Key::vecs + v) * N,
+               load_floats(q + (part * Key::words + v * N) * p.q_width, Key::words - v * N, p.q_width));
+  }
+}
+// One task from its first to its last token; leaves sums in s.acc, s.top, s.total.
+static void attend_block(const Problem& p, const Task& task, Scratch& s) {
+  const int64_t rows = task.queries * G;
+  load_queries(p, task, s.q, rows);
+  std::fill(s.acc, s.acc + rows * Value::row, 0.0f);
+  std::fill(s.total, s.total + rows * N, 0.0f);
+  std::fill(s.top, s.top + rows, -INFINITY);
+  alignas(64) int32_t used[TILE];
+  for (int64_t t0 = task.first; t0 < task.last;) {
+    const int64_t page = t0 / p.rows_per_page, row = t0 % p.rows_per_page;
+    const int tokens = static_cast<int>(std::min({task.last - t0, p.rows_per_page - row, static_cast<int64_t>(TILE) - row % TILE}));
+    decode(p.keys, page, task.b, task.head, row, tokens, nullptr, s.tile, s.scales);
+    dot(s.q, s.tile, s.scores, rows, tokens);
+    soften(p, task, s, rows, t0, tokens, used);
+    decode(p.values, page, task.b, task.head, row, tokens, used, s.tile, s.scales);
+    if constexpr (Value::token_scale)
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t j = 0; j < TILE; j += N) vstore(s.scores + r * TILE + j, vload(s.scores + r * TILE + j) * vload(s.scales + j));
+    mix(s.scores, s.tile, s.acc, rows, tokens);
+    t0 += tokens;
+  }
+}
+// acc / total with the sink's mass, in the result's dtype; a row that saw nothing gives zeros.
+static inline void finish_row(const Problem& p, int64_t b, int64_t h, int64_t query, const float* acc, float top, float total) {
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = static_cast<float>(p.sinks[h * p.sinks_head]);
+    const float above = top < sink ? sink : top;
+    factor = top == -INFINITY ? 0.0f : std::exp(top - above);
+    total = total * factor + (sink == -INFINITY ? 0.0f : std::exp(sink - above));
+  }
+  const vf inverse = vset(total == 0.0f ? 0.0f : factor / total);
+  alignas(64) float line[Value::parts * Value::words + N];
+  for (int64_t part = 0; part < Value::parts; ++part)
+    for (int64_t v = 0; v < Value::vecs; ++v)
+      vstore(line + part * Value::words + v * N, vload(acc + (part * Value::vecs + v) * N) * inverse);
+  Q* out = p.out + ((b * K * G + h) * p.queries + query) * (Value::parts * Value::words);
+  if constexpr (std::is_same_v<Q, float>) __builtin_memcpy(out, line, sizeof(float) * Value::parts * Value::words);
+  else at::vec::convert(line, out, Value::parts * Value::words);
+}
+"""
+"""One task; needs VECTORS, Key, Value, BLOCKS and DECODE."""
+
+RUN = r"""
+// Threads take tasks from a common counter, late queries (long, when causal) first.
+template <typename F> static void each_task(int64_t tasks, const F& work) {
+  std::atomic<int64_t> next{tasks};
+  const int64_t workers = std::min<int64_t>(at::get_num_threads(), tasks);
+  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin) work(next);
+  });
+}
+static void run(const Problem& p) {
+  const int64_t block = std::max<int64_t>(1, std::min(p.queries, MAX_ROWS / G));
+  const int64_t blocks = (p.queries + block - 1) / block;
+  const int64_t units = p.batch * K * blocks, rows = block * G;
+  if (units == 0) return;
+  auto task_of = [&](int64_t unit) {
+    const int64_t query = unit / (p.batch * K) * block, rest = unit % (p.batch * K);
+    return Task{rest / K, rest % K, query, std::min(block, p.queries - query), 0, 0};
+  };
+  // Splits only where the units alone would leave threads idle; one split is at least MIN_SPLIT tokens.
+  const int64_t threads = at::get_num_threads();
+  const int64_t wanted = threads == 1 ? 1 : (3 * threads + units - 1) / units;
+  const int64_t splits = std::max<int64_t>(1, std::min(wanted, p.pages * p.rows_per_page / MIN_SPLIT));
+  const int64_t record = Value::row + 2;
+  std::unique_ptr<float[]> partial(splits > 1 ? new float[units * splits * rows * record] : nullptr);
+  each_task(units * splits, [&](std::atomic<int64_t>& next) {
+    Scratch s(rows, block);
+    for (int64_t id = --next; id >= 0; id = --next) {
+      const int64_t unit = id / splits, split = id % splits;
+      Task task = task_of(unit);
+      ranges(p, task, s.from, s.until);
+      if (splits > 1 && task.first < task.last) {
+        const int64_t start = task.first / TILE * TILE;
+        const int64_t step = ((task.last - start + splits - 1) / splits + TILE - 1) / TILE * TILE;
+        task.first = std::max(task.first, start + split * step);
+        task.last = std::min(task.last, start + (split + 1) * step);
+      }
+      attend_block(p, task, s);
+      for (int64_t r = 0; r < task.queries * G; ++r) {
+        const float total = vsum_across(vload(s.total + r * N));
+        if (splits == 1) {
+          finish_row(p, task.b, task.head * G + r % G, task.query + r / G, s.acc + r * Value::row, s.top[r], total);
+          continue;
+        }
+        float* kept = partial.get() + (id * rows + r) * record;
+        std::copy(s.acc + r * Value::row, s.acc + (r + 1) * Value::row, kept);
+        kept[Value::row] = s.top[r];
+        kept[Value::row + 1] = total;
+      }
+    }
+  });
+  if (splits == 1) return;
+  each_task(units, [&](std::atomic<int64_t>& next) {
+    alignas(64) float acc[Value::row];
+    for (int64_t unit = --next; unit >= 0; unit = --next) {
+      const Task task = task_of(unit);
+      for (int64_t r = 0; r < task.queries * G; ++r) {
+        auto kept = [&](int64_t split) { return partial.get() + ((unit * splits + split) * rows + r) * record; };
+        float top = -INFINITY, total = 0.0f;
+        for (int64_t i = 0; i < splits; ++i) {
+          const float other = kept(i)[Value::row];
+          top = top > other ? top : other;
+        }
+        std::fill(acc, acc + Value::row, 0.0f);
+        for (int64_t i = 0; i < splits; ++i) {
+          const float* part = kept(i);
+          if (part[Value::row + 1] == 0.0f) continue;
+          const float factor = std::exp(part[Value::row] - top);
+          total += factor * part[Value::row + 1];
+          for (int64_t d = 0; d < Value::row; d += N) vstore(acc + d, vfma(vset(factor), vload(part + d), vload(acc + d)));
+        }
+        finish_row(p, task.b, task.head * G + r % G, task.query + r / G, acc, top, total);
+      }
+    }
+  });
+}
+"""
+"""All tasks and the log-sum-exp merge; needs ATTEND."""
+
+ENTRY = r"""
+{{ template.header().getvalue() }}
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <memory>
+// kvcompile::attend, keys {{ key_scheme }}, values {{ value_scheme }}
+namespace {{ kernel.kernel_name }}_attend {
+{{ vectors }}
+{{ sides }}
+using Q = {{ q_type }};
+using Bias = {{ bias_type }};
+using Sink = {{ sink_type }};
+constexpr int TILE = {{ tile }};
+constexpr int64_t K = {{ heads }}, G = {{ group }}, MAX_ROWS = {{ max_rows }}, MIN_SPLIT = {{ min_split }};
+constexpr bool HAS_BIAS = {{ has_bias }}, HAS_KEEP = {{ has_keep }};
+constexpr float SCALE = {{ scale }}, SOFTCAP = {{ softcap }};
+{{ blocks }}
+{{ decode }}
+{{ attend }}
+{{ run }}
+}
+extern "C"
+{{ definition }}
+{
+  {{ kernel.maybe_codegen_profile() }}
+  {{ kernel.kernel_name }}_attend::Problem p{};
+{%- for field, value in fields.items() %}
+  p.{{ field }} = {{ value }};
+{%- endfor %}
+  {{ kernel.kernel_name }}_attend::run(p);
+}
+"""
+"""The module; every jinja variable is filled by ``cpp_attend.AttendTemplate.render``."""
