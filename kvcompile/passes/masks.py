@@ -99,7 +99,9 @@ def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int
     if not atoms:
         if own == 1:
             return Limit(LimitKind.OWN, offset)
-        raise _Carried
+        if own:
+            raise _Carried
+        return Limit(LimitKind.CONST, offset)
     if len(atoms) > 1 or atoms[0][0] != wanted or own:
         # Two terms of which one is the query's index: the sum may exist as a node of its own.
         raise _Carried
@@ -200,7 +202,7 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
 
 def describe(bounds: Bounds) -> str:
     """A mask in words, for the report."""
-    words = {LimitKind.NODE: "causal by position", LimitKind.OWN: "causal", LimitKind.ALL: "length"}[bounds.hi.kind]
+    words = {LimitKind.NODE: "causal by position", LimitKind.OWN: "causal", LimitKind.ALL: "length", LimitKind.CONST: "fixed length"}[bounds.hi.kind]
     if bounds.lo is not None:
         words += " + window"
     if bounds.keep is not None:

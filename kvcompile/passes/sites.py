@@ -123,11 +123,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The mask in normal form: arithmetic on positions, and a carried tensor for whatever is left.
-
-    ``hi`` and ``lo`` are (node, constant, roles of the node's dims); node None means the constant alone,
-    or for ``hi`` with ``own`` the query's own index among the new tokens.
-    """
+    """The mask in normal form: arithmetic on positions, and carried tensors for whatever is left."""
 
     hi: Limit
     lo: Limit | None = None
@@ -141,6 +137,7 @@ class LimitKind(enum.Enum):
     NODE = "a tensor of positions"
     OWN = "the query's own index in this call"
     ALL = "the number of tokens read"
+    CONST = "a constant"
 
 
 @dataclass(frozen=True)

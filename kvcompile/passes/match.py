@@ -1,0 +1,184 @@
+"""Match: compose the recognisers into sites, and turn every near miss into a refusal that teaches.
+
+write x layout x grouping x attention x mask are recognised on their own and composed here; a site is
+only a site if nobody but its attentions reads the cache.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from kvcompile.passes import masks, slots
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.effects import Effects, analyse
+from kvcompile.passes.patterns import sdpa, softmax
+from kvcompile.passes.shapes import hint, module_path, op_name, sizes, source_line, value_of
+from kvcompile.passes.sites import Attention, Miss, Refusal, Site, Slot, Stage
+
+ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
+    sdpa.recognise,
+    softmax.recognise,
+)
+"""The ways attention is spelled; adding one is a file and a line here."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """All sites of a graph, all refusals, and how many attentions have no cache at all."""
+
+    sites: tuple[Site, ...]
+    refusals: tuple[Refusal, ...]
+    uncached: int
+    effects: Effects
+
+
+def refuse(miss: Miss, node: fx.Node, nearest: str = "", stage: Stage = Stage.MATCH) -> Refusal:
+    """A refusal value from a miss at ``node``."""
+    where = next((item for item in (node, *miss.evidence) if item.meta.get("stack_trace")), node)
+    return Refusal(
+        stage, miss.reason, source_line(where), module_path(where), nearest, miss.advice,
+        tuple(item.format_node() or item.name for item in miss.evidence),
+    )
+
+
+def _heads(attention: Attention) -> int:
+    """Query heads, from the roles of the query operand."""
+    shape = sizes(attention.q)
+    count = 1
+    for role, size in zip(attention.q_roles, shape, strict=True):
+        if role in {"H", "K", "G"}:
+            count *= size
+    return count
+
+
+def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]:
+    """(query heads, group size) of a site whose key and value slots must agree."""
+    if key.kind is not value.kind:
+        raise Miss("keys and values are cached in different ways", key.root, value.root)
+    if key.heads != value.heads or key.batch != value.batch:
+        raise Miss("the key and the value cache have different heads or batch sizes", key.root, value.root)
+    if key.root is value.root and key.axes.select == value.axes.select:
+        raise Miss("keys and values are the same cache entries", key.root)
+    if "BH" in attention.q_roles:
+        flat = sizes(attention.q)[attention.q_roles.index("BH")]
+        heads = flat // key.batch
+    else:
+        heads = _heads(attention)
+    if heads % key.heads:
+        raise Miss(f"{heads} query heads over {key.heads} kv heads", attention.output)
+    if key.capacity != value.capacity:
+        raise Miss("the key and the value cache hold different numbers of tokens", key.root, value.root)
+    return heads, heads // key.heads
+
+
+def _compose(attention: Attention, effects: Effects, index: int) -> Site:
+    key = slots.find(attention.k, attention.k_roles, attention.output, effects)
+    value = slots.find(attention.v, attention.v_roles, attention.output, effects)
+    heads, groups = _check_pair(attention, key, value)
+    bounds = masks.normalise(attention, effects)
+    tokens = sizes(attention.q)[attention.q_roles.index("S")] if "S" in attention.q_roles else 1
+    if attention.sinks is not None and "T" in _roles_of_sinks(attention.sinks):
+        raise Miss("sinks that depend on the token", attention.sinks)
+    node = attention.output
+    return Site(
+        index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k
+    )
+
+
+def _roles_of_sinks(node: fx.Node) -> tuple[str, ...]:
+    return ("T",) if sizes(node)[-1] != 1 else ()
+
+
+def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
+    """The sites whose cache is read by something else than the sites themselves."""
+    by_root: dict[fx.Node, list[Site]] = defaultdict(list)
+    for site in sites:
+        for slot in (site.key, site.value):
+            if site not in by_root[slot.root]:
+                by_root[slot.root].append(site)
+    refused: dict[Site, Miss] = {}
+    for root, users in by_root.items():
+        allowed = {node for site in users for node in site.attention.nodes}
+        allowed |= {slot.write.node for site in users for slot in (site.key, site.value)}
+        allowed.add(effects.output)
+        for reader in effects.readers(root) - allowed:
+            for site in users:
+                refused[site] = Miss(
+                    f"the cache is also read by {op_name(reader) or reader.op}, which would need it decoded", reader,
+                    advice="read the cache in attention only, or give this layer the scheme 'dense' by not compiling it",
+                )
+        for site in users:
+            refused.update(_extra(site, root, users, effects))
+    return refused
+
+
+def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> dict[Site, Miss]:
+    slot = site.key if site.key.root is root else site.value
+    returned = effects.outputs_of(effects.family(root))
+    if set(returned) - set(slot.outputs):
+        return {site: Miss("a view of the cache is returned to the caller", root, advice="return the cache itself or nothing")}
+    if slot.placeholder is not None and slot.placeholder is not root:
+        others = effects.readers(slot.placeholder) - {root}
+        if others:
+            reader = next(iter(others))
+            return {site: Miss(f"the past is also read by {op_name(reader) or reader.op}", reader)}
+    if len(users) > 1 and len({s.key.write.node for s in users}) == 1:
+        if any(s.bounds.hi.kind is not site.bounds.hi.kind for s in users):
+            return {site: Miss("several attentions with different masks share one cache", root)}
+    return {}
+
+
+def match(captured: Captured) -> Matched:
+    """All sites and refusals of a captured graph."""
+    effects = analyse(captured.graph)
+    sites: list[Site] = []
+    refusals: list[Refusal] = []
+    uncached = 0
+    for node in captured.graph.nodes:
+        for recognise in ATTENTIONS:
+            attention = None
+            try:
+                attention = recognise(node)
+                if attention is not None:
+                    sites.append(_compose(attention, effects, len(sites)))
+            except slots.NoCache:
+                uncached += 1
+            except Miss as miss:
+                if attention is not None or _touches_cache(node, captured, effects):
+                    refusals.append(refuse(miss, node, attention.idiom if attention else recognise.__module__.rpartition(".")[2]))
+                else:
+                    uncached += 1
+    rejected = _sole_readers(sites, effects)
+    refusals += [refuse(miss, site.attention.output, site.attention.idiom) for site, miss in rejected.items()]
+    kept = tuple(site for site in sites if site not in rejected)
+    return Matched(kept, tuple(refusals), uncached, effects)
+
+
+def _touches_cache(node: fx.Node, captured: Captured, effects: Effects) -> bool:
+    """Whether a softmax that failed to match has a written input or a returned concatenation among its ancestors."""
+    seen, stack = set(), [node]
+    while stack and len(seen) < 400:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if effects.writes.get(effects.root.get(current, current)) and op_name(current) not in {"add_"}:
+            root = effects.root.get(current, current)
+            if root.op == "placeholder" and value_of(root).dim() >= 3:
+                return True
+        if op_name(current) == "cat" and effects.outputs_of([current]):
+            return True
+        if op_name(current) in {"linear", "mm", "addmm", "embedding"}:
+            continue
+        stack.extend(current.all_input_nodes)
+    del captured
+    return False
+
+
+def tokens_of(site: Site) -> int:
+    """New tokens S of a site."""
+    return hint(site.tokens)

@@ -1,0 +1,145 @@
+"""Plan: which site gets which scheme, and what it will cost. Pure.
+
+A policy is one scheme, a pair for keys and values, or globs over module paths; the first matching glob
+of the most specific kind wins. Bytes are sympy expressions of B (batch rows) and T (tokens in use), so
+that what is announced can be printed, evaluated and held against what was allocated.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from kvcompile.errors import BadPolicy, SchemeError
+from kvcompile.passes.match import Matched
+from kvcompile.passes.shapes import value_of
+from kvcompile.passes.sites import Refusal, Site, Slot, Stage
+from kvcompile.schemes import Scheme, parse
+from kvcompile.types import PAGE, Layout, Role, SlotSpec
+
+BATCH, TOKENS = sympy.Symbol("B", integer=True, positive=True), sympy.Symbol("T", integer=True, nonnegative=True)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Separate schemes for keys and values."""
+
+    k: Scheme
+    v: Scheme
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Scheme pairs by module-path glob, in the order of their writing; ``*`` is the default."""
+
+    rules: tuple[tuple[str, Pair], ...]
+
+    def of(self, path: str) -> Pair | None:
+        """The pair for a module path: the longest matching glob wins; None where no glob matches."""
+        hits = [(len(glob.replace("*", "")), pair) for glob, pair in self.rules if fnmatch.fnmatch(path, glob)]
+        return max(hits, key=lambda hit: hit[0])[1] if hits else None
+
+    def spell(self) -> str:
+        """The policy as text, part of cache keys."""
+        return ";".join(f"{glob}=>{pair.k.spell()}|{pair.v.spell()}" for glob, pair in self.rules)
+
+
+def pair_of(choice: object) -> Pair:
+    """A pair from a name, a spelled scheme, a Scheme object, or a mapping with ``k`` and ``v``."""
+    if isinstance(choice, Pair):
+        return choice
+    if isinstance(choice, Scheme):
+        return Pair(choice, choice)
+    if isinstance(choice, str):
+        scheme = parse(choice)
+        return Pair(scheme, scheme)
+    if isinstance(choice, Mapping) and set(choice) == {"k", "v"}:
+        return Pair(pair_of(choice["k"]).k, pair_of(choice["v"]).v)
+    raise BadPolicy(found=choice)
+
+
+def policy_of(choice: object) -> Policy:
+    """A policy from whatever ``backend(scheme=...)`` was given; raises a SchemeError."""
+    if isinstance(choice, Policy):
+        return choice
+    if isinstance(choice, Mapping) and set(choice) != {"k", "v"}:
+        if not choice:
+            raise BadPolicy(found=choice)
+        return Policy(tuple((str(glob), pair_of(item)) for glob, item in choice.items()))
+    return Policy((("*", pair_of(choice)),))
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """One slot with its scheme, layout and bytes."""
+
+    slot: Slot
+    role: Role
+    scheme: Scheme
+    spec: SlotSpec
+    layout: Layout
+
+    @property
+    def bytes_after(self) -> sympy.Expr:
+        """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages."""
+        return BATCH * self.spec.heads * self.layout.bytes_per_page * sympy.ceiling(TOKENS / PAGE)
+
+    @property
+    def bytes_before(self) -> sympy.Expr:
+        """Bytes of the dense slot for as many tokens."""
+        return BATCH * TOKENS * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """One site with both its slots planned."""
+
+    site: Site
+    key: SlotPlan
+    value: SlotPlan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All planned sites, and the sites that the plan had to refuse."""
+
+    sites: tuple[SitePlan, ...]
+    refusals: tuple[Refusal, ...]
+
+    @property
+    def bytes_after(self) -> sympy.Expr:
+        """Announced bytes of all stores."""
+        return sum((part.bytes_after for site in self.sites for part in (site.key, site.value)), sympy.Integer(0))
+
+    @property
+    def bytes_before(self) -> sympy.Expr:
+        """Bytes of the dense cache that is replaced."""
+        return sum((part.bytes_before for site in self.sites for part in (site.key, site.value)), sympy.Integer(0))
+
+
+def _slot_plan(slot: Slot, role: Role, scheme: Scheme) -> SlotPlan:
+    spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
+    if spec.dtype not in DTYPES:
+        raise SchemeError(detail=f"a cache of dtype {spec.dtype} is not supported; use float32, bfloat16 or float16")
+    scheme.check(spec)
+    return SlotPlan(slot, role, scheme, spec, scheme.layout(spec))
+
+
+def plan(matched: Matched, policy: Policy) -> Plan:
+    """Give every site its schemes; a site that its scheme cannot hold becomes a refusal."""
+    sites, refusals = [], list(matched.refusals)
+    for site in matched.sites:
+        pair = policy.of(site.path)
+        try:
+            if pair is None:
+                raise SchemeError(detail=f"no entry of the policy matches {site.path!r}")
+            sites.append(SitePlan(site, _slot_plan(site.key, Role.KEY, pair.k), _slot_plan(site.value, Role.VALUE, pair.v)))
+        except SchemeError as error:
+            refusals.append(Refusal(Stage.PLAN, str(error), site.line, site.path, site.attention.idiom))
+    return Plan(tuple(sites), tuple(refusals))
