@@ -47,6 +47,14 @@ class BadPolicy(SchemeError):
     )
 
 
+class NotInPolicy(SchemeError):
+    template = "no entry of the per-layer policy matches the module path {path!r}; add a '*' entry to cover every layer"
+
+
+class UnsupportedDtype(SchemeError):
+    template = "expected a cache of dtype {known}, found {dtype}; cast the model to one of these dtypes"
+
+
 class BadSetting(KvcompileError, ValueError):
     template = "kvcompile.backend expects {setting} to be {expected}, found {found!r}"
 

@@ -50,7 +50,6 @@ class Piece:
     first: int
     step: int
     scale: int
-    power: int
     expression: str
 
     def unpack(self, word: str) -> str:
@@ -60,15 +59,20 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """All that the template needs of one slot."""
+    """All that the template needs of one slot.
+
+    ``normalize`` says that queries must be brought into float16's range first; ``power`` is the power of
+    two that every unpacked piece still lacks.
+    """
 
     dim: int
     dtype: torch.dtype
     view: torch.dtype
     words_per_view: int
-    recast: bool
+    normalize: bool
     scaled: bool
     scales: int
+    power: int
     chunks: tuple[Chunk, ...]
     pieces: tuple[Piece, ...]
 
@@ -121,17 +125,19 @@ def slot_plan(
     pair = wide and fmt.scaled and dtype == torch.float16 and all(edge % 2 == 0 for edge in edges)
     per = 2 if pair else 1
     chunks = _chunks([edge // per for edge in edges])
-    pieces = []
+    pieces, powers = [], set()
     for chunk in chunks:
         for part in range(fmt.parts):
             for byte in range(per):
                 first = part * words + chunk.first * per + byte
                 expression, power = _expression(fmt, part, byte, pair, packed, dtype)
+                powers.add(power)
                 name = f"{chunk.name}_{part * per + byte}"
-                pieces.append(Piece(name, chunk, first, per, first // fmt.group if fmt.scaled else 0, power, expression))
+                pieces.append(Piece(name, chunk, first, per, first // fmt.group if fmt.scaled else 0, expression))
+    assert len(powers) == 1, "parts of one scheme lack different powers of two"
     return SlotPlan(
-        dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, pair, fmt.scaled, dim // fmt.group if fmt.scaled else 1,
-        tuple(chunks), tuple(pieces),
+        dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, dtype == torch.float16 and query == torch.bfloat16,
+        fmt.scaled, dim // fmt.group if fmt.scaled else 1, powers.pop(), tuple(chunks), tuple(pieces),
     )
 
 

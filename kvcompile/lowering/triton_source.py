@@ -34,6 +34,7 @@ OPERANDS = r"""
 MACROS = r"""
 {%- macro tok(x) %}{{x}}{{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}{% endmacro %}
 {%- macro row(x) %}{{x}}{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}{% endmacro %}
+{%- set GUARD_VALUES = not value.scaled and (BIAS or HAS_KEEP or (HAS_LO and not ONE_QUERY)) %}
 {%- set T_AXIS = 0 if TOKENS_FIRST else 1 %}
 {%- set R_AXIS = 1 - T_AXIS %}
 {%- set PRECISION = ', input_precision="ieee"' %}
@@ -124,11 +125,11 @@ PROLOGUE = r"""
     q_{{piece.name}} = tl.load(q_base[:, None] + {{at}}[None, :] * {{stride("Q", 3)}}, mask=r_ok[:, None]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[None, :]{% endif %}, other=0.0)
 {%- endif %}
 {%- endfor %}
-    row_scale = tl.full([BLOCK_R], QK_SCALE, tl.float32)
-{%- if NORMALIZE_Q %}
+    row_scale = tl.full([BLOCK_R], QK_SCALE * {{2.0 ** key.power}}, tl.float32)
+{%- if key.normalize %}
     top_q = tl.zeros([BLOCK_R], tl.float32)
 {%- for piece in key.pieces %}
-    top_q = tl.maximum(top_q, tl.max(tl.abs(q_{{piece.name}}.to(tl.float32)), {{R_AXIS if not TOKENS_FIRST else 0}}))
+    top_q = tl.maximum(top_q, tl.max(tl.abs(q_{{piece.name}}.to(tl.float32)), {{T_AXIS}}))
 {%- endfor %}
     # The exponent field of the largest element, kept away from zero and infinity.
     exponent = tl.minimum(tl.maximum((top_q.to(tl.int32, bitcast=True) >> 23) & 255, 4), 250)
@@ -161,7 +162,8 @@ LOOP = r"""
 
     for t0 in range(begin, end, BLOCK_T):
         t = t0 + t_i
-        live = t < stop
+        live = t < stop{% if HAS_LO and ONE_QUERY %} & (t >= lo){% endif %}
+
 {%- for chunk in key.chunks %}
 {{- load_chunk("k", "k_base", "K_WORDS", key, chunk) }}
 {%- endfor %}
@@ -196,8 +198,9 @@ LOOP = r"""
         scores = scores * LOG2E
 {%- endif %}
 {%- if ONE_QUERY %}
-        allowed = live{% if HAS_LO %} & (t >= lo){% endif %}{% if HAS_KEEP %} & kept{% endif %}
-        mask = {{tok("allowed")}}
+        valid = live{% if HAS_KEEP %} & kept{% endif %}
+
+        mask = {{tok("valid")}}
 {%- else %}
         mask = {{tok("t")}} <= {{row("hi")}}
 {%- if HAS_LO %}
@@ -217,12 +220,11 @@ LOOP = r"""
 {%- endif %}
 {%- endif %}
         scores = tl.where(mask, scores, float("-inf"))
-{%- if not ONE_QUERY or BIAS %}
+{%- if BIAS or (HAS_LO and not ONE_QUERY) %}
         valid = tl.max((mask & {{row("r_ok")}}).to(tl.int32), {{R_AXIS}}) != 0
-{%- elif HAS_LO or HAS_KEEP %}
-        valid = allowed
-{%- else %}
-        valid = live
+{%- elif not ONE_QUERY %}
+        # The row of the largest hi attends to every live token that is kept.
+        valid = live{% if HAS_KEEP %} & kept{% endif %}
 {%- endif %}
 {%- if value.scaled %}
 {%- for i in range(value.scales) %}
@@ -251,7 +253,7 @@ LOOP = r"""
 {%- endif %}
 {%- for piece in value.pieces %}
 {%- set source = "v_" + piece.chunk.name %}
-{%- set unpacked = piece.unpack(source) if value.scaled else "tl.where(valid[:, None], %s, 0.0).to(%s)" % (source, value.dot_type) if MASK_VALUES else piece.unpack(source) %}
+{%- set unpacked = "tl.where(valid[:, None], %s, 0.0).to(%s)" % (source, value.dot_type) if GUARD_VALUES else piece.unpack(source) %}
 {%- if TOKENS_FIRST %}
         acc_{{piece.name}} = tl.dot(tl.trans({{unpacked}}), w_{{piece.scale}}, acc_{{piece.name}} * alpha[None, :]{{PRECISION}})
 {%- else %}
@@ -266,7 +268,7 @@ EPILOGUE = r"""
     sink = tl.load(SINKS + head_r * {{stride("SINKS", 0)}}, mask=r_ok, other=float("-inf")).to(tl.float32) * LOG2E
     m_safe = tl.where(m == float("-inf"), sink, m)
     m_safe = tl.where(m_safe == float("-inf"), 0.0, m_safe)
-    l = tl.where(m == float("-inf"), l, l) + tl.exp2(sink - m_safe)
+    l = l + tl.exp2(sink - m_safe)
 {%- endif %}
     # A NaN in l stays: only what had nothing to attend becomes zero.
     inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
@@ -278,7 +280,7 @@ EPILOGUE = r"""
 {%- set columns = "tl.arange(0, %d)" % piece.chunk.block %}
     c_{{piece.name}} = ({{piece.first}} + {{piece.step}} * {{columns}}){{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}
     ok_{{piece.name}} = {{ "r_ok[None, :]" if TOKENS_FIRST else "r_ok[:, None]" }} & ({{columns}} < {{piece.chunk.count}}){{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}
-    out_{{piece.name}} = acc_{{piece.name}}{% if piece.power %} * {{2.0 ** piece.power}}{% endif %}{% if DIRECT %} * inverse{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}{% endif %}
+    out_{{piece.name}} = acc_{{piece.name}}{% if value.power %} * {{2.0 ** value.power}}{% endif %}{% if DIRECT %} * inverse{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}{% endif %}
 
 {%- set shape = (piece.chunk.block|string, "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", piece.chunk.block|string) %}
 {%- if DIRECT %}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from kvcompile.errors import BadPolicy, SchemeError
+from kvcompile.errors import BadPolicy, NotInPolicy, SchemeError, UnsupportedDtype
 from kvcompile.passes.match import Matched
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import Refusal, Site, Slot, Stage
@@ -126,7 +126,7 @@ class Plan:
 def _slot_plan(slot: Slot, role: Role, scheme: Scheme) -> SlotPlan:
     spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
     if spec.dtype not in DTYPES:
-        raise SchemeError(detail=f"a cache of dtype {spec.dtype} is not supported; use float32, bfloat16 or float16")
+        raise UnsupportedDtype(known=[str(dtype).removeprefix("torch.") for dtype in DTYPES], dtype=spec.dtype)
     scheme.check(spec)
     return SlotPlan(slot, role, scheme, spec, scheme.layout(spec))
 
@@ -138,8 +138,20 @@ def plan(matched: Matched, policy: Policy) -> Plan:
         pair = policy.of(site.path)
         try:
             if pair is None:
-                raise SchemeError(detail=f"no entry of the policy matches {site.path!r}")
+                raise NotInPolicy(path=site.path)
             sites.append(SitePlan(site, _slot_plan(site.key, Role.KEY, pair.k), _slot_plan(site.value, Role.VALUE, pair.v)))
         except SchemeError as error:
             refusals.append(Refusal(Stage.PLAN, str(error), site.line, site.path, site.attention.idiom))
-    return Plan(tuple(sites), tuple(refusals))
+    kept = [item for item in sites if not _shares(item.site, matched, sites)]
+    refusals += [
+        Refusal(Stage.PLAN, "its cache tensor is shared with an attention that stays dense", item.site.line, item.site.path)
+        for item in sites if item not in kept
+    ]
+    return Plan(tuple(kept), tuple(refusals))
+
+
+def _shares(site: Site, matched: Matched, planned: list[SitePlan]) -> bool:
+    """Whether a cache tensor of ``site`` also serves a site that was refused: half a tensor cannot be freed."""
+    refused = {other.index for other in matched.sites} - {item.site.index for item in planned}
+    roots = {site.key.root, site.value.root}
+    return any(roots & {other.key.root, other.value.root} for other in matched.sites if other.index in refused)

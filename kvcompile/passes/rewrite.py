@@ -1,0 +1,368 @@
+"""Rewrite: every planned site becomes ``kvcompile::append`` + ``kvcompile::attend`` on store planes.
+
+The planes are new placeholders behind the old ones; the cache tensor itself leaves the graph. Two
+variants of one graph exist, because whether anything is cached yet is known on the host before the
+call and needs neither a recompile nor a branch on the device:
+
+PAST    attention reads the store, into which the new tokens have just been appended
+FRESH   the store is empty: attention reads the new keys and values as they are, in full precision, by
+        flash attention where the mask is causal, and the store is only written
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.errors import Unsupported
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.effects import written_arguments
+from kvcompile.passes.emit import Emitter, aten
+from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
+from kvcompile.passes.shapes import hint, sizes, value_of
+from kvcompile.passes.sites import Limit, LimitKind, MaskKind, SlotKind
+
+DENSE = "dense()"
+BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
+
+
+class Variant(enum.Enum):
+    """What the stores hold when the graph runs."""
+
+    PAST = "past"
+    FRESH = "fresh"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One slot of the rewritten graph: where its cache comes in and goes out, and where its planes are."""
+
+    plan: SlotPlan
+    argument: int | None
+    outputs: tuple[int, ...]
+    first_plane: int
+
+    @property
+    def part(self) -> tuple[tuple[int, int], ...]:
+        """Which part of the cache tensor the slot is; () for the whole."""
+        return self.plan.slot.axes.select
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The rewritten graph, which of the caller's arguments it still takes, and its slots in plane order."""
+
+    module: fx.GraphModule
+    variant: Variant
+    kept: tuple[int, ...]
+    bindings: tuple[Binding, ...]
+    dropped_outputs: tuple[int, ...]
+    results: int
+
+
+class _Rewriter:
+    def __init__(self, captured: Captured, plan: Plan, variant: Variant) -> None:
+        self.captured, self.plan, self.variant = captured, plan, variant
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        output = self.graph.graph_copy(captured.graph, self.env)
+        self.out = self.graph.output(output)
+        for old, new in self.env.items():
+            new.meta = dict(old.meta)
+        self.planes: dict[tuple[fx.Node, Any], list[fx.Node]] = {}
+        self.positions: dict[Any, fx.Node] = {}
+        self.sources: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self.bindings: list[Binding] = []
+        self.device = None
+
+    # --- sizes -----------------------------------------------------------------------------------
+
+    def symbol(self, value: Any) -> Any:
+        """The graph value of a symbolic size: a SymInt placeholder, or the size of a tensor that stays."""
+        expr = value.node.expr if isinstance(value, torch.SymInt) else value
+        if expr.is_number:
+            return int(expr)
+        for node in self.captured.graph.find_nodes(op="placeholder"):
+            seen = value_of(node)
+            if isinstance(seen, torch.SymInt) and seen.node.expr == expr:
+                return self.env[node]
+        for node in self.captured.graph.nodes:
+            seen = value_of(node)
+            if isinstance(seen, torch.SymInt) and seen.node.expr == expr and node in self.env:
+                return self.env[node]
+        keep = {item.site.key.placeholder for item in self.plan.sites} | {item.site.value.placeholder for item in self.plan.sites}
+        for node in self.captured.graph.find_nodes(op="placeholder"):
+            if isinstance(value_of(node), torch.Tensor) and node not in keep:
+                for dim, size in enumerate(value_of(node).shape):
+                    if isinstance(size, torch.SymInt) and size.node.expr == expr:
+                        return self._sum(aten.sym_size.int, self.env[node], dim)
+        raise Unsupported(
+            expected="a symbolic size that is an input of the graph", found=str(expr), where="the captured graph",
+            todo="please report this model; mark the batch size static as a workaround",
+        )
+
+    def _sum(self, target: Any, *args: Any) -> fx.Node:
+        anchor = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(anchor):
+            return self.graph.call_function(target, args)
+
+    # --- operands --------------------------------------------------------------------------------
+
+    def tokens(self, slot: SlotPlan) -> Any:
+        """New tokens of a write, an int or a SymInt."""
+        write = slot.slot.write
+        shape = value_of(write.values).shape
+        return shape[write.dims.index(write.token_dim)] if write.token_dim in write.dims else 1
+
+    def position(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
+        """Positions of the new tokens, int64 [1 or B, S]; shared by slots that write at the same place."""
+        write = slot.slot.write
+        where = write.position
+        if self.variant is Variant.FRESH:
+            key: Any = ("fresh", str(self.tokens(slot)))
+        elif where.index is not None:
+            key = ("index", where.index)
+        elif where.past is not None:
+            size = value_of(where.past).shape[write.token_dim]
+            key = ("past", str(size), str(self.tokens(slot)))
+        else:
+            key = ("offset", where.offset, str(self.tokens(slot)))
+        if key in self.positions:
+            return self.positions[key]
+        if key[0] == "fresh":
+            node = emit.positions(self.tokens(slot), 0, self.device)
+        elif key[0] == "index":
+            index = self.env[where.index]
+            if value_of(where.index).dtype != torch.int64:
+                index = emit.call(aten.to.dtype, index, torch.int64)
+            if value_of(where.index).dim() == 0:
+                index = emit.call(aten.reshape.default, index, [1])
+            node = index if where.rows else emit.call(aten.unsqueeze.default, index, 0)
+        elif key[0] == "past":
+            node = emit.positions(self.tokens(slot), emit.size(value_of(where.past).shape[write.token_dim]), self.device)
+        else:
+            offset = self.env[where.offset] if isinstance(where.offset, fx.Node) else emit.size(where.offset)
+            node = emit.positions(self.tokens(slot), offset, self.device)
+        self.positions[key] = node
+        return node
+
+    def source(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
+        """The new keys or values as [B, K, S, D]."""
+        axes, write = slot.slot.axes, slot.slot.write
+        node = self.env[write.values]
+        roles: list[str] = []
+        outside = dict(write.select)
+        wanted = dict(axes.select)
+        position = 0
+        for dim in write.dims:
+            label = axes.labels[dim]
+            if not label:
+                node = emit.call(aten.select.int, node, position, wanted.get(dim, outside.get(dim, 0)))
+                continue
+            if len(label) == 2:
+                inner = slot.spec.head_dim if label[1] == "D" else slot.spec.heads
+                node = emit.call(aten.unflatten.int, node, position, [-1, inner])
+                position += 1
+            position += 1
+            roles += ["S" if role == "T" else role for role in label]
+        if value_of(write.values).dtype != slot.spec.dtype:
+            node = emit.call(aten.to.dtype, node, slot.spec.dtype)
+        return emit.arrange(node, roles, ("B", "K", "S", "D"))
+
+    def limit(self, emit: Emitter, limit: Limit, item: SitePlan, count: Any) -> fx.Node:
+        """A position limit as int64 [1 or B, S]."""
+        kind = limit.kind
+        born = item.site.key.kind in BORN or self.variant is Variant.FRESH
+        if kind is LimitKind.NODE and self.variant is Variant.FRESH:
+            # The runtime takes this variant only where these very limits are 0, 1, 2, ...
+            return emit.positions(count, limit.offset, self.device)
+        if kind is LimitKind.NODE:
+            node = self.env[limit.node]
+            if value_of(limit.node).dtype != torch.int64:
+                node = emit.call(aten.to.dtype, node, torch.int64)
+            if limit.offset:
+                node = emit.call(aten.add.Scalar, node, limit.offset)
+            node = emit.arrange(node, limit.roles, ("B", "S"))
+            return node
+        if kind is LimitKind.OWN:
+            return emit.positions(count, limit.offset, self.device)
+        if kind is LimitKind.CONST:
+            return emit.constant_limit(count, limit.offset, self.device)
+        if born and item.site.key.kind is not SlotKind.BORN_BUFFER:
+            return emit.constant_limit(count, self._less_one(emit, count), self.device)
+        read = value_of(item.site.attention.k).shape[item.site.attention.k_roles.index("T")]
+        return emit.constant_limit(count, self._less_one(emit, read), self.device)
+
+    def _less_one(self, emit: Emitter, value: Any) -> Any:
+        if isinstance(value, int):
+            return value - 1
+        try:
+            return emit.call(operator.sub, emit.size(value), 1)
+        except Unsupported:
+            # past + S: the sum itself is no input, its parts are.
+            parts = [emit.size(int(part) if part.is_number else part) for part in value.node.expr.args]
+            total = parts[0]
+            for part in parts[1:]:
+                total = emit.call(operator.add, total, part)
+            return emit.call(operator.sub, total, 1)
+
+    def bias(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
+        """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
+        combined: fx.Node | None = None
+        boolean = True
+        for term in item.site.bounds.carried:
+            node = self.env[term.node]
+            dtype = value_of(term.node).dtype
+            is_bool = term.kind is not MaskKind.ADD
+            if is_bool and dtype != torch.bool:
+                node = emit.call(aten.to.dtype, node, torch.bool)
+            if term.kind is MaskKind.FILL:
+                node = emit.call(aten.logical_not.default, node)
+            node = emit.heads(node, term.roles, ("S", "T"), item.site.heads, item.site.groups)
+            if combined is None:
+                combined, boolean = node, is_bool
+            elif is_bool and boolean:
+                combined = emit.call(aten.logical_and.default, combined, node)
+            else:
+                combined, boolean = emit.call(aten.add.Tensor, self._floats(emit, combined, boolean), self._floats(emit, node, is_bool)), False
+        return combined
+
+    @staticmethod
+    def _floats(emit: Emitter, node: fx.Node, boolean: bool) -> fx.Node:
+        if not boolean:
+            return node
+        zero = emit.call(aten.zeros_like.default, node, dtype=torch.float32)
+        return emit.call(aten.masked_fill.Scalar, zero, emit.call(aten.logical_not.default, node), float("-inf"))
+
+    def sinks(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
+        """The sink logits as [H]."""
+        if item.site.attention.sinks is None:
+            return None
+        node = self.env[item.site.attention.sinks]
+        roles = item.site.attention.out_roles[:-1]
+        shape = sizes(item.site.attention.sinks)
+        kept = tuple(role if role in {"H", "K", "G"} and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
+        node = emit.heads(node, (*kept, ""), (), item.site.heads, item.site.groups)
+        return emit.call(aten.select.int, node, 0, 0)
+
+    # --- sites -----------------------------------------------------------------------------------
+
+    def plane_nodes(self, slot: SlotPlan) -> list[fx.Node]:
+        """The placeholders of a slot's planes, made on first use, behind all other placeholders."""
+        key = (slot.slot.root, slot.slot.axes.select)
+        if key in self.planes:
+            return self.planes[key]
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        made: list[fx.Node] = []
+        for spec in slot.layout.planes:
+            with self.graph.inserting_after(last):
+                last = self.graph.placeholder(f"kv{len(self.planes)}_{slot.role.value}_{spec.name}")
+            made.append(last)
+        taken = sum(len(nodes) for nodes in self.planes.values())
+        self.planes[key] = made
+        placeholder = slot.slot.placeholder
+        index = next((i.index for i in self.captured.inputs if i.node is placeholder), None)
+        self.bindings.append(Binding(slot, index, slot.slot.outputs, taken))
+        return made
+
+    def append(self, slot: SlotPlan) -> fx.Node:
+        """Encode and write the new tokens of one slot, once; returns the new tokens as [B, K, S, D]."""
+        key = (slot.slot.root, slot.slot.axes.select)
+        if key in self.sources:
+            return self.sources[key]
+        planes = self.plane_nodes(slot)
+        emit = Emitter(self.graph, self.env[slot.slot.write.node], self.symbol)
+        self.device = value_of(slot.slot.write.values).device
+        source = self.source(emit, slot)
+        emit.call(torch.ops.kvcompile.append.default, source, planes, self.position(emit, slot), slot.scheme.spell())
+        self.sources[key] = source
+        return source
+
+    def attend(self, item: SitePlan) -> None:
+        """Replace one attention."""
+        site = item.site
+        new_k, new_v = self.append(item.key), self.append(item.value)
+        emit = Emitter(self.graph, self.env[site.attention.output], self.symbol)
+        attention = site.attention
+        q = emit.heads(self.env[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
+        count = value_of(attention.q).shape[attention.q_roles.index("S")] if "S" in attention.q_roles else 1
+        fresh = self.variant is Variant.FRESH or site.key.kind in BORN
+        keys, values = self.planes[site.key.root, site.key.axes.select], self.planes[site.value.root, site.value.axes.select]
+        schemes = item.key.scheme.spell(), item.value.scheme.spell()
+        if fresh:
+            keys, values = [emit.call(aten.unsqueeze.default, new_k, 0)], [emit.call(aten.unsqueeze.default, new_v, 0)]
+            schemes = DENSE, DENSE
+        if fresh and self._plain_causal(item):
+            out = emit.call(
+                aten.scaled_dot_product_attention.default, q, new_k, new_v, None, 0.0, hint(count) > 1,
+                scale=attention.scale, enable_gqa=site.groups > 1,
+            )
+        else:
+            hi = self.limit(emit, site.bounds.hi, item, count)
+            lo = self.limit(emit, site.bounds.lo, item, count) if site.bounds.lo is not None else None
+            keep = emit.arrange(self.env[site.bounds.keep[0]], site.bounds.keep[1], ("B", "T")) if site.bounds.keep else None
+            if keep is not None and value_of(site.bounds.keep[0]).dtype != torch.bool:  # type: ignore[index]
+                keep = emit.call(aten.to.dtype, keep, torch.bool)
+            out = emit.call(
+                torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, self.bias(emit, item), self.sinks(emit, item),
+                *schemes, attention.scale, attention.softcap, item.value.spec.head_dim,
+            )
+        old = self.env[attention.output]
+        if value_of(attention.output).dtype != value_of(attention.q).dtype:
+            out = emit.call(aten.to.dtype, out, value_of(attention.output).dtype)
+        old.replace_all_uses_with(emit.from_heads(out, attention.out_roles, site.groups))
+
+    def _plain_causal(self, item: SitePlan) -> bool:
+        """Whether attention over the fresh tokens is what flash attention does by itself."""
+        bounds, attention = item.site.bounds, item.site.attention
+        hi = bounds.hi
+        own = hi.kind in {LimitKind.OWN, LimitKind.NODE} and hi.offset == 0
+        alone = item.site.tokens == 1 and hi.kind is LimitKind.CONST and hi.offset == 0
+        return (own or alone) and not bounds.carried and bounds.lo is None and bounds.keep is None and not attention.softcap and attention.sinks is None
+
+    def run(self) -> Rewritten:
+        """Rewrite all sites, then drop what nobody needs any more."""
+        for item in self.plan.sites:
+            self.attend(item)
+        dropped = tuple(sorted({index for binding in self.bindings for index in binding.outputs}))
+        returned = list(self.out.args[0])  # type: ignore[arg-type]
+        self.out.args = (tuple(item for index, item in enumerate(returned) if index not in dropped),)
+        self._clean()
+        kept = tuple(i.index for i in self.captured.inputs if not self._gone(i.node))
+        for entry in self.captured.inputs:
+            if self._gone(entry.node):
+                self.graph.erase_node(self.env[entry.node])
+        module = fx.GraphModule(self.captured.module, self.graph)
+        self.graph.lint()
+        return Rewritten(module, self.variant, kept, tuple(self.bindings), dropped, len(returned))
+
+    def _gone(self, placeholder: fx.Node) -> bool:
+        return any(
+            placeholder is part.slot.placeholder for item in self.plan.sites for part in (item.key, item.value)
+        )
+
+    def _clean(self) -> None:
+        """Erase what is dead; the rewritten slots' own writes count as dead, every other write stays."""
+        writes = {self.env[part.slot.write.node] for item in self.plan.sites for part in (item.key, item.value)}
+        for node in reversed(list(self.graph.nodes)):
+            if node.op in {"placeholder", "output"} or node.users:
+                continue
+            if node in writes or not (written_arguments(node) or _effectful(node)):
+                self.graph.erase_node(node)
+
+
+def _effectful(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.is_mutable:
+        return True
+    return node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and node.is_impure()
+
+
+def rewrite(captured: Captured, plan: Plan, variant: Variant) -> Rewritten:
+    """The rewritten graph of one variant; the captured graph is left as it was."""
+    return _Rewriter(captured, plan, variant).run()
