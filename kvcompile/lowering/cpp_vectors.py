@@ -68,12 +68,31 @@ using vi = lanes<int32_t>;
 template <typename W> constexpr bool is_half_float = std::is_same_v<W, at::Half> || std::is_same_v<W, at::BFloat16>;
 template <typename W> using word_lanes = lanes<std::conditional_t<is_half_float<W>, float, W>>;
 
+// Bytes to floats go through integers, by intrinsics: GCC folds the two conversions into one that it then
+// does lane by lane.
+static inline vi widen(lanes<int8_t> x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (vi)_mm512_cvtepi8_epi32((__m128i)x);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)x));
+#else
+  return __builtin_convertvector(x, vi);
+#endif
+}
+static inline vi widen(lanes<uint8_t> x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (vi)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)x));
+#else
+  return __builtin_convertvector(x, vi);
+#endif
+}
 template <typename To, typename From> static inline lanes<To> lanes_cast(From x) {
-  // Straight from bytes to floats would fall apart into scalars.
-  if constexpr (std::is_same_v<To, float> && sizeof(From) < sizeof(vi))
-    return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
-  else
-    return __builtin_convertvector(x, lanes<To>);
+  constexpr bool bytes = sizeof(From) == N;
+  if constexpr (bytes && std::is_same_v<To, float>) return __builtin_convertvector(widen(x), vf);
+  else if constexpr (bytes && std::is_same_v<To, int32_t>) return widen(x);
+  else return __builtin_convertvector(x, lanes<To>);
 }
 template <typename To, typename From> static inline lanes<To> lanes_bits(From x) {
   static_assert(sizeof(From) == sizeof(lanes<To>), "bitcast between sizes");

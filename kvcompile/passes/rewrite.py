@@ -21,10 +21,10 @@ from torch import fx
 
 from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import Captured
-from kvcompile.passes.effects import written_arguments
+from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
 from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
-from kvcompile.passes.shapes import hint, sizes, value_of
+from kvcompile.passes.shapes import hint, op_name, sizes, value_of
 from kvcompile.passes.sites import Limit, LimitKind, MaskKind, SlotKind
 
 DENSE = "dense()"
@@ -66,8 +66,8 @@ class Rewritten:
 
 
 class _Rewriter:
-    def __init__(self, captured: Captured, plan: Plan, variant: Variant) -> None:
-        self.captured, self.plan, self.variant = captured, plan, variant
+    def __init__(self, captured: Captured, plan: Plan, variant: Variant, effects: Effects) -> None:
+        self.captured, self.plan, self.variant, self.effects = captured, plan, variant, effects
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         output = self.graph.graph_copy(captured.graph, self.env)
@@ -91,22 +91,25 @@ class _Rewriter:
             seen = value_of(node)
             if isinstance(seen, torch.SymInt) and seen.node.expr == expr:
                 return self.env[node]
-        for node in self.captured.graph.nodes:
-            seen = value_of(node)
-            if isinstance(seen, torch.SymInt) and seen.node.expr == expr and node in self.env:
-                return self.env[node]
         keep = {item.site.key.placeholder for item in self.plan.sites} | {item.site.value.placeholder for item in self.plan.sites}
         for node in self.captured.graph.find_nodes(op="placeholder"):
             if isinstance(value_of(node), torch.Tensor) and node not in keep:
                 for dim, size in enumerate(value_of(node).shape):
                     if isinstance(size, torch.SymInt) and size.node.expr == expr:
-                        return self._sum(aten.sym_size.int, self.env[node], dim)
+                        return self._early(aten.sym_size.int, self.env[node], dim)
+        if expr.is_Add:
+            parts = [self.symbol(part) for part in expr.args]
+            total = parts[0]
+            for part in parts[1:]:
+                total = self._early(operator.add, total, part)
+            return total
         raise Unsupported(
             expected="a symbolic size that is an input of the graph", found=str(expr), where="the captured graph",
             todo="please report this model; mark the batch size static as a workaround",
         )
 
-    def _sum(self, target: Any, *args: Any) -> fx.Node:
+    def _early(self, target: Any, *args: Any) -> fx.Node:
+        """A node ahead of all others, so that every later one may use it."""
         anchor = next(node for node in self.graph.nodes if node.op != "placeholder")
         with self.graph.inserting_before(anchor):
             return self.graph.call_function(target, args)
@@ -198,18 +201,11 @@ class _Rewriter:
         read = value_of(item.site.attention.k).shape[item.site.attention.k_roles.index("T")]
         return emit.constant_limit(count, self._less_one(emit, read), self.device)
 
-    def _less_one(self, emit: Emitter, value: Any) -> Any:
+    @staticmethod
+    def _less_one(emit: Emitter, value: Any) -> Any:
         if isinstance(value, int):
             return value - 1
-        try:
-            return emit.call(operator.sub, emit.size(value), 1)
-        except Unsupported:
-            # past + S: the sum itself is no input, its parts are.
-            parts = [emit.size(int(part) if part.is_number else part) for part in value.node.expr.args]
-            total = parts[0]
-            for part in parts[1:]:
-                total = emit.call(operator.add, total, part)
-            return emit.call(operator.sub, total, 1)
+        return emit.call(operator.sub, emit.size(value), 1)
 
     def bias(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
         """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
@@ -329,6 +325,7 @@ class _Rewriter:
         """Rewrite all sites, then drop what nobody needs any more."""
         for item in self.plan.sites:
             self.attend(item)
+        self._detach_sizes()
         dropped = tuple(sorted({index for binding in self.bindings for index in binding.outputs}))
         returned = list(self.out.args[0])  # type: ignore[arg-type]
         self.out.args = (tuple(item for index, item in enumerate(returned) if index not in dropped),)
@@ -340,6 +337,20 @@ class _Rewriter:
         module = fx.GraphModule(self.captured.module, self.graph)
         self.graph.lint()
         return Rewritten(module, self.variant, kept, tuple(self.bindings), dropped, len(returned))
+
+    def _detach_sizes(self) -> None:
+        """Sizes that are asked of what leaves the graph come from the graph's own symbols instead."""
+        for old in list(self.captured.graph.nodes):
+            if op_name(old) != "sym_size" or self.effects.root.get(old.args[0]) not in self._roots():
+                continue
+            self.env[old].replace_all_uses_with(self.symbol(value_of(old)))
+
+    def _roots(self) -> set[fx.Node]:
+        found = set()
+        for item in self.plan.sites:
+            for part in (item.key, item.value):
+                found |= {part.slot.root, part.slot.placeholder or part.slot.root}
+        return found
 
     def _gone(self, placeholder: fx.Node) -> bool:
         return any(
@@ -363,6 +374,6 @@ def _effectful(node: fx.Node) -> bool:
     return node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and node.is_impure()
 
 
-def rewrite(captured: Captured, plan: Plan, variant: Variant) -> Rewritten:
+def rewrite(captured: Captured, plan: Plan, variant: Variant, effects: Effects) -> Rewritten:
     """The rewritten graph of one variant; the captured graph is left as it was."""
-    return _Rewriter(captured, plan, variant).run()
+    return _Rewriter(captured, plan, variant, effects).run()

@@ -1,0 +1,132 @@
+"""One attend kernel as data: what it computes (fixed by the site) and how (the choices that are tuned).
+
+The same values become the constants of the template whether Inductor renders it or ``offline`` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+
+from kvcompile.lowering.attend_plan import SlotPlan, slot_plan
+from kvcompile.lowering.triton_source import LOG2E
+from kvcompile.types import PAGE, Role
+
+
+class Bias(enum.IntEnum):
+    """What the mask operand is; the numbers are the template's."""
+
+    NONE = 0
+    ADDED = 1
+    BOOLEAN = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """Which optional operands are there, and which of their axes are broadcast (size 1)."""
+
+    lo: bool = False
+    keep: bool = False
+    bias: Bias = Bias.NONE
+    sinks: bool = False
+    hi_per_batch: bool = True
+    lo_per_batch: bool = True
+    keep_per_batch: bool = True
+    bias_per_batch: bool = True
+    bias_per_head: bool = True
+    bias_per_query: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How the work is cut: tokens and rows a tile, warps, pipeline stages, which side tokens lie on."""
+
+    block_t: int = PAGE
+    block_r: int = 8
+    tokens_first: bool = True
+    num_warps: int = 1
+    num_stages: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendConfig:
+    """A complete description of one rendered kernel; hashable."""
+
+    key_scheme: str
+    value_scheme: str
+    key_dim: int
+    value_dim: int
+    kv_heads: int
+    group: int
+    dtype: torch.dtype
+    key_word: torch.dtype
+    value_word: torch.dtype
+    scale: float
+    softcap: float = 0.0
+    one_query: bool = True
+    masks: Masks = Masks()
+    page_rows: int = PAGE
+    paged: bool = True
+    splits: int = 1
+    direct: bool = False
+    wide_keys: bool = True
+    wide_values: bool = True
+    packed: bool = True
+    tile: Tile = Tile()
+
+    def options(self) -> dict[str, object]:
+        """The template's constants. Strings are quoted: each one is also printed as a constexpr."""
+        masks, tile = self.masks, self.tile
+        return {
+            "KEY_SCHEME": repr(self.key_scheme), "VALUE_SCHEME": repr(self.value_scheme),
+            "KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim,
+            "KEY_WORD": _quoted(self.key_word), "VALUE_WORD": _quoted(self.value_word), "QUERY": _quoted(self.dtype),
+            "WIDE_KEYS": int(self.wide_keys), "WIDE_VALUES": int(self.wide_values), "PACKED": int(self.packed),
+            "KV_HEADS": self.kv_heads, "GROUP": self.group, "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
+            # Without a cap, scores are in base-2 units from the start.
+            "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E,
+            "ONE_QUERY": int(self.one_query), "SPLITS": self.splits, "DIRECT": int(self.direct),
+            "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "BIAS": int(masks.bias), "HAS_SINKS": int(masks.sinks),
+            "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
+            "BIAS_B": int(masks.bias_per_batch), "BIAS_H": int(masks.bias_per_head), "BIAS_S": int(masks.bias_per_query),
+            "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
+        }
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The template's inputs, in order."""
+        key, value = plans(**{name.lower(): option for name, option in self.options().items() if name in PLAN_OPTIONS})
+        names = ["Q", "HI", "K_WORDS", "V_WORDS"]
+        present = (
+            (key.scaled, "K_SCALES"), (value.scaled, "V_SCALES"), (self.masks.lo, "LO"), (self.masks.keep, "KEEP"),
+            (self.masks.bias is not Bias.NONE, "BIAS"), (self.direct and self.masks.sinks, "SINKS"),
+        )
+        return (*names, *(name for there, name in present if there))
+
+
+PLAN_OPTIONS = (
+    "KEY_SCHEME", "VALUE_SCHEME", "KEY_DIM", "VALUE_DIM", "KEY_WORD", "VALUE_WORD", "QUERY", "WIDE_KEYS", "WIDE_VALUES", "PACKED",
+)
+
+
+def plans(
+    key_scheme: str, value_scheme: str, key_dim: int, value_dim: int, key_word: str, value_word: str, query: str,
+    wide_keys: int, wide_values: int, packed: int,
+) -> tuple[SlotPlan, SlotPlan]:
+    """Both slots' plans from the template's constants; the template calls this while it is rendered."""
+    dtype = _dtype(query)
+    key = slot_plan(key_scheme.strip("'"), Role.KEY, key_dim, _dtype(key_word), dtype, bool(wide_keys), bool(packed))
+    value = slot_plan(
+        value_scheme.strip("'"), Role.VALUE, value_dim, _dtype(value_word), dtype, bool(wide_values), bool(packed)
+    )
+    return key, value
+
+
+def _quoted(dtype: torch.dtype) -> str:
+    return repr(str(dtype).removeprefix("torch."))
+
+
+def _dtype(text: str) -> torch.dtype:
+    return getattr(torch, text.strip("'"))

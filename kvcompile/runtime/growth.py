@@ -1,0 +1,34 @@
+"""How much room a store takes for a number of tokens: a function of the number alone, so it can be announced.
+
+Room is a multiple of a granule that grows with the length: never more than a sixteenth above what is
+in use beyond the first granules, and few reallocations (each copies one slot at a time).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcompile.types import PAGE, pages_for
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The policy: the smallest granule in tokens and the largest slack as a fraction of the length."""
+
+    least: int = 256
+    slack: int = 16
+
+    def pages(self, tokens: int, capacity: int | None = None) -> int:
+        """Pages to hold for ``tokens`` tokens, never more than ``capacity`` tokens need."""
+        granule = self.least
+        while granule * 2 * self.slack <= tokens:
+            granule *= 2
+        room = -(-max(tokens, 1) // granule) * granule
+        if capacity is not None:
+            room = min(room, max(capacity, tokens))
+        return max(pages_for(room), 1)
+
+    @property
+    def least_pages(self) -> int:
+        """Pages of the smallest store."""
+        return pages_for(max(self.least, PAGE))

@@ -1,0 +1,272 @@
+"""The handle: what the caller holds in place of a dense cache tensor.
+
+It has the dense tensor's shape, dtype and device, one element of memory (a NaN), and a state. Compiled
+code sees a plain tensor; everything else goes through ``__torch_function__``, so that touching it can
+neither crash nor lie:
+
+* shape, dtype, device, size()... answer as the dense tensor would
+* zero_() (a cache's ``reset``) empties it; indexing rows, index_select, repeat_interleave (beam search,
+  batch select), [..., :n, :] (crop), clone, deepcopy and pickling act on the codes, never on decoded values
+* any other read gives the decoded values; any other write raises CacheMutated, except on an empty cache,
+  which simply becomes the dense tensor again
+
+A buffer that lives in a module or in a static cache keeps its identity: its class is changed in place
+and its storage replaced, which costs one recompilation of each graph that saw it dense, and none after.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kvcompile.errors import CacheMutated
+from kvcompile.runtime.state import CacheState
+
+log = logging.getLogger(__name__)
+
+METADATA = {
+    "shape", "dtype", "device", "is_cuda", "is_cpu", "layout", "requires_grad", "ndim", "is_leaf", "grad", "grad_fn", "names",
+    "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu", "is_xla", "_version", "itemsize", "output_nr",
+    "size", "dim", "numel", "nelement", "ndimension", "__len__", "is_floating_point", "is_complex", "get_device", "element_size",
+    "type", "is_inference", "is_pinned", "is_shared", "has_names", "__hash__", "is_contiguous", "stride", "storage_offset", "_is_view",
+    "__class__", "_base", "_backward_hooks", "is_conj", "is_neg", "__bool__x",
+}
+
+
+class CompressedCache(torch.Tensor):
+    """A cache tensor whose values live compressed in a store; see the module docstring for what it can do."""
+
+    _kv: CacheState
+    _length: int
+    _epoch: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in {"__get__", "__set__"}:
+            name = func.__self__.__name__  # type: ignore[attr-defined]
+        if name in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = HANDLERS.get(name)
+        if handler is not None and isinstance(args[0], CompressedCache):
+            found = handler(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        return _outside(func, name, args, dict(kwargs))
+
+
+def is_handle(value: object) -> bool:
+    """Whether a value is a compressed cache tensor."""
+    return isinstance(value, CompressedCache)
+
+
+_STUBS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _stub(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The one NaN that all handles of a dtype and device share: whoever reads it by force reads no number."""
+    key = (dtype, device)
+    if key not in _STUBS:
+        with torch.inference_mode(False):
+            _STUBS[key] = torch.full((1,), float("nan"), dtype=dtype, device=device)
+    return _STUBS[key]
+
+
+def make(state: CacheState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, length: int | None = None) -> CompressedCache:
+    """A new handle of ``shape`` on a state."""
+    with torch._C.DisableTorchFunctionSubclass():
+        handle = _stub(dtype, device).expand(shape).as_subclass(CompressedCache)
+    _attach(handle, state, state.length if length is None else length)
+    return handle
+
+
+def take_over(tensor: torch.Tensor, state: CacheState) -> None:
+    """Turn a dense tensor into a handle in place: its memory is gone, its identity stays."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        stub = _stub(tensor.dtype, tensor.device)
+        shape = tensor.shape
+        tensor.set_(stub.untyped_storage(), 0, shape, (0,) * len(shape))
+        tensor.__class__ = CompressedCache
+    _attach(tensor, state, state.length)  # type: ignore[arg-type]
+
+
+def can_take_over(tensor: torch.Tensor) -> bool:
+    """Whether a tensor owns its memory, so that changing it in place frees it and surprises nobody."""
+    return type(tensor) is torch.Tensor and tensor._base is None and not tensor.requires_grad
+
+
+def _attach(handle: CompressedCache, state: CacheState, length: int) -> None:
+    handle._kv, handle._length, handle._epoch = state, length, state.epoch
+
+
+def restore(handle: CompressedCache) -> torch.Tensor:
+    """Turn an empty handle back into the dense tensor of zeros that it stands for, in place."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        dense = torch.zeros(tuple(handle.shape), dtype=handle.dtype, device=handle.device)
+        handle.__class__ = torch.Tensor  # type: ignore[assignment]
+        handle.set_(dense.untyped_storage(), 0, dense.shape, dense.stride())
+    return handle
+
+
+def decoded(value: torch.Tensor) -> torch.Tensor:
+    """A dense copy of what a compressed cache tensor stands for; any other tensor as it is."""
+    if not isinstance(value, CompressedCache):
+        return value
+    value._kv.resume(value._length, value._epoch)
+    with torch._C.DisableTorchFunctionSubclass():
+        return value._kv.dense(tuple(value.shape), value._length)
+
+
+def _derived(handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int) -> CompressedCache:
+    return make(state, shape, handle.dtype, handle.device, length)
+
+
+def _batch_dim(handle: CompressedCache) -> int | None:
+    axes = next(iter(handle._kv.axes.values()))
+    return axes.labels.index(("B",)) if ("B",) in axes.labels else None
+
+
+def _rows(handle: CompressedCache, rows: torch.Tensor) -> CompressedCache:
+    handle._kv.resume(handle._length, handle._epoch)
+    dim = _batch_dim(handle)
+    state = handle._kv.mapped(lambda store: store.select_rows(rows))
+    state.length = handle._length
+    shape = list(handle.shape)
+    shape[dim] = int(rows.shape[0])  # type: ignore[index]
+    return _derived(handle, state, tuple(shape), handle._length)
+
+
+def _zero(handle: CompressedCache) -> CompressedCache:
+    handle._kv.clear()
+    handle._length, handle._epoch = 0, handle._kv.epoch
+    return handle
+
+
+def _index_select(handle: CompressedCache, dim: int, index: torch.Tensor) -> Any:
+    if dim % handle.dim() != _batch_dim(handle):
+        return NotImplemented
+    return _rows(handle, index)
+
+
+def _repeat_interleave(handle: CompressedCache, repeats: Any, dim: int | None = None, **rest: Any) -> Any:
+    if dim is None or dim % handle.dim() != _batch_dim(handle) or rest:
+        return NotImplemented
+    size = handle.shape[dim]
+    rows = torch.arange(size, device=handle.device).repeat_interleave(repeats)
+    return _rows(handle, rows)
+
+
+def _getitem(handle: CompressedCache, index: Any) -> Any:
+    items = list(index) if isinstance(index, tuple) else [index]
+    rank = handle.dim()
+    if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (rank - len(items) + 1)
+    items += [slice(None)] * (rank - len(items))
+    used = [(dim, item) for dim, item in enumerate(items) if not (isinstance(item, slice) and item == slice(None))]
+    if not used:
+        return handle
+    if len(used) != 1 or len(items) != rank:
+        return NotImplemented
+    dim, item = used[0]
+    if dim == _batch_dim(handle):
+        if isinstance(item, torch.Tensor) and item.dim() == 1:
+            rows = item.nonzero().flatten() if item.dtype == torch.bool else item
+            return _rows(handle, rows)
+        if isinstance(item, slice):
+            return _rows(handle, torch.arange(handle.shape[dim], device=handle.device)[item])
+        return NotImplemented
+    axes = next(iter(handle._kv.axes.values()))
+    if dim == axes.token_dim and isinstance(item, slice):
+        start, stop, step = item.indices(handle.shape[dim])
+        if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim]:
+            handle._kv.resume(handle._length, handle._epoch)
+            shape = list(handle.shape)
+            shape[dim] = stop
+            made = _derived(handle, handle._kv, tuple(shape), stop)
+            made._epoch = handle._epoch
+            return made
+    return NotImplemented
+
+
+def _copy(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
+    handle._kv.resume(handle._length, handle._epoch)
+    state = handle._kv.mapped(lambda store: store.clone())
+    state.length = handle._length
+    return _derived(handle, state, tuple(handle.shape), handle._length)
+
+
+def _deepcopy(handle: CompressedCache, memo: dict[int, Any]) -> CompressedCache:
+    if id(handle) not in memo:
+        memo[id(handle)] = _copy(handle)
+    return memo[id(handle)]
+
+
+def _same(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
+    return handle
+
+
+def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k in {"dtype", "device", "non_blocking"}})
+    same = (device is None or device == handle.device) and (dtype is None or dtype == handle.dtype)
+    return handle if same and not kwargs.get("copy") else NotImplemented
+
+
+def _reduce(handle: CompressedCache, protocol: int) -> Any:
+    handle._kv.resume(handle._length, handle._epoch)
+    parts = {part: (store.spec, store.batch, store.pages, store.planes) for part, store in handle._kv.stores.items()}
+    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length)
+
+
+def rebuild(axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int) -> CompressedCache:
+    """A handle from what pickling kept: planes and layout, codes as they were."""
+    from kvcompile.runtime.store import Store  # noqa: PLC0415 - named by pickles, kept out of the module's surface
+
+    stores = {}
+    for part, (spec, batch, pages, planes) in parts.items():
+        store = Store.__new__(Store)
+        store.spec, store.batch, store.pages, store.planes = spec, batch, pages, list(planes)
+        store.device = planes[0].device
+        stores[part] = store
+    del device
+    state = CacheState(axes, stores, length)
+    return make(state, shape, dtype, next(iter(stores.values())).device, length)
+
+
+def _repr(handle: CompressedCache, **kwargs: Any) -> str:
+    schemes = " + ".join(store.spec.scheme.spell() for store in handle._kv.stores.values())
+    return f"CompressedCache(shape={tuple(handle.shape)}, tokens={handle._length}, {schemes}, {handle._kv.nbytes} bytes)"
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "zero_": _zero, "index_select": _index_select, "repeat_interleave": _repeat_interleave, "__getitem__": _getitem, "clone": _copy,
+    "__deepcopy__": _deepcopy, "detach": _same, "contiguous": _same, "to": _to, "__reduce_ex__": _reduce, "__repr__": _repr,
+    "__format__": lambda handle, spec: _repr(handle),
+}
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in {"__setitem__", "__iadd__", "__imul__", "__isub__"} or kwargs.get("out") is not None
+
+
+def _outside(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation from outside compiled code that acts on values."""
+    target = args[0] if args else None
+    if _writes(name, kwargs) and isinstance(target, CompressedCache):
+        if target._kv.length:
+            raise CacheMutated(found=f"{name}() from outside", length=target._length, shape=tuple(target.shape))
+        restore(target)
+        return func(*args, **kwargs)
+    log.debug("%s outside compiled code reads a compressed cache: decoding it", name)
+    plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args, kwargs))
+    return func(*plain_args, **plain_kwargs)

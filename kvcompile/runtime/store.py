@@ -1,0 +1,100 @@
+"""The store: the mutable planes of one slot plus its length. The only mutable type, and no numerics inside.
+
+Planes are [N, B, K, rows, width]: growing appends pages on the first axis, so no stride ever changes and
+what is compiled for one size runs for all. Fresh pages are zero, which every scheme decodes to zero:
+what was never written reads as an untouched dense buffer would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.lowering.ops import append_body, as_tokens
+from kvcompile.schemes import Scheme
+from kvcompile.types import PAGE, Layout, SlotSpec, pages_for
+
+ADOPT_TOKENS = 4096
+"""Tokens encoded at a time when a filled cache is adopted; bounds the float32 scratch of ``encode``."""
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """What a store holds: the slot, its scheme and layout. Two equal specs can share compiled code."""
+
+    slot: SlotSpec
+    scheme: Scheme
+    layout: Layout
+
+
+class Store:
+    """The planes of one slot for one cache."""
+
+    __slots__ = ("batch", "device", "pages", "planes", "spec")
+
+    def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int) -> None:
+        self.spec, self.batch, self.device = spec, batch, device
+        self.pages = 0
+        self.planes: list[torch.Tensor] = [
+            torch.zeros(plane.shape(0, batch, spec.slot.heads), dtype=plane.dtype, device=device) for plane in spec.layout.planes
+        ]
+        self.reserve(pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, all planes."""
+        return sum(plane.untyped_storage().nbytes() for plane in self.planes)
+
+    def reserve(self, pages: int) -> None:
+        """Have room for ``pages`` pages; one plane at a time is held twice while it is copied."""
+        if pages <= self.pages:
+            return
+        for index, (plane, spec) in enumerate(zip(self.planes, self.spec.layout.planes, strict=True)):
+            grown = torch.zeros(spec.shape(pages, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
+            if self.pages:
+                grown[: self.pages].copy_(plane[: self.pages])
+            self.planes[index] = grown
+            del plane
+        self.pages = pages
+
+    def adopt(self, x_BKTD: torch.Tensor) -> None:
+        """Encode a filled dense slot, from its first token, in bounded steps."""
+        tokens = x_BKTD.shape[2]
+        spelled = self.spec.scheme.spell()
+        for start in range(0, tokens, ADOPT_TOKENS):
+            part = x_BKTD[:, :, start : start + ADOPT_TOKENS]
+            pos = torch.arange(start, start + part.shape[2], device=self.device).unsqueeze(0)
+            append_body(part, self.planes, pos, spelled)
+
+    def decode(self, tokens: int) -> torch.Tensor:
+        """The first ``tokens`` tokens as dense [B, K, T, D] in the model's dtype."""
+        pages = min(pages_for(tokens), self.pages)
+        planes = tuple(as_tokens(plane[:pages]) for plane in self.planes)
+        values = self.spec.scheme.decode(planes, self.spec.slot)[:, :, :tokens]
+        return values.to(self.spec.slot.dtype)
+
+    def clear(self) -> None:
+        """Forget everything and give the memory back."""
+        self.pages = 0
+        for index, spec in enumerate(self.spec.layout.planes):
+            self.planes[index] = torch.zeros(spec.shape(0, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
+
+    def select_rows(self, rows: torch.Tensor) -> Store:
+        """A new store with the given batch rows: codes are copied, never re-encoded."""
+        other = Store.__new__(Store)
+        other.spec, other.batch, other.device, other.pages = self.spec, int(rows.shape[0]), self.device, self.pages
+        other.planes = [plane.index_select(1, rows.to(plane.device)) for plane in self.planes]
+        return other
+
+    def clone(self) -> Store:
+        """A new store with the same content."""
+        other = Store.__new__(Store)
+        other.spec, other.batch, other.device, other.pages = self.spec, self.batch, self.device, self.pages
+        other.planes = [plane.clone() for plane in self.planes]
+        return other
+
+
+def room(pages: int) -> int:
+    """Tokens that ``pages`` pages hold."""
+    return pages * PAGE
