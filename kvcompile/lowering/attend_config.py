@@ -88,7 +88,7 @@ class AttendConfig:
             # Without a cap, scores are in base-2 units from the start.
             "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E,
             "ONE_QUERY": int(self.one_query), "SPLITS": self.splits, "DIRECT": int(self.direct),
-            "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "BIAS": int(masks.bias), "HAS_SINKS": int(masks.sinks),
+            "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "BIAS_KIND": int(masks.bias), "HAS_SINKS": int(masks.sinks),
             "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
             "BIAS_B": int(masks.bias_per_batch), "BIAS_H": int(masks.bias_per_head), "BIAS_S": int(masks.bias_per_query),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),

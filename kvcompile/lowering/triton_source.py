@@ -27,14 +27,14 @@ OPERANDS = r"""
 {%- if value.scaled %}{% set names = names + ["V_SCALES"] %}{% endif %}
 {%- if HAS_LO %}{% set names = names + ["LO"] %}{% endif %}
 {%- if HAS_KEEP %}{% set names = names + ["KEEP"] %}{% endif %}
-{%- if BIAS %}{% set names = names + ["BIAS"] %}{% endif %}
+{%- if BIAS_KIND %}{% set names = names + ["BIAS"] %}{% endif %}
 {%- if DIRECT and HAS_SINKS %}{% set names = names + ["SINKS"] %}{% endif %}
 """
 
 MACROS = r"""
 {%- macro tok(x) %}{{x}}{{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}{% endmacro %}
 {%- macro row(x) %}{{x}}{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}{% endmacro %}
-{%- set GUARD_VALUES = not value.scaled and (BIAS or HAS_KEEP or (HAS_LO and not ONE_QUERY)) %}
+{%- set GUARD_VALUES = not value.scaled and (BIAS_KIND or HAS_KEEP or (HAS_LO and not ONE_QUERY)) %}
 {%- set T_AXIS = 0 if TOKENS_FIRST else 1 %}
 {%- set R_AXIS = 1 - T_AXIS %}
 {%- set PRECISION = ', input_precision="ieee"' %}
@@ -85,7 +85,7 @@ PROLOGUE = r"""
 {%- if HAS_KEEP %}
     capacity = tl.minimum(capacity, {{size("KEEP", 1)}})
 {%- endif %}
-{%- if BIAS %}
+{%- if BIAS_KIND %}
     capacity = tl.minimum(capacity, {{size("BIAS", 3)}})
 {%- endif %}
 {%- if ONE_QUERY %}
@@ -160,9 +160,10 @@ LOOP = r"""
     acc_{{piece.name}} = tl.zeros([{{ "%d, BLOCK_R" % piece.chunk.block if TOKENS_FIRST else "BLOCK_R, %d" % piece.chunk.block }}], tl.float32)
 {%- endfor %}
 
-    for t0 in range(begin, end, BLOCK_T):
+    for step in range(0, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_T)):
+        t0 = begin + step * BLOCK_T
         t = t0 + t_i
-        live = t < stop{% if HAS_LO and ONE_QUERY %} & (t >= lo){% endif %}
+        live = (t < stop){% if HAS_LO and ONE_QUERY %} & (t >= lo){% endif %}
 
 {%- for chunk in key.chunks %}
 {{- load_chunk("k", "k_base", "K_WORDS", key, chunk) }}
@@ -210,17 +211,17 @@ LOOP = r"""
         mask = mask & {{tok("kept")}}
 {%- endif %}
 {%- endif %}
-{%- if BIAS %}
+{%- if BIAS_KIND %}
         b_at = BIAS + b * {{stride("BIAS", 0) if BIAS_B else 0}} + {{row("(head_r * %s + s_r * %s)" % (stride("BIAS", 1) if BIAS_H else 0, stride("BIAS", 2) if BIAS_S else 0))}} + {{tok("t")}} * {{stride("BIAS", 3)}}
         b_in = {{tok("live")}} & {{row("r_ok")}}
-{%- if BIAS == 2 %}
+{%- if BIAS_KIND == 2 %}
         mask = mask & (tl.load(b_at, mask=b_in, other=0) != 0)
 {%- else %}
         scores = scores + tl.load(b_at, mask=b_in, other=float("-inf")).to(tl.float32) * LOG2E
 {%- endif %}
 {%- endif %}
         scores = tl.where(mask, scores, float("-inf"))
-{%- if BIAS or (HAS_LO and not ONE_QUERY) %}
+{%- if BIAS_KIND or (HAS_LO and not ONE_QUERY) %}
         valid = tl.max((mask & {{row("r_ok")}}).to(tl.int32), {{R_AXIS}}) != 0
 {%- elif not ONE_QUERY %}
         # The row of the largest hi attends to every live token that is kept.

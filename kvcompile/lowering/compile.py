@@ -1,0 +1,87 @@
+"""Compile a rewritten graph with Inductor, AOT eager or nothing at all.
+
+``append`` nodes are replaced by a call of their eager body, which AOTAutograd traces through: the
+codes' arithmetic is then ordinary pointwise and reduction code that Inductor fuses with the RoPE and
+the projections that make the new tokens. ``attend`` nodes stay, and are lowered by our templates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvcompile.errors import BadSetting
+from kvcompile.lowering import inductor, ops
+from kvcompile.lowering.cache_key import CacheKey
+from kvcompile.settings import Inner, Settings
+
+Compiled = Callable[..., Any]
+
+
+def inline_append(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with every ``append`` as a call of its eager body."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(module.graph, env)
+    graph.output(result)
+    for old, new in env.items():
+        new.meta = dict(old.meta)
+        for name in ("_dynamo_source",):
+            if hasattr(old, name):
+                setattr(new, name, getattr(old, name))
+        if new.op == "call_function" and new.target is ops.append:
+            new.target = ops.append_body
+    return fx.GraphModule(module, graph)
+
+
+def inductor_patches(settings: Settings, mode: str | None, options: dict[str, Any] | None, plan: str) -> dict[str, Any]:
+    """Inductor's configuration for this compilation: mode, options, and the salt of its cache."""
+    patches: dict[str, Any] = {}
+    mode = mode or settings.mode
+    if mode and mode != "default":
+        known = torch._inductor.list_mode_options()
+        if mode not in known:
+            raise BadSetting(setting="mode", expected=f"one of {sorted(known)}", found=mode)
+        patches.update(known[mode])
+    for source in (settings.options, options or {}):
+        patches.update({name.replace("-", "_"): value for name, value in source.items()})
+    mine = patches.get("post_grad_custom_pre_pass", torch._inductor.config.post_grad_custom_pre_pass)
+    patches["post_grad_custom_pre_pass"] = CacheKey(plan, mine)
+    return patches
+
+
+@contextlib.contextmanager
+def _context(fake_mode: FakeTensorMode) -> Any:
+    """Inside Dynamo's own tracing context where there is one, else inside one of our own."""
+    if TracingContext.try_get() is not None:
+        yield
+        return
+    with tracing(TracingContext(fake_mode)):
+        yield
+
+
+def compile_graph(
+    module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, settings: Settings, *,
+    mode: str | None = None, options: dict[str, Any] | None = None, plan: str = "",
+) -> Compiled:
+    """A callable on real arguments; raises what the inner compiler raises."""
+    if settings.inner is Inner.EAGER:
+        return module.forward
+    inlined = inline_append(module)
+    inlined.meta.update(module.meta)
+    for name in ("_param_name_to_source",):
+        if hasattr(module, name):
+            setattr(inlined, name, getattr(module, name))
+    with _context(fake_mode):
+        if settings.inner is Inner.AOT_EAGER:
+            return torch._dynamo.lookup_backend("aot_eager")(inlined, list(fakes))
+        inductor.install()
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(inlined, list(fakes), config_patches=inductor_patches(settings, mode, options, plan))

@@ -1,0 +1,72 @@
+"""Verify: re-derive from the rewritten graph alone what soundness needs; a fact that is gone is an error.
+
+Checked on the rewritten graph, not on what the rewriter believes: no node reads or writes a cache
+tensor any more, every plane is written by exactly one append and read by attends only after it, planes
+are never returned, and every result has the shape and dtype that the captured graph gave it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.errors import VerificationFailed
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.rewrite import Rewritten
+from kvcompile.passes.shapes import source_line
+
+APPEND, ATTEND = "kvcompile::append", "kvcompile::attend"
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _fail(fact: str, found: object, node: fx.Node | None = None) -> None:
+    raise VerificationFailed(fact=fact, found=found, where=source_line(node) if node is not None else "the graph")
+
+
+def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> None:
+    """Raise VerificationFailed where the rewritten graph breaks a fact; ``fakes`` are its inputs' fake values."""
+    graph = rewritten.module.graph
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    count = sum(len(binding.plan.layout.planes) for binding in rewritten.bindings)
+    if len(placeholders) != len(rewritten.kept) + count:
+        _fail("as many inputs as kept arguments and planes", len(placeholders))
+    planes = placeholders[len(rewritten.kept) :]
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for plane in planes:
+        writers = [user for user in plane.users if _name(user) == APPEND]
+        readers = [user for user in plane.users if _name(user) == ATTEND]
+        others = [user for user in plane.users if user not in writers and user not in readers]
+        if len(writers) != 1:
+            _fail("one append into every plane", f"{len(writers)} appends into {plane.name}")
+        if others:
+            _fail("only append and attend touch a plane", others[0].format_node(), others[0])
+        late = [reader for reader in readers if order[reader] < order[writers[0]]]
+        if late:
+            _fail("every attend comes after the append of its tokens", late[0].format_node(), late[0])
+    _same_results(rewritten, captured, fakes)
+
+
+def _same_results(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> None:
+    with captured.fake_mode, torch.no_grad():
+        found = fx.Interpreter(rewritten.module).run(*fakes, enable_io_processing=False)
+    output = next(iter(captured.graph.find_nodes(op="output")))
+    before = [item for index, item in enumerate(output.args[0]) if index not in rewritten.dropped_outputs]  # type: ignore[arg-type]
+    after = list(found) if isinstance(found, (list, tuple)) else [found]
+    if len(before) != len(after):
+        _fail("as many results as before", len(after))
+    for old, new in zip(before, after, strict=True):
+        value = old.meta.get("val") if isinstance(old, fx.Node) else old
+        if not isinstance(value, torch.Tensor):
+            continue
+        same = isinstance(new, torch.Tensor) and new.dtype == value.dtype and _shape(new) == _shape(value)
+        if not same:
+            _fail(f"a result of {value.dtype} {tuple(value.shape)}", f"{new.dtype} {tuple(new.shape)}", old)
+
+
+def _shape(value: torch.Tensor) -> tuple[str, ...]:
+    return tuple(str(size) for size in value.shape)

@@ -1,0 +1,37 @@
+"""All settings of one backend, in one frozen dataclass; there are no environment variables."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcompile.errors import BadSetting
+
+
+class Inner(enum.Enum):
+    """What compiles the rewritten graph."""
+
+    INDUCTOR = "inductor"
+    AOT_EAGER = "aot_eager"
+    EAGER = "eager"
+
+    @classmethod
+    def of(cls, value: object) -> Inner:
+        """From a member or its name; raises BadSetting."""
+        try:
+            return cls(value)
+        except ValueError:
+            raise BadSetting(setting="inner", expected=" or ".join(repr(item.value) for item in cls), found=value) from None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``inner`` compiler, ``strict`` refusals, Inductor's ``mode`` and ``options``, the least tokens a store holds."""
+
+    inner: Inner = Inner.INDUCTOR
+    strict: bool = False
+    mode: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    reserve: int = 256
+    verify: bool = True
