@@ -218,6 +218,8 @@ def main(names: list[str]) -> int:
     allow_ranges_over_scalars()
     failures = []
     for case in itertools.chain.from_iterable(cases(name) for name in names):
+        if case.dtype == torch.bfloat16 and "dense" in (case.key, case.value):
+            continue  # The interpreter's dot treats bfloat16 as integers; test_gpu_attend has these.
         args = operands(case)
         try:
             failure = check(case, run_kernel(case, args), args)
