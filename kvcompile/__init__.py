@@ -1,1 +1,20 @@
+"""kvcompile: a torch.compile backend that rewrites attention over a KV cache into compressed-cache attention.
 
+    model.forward = torch.compile(model.forward, backend=kvcompile.backend(scheme="int4"))
+"""
+
+from kvcompile.backend import Backend, backend
+from kvcompile.errors import KvcompileError
+from kvcompile.explain import explain
+from kvcompile.passes.plan import Pair, Policy
+from kvcompile.report import Report
+from kvcompile.runtime.handle import CompressedCache, decoded
+from kvcompile.schemes import Dense, Fp8, Int4, Int8, Scheme
+from kvcompile.types import Granularity
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "KvcompileError", "Pair", "Policy", "Report", "Scheme",
+    "backend", "decoded", "explain",
+]

@@ -94,10 +94,20 @@ class AttendConfig:
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
         }
 
+    def with_splits(self, splits: int, direct: bool) -> AttendConfig:
+        """The same kernel cut into ``splits``; ``direct`` writes the finished result."""
+        return dataclasses.replace(self, splits=splits, direct=direct)
+
+    @property
+    def plans(self) -> tuple[SlotPlan, SlotPlan]:
+        """The plans of the key and the value slot."""
+        options = self.options()
+        return plans(*(options[name] for name in PLAN_OPTIONS))  # type: ignore[arg-type]
+
     @property
     def operands(self) -> tuple[str, ...]:
         """The template's inputs, in order."""
-        key, value = plans(**{name.lower(): option for name, option in self.options().items() if name in PLAN_OPTIONS})
+        key, value = self.plans
         names = ["Q", "HI", "K_WORDS", "V_WORDS"]
         present = (
             (key.scaled, "K_SCALES"), (value.scaled, "V_SCALES"), (self.masks.lo, "LO"), (self.masks.keep, "KEEP"),

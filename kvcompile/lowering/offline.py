@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import os
@@ -24,6 +23,7 @@ import torch
 
 from kvcompile.errors import CompileError
 from kvcompile.lowering.attend_config import AttendConfig, plans
+from kvcompile.lowering.attend_plan import SlotPlan
 from kvcompile.lowering.expressions import TRITON_TYPES
 from kvcompile.lowering.triton_source import SOURCE
 
@@ -62,21 +62,21 @@ class Operand:
 
 def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict[str, Operand]:
     """Contiguous operands of a store with ``PAGES`` pages, a run-time argument."""
-    key, value = plans_of(config)
+    key, value = config.plans
     heads = config.kv_heads * config.group
     pages = "PAGES" if config.paged else 1
 
     def plane(width: int, dtype: torch.dtype) -> Operand:
         return Operand.contiguous((pages, batch, config.kv_heads, config.page_rows, width), dtype)
 
-    def words(plan_words: int, per: int) -> int:
-        return plan_words * per
+    def words(plan: SlotPlan) -> int:
+        return sum(chunk.count for chunk in plan.chunks) * plan.words_per_view
 
     every = {
         "Q": Operand.contiguous((batch, heads, queries, config.key_dim), config.dtype),
         "HI": Operand.contiguous((batch if config.masks.hi_per_batch else 1, queries), torch.int64),
-        "K_WORDS": plane(words(sum(c.count for c in key.chunks), key.words_per_view), config.key_word),
-        "V_WORDS": plane(words(sum(c.count for c in value.chunks), value.words_per_view), config.value_word),
+        "K_WORDS": plane(words(key), config.key_word),
+        "V_WORDS": plane(words(value), config.value_word),
         "K_SCALES": plane(key.scales, torch.float16),
         "V_SCALES": plane(value.scales, torch.float16),
         "LO": Operand.contiguous((batch if config.masks.lo_per_batch else 1, queries), torch.int64),
@@ -85,20 +85,6 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
         "SINKS": Operand.contiguous((heads,), torch.float32),
     }
     return {name: every[name] for name in config.operands}
-
-
-@functools.lru_cache(maxsize=64)
-def plans_of(config: AttendConfig) -> tuple:
-    """The plans of both slots, as the template sees them."""
-    found: list[tuple] = []
-
-    def spy(*args: object) -> tuple:
-        found.append(plans(*args))  # type: ignore[arg-type]
-        return found[-1]
-
-    names = ("KEY_SCHEME", "VALUE_SCHEME", "KEY_DIM", "VALUE_DIM", "KEY_WORD", "VALUE_WORD", "QUERY", "WIDE_KEYS", "WIDE_VALUES", "PACKED")
-    options = config.options()
-    return spy(*(options[name] for name in names))
 
 
 def output_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> Operand:

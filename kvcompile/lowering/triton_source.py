@@ -34,6 +34,8 @@ OPERANDS = r"""
 MACROS = r"""
 {%- macro tok(x) %}{{x}}{{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}{% endmacro %}
 {%- macro row(x) %}{{x}}{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}{% endmacro %}
+{%- macro channel(x) %}{{tok(x)}}{% endmacro %}
+{%- set axes = ("o_b", "o_h", "o_s", "o_c") if DIRECT else ("split", "o_b", "o_h", "o_s", "o_c") %}
 {%- set GUARD_VALUES = not value.scaled and (BIAS_KIND or HAS_KEEP or (HAS_LO and not ONE_QUERY)) %}
 {%- set T_AXIS = 0 if TOKENS_FIRST else 1 %}
 {%- set R_AXIS = 1 - T_AXIS %}
@@ -275,28 +277,25 @@ EPILOGUE = r"""
     inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
 {%- endif %}
     o_b = b
-    o_h = {{ "head_r[None, :]" if TOKENS_FIRST else "head_r[:, None]" }}
-    o_s = {{ "s_r[None, :]" if TOKENS_FIRST else "s_r[:, None]" }}.to(INDEX_DTYPE)
+    o_h = {{row("head_r")}}
+    o_s = {{row("s_r")}}.to(INDEX_DTYPE)
 {%- for piece in value.pieces %}
 {%- set columns = "tl.arange(0, %d)" % piece.chunk.block %}
-    c_{{piece.name}} = ({{piece.first}} + {{piece.step}} * {{columns}}){{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}
-    ok_{{piece.name}} = {{ "r_ok[None, :]" if TOKENS_FIRST else "r_ok[:, None]" }} & ({{columns}} < {{piece.chunk.count}}){{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}
-    out_{{piece.name}} = acc_{{piece.name}}{% if value.power %} * {{2.0 ** value.power}}{% endif %}{% if DIRECT %} * inverse{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}{% endif %}
+    o_c = {{channel("(%d + %d * %s)" % (piece.first, piece.step, columns))}}
+    o_ok = {{row("r_ok")}}{% if piece.chunk.padded %} & {{channel("(%s < %d)" % (columns, piece.chunk.count))}}{% else %} & (o_c >= 0){% endif %}
+
+    o_val = acc_{{piece.name}}{% if value.power %} * {{2.0 ** value.power}}{% endif %}{% if DIRECT %} * {{row("inverse")}}{% endif %}
 
 {%- set shape = (piece.chunk.block|string, "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", piece.chunk.block|string) %}
-{%- if DIRECT %}
-    {{store_output(("o_b", "o_h", "o_s", "c_" + piece.name), "out_" + piece.name, "ok_" + piece.name, val_shape=shape)}}
-{%- else %}
-    {{store_output(("split", "o_b", "o_h", "o_s", "c_" + piece.name), "out_" + piece.name, "ok_" + piece.name, val_shape=shape)}}
-{%- endif %}
+    {{store_output(axes, "o_val", "o_ok", val_shape=shape)}}
 {%- endfor %}
 {%- if not DIRECT %}
     # m and l as two more channels, stored as one narrow block.
-    two = tl.arange(0, 2){{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}
-    stat = tl.where(two == 0, {{row("m")}}, {{row("l")}})
-    c_stat = {{value.dim}} + two
-    ok_stat = {{ "r_ok[None, :]" if TOKENS_FIRST else "r_ok[:, None]" }} & (two < 2)
-    {{store_output(("split", "o_b", "o_h", "o_s", "c_stat"), "stat", "ok_stat", val_shape=("2", "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", "2"))}}
+    two = {{channel("tl.arange(0, 2)")}}
+    o_val = tl.where(two == 0, {{row("m")}}, {{row("l")}})
+    o_c = {{value.dim}} + two
+    o_ok = {{row("r_ok")}} & (two < 2)
+    {{store_output(axes, "o_val", "o_ok", val_shape=("2", "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", "2"))}}
 {%- endif %}
 """
 

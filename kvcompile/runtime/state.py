@@ -18,7 +18,7 @@ from kvcompile.runtime.store import Store
 Part = tuple[tuple[int, int], ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class CacheState:
     """Stores by part of the cache tensor (keys and values of a combined tensor are two parts)."""
 

@@ -1,0 +1,323 @@
+"""The backend: capture, match, plan, rewrite, verify, lower, run; one page, in order.
+
+    torch.compile(model, backend=kvcompile.backend(scheme="int4"))
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from kvcompile.errors import CacheMutated, SiteRefused
+from kvcompile.lowering.compile import compile_graph
+from kvcompile.passes.capture import Captured, capture
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.match import Matched, match
+from kvcompile.passes.plan import Plan, Policy, SitePlan, plan, policy_of
+from kvcompile.passes.prologue import extract
+from kvcompile.passes.rewrite import Rewritten, Variant, rewrite
+from kvcompile.passes.shapes import source_line, value_of
+from kvcompile.passes.sites import LimitKind, Refusal, SlotKind, Stage
+from kvcompile.passes.verify import verify
+from kvcompile.report import GraphReport, Report, graph_report
+from kvcompile.runtime import handle as handles
+from kvcompile.runtime.bound import BoundGraph, group_bindings, reads_whole
+from kvcompile.runtime.growth import Growth
+from kvcompile.settings import Inner, Settings
+
+log = logging.getLogger(__name__)
+
+PAGES_HINT = 64
+
+
+class Backend:
+    """A Dynamo backend for one policy and one set of settings; make it with ``kvcompile.backend``."""
+
+    def __init__(self, policy: Policy, settings: Settings) -> None:
+        self.policy, self.settings = policy, settings
+        self.graphs: list[GraphReport] = []
+        self.stages: list[dict[str, Any]] = []
+        self.live: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.growth = Growth(least=settings.reserve)
+        self.__name__ = "kvcompile"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        # generate() copies its compile configuration; a copy would record graphs that nobody can see.
+        return self
+
+    def __copy__(self) -> Backend:
+        return self
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        return _Compilation(self, gm, example_inputs, mode, options).run()
+
+    def report(self) -> Report:
+        """What was compiled so far, and the caches that live now."""
+        report = Report(graphs=list(self.graphs))
+        for state in list(self.live):
+            for store in state.stores.values():
+                report.allocated += store.nbytes
+                report.announced += store.spec.layout.bytes_per_page * store.spec.slot.heads * store.batch * store.pages
+                tokens = state.length
+                report.dense += tokens * store.batch * store.spec.slot.heads * store.spec.slot.head_dim * store.spec.slot.dtype.itemsize
+        return report
+
+
+class _Compilation:
+    """One graph on its way through the pipeline."""
+
+    def __init__(
+        self, owner: Backend, gm: fx.GraphModule, example_inputs: list[Any], mode: str | None, options: dict[str, Any] | None
+    ) -> None:
+        self.owner, self.gm, self.examples, self.mode, self.options = owner, gm, example_inputs, mode, options
+        self.settings = owner.settings
+        self.report = GraphReport(len(owner.graphs))
+        owner.graphs.append(self.report)
+        self.stage: dict[str, Any] = {}
+        owner.stages.append(self.stage)
+
+    def run(self) -> Callable[..., Any]:
+        """The callable that Dynamo runs in place of the graph."""
+        started = time.perf_counter()
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.examples):
+            return self._unchanged(Refusal(
+                Stage.CAPTURE, "gradients are on, and a compressed cache has none", "the call of the compiled model",
+                advice="call it under torch.no_grad() or torch.inference_mode()",
+            ))
+        try:
+            captured = capture(self.gm, self.examples, handles.is_handle)
+        except Exception as error:
+            log.debug("capture failed", exc_info=True)
+            return self._unchanged(Refusal(
+                Stage.CAPTURE, f"the graph could not be retraced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                "the captured graph", advice="please report this model with the output of TORCH_LOGS=+kvcompile",
+            ))
+        matched = match(captured)
+        planned = plan(matched, self.owner.policy)
+        self.stage.update(captured=captured, matched=matched, plan=planned)
+        described = graph_report(self.report.index, planned, matched.uncached)
+        self.report.sites, self.report.refusals, self.report.uncached = described.sites, described.refusals, described.uncached
+        self._announce()
+        self.report.pass_seconds = time.perf_counter() - started
+        if not planned.sites:
+            return self._dense(captured)
+        bound = self._bind(captured, matched, planned)
+        return bound
+
+    def _announce(self) -> None:
+        for refusal in self.report.refusals:
+            log.warning("kvcompile leaves an attention as it is: %s", refusal)
+        if self.settings.strict and self.report.refusals:
+            listed = "\n".join(f"  {refusal}" for refusal in self.report.refusals)
+            raise SiteRefused(count=len(self.report.refusals), refusals=listed)
+
+    # --- without sites ---------------------------------------------------------------------------
+
+    def _unchanged(self, refusal: Refusal) -> Callable[..., Any]:
+        """The graph as Dynamo gave it, compiled as it is."""
+        self.report.refusals = (refusal,)
+        self._announce()
+        if any(handles.is_handle(value) for value in self.examples):
+            raise CacheMutated(found=refusal.reason, length="some", shape="see the report")
+        started = time.perf_counter()
+        compiled = self._inner(self.gm, self.examples, torch._guards.detect_fake_mode(self.examples), "")
+        self.report.compile_seconds += time.perf_counter() - started
+        return compiled
+
+    def _dense(self, captured: Captured) -> Callable[..., Any]:
+        """A graph without sites; compressed caches that reach it are decoded for it, each call."""
+        given = tuple(entry.index for entry in captured.inputs if entry.compressed)
+        started = time.perf_counter()
+        if not given:
+            compiled = self._inner(self.gm, self.examples, captured.fake_mode, "")
+            self.report.compile_seconds += time.perf_counter() - started
+            return compiled
+        effects = _effects(captured)
+        for entry in captured.inputs:
+            if entry.compressed and effects.writes.get(entry.node):
+                node = effects.writes[entry.node][0]
+                raise CacheMutated(
+                    found=f"a write at {source_line(node)} by a graph with no attention that could be rewritten",
+                    length="its", shape=tuple(value_of(entry.node).shape),
+                )
+        log.warning("a graph without a rewritten site reads %d compressed cache tensors: they are decoded at every call", len(given))
+        compiled = self._inner(captured.module, captured.fakes, captured.fake_mode, "")
+        self.report.compile_seconds += time.perf_counter() - started
+
+        def run(*args: Any) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return compiled(*[handles.decoded(arg) if index in given else arg for index, arg in enumerate(args)])
+
+        return run
+
+    def _inner(self, module: fx.GraphModule, inputs: Any, fake_mode: Any, key: str) -> Callable[..., Any]:
+        return compile_graph(module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key)
+
+    # --- with sites ------------------------------------------------------------------------------
+
+    def _bind(self, captured: Captured, matched: Matched, planned: Plan) -> BoundGraph:
+        effects = matched.effects
+        started = time.perf_counter()
+        first = rewrite(captured, planned, Variant.PAST, effects)
+        by_root = {(item.site.key.root, item.site.key.axes.select): item for item in planned.sites}
+        by_root |= {(item.site.value.root, item.site.value.axes.select): item for item in planned.sites}
+        groups = group_bindings(
+            captured, first.bindings, lambda binding: _whole(by_root[binding.plan.slot.root, binding.part])
+        )
+        index = {group.root: position for position, group in enumerate(groups)}
+        pairs = tuple((index[item.site.key.root], index[item.site.value.root]) for item in planned.sites)
+        used = {part.slot.placeholder for item in planned.sites for part in (item.key, item.value)}
+        decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
+        prologue, slots = _prologue(captured, planned, effects)
+        made: dict[Variant, Rewritten] = {Variant.PAST: first}
+
+        def compile_variant(variant: Variant) -> tuple[Rewritten, Callable[..., Any]]:
+            return self._variant(captured, planned, effects, variant, made)
+
+        bound = BoundGraph(captured, groups, pairs, compile_variant, prologue, self.owner.growth, self.owner.live, decode)
+        bound.position_slots = slots
+        self.report.pass_seconds += time.perf_counter() - started
+        likely = Variant.FRESH if bound.born_only else Variant.PAST if bound.with_past else None
+        if likely is None and all(item.site.tokens == 1 for item in planned.sites):
+            likely = Variant.PAST
+        if likely is not None:
+            bound.variants[likely] = compile_variant(likely)
+        return bound
+
+    def _variant(
+        self, captured: Captured, planned: Plan, effects: Effects, variant: Variant, made: dict[Variant, Rewritten]
+    ) -> tuple[Rewritten, Callable[..., Any]]:
+        started = time.perf_counter()
+        if variant not in made:
+            made[variant] = rewrite(captured, planned, variant, effects)
+        rewritten = made[variant]
+        fakes, symbol = _fakes(captured, rewritten)
+        _mark(captured, rewritten)
+        if self.settings.verify:
+            verify(rewritten, captured, fakes)
+        self.stage[variant.value] = rewritten
+        self.stage[variant.value + "_fakes"] = fakes
+        self.report.pass_seconds += time.perf_counter() - started
+        started = time.perf_counter()
+        compiled = self._inner(rewritten.module, fakes, captured.fake_mode, f"{self.owner.policy.spell()}:{variant.value}")
+        _forget_guards(captured, symbol)
+        self.report.variants = (*self.report.variants, variant.value)
+        self.report.compile_seconds += time.perf_counter() - started
+        return rewritten, compiled
+
+
+def _effects(captured: Captured) -> Effects:
+    from kvcompile.passes.effects import analyse
+
+    return analyse(captured.graph)
+
+
+def _whole(item: SitePlan) -> bool:
+    attention = item.site.attention
+    read = value_of(attention.k).shape[attention.k_roles.index("T")]
+    capacity = value_of(item.site.key.root).shape[item.site.key.axes.token_dim]
+    return reads_whole(item.site.bounds.hi.kind, item.site.key.kind, read, capacity)
+
+
+def _prologue(captured: Captured, planned: Plan, effects: Effects) -> tuple[Any, dict[int, int]]:
+    """The position subgraph as (callable on all arguments, positions, limits), and where each index node's value is."""
+    positions: list[fx.Node] = []
+    limits: list[fx.Node] = []
+    for item in planned.sites:
+        for part in (item.key, item.value):
+            node = part.slot.write.position.index
+            if node is not None and node not in positions:
+                positions.append(node)
+        if item.site.key.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
+            for limit in (item.site.bounds.hi, item.site.bounds.lo):
+                if limit is not None and limit.kind is LimitKind.NODE and limit.node not in limits:
+                    limits.append(limit.node)  # type: ignore[arg-type]
+    wanted = (*positions, *limits)
+    if not wanted:
+        return None, {}
+    module, taken, writes = extract(captured, wanted, effects)
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        given = [args[index] for index in taken]
+        if writes:
+            given = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
+        with torch.no_grad():
+            return module(*given)
+
+    return (run, len(positions), len(limits)), {id(node): slot for slot, node in enumerate(positions)}
+
+
+_COUNTER = iter(range(1 << 62))
+
+
+def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], Any]:
+    """Fake values of the rewritten graph's inputs; planes share one symbolic number of pages."""
+    mode = captured.fake_mode
+    pages: Any = PAGES_HINT
+    symbol = None
+    if mode.shape_env is not None:
+        source = torch._dynamo.source.ConstantSource(f"kvcompile_pages_{next(_COUNTER)}")
+        symbol = mode.shape_env.create_symbol(PAGES_HINT, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        pages = mode.shape_env.create_symintnode(symbol, hint=PAGES_HINT, source=source)
+    planes = []
+    with mode:
+        for item in rewritten.bindings:
+            slot = item.plan.slot
+            root = value_of(slot.root)
+            batch = root.shape[slot.axes.labels.index(("B",))] if ("B",) in slot.axes.labels else 1
+            planes += [
+                torch.empty((pages, batch, item.plan.spec.heads, spec.rows, spec.width), dtype=spec.dtype, device=root.device)
+                for spec in item.plan.layout.planes
+            ]
+    return (*[captured.fakes[index] for index in rewritten.kept], *planes), symbol
+
+
+def _mark(captured: Captured, rewritten: Rewritten) -> None:
+    """Give the inputs what AOTAutograd and CUDA graphs look for: sources, and which addresses stay."""
+    module, origin = rewritten.module, captured.origin
+    for name in ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn"):
+        if name in origin.meta:
+            module.meta[name] = origin.meta[name]
+    module._param_name_to_source = {}  # type: ignore[assignment]
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    for node, index in zip(placeholders, rewritten.kept, strict=False):
+        old = captured.inputs[index].placeholder
+        node._dynamo_source = getattr(old, "_dynamo_source", None)  # type: ignore[attr-defined]
+        if "tensor_dict" in old.meta:
+            node.meta["tensor_dict"] = old.meta["tensor_dict"]
+    for node in placeholders[len(rewritten.kept) :]:
+        node._dynamo_source = None  # type: ignore[attr-defined]
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def _forget_guards(captured: Captured, symbol: Any) -> None:
+    """The number of pages is ours: no guard on it may reach Dynamo, which does not know the symbol."""
+    env = captured.fake_mode.shape_env
+    if env is None or symbol is None:
+        return
+    ours = [guard for guard in env.guards if symbol in guard.expr.free_symbols]
+    for guard in ours:
+        log.debug("a guard on the number of pages is dropped: %s", guard.expr)
+        env.guards.remove(guard)
+
+
+def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,
+            options: Mapping[str, Any] | None = None, reserve: int = 256) -> Backend:
+    """A Dynamo backend that stores KV caches as ``scheme`` says.
+
+    ``scheme``: a name ("int4"), a spelled scheme ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or
+    {glob over module paths: any of these}. ``inner``: "inductor", "aot_eager" or "eager" compiles the
+    rewritten graph. ``strict``: raise SiteRefused instead of leaving an attention dense. ``mode`` and
+    ``options`` go to Inductor (torch.compile's own arguments win). ``reserve``: the least tokens a store
+    holds. Raises a SchemeError before anything is compiled.
+    """
+    return Backend(policy_of(scheme), Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve))

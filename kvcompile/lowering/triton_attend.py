@@ -1,0 +1,175 @@
+"""Inductor's lowering of ``kvcompile::attend`` on CUDA: a Triton template with choices, then a merge.
+
+The template writes partial results in one float32 buffer [splits, B, H, S, Dv + 2] (sums, then the maximum
+and the total of each split); the merge by log-sum-exp is made of Inductor's own lowerings, so it fuses with
+what follows. One buffer, since second outputs through ``mutated_inputs`` were seen to give NaN when
+autotuned. Where one split is enough and values are one block, the template writes the result itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.ir import ExternKernel, FixedLayout, FlexibleLayout
+from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
+from torch._inductor.virtualized import V
+
+from kvcompile.lowering import ops
+from kvcompile.lowering.attend_config import AttendConfig, Bias, Masks, Tile, plans
+from kvcompile.lowering.tiles import choose_tiles, splits_for
+from kvcompile.lowering.triton_source import LOG2E, SOURCE
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@SymbolicGridFn
+def attend_grid(batch: Any, kv_heads: Any, rows: Any, meta: dict[str, Any], *, cdiv: Callable[[Any, Any], Any]) -> tuple:
+    """(tiles of rows, batch times kv heads, splits)."""
+    return (cdiv(rows, meta["BLOCK_R"]), batch * kv_heads, meta["SPLITS"])
+
+
+attend_template = TritonTemplate(name="kvcompile_attend", grid=attend_grid, source=SOURCE)
+# The template asks for both slots' plans while it is rendered.
+attend_template.template.globals["plans"] = plans
+
+
+def lower_attend_cuda(
+    q: Any, keys: list, values: list, hi: Any, lo: Any, keep: Any, bias: Any, sinks: Any, key_scheme: str, value_scheme: str,
+    scale: float, softcap: float, value_dim: Any,
+) -> Any:
+    """The result of ``attend`` as a TensorBox; operands as in ``kvcompile.lowering.ops``."""
+    arguments = (q, keys, values, hi, lo, keep, bias, sinks, key_scheme, value_scheme, scale, softcap, value_dim)
+    page_rows = _static(keys[0].get_size()[3])
+    paged = not _is(keys[0].get_size()[0], 1)
+    if q.get_dtype() not in QUERY_DTYPES or (paged and page_rows & (page_rows - 1)):
+        return fallback_handler(ops.attend)(*arguments)
+
+    nodes = {
+        "Q": q, "HI": hi, "K_WORDS": keys[0], "V_WORDS": values[0], "K_SCALES": keys[-1], "V_SCALES": values[-1], "LO": lo,
+        "KEEP": keep, "BIAS": bias, "SINKS": sinks,
+    }
+    nodes = {name: _realized(node) for name, node in nodes.items() if node is not None}
+    B, H, S, D = nodes["Q"].get_size()
+    H, K, D, Dv = (_static(x) for x in (H, keys[0].get_size()[2], D, value_dim))
+    rows_hint = _hint(S) * (H // K)
+    base = AttendConfig(
+        key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale),
+        float(softcap), _is(S, 1), _masks(lo, keep, bias, sinks, hi), page_rows if paged else 1, paged,
+        wide_keys=_pairs(nodes["K_WORDS"]), wide_values=_pairs(nodes["V_WORDS"]),
+    )
+    device = q.get_device()
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    configs = choose_tiles(base, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune))
+    splits = splits_for(configs[0], rows_hint, _hint(B) * K, multiprocessors)
+    direct = splits == 1 and len(base.plans[1].pieces) == 1
+    size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
+    layout = FixedLayout(
+        device, q.get_dtype() if direct else torch.float32, size, list(FlexibleLayout.contiguous_strides(size))
+    )
+    choices: list[Any] = []
+    for tiled in configs:
+        config = tiled.with_splits(splits, direct)
+        inputs = [nodes[name] for name in config.operands]
+        attend_template.maybe_append_choice(
+            choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],
+            num_warps=config.tile.num_warps, num_stages=config.tile.num_stages, **config.options(),
+        )
+    chosen = autotune_select_algorithm(
+        "kvcompile_attend", choices, inputs, layout, input_gen_fns=_examples(config.operands, nodes["K_WORDS"])
+    )
+    # torch 2.12 began to return the choice beside the node.
+    partial = chosen[0] if isinstance(chosen, tuple) else chosen
+    return partial if direct else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+
+
+def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype) -> Any:
+    """Splits [Z, B, H, S, Dv + 2] to [B, H, S, Dv] by log-sum-exp, in Inductor's own operations.
+
+    Maxima and totals are broadcast to all channels first, so that the three reductions over Z have one shape
+    and become one kernel. Splits with nothing are -inf and 0; a row with nothing at all gives zeros; NaN stays.
+    """
+    do = _Lowered()
+    shape = [*partial.get_size()[:-1], value_dim]
+    sums = do(aten.slice.Tensor, partial, 4, 0, value_dim)
+    tops = do(aten.expand, do(aten.slice.Tensor, partial, 4, value_dim, value_dim + 1), shape)
+    totals = do(aten.expand, do(aten.slice.Tensor, partial, 4, value_dim + 1, value_dim + 2), shape)
+    top = do(aten.amax, tops, [0], True)
+    if sinks is not None:
+        sink = do(aten.mul, do(prims.convert_element_type, do(aten.reshape, sinks, [1, 1, -1, 1, 1]), torch.float32), LOG2E)
+        top = do(aten.maximum, top, sink)
+    top = do(aten.where, do(aten.eq, top, float("-inf")), 0.0, top)
+    weights = do(aten.exp2, do(aten.sub, tops, top))
+    total = do(aten.sum, do(aten.mul, totals, weights), [0])
+    result = do(aten.sum, do(aten.mul, sums, weights), [0])
+    if sinks is not None:
+        total = do(aten.add, total, do(aten.exp2, do(aten.squeeze, do(aten.sub, sink, top), 0)))
+    result = do(aten.where, do(aten.eq, total, 0.0), 0.0, do(aten.div, result, total))
+    return do(prims.convert_element_type, result, dtype)
+
+
+class _Lowered:
+    """Calls Inductor's lowering of an operator."""
+
+    def __call__(self, op: Any, *args: Any) -> Any:
+        return lowerings[op](*args)
+
+
+def _realized(node: Any) -> Any:
+    """A buffer with fixed strides, as the template prints them."""
+    node = ExternKernel.realize_input(node)
+    node.freeze_layout()
+    return node
+
+
+def _static(size: Any) -> int:
+    """A size that must be a constant; guards where it arrives as a symbol under dynamic=True."""
+    return int(V.graph.sizevars.guard_int(size))
+
+
+def _is(size: Any, value: int) -> bool:
+    return bool(V.graph.sizevars.statically_known_equals(size, value))
+
+
+def _hint(size: Any) -> int:
+    """A plausible value, without a guard; only tuning depends on it."""
+    return int(V.graph.sizevars.optimization_hint(size, fallback=1))
+
+
+def _pairs(node: Any) -> bool:
+    """Whether bytes may be loaded in pairs: dense rows at even offsets."""
+    *outer, inner = node.get_stride()
+    even = (node.get_size()[-1], node.get_layout().offset, *outer)
+    return _is(inner, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, 2) for x in even)
+
+
+def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any) -> Masks:
+    def varies(node: Any, axis: int) -> bool:
+        return node is not None and not _is(node.get_size()[axis], 1)
+
+    kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.get_dtype() == torch.bool else Bias.ADDED
+    return Masks(
+        lo is not None, keep is not None, kind, sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
+        varies(bias, 0), varies(bias, 1), varies(bias, 2),
+    )
+
+
+def _examples(operands: tuple[str, ...], words: Any) -> dict[int, Callable[[Any], torch.Tensor]]:
+    """Operands to tune with: every position in use, so that choices differ by the work they do."""
+    pages, rows = (_hint(words.get_size()[axis]) for axis in (0, 3))
+
+    def filled(value: int) -> Callable[[Any], torch.Tensor]:
+        def make(node: Any) -> torch.Tensor:
+            size = [_hint(extent) for extent in node.get_size()]
+            return torch.full(size, value, dtype=node.get_dtype(), device=node.get_device())
+
+        return make
+
+    values = {"HI": pages * rows - 1, "LO": 0, "KEEP": 1}
+    return {index: filled(values[name]) for index, name in enumerate(operands) if name in values}
