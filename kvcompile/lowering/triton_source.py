@@ -35,7 +35,7 @@ MACROS = r"""
 {%- macro tok(x) %}{{x}}{{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}{% endmacro %}
 {%- macro row(x) %}{{x}}{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}{% endmacro %}
 {%- macro channel(x) %}{{tok(x)}}{% endmacro %}
-{%- set axes = ("o_b", "o_h", "o_s", "o_c") if DIRECT else ("split", "o_b", "o_h", "o_s", "o_c") %}
+{%- set axes = ("o_b", "o_h", "o_s", "o_c") if DIRECT else ("o_z", "o_b", "o_h", "o_s", "o_c") %}
 {%- set GUARD_VALUES = not value.scaled and (BIAS_KIND or HAS_KEEP or (HAS_LO and not ONE_QUERY)) %}
 {%- set T_AXIS = 0 if TOKENS_FIRST else 1 %}
 {%- set R_AXIS = 1 - T_AXIS %}
@@ -276,6 +276,7 @@ EPILOGUE = r"""
     # A NaN in l stays: only what had nothing to attend becomes zero.
     inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
 {%- endif %}
+    o_z = split
     o_b = b
     o_h = {{row("head_r")}}
     o_s = {{row("s_r")}}.to(INDEX_DTYPE)
