@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from kvcompile.errors import CacheMutated, SiteRefused
@@ -265,7 +266,7 @@ def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], A
     pages: Any = PAGES_HINT
     symbol = None
     if mode.shape_env is not None:
-        source = torch._dynamo.source.ConstantSource(f"kvcompile_pages_{next(_COUNTER)}")
+        source = ConstantSource(f"kvcompile_pages_{next(_COUNTER)}")
         symbol = mode.shape_env.create_symbol(PAGES_HINT, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         pages = mode.shape_env.create_symintnode(symbol, hint=PAGES_HINT, source=source)
     planes = []
@@ -287,7 +288,8 @@ def _mark(captured: Captured, rewritten: Rewritten) -> None:
     for name in ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn"):
         if name in origin.meta:
             module.meta[name] = origin.meta[name]
-    module._param_name_to_source = {}  # type: ignore[assignment]
+    constants = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    module._param_name_to_source = {name: ConstantSource(name) for name in constants}  # type: ignore[assignment]
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     for node, index in zip(placeholders, rewritten.kept, strict=False):
         old = captured.inputs[index].placeholder

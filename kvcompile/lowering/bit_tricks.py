@@ -59,16 +59,13 @@ class BitTrick:
         """As PTX on two uint16 words at a time; float16, still to be multiplied by 2**power."""
         lines = [".reg .b32 t, u;"]
         for index, (shift, mask) in enumerate(self.fields):
-            register = "u" if index else "t"
             source = "$1"
             if shift:
-                lines.append(f"{'shr' if shift > 0 else 'shl'}.b32 {register}, $1, {abs(shift)};")
-                source = register
-            lines.append(f"and.b32 {register}, {source}, {_twice(mask)};")
-            if index:
-                lines.append("or.b32 t, t, u;")
-        if self.flip:
-            lines.append(f"xor.b32 t, t, {_twice(self.flip)};")
+                lines.append(f"{'shr' if shift > 0 else 'shl'}.b32 u, $1, {abs(shift)};")
+                source = "u"
+            # One instruction for (source & mask) ^ what is there already; ptxas alone makes two of it.
+            there = "t" if index else _twice(self.flip)
+            lines.append(f"lop3.b32 t, {source}, {_twice(mask)}, {there}, 0x6a;")
         if self.offset:
             half = int(torch.tensor(float(self.offset), dtype=torch.float16).view(torch.int16).item()) & 0xFFFF
             lines.append(f"mov.b32 u, {_twice(half)};")

@@ -179,14 +179,17 @@ LOOP = r"""
 {%- endfor %}
 {%- if value.scaled %}{{ load_scales("vs", "vs_base", "V_SCALES", value) }}{% endif %}
 
+
+{%- if not TOKENS_FIRST %}
+{%- for chunk in key.chunks %}
+        k_{{chunk.name}} = tl.trans(k_{{chunk.name}})
+{%- endfor %}
+{%- endif %}
 {%- for i in range(key.scales) %}
 {%- set outer = loop %}
 {%- for piece in key.of_scale(i) %}
-{%- if TOKENS_FIRST %}
-        part = tl.dot({{piece.unpack("k_" + piece.chunk.name)}}, q_{{piece.name}}{% if not loop.first %}, part{% endif %}{{PRECISION}})
-{%- else %}
-        part = tl.dot(q_{{piece.name}}, tl.trans({{piece.unpack("k_" + piece.chunk.name)}}){% if not loop.first %}, part{% endif %}{{PRECISION}})
-{%- endif %}
+{%- set unpacked = piece.unpack("k_" + piece.chunk.name) %}
+        part = tl.dot({{ "%s, q_%s" % (unpacked, piece.name) if TOKENS_FIRST else "q_%s, %s" % (piece.name, unpacked) }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
 {%- endfor %}
 {%- if key.scaled %}
         scores = part * {{tok("ks_%d" % i)}}{% if not outer.first %} + scores{% endif %}
@@ -254,13 +257,21 @@ LOOP = r"""
         w_{{i}} = (p * {{tok("vs_%d" % i)}}).to({{value.dot_type}})
 {%- endfor %}
 {%- endif %}
-{%- for piece in value.pieces %}
-{%- set source = "v_" + piece.chunk.name %}
-{%- set unpacked = "tl.where(valid[:, None], %s, 0.0).to(%s)" % (source, value.dot_type) if GUARD_VALUES else piece.unpack(source) %}
+{%- for chunk in value.chunks %}
+{%- set source = "v_" + chunk.name %}
+{%- if GUARD_VALUES %}
+        {{source}} = tl.where(valid[:, None], {{source}}, 0.0).to({{value.view_type}})
+{%- endif %}
 {%- if TOKENS_FIRST %}
-        acc_{{piece.name}} = tl.dot(tl.trans({{unpacked}}), w_{{piece.scale}}, acc_{{piece.name}} * alpha[None, :]{{PRECISION}})
+        # Transposed before unpacking: words cross shared memory, not the wider elements.
+        {{source}} = tl.trans({{source}})
+{%- endif %}
+{%- endfor %}
+{%- for piece in value.pieces %}
+{%- if TOKENS_FIRST %}
+        acc_{{piece.name}} = tl.dot({{piece.unpack("v_" + piece.chunk.name)}}, w_{{piece.scale}}, acc_{{piece.name}} * alpha[None, :]{{PRECISION}})
 {%- else %}
-        acc_{{piece.name}} = tl.dot(w_{{piece.scale}}, {{unpacked}}, acc_{{piece.name}} * alpha[:, None]{{PRECISION}})
+        acc_{{piece.name}} = tl.dot(w_{{piece.scale}}, {{piece.unpack("v_" + piece.chunk.name)}}, acc_{{piece.name}} * alpha[:, None]{{PRECISION}})
 {%- endif %}
 {%- endfor %}
 """
