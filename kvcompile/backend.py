@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from kvcompile.errors import CacheMutated, SiteRefused
 from kvcompile.lowering.compile import compile_graph
+from kvcompile.lowering.reuse import fingerprint
 from kvcompile.passes.capture import Captured, capture
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.match import Matched, match
@@ -47,6 +48,7 @@ class Backend:
         self.stages: list[dict[str, Any]] = []
         self.live: weakref.WeakSet[Any] = weakref.WeakSet()
         self.growth = Growth(least=settings.reserve)
+        self.compiled: dict[str, Callable[..., Any]] = {}
         self.__name__ = "kvcompile"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
@@ -209,8 +211,14 @@ class _Compilation:
         self.stage[variant.value + "_fakes"] = fakes
         self.report.pass_seconds += time.perf_counter() - started
         started = time.perf_counter()
-        compiled = self._inner(rewritten.module, fakes, captured.fake_mode, f"{self.owner.policy.spell()}:{variant.value}")
-        _forget_guards(captured, symbol)
+        key = f"{self.owner.policy.spell()}:{variant.value}"
+        print_key = fingerprint(rewritten.module, fakes, symbol, f"{key}:{self.mode}:{self.options}")
+        compiled = self.owner.compiled.get(print_key) if print_key is not None else None
+        if compiled is None:
+            compiled = self._inner(rewritten.module, fakes, captured.fake_mode, key)
+            _forget_guards(captured, symbol)
+            if print_key is not None:
+                self.owner.compiled[print_key] = compiled
         self.report.variants = (*self.report.variants, variant.value)
         self.report.compile_seconds += time.perf_counter() - started
         return rewritten, compiled

@@ -74,6 +74,8 @@ class AttendConfig:
     wide_keys: bool = True
     wide_values: bool = True
     packed: bool = True
+    key_scale_pack: int = 1
+    value_scale_pack: int = 1
     tile: Tile = Tile()
 
     def options(self) -> dict[str, object]:
@@ -84,6 +86,7 @@ class AttendConfig:
             "KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim,
             "KEY_WORD": _quoted(self.key_word), "VALUE_WORD": _quoted(self.value_word), "QUERY": _quoted(self.dtype),
             "WIDE_KEYS": int(self.wide_keys), "WIDE_VALUES": int(self.wide_values), "PACKED": int(self.packed),
+            "KEY_SCALE_PACK": self.key_scale_pack, "VALUE_SCALE_PACK": self.value_scale_pack,
             "KV_HEADS": self.kv_heads, "GROUP": self.group, "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
             # Without a cap, scores are in base-2 units from the start.
             "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E,

@@ -43,13 +43,17 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One part of a chunk: column j is channel ``first + step * j``; ``expression`` unpacks ``{word}``."""
+    """One part of a chunk: column j is channel ``first + step * j``; ``expression`` unpacks ``{word}``.
+
+    value = unpacked * 2**power, less the slot's offset where that is not subtracted already.
+    """
 
     name: str
     chunk: Chunk
     first: int
     step: int
     scale: int
+    power: int
     expression: str
 
     def unpack(self, word: str) -> str:
@@ -61,8 +65,10 @@ class Piece:
 class SlotPlan:
     """All that the template needs of one slot.
 
-    ``normalize`` says that queries must be brought into float16's range first; ``power`` is the power of
-    two that every unpacked piece still lacks.
+    ``normalize`` says that queries must be brought into float16's range first. ``offset`` is what unpacked
+    keys are too large by: queries are known before the loop, so the kernel takes it out of the score, where it
+    costs one addition a score instead of one an element. Values are unpacked without an offset, since their
+    sum over many tokens would lose the bits that the offset takes.
     """
 
     dim: int
@@ -73,6 +79,7 @@ class SlotPlan:
     scaled: bool
     scales: int
     power: int
+    offset: int
     chunks: tuple[Chunk, ...]
     pieces: tuple[Piece, ...]
 
@@ -125,19 +132,20 @@ def slot_plan(
     pair = wide and fmt.scaled and dtype == torch.float16 and all(edge % 2 == 0 for edge in edges)
     per = 2 if pair else 1
     chunks = _chunks([edge // per for edge in edges])
-    pieces, powers = [], set()
+    pieces, offsets = [], set()
     for chunk in chunks:
         for part in range(fmt.parts):
             for byte in range(per):
                 first = part * words + chunk.first * per + byte
-                expression, power = _expression(fmt, part, byte, pair, packed, dtype)
-                powers.add(power)
+                expression, power, offset = _expression(fmt, part, byte, pair, packed, dtype, role is Role.VALUE)
+                offsets.add(offset)
                 name = f"{chunk.name}_{part * per + byte}"
-                pieces.append(Piece(name, chunk, first, per, first // fmt.group if fmt.scaled else 0, expression))
-    assert len(powers) == 1, "parts of one scheme lack different powers of two"
+                pieces.append(Piece(name, chunk, first, per, first // fmt.group if fmt.scaled else 0, power, expression))
+    assert len(offsets) == 1, "parts of one scheme have different offsets"
     return SlotPlan(
-        dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, dtype == torch.float16 and query == torch.bfloat16,
-        fmt.scaled, dim // fmt.group if fmt.scaled else 1, powers.pop(), tuple(chunks), tuple(pieces),
+        dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, fmt.scaled and dtype == torch.float16,
+        fmt.scaled, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), offsets.pop(),
+        tuple(chunks), tuple(pieces),
     )
 
 
@@ -163,18 +171,19 @@ def _chunks(edges: list[int]) -> list[Chunk]:
 
 
 def _expression(
-    fmt: KernelFormat, part: int, byte: int, pair: bool, packed: bool, dtype: torch.dtype
-) -> tuple[str, int]:
-    """Text that unpacks ``{word}`` to ``dtype`` and the power of two that it still lacks."""
+    fmt: KernelFormat, part: int, byte: int, pair: bool, packed: bool, dtype: torch.dtype, centered: bool
+) -> tuple[str, int, int]:
+    """Text that unpacks ``{word}`` to ``dtype``, the power of two that it lacks, the offset that it has too much."""
     name = TRITON_TYPES[dtype]
     if not pair:
         text = triton_expression(fmt, part, "{word}")
-        return (text if dtype == torch.float32 else f"{text}.to({name})"), 0
+        return (text if dtype == torch.float32 else f"{text}.to({name})"), 0, 0
     trick = find_trick(fmt, part, byte)
     if trick is not None:
-        return (trick.packed("{word}") if packed else trick.triton("{word}")), trick.power
+        text = trick.packed("{word}", centered) if packed else trick.triton("{word}", centered)
+        return text, trick.power, 0 if centered else trick.offset
     shifted = f"({{word}} >> {8 * byte})" if byte else "{word}"
     single = f"({shifted} & 255).to(tl.uint8)"
     if fmt.word_dtype != torch.uint8:
         single = f"{single}.to({TRITON_TYPES[fmt.word_dtype]}, bitcast=True)"
-    return f"{triton_expression(fmt, part, single)}.to({name})", 0
+    return f"{triton_expression(fmt, part, single)}.to({name})", 0, 0

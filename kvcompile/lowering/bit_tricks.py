@@ -1,8 +1,10 @@
-"""Unpacking in two or three instructions per PAIR of codes: small integers are already float16 bits.
+"""Unpacking in one or two instructions per PAIR of codes: small integers are already float16 numbers.
 
-A field of up to ten bits, or-ed under the exponent pattern 0x6400, IS the float16 number 1024 + field; one
-packed subtraction gives the code. An e4m3 byte, its sign moved to the top and its magnitude to the top of
-the mantissa, IS the float16 number value * 2^-8. Both work on two 16-bit words of one register at once.
+A field of up to ten bits, left alone in a 16-bit word, IS the float16 subnormal field * 2^-24 (times 2 for
+every place that it stands to the left); an e4m3 byte, its sign moved to the top and its magnitude to the top
+of the mantissa, IS the float16 number value * 2^-8. Tensor cores honour subnormals, and one instruction
+works on the two 16-bit words of a register. What codes are biased by is either subtracted at once
+(``centered``; exact) or left for the caller to take out of the sum.
 
 A ``BitTrick`` is a description, printed as plain Triton (interpreter, tests) or as packed PTX. It is never
 assumed: ``find_trick`` proposes a few and returns one only where it equals the scheme's eager ``unpack`` on
@@ -20,17 +22,15 @@ import torch
 
 from kvcompile.types import KernelFormat
 
-_ONE_K = 0x6400
-"""The float16 bits of 1024, whose unit in the last place is one."""
-
 
 @dataclasses.dataclass(frozen=True)
 class BitTrick:
-    """value = (float16 bits of ((fields of the word) ^ flip) - offset) * 2**power.
+    """value = float16 of ((fields of the word >> shift) ^ flip) * 2**power - offset.
 
-    ``fields`` are (right shift, mask after the shift); a negative shift goes left.
+    ``fields`` are (left shift, mask after it); ``shift`` comes first and is shared by parts of one byte.
     """
 
+    shift: int
     fields: tuple[tuple[int, int], ...]
     flip: int
     offset: int
@@ -39,43 +39,48 @@ class BitTrick:
     def evaluate(self, words16: torch.Tensor) -> torch.Tensor:
         """The values of 16-bit words given as int32, by the same steps as the printed code."""
         bits = torch.full_like(words16, self.flip)
-        for shift, mask in self.fields:
-            moved = words16 >> shift if shift >= 0 else words16 << -shift
-            bits = bits ^ (moved & mask)
-        halves = bits.to(torch.int32).to(torch.uint16).view(torch.float16)
-        return (halves - self.offset).to(torch.float32) * 2.0**self.power
+        for left, mask in self.fields:
+            bits = bits ^ (((words16 >> self.shift) << left) & mask)
+        halves = bits.to(torch.uint16).view(torch.float16)
+        return halves.to(torch.float32) * 2.0**self.power - self.offset
 
-    def triton(self, word: str) -> str:
+    @property
+    def bias_bits(self) -> int:
+        """The float16 bits of what ``centered`` subtracts, before the power of two."""
+        bias = torch.tensor(self.offset * 2.0**-self.power, dtype=torch.float16)
+        return int(bias.view(torch.int16).item()) & 0xFFFF
+
+    def triton(self, word: str, centered: bool) -> str:
         """As plain Triton on a uint16 block; float16, still to be multiplied by 2**power."""
-        terms = []
-        for shift, mask in self.fields:
-            moved = word if shift == 0 else f"({word} >> {shift})" if shift > 0 else f"({word} << {-shift})"
-            terms.append(f"({moved} & {mask})")
-        bits = f"(({' | '.join(terms)}) ^ {self.flip})" if self.flip else f"({' | '.join(terms)})"
+        source = f"({word} >> {self.shift})" if self.shift else word
+        terms = [f"(({source} << {left}) & {mask})" if left else f"({source} & {mask})" for left, mask in self.fields]
+        bits = f"({' | '.join(terms)})"
+        if self.flip:
+            bits = f"({bits} ^ {self.flip})"
         halves = f"{bits}.to(tl.uint16).to(tl.float16, bitcast=True)"
-        return f"({halves} - {float(self.offset)})" if self.offset else halves
+        return f"({halves} - {self.offset * 2.0**-self.power!r})" if self.offset and centered else halves
 
-    def packed(self, word: str) -> str:
+    def packed(self, word: str, centered: bool) -> str:
         """As PTX on two uint16 words at a time; float16, still to be multiplied by 2**power."""
-        lines = [".reg .b32 t, u;"]
-        for index, (shift, mask) in enumerate(self.fields):
-            source = "$1"
-            if shift:
-                lines.append(f"{'shr' if shift > 0 else 'shl'}.b32 u, $1, {abs(shift)};")
-                source = "u"
+        if self.shift:
+            # An operation of its own, so that parts of one byte share it.
+            word = _assembly(f"shr.b32 $0, $1, {self.shift};", word, "tl.uint16")
+        lines = []
+        for index, (left, mask) in enumerate(self.fields):
+            if left:
+                lines.append(f"shl.b32 u, $1, {left};")
             # One instruction for (source & mask) ^ what is there already; ptxas alone makes two of it.
             there = "t" if index else _twice(self.flip)
-            lines.append(f"lop3.b32 t, {source}, {_twice(mask)}, {there}, 0x6a;")
-        if self.offset:
-            half = int(torch.tensor(float(self.offset), dtype=torch.float16).view(torch.int16).item()) & 0xFFFF
-            lines.append(f"mov.b32 u, {_twice(half)};")
-            lines.append("sub.f16x2 $0, t, u;")
+            lines.append(f"lop3.b32 t, {'u' if left else '$1'}, {_twice(mask)}, {there}, 0x6a;")
+        if self.offset and centered:
+            lines.append(f"mov.b32 u, {_twice(self.bias_bits)}; sub.f16x2 $0, t, u;")
         else:
             lines.append("mov.b32 $0, t;")
-        body = " ".join(lines)
-        return (
-            f"tl.inline_asm_elementwise('{{ {body} }}', '=r,r', [{word}], dtype=tl.float16, is_pure=True, pack=2)"
-        )
+        return _assembly(f".reg .b32 t, u; {' '.join(lines)}", word, "tl.float16")
+
+
+def _assembly(body: str, word: str, dtype: str) -> str:
+    return f"tl.inline_asm_elementwise('{{ {body} }}', '=r,r', [{word}], dtype={dtype}, is_pure=True, pack=2)"
 
 
 def _twice(half: int) -> str:
@@ -85,14 +90,14 @@ def _twice(half: int) -> str:
 
 def _candidates(byte: int) -> Iterator[BitTrick]:
     """Tricks worth trying for codes in byte ``byte`` of a 16-bit word; offsets are set by ``find_trick``."""
-    low = 8 * byte
+    shift = 8 * byte
     for bits in (8, 4, 3, 2, 1):
-        mask = (1 << bits) - 1
-        for shift in range(0, 9 - bits, bits):
-            yield BitTrick(((low + shift, mask),), _ONE_K, 1024, 0)
+        for low in range(0, 9 - bits, bits):
+            # Left where it stands: the power of two takes its place into account.
+            yield BitTrick(shift, ((0, ((1 << bits) - 1) << low),), 0, 0, 24 - low)
     # Two's complement: flipping the sign bit adds 128.
-    yield BitTrick(((low, 0xFF),), _ONE_K | 0x80, 1024, 0)
-    yield BitTrick(((low - 8, 0x8000), (low - 7, 0x3F80)), 0, 0, 8)
+    yield BitTrick(shift, ((0, 0xFF),), 0x80, 0, 24)
+    yield BitTrick(0, ((8, 0x8000), (7, 0x3F80)), 0, 0, 8) if byte == 0 else BitTrick(1, ((0, 0x3F80), (1, 0x8000)), 0, 0, 8)
 
 
 @functools.lru_cache(maxsize=256)
@@ -106,10 +111,7 @@ def find_trick(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
     # The other byte of the word must not show: it is filled with both extremes.
     both = [(words << 8) | other if byte else words | (other << 8) for other in (0, 0xFF, 0x5A)]
     for trick in _candidates(byte):
-        base = trick.evaluate(both[0])
-        shifted = trick
-        if trick.offset:
-            shifted = dataclasses.replace(trick, offset=trick.offset + int((base - eager)[0].item()))
-        if all(torch.equal(shifted.evaluate(side)[finite], eager[finite]) for side in both):
-            return shifted
+        biased = dataclasses.replace(trick, offset=int((trick.evaluate(both[0]) - eager)[0].item()))
+        if all(torch.equal(biased.evaluate(side)[finite], eager[finite]) for side in both):
+            return biased
     return None

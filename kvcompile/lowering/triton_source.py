@@ -4,7 +4,8 @@ Rendered by Inductor (``triton_attend``) and, with stand-ins for Inductor's hook
 
     rows          (query position s, head of the group g) pairs of one kv head, r = s * GROUP + g; BLOCK_R a tile
     tokens        BLOCK_T a step; token t is row t % PAGE_ROWS of page t // PAGE_ROWS
-    TOKENS_FIRST  scores are [tokens, rows] (few rows: they lie on the narrow side of the MMA) or [rows, tokens]
+    TOKENS_FIRST  (loads are made in the shape that their dot takes, transposed by the pointers, so that words go
+                  to shared memory asynchronously and come back as operands, then unpack in registers) scores are [tokens, rows] (few rows: they lie on the narrow side of the MMA) or [rows, tokens]
     key, value    ``SlotPlan``s: chunks to load, pieces to dot, scales
     norm          log2 of a token's largest value scale. Where values are scaled, the running maximum is that of
                   score + norm, so that p * scale is at most about one and float16 holds it whatever the scales
@@ -37,6 +38,9 @@ MACROS = r"""
 {%- macro channel(x) %}{{tok(x)}}{% endmacro %}
 {%- set axes = ("o_b", "o_h", "o_s", "o_c") if DIRECT else ("o_z", "o_b", "o_h", "o_s", "o_c") %}
 {%- set GUARD_VALUES = not value.scaled and (BIAS_KIND or HAS_KEEP or (HAS_LO and not ONE_QUERY)) %}
+{#- A tile inside one page may be loaded whole: the page is there, and what is stale in it is masked later,
+    except values that are not scaled (0 * NaN). #}
+{%- set WHOLE = PAGED and BLOCK_T <= PAGE_ROWS %}
 {%- set T_AXIS = 0 if TOKENS_FIRST else 1 %}
 {%- set R_AXIS = 1 - T_AXIS %}
 {%- set PRECISION = ', input_precision="ieee"' %}
@@ -56,17 +60,31 @@ t0.to(tl.int64) * ({{stride(plane, 3)}} // {{view}})
 t_i * ({{stride(plane, 3)}} // {{view}})
 {%- endif -%}
 {%- endmacro %}
-{%- macro plane(var, name, view) %}
-    {{var}} = {{name}}{{ ".to(tl.pointer_type(tl.uint16))" if view == 2 else "" }} + b * ({{stride(name, 1)}} // {{view}}) + h * ({{stride(name, 2)}} // {{view}})
+{%- macro plane(var, name, view, recast) %}
+    {{var}} = {{name}}{{ ".to(tl.pointer_type(%s))" % recast if recast else "" }} + b * ({{stride(name, 1)}} // {{view}}) + h * ({{stride(name, 2)}} // {{view}})
     {{var}}_t = {{rows_of(name, view)}}
 {%- endmacro %}
-{%- macro load_scales(var, base, name, plan) %}
+{%- macro load_scales(var, base, name, plan, pack) %}
+{%- set mask = "" if WHOLE else ", mask=live, other=0.0" %}
+{%- if pack > 1 %}
+        {{var}}_all = tl.load({{base}} + ({{page(name, pack)}}) + {{base}}_t{{ mask.replace("0.0", "0") }})
 {%- for i in range(plan.scales) %}
-        {{var}}_{{i}} = tl.load({{base}} + ({{page(name, 1)}}) + {{base}}_t{% if plan.scales > 1 %} + {{i}} * {{stride(name, 4)}}{% endif %}, mask=live, other=0.0).to(tl.float32)
+        {{var}}_{{i}} = ({{var}}_all{% if i %} >> {{16 * i}}{% endif %}).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 {%- endfor %}
+{%- else %}
+{%- for i in range(plan.scales) %}
+        {{var}}_{{i}} = tl.load({{base}} + ({{page(name, 1)}}) + {{base}}_t{% if plan.scales > 1 %} + {{i}} * {{stride(name, 4)}}{% endif %}{{mask}}).to(tl.float32)
+{%- endfor %}
+{%- endif %}
 {%- endmacro %}
-{%- macro load_chunk(var, base, name, plan, chunk) %}
-        {{var}}_{{chunk.name}} = tl.load({{base}} + ({{page(name, plan.words_per_view)}}) + {{base}}_t[:, None] + ({{chunk.first}} + tl.arange(0, {{chunk.block}}))[None, :]{% if plan.words_per_view == 1 %} * {{stride(name, 4)}}{% endif %}, mask=live[:, None]{% if chunk.padded %} & (tl.arange(0, {{chunk.block}}) < {{chunk.count}})[None, :]{% endif %}, other=0)
+{%- macro load_chunk(var, base, name, plan, chunk, channels_first) %}
+{%- set token = "[None, :]" if channels_first else "[:, None]" %}
+{%- set column = "[:, None]" if channels_first else "[None, :]" %}
+{%- set whole = WHOLE and (plan.scaled or var == "k") %}
+{%- set inside = "(tl.arange(0, %d) < %d)%s" % (chunk.block, chunk.count, column) %}
+{%- set terms = ([] if whole else ["live" + token]) + ([inside] if chunk.padded else []) %}
+{%- set mask = "mask=%s, other=0" % " & ".join(terms) if terms else "" %}
+        {{var}}_{{chunk.name}} = tl.load({{base}} + ({{page(name, plan.words_per_view)}}) + {{base}}_t{{token}} + ({{chunk.first}} + tl.arange(0, {{chunk.block}})){{column}}{% if plan.words_per_view == 1 %} * {{stride(name, 4)}}{% endif %}, {{mask}})
 {%- endmacro %}
 """
 
@@ -127,7 +145,7 @@ PROLOGUE = r"""
     q_{{piece.name}} = tl.load(q_base[:, None] + {{at}}[None, :] * {{stride("Q", 3)}}, mask=r_ok[:, None]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[None, :]{% endif %}, other=0.0)
 {%- endif %}
 {%- endfor %}
-    row_scale = tl.full([BLOCK_R], QK_SCALE * {{2.0 ** key.power}}, tl.float32)
+    row_scale = tl.full([BLOCK_R], {{QK_SCALE * 2.0 ** key.power}}, tl.float32)
 {%- if key.normalize %}
     top_q = tl.zeros([BLOCK_R], tl.float32)
 {%- for piece in key.pieces %}
@@ -142,18 +160,27 @@ PROLOGUE = r"""
 {%- endfor %}
 {%- endif %}
 {%- for piece in key.pieces %}
-    q_{{piece.name}} = q_{{piece.name}}.to({{key.dot_type}})
+    q_{{piece.name}} = {% if piece.power != key.power %}(q_{{piece.name}} * {{2.0 ** (piece.power - key.power)}}){% else %}q_{{piece.name}}{% endif %}.to({{key.dot_type}})
 {%- endfor %}
+{%- if key.offset %}
+    # What the keys' offset adds to each scale's sub-dots.
+{%- for i in range(key.scales) %}
+    excess_{{i}} = tl.zeros([BLOCK_R], tl.float32)
+{%- for piece in key.of_scale(i) %}
+    excess_{{i}} += {{key.offset * 2.0 ** -piece.power}} * tl.sum(q_{{piece.name}}.to(tl.float32), {{T_AXIS}})
+{%- endfor %}
+{%- endfor %}
+{%- endif %}
 """
 
 LOOP = r"""
-{{plane("k_base", "K_WORDS", key.words_per_view)}}
-{{plane("v_base", "V_WORDS", value.words_per_view)}}
+{{plane("k_base", "K_WORDS", key.words_per_view, "tl.uint16" if key.words_per_view == 2 else none)}}
+{{plane("v_base", "V_WORDS", value.words_per_view, "tl.uint16" if value.words_per_view == 2 else none)}}
 {%- if key.scaled %}
-{{plane("ks_base", "K_SCALES", 1)}}
+{{plane("ks_base", "K_SCALES", KEY_SCALE_PACK, "tl.uint%d" % (16 * KEY_SCALE_PACK) if KEY_SCALE_PACK > 1 else none)}}
 {%- endif %}
 {%- if value.scaled %}
-{{plane("vs_base", "V_SCALES", 1)}}
+{{plane("vs_base", "V_SCALES", VALUE_SCALE_PACK, "tl.uint%d" % (16 * VALUE_SCALE_PACK) if VALUE_SCALE_PACK > 1 else none)}}
 {%- endif %}
 
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
@@ -168,23 +195,17 @@ LOOP = r"""
         live = (t < stop){% if HAS_LO and ONE_QUERY %} & (t >= lo){% endif %}
 
 {%- for chunk in key.chunks %}
-{{- load_chunk("k", "k_base", "K_WORDS", key, chunk) }}
+{{- load_chunk("k", "k_base", "K_WORDS", key, chunk, not TOKENS_FIRST) }}
 {%- endfor %}
-{%- if key.scaled %}{{ load_scales("ks", "ks_base", "K_SCALES", key) }}{% endif %}
+{%- if key.scaled %}{{ load_scales("ks", "ks_base", "K_SCALES", key, KEY_SCALE_PACK) }}{% endif %}
 {%- if HAS_KEEP %}
         kept = tl.load(KEEP + b * {{stride("KEEP", 0) if KEEP_B else 0}} + t * {{stride("KEEP", 1)}}, mask=live, other=0) != 0
 {%- endif %}
 {%- for chunk in value.chunks %}
-{{- load_chunk("v", "v_base", "V_WORDS", value, chunk) }}
+{{- load_chunk("v", "v_base", "V_WORDS", value, chunk, TOKENS_FIRST) }}
 {%- endfor %}
-{%- if value.scaled %}{{ load_scales("vs", "vs_base", "V_SCALES", value) }}{% endif %}
+{%- if value.scaled %}{{ load_scales("vs", "vs_base", "V_SCALES", value, VALUE_SCALE_PACK) }}{% endif %}
 
-
-{%- if not TOKENS_FIRST %}
-{%- for chunk in key.chunks %}
-        k_{{chunk.name}} = tl.trans(k_{{chunk.name}})
-{%- endfor %}
-{%- endif %}
 {%- for i in range(key.scales) %}
 {%- set outer = loop %}
 {%- for piece in key.of_scale(i) %}
@@ -192,6 +213,9 @@ LOOP = r"""
         part = tl.dot({{ "%s, q_%s" % (unpacked, piece.name) if TOKENS_FIRST else "q_%s, %s" % (piece.name, unpacked) }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
 {%- endfor %}
 {%- if key.scaled %}
+{%- if key.offset %}
+        part = part - {{row("excess_%d" % i)}}
+{%- endif %}
         scores = part * {{tok("ks_%d" % i)}}{% if not outer.first %} + scores{% endif %}
 {%- else %}
         scores = part
@@ -257,16 +281,11 @@ LOOP = r"""
         w_{{i}} = (p * {{tok("vs_%d" % i)}}).to({{value.dot_type}})
 {%- endfor %}
 {%- endif %}
-{%- for chunk in value.chunks %}
-{%- set source = "v_" + chunk.name %}
 {%- if GUARD_VALUES %}
-        {{source}} = tl.where(valid[:, None], {{source}}, 0.0).to({{value.view_type}})
-{%- endif %}
-{%- if TOKENS_FIRST %}
-        # Transposed before unpacking: words cross shared memory, not the wider elements.
-        {{source}} = tl.trans({{source}})
-{%- endif %}
+{%- for chunk in value.chunks %}
+        v_{{chunk.name}} = tl.where(valid{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}, v_{{chunk.name}}, 0.0).to({{value.view_type}})
 {%- endfor %}
+{%- endif %}
 {%- for piece in value.pieces %}
 {%- if TOKENS_FIRST %}
         acc_{{piece.name}} = tl.dot({{piece.unpack("v_" + piece.chunk.name)}}, w_{{piece.scale}}, acc_{{piece.name}} * alpha[None, :]{{PRECISION}})
@@ -296,7 +315,7 @@ EPILOGUE = r"""
     o_c = {{channel("(%d + %d * %s)" % (piece.first, piece.step, columns))}}
     o_ok = {{row("r_ok")}}{% if piece.chunk.padded %} & {{channel("(%s < %d)" % (columns, piece.chunk.count))}}{% else %} & (o_c >= 0){% endif %}
 
-    o_val = acc_{{piece.name}}{% if value.power %} * {{2.0 ** value.power}}{% endif %}{% if DIRECT %} * {{row("inverse")}}{% endif %}
+    o_val = acc_{{piece.name}}{% if piece.power %} * {{2.0 ** piece.power}}{% endif %}{% if DIRECT %} * {{row("inverse")}}{% endif %}
 
 {%- set shape = (piece.chunk.block|string, "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", piece.chunk.block|string) %}
     {{store_output(axes, "o_val", "o_ok", val_shape=shape)}}
