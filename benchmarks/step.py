@@ -1,0 +1,205 @@
+"""One decode step of a Llama-3.1-8B-shaped model with random weights: ms per token and peak memory.
+
+Stock eager, stock torch.compile (default, reduce-overhead) and kvcompile's schemes in one run, on caches
+filled with random keys and values (a prefill of 128K tokens would be timed for nothing). The floor is
+weights plus cache bytes once at the bandwidth given. Correctness gate: ``dense`` must give stock's logits
+within 2% before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import kvcompile
+
+BANDWIDTH = 4.3e12
+SHAPES = ((1, 32768), (1, 131072), (8, 32768))
+
+
+@dataclass
+class Row:
+    """One measured configuration; times in ms, memory in GB."""
+
+    name: str
+    batch: int
+    context: int
+    ms: float
+    floor_ms: float
+    cache_gb: float
+    peak_gb: float
+    warm_s: float
+    note: str = ""
+
+
+def build(layers: int) -> tuple[Any, Any]:
+    """The model on the GPU in bfloat16, without reading any weights."""
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=128256, max_position_embeddings=131072 + 1024, rope_theta=500000.0,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device="cuda").eval()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0, 0.02, generator=generator)
+    # Buffers made on meta are garbage after to_empty: the rotary frequencies are computed again.
+    rotary = model.model.rotary_emb
+    inverse = 1.0 / (500000.0 ** (torch.arange(0, 128, 2, device="cuda").float() / 128))
+    rotary.inv_freq = inverse
+    rotary.original_inv_freq = inverse.clone()
+    return model, config
+
+
+def filled(config: Any, batch: int, context: int, capacity: int) -> Any:
+    """A StaticCache of ``capacity`` tokens whose first ``context`` are random."""
+    cache = transformers.StaticCache(config, max_cache_len=capacity)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for layer in cache.layers:
+        seed = torch.empty(batch, config.num_key_value_heads, 1, config.head_dim, device="cuda", dtype=torch.bfloat16)
+        layer.lazy_initialization(seed, seed)
+        layer.keys[:, :, :context].normal_(generator=generator)
+        layer.values[:, :, :context].normal_(generator=generator)
+        layer.cumulative_length.fill_(context)
+    return cache
+
+
+def clear() -> None:
+    """Free what the last configuration left."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def timed(step: Any, steps: int, warm: int) -> tuple[float, float]:
+    """(median ms, warm-up s); times each step from host to host with the device drained."""
+    started = time.perf_counter()
+    for _ in range(warm):
+        step()
+    torch.cuda.synchronize()
+    warm_s = time.perf_counter() - started
+    torch.cuda.reset_peak_memory_stats()
+    samples = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(samples), warm_s
+
+
+def measure(model: Any, config: Any, name: str, batch: int, context: int, steps: int, owners: dict[Any, Any]) -> Row:
+    """One configuration: ``eager``, ``stock``, ``stock:reduce-overhead``, or ``scheme[:mode]``."""
+    clear()
+    cache = filled(config, batch, context, context + 1024)
+    kind, _, mode = name.partition(":")
+    owner = None
+    if kind == "eager":
+        call = model
+    elif kind == "stock":
+        call = torch.compile(model, mode=mode or None)
+    else:
+        owner = owners.setdefault((kind, mode), kvcompile.backend(kind, strict=True))
+        call = torch.compile(model, backend=owner, mode=mode or None, fullgraph=True)
+    token = torch.randint(0, 1000, (batch, 1), device="cuda")
+
+    @torch.no_grad()
+    def step() -> None:
+        if mode == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        call(token, past_key_values=cache, use_cache=True)
+
+    ms, warm_s = timed(step, steps, 6 if mode else 4)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.model.embed_tokens.weight.numel() * 2
+    dense = 2 * batch * config.num_key_value_heads * config.head_dim * context * 2 * config.num_hidden_layers
+    held = owner.report().allocated if owner is not None else dense
+    return Row(
+        name, batch, context, ms, (weights + held) / BANDWIDTH * 1e3, held / 1e9, torch.cuda.max_memory_allocated() / 1e9, warm_s,
+        f"{len(owner.graphs)} graphs" if owner is not None else "",
+    )
+
+
+def gate(model: Any, config: Any) -> float:
+    """Relative error of ``dense`` against stock eager after a step at 4,000 tokens."""
+    clear()
+    token = torch.randint(0, 1000, (1, 1), device="cuda")
+    with torch.no_grad():
+        want = model(token, past_key_values=filled(config, 1, 4000, 5000)).logits.float()
+        call = torch.compile(model, backend=kvcompile.backend("dense", strict=True), fullgraph=True)
+        got = call(token, past_key_values=filled(config, 1, 4000, 5000)).logits.float()
+    return ((got - want).norm() / want.norm()).item()
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows for people."""
+    result = Table(title="one decode step, Llama-3.1-8B shape, random bf16 weights", header_style="bold")
+    for title in ("batch", "context", "configuration", "ms/token step", "floor ms", "x floor", "cache GB", "peak GB", "warm-up s"):
+        result.add_column(title, justify="left" if title == "configuration" else "right")
+    for row in rows:
+        result.add_row(
+            str(row.batch), f"{row.context:,}", row.name, f"{row.ms:.2f}", f"{row.floor_ms:.2f}", f"{row.ms / row.floor_ms:.2f}",
+            f"{row.cache_gb:.2f}", f"{row.peak_gb:.1f}", f"{row.warm_s:.0f}",
+        )
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print; ``--json`` keeps the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--configurations", default="eager,stock,stock:reduce-overhead,dense,int8,fp8,int4,int4:reduce-overhead")
+    parser.add_argument("--shapes", default=",".join(f"{b}x{t}" for b, t in SHAPES))
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further configuration starts")
+    parser.add_argument("--no-gate", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    started = time.perf_counter()
+    model, config = build(options.layers)
+    console = Console(width=150)
+    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}, {options.layers} layers")
+    if not options.no_gate:
+        error = gate(model, config)
+        console.print(f"gate: dense against stock eager, relative error {error:.4f}")
+        if not error < 0.02:
+            return 1
+    rows: list[Row] = []
+    owners: dict[Any, Any] = {}
+    for name in options.configurations.split(","):
+        for shape in options.shapes.split(","):
+            batch, context = (int(part) for part in shape.split("x"))
+            if time.perf_counter() - started > options.budget:
+                console.print(f"budget spent: {name} {shape} not measured")
+                continue
+            try:
+                rows.append(measure(model, config, name, batch, context, options.steps, owners))
+                console.print(f"{time.perf_counter() - started:.0f} s: {rows[-1]}")
+            except Exception as error:
+                console.print(f"{name} {shape} failed: {type(error).__name__}: {str(error)[:600]}")
+            if options.json:
+                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    console.print(table(sorted(rows, key=lambda row: (row.batch, row.context))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
