@@ -1,0 +1,34 @@
+# make demo | make test | make lint: each does its whole set-up on a fresh machine, and does it again only
+# when pyproject.toml changed. Torch goes in first and pinned, so that nothing else chooses it.
+
+TORCH ?= torch==2.13.0
+VENV := .venv
+READY := $(VENV)/.ready
+BIN := $(VENV)/bin
+MODERN := import sys; sys.exit(sys.version_info < (3, 11))
+
+.PHONY: demo test lint clean
+.DEFAULT_GOAL := test
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml
+	@test -x $(BIN)/python || { \
+	  for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	    $$python -c '$(MODERN)' 2>/dev/null && exec $$python -m venv $(VENV); \
+	  done; \
+	  echo 'kvcompile needs Python 3.11 or newer, found none: install one, or say make PYTHON=/path/to/python' >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet '$(TORCH)' --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

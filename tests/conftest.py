@@ -1,0 +1,44 @@
+"""What all tests share: skips with a reason, few threads, a clean Dynamo, the examples on the path, ``--accept``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+torch.set_num_threads(2)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--accept`` writes what the golden tests see instead of comparing it."""
+    parser.addoption("--accept", action="store_true", default=False, help="write the golden files instead of comparing with them")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped, with the reason, where there is no device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def accept(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are written rather than compared."""
+    return bool(request.config.getoption("--accept"))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No compiled code and no symbol left from another test, before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
