@@ -27,7 +27,8 @@ from kvcompile.types import KernelFormat
 class BitTrick:
     """value = float16 of ((fields of the word >> shift) ^ flip) * 2**power - offset.
 
-    ``fields`` are (left shift, mask after it); ``shift`` comes first and is shared by parts of one byte.
+    ``fields`` are (left shift, or right where negative, mask after it); ``shift`` (right) comes first and is
+    shared by parts of one byte.
     """
 
     shift: int
@@ -40,7 +41,8 @@ class BitTrick:
         """The values of 16-bit words given as int32, by the same steps as the printed code."""
         bits = torch.full_like(words16, self.flip)
         for left, mask in self.fields:
-            bits = bits ^ (((words16 >> self.shift) << left) & mask)
+            moved = words16 >> self.shift
+            bits = bits ^ ((moved << left if left >= 0 else moved >> -left) & mask)
         halves = bits.to(torch.uint16).view(torch.float16)
         return halves.to(torch.float32) * 2.0**self.power - self.offset
 
@@ -53,7 +55,10 @@ class BitTrick:
     def triton(self, word: str, centered: bool) -> str:
         """As plain Triton on a uint16 block; float16, still to be multiplied by 2**power."""
         source = f"({word} >> {self.shift})" if self.shift else word
-        terms = [f"(({source} << {left}) & {mask})" if left else f"({source} & {mask})" for left, mask in self.fields]
+        terms = []
+        for left, mask in self.fields:
+            moved = f"({source} {'<<' if left > 0 else '>>'} {abs(left)})" if left else source
+            terms.append(f"({moved} & {mask})")
         bits = f"({' | '.join(terms)})"
         if self.flip:
             bits = f"({bits} ^ {self.flip})"
@@ -68,7 +73,7 @@ class BitTrick:
         lines = []
         for index, (left, mask) in enumerate(self.fields):
             if left:
-                lines.append(f"shl.b32 u, $1, {left};")
+                lines.append(f"{'shl' if left > 0 else 'shr'}.b32 u, $1, {abs(left)};")
             # One instruction for (source & mask) ^ what is there already; ptxas alone makes two of it.
             there = "t" if index else _twice(self.flip)
             lines.append(f"lop3.b32 t, {'u' if left else '$1'}, {_twice(mask)}, {there}, 0x6a;")
@@ -97,7 +102,7 @@ def _candidates(byte: int) -> Iterator[BitTrick]:
             yield BitTrick(shift, ((0, ((1 << bits) - 1) << low),), 0, 0, 24 - low)
     # Two's complement: flipping the sign bit adds 128.
     yield BitTrick(shift, ((0, 0xFF),), 0x80, 0, 24)
-    yield BitTrick(0, ((8, 0x8000), (7, 0x3F80)), 0, 0, 8) if byte == 0 else BitTrick(1, ((0, 0x3F80), (1, 0x8000)), 0, 0, 8)
+    yield BitTrick(0, ((8, 0x8000), (7, 0x3F80)), 0, 0, 8) if byte == 0 else BitTrick(0, ((0, 0x8000), (-1, 0x3F80)), 0, 0, 8)
 
 
 @functools.lru_cache(maxsize=256)

@@ -62,7 +62,8 @@ def lower_attend_cuda(
     base = AttendConfig(
         key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale),
         float(softcap), _is(S, 1), _masks(lo, keep, bias, sinks, hi), page_rows if paged else 1, paged,
-        wide_keys=_pairs(nodes["K_WORDS"]), wide_values=_pairs(nodes["V_WORDS"]),
+        wide_keys=_multiple(nodes["K_WORDS"], 2), wide_values=_multiple(nodes["V_WORDS"], 2),
+        key_scale_pack=_scale_pack(nodes["K_SCALES"]), value_scale_pack=_scale_pack(nodes["V_SCALES"]),
     )
     device = q.get_device()
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -142,11 +143,18 @@ def _hint(size: Any) -> int:
     return int(V.graph.sizevars.optimization_hint(size, fallback=1))
 
 
-def _pairs(node: Any) -> bool:
-    """Whether bytes may be loaded in pairs: dense rows at even offsets."""
+def _multiple(node: Any, count: int) -> bool:
+    """Whether ``count`` neighbors may be loaded as one word: dense rows at offsets that ``count`` divides."""
     *outer, inner = node.get_stride()
-    even = (node.get_size()[-1], node.get_layout().offset, *outer)
-    return _is(inner, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, 2) for x in even)
+    every = (node.get_size()[-1], node.get_layout().offset, *outer)
+    return _is(inner, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, count) for x in every)
+
+
+def _scale_pack(node: Any) -> int:
+    """How many scales of a token are loaded as one word: all of them where they fill 32 or 64 bits."""
+    scales = node.get_size()[-1]
+    fits = node.get_dtype() == torch.float16 and (_is(scales, 2) or _is(scales, 4))
+    return int(scales) if fits and _multiple(node, int(scales)) else 1
 
 
 def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any) -> Masks:
