@@ -41,7 +41,9 @@ class Row:
     cache_gb: float
     peak_gb: float
     warm_s: float
-    note: str = ""
+    graphs: int = 0
+    pass_s: float = 0.0
+    compile_s: float = 0.0
 
 
 def build(layers: int) -> tuple[Any, Any]:
@@ -118,7 +120,7 @@ def measure(model: Any, config: Any, name: str, batch: int, context: int, steps:
     elif kind == "stock":
         call = torch.compile(model, mode=mode or None)
     else:
-        owner = owners.setdefault((kind, mode), kvcompile.backend(kind, strict=True))
+        owner = owners[kind, mode] = kvcompile.backend(kind, strict=True)
         call = torch.compile(model, backend=owner, mode=mode or None, fullgraph=True)
     token = torch.randint(0, 1000, (batch, 1), device="cuda")
 
@@ -134,7 +136,7 @@ def measure(model: Any, config: Any, name: str, batch: int, context: int, steps:
     held = owner.report().allocated if owner is not None else dense
     return Row(
         name, batch, context, ms, (weights + held) / BANDWIDTH * 1e3, held / 1e9, torch.cuda.max_memory_allocated() / 1e9, warm_s,
-        f"{len(owner.graphs)} graphs" if owner is not None else "",
+        *((len(owner.graphs), sum(g.pass_seconds for g in owner.graphs), sum(g.compile_seconds for g in owner.graphs)) if owner else ()),
     )
 
 
