@@ -150,7 +150,7 @@ def load_module(source: str) -> types.ModuleType:
     return module
 
 
-def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90") -> dict[str, str | bytes]:
+def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batch: int = 1) -> dict[str, str | bytes]:
     """``ttgir``, ``ptx`` and ``cubin`` of a rendered source, on a machine with or without a device."""
     if arch not in ARCHITECTURES:
         raise OfflineCompilation(expected=f"one of {sorted(ARCHITECTURES)}", found=arch, todo="pass one of these")
@@ -159,7 +159,7 @@ def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90") -> d
     from triton.compiler import ASTSource
 
     kernel = getattr(load_module(source), KERNEL)
-    operands = operands_for(config)
+    operands = operands_for(config, batch)
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name == "OUT":

@@ -1,0 +1,262 @@
+"""One new token over a long past: attend by scheme against SDPA, correctness first.
+
+    python benchmarks/attention.py [--json FILE] [--sweep] [--quick]
+
+H=32 query heads, K=8 kv heads, D=128, bfloat16. Times are medians over CUDA-graph replays, so launches are
+not counted against anybody. "Roof" is the time that the scheme's bytes need at 4.3 TB/s, the copy bandwidth of
+an H200. ``--sweep`` times the bare kernel over tiles and splits (what ``lowering/tiles.py`` was chosen by).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from kvcompile import schemes  # noqa: E402
+from kvcompile.lowering import offline  # noqa: E402
+from kvcompile.lowering.attend_config import AttendConfig, Tile  # noqa: E402
+from kvcompile.lowering.ops import attend_body  # noqa: E402
+from kvcompile.types import PAGE, Role, SlotSpec, pages_for  # noqa: E402
+
+H, K, D = 32, 8, 128
+BANDWIDTH = 4.3e12
+SCHEMES = ("dense", "int8", "fp8", "int4")
+SHAPES = ((1, 131072), (16, 32768), (1, 8192), (1, 4096), (1, 2048), (1, 1024))
+
+
+def store(scheme: str, batch: int, tokens: int, role: Role) -> list[torch.Tensor]:
+    """Planes of ``tokens`` random tokens, encoded in pieces to keep the peak low."""
+    parsed = schemes.parse(scheme)
+    pages = pages_for(tokens)
+    layout = parsed.layout(SlotSpec(K, D, torch.bfloat16, role))
+    planes = [torch.empty(p.shape(pages, batch, K), dtype=p.dtype, device="cuda") for p in layout.planes]
+    for page in range(0, pages, 64):
+        count = min(64, pages - page)
+        x = torch.randn(batch, K, count * PAGE, D, device="cuda").to(torch.bfloat16)
+        for plane, rows in zip(planes, parsed.encode(x), strict=True):
+            plane[page : page + count] = rows.unflatten(2, (count, PAGE)).permute(2, 0, 1, 3, 4).to(plane.dtype)
+    return planes
+
+
+def graph_ms(call, repeats: int = 20, replays: int = 15) -> float:
+    """Median time of one ``call`` among ``repeats`` in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeats):
+            call()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / repeats)
+    return statistics.median(times)
+
+
+def sdpa_ms(batch: int, tokens: int, backend) -> float | None:
+    """SDPA with grouped heads over contiguous bfloat16 K and V."""
+    from torch.nn.attention import sdpa_kernel
+
+    q = torch.randn(batch, H, 1, D, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, K, tokens, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def call() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    try:
+        with sdpa_kernel(backend):
+            return graph_ms(call)
+    except RuntimeError as error:
+        print(f"{backend}: {error}", file=sys.stderr)
+        return None
+
+
+def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
+    """A compiled attend over a fresh store, its operands, and the bytes that it must read."""
+    from kvcompile.lowering import inductor
+
+    inductor.install()
+    spell = schemes.parse(scheme).spell()
+    keys, values = store(scheme, batch, tokens, Role.KEY), store(scheme, batch, tokens, Role.VALUE)
+    q = torch.randn(batch, H, 1, D, device="cuda", dtype=torch.bfloat16)
+    hi = torch.full((1, 1), tokens - 1, device="cuda")
+    for plane in (*keys, *values):
+        torch._dynamo.maybe_mark_dynamic(plane, 0)
+
+    def attend(q, keys, values, hi):
+        return torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D)
+
+    run = torch.compile(attend, fullgraph=True, mode=mode)
+    size = sum(plane.numel() * plane.element_size() for plane in (*keys, *values))
+    return (lambda: run(q, keys, values, hi)), (q, keys, values, hi, spell), size
+
+
+def relative_error(out: torch.Tensor, operands: tuple) -> float:
+    q, keys, values, hi, spell = operands
+    exact = attend_body(q.float(), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D)
+    return ((out.float() - exact).norm() / exact.norm()).item()
+
+
+def measure(shapes, mode: str | None) -> list[dict]:
+    from torch.nn.attention import SDPBackend
+
+    rows = []
+    for batch, tokens in shapes:
+        cudnn, flash = (sdpa_ms(batch, tokens, b) for b in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
+        for scheme in SCHEMES:
+            torch._dynamo.reset()
+            call, operands, size = attend_call(scheme, batch, tokens, mode)
+            error = relative_error(call(), operands)
+            if not error < 1e-2:
+                raise SystemExit(f"{scheme} at B={batch} T={tokens} is wrong: relative error {error:.3g}; no times")
+            ms = graph_ms(call)
+            best = min(x for x in (cudnn, flash, float("inf")) if x is not None)
+            rows.append({
+                "scheme": scheme, "batch": batch, "tokens": tokens, "ms": ms, "sdpa_cudnn_ms": cudnn, "sdpa_flash_ms": flash,
+                "speedup_cudnn": cudnn / ms if cudnn else None, "speedup_best": best / ms, "roof_share": size / BANDWIDTH * 1e3 / ms,
+                "relative_error": error,
+            })
+            del call, operands
+            torch.cuda.empty_cache()
+    return rows
+
+
+def show(rows: list[dict]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"attend, one new token, H={H} K={K} D={D} bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for column in ("B", "T", "scheme", "ms", "cuDNN ms", "flash ms", "x cuDNN", "x best", "of roof", "rel. error"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cudnn, flash = (f"{row[key]:.4f}" if row[key] else "-" for key in ("sdpa_cudnn_ms", "sdpa_flash_ms"))
+        speedup = f"{row['speedup_cudnn']:.2f}" if row["speedup_cudnn"] else "-"
+        table.add_row(
+            str(row["batch"]), str(row["tokens"]), row["scheme"], f"{row['ms']:.4f}", cudnn, flash, speedup, f"{row['speedup_best']:.2f}",
+            f"{row['roof_share']:.0%}", f"{row['relative_error']:.1e}",
+        )
+    Console(width=130).print(table)
+
+
+def sweep_configs(scheme: str, batch: int) -> list[AttendConfig]:
+    """Every tile times a few split counts."""
+    word = schemes.make(scheme).format(SlotSpec(K, D, torch.bfloat16, Role.KEY)).word_dtype
+    pack = 4 if scheme == "int4" else 1
+    found = []
+    tiles = [(64, 1, 2), (64, 1, 3), (64, 1, 4), (64, 2, 3), (64, 4, 3), (128, 1, 2), (128, 2, 2), (128, 2, 3), (128, 4, 2), (128, 4, 3)]
+    for (tokens, warps, stages), programs in itertools.product(tiles, (4, 8, 16)):
+        splits = max(1, 132 * programs // (batch * K))
+        found.append(AttendConfig(
+            schemes.parse(scheme).spell(), schemes.parse(scheme).spell(), D, D, K, H // K, torch.bfloat16, word, word, D**-0.5,
+            splits=splits, key_scale_pack=pack, value_scale_pack=pack, tile=Tile(tokens, 8, True, warps, stages),
+        ))
+    return found
+
+
+def source_of(config: AttendConfig, batch: int) -> str:
+    return offline.attend_source(config, batch)
+
+
+class DeviceStandIn:
+    """What triton asks of a driver to compile; worker processes never touch the device."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_one(job: tuple[AttendConfig, int, int]) -> str | None:
+    """Fill triton's cache with one kernel of the sweep."""
+    from triton.runtime import driver
+    from triton.runtime.jit import MockTensor
+
+    config, batch, pages = job
+    driver.set_active(DeviceStandIn())
+    kernel = getattr(offline.load_module(source_of(config, batch)), offline.KERNEL)
+    operands = offline.operands_for(config, batch)
+    tensors = [MockTensor(operands[name].dtype) for name in config.operands] + [MockTensor(torch.float32)]
+    try:
+        kernel.warmup(*tensors, pages, grid=(1, 1, 1), num_warps=config.tile.num_warps, num_stages=config.tile.num_stages)
+    except Exception as error:  # noqa: BLE001 - a tile that does not fit is a result
+        return f"{config.tile}: {type(error).__name__} {error}"
+    return None
+
+
+def sweep(shapes) -> list[dict]:
+    """Times of the bare kernel, without the merge."""
+    jobs = [(config, batch, pages_for(tokens)) for batch, tokens in shapes for scheme in SCHEMES for config in sweep_configs(scheme, batch)]
+    with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
+        print(*set(filter(None, pool.map(compile_one, jobs, chunksize=1))), sep="\n", flush=True)
+    rows = []
+    for batch, tokens in shapes:
+        for scheme in SCHEMES:
+            keys, values = store(scheme, batch, tokens, Role.KEY), store(scheme, batch, tokens, Role.VALUE)
+            tensors = {
+                "Q": torch.randn(batch, H, 1, D, device="cuda", dtype=torch.bfloat16), "HI": torch.full((batch, 1), tokens - 1, device="cuda"),
+                "K_WORDS": keys[0], "V_WORDS": values[0], "K_SCALES": keys[-1], "V_SCALES": values[-1],
+            }
+            for config in sweep_configs(scheme, batch):
+                kernel = getattr(offline.load_module(source_of(config, batch)), offline.KERNEL)
+                out = torch.empty(config.splits, batch, H, 1, D + 2, device="cuda")
+                args = [*(tensors[name] for name in config.operands), out, keys[0].shape[0]]
+                options = {"num_warps": config.tile.num_warps, "num_stages": config.tile.num_stages}
+                try:
+                    handle = kernel[(1, batch * K, config.splits)](*args, **options)
+                    ms = graph_ms(lambda: kernel[(1, batch * K, config.splits)](*args, **options), 5, 7)
+                except Exception as error:  # noqa: BLE001
+                    print(scheme, config.tile, type(error).__name__, str(error)[:100], file=sys.stderr)
+                    continue
+                rows.append({
+                    "scheme": scheme, "batch": batch, "tokens": tokens, "ms": ms, "splits": config.splits, "registers": handle.n_regs,
+                    "spills": handle.n_spills, "shared": handle.metadata.shared, **dataclasses.asdict(config.tile),
+                })
+            best = sorted((r for r in rows if (r["scheme"], r["batch"]) == (scheme, batch)), key=lambda r: r["ms"])
+            for row in best[:6]:
+                print(scheme, batch, tokens, f"{row['ms']:.4f}", {k: row[k] for k in ("block_t", "num_warps", "num_stages", "splits", "registers", "spills", "shared")}, flush=True)
+            del keys, values, tensors
+            torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="the two long shapes only")
+    parser.add_argument("--mode", default=None, help="torch.compile's mode, e.g. max-autotune-no-cudagraphs")
+    options = parser.parse_args()
+    shapes = SHAPES[:2] if options.quick or options.sweep else SHAPES
+    rows = sweep(shapes) if options.sweep else measure(shapes, options.mode)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, file, indent=1)
+    if not options.sweep:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""``torch.ops.kvcompile.attend`` compiled by Inductor on CUDA equals the eager definition, in every mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from test_triton_attend import Case, check, operands  # noqa: E402
+
+from kvcompile.lowering.attend_config import Bias  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SCHEMES = ("dense", "int8", "fp8", "int4")
+
+
+def moved(args: dict) -> dict:
+    """The operands on the device."""
+
+    def move(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.cuda()
+        return [move(item) for item in value] if isinstance(value, list) else value
+
+    return {name: move(value) for name, value in args.items()}
+
+
+def attend(args: dict, **changes: object) -> torch.Tensor:
+    """The operation with the operands in their order."""
+    args = {**args, **changes}
+    return torch.ops.kvcompile.attend(
+        args["q"], args["keys"], args["values"], args["hi"], args["lo"], args["keep"], args["bias"], args["sinks"],
+        args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"],
+    )
+
+
+def compiled(**options: object):
+    from kvcompile.lowering import inductor
+
+    inductor.install()
+    torch._dynamo.reset()
+    return torch.compile(attend, fullgraph=True, **options)
+
+
+def assert_equals_eager(case: Case, run) -> None:
+    args = moved(operands(case))
+    failure = check(case, run(args), args)
+    assert failure is None, failure
+
+
+def cases() -> list[Case]:
+    """Every scheme and shape; bfloat16 throughout, float16 and float32 once."""
+    found = []
+    for scheme in SCHEMES:
+        odd = "int4(group=16)" if scheme == "int4" else scheme
+        base = Case(scheme, scheme, dtype=torch.bfloat16, K=2, D=128, Dv=128, T=1000)
+        found += [
+            base,
+            dataclasses.replace(base, T=1, B=3), dataclasses.replace(base, T=63, G=1), dataclasses.replace(base, T=65, G=7, B=3),
+            Case(odd, odd, dtype=torch.bfloat16, K=2, G=8, D=80, Dv=96, T=200),
+            dataclasses.replace(base, D=256, Dv=256, T=300), dataclasses.replace(base, D=64, Dv=64, dtype=torch.float16),
+            dataclasses.replace(base, dtype=torch.float32, T=200),
+            dataclasses.replace(base, S=5, B=2, lo=True, keep=True), dataclasses.replace(base, S=70, T=500, sinks=True),
+            dataclasses.replace(base, bias=Bias.ADDED, S=3, softcap=20.0), dataclasses.replace(base, bias=Bias.BOOLEAN, keep=True),
+            dataclasses.replace(base, magnitude=1e-4), dataclasses.replace(base, outlier=True), dataclasses.replace(base, T=9000),
+        ]
+    found += [
+        Case("dense", "dense", dtype=torch.bfloat16, K=2, D=128, Dv=128, S=300, T=300, plain=True, sinks=True),
+        Case("dense", "dense", dtype=torch.bfloat16, K=2, D=128, Dv=80, S=300, T=300, B=2, plain=True, keep=True),
+        Case("int8", "int4", dtype=torch.bfloat16, K=2, D=128, Dv=64, T=500), Case("fp8", "dense", dtype=torch.float16, T=500),
+    ]
+    return found
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_compiled_equals_eager(case: Case) -> None:
+    assert_equals_eager(case, compiled())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"])
+def test_modes(scheme: str, mode: str) -> None:
+    case = Case(scheme, scheme, dtype=torch.bfloat16, K=2, D=128, Dv=128, T=1000, sinks=True)
+    run = compiled(mode=mode)
+    for _ in range(3):
+        assert_equals_eager(case, lambda args: run(args).clone())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dynamic_sizes_do_not_recompile(scheme: str) -> None:
+    run = compiled(dynamic=True)
+    for T, B in ((200, 2), (1000, 3), (77, 5)):
+        assert_equals_eager(Case(scheme, scheme, dtype=torch.bfloat16, K=2, D=128, Dv=128, T=T, B=B, keep=True), run)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_equals_eager(Case(scheme, scheme, dtype=torch.bfloat16, K=2, D=128, Dv=128, T=2000, B=4, keep=True), run)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_neighbors_are_compiled_with_it(scheme: str) -> None:
+    """A pointwise query, positions made in the graph, and an epilogue."""
+    from kvcompile.lowering import inductor
+
+    inductor.install()
+    torch._dynamo.reset()
+    case = Case(scheme, scheme, dtype=torch.bfloat16, K=2, D=128, Dv=128, T=1000, B=2)
+    args = moved(operands(case))
+
+    def layer(args: dict, start: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        q = (args["q"].transpose(1, 2) * gate).transpose(1, 2)
+        out = attend(args, q=q, hi=start + args["hi"])
+        return (out.transpose(1, 2).flatten(2) * 2.0).relu()
+
+    start = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    gate = torch.rand(case.D, device="cuda").to(torch.bfloat16)
+    expected = layer(args, start, gate)
+    found = torch.compile(layer, fullgraph=True)(args, start, gate)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_time_follows_the_length_not_the_capacity() -> None:
+    """A hundred times the pages, the same positions: far less than a hundred times the time."""
+    from triton.testing import do_bench
+
+    run = compiled(dynamic=True)
+    times = []
+    for pages in (32, 3200):
+        case = Case("int8", "int8", dtype=torch.bfloat16, K=8, D=128, Dv=128, T=2000)
+        args = moved(operands(case))
+        for name in ("keys", "values"):
+            args[name] = [torch.cat([p, p.new_zeros(pages, *p.shape[1:])]) for p in args[name]]
+        run(args)
+        times.append(do_bench(lambda args=args: run(args), return_mode="median"))
+    assert times[1] < 2 * times[0], times
