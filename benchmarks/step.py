@@ -120,8 +120,9 @@ def measure(model: Any, config: Any, name: str, batch: int, context: int, steps:
     elif kind == "stock":
         call = torch.compile(model, mode=mode or None)
     else:
-        owner = owners[kind, mode] = kvcompile.backend(kind, strict=True)
+        owner = owners.setdefault((kind, mode), kvcompile.backend(kind, strict=True))
         call = torch.compile(model, backend=owner, mode=mode or None, fullgraph=True)
+    before = len(owner.graphs) if owner is not None else 0
     token = torch.randint(0, 1000, (batch, 1), device="cuda")
 
     @torch.no_grad()
@@ -136,8 +137,12 @@ def measure(model: Any, config: Any, name: str, batch: int, context: int, steps:
     held = owner.report().allocated if owner is not None else dense
     return Row(
         name, batch, context, ms, (weights + held) / BANDWIDTH * 1e3, held / 1e9, torch.cuda.max_memory_allocated() / 1e9, warm_s,
-        *((len(owner.graphs), sum(g.pass_seconds for g in owner.graphs), sum(g.compile_seconds for g in owner.graphs)) if owner else ()),
+        *_compile_share(owner.graphs[before:] if owner is not None else []),
     )
+
+
+def _compile_share(graphs: list[Any]) -> tuple[int, float, float]:
+    return len(graphs), sum(graph.pass_seconds for graph in graphs), sum(graph.compile_seconds for graph in graphs)
 
 
 def gate(model: Any, config: Any) -> float:
