@@ -98,6 +98,13 @@ class CacheMutated(KvcompileError):
     )
 
 
+class ForeignBackend(KvcompileError):
+    template = (
+        "expected that graphs which use a compressed cache are compiled by kvcompile, found one of {shape} in a graph of another "
+        "backend; compile this function with kvcompile.backend(...), or pass kvcompile.decoded(cache) to it"
+    )
+
+
 class CacheStale(KvcompileError):
     template = (
         "expected the newest state of a compressed cache, found a state of {length} tokens whose tokens were overwritten "

@@ -21,6 +21,9 @@ Operands of ``attend``
     result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do
 
 H = G * K; query head h reads kv head h // G.
+
+``kvcompile::expose`` stands in Dynamo's graphs wherever a compressed cache is used: the dense tensor that it
+stands for. ``capture`` takes it away again, so it only ever runs where kvcompile is not the backend.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from __future__ import annotations
 import torch
 
 from kvcompile import schemes
+from kvcompile.errors import ForeignBackend
 from kvcompile.schemes import Scheme
 from kvcompile.types import Role, SlotSpec
 
 LIBRARY = torch.library.Library("kvcompile", "DEF")
+LIBRARY.define("expose(Tensor x) -> Tensor")
 LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> ()")
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
@@ -145,10 +150,22 @@ def _append_meta(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor,
     return None
 
 
+def _expose(x: torch.Tensor) -> torch.Tensor:
+    """What runs where another backend compiled the graph: it would read or write a tensor that holds nothing."""
+    raise ForeignBackend(shape=tuple(x.shape))
+
+
+def _expose_meta(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+LIBRARY.impl("expose", _expose, "CompositeExplicitAutograd")
+LIBRARY.impl("expose", _expose_meta, "Meta")
 LIBRARY.impl("append", append_body, "CompositeExplicitAutograd")
 LIBRARY.impl("attend", attend_body, "CompositeExplicitAutograd")
 LIBRARY.impl("append", _append_meta, "Meta")
 LIBRARY.impl("attend", attend_meta, "Meta")
 
+expose = torch.ops.kvcompile.expose.default
 append = torch.ops.kvcompile.append.default
 attend = torch.ops.kvcompile.attend.default

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -72,6 +73,15 @@ def _fakify(mode: FakeTensorMode, value: object, compressed: bool) -> object:
         return mode.from_tensor(value, symbolic_context=symbolic, source=source)
 
 
+class _Unwrapping(fx.Interpreter):
+    """Runs Dynamo's graph with every ``expose`` of a compressed cache as that cache itself, so that aliases are seen."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(target, "overloadpacket", target) is torch.ops.kvcompile.expose:
+            return args[0]
+        return super().call_function(target, args, kwargs)
+
+
 def capture(
     gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False
 ) -> Captured:
@@ -81,7 +91,7 @@ def capture(
     fakes = tuple(_fakify(mode, value, flag) for value, flag in zip(example_inputs, flags, strict=True))
 
     def run(*args: object) -> object:
-        return fx.Interpreter(gm).run(*args, enable_io_processing=False)
+        return _Unwrapping(gm).run(*args, enable_io_processing=False)
 
     with mode, fx.traceback.preserve_node_meta():
         module = make_fx(run, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes)

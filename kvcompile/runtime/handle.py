@@ -48,6 +48,10 @@ class CompressedCache(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo traces this branch into its graph; the next one runs while it looks at the real tensor.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*_exposed(args), **{name: _exposed(item) for name, item in kwargs.items()})
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -63,6 +67,15 @@ class CompressedCache(torch.Tensor):
             if found is not NotImplemented:
                 return found
         return _outside(func, name, args, dict(kwargs))
+
+
+def _exposed(item: Any) -> Any:
+    """Arguments in which every compressed cache is the dense tensor that it stands for; Dynamo traces this."""
+    if isinstance(item, CompressedCache):
+        return torch.ops.kvcompile.expose(item)
+    if isinstance(item, (list, tuple)):
+        return type(item)([_exposed(part) for part in item])
+    return item
 
 
 def is_handle(value: object) -> bool:

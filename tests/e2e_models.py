@@ -1,0 +1,533 @@
+"""Small models for the end-to-end tests: transformers configs, and cached attentions written by hand.
+
+The hand-written ones are what a stranger might bring: every way to hold a cache and to spell attention that
+we could think of, each with a ``drive`` that feeds it chunks of a sequence and collects its results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+CAPACITY = 96
+CHUNKS = (7, 1, 1, 1, 4, 1, 1)
+
+Call = Callable[..., Any]
+
+
+class Attention(nn.Module):
+    """Projections and sizes that all the hand-written attentions share."""
+
+    def __init__(self, batch: int = 2, heads: int = 4, kv: int = 4, dim: int = 16, capacity: int = CAPACITY) -> None:
+        super().__init__()
+        self.batch, self.heads, self.kv, self.dim, self.capacity = batch, heads, kv, dim, capacity
+        self.width = heads * dim
+        self.q = nn.Linear(self.width, heads * dim, bias=False)
+        self.k = nn.Linear(self.width, kv * dim, bias=False)
+        self.v = nn.Linear(self.width, kv * dim, bias=False)
+        self.o = nn.Linear(self.width, self.width, bias=False)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values as [B, S, heads, D]."""
+        rows = x.shape[:2]
+        return self.q(x).view(*rows, self.heads, -1), self.k(x).view(*rows, self.kv, -1), self.v(x).view(*rows, self.kv, -1)
+
+    def close(self, y_BHSD: torch.Tensor) -> torch.Tensor:
+        """Back to [B, S, width] through the output projection."""
+        return self.o(y_BHSD.transpose(1, 2).flatten(2))
+
+
+def buffers(module: nn.Module, *shape: int, names: Sequence[str] = ("k_cache", "v_cache")) -> None:
+    """Register zero buffers."""
+    for name in names:
+        module.register_buffer(name, torch.zeros(shape))
+
+
+def visible(pos: torch.Tensor, capacity: int) -> torch.Tensor:
+    """bool [S, C]: what queries at ``pos`` see."""
+    return torch.arange(capacity, device=pos.device) <= pos[:, None]
+
+
+# --- how the cache is held and written ----------------------------------------------------------------
+
+
+class TrilMask(Attention):
+    """gpt-fast: a registered buffer, ``cache[:, :, pos] = k``, a tril buffer indexed by position."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 2, **sizes})
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+        self.register_buffer("causal", torch.tril(torch.ones(self.capacity, self.capacity, dtype=torch.bool)))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.k_cache[:, :, pos] = k
+        self.v_cache[:, :, pos] = v
+        repeats = self.heads // self.kv
+        k, v = self.k_cache.repeat_interleave(repeats, dim=1), self.v_cache.repeat_interleave(repeats, dim=1)
+        return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=self.causal[None, None, pos]))
+
+
+class IndexCopyAttribute(Attention):
+    """``self.k_cache.index_copy_`` whose result is dropped: the read is of the attribute."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.k_cache.index_copy_(2, pos, k)
+        self.v_cache.index_copy_(2, pos, v)
+        scores = q @ self.k_cache.transpose(-1, -2) / math.sqrt(self.dim)
+        scores = scores.masked_fill(~visible(pos, self.capacity), float("-inf"))
+        return self.close(scores.softmax(-1) @ self.v_cache)
+
+
+class Transposed(Attention):
+    """Keys are kept as (B, H, D, T), values as (B, H, T, D)."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.dim, self.capacity, names=("k_cache",))
+        buffers(self, self.batch, self.kv, self.capacity, self.dim, names=("v_cache",))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys = self.k_cache.index_copy_(3, pos, k.transpose(2, 3))
+        values = self.v_cache.index_copy_(2, pos, v)
+        scores = torch.where(visible(pos, self.capacity), (q * self.dim**-0.5) @ keys, -1e9)
+        return self.close(scores.softmax(-1) @ values)
+
+
+class Narrow(Attention):
+    """(B, S, H, D), written by ``narrow().copy_()`` at an int offset, prefix read."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.capacity, self.kv, self.dim)
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = self.project(x)
+        count = x.shape[1]
+        self.k_cache.narrow(1, start, count).copy_(k)
+        self.v_cache.narrow(1, start, count).copy_(v)
+        keys, values = self.k_cache[:, : start + count], self.v_cache[:, : start + count]
+        mask = None
+        if count > 1:
+            mask = torch.ones(count, start + count, dtype=torch.bool).tril(diagonal=start)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
+        return self.close(y)
+
+
+class SliceAssign(Attention):
+    """``cache[:, :, s:s + n] = k`` and a read of ``cache[:, :, :s + n]``, scores spelled out."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        count = x.shape[1]
+        self.k_cache[:, :, start : start + count] = k
+        self.v_cache[:, :, start : start + count] = v
+        keys, values = self.k_cache[:, :, : start + count], self.v_cache[:, :, : start + count]
+        scores = q @ keys.mT * self.dim**-0.5
+        t, s = torch.arange(start + count), torch.arange(start, start + count)
+        scores = scores + torch.where(t[None, :] > s[:, None], float("-inf"), 0.0)
+        return self.close(scores.softmax(-1) @ values)
+
+
+class CombinedOneWrite(Attention):
+    """One (2, B, H, S, D) buffer, both halves written at once."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, 2, self.batch, self.kv, self.capacity, self.dim, names=("cache",))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.cache.index_copy_(3, pos, torch.stack([k, v]))
+        keys, values = self.cache.unbind(0)
+        mask = visible(pos, self.capacity)[None, None]
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+
+class CombinedTwoWrites(Attention):
+    """One (2, B, H, S, D) buffer, each half written by itself."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 2, **sizes})
+        buffers(self, 2, self.batch, self.kv, self.capacity, self.dim, names=("cache",))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.cache[0].index_copy_(2, pos, k)
+        self.cache[1].index_copy_(2, pos, v)
+        mask = visible(pos, self.capacity)[None, None]
+        return self.close(F.scaled_dot_product_attention(q, self.cache[0], self.cache[1], attn_mask=mask, enable_gqa=True))
+
+
+class CombinedMiddle(Attention):
+    """One (B, 2, C, H, D) buffer, ``cache[:, 0, pos] = k``."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, 2, self.capacity, self.kv, self.dim, names=("cache",))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        self.cache[:, 0, pos] = k
+        self.cache[:, 1, pos] = v
+        keys, values = self.cache[:, 0].transpose(1, 2), self.cache[:, 1].transpose(1, 2)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible(pos, self.capacity))
+        return self.close(y)
+
+
+class PerRow(Attention):
+    """Every row of the batch at its own positions: ``cache[rows, :, pos] = k``."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        rows = torch.arange(x.shape[0])[:, None]
+        self.k_cache[rows, :, pos] = k
+        self.v_cache[rows, :, pos] = v
+        mask = torch.arange(self.capacity)[None, None, None] <= pos[:, None, :, None]
+        return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), self.k_cache, self.v_cache, attn_mask=mask))
+
+
+class Flat(Attention):
+    """(B * H, S, D) cache and bmm."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch * self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2).flatten(0, 1) for item in self.project(x))
+        keys, values = self.k_cache.index_copy_(1, pos, k), self.v_cache.index_copy_(1, pos, v)
+        scores = torch.bmm(q, keys.transpose(1, 2)) * self.dim**-0.5
+        scores = scores.masked_fill(visible(pos, self.capacity).logical_not(), torch.finfo(scores.dtype).min)
+        y = torch.bmm(torch.softmax(scores, -1), values)
+        return self.close(y.unflatten(0, (-1, self.heads)))
+
+
+class MultiQueryEinsum(Attention):
+    """One kv head and no head dim in the cache: (B, S, D)."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 1, **sizes})
+        buffers(self, self.batch, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        keys, values = self.k_cache.index_copy_(1, pos, k.squeeze(2)), self.v_cache.index_copy_(1, pos, v.squeeze(2))
+        scores = torch.einsum("bshd,btd->bhst", q, keys) * self.dim**-0.5
+        scores = scores.masked_fill(~visible(pos, self.capacity), float("-inf"))
+        return self.close(torch.einsum("bhst,btd->bhsd", scores.softmax(-1), values))
+
+
+class GroupedEinsum(Attention):
+    """(B, S, Hkv, D), the grouping in the equation, scores in float32."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 2, **sizes})
+        buffers(self, self.batch, self.capacity, self.kv, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        q = q.unflatten(2, (self.kv, -1))
+        keys, values = self.k_cache.index_copy_(1, pos, k), self.v_cache.index_copy_(1, pos, v)
+        scores = torch.einsum("btkgd,bskd->bkgts", q, keys).float() / math.sqrt(self.dim)
+        scores = scores + torch.where(visible(pos, self.capacity), 0.0, float("-inf"))
+        probs = scores.softmax(-1).to(x.dtype)
+        return self.o(torch.einsum("bkgts,bskd->btkgd", probs, values).flatten(2))
+
+
+class GroupedMatmul(Attention):
+    """Queries as (B, Hkv, G, S, D) against keys that broadcast over G."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 2, **sizes})
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        scores = q.unflatten(1, (self.kv, -1)) @ keys[:, :, None].transpose(-1, -2)
+        scores = torch.where(visible(pos, self.capacity), scores * self.dim**-0.5, torch.finfo(x.dtype).min)
+        return self.close((scores.softmax(-1) @ values[:, :, None]).flatten(1, 2))
+
+
+class Concatenated(Attention):
+    """nanoGPT with a cache: (k, v) come in, or None, and go out one chunk longer."""
+
+    def forward(self, x: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None = None) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        total, count = k.shape[2], x.shape[1]
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        if count > 1:
+            mask = torch.ones(total, total, dtype=torch.bool).tril()[total - count :]
+            scores = scores.masked_fill(mask == 0, float("-inf"))
+        return self.close(F.softmax(scores, dim=-1) @ v), (k, v)
+
+
+class ConcatenatedTimeFirst(Attention):
+    """The concatenated cache is (B, T, H, D) and lives in a dict."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 1, **sizes})
+
+    def forward(self, x: torch.Tensor, past: dict[str, torch.Tensor]) -> Any:
+        q, k, v = self.project(x)
+        if past:
+            k, v = torch.cat((past["k"], k), 1), torch.cat((past["v"], v), 1)
+        total, count = k.shape[1], x.shape[1]
+        mask = torch.arange(total) <= torch.arange(total - count, total)[:, None]
+        keys, values = k.transpose(1, 2).expand(-1, self.heads, -1, -1), v.transpose(1, 2).expand(-1, self.heads, -1, -1)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask)
+        return self.close(y), {"k": k, "v": v}
+
+
+class Lists(nn.Module):
+    """Two layers whose caches come in a list of dicts and are written in place."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(**sizes), Attention(**sizes)])
+
+    def fresh(self) -> list[dict[str, torch.Tensor]]:
+        """Empty caches, (B, H, C, D)."""
+        one = self.layers[0]
+        shape = (one.batch, one.kv, one.capacity, one.dim)
+        dtype = one.q.weight.dtype
+        return [{"k": torch.zeros(shape, dtype=dtype), "v": torch.zeros(shape, dtype=dtype)} for _ in self.layers]
+
+    def forward(self, x: torch.Tensor, caches: list[dict[str, torch.Tensor]], pos: torch.Tensor) -> torch.Tensor:
+        for layer, cache in zip(self.layers, caches, strict=True):
+            q, k, v = (item.transpose(1, 2) for item in layer.project(x))
+            cache["k"][:, :, pos] = k
+            cache["v"][:, :, pos] = v
+            mask = visible(pos, layer.capacity)
+            x = x + layer.close(F.scaled_dot_product_attention(q, cache["k"], cache["v"], attn_mask=mask[None, None]))
+        return x
+
+
+# --- how attention is spelled -------------------------------------------------------------------------
+
+
+class Spelled(Attention):
+    """An index_copy_ cache whose scores go through ``steps``."""
+
+    def __init__(self, steps: Callable[..., torch.Tensor], **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+        self.steps = steps
+        self.sink_logits = nn.Parameter(torch.linspace(-1, 1, self.heads))
+        slopes = torch.tensor([2.0 ** (-(i + 1)) for i in range(self.heads)])
+        self.register_buffer("alibi", slopes[:, None, None] * torch.arange(self.capacity))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        repeats = self.heads // self.kv
+        if repeats > 1:
+            keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+        probs = self.steps(self, q, keys, visible(pos, self.capacity))
+        return self.close(probs.to(values.dtype) @ values)
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float mask: zero where attended, the smallest number elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def step_additive(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.softmax((q @ k.mT) * m.dim**-0.5 + additive(mask, q.dtype), dim=-1, dtype=torch.float32)
+
+
+def step_one_minus(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.softmax((q @ k.mT) / math.sqrt(m.dim) + (1.0 - mask.to(q.dtype)) * -10000.0, dim=-1)
+
+
+def step_softcap(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = 5.0 * torch.tanh(q @ k.mT * m.dim**-0.5 / 5.0)
+    return (scores + additive(mask, q.dtype)).softmax(-1)
+
+
+def step_sinks(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT * m.dim**-0.5 + additive(mask, q.dtype)
+    sinks = m.sink_logits.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+    combined = torch.cat([scores, sinks], dim=-1)
+    combined = combined - combined.max(dim=-1, keepdim=True).values
+    return F.softmax(combined, dim=-1)[..., :-1]
+
+
+def step_alibi(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    batch, heads, count, dim = q.shape
+    bias = m.alibi.expand(batch, -1, -1, -1).reshape(batch * heads, 1, -1).to(q.dtype)
+    scores = torch.baddbmm(bias, q.reshape(-1, count, dim), k.reshape(-1, m.capacity, dim).mT, beta=1.0, alpha=dim**-0.5)
+    scores = scores.view(batch, heads, count, -1) + additive(mask, q.dtype)
+    return scores.softmax(-1)
+
+
+def step_scaled_twice(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    root = m.dim**-0.25
+    return ((q * root) @ (k.mT * root)).masked_fill(~mask, -1e30).softmax(-1)
+
+
+def step_scaled_twice_scores(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (((q @ k.mT) * 0.5) / 2.0 * torch.tensor(2.0)).masked_fill(~mask, -1e30).softmax(-1)
+
+
+def step_sdpa_scale(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    eye = torch.eye(m.capacity, dtype=q.dtype).expand(q.shape[0], q.shape[1], -1, -1)
+    return F.scaled_dot_product_attention(q, k, eye, attn_mask=mask, scale=1.0)
+
+
+def step_learned_scale(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT * m.sink_logits.view(1, -1, 1, 1)
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1)
+
+
+def step_max_floor(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT * m.dim**-0.5 + additive(mask, q.dtype)
+    scores = torch.max(scores, torch.tensor(torch.finfo(q.dtype).min))
+    return scores.softmax(-1)
+
+
+def step_keys_first(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (k @ q.mT).mT.mul(m.dim**-0.5).masked_fill(~mask, float("-inf")).softmax(-1)
+
+
+def step_hand_softmax(m: Spelled, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = (q @ k.mT * m.dim**-0.5).masked_fill(~mask, float("-inf"))
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return weights / weights.sum(-1, keepdim=True)
+
+
+# --- driving them ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, how it is fed, and what is expected of it: ``refused`` is part of the reason, '' means rewritten."""
+
+    name: str
+    build: Callable[..., nn.Module]
+    drive: Callable[[nn.Module, Call, Sequence[torch.Tensor]], list[torch.Tensor]]
+    refused: str = ""
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def make(self, dtype: torch.dtype = torch.float32, **sizes: int) -> nn.Module:
+        """The module in a dtype, in eval mode, weights from a fixed seed."""
+        torch.manual_seed(0)
+        return self.build(**{**self.sizes, **sizes}).to(dtype).eval()
+
+
+def inputs(module: nn.Module, chunks: Sequence[int] = CHUNKS, dtype: torch.dtype = torch.float32, seed: int = 1) -> list[torch.Tensor]:
+    """Chunks of one random sequence."""
+    one = module if isinstance(module, Attention) else next(m for m in module.modules() if isinstance(m, Attention))
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(one.batch, count, one.width, generator=generator).to(dtype) for count in chunks]
+
+
+def by_position(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """forward(x, pos) with pos = the positions of the chunk."""
+    start, results = 0, []
+    for x in chunks:
+        results.append(call(x, torch.arange(start, start + x.shape[1])))
+        start += x.shape[1]
+    return results
+
+
+def by_row(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """forward(x, pos) with row ``b`` two positions ahead of row ``b - 1`` after the first chunk."""
+    start, results = 0, []
+    for number, x in enumerate(chunks):
+        pos = torch.arange(start, start + x.shape[1]).repeat(x.shape[0], 1)
+        results.append(call(x, pos - (torch.arange(x.shape[0]) % 2)[:, None] * 2 * (number > 0)))
+        start += x.shape[1]
+    return results
+
+
+def by_offset(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """forward(x, start) with a Python int."""
+    start, results = 0, []
+    for x in chunks:
+        results.append(call(x, start))
+        start += x.shape[1]
+    return results
+
+
+def returned(first: Any) -> Callable[[nn.Module, Call, Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """forward(x, past) -> (y, past), from ``first``."""
+
+    def drive(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        past, results = first, []
+        for x in chunks:
+            y, past = call(x, past)
+            results.append(y)
+        return results
+
+    return drive
+
+
+def passed(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """forward(x, caches, pos) with caches made by the module."""
+    caches = module.fresh()  # type: ignore[operator]
+    return by_position(module, lambda x, pos: call(x, caches, pos), chunks)
+
+
+def spelled(name: str, steps: Callable[..., torch.Tensor], refused: str = "", **sizes: int) -> Case:
+    """A case that differs in the steps between the products only."""
+    return Case(name, lambda **given: Spelled(steps, **given), by_position, refused, sizes)
+
+
+CASES = (
+    Case("tril-mask", TrilMask, by_position),
+    Case("index-copy-attribute", IndexCopyAttribute, by_position),
+    Case("transposed-keys", Transposed, by_position),
+    Case("narrow", Narrow, by_offset),
+    Case("slice-assign", SliceAssign, by_offset),
+    Case("combined-one-write", CombinedOneWrite, by_position),
+    Case("combined-two-writes", CombinedTwoWrites, by_position),
+    Case("combined-middle", CombinedMiddle, by_position),
+    Case("per-row", PerRow, by_row),
+    Case("flat-bmm", Flat, by_position),
+    Case("multi-query-einsum", MultiQueryEinsum, by_position),
+    Case("grouped-einsum", GroupedEinsum, by_position),
+    Case("grouped-matmul", GroupedMatmul, by_position),
+    Case("concatenated", Concatenated, returned(None)),
+    Case("concatenated-time-first", ConcatenatedTimeFirst, returned({})),
+    Case("lists", Lists, passed),
+    spelled("additive", step_additive),
+    spelled("one-minus-mask", step_one_minus),
+    spelled("softcap", step_softcap, kv=2),
+    spelled("sinks", step_sinks),
+    spelled("alibi-baddbmm", step_alibi),
+    spelled("scaled-twice", step_scaled_twice),
+    spelled("scaled-scores-twice", step_scaled_twice_scores),
+    spelled("max-floor", step_max_floor),
+    spelled("learned-scale", step_learned_scale, refused="multiplied by a tensor"),
+    spelled("keys-first", step_keys_first),
+    spelled("hand-softmax", step_hand_softmax),
+    spelled("d80", step_additive, dim=80, kv=2),
+    spelled("mqa-repeat", step_additive, kv=1),
+)
