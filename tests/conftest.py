@@ -1,16 +1,11 @@
-"""What all tests share: skips with a reason, few threads, a clean Dynamo, the examples on the path, ``--accept``."""
+"""What all tests share: skips with a reason, few threads, a clean Dynamo, ``--accept``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
 
 torch.set_num_threads(2)
 

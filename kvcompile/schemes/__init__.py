@@ -58,10 +58,12 @@ def make(name: str, **options: object) -> Scheme:
     return cls(**{key: _option(cls, key, value) for key, value in options.items()})
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parse(text: str) -> Scheme:
     """The scheme that ``Scheme.spell`` wrote, or a plain name: ``int4`` or ``int4(group=64)``."""
-    name, _, rest = text.strip().partition("(")
+    name, opened, rest = text.strip().partition("(")
+    if opened and not rest.endswith(")"):
+        raise UnknownScheme(known=list(BY_NAME), name=text, hint="; options end with ')'")
     options = {}
     for item in filter(None, rest.removesuffix(")").split(",")):
         key, _, value = item.partition("=")

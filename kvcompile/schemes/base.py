@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from typing import ClassVar
 
 import sympy
@@ -47,6 +48,21 @@ class Scheme(abc.ABC):
     @abc.abstractmethod
     def bound(self, slot: SlotSpec) -> sympy.Expr:
         """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` of its group."""
+
+    @classmethod
+    def variants(cls) -> tuple[Scheme, ...]:
+        """The settings that every test of all schemes runs with: the default, then one per option that matters."""
+        return (cls(),)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a token's codes depend on that token of its own head alone, however many are written with it."""
+        return True
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude that ``bound`` speaks of; a group beyond it may decode to NaN or Inf, never to a wrong number."""
+        return math.inf
 
     def check(self, slot: SlotSpec) -> None:
         """Raise a SchemeError where this scheme cannot hold the slot."""

@@ -12,7 +12,7 @@ scale = amax / qmax, code = clamp(rne(x / scale)). What differs from the source,
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import sympy
 import torch
@@ -63,6 +63,24 @@ class Symmetric(Scheme):
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
             "float16 is the usual choice",
         )
+
+    @classmethod
+    def variants(cls) -> tuple[Scheme, ...]:
+        default = cls()
+        changes: list[dict[str, Any]] = [
+            *({"granularity": item} for item in Granularity), *({"scale_dtype": item} for item in SCALE_DTYPES),
+            {"granularity": Granularity.GROUP, "group": 8}, {"granularity": Granularity.GROUP, "group": 64, "scale_dtype": torch.float32},
+        ]
+        return tuple(dict.fromkeys((default, *(dataclasses.replace(default, **change) for change in changes))))
+
+    @property
+    def by_token(self) -> bool:
+        return self.granularity is not Granularity.TENSOR
+
+    @property
+    def largest(self) -> float:
+        ulp = _SCALE_ULP[self.scale_dtype]
+        return min(self.qmax * torch.finfo(self.scale_dtype).max, torch.finfo(torch.float32).max) / (1 + 2 * ulp)
 
     @property
     def warning(self) -> str | None:  # type: ignore[override]
@@ -184,6 +202,6 @@ class Fp8(Symmetric):
         return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def bound(self, slot: SlotSpec) -> sympy.Expr:
-        # Three mantissa bits: half a unit in the last place is 2^-4 of the value, or 2^-10 of a scale
-        # among the subnormals.
-        return sympy.Max(AMAX * sympy.Float(2.0**-4 * (1 + 2.0**-18)), self.largest_scale() * sympy.Float(2.0**-10))
+        # Scaled values reach 448, where neighboring floats are 32 apart: half of that, plus float32 rounding
+        # of x / scale and of code * scale (2 units at qmax).
+        return self.largest_scale() * (16 + sympy.Float(self.qmax * 2.0**-22))

@@ -1,0 +1,83 @@
+"""The registry as test parameters: every scheme joins every test of all schemes by standing in ``SCHEMES``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import sympy
+import torch
+
+from kvcompile.errors import SchemeError
+from kvcompile.schemes import AMAX, SCHEMES, Scheme
+from kvcompile.types import Role, SlotSpec
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+SHAPES = ((1, 1, 1), (3, 2, 63), (1, 8, 64), (3, 1, 65), (1, 1, 1000), (3, 8, 2))
+"""(B, K, T): every batch size, head count and length at least once, the large ones not all at once."""
+
+VARIANTS = tuple(variant for scheme in SCHEMES for variant in scheme.variants())
+
+each_scheme = pytest.mark.parametrize("cls", SCHEMES, ids=lambda cls: cls.name)
+each_variant = pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.spell())
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+each_variant_and_width = pytest.mark.parametrize(
+    ("scheme", "head_dim"),
+    [pytest.param(scheme, head_dim, id=f"{scheme.spell()}-{head_dim}") for scheme in VARIANTS for head_dim in HEAD_DIMS
+     if scheme == type(scheme)() or head_dim < 96],
+)
+"""The defaults with every head dim, the other settings with an even and an odd one."""
+
+
+def slot(heads: int = 2, head_dim: int = 64, dtype: torch.dtype = torch.float32, role: Role = Role.KEY) -> SlotSpec:
+    """A slot to encode."""
+    return SlotSpec(heads, head_dim, dtype, role)
+
+
+def holds(scheme: Scheme, spec: SlotSpec) -> bool:
+    """Whether a scheme can hold a slot at all."""
+    try:
+        scheme.check(spec)
+    except SchemeError:
+        return False
+    return True
+
+
+def fitting(scheme: Scheme, dtype: torch.dtype = torch.float32, heads: int = 2) -> SlotSpec:
+    """The smallest of the tested slots that a scheme can hold."""
+    return next(spec for spec in (slot(heads, head_dim, dtype) for head_dim in HEAD_DIMS) if holds(scheme, spec))
+
+
+def amax_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
+    """The largest magnitude that stands behind each channel's scale, float64 [B, K, S, D]."""
+    group = scheme.format(spec).group
+    grouped = x_BKSD.to(torch.float64).abs().unflatten(-1, (-1, group)).amax(-1)
+    if not scheme.by_token:
+        grouped = grouped.amax(dim=(1, 2, 3), keepdim=True).expand(grouped.shape)
+    return grouped.repeat_interleave(group, dim=-1)
+
+
+@functools.cache
+def _function(bound: sympy.Expr) -> Callable[[np.ndarray], np.ndarray]:
+    return sympy.lambdify(AMAX, bound, "numpy")
+
+
+def bound_of(scheme: Scheme, amax: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
+    """The scheme's symbolic bound, evaluated in float64."""
+    value = np.broadcast_to(np.asarray(_function(scheme.bound(spec))(amax.numpy()), dtype=np.float64), amax.shape)
+    return torch.from_numpy(value.copy())
+
+
+def round_trip(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
+    """What the codes of ``x`` stand for, float64."""
+    return scheme.decode(scheme.encode(x_BKSD), spec).to(torch.float64)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Gaussian values with one loud channel, as keys have."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x[..., shape[-1] // 3] *= 20
+    return x.to(dtype)

@@ -1,0 +1,200 @@
+"""What every scheme must hold, whatever it is: bounds, bytes, independence, and that garbage never looks like numbers.
+
+No scheme is named here. A scheme joins through ``schemes.SCHEMES`` and says by its own properties what does
+not apply to it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from registry import (
+    DTYPES, SHAPES, VARIANTS, amax_of, bound_of, each_dtype, each_scheme, each_variant, each_variant_and_width, fitting, holds, normal,
+    round_trip, slot,
+)
+
+from kvcompile.errors import SchemeError
+from kvcompile.lowering.ops import append_body
+from kvcompile.runtime.store import Store, StoreSpec
+from kvcompile.schemes import Scheme, parse
+from kvcompile.types import PAGE, SlotSpec, pages_for
+
+CPU = torch.device("cpu")
+
+
+def poisoned(scheme: Scheme, spec: SlotSpec, batch: int, pages: int) -> list[torch.Tensor]:
+    """Planes full of what no test wrote: NaN where the dtype has it, else a byte pattern."""
+    planes = []
+    for plane in scheme.layout(spec).planes:
+        fill = float("nan") if plane.dtype.is_floating_point else 0x5A
+        planes.append(torch.full(plane.shape(pages, batch, spec.heads), fill, dtype=plane.dtype))
+    return planes
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as bytes, so that NaN compares too."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+@each_dtype
+@each_variant_and_width
+def test_round_trip_is_within_the_bound(scheme: Scheme, dtype: torch.dtype, head_dim: int) -> None:
+    for batch, heads, tokens in SHAPES:
+        spec = slot(heads, head_dim, dtype)
+        if not holds(scheme, spec):
+            with pytest.raises(SchemeError, match=rf"found head dim {head_dim}\b"):
+                scheme.check(spec)
+            return
+        x = normal(batch, heads, tokens, head_dim, dtype=dtype, seed=tokens)
+        error = (round_trip(scheme, x, spec) - x.to(torch.float64)).abs()
+        bound = bound_of(scheme, amax_of(scheme, x, spec), spec)
+        assert (error <= bound).all(), f"{(error - bound).max():.3g} over the bound at B={batch} K={heads} T={tokens}"
+
+
+@each_variant
+def test_bound_is_not_vacuous(scheme: Scheme) -> None:
+    spec = fitting(scheme)
+    x = normal(3, 2, 1000, spec.head_dim)
+    bound = bound_of(scheme, amax_of(scheme, x, spec), spec)
+    error = (round_trip(scheme, x, spec) - x.to(torch.float64)).abs()
+    assert (error >= 0.5 * bound).any(), f"the largest error is {(error / bound).max():.3g} of the bound"
+
+
+@each_variant_and_width
+def test_bytes_announced_are_bytes_allocated(scheme: Scheme, head_dim: int) -> None:
+    for (batch, heads, tokens), dtype in zip(SHAPES, (*DTYPES, *DTYPES), strict=True):
+        spec = slot(heads, head_dim, dtype)
+        if not holds(scheme, spec):
+            return
+        layout = scheme.layout(spec)
+        store = Store(StoreSpec(spec, scheme, layout), batch, CPU, pages_for(tokens))
+        assert store.nbytes == layout.bytes_per_page * heads * batch * pages_for(tokens)
+        assert layout.bytes_per_token(heads) * PAGE == layout.bytes_per_page * heads
+        assert scheme.bits_per_value(spec) == 8 * layout.bytes_per_page / (PAGE * head_dim)
+        store.reserve(pages_for(tokens) + 3)
+        assert store.nbytes == layout.bytes_per_page * heads * batch * (pages_for(tokens) + 3)
+        store.clear()
+        assert store.nbytes == 0
+
+
+@each_dtype
+@each_variant
+def test_encode_returns_the_planes_of_the_layout(scheme: Scheme, dtype: torch.dtype) -> None:
+    spec = fitting(scheme, dtype)
+    planes = scheme.encode(normal(3, spec.heads, 7, spec.head_dim, dtype=dtype))
+    for plane, announced in zip(planes, scheme.layout(spec).planes, strict=True):
+        assert plane.shape == (3, spec.heads, 7, announced.width)
+        assert plane.dtype == announced.dtype
+
+
+@each_dtype
+@each_variant
+def test_append_in_pieces_equals_append_at_once(scheme: Scheme, dtype: torch.dtype) -> None:
+    spec = fitting(scheme, dtype)
+    tokens, pages = 200, 4
+    x = normal(3, spec.heads, tokens, spec.head_dim, dtype=dtype)
+    once, pieces = poisoned(scheme, spec, 3, pages), poisoned(scheme, spec, 3, pages)
+    append_body(x, once, torch.arange(tokens).unsqueeze(0), scheme.spell())
+    start = 0
+    for count in (1, 62, 1, 1, 64, 70, 1):
+        pos = torch.arange(start, start + count).unsqueeze(0)
+        append_body(x[:, :, start : start + count], pieces, pos, scheme.spell())
+        start += count
+    assert start == tokens
+    untouched = poisoned(scheme, spec, 3, pages)
+    for a, b, clean in zip(once, pieces, untouched, strict=True):
+        if scheme.by_token:
+            assert torch.equal(bits(a), bits(b))
+        assert torch.equal(bits(a[tokens // PAGE, :, :, tokens % PAGE :]), bits(clean[tokens // PAGE, :, :, tokens % PAGE :]))
+
+
+@each_variant
+def test_append_by_row_writes_every_row_at_its_own_position(scheme: Scheme) -> None:
+    spec = fitting(scheme)
+    x = normal(3, spec.heads, 2, spec.head_dim)
+    pos = torch.tensor([[0, 1], [63, 64], [127, 5]])
+    planes = poisoned(scheme, spec, 3, 2)
+    append_body(x, planes, pos, scheme.spell())
+    for row in range(3):
+        alone = poisoned(scheme, spec, 1, 2)
+        append_body(x[row : row + 1], alone, pos[row : row + 1], scheme.spell())
+        for a, b in zip(planes, alone, strict=True):
+            assert torch.equal(bits(a[:, row]), bits(b[:, 0]))
+
+
+@each_dtype
+@each_variant
+def test_zero_range_group_decodes_exactly(scheme: Scheme, dtype: torch.dtype) -> None:
+    spec = fitting(scheme, dtype)
+    zeros = torch.zeros(2, spec.heads, 5, spec.head_dim, dtype=dtype)
+    assert torch.equal(round_trip(scheme, zeros, spec), zeros.to(torch.float64))
+    assert torch.equal(round_trip(scheme, -zeros, spec), zeros.to(torch.float64))
+
+
+@each_variant
+def test_untouched_store_reads_as_zero(scheme: Scheme) -> None:
+    spec = fitting(scheme)
+    store = Store(StoreSpec(spec, scheme, scheme.layout(spec)), 2, CPU, 2)
+    assert not store.decode(100).any()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@each_dtype
+@each_variant
+def test_nan_and_inf_never_become_numbers(scheme: Scheme, dtype: torch.dtype, poison: float) -> None:
+    spec = fitting(scheme, dtype)
+    clean = normal(3, spec.heads, 9, spec.head_dim, dtype=dtype)
+    x = clean.clone()
+    x[1, 0, 4, 3] = poison
+    before, after = round_trip(scheme, clean, spec), round_trip(scheme, x, spec)
+    assert not torch.isfinite(after[1, 0, 4, 3])
+    # What shares its scale is not finite either, or not touched at all; nothing else notices.
+    changed = bits(before.unsqueeze(-1)).ne(bits(after.unsqueeze(-1))).any(-1)
+    assert not torch.isfinite(after[changed]).any()
+    group = scheme.format(spec).group
+    shared = torch.zeros_like(changed)
+    shared[1, 0, 4, 3 // group * group : (3 // group + 1) * group] = True
+    if not scheme.by_token:
+        shared[1] = True
+    assert not changed[~shared].any()
+
+
+@each_variant
+def test_a_token_is_encoded_alone(scheme: Scheme) -> None:
+    spec = fitting(scheme)
+    x = normal(3, spec.heads, 9, spec.head_dim)
+    loud = x.clone()
+    loud[0] *= 1e4
+    if scheme.by_token:
+        loud[2, 1] *= -1e4
+        loud[2, 0, :4] = float("nan")
+        loud[2, 0, 5:] = 0.0
+    for a, b in zip(scheme.encode(x), scheme.encode(loud), strict=True):
+        assert torch.equal(bits(a[1]), bits(b[1])), "another batch row was seen"
+        if scheme.by_token:
+            assert torch.equal(bits(a[2, 0, 4]), bits(b[2, 0, 4])), "padding or another head was seen"
+
+
+@each_variant
+def test_strides_of_the_input_do_not_matter(scheme: Scheme) -> None:
+    spec = fitting(scheme)
+    x_BSKD = normal(2, 9, spec.heads, spec.head_dim)
+    for a, b in zip(scheme.encode(x_BSKD.transpose(1, 2)), scheme.encode(x_BSKD.transpose(1, 2).contiguous()), strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+@each_variant
+def test_spelling_reads_back(scheme: Scheme) -> None:
+    assert parse(scheme.spell()) == scheme
+    assert parse(f"  {scheme.spell()} ") == scheme
+    assert hash(parse(scheme.spell())) == hash(scheme)
+
+
+@each_scheme
+def test_plain_name_is_the_default(cls: type[Scheme]) -> None:
+    assert parse(cls.name) == cls() == cls.variants()[0]
+    assert len({variant.spell() for variant in cls.variants()}) == len(cls.variants())
+
+
+def test_spellings_are_unique() -> None:
+    assert len({scheme.spell() for scheme in VARIANTS}) == len(VARIANTS)
