@@ -218,5 +218,5 @@ def test_output_code_and_nan() -> None:
 
 def _allocations(code: str) -> str:
     """The kernels' source and the buffers that the wrapper allocates, without imports and self-benchmarks."""
-    lines = code.split("def get_args")[0].splitlines()
+    lines = code.partition("def get_args")[0].splitlines()
     return "\n".join(line for line in lines if "empty_strided_cpu =" not in line)

@@ -47,7 +47,8 @@ class Side:
         """The C++ struct."""
         scale = self.planes[1].get_dtype() if self.fmt.scaled else None
         words = V.graph.sizevars.guard_int(self.planes[0].get_size()[-1])
-        return cpp_vectors.side_source(name, self.fmt, words, scale)
+        step = self.planes[0].get_stride()[-2]
+        return cpp_vectors.side_source(name, self.fmt, words, int(step) if isinstance(step, (int, sympy.Integer)) else 0, scale)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class AttendTemplate(CppTemplate):
             template=self, kernel=kernel, definition=definition, fields=_Fields(kernel, ops, output).texts,
             key_scheme=ops.keys.spelled, value_scheme=ops.values.spelled,
             vectors=cpp_vectors.VECTORS, sides=ops.keys.source("Key") + ops.values.source("Value"),
-            blocks=cpp_source.BLOCKS, decode=cpp_source.DECODE, attend=cpp_kernel.ATTEND, run=cpp_kernel.RUN,
+            blocks=cpp_source.BLOCKS, decode=cpp_source.DECODE, fused=cpp_source.FUSED, attend=cpp_kernel.ATTEND, run=cpp_kernel.RUN,
             q_type=_ctype(ops.q), bias_type=_ctype(ops.bias), sink_type=_ctype(ops.sinks),
             has_bias=str(ops.bias is not None).lower(), has_keep=str(ops.keep is not None).lower(),
             tile=TILE, max_rows=MAX_ROWS, min_split=MIN_SPLIT, heads=self.kv_heads, group=self.group,

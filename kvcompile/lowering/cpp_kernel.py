@@ -25,8 +25,9 @@ struct Scratch {
   int64_t *from, *until;
   static float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t(63)); }
   explicit Scratch(int64_t rows, int64_t block) {
+    const int64_t scale_floats = TILE * std::max(Key::groups, Value::groups) + N;
     const int64_t tile_floats = TILE * std::max(Key::row, Value::row);
-    memory.reset(new float[rows * (Key::row + Value::row + TILE + 1 + N) + tile_floats + 4 * TILE + 4 * block + 16 * 12]);
+    memory.reset(new float[rows * (Key::row + Value::row + TILE + 1 + N) + tile_floats + scale_floats + TILE + 4 * block + 16 * 12]);
     float* next = aligned(memory.get());
     auto take = [&](int64_t floats) { float* p = next; next = aligned(next + floats); return p; };
     q = take(rows * Key::row);
@@ -36,7 +37,7 @@ struct Scratch {
     top = take(rows);
     total = take(rows * N);
     bias = take(TILE);
-    scales = take(TILE);
+    scales = take(scale_floats);
     from = reinterpret_cast<int64_t*>(take(2 * block));
     until = reinterpret_cast<int64_t*>(take(2 * block));
     // Rows of the tile beyond the last token are multiplied too; their scores are masked afterwards.
@@ -115,14 +116,14 @@ static inline void soften(const Problem& p, const Task& task, Scratch& s, int64_
       s.top[r] = top;
     }
     const vf base = vset(top == -INFINITY ? 0.0f : top);
-    vf sum = vload(s.total + r * N);
+    vf sum{};
 #pragma GCC unroll 16
     for (int64_t j = 0; j < TILE / N; ++j) {
       const vf weight = vexp(x[j] - base);
       sum += weight;
       vstore(score + j * N, weight);
     }
-    vstore(s.total + r * N, sum);
+    vadd(s.total + r * N, sum);
   }
   for (int64_t j = 0; j < TILE / N; ++j) __builtin_memcpy(used + j * N, &seen[j], sizeof(vi));
 }
@@ -135,9 +136,17 @@ static inline void load_queries(const Problem& p, const Task& task, float* out, 
                load_floats(q + (part * Key::words + v * N) * p.q_width, Key::words - v * N, p.q_width));
   }
 }
+// Calls f with the number of rows (1 .. FEW) as a constant.
+template <typename F> static inline void few_rows(int64_t rows, const F& f) {
+  if (rows == 1) f(std::integral_constant<int, 1>());
+  else if (rows == 2) f(std::integral_constant<int, 2>());
+  else if (rows == 3) f(std::integral_constant<int, 3>());
+  else f(std::integral_constant<int, 4>());
+}
 // One task from its first to its last token; leaves sums in s.acc, s.top, s.total.
 static void attend_block(const Problem& p, const Task& task, Scratch& s) {
   const int64_t rows = task.queries * G;
+  const bool few = rows <= FEW;
   load_queries(p, task, s.q, rows);
   std::fill(s.acc, s.acc + rows * Value::row, 0.0f);
   std::fill(s.total, s.total + rows * N, 0.0f);
@@ -146,14 +155,27 @@ static void attend_block(const Problem& p, const Task& task, Scratch& s) {
   for (int64_t t0 = task.first; t0 < task.last;) {
     const int64_t page = t0 / p.rows_per_page, row = t0 % p.rows_per_page;
     const int tokens = static_cast<int>(std::min({task.last - t0, p.rows_per_page - row, static_cast<int64_t>(TILE) - row % TILE}));
-    decode(p.keys, page, task.b, task.head, row, tokens, nullptr, s.tile, s.scales);
-    dot(s.q, s.tile, s.scores, rows, tokens);
+    const int64_t next = std::min(t0 + tokens, task.last - 1);
+    const Ahead<Key> keys_ahead{p.keys.words_at(next / p.rows_per_page, task.b, task.head, next % p.rows_per_page), p.keys.word_row()};
+    const Ahead<Value> values_ahead{p.values.words_at(page, task.b, task.head, row), p.values.word_row()};
+    load_scales(p.keys, page, task.b, task.head, row, tokens, s.scales);
+    if (few && p.keys.word.width == 1) {
+      few_rows(rows, [&](auto r) { dot_fused<r.value>(p.keys, page, task.b, task.head, row, tokens, s.scales, s.q, s.scores, values_ahead); });
+    } else {
+      decode(p.keys, page, task.b, task.head, row, tokens, nullptr, s.scales, s.tile);
+      dot(s.q, s.tile, s.scores, rows, tokens);
+    }
     soften(p, task, s, rows, t0, tokens, used);
-    decode(p.values, page, task.b, task.head, row, tokens, used, s.tile, s.scales);
+    load_scales(p.values, page, task.b, task.head, row, tokens, s.scales);
     if constexpr (Value::token_scale)
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t j = 0; j < TILE; j += N) vstore(s.scores + r * TILE + j, vload(s.scores + r * TILE + j) * vload(s.scales + j));
-    mix(s.scores, s.tile, s.acc, rows, tokens);
+    if (few && p.values.word.width == 1) {
+      few_rows(rows, [&](auto r) { mix_fused<r.value>(p.values, page, task.b, task.head, row, tokens, used, s.scales, s.scores, s.acc, keys_ahead); });
+    } else {
+      decode(p.values, page, task.b, task.head, row, tokens, used, s.scales, s.tile);
+      mix(s.scores, s.tile, s.acc, rows, tokens);
+    }
     t0 += tokens;
   }
 }
@@ -278,6 +300,7 @@ constexpr bool HAS_BIAS = {{ has_bias }}, HAS_KEEP = {{ has_keep }};
 constexpr float SCALE = {{ scale }}, SOFTCAP = {{ softcap }};
 {{ blocks }}
 {{ decode }}
+{{ fused }}
 {{ attend }}
 {{ run }}
 }

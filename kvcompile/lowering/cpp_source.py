@@ -69,11 +69,8 @@ static inline void dot(const float* q, const float* k, float* scores, int64_t ro
 // acc [R][vectors] += weights [R][tokens] x values [tokens][vectors]
 template <int R, int V> static inline int64_t mix_block(const float* weights, const float* v, float* acc, int tokens, int64_t d) {
   for (; d + V * N <= Value::row; d += V * N) {
-    vf sum[R][V];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-      for (int j = 0; j < V; ++j) sum[r][j] = vload(acc + r * Value::row + d + j * N);
+    // From zero: a tile's sum and then the sum of tiles lose less than one long chain.
+    vf sum[R][V] = {};
     for (int t = 0; t < tokens; ++t) {
       vf value[V];
 #pragma GCC unroll 8
@@ -88,7 +85,7 @@ template <int R, int V> static inline int64_t mix_block(const float* weights, co
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int j = 0; j < V; ++j) vstore(acc + r * Value::row + d + j * N, sum[r][j]);
+      for (int j = 0; j < V; ++j) vadd(acc + r * Value::row + d + j * N, sum[r][j]);
   }
   return d;
 }
@@ -115,6 +112,8 @@ template <class Side> struct Slot {
   const typename Side::Word* words;
   const typename Side::Scale* scales;
   Strides word, scale;
+  // A constant where the layout says so: addresses of neighboring tokens then cost nothing.
+  int64_t word_row() const { return Side::row_step > 0 ? Side::row_step : word.row; }
   const typename Side::Word* words_at(int64_t page, int64_t b, int64_t head, int64_t row) const {
     return words + page * word.page + b * word.batch + head * word.head + row * word.row;
   }
@@ -122,46 +121,149 @@ template <class Side> struct Slot {
     return scales + page * scale.page + b * scale.batch + head * scale.head + row * scale.row;
   }
 };
-// What N channels from channel c on are multiplied with.
-template <class Side> static inline vf group_scale(const typename Side::Scale* scales, int64_t step, int64_t c) {
+// The scales of rows row .. row + tokens of one page as floats, [tokens][groups].
+template <class Side> static inline void load_scales(
+    const Slot<Side>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, float* out) {
+  if constexpr (!Side::scaled) return;
+  const auto* scales = slot.scales_at(page, b, head, row);
+  if ((Side::groups == 1 || slot.scale.width == 1) && slot.scale.row == Side::groups) {
+    const int64_t count = tokens * Side::groups;
+    for (int64_t i = 0; i < count; i += N) vstore(out + i, load_floats(scales + i, count - i, 1));
+    return;
+  }
+  for (int t = 0; t < tokens; ++t)
+    for (int64_t i = 0; i < Side::groups; ++i) out[t * Side::groups + i] = static_cast<float>(scales[t * slot.scale.row + i * slot.scale.width]);
+}
+// What N channels from channel c on are multiplied with; ``scales`` a token's.
+template <class Side> static inline vf group_scale(const float* scales, int64_t c) {
   if constexpr (Side::group % N == 0 && (Side::parts == 1 || Side::words % Side::group == 0)) {
-    return vset(static_cast<float>(scales[c / Side::group * step]));
+    return vset(scales[c / Side::group]);
   } else {
     float lane[N];
-    for (int64_t i = 0; i < N; ++i) lane[i] = static_cast<float>(scales[std::min(c + i, Side::parts * Side::words - 1) / Side::group * step]);
+    for (int64_t i = 0; i < N; ++i) lane[i] = scales[std::min(c + i, Side::parts * Side::words - 1) / Side::group];
     return vload(lane);
   }
 }
 template <class Side, int P = 0> static inline void decode_row(
-    const typename Side::Word* words, int64_t word_step, const typename Side::Scale* scales, int64_t scale_step, float* out) {
+    const typename Side::Word* words, int64_t word_step, const float* scales, float* out) {
 #pragma GCC unroll 16
   for (int64_t v = 0; v < Side::vecs; ++v) {
     vf x = Side::template unpack<P>(load_words(words + v * N * word_step, Side::words - v * N, word_step));
-    if constexpr (Side::group_scale) x *= group_scale<Side>(scales, scale_step, P * Side::words + v * N);
+    if constexpr (Side::group_scale) x *= group_scale<Side>(scales, P * Side::words + v * N);
     vstore(out + (P * Side::vecs + v) * N, x);
   }
-  if constexpr (P + 1 < Side::parts) decode_row<Side, P + 1>(words, word_step, scales, scale_step, out);
+  if constexpr (P + 1 < Side::parts) decode_row<Side, P + 1>(words, word_step, scales, out);
 }
-// Rows row .. row + tokens of one page into out [tokens][Side::row]; token scales apart. ``used`` skips rows.
+// Rows row .. row + tokens of one page into out [tokens][Side::row]; ``used`` skips rows.
 template <class Side, bool CONTIGUOUS> static inline void decode_rows(
-    const Slot<Side>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const int32_t* used, float* out, float* token_scales) {
+    const Slot<Side>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const int32_t* used, const float* scales, float* out) {
   const auto* words = slot.words_at(page, b, head, row);
-  const auto* scales = Side::scaled ? slot.scales_at(page, b, head, row) : nullptr;
   const int64_t step = CONTIGUOUS ? 1 : slot.word.width;
   for (int t = 0; t < tokens; ++t) {
-    if (used != nullptr && used[t] == 0) {
+    if (used != nullptr && used[t] == 0)
       for (int64_t d = 0; d < Side::row; d += N) vstore(out + t * Side::row + d, vf{});
-      if constexpr (Side::token_scale) token_scales[t] = 0;
-      continue;
-    }
-    decode_row<Side>(words + t * slot.word.row, step, scales + t * slot.scale.row, slot.scale.width, out + t * Side::row);
-    if constexpr (Side::token_scale) token_scales[t] = static_cast<float>(scales[t * slot.scale.row]);
+    else
+      decode_row<Side>(words + t * slot.word_row(), step, scales + t * Side::groups, out + t * Side::row);
   }
 }
 template <class Side> static inline void decode(
-    const Slot<Side>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const int32_t* used, float* out, float* token_scales) {
-  if (slot.word.width == 1) decode_rows<Side, true>(slot, page, b, head, row, tokens, used, out, token_scales);
-  else decode_rows<Side, false>(slot, page, b, head, row, tokens, used, out, token_scales);
+    const Slot<Side>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const int32_t* used, const float* scales, float* out) {
+  if (slot.word.width == 1) decode_rows<Side, true>(slot, page, b, head, row, tokens, used, scales, out);
+  else decode_rows<Side, false>(slot, page, b, head, row, tokens, used, scales, out);
 }
 """
 """From planes to a tile of floats; needs VECTORS."""
+
+FUSED = r"""
+// Up to FEW rows: codes become floats in registers, next to their use. Key channels from c on, parts planar.
+constexpr int FEW = 4;
+// Rows that are needed next, asked for while the present ones are used: a page is too short a run for the
+// hardware to notice. Values of a tile during its keys, keys of the next tile during its values.
+template <class Side> struct Ahead {
+  const typename Side::Word* words;
+  int64_t step;
+  void fetch(int64_t row) const {
+    const char* line = reinterpret_cast<const char*>(words + row * step);
+    for (size_t i = 0; i < Side::words * sizeof(typename Side::Word); i += 64) __builtin_prefetch(line + i);
+  }
+};
+template <int R, int T, bool TAIL, int P = 0> static inline void dot_fused_part(
+    const Slot<Key>& slot, const float* q, const Key::Word* words, const float* scales, int last, vf* acc) {
+#pragma GCC unroll 2
+  for (int64_t v = 0; v < Key::vecs; ++v) {
+    vf key[T];
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) {
+      // Beyond the last token the last one is read again; its scores are masked afterwards.
+      const int64_t at = TAIL ? std::min(t, last) : t;
+      key[t] = Key::unpack<P>(load_words(words + at * slot.word_row() + v * N, Key::words - v * N, 1));
+      if constexpr (Key::group_scale)
+        key[t] *= group_scale<Key>(scales + at * Key::groups, P * Key::words + v * N);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const vf query = vload(q + r * Key::row + (P * Key::vecs + v) * N);
+#pragma GCC unroll 16
+      for (int t = 0; t < T; ++t) acc[r * T + t] = vfma(query, key[t], acc[r * T + t]);
+    }
+  }
+  if constexpr (P + 1 < Key::parts) dot_fused_part<R, T, TAIL, P + 1>(slot, q, words, scales, last, acc);
+}
+template <int R> static void dot_fused(
+    const Slot<Key>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const float* scales, const float* q,
+    float* scores, const Ahead<Value>& ahead) {
+  constexpr int T = R == 1 ? 16 : R == 2 ? 8 : 4;
+  for (int t0 = 0; t0 < tokens; t0 += T) {
+    const auto* words = slot.words_at(page, b, head, row + t0);
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) ahead.fetch(t0 + t);
+    vf acc[16] = {};
+    if (t0 + T <= tokens) dot_fused_part<R, T, false>(slot, q, words, scales + t0 * Key::groups, 0, acc);
+    else dot_fused_part<R, T, true>(slot, q, words, scales + t0 * Key::groups, tokens - 1 - t0, acc);
+    alignas(64) float folded[16];
+    fold16(acc, folded);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) __builtin_memcpy(scores + r * TILE + t0, folded + r * T, T * sizeof(float));
+  }
+}
+template <int R, int V, int P> static inline void mix_fused_block(
+    const Slot<Value>& slot, const Value::Word* words, const float* scales, int tokens, const int32_t* used,
+    const float* weights, float* acc, int64_t v0, const Ahead<Key>& ahead) {
+  vf sum[R][V] = {};
+  for (int t = 0; t < tokens; ++t) {
+    if (P == 0 && v0 == 0) ahead.fetch(t);
+    if (used[t] == 0) continue;
+    vf value[V];
+#pragma GCC unroll 8
+    for (int j = 0; j < V; ++j) {
+      value[j] = Value::unpack<P>(load_words(words + t * slot.word_row() + (v0 + j) * N, Value::words - (v0 + j) * N, 1));
+      if constexpr (Value::group_scale)
+        value[j] *= group_scale<Value>(scales + t * Value::groups, P * Value::words + (v0 + j) * N);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const vf weight = vset(weights[r * TILE + t]);
+#pragma GCC unroll 8
+      for (int j = 0; j < V; ++j) sum[r][j] = vfma(weight, value[j], sum[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < V; ++j) vadd(acc + r * Value::row + (P * Value::vecs + v0 + j) * N, sum[r][j]);
+}
+template <int R, int P = 0> static inline void mix_fused(
+    const Slot<Value>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const int32_t* used,
+    const float* scales, const float* weights, float* acc,
+    const Ahead<Key>& ahead) {
+  const auto* words = slot.words_at(page, b, head, row);
+  int64_t v = 0;
+  if constexpr (R <= 2)
+    for (; v + 8 <= Value::vecs; v += 8) mix_fused_block<R, 8, P>(slot, words, scales, tokens, used, weights, acc, v, ahead);
+  for (; v + 4 <= Value::vecs; v += 4) mix_fused_block<R, 4, P>(slot, words, scales, tokens, used, weights, acc, v, ahead);
+  for (; v + 2 <= Value::vecs; v += 2) mix_fused_block<R, 2, P>(slot, words, scales, tokens, used, weights, acc, v, ahead);
+  for (; v < Value::vecs; ++v) mix_fused_block<R, 1, P>(slot, words, scales, tokens, used, weights, acc, v, ahead);
+  if constexpr (P + 1 < Value::parts) mix_fused<R, P + 1>(slot, page, b, head, row, tokens, used, scales, weights, acc, ahead);
+}
+"""
+"""Products straight from the planes for a few rows; needs BLOCKS and DECODE."""

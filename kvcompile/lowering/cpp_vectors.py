@@ -38,8 +38,8 @@ def _lane(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else CPP_TYPES[dtype]
 
 
-def side_source(name: str, fmt: KernelFormat, words: int, scale_dtype: torch.dtype | None) -> str:
-    """The C++ struct of one encoded slot; ``words`` a token's stored words (one part of them)."""
+def side_source(name: str, fmt: KernelFormat, words: int, row_step: int, scale_dtype: torch.dtype | None) -> str:
+    """The C++ struct of one encoded slot: ``words`` stored per token, ``row_step`` apart (0: known at run time)."""
     branches = " else ".join(
         f"if constexpr (P == {part}) return {_expression(fmt, part, 'word', CppVectors())};" for part in range(fmt.parts)
     )
@@ -47,10 +47,11 @@ def side_source(name: str, fmt: KernelFormat, words: int, scale_dtype: torch.dty
 struct {name} {{
   using Word = {CPP_TYPES[fmt.word_dtype]};
   using Scale = {CPP_TYPES[scale_dtype or torch.float32]};
-  static constexpr int64_t parts = {fmt.parts}, words = {words}, group = {fmt.group};
+  static constexpr int64_t parts = {fmt.parts}, words = {words}, group = {fmt.group}, row_step = {row_step};
   static constexpr bool scaled = {str(fmt.scaled).lower()};
   static constexpr bool token_scale = scaled && group == parts * words;
   static constexpr bool group_scale = scaled && !token_scale;
+  static constexpr int64_t groups = parts * words / group;
   static constexpr int64_t vecs = (words + N - 1) / N, row = parts * vecs * N;
   template <int P> static inline vf unpack(word_lanes<Word> word) {{
     {branches}
@@ -88,6 +89,13 @@ static inline vi widen(lanes<uint8_t> x) {
   return __builtin_convertvector(x, vi);
 #endif
 }
+static inline vi widen(lanes<uint16_t> x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return (vi)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+  return __builtin_convertvector(x, vi);
+#endif
+}
 template <typename To, typename From> static inline lanes<To> lanes_cast(From x) {
   constexpr bool bytes = sizeof(From) == N;
   if constexpr (bytes && std::is_same_v<To, float>) return __builtin_convertvector(widen(x), vf);
@@ -100,6 +108,7 @@ template <typename To, typename From> static inline lanes<To> lanes_bits(From x)
 }
 static inline vf vload(const float* p) { vf x; __builtin_memcpy(&x, p, sizeof(x)); return x; }
 static inline void vstore(float* p, vf x) { __builtin_memcpy(p, &x, sizeof(x)); }
+static inline void vadd(float* p, vf x) { vstore(p, vload(p) + x); }
 static inline vf vset(float x) { return x - vf{}; }
 static inline vf vfma(vf a, vf b, vf c) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -150,7 +159,7 @@ template <typename W> static inline word_lanes<W> load_words(const W* p) {
   if constexpr (std::is_same_v<W, at::BFloat16>) {
     lanes<uint16_t> bits;
     __builtin_memcpy(&bits, p, sizeof(bits));
-    return (vf)(__builtin_convertvector(bits, lanes<uint32_t>) << 16);
+    return (vf)(widen(bits) << 16);
   } else if constexpr (std::is_same_v<W, at::Half>) {
     at::vec::Vectorized<float> x;
     at::vec::load_fp32_from_fp16(p, x);
@@ -173,7 +182,11 @@ template <typename W> static inline vf load_floats(const W* p, int64_t count, in
 }
 // e4m3 through float16, whose bias is larger by 8: exact, and float16 subnormals are never flushed.
 static inline vf lanes_e4m3(lanes<uint8_t> word) {
+#if defined(CPU_CAPABILITY_AVX512)
+  lanes<int16_t> bits = (lanes<int16_t>)_mm256_cvtepi8_epi16((__m128i)word);
+#else
   lanes<int16_t> bits = __builtin_convertvector((lanes<int8_t>)word, lanes<int16_t>);
+#endif
   bits = (bits << 7) & (int16_t)0xbfff;
   at::Half halves[N];
   __builtin_memcpy(halves, &bits, sizeof(bits));
