@@ -32,6 +32,15 @@ def accept(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors too small to share: on a busy machine two threads wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """No compiled code and no symbol left from another test, before and after."""
     torch._dynamo.reset()

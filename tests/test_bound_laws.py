@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hypothesis.extra.numpy as arrays
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from registry import amax_of, bound_of, each_variant, fitting, round_trip
 
 from kvcompile.schemes import Scheme
 from kvcompile.types import SlotSpec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 steady = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 

@@ -19,6 +19,8 @@ from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Scheme, parse
 from kvcompile.types import PAGE, SlotSpec, pages_for
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 
 

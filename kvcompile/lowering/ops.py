@@ -133,7 +133,8 @@ def attend_body(
             total = total + torch.exp(sinks[heads].to(compute)[None, :, None, None] - top)
         # What is masked must not poison the sum: 0 * NaN of an unwritten token is NaN.
         v = torch.where(mask.any(2).any(1)[:, None, :, None], v, torch.zeros_like(v))
-        out[:, heads] = torch.where(total > 0, (weights @ v) / total, torch.zeros_like(total)).to(q.dtype)
+        # Compared with zero, not "above zero": the total of a row that saw NaN is NaN and must stay one.
+        out[:, heads] = torch.where(total == 0, torch.zeros_like(total), (weights @ v) / total).to(q.dtype)
     return out
 
 
