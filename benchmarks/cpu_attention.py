@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--capacity-factor", type=float, default=1.0, help="capacity of the caches over the tokens in use")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", default=None, help="write the rows to this file")
+    parser.add_argument("--json", type=Path, default=None, help="write the rows to this file")
     options = parser.parse_args()
     inductor.install()
     rows = [
@@ -176,8 +177,7 @@ def main() -> None:
     ]
     show(rows, Console(width=140))
     if options.json is not None:
-        with open(options.json, "w") as file:
-            json.dump([asdict(row) for row in rows], file, indent=1)
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch._inductor.utils import Placeholder, parallel_num_threads
 from torch._inductor.virtualized import V
 
 from kvcompile import schemes
-from kvcompile.lowering import cpp_kernel, cpp_source, cpp_vectors
+from kvcompile.lowering import cpp_kernel, cpp_run, cpp_source, cpp_vectors
 from kvcompile.lowering.expressions import CPP_TYPES
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
@@ -82,12 +82,11 @@ def lower_attend_cpu(
     batch, heads, queries, head_dim = q.get_size()
     kv_heads, width_v = static(keys[0].get_size()[2]), static(value_dim)
     operands = Operands(
-        realize(q),
-        _side(keys, key_scheme, static(head_dim), Role.KEY),
-        _side(values, value_scheme, width_v, Role.VALUE),
-        realize(hi),
-        *(None if mask is None else realize(mask) for mask in (lo, keep, bias, sinks)),
-        float(scale), float(softcap),
+        q=realize(q),
+        keys=_side(keys, key_scheme, static(head_dim), Role.KEY),
+        values=_side(values, value_scheme, width_v, Role.VALUE),
+        hi=realize(hi), lo=_maybe(lo), keep=_maybe(keep), bias=_maybe(bias), sinks=_maybe(sinks),
+        scale=float(scale), softcap=float(softcap),
     )
     size = [batch, sympy.Integer(static(heads)), queries, sympy.Integer(width_v)]
     layout = ir.FixedLayout(torch.device("cpu"), q.get_dtype(), size)
@@ -100,6 +99,10 @@ def realize(box: ir.TensorBox) -> ir.IRNode:
     node = ir.ExternKernel.realize_input(box)
     node.freeze_layout()
     return node
+
+
+def _maybe(box: ir.TensorBox | None) -> ir.IRNode | None:
+    return None if box is None else realize(box)
 
 
 def _side(planes: Sequence[ir.TensorBox], spelled: str, head_dim: int, role: Role) -> Side:
@@ -121,7 +124,7 @@ class AttendTemplate(CppTemplate):
     def buffer(self) -> ir.TensorBox:
         """The node that stands in Inductor's graph."""
         buffer = ir.CppTemplateBuffer(
-            layout=self.layout, inputs=self.input_nodes, make_kernel_render=self.make_kernel_render, template=self,
+            layout=self.layout, inputs=self.input_nodes, make_kernel_render=self.make_kernel_render, template=self,  # type: ignore[arg-type]
             choice=None,
         )
         V.graph.no_fuse_buffer_names.add(buffer.get_name())
@@ -142,7 +145,7 @@ class AttendTemplate(CppTemplate):
         del kwargs
         ops = self.operands
         # One buffer may be several operands (halves of a combined cache): one argument a buffer.
-        arguments = {}
+        arguments: dict[str, Any] = {}
         for node in self.input_nodes:
             arguments.setdefault(node.get_name(), node)
         offsets = [node.get_layout().offset for node in self.input_nodes]
@@ -150,11 +153,11 @@ class AttendTemplate(CppTemplate):
             inputs={f"in{i}": node for i, node in enumerate(arguments.values())}, outputs={"out": output},
             extra_sizevars=offsets,
         )
-        return self._template_from_string(cpp_kernel.ENTRY).render(
+        return self._template_from_string(cpp_run.ENTRY).render(
             template=self, kernel=kernel, definition=definition, fields=_Fields(kernel, ops, output).texts,
             key_scheme=ops.keys.spelled, value_scheme=ops.values.spelled,
             vectors=cpp_vectors.VECTORS, sides=ops.keys.source("Key") + ops.values.source("Value"),
-            blocks=cpp_source.BLOCKS, decode=cpp_source.DECODE, fused=cpp_source.FUSED, attend=cpp_kernel.ATTEND, run=cpp_kernel.RUN,
+            blocks=cpp_source.BLOCKS, decode=cpp_source.DECODE, fused=cpp_source.FUSED, attend=cpp_kernel.ATTEND, run=cpp_run.RUN,
             q_type=_ctype(ops.q), bias_type=_ctype(ops.bias), sink_type=_ctype(ops.sinks),
             has_bias=str(ops.bias is not None).lower(), has_keep=str(ops.keep is not None).lower(),
             tile=TILE, max_rows=MAX_ROWS, min_split=MIN_SPLIT, heads=self.kv_heads, group=self.group,

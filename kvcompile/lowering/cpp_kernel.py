@@ -1,7 +1,6 @@
-"""C++ text of ``kvcompile::attend``: tasks, masks, online softmax, merging of splits, and the entry point.
+"""C++ text of ``kvcompile::attend``: one task, that is masks and the online softmax over its tiles.
 
-Jinja variables are filled by ``cpp_attend``: ``p`` holds the C++ text of every size and stride. See
-``cpp_source`` for the terms.
+See ``cpp_source`` for the terms and ``cpp_run`` for how tasks are made.
 """
 
 from __future__ import annotations
@@ -155,25 +154,27 @@ static void attend_block(const Problem& p, const Task& task, Scratch& s) {
   for (int64_t t0 = task.first; t0 < task.last;) {
     const int64_t page = t0 / p.rows_per_page, row = t0 % p.rows_per_page;
     const int tokens = static_cast<int>(std::min({task.last - t0, p.rows_per_page - row, static_cast<int64_t>(TILE) - row % TILE}));
+    const Span span{page, task.b, task.head, row, tokens};
     const int64_t next = std::min(t0 + tokens, task.last - 1);
-    const Ahead<Key> keys_ahead{p.keys.words_at(next / p.rows_per_page, task.b, task.head, next % p.rows_per_page), p.keys.word_row()};
-    const Ahead<Value> values_ahead{p.values.words_at(page, task.b, task.head, row), p.values.word_row()};
-    load_scales(p.keys, page, task.b, task.head, row, tokens, s.scales);
+    const Span after{next / p.rows_per_page, task.b, task.head, next % p.rows_per_page, 0};
+    const Ahead<Key> keys_ahead{p.keys.words_at(after), p.keys.word_row()};
+    const Ahead<Value> values_ahead{p.values.words_at(span), p.values.word_row()};
+    load_scales(p.keys, span, s.scales);
     if (few && p.keys.word.width == 1) {
-      few_rows(rows, [&](auto r) { dot_fused<r.value>(p.keys, page, task.b, task.head, row, tokens, s.scales, s.q, s.scores, values_ahead); });
+      few_rows(rows, [&](auto r) { dot_fused<r.value>(p.keys, span, s.scales, s.q, s.scores, values_ahead); });
     } else {
-      decode(p.keys, page, task.b, task.head, row, tokens, nullptr, s.scales, s.tile);
+      decode(p.keys, span, nullptr, s.scales, s.tile);
       dot(s.q, s.tile, s.scores, rows, tokens);
     }
     soften(p, task, s, rows, t0, tokens, used);
-    load_scales(p.values, page, task.b, task.head, row, tokens, s.scales);
+    load_scales(p.values, span, s.scales);
     if constexpr (Value::token_scale)
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t j = 0; j < TILE; j += N) vstore(s.scores + r * TILE + j, vload(s.scores + r * TILE + j) * vload(s.scales + j));
     if (few && p.values.word.width == 1) {
-      few_rows(rows, [&](auto r) { mix_fused<r.value>(p.values, page, task.b, task.head, row, tokens, used, s.scales, s.scores, s.acc, keys_ahead); });
+      few_rows(rows, [&](auto r) { mix_fused<r.value>(p.values, span, used, s.scales, s.scores, s.acc, keys_ahead); });
     } else {
-      decode(p.values, page, task.b, task.head, row, tokens, used, s.scales, s.tile);
+      decode(p.values, span, used, s.scales, s.tile);
       mix(s.scores, s.tile, s.acc, rows, tokens);
     }
     t0 += tokens;
@@ -199,120 +200,3 @@ static inline void finish_row(const Problem& p, int64_t b, int64_t h, int64_t qu
 }
 """
 """One task; needs VECTORS, Key, Value, BLOCKS and DECODE."""
-
-RUN = r"""
-// Threads take tasks from a common counter, late queries (long, when causal) first.
-template <typename F> static void each_task(int64_t tasks, const F& work) {
-  std::atomic<int64_t> next{tasks};
-  const int64_t workers = std::min<int64_t>(at::get_num_threads(), tasks);
-  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-    for (; begin < end; ++begin) work(next);
-  });
-}
-static void run(const Problem& p) {
-  const int64_t block = std::max<int64_t>(1, std::min(p.queries, MAX_ROWS / G));
-  const int64_t blocks = (p.queries + block - 1) / block;
-  const int64_t units = p.batch * K * blocks, rows = block * G;
-  if (units == 0) return;
-  auto task_of = [&](int64_t unit) {
-    const int64_t query = unit / (p.batch * K) * block, rest = unit % (p.batch * K);
-    return Task{rest / K, rest % K, query, std::min(block, p.queries - query), 0, 0};
-  };
-  // Splits only where the units alone would leave threads idle; one split is at least MIN_SPLIT tokens.
-  const int64_t threads = at::get_num_threads();
-  const int64_t wanted = threads == 1 ? 1 : (3 * threads + units - 1) / units;
-  const int64_t splits = std::max<int64_t>(1, std::min(wanted, p.pages * p.rows_per_page / MIN_SPLIT));
-  const int64_t record = Value::row + 2;
-  std::unique_ptr<float[]> partial(splits > 1 ? new float[units * splits * rows * record] : nullptr);
-  each_task(units * splits, [&](std::atomic<int64_t>& next) {
-    Scratch s(rows, block);
-    for (int64_t id = --next; id >= 0; id = --next) {
-      const int64_t unit = id / splits, split = id % splits;
-      Task task = task_of(unit);
-      ranges(p, task, s.from, s.until);
-      if (splits > 1 && task.first < task.last) {
-        const int64_t start = task.first / TILE * TILE;
-        const int64_t step = ((task.last - start + splits - 1) / splits + TILE - 1) / TILE * TILE;
-        task.first = std::max(task.first, start + split * step);
-        task.last = std::min(task.last, start + (split + 1) * step);
-      }
-      attend_block(p, task, s);
-      for (int64_t r = 0; r < task.queries * G; ++r) {
-        const float total = vsum_across(vload(s.total + r * N));
-        if (splits == 1) {
-          finish_row(p, task.b, task.head * G + r % G, task.query + r / G, s.acc + r * Value::row, s.top[r], total);
-          continue;
-        }
-        float* kept = partial.get() + (id * rows + r) * record;
-        std::copy(s.acc + r * Value::row, s.acc + (r + 1) * Value::row, kept);
-        kept[Value::row] = s.top[r];
-        kept[Value::row + 1] = total;
-      }
-    }
-  });
-  if (splits == 1) return;
-  each_task(units, [&](std::atomic<int64_t>& next) {
-    alignas(64) float acc[Value::row];
-    for (int64_t unit = --next; unit >= 0; unit = --next) {
-      const Task task = task_of(unit);
-      for (int64_t r = 0; r < task.queries * G; ++r) {
-        auto kept = [&](int64_t split) { return partial.get() + ((unit * splits + split) * rows + r) * record; };
-        float top = -INFINITY, total = 0.0f;
-        for (int64_t i = 0; i < splits; ++i) {
-          const float other = kept(i)[Value::row];
-          top = top > other ? top : other;
-        }
-        std::fill(acc, acc + Value::row, 0.0f);
-        for (int64_t i = 0; i < splits; ++i) {
-          const float* part = kept(i);
-          if (part[Value::row + 1] == 0.0f) continue;
-          const float factor = std::exp(part[Value::row] - top);
-          total += factor * part[Value::row + 1];
-          for (int64_t d = 0; d < Value::row; d += N) vstore(acc + d, vfma(vset(factor), vload(part + d), vload(acc + d)));
-        }
-        finish_row(p, task.b, task.head * G + r % G, task.query + r / G, acc, top, total);
-      }
-    }
-  });
-}
-"""
-"""All tasks and the log-sum-exp merge; needs ATTEND."""
-
-ENTRY = r"""
-{{ template.header().getvalue() }}
-#include <ATen/Parallel.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <memory>
-// kvcompile::attend, keys {{ key_scheme }}, values {{ value_scheme }}
-namespace {{ kernel.kernel_name }}_attend {
-{{ vectors }}
-{{ sides }}
-using Q = {{ q_type }};
-using Bias = {{ bias_type }};
-using Sink = {{ sink_type }};
-constexpr int TILE = {{ tile }};
-constexpr int64_t K = {{ heads }}, G = {{ group }}, MAX_ROWS = {{ max_rows }}, MIN_SPLIT = {{ min_split }};
-constexpr bool HAS_BIAS = {{ has_bias }}, HAS_KEEP = {{ has_keep }};
-constexpr float SCALE = {{ scale }}, SOFTCAP = {{ softcap }};
-{{ blocks }}
-{{ decode }}
-{{ fused }}
-{{ attend }}
-{{ run }}
-}
-extern "C"
-{{ definition }}
-{
-  {{ kernel.maybe_codegen_profile() }}
-  {{ kernel.kernel_name }}_attend::Problem p{};
-{%- for field, value in fields.items() %}
-  p.{{ field }} = {{ value }};
-{%- endfor %}
-  {{ kernel.kernel_name }}_attend::run(p);
-}
-"""
-"""The module; every jinja variable is filled by ``cpp_attend.AttendTemplate.render``."""

@@ -108,31 +108,34 @@ static inline void mix(const float* weights, const float* v, float* acc, int64_t
 DECODE = r"""
 // A plane [page][batch][head][row][width] by strides, in elements.
 struct Strides { int64_t page, batch, head, row, width; };
+// Neighboring tokens of one page: rows row .. row + tokens.
+struct Span { int64_t page, batch, head, row; int tokens; };
 template <class Side> struct Slot {
   const typename Side::Word* words;
   const typename Side::Scale* scales;
   Strides word, scale;
   // A constant where the layout says so: addresses of neighboring tokens then cost nothing.
   int64_t word_row() const { return Side::row_step > 0 ? Side::row_step : word.row; }
-  const typename Side::Word* words_at(int64_t page, int64_t b, int64_t head, int64_t row) const {
-    return words + page * word.page + b * word.batch + head * word.head + row * word.row;
+  const typename Side::Word* words_at(const Span& at) const {
+    return words + at.page * word.page + at.batch * word.batch + at.head * word.head + at.row * word.row;
   }
-  const typename Side::Scale* scales_at(int64_t page, int64_t b, int64_t head, int64_t row) const {
-    return scales + page * scale.page + b * scale.batch + head * scale.head + row * scale.row;
+  const typename Side::Scale* scales_at(const Span& at) const {
+    return scales + at.page * scale.page + at.batch * scale.batch + at.head * scale.head + at.row * scale.row;
   }
 };
 // The scales of rows row .. row + tokens of one page as floats, [tokens][groups].
 template <class Side> static inline void load_scales(
-    const Slot<Side>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, float* out) {
+    const Slot<Side>& slot, const Span& span, float* out) {
   if constexpr (!Side::scaled) return;
-  const auto* scales = slot.scales_at(page, b, head, row);
+  const auto* scales = slot.scales_at(span);
   if ((Side::groups == 1 || slot.scale.width == 1) && slot.scale.row == Side::groups) {
-    const int64_t count = tokens * Side::groups;
+    const int64_t count = span.tokens * Side::groups;
     for (int64_t i = 0; i < count; i += N) vstore(out + i, load_floats(scales + i, count - i, 1));
     return;
   }
-  for (int t = 0; t < tokens; ++t)
-    for (int64_t i = 0; i < Side::groups; ++i) out[t * Side::groups + i] = static_cast<float>(scales[t * slot.scale.row + i * slot.scale.width]);
+  for (int t = 0; t < span.tokens; ++t)
+    for (int64_t i = 0; i < Side::groups; ++i)
+      out[t * Side::groups + i] = static_cast<float>(scales[t * slot.scale.row + i * slot.scale.width]);
 }
 // What N channels from channel c on are multiplied with; ``scales`` a token's.
 template <class Side> static inline vf group_scale(const float* scales, int64_t c) {
@@ -156,10 +159,10 @@ template <class Side, int P = 0> static inline void decode_row(
 }
 // Rows row .. row + tokens of one page into out [tokens][Side::row]; ``used`` skips rows.
 template <class Side, bool CONTIGUOUS> static inline void decode_rows(
-    const Slot<Side>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const int32_t* used, const float* scales, float* out) {
-  const auto* words = slot.words_at(page, b, head, row);
+    const Slot<Side>& slot, const Span& span, const int32_t* used, const float* scales, float* out) {
+  const auto* words = slot.words_at(span);
   const int64_t step = CONTIGUOUS ? 1 : slot.word.width;
-  for (int t = 0; t < tokens; ++t) {
+  for (int t = 0; t < span.tokens; ++t) {
     if (used != nullptr && used[t] == 0)
       for (int64_t d = 0; d < Side::row; d += N) vstore(out + t * Side::row + d, vf{});
     else
@@ -167,9 +170,9 @@ template <class Side, bool CONTIGUOUS> static inline void decode_rows(
   }
 }
 template <class Side> static inline void decode(
-    const Slot<Side>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const int32_t* used, const float* scales, float* out) {
-  if (slot.word.width == 1) decode_rows<Side, true>(slot, page, b, head, row, tokens, used, scales, out);
-  else decode_rows<Side, false>(slot, page, b, head, row, tokens, used, scales, out);
+    const Slot<Side>& slot, const Span& span, const int32_t* used, const float* scales, float* out) {
+  if (slot.word.width == 1) decode_rows<Side, true>(slot, span, used, scales, out);
+  else decode_rows<Side, false>(slot, span, used, scales, out);
 }
 """
 """From planes to a tile of floats; needs VECTORS."""
@@ -210,16 +213,16 @@ template <int R, int T, bool TAIL, int P = 0> static inline void dot_fused_part(
   if constexpr (P + 1 < Key::parts) dot_fused_part<R, T, TAIL, P + 1>(slot, q, words, scales, last, acc);
 }
 template <int R> static void dot_fused(
-    const Slot<Key>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const float* scales, const float* q,
+    const Slot<Key>& slot, const Span& span, const float* scales, const float* q,
     float* scores, const Ahead<Value>& ahead) {
   constexpr int T = R == 1 ? 16 : R == 2 ? 8 : 4;
-  for (int t0 = 0; t0 < tokens; t0 += T) {
-    const auto* words = slot.words_at(page, b, head, row + t0);
+  for (int t0 = 0; t0 < span.tokens; t0 += T) {
+    const auto* words = slot.words_at(span) + t0 * slot.word_row();
 #pragma GCC unroll 16
     for (int t = 0; t < T; ++t) ahead.fetch(t0 + t);
     vf acc[16] = {};
-    if (t0 + T <= tokens) dot_fused_part<R, T, false>(slot, q, words, scales + t0 * Key::groups, 0, acc);
-    else dot_fused_part<R, T, true>(slot, q, words, scales + t0 * Key::groups, tokens - 1 - t0, acc);
+    if (t0 + T <= span.tokens) dot_fused_part<R, T, false>(slot, q, words, scales + t0 * Key::groups, 0, acc);
+    else dot_fused_part<R, T, true>(slot, q, words, scales + t0 * Key::groups, span.tokens - 1 - t0, acc);
     alignas(64) float folded[16];
     fold16(acc, folded);
 #pragma GCC unroll 4
@@ -253,17 +256,17 @@ template <int R, int V, int P> static inline void mix_fused_block(
     for (int j = 0; j < V; ++j) vadd(acc + r * Value::row + (P * Value::vecs + v0 + j) * N, sum[r][j]);
 }
 template <int R, int P = 0> static inline void mix_fused(
-    const Slot<Value>& slot, int64_t page, int64_t b, int64_t head, int64_t row, int tokens, const int32_t* used,
+    const Slot<Value>& slot, const Span& span, const int32_t* used,
     const float* scales, const float* weights, float* acc,
     const Ahead<Key>& ahead) {
-  const auto* words = slot.words_at(page, b, head, row);
+  const auto* words = slot.words_at(span);
   int64_t v = 0;
   if constexpr (R <= 2)
-    for (; v + 8 <= Value::vecs; v += 8) mix_fused_block<R, 8, P>(slot, words, scales, tokens, used, weights, acc, v, ahead);
-  for (; v + 4 <= Value::vecs; v += 4) mix_fused_block<R, 4, P>(slot, words, scales, tokens, used, weights, acc, v, ahead);
-  for (; v + 2 <= Value::vecs; v += 2) mix_fused_block<R, 2, P>(slot, words, scales, tokens, used, weights, acc, v, ahead);
-  for (; v < Value::vecs; ++v) mix_fused_block<R, 1, P>(slot, words, scales, tokens, used, weights, acc, v, ahead);
-  if constexpr (P + 1 < Value::parts) mix_fused<R, P + 1>(slot, page, b, head, row, tokens, used, scales, weights, acc, ahead);
+    for (; v + 8 <= Value::vecs; v += 8) mix_fused_block<R, 8, P>(slot, words, scales, span.tokens, used, weights, acc, v, ahead);
+  for (; v + 4 <= Value::vecs; v += 4) mix_fused_block<R, 4, P>(slot, words, scales, span.tokens, used, weights, acc, v, ahead);
+  for (; v + 2 <= Value::vecs; v += 2) mix_fused_block<R, 2, P>(slot, words, scales, span.tokens, used, weights, acc, v, ahead);
+  for (; v < Value::vecs; ++v) mix_fused_block<R, 1, P>(slot, words, scales, span.tokens, used, weights, acc, v, ahead);
+  if constexpr (P + 1 < Value::parts) mix_fused<R, P + 1>(slot, span, used, scales, weights, acc, ahead);
 }
 """
 """Products straight from the planes for a few rows; needs BLOCKS and DECODE."""
