@@ -68,7 +68,9 @@ class SlotPlan:
     ``normalize`` says that queries must be brought into float16's range first. ``offset`` is what unpacked
     keys are too large by: queries are known before the loop, so the kernel takes it out of the score, where it
     costs one addition a score instead of one an element. Values are unpacked without an offset, since their
-    sum over many tokens would lose the bits that the offset takes.
+    sum over many tokens would lose the bits that the offset takes. ``lifted`` values are multiplied by their
+    scale element by element, two to an instruction: cheaper than a weighted copy of the probabilities, each
+    to be brought into operand layout, for every one of several scales a token.
     """
 
     dim: int
@@ -80,6 +82,7 @@ class SlotPlan:
     scales: int
     power: int
     offset: int
+    lifted: bool
     chunks: tuple[Chunk, ...]
     pieces: tuple[Piece, ...]
 
@@ -133,18 +136,21 @@ def slot_plan(
     per = 2 if pair else 1
     chunks = _chunks([edge // per for edge in edges])
     pieces, offsets = [], set()
+    tricks = [find_trick(fmt, part, byte) for part in range(fmt.parts) for byte in range(per)]
+    lifted = role is Role.VALUE and pair and fmt.group < dim and None not in tricks
+    centered = role is Role.VALUE
     for chunk in chunks:
         for part in range(fmt.parts):
             for byte in range(per):
                 first = part * words + chunk.first * per + byte
-                expression, power, offset = _expression(fmt, part, byte, pair, packed, dtype, role is Role.VALUE)
+                expression, power, offset = _expression(fmt, part, byte, pair, packed, dtype, centered)
                 offsets.add(offset)
                 name = f"{chunk.name}_{part * per + byte}"
                 pieces.append(Piece(name, chunk, first, per, first // fmt.group if fmt.scaled else 0, power, expression))
     assert len(offsets) == 1, "parts of one scheme have different offsets"
     return SlotPlan(
         dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, fmt.scaled and dtype == torch.float16,
-        fmt.scaled, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), offsets.pop(),
+        fmt.scaled, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), offsets.pop(), lifted,
         tuple(chunks), tuple(pieces),
     )
 

@@ -264,7 +264,18 @@ LOOP = r"""
 {%- for i in range(1, value.scales) %}
         norm = tl.maximum(norm, vs_{{i}})
 {%- endfor %}
+{%- if value.lifted %}
+        # Powers of two only: up to 2^15 for the largest scale of the token, which the probability gives back.
+        place = tl.minimum((norm.to(tl.int32, bitcast=True) >> 23) & 255, 250)
+        norm = (place - 127).to(tl.float32)
+        lower = (place << 23).to(tl.float32, bitcast=True)
+        lift = ((268 - place) << 23).to(tl.float32, bitcast=True)
+{%- for i in range(value.scales) %}
+        lift_{{i}} = (vs_{{i}} * lift).to(tl.float16)
+{%- endfor %}
+{%- else %}
         norm = tl.maximum(tl.log2(norm), -60.0)
+{%- endif %}
         m_new = tl.maximum(m, tl.max(scores + {{tok("norm")}}, {{T_AXIS}}))
 {%- else %}
         m_new = tl.maximum(m, tl.max(scores, {{T_AXIS}}))
@@ -275,11 +286,15 @@ LOOP = r"""
         l = l * alpha + tl.sum(p, {{T_AXIS}})
         m = m_new
 {%- if not value.scaled %}
-        w_0 = p.to({{value.dot_type}})
+        weight = p.to({{value.dot_type}})
+{%- else %}
+{%- if value.lifted %}
+        weight = (p * {{tok("lower")}}).to({{value.dot_type}})
 {%- else %}
 {%- for i in range(value.scales) %}
-        w_{{i}} = (p * {{tok("vs_%d" % i)}}).to({{value.dot_type}})
+        weight_{{i}} = (p * {{tok("vs_%d" % i)}}).to({{value.dot_type}})
 {%- endfor %}
+{%- endif %}
 {%- endif %}
 {%- if GUARD_VALUES %}
 {%- for chunk in value.chunks %}
@@ -287,10 +302,19 @@ LOOP = r"""
 {%- endfor %}
 {%- endif %}
 {%- for piece in value.pieces %}
-{%- if TOKENS_FIRST %}
-        acc_{{piece.name}} = tl.dot({{piece.unpack("v_" + piece.chunk.name)}}, w_{{piece.scale}}, acc_{{piece.name}} * alpha[None, :]{{PRECISION}})
+{%- set element = piece.unpack("v_" + piece.chunk.name) %}
+{%- if value.lifted %}
+{%- set token = "[None, :]" if TOKENS_FIRST else "[:, None]" %}
+        element = {{element}} * lift_{{piece.scale}}{{token}}
+
 {%- else %}
-        acc_{{piece.name}} = tl.dot(w_{{piece.scale}}, {{piece.unpack("v_" + piece.chunk.name)}}, acc_{{piece.name}} * alpha[:, None]{{PRECISION}})
+        element = {{element}}
+{%- endif %}
+{%- set weight = "weight_%d" % piece.scale if value.scaled and not value.lifted else "weight" %}
+{%- if TOKENS_FIRST %}
+        acc_{{piece.name}} = tl.dot(element, {{weight}}, acc_{{piece.name}} * alpha[None, :]{{PRECISION}})
+{%- else %}
+        acc_{{piece.name}} = tl.dot({{weight}}, element, acc_{{piece.name}} * alpha[:, None]{{PRECISION}})
 {%- endif %}
 {%- endfor %}
 """
@@ -315,7 +339,7 @@ EPILOGUE = r"""
     o_c = {{channel("(%d + %d * %s)" % (piece.first, piece.step, columns))}}
     o_ok = {{row("r_ok")}}{% if piece.chunk.padded %} & {{channel("(%s < %d)" % (columns, piece.chunk.count))}}{% else %} & (o_c >= 0){% endif %}
 
-    o_val = acc_{{piece.name}}{% if piece.power %} * {{2.0 ** piece.power}}{% endif %}{% if DIRECT %} * {{row("inverse")}}{% endif %}
+    o_val = acc_{{piece.name}}{% if piece.power %} * {{2.0 ** (piece.power - (14 if value.lifted else 0))}}{% endif %}{% if DIRECT %} * {{row("inverse")}}{% endif %}
 
 {%- set shape = (piece.chunk.block|string, "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", piece.chunk.block|string) %}
     {{store_output(axes, "o_val", "o_ok", val_shape=shape)}}
