@@ -21,17 +21,18 @@ from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.reuse import fingerprint
 from kvcompile.passes.capture import Captured, capture
 from kvcompile.passes.effects import Effects
+from kvcompile.passes.masks import hiding
 from kvcompile.passes.match import Matched, match
 from kvcompile.passes.plan import Plan, Policy, SitePlan, plan, policy_of
-from kvcompile.passes.prologue import extract
 from kvcompile.passes.rewrite import Rewritten, Variant, rewrite
 from kvcompile.passes.shapes import source_line, value_of
 from kvcompile.passes.sites import LimitKind, Refusal, SlotKind, Stage
 from kvcompile.passes.verify import verify
 from kvcompile.report import GraphReport, Report, graph_report
 from kvcompile.runtime import handle as handles
-from kvcompile.runtime.bound import BoundGraph, group_bindings, reads_whole
+from kvcompile.runtime.bound import BoundGraph, group_bindings
 from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.positions import limits_of, positions_of
 from kvcompile.settings import Inner, Settings
 
 log = logging.getLogger(__name__)
@@ -173,21 +174,19 @@ class _Compilation:
         first = rewrite(captured, planned, Variant.PAST, effects)
         by_root = {(item.site.key.root, item.site.key.axes.select): item for item in planned.sites}
         by_root |= {(item.site.value.root, item.site.value.axes.select): item for item in planned.sites}
-        groups = group_bindings(
-            captured, first.bindings, lambda binding: _whole(by_root[binding.plan.slot.root, binding.part])
-        )
+        sites = [by_root[binding.plan.slot.root, binding.part] for binding in first.bindings]
+        groups = group_bindings(first.bindings, [_reach(item) for item in sites], [limits_of(item.site) for item in sites])
         index = {group.root: position for position, group in enumerate(groups)}
         pairs = tuple((index[item.site.key.root], index[item.site.value.root]) for item in planned.sites)
         used = {part.slot.placeholder for item in planned.sites for part in (item.key, item.value)}
         decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
-        prologue, slots = _prologue(captured, planned, effects)
+        positions = positions_of(captured, planned, effects)
         made: dict[Variant, Rewritten] = {Variant.PAST: first}
 
         def compile_variant(variant: Variant) -> tuple[Rewritten, Callable[..., Any]]:
             return self._variant(captured, planned, effects, variant, made)
 
-        bound = BoundGraph(captured, groups, pairs, compile_variant, prologue, self.owner.growth, self.owner.live, decode)
-        bound.position_slots = slots
+        bound = BoundGraph(captured, groups, pairs, compile_variant, positions, self.owner.growth, self.owner.live, decode)
         self.report.pass_seconds += time.perf_counter() - started
         likely = Variant.FRESH if bound.born_only else Variant.PAST if bound.with_past else None
         if likely is None and all(item.site.tokens == 1 for item in planned.sites):
@@ -230,39 +229,16 @@ def _effects(captured: Captured) -> Effects:
     return analyse(captured.graph)
 
 
-def _whole(item: SitePlan) -> bool:
-    attention = item.site.attention
-    read = value_of(attention.k).shape[attention.k_roles.index("T")]
-    capacity = value_of(item.site.key.root).shape[item.site.key.axes.token_dim]
-    return reads_whole(item.site.bounds.hi.kind, item.site.key.kind, read, capacity)
-
-
-def _prologue(captured: Captured, planned: Plan, effects: Effects) -> tuple[Any, dict[int, int]]:
-    """The position subgraph as (callable on all arguments, positions, limits), and where each index node's value is."""
-    positions: list[fx.Node] = []
-    limits: list[fx.Node] = []
-    for item in planned.sites:
-        for part in (item.key, item.value):
-            node = part.slot.write.position.index
-            if node is not None and node not in positions:
-                positions.append(node)
-        if item.site.key.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
-            for limit in (item.site.bounds.hi, item.site.bounds.lo):
-                if limit is not None and limit.kind is LimitKind.NODE and limit.node not in limits:
-                    limits.append(limit.node)  # type: ignore[arg-type]
-    wanted = (*positions, *limits)
-    if not wanted:
-        return None, {}
-    module, taken, writes = extract(captured, wanted, effects)
-
-    def run(*args: Any) -> tuple[torch.Tensor, ...]:
-        given = [args[index] for index in taken]
-        if writes:
-            given = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
-        with torch.no_grad():
-            return module(*given)
-
-    return (run, len(positions), len(limits)), {id(node): slot for slot, node in enumerate(positions)}
+def _reach(item: SitePlan) -> Any:
+    """How many tokens a buffer's attention may read beyond what was written; 0 where its mask says no more than that."""
+    bounds, attention = item.site.bounds, item.site.attention
+    if item.site.key.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
+        return 0
+    if bounds.hi.kind is LimitKind.CONST:
+        return bounds.hi.offset + 1 + sum(coefficient * value_of(node) for node, coefficient in bounds.hi.symbols)
+    if bounds.hi.kind is LimitKind.ALL and not hiding(bounds):
+        return value_of(attention.k).shape[attention.k_roles.index("T")]
+    return 0
 
 
 _COUNTER = iter(range(1 << 62))

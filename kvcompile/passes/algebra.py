@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from kvcompile.passes.patterns.softmax import constant
@@ -20,9 +21,9 @@ from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, sizes
 
 @dataclass(frozen=True)
 class Linear:
-    """An integer linear form of axes: ``sum(coefficient * axis) + const``."""
+    """An integer linear form of axes and of the graph's symbolic ints: ``sum(coefficient * axis) + const``."""
 
-    terms: tuple[tuple[str, int], ...] = ()
+    terms: tuple[tuple[str | fx.Node, int], ...] = ()
     const: int = 0
 
     def plus(self, other: Linear, sign: int = 1) -> Linear:
@@ -30,7 +31,17 @@ class Linear:
         found = dict(self.terms)
         for axis, coefficient in other.terms:
             found[axis] = found.get(axis, 0) + sign * coefficient
-        return Linear(tuple(sorted((a, c) for a, c in found.items() if c)), self.const + sign * other.const)
+        terms = sorted(((a, c) for a, c in found.items() if c), key=lambda term: str(term[0]))
+        return Linear(tuple(terms), self.const + sign * other.const)
+
+    def times(self, factor: int) -> Linear:
+        """self * factor."""
+        return Linear(tuple((axis, coefficient * factor) for axis, coefficient in self.terms if factor), self.const * factor)
+
+    @property
+    def symbols(self) -> tuple[tuple[fx.Node, int], ...]:
+        """The terms that are symbolic ints rather than axes."""
+        return tuple((axis, coefficient) for axis, coefficient in self.terms if isinstance(axis, fx.Node))
 
     def of(self, axis: str) -> int:
         """The coefficient of an axis."""
@@ -89,8 +100,15 @@ def _operand(item: Any, coords: Coords) -> Expr:
     if isinstance(item, bool):
         return number(float(item))
     if isinstance(item, fx.Node) and not is_tensor(item):
-        return Expr("load", origin=(item, ()))
+        if not isinstance(item.meta.get("val"), torch.SymInt):
+            raise _Unknown
+        return Expr("idx", linear=integer(item))
     raise _Unknown
+
+
+def integer(item: Any) -> Linear:
+    """A plain or symbolic int as a linear form; None counts as zero."""
+    return Linear(((item, 1),)) if isinstance(item, fx.Node) else Linear(const=int(item or 0))
 
 
 class _Unknown(Exception):
@@ -133,22 +151,20 @@ def _sliced(node: fx.Node, coords: Coords) -> Coords:
     arguments = bind(node)
     dim = int(arguments["dim"]) % len(coords)
     start, step = arguments.get("start") or 0, arguments.get("step") or 1
-    if isinstance(start, fx.Node) or step != 1:
+    if step != 1 or (isinstance(start, fx.Node) and hint(start) < 0):
         raise _Unknown
     size = sizes(node.args[0])[dim]  # type: ignore[arg-type]
-    start = max(hint(start) + size, 0) if hint(start) < 0 else hint(start)
+    if isinstance(start, int):
+        start = max(start + size, 0) if start < 0 else start
     moved = list(coords)
-    moved[dim] = moved[dim].plus(Linear(const=start))
+    moved[dim] = moved[dim].plus(integer(start))
     return tuple(moved)
 
 
 def _selected(node: fx.Node, coords: Coords) -> Coords:
     arguments = bind(node)
-    index = arguments["index"]
-    if isinstance(index, fx.Node):
-        raise _Unknown
     dim = int(arguments["dim"]) % (len(coords) + 1)
-    return (*coords[:dim], Linear(const=index), *coords[dim:])
+    return (*coords[:dim], integer(arguments["index"]), *coords[dim:])
 
 
 def _unsqueezed(node: fx.Node, coords: Coords) -> Coords:
@@ -185,7 +201,7 @@ def _triangle(node: fx.Node, coords: Coords) -> Expr:
     arguments = bind(node)
     row, column = coords[-2], coords[-1]
     op = "le" if op_name(node) == "tril" else "ge"
-    inside = Expr(op, (Expr("idx", linear=column), Expr("idx", linear=row.plus(Linear(const=int(arguments["diagonal"]))))))
+    inside = Expr(op, (Expr("idx", linear=column), Expr("idx", linear=row.plus(integer(arguments["diagonal"])))))
     return Expr("where", (inside, _operand(node.args[0], coords), number(0)))
 
 
@@ -193,11 +209,10 @@ def _compute(node: fx.Node, coords: Coords) -> Expr:
     name = op_name(node)
     if name == "arange":
         arguments = bind(node)
-        start, step = arguments.get("start") or 0, arguments.get("step") or 1
-        if isinstance(start, fx.Node) or isinstance(step, fx.Node):
+        step = arguments.get("step") or 1
+        if isinstance(step, fx.Node):
             raise _Unknown
-        form = coords[0]
-        return Expr("idx", linear=Linear(tuple((a, c * int(step)) for a, c in form.terms), form.const * int(step) + int(start)))
+        return Expr("idx", linear=coords[0].times(int(step)).plus(integer(arguments.get("start"))))
     if name in IDENTITIES and name not in {"detach_"}:
         return read(node.args[0], coords)  # type: ignore[arg-type]
     if name in MOVES:

@@ -11,6 +11,8 @@ or the whole term is carried along as a tensor operand: slower to read, never wr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvcompile.passes.algebra import Expr, Linear, read
@@ -94,14 +96,15 @@ def _sum(expr: Expr, sign: int, form: Linear, atoms: list[tuple[int, Expr]]) -> 
 def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int, effects: Effects) -> Limit:
     """The limit from ``position <= atoms + form``: one tensor of positions, or the query's own index."""
     own = form.of("S") * wanted
+    symbols = form.times(wanted).symbols
     if any(form.of(axis) for axis in ("B", "H", "K", "G")):
         raise _Carried
     if not atoms:
         if own == 1:
-            return Limit(LimitKind.OWN, offset)
+            return Limit(LimitKind.OWN, offset, symbols=symbols)
         if own:
             raise _Carried
-        return Limit(LimitKind.CONST, offset)
+        return Limit(LimitKind.CONST, offset, symbols=symbols)
     if len(atoms) > 1 or atoms[0][0] != wanted or own:
         # Two terms of which one is the query's index: the sum may exist as a node of its own.
         raise _Carried
@@ -116,7 +119,7 @@ def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int
         if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), ("S", 1)}):
             raise _Carried
         roles.append(coord.terms[0][0] if coord.terms else "")
-    return Limit(LimitKind.NODE, offset, node, tuple(roles))
+    return Limit(LimitKind.NODE, offset, node, tuple(roles), symbols)
 
 
 def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
@@ -133,7 +136,7 @@ def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
     offset = -side * rest.const
     limit = _limit(atoms, rest, -side, offset, effects)
     shift = {"le": 0, "lt": -1, "ge": 0, "gt": 1}[op]
-    return op in {"le", "lt"}, Limit(limit.kind, limit.offset + shift, limit.node, limit.roles)
+    return op in {"le", "lt"}, replace(limit, offset=limit.offset + shift)
 
 
 def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
@@ -198,6 +201,15 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
     if hi is None:
         hi = Limit(LimitKind.ALL)
     return Bounds(hi, bounds.get("lo"), bounds.get("keep"), tuple(carried))  # type: ignore[arg-type]
+
+
+def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
+    """The tensors along the cached tokens that may hide some of them: from these a last visible position can be read."""
+    terms = [term for term in bounds.carried if "T" in term.roles]
+    if bounds.keep is not None:
+        node, roles = bounds.keep
+        terms.append(MaskTerm(node, MaskKind.BOOL, roles))
+    return tuple(terms)
 
 
 def describe(bounds: Bounds) -> str:

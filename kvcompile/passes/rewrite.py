@@ -23,6 +23,8 @@ from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
+from kvcompile.passes.masks import hiding
+from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
 from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
 from kvcompile.passes.shapes import hint, op_name, sizes, value_of
 from kvcompile.passes.sites import Limit, LimitKind, MaskKind, SlotKind
@@ -118,9 +120,7 @@ class _Rewriter:
 
     def tokens(self, slot: SlotPlan) -> Any:
         """New tokens of a write, an int or a SymInt."""
-        write = slot.slot.write
-        shape = value_of(write.values).shape
-        return shape[write.dims.index(write.token_dim)] if write.token_dim in write.dims else 1
+        return slot.slot.write.count
 
     def position(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
         """Positions of the new tokens, int64 [1 or B, S]; shared by slots that write at the same place."""
@@ -145,6 +145,8 @@ class _Rewriter:
                 index = emit.call(aten.to.dtype, index, torch.int64)
             if value_of(where.index).dim() == 0:
                 index = emit.call(aten.reshape.default, index, [1])
+            if where.rows and value_of(where.index).dim() == 1:
+                index = emit.call(aten.unsqueeze.default, index, 1)
             node = index if where.rows else emit.call(aten.unsqueeze.default, index, 0)
         elif key[0] == "past":
             node = emit.positions(self.tokens(slot), emit.size(value_of(where.past).shape[write.token_dim]), self.device)
@@ -157,7 +159,7 @@ class _Rewriter:
     def source(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
         """The new keys or values as [B, K, S, D]."""
         axes, write = slot.slot.axes, slot.slot.write
-        node = self.env[write.values]
+        node = self._broadcast(emit, slot)
         roles: list[str] = []
         outside = dict(write.select)
         wanted = dict(axes.select)
@@ -177,29 +179,75 @@ class _Rewriter:
             node = emit.call(aten.to.dtype, node, slot.spec.dtype)
         return emit.arrange(node, roles, ("B", "K", "S", "D"))
 
+    def _broadcast(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
+        """The written values with every dim of the place that they are written to."""
+        write = slot.slot.write
+        node, seen = self.env[write.values], value_of(write.values).shape
+        missing = len(write.dims) - len(seen)
+        for _ in range(missing):
+            node = emit.call(aten.unsqueeze.default, node, 0)
+        full = [write.count if dim == write.token_dim else value_of(slot.slot.root).shape[dim] for dim in write.dims]
+        given = [1] * missing + [hint(size) for size in seen]
+        if all(have == hint(want) for have, want in zip(given, full, strict=True)):
+            return node
+        wanted = [emit.size(want) if have != hint(want) else -1 for have, want in zip(given, full, strict=True)]
+        return emit.call(aten.expand.default, node, wanted)
+
     def limit(self, emit: Emitter, limit: Limit, item: SitePlan, count: Any) -> fx.Node:
         """A position limit as int64 [1 or B, S]."""
         kind = limit.kind
-        born = item.site.key.kind in BORN or self.variant is Variant.FRESH
-        if kind is LimitKind.NODE and self.variant is Variant.FRESH:
-            # The runtime takes this variant only where these very limits are 0, 1, 2, ...
-            return emit.positions(count, limit.offset, self.device)
-        if kind is LimitKind.NODE:
+        if kind is LimitKind.NODE and self.variant is not Variant.FRESH:
             node = self.env[limit.node]
             if value_of(limit.node).dtype != torch.int64:
                 node = emit.call(aten.to.dtype, node, torch.int64)
-            if limit.offset:
-                node = emit.call(aten.add.Scalar, node, limit.offset)
-            node = emit.arrange(node, limit.roles, ("B", "S"))
-            return node
-        if kind is LimitKind.OWN:
-            return emit.positions(count, limit.offset, self.device)
+            offset = self._offset(emit, limit)
+            if offset != 0:
+                node = emit.call(aten.add.Tensor if isinstance(offset, fx.Node) else aten.add.Scalar, node, offset)
+            return emit.arrange(node, limit.roles, ("B", "S"))
+        if kind in {LimitKind.OWN, LimitKind.NODE}:
+            # The runtime takes the fresh variant only where tensors of limits are 0, 1, 2, ...
+            return emit.positions(count, self._offset(emit, limit), self.device)
         if kind is LimitKind.CONST:
-            return emit.constant_limit(count, limit.offset, self.device)
+            return emit.constant_limit(count, self._offset(emit, limit), self.device)
+        born = item.site.key.kind in BORN or self.variant is Variant.FRESH
         if born and item.site.key.kind is not SlotKind.BORN_BUFFER:
             return emit.constant_limit(count, self._less_one(emit, count), self.device)
         read = value_of(item.site.attention.k).shape[item.site.attention.k_roles.index("T")]
-        return emit.constant_limit(count, self._less_one(emit, read), self.device)
+        whole = emit.constant_limit(count, self._less_one(emit, read), self.device)
+        seen = self._last_seen(emit, item) if item.site.key.kind is SlotKind.BUFFER else None
+        return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
+
+    def _offset(self, emit: Emitter, limit: Limit) -> Any:
+        """The constant part of a limit: an int, or a node where symbolic ints take part."""
+        total: Any = limit.offset
+        for node, coefficient in limit.symbols:
+            part = self.env[node] if coefficient == 1 else emit.call(operator.mul, self.env[node], coefficient)
+            total = part if isinstance(total, int) and total == 0 else emit.call(operator.add, part, total)
+        return total
+
+    def _last_seen(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
+        """The last position that the carried masks let each query see, int64 [1 or B, 1 or S]: what is behind is never read."""
+        found: list[fx.Node] = []
+        site = item.site
+        for term in hiding(site.bounds):
+            node = self.env[term.node]
+            if term.kind is MaskKind.ADD:
+                node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)
+            elif value_of(term.node).dtype != torch.bool:
+                node = emit.call(aten.ne.Scalar, node, 0)
+            if term.kind is MaskKind.FILL:
+                node = emit.call(aten.logical_not.default, node)
+            node = emit.heads(node, term.roles, ("S", "T"), site.heads, site.groups)
+            length = value_of(term.node).shape[term.roles.index("T")]
+            behind = emit.call(aten.arange.start, 1, emit.call(operator.add, emit.size(length), 1), dtype=torch.int64, device=self.device)
+            last = emit.call(aten.amax.default, emit.call(aten.mul.Tensor, node, behind), [1, 3])
+            found.append(emit.call(aten.sub.Scalar, last, 1))
+        if not found:
+            return None
+        node = found[0]
+        for other in found[1:]:
+            node = emit.call(aten.minimum.default, node, other)
+        return node
 
     @staticmethod
     def _less_one(emit: Emitter, value: Any) -> Any:
@@ -317,8 +365,8 @@ class _Rewriter:
         """Whether attention over the fresh tokens is what flash attention does by itself."""
         bounds, attention = item.site.bounds, item.site.attention
         hi = bounds.hi
-        own = hi.kind in {LimitKind.OWN, LimitKind.NODE} and hi.offset == 0
-        alone = item.site.tokens == 1 and hi.kind is LimitKind.CONST and hi.offset == 0
+        own = hi.kind in {LimitKind.OWN, LimitKind.NODE} and hi.offset == 0 and not hi.symbols
+        alone = item.site.tokens == 1 and hi.kind is LimitKind.CONST and hi.offset == 0 and not hi.symbols
         return (own or alone) and not bounds.carried and bounds.lo is None and bounds.keep is None and not attention.softcap and attention.sinks is None
 
     def run(self) -> Rewritten:

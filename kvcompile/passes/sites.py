@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -79,7 +80,11 @@ class Position:
 
 @dataclass(frozen=True)
 class Write:
-    """One write into a cache tensor; ``dims[i]`` is the root's dim that dim ``i`` of ``values`` runs along."""
+    """One write into a cache tensor; ``dims[i]`` is the root's dim that dim ``i`` of what is written runs along.
+
+    ``values`` may broadcast to what is written: fewer dims on the left, dims of size one. ``count`` is how many
+    tokens are written, an int or a SymInt.
+    """
 
     idiom: str
     node: fx.Node
@@ -88,6 +93,7 @@ class Write:
     dims: tuple[int, ...]
     token_dim: int
     position: Position
+    count: Any = field(compare=False)
     select: tuple[tuple[int, int], ...] = ()
 
 
@@ -142,12 +148,16 @@ class LimitKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Limit:
-    """A position limit: ``node`` (its dims' roles among B and S) or the query's index or the length, plus ``offset``."""
+    """A position limit: ``node`` (its dims' roles among B and S) or the query's index or the length, plus ``offset``.
+
+    ``symbols``: symbolic ints of the graph that are added too, each with its coefficient.
+    """
 
     kind: LimitKind
     offset: int = 0
     node: fx.Node | None = None
     roles: tuple[str, ...] = ()
+    symbols: tuple[tuple[fx.Node, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +20,14 @@ from kvcompile.errors import CacheFull, LayoutChanged, LengthsDiffer, PositionsU
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant
 from kvcompile.passes.shapes import source_line, value_of
-from kvcompile.passes.sites import LimitKind, SlotKind
+from kvcompile.passes.sites import Limit, SlotKind
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.positions import Found, Positions
 from kvcompile.runtime.state import CacheState, bring
 from kvcompile.runtime.store import Store, StoreSpec
 
 log = logging.getLogger(__name__)
-
-Prologue = Callable[..., tuple[torch.Tensor, ...]]
-
 
 class SizeReader:
     """Evaluates the captured graph's symbolic sizes from the arguments of a call."""
@@ -65,7 +63,9 @@ class Group:
     bindings: tuple[Binding, ...]
     root: fx.Node = field(repr=False)
     where: str
-    whole: bool
+    reach: tuple[Any, ...]
+    """Numbers of tokens, int or symbolic, that its attentions read whatever was written."""
+    limits: tuple[Limit, ...] = ()
 
     @property
     def first(self) -> Binding:
@@ -92,11 +92,11 @@ class BoundGraph:
 
     def __init__(
         self, captured: Captured, groups: tuple[Group, ...], pairs: tuple[tuple[int, int], ...],
-        compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], prologue: tuple[Prologue, int, int] | None,
+        compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: Positions | None,
         growth: Growth, live: weakref.WeakSet[Any], decode_arguments: tuple[int, ...],
     ) -> None:
         self.captured, self.groups, self.pairs = captured, groups, pairs
-        self.compile_variant, self.prologue, self.growth, self.live = compile_variant, prologue, growth, live
+        self.compile_variant, self.positions, self.growth, self.live = compile_variant, positions, growth, live
         self.decode_arguments = decode_arguments
         self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
         self.sizes = SizeReader(captured)
@@ -115,14 +115,14 @@ class BoundGraph:
         self.live.add(state)
         return state
 
-    def _state(self, group: Group, args: tuple[Any, ...], call_prior: Callable[[], list[int]]) -> CacheState:
+    def _state(self, group: Group, args: tuple[Any, ...], found: Callable[[], Found]) -> CacheState:
         """The state behind a group's argument; a dense one is adopted."""
         if group.argument is None:
             batch = self.sizes.read(self._batch(group), args)
             return self._new_state(group, batch, value_of(group.root).device)
         tensor = args[group.argument]
         if not handles.is_handle(tensor):
-            return self._adopt(group, tensor, args, call_prior)
+            return self._adopt(group, tensor, args, found)
         state = tensor._kv
         for item in group.bindings:
             store = state.stores.get(item.part)
@@ -137,18 +137,18 @@ class BoundGraph:
         labels = group.first.plan.slot.axes.labels
         return value_of(group.root).shape[labels.index(("B",))] if ("B",) in labels else 1
 
-    def _adopt(self, group: Group, tensor: torch.Tensor, args: tuple[Any, ...], call_prior: Callable[[], list[int]]) -> CacheState:
+    def _adopt(self, group: Group, tensor: torch.Tensor, args: tuple[Any, ...], found: Callable[[], Found]) -> CacheState:
         """Encode a dense cache that arrives from outside, then free it: one cache tensor at a time."""
         if group.kind is SlotKind.CONCAT:
             prior = tensor.shape[group.token_dim]
         else:
-            prior = self._prior(group, args, call_prior)
+            prior = self._prior(group, args, found)
         slot = group.first.plan.slot
         labels = slot.axes.labels
         batch = tensor.shape[labels.index(("B",))] if ("B",) in labels else 1
         state = self._new_state(group, batch, tensor.device)
         capacity = tensor.shape[group.token_dim] if group.kind is SlotKind.BUFFER else None
-        kept = capacity if group.whole and capacity is not None else prior
+        kept = prior if capacity is None else min(max(prior, self._reach(group, args)), capacity)
         for item in group.bindings:
             store = state.stores[item.part]
             if kept:
@@ -165,24 +165,25 @@ class BoundGraph:
             )
         return state
 
-    def _prior(self, group: Group, args: tuple[Any, ...], call_prior: Callable[[], list[int]]) -> int:
+    def _prior(self, group: Group, args: tuple[Any, ...], found: Callable[[], Found]) -> int:
         """Tokens that a filled buffer holds before this call's write."""
         position = group.first.plan.slot.write.position
         if position.index is None:
             return self._offset(position.offset, args)
-        del call_prior
-        assert self.prologue is not None
-        run, _, _ = self.prologue
-        values = run(*args)[self._position_slot(group)]
-        capacity = self.sizes.read(value_of(group.root).shape[group.token_dim], args)
-        least, most = (int(v) for v in torch.aminmax(values))
+        # What the mask lets the new tokens see is there too, even where the write goes somewhere below it.
+        count, capacity = self.sizes.read(group.first.plan.slot.write.count, args), self._capacity(group, args)
+        return min(max(self._first(group, args, found()), found().seen(group.limits) - count), capacity)
+
+    def _first(self, group: Group, args: tuple[Any, ...], found: Found) -> int:
+        """The position of the first new token, of the row that is furthest; raises where it lies outside the cache."""
+        first, least, most = found.first(group.first.plan.slot.write.position.index)  # type: ignore[arg-type]
+        capacity = self._capacity(group, args)
         if least < 0 or most >= capacity:
             raise PositionsUnknown(capacity=capacity, found=f"{least}..{most}", where=group.where)
-        first = values[..., 0] if values.dim() else values
-        return int(first.max())
+        return first
 
-    def _position_slot(self, group: Group) -> int:
-        return self.position_slots[id(group.first.plan.slot.write.position.index)]
+    def _capacity(self, group: Group, args: tuple[Any, ...]) -> int:
+        return self.sizes.read(value_of(group.root).shape[group.token_dim], args)
 
     def _offset(self, offset: fx.Node | int, args: tuple[Any, ...]) -> int:
         if isinstance(offset, int):
@@ -190,24 +191,28 @@ class BoundGraph:
         seen = value_of(offset)
         return self.sizes.read(seen, args)
 
-    position_slots: dict[int, int] = {}
-
     # --- one call --------------------------------------------------------------------------------
 
-    def _prepare(self, args: tuple[Any, ...]) -> _Call:
+    def _start(self, group: Group, state: CacheState, args: tuple[Any, ...], found: Callable[[], Found]) -> int:
+        """Where this call's tokens go; on a GPU a buffer in use is trusted to be written in order, without a wait."""
+        if group.kind is SlotKind.CONCAT:
+            tensor = args[group.argument]  # type: ignore[index]
+            return tensor._length if handles.is_handle(tensor) else state.length
+        position = group.first.plan.slot.write.position
+        if group.kind is not SlotKind.BUFFER:
+            return state.length
+        if position.index is None:
+            return self._offset(position.offset, args)
+        if state.length and value_of(position.index).device.type != "cpu":
+            return state.length
+        return self._first(group, args, found())
+
+    def _prepare(self, args: tuple[Any, ...], found: Callable[[], Found]) -> _Call:
         states, starts, counts = [], [], []
         for group in self.groups:
-            state = self._state(group, args, list)
-            if group.kind is SlotKind.CONCAT:
-                tensor = args[group.argument]
-                start = tensor._length if handles.is_handle(tensor) else state.length
-            elif group.kind is SlotKind.BUFFER and group.first.plan.slot.write.position.index is None:
-                start = self._offset(group.first.plan.slot.write.position.offset, args)
-            else:
-                start = state.length
-            write = group.first.plan.slot.write
-            shape = value_of(write.values).shape
-            count = self.sizes.read(shape[write.dims.index(write.token_dim)], args) if write.token_dim in write.dims else 1
+            state = self._state(group, args, found)
+            start = self._start(group, state, args, found)
+            count = self.sizes.read(group.first.plan.slot.write.count, args)
             states.append(state)
             starts.append(start)
             counts.append(count)
@@ -216,19 +221,15 @@ class BoundGraph:
                 raise LengthsDiffer(keys=starts[key], values=starts[value], where=self.groups[key].where)
         return _Call(states, starts, counts)
 
-    def _variant(self, call: _Call, args: tuple[Any, ...]) -> Variant:
+    def _variant(self, call: _Call, found: Callable[[], Found]) -> Variant:
         """FRESH where every store is empty and the new tokens are the first ones, in order."""
         if self.with_past:
             return Variant.PAST
         if not self.born_only and (any(state.length for state in call.states) or max(call.counts) == 1):
             return Variant.PAST
-        if self.prologue is None:
+        if self.positions is None:
             return Variant.FRESH if not any(call.starts) else Variant.PAST
-        run, positions, limits = self.prologue
-        ordered = True
-        for value in run(*args)[: positions + limits]:
-            flat = value.reshape(-1, value.shape[-1]) if value.dim() else value.reshape(1, 1)
-            ordered &= bool((flat == torch.arange(flat.shape[-1], device=flat.device)).all())
+        ordered = len(set(call.counts)) == 1 and found().ordered(call.counts[0])
         if self.born_only and not ordered:
             raise Unsupported(
                 expected="the first tokens of a new cache at positions 0, 1, 2...", found="other positions",
@@ -236,16 +237,19 @@ class BoundGraph:
             )
         return Variant.FRESH if ordered else Variant.PAST
 
+    def _reach(self, group: Group, args: tuple[Any, ...]) -> int:
+        return max(self.sizes.read(size, args) for size in group.reach)
+
     def _make_room(self, call: _Call, args: tuple[Any, ...]) -> None:
         """Enough pages in every store; all stores of a graph have the same number of pages."""
         pages = 2
         for group, state, start, count in zip(self.groups, call.states, call.starts, call.counts, strict=True):
             capacity = None
             if group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
-                capacity = self.sizes.read(value_of(group.root).shape[group.token_dim], args)
+                capacity = self._capacity(group, args)
                 if count > capacity:
                     raise CacheFull(needed=start + count, capacity=capacity, where=group.where)
-            needed = capacity if group.whole and capacity is not None else start + count
+            needed = max(start + count, self._reach(group, args))
             if capacity is not None:
                 needed = min(needed, capacity)
             pages = max(pages, self.growth.pages(needed, capacity), *(store.pages for store in state.stores.values()))
@@ -261,8 +265,9 @@ class BoundGraph:
         if self.decode_arguments:
             args = tuple(handles.decoded(arg) if index in self.decode_arguments else arg for index, arg in enumerate(args))
         shapes = [tuple(args[group.argument].shape) if group.argument is not None else None for group in self.groups]
-        call = self._prepare(args)
-        variant = self._variant(call, args)
+        found = self.positions.once(args) if self.positions is not None else _nowhere
+        call = self._prepare(args, found)
+        variant = self._variant(call, found)
         if variant not in self.variants:
             self.variants[variant] = self.compile_variant(variant)
         rewritten, compiled = self.variants[variant]
@@ -281,7 +286,7 @@ class BoundGraph:
         made: dict[int, Any] = {}
         for group, state, start, count, shape in zip(self.groups, call.states, call.starts, call.counts, shapes, strict=True):
             if group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
-                capacity = self.sizes.read(value_of(group.root).shape[group.token_dim], args)
+                capacity = self._capacity(group, args)
                 state.epoch += 1
                 state.length = min(max(state.length, start + count), capacity)
                 if group.argument is not None:
@@ -305,29 +310,24 @@ class BoundGraph:
         return handles.make(state, shape, fake.dtype, fake.device)
 
 
-def group_bindings(captured: Captured, bindings: tuple[Binding, ...], whole: Callable[[Binding], bool]) -> tuple[Group, ...]:
-    """Bindings grouped by the cache tensor that they live in."""
-    by_root: dict[fx.Node, list[Binding]] = {}
-    for item in bindings:
-        by_root.setdefault(item.plan.slot.root, []).append(item)
+def _nowhere() -> Found:
+    return Found({})
+
+
+def group_bindings(bindings: tuple[Binding, ...], reach: Sequence[Any], limits: Sequence[tuple[Limit, ...]]) -> tuple[Group, ...]:
+    """Bindings grouped by the cache tensor that they live in; ``reach`` and ``limits`` of each binding's site."""
+    by_root: dict[fx.Node, list[int]] = {}
+    for index, item in enumerate(bindings):
+        by_root.setdefault(item.plan.slot.root, []).append(index)
     groups = []
-    for root, items in by_root.items():
-        first = items[0]
+    for root, members in by_root.items():
+        slot = bindings[members[0]].plan.slot
         groups.append(Group(
-            first.plan.slot.kind, first.argument, first.outputs, tuple(items), root, source_line(first.plan.slot.write.node),
-            any(whole(item) for item in items),
+            slot.kind, bindings[members[0]].argument, bindings[members[0]].outputs, tuple(bindings[index] for index in members), root,
+            source_line(slot.write.node), tuple(reach[index] for index in members),
+            tuple(limit for index in members for limit in limits[index]),
         ))
-    del captured
     return tuple(groups)
 
 
-def reads_whole(limit: LimitKind, kind: SlotKind, read: Any, capacity: Any) -> bool:
-    """Whether an attention may read a buffer beyond what was written: then all of it must be held."""
-    if kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
-        return False
-    if limit is LimitKind.CONST:
-        return True
-    return limit is LimitKind.ALL and isinstance(read, int) and isinstance(capacity, int) and read == capacity
-
-
-__all__ = ["BoundGraph", "Group", "LayoutChanged", "SizeReader", "group_bindings", "reads_whole"]
+__all__ = ["BoundGraph", "Group", "LayoutChanged", "SizeReader", "group_bindings"]

@@ -76,19 +76,23 @@ def _selected(dest: fx.Node, root: fx.Node) -> set[int]:
     return removed
 
 
-def _plain(idiom: str, node: fx.Node, root: fx.Node, dest: fx.Node, dim: int, values: fx.Node, position: Position) -> Write:
+def _plain(idiom: str, node: fx.Node, root: fx.Node, dest: fx.Node, dim: int, values: fx.Node, index: fx.Node) -> Write:
     dims, fixed, _ = _along(dest, root)
-    return Write(
-        idiom, node, root, values, tuple(dims[d] for d in range(len(sizes(dest)))), dims[dim], position, tuple(fixed.items())
-    )
+    # A scalar index takes its dim away.
+    single = not sizes(index)
+    runs = tuple(dims[d] for d in range(len(sizes(dest))) if d != dim or not single)
+    count = 1 if single else value_of(index).shape[0]
+    return Write(idiom, node, root, values, runs, dims[dim], Position(index=index), count, tuple(fixed.items()))
 
 
 def index_copy(node: fx.Node, root: fx.Node) -> Write:
     """``cache.index_copy_(dim, index, values)``."""
     arguments = bind(node)
     dest, dim = arguments["self"], int(arguments["dim"])
+    if not sizes(arguments["index"]):
+        raise Miss("the write's index has no dims", node)
     return _plain(
-        "index_copy_", node, root, dest, dim % len(sizes(dest)), arguments["source"], Position(index=arguments["index"])
+        "index_copy_", node, root, dest, dim % len(sizes(dest)), arguments["source"], arguments["index"]
     )
 
 
@@ -103,20 +107,24 @@ def index_put(node: fx.Node, root: fx.Node) -> Write:
     used = [dim for dim, index in enumerate(indices) if index is not None]
     if any(not is_tensor(indices[dim]) or value_of(indices[dim]).dtype.is_floating_point for dim in used):
         raise Miss("the write's indices are no integer tensors", node)
-    if len(used) == 1 and len(sizes(indices[used[0]])) == 1:
-        return _plain("index_put_", node, root, dest, used[0], values, Position(index=indices[used[0]]))
-    if len(used) == 2 and all(len(sizes(indices[dim])) == 2 for dim in used):
+    if len(used) == 1 and len(sizes(indices[used[0]])) <= 1:
+        return _plain("index_put_", node, root, dest, used[0], values, indices[used[0]])
+    ranks = {len(sizes(indices[dim])) for dim in used}
+    if len(used) == 2 and ranks in ({1}, {2}):
         row_dim, token_dim = used
         dims, fixed, _ = _along(dest, root)
         adjacent = used[1] == used[0] + 1
-        front = [row_dim, token_dim]
+        many = ranks == {2}
+        if sizes(indices[token_dim])[0] != sizes(dest)[row_dim]:
+            raise Miss("the write has not one position for every row", indices[token_dim])
+        front = [row_dim, token_dim] if many else [row_dim]
         rest = [dim for dim in range(rank) if dim not in used]
         result = [*rest[: used[0]], *front, *rest[used[0] :]] if adjacent else [*front, *rest]
         if not is_row_index(indices[row_dim], sizes(dest)[row_dim]):
             raise Miss("the write's row index is not arange(batch)", indices[row_dim])
         return Write(
             "index_put_ by row", node, root, values, tuple(dims[dim] for dim in result), dims[token_dim],
-            Position(index=indices[token_dim], rows=True), tuple(fixed.items()),
+            Position(index=indices[token_dim], rows=True), value_of(indices[token_dim]).shape[1] if many else 1, tuple(fixed.items()),
         )
     raise Miss("the write indexes the cache in a form that is not known", node)
 
@@ -139,6 +147,7 @@ def view_copy(node: fx.Node, root: fx.Node) -> Write:
         raise Miss("the write goes to a view with " + ("no" if not cut else "several") + " token ranges", node)
     ranged, root_dim = cut[0]
     del offsets
+    count = value_of(ranged).shape[int(bind(ranged)["dim"]) % len(sizes(ranged))]
     start = bind(ranged).get("start") or 0
     if isinstance(start, int) and start < 0:
         raise Miss("the write's range is counted from the end of the cache", node)
@@ -148,7 +157,7 @@ def view_copy(node: fx.Node, root: fx.Node) -> Write:
         fixed.pop(root_dim)
     return Write(
         "copy_ into a slice", node, root, values, tuple(dims[d] for d in range(len(sizes(dest)))), root_dim,
-        Position(offset=start), tuple(fixed.items()),
+        Position(offset=start), count, tuple(fixed.items()),
     )
 
 
@@ -200,5 +209,5 @@ def concatenation(node: fx.Node) -> tuple[fx.Node | None, Write]:
     dim = int(arguments["dim"]) % rank
     past = filled[0] if len(filled) == 2 else None
     values = filled[-1]
-    write = Write("cat", node, node, values, tuple(range(rank)), dim, Position(past=past))
+    write = Write("cat", node, node, values, tuple(range(rank)), dim, Position(past=past), value_of(values).shape[dim])
     return past, write

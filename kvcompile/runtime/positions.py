@@ -1,0 +1,114 @@
+"""Positions on the host: where a call writes and how far its queries see, read from the graph's own arithmetic.
+
+Evaluated at most once a call, and only where somebody must know: when a filled cache is adopted, when an
+empty one is first written, and, on a CPU where it costs no wait, to follow callers that jump or step back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.plan import Plan
+from kvcompile.passes.prologue import extract
+from kvcompile.passes.sites import Limit, LimitKind, Position, Site, SlotKind
+
+
+@dataclass(frozen=True)
+class Found:
+    """The values of one call: write positions and limits by node, each int64 [1 or B, 1 or S]."""
+
+    values: dict[fx.Node, torch.Tensor]
+
+    def ordered(self, count: int) -> bool:
+        """Whether every value is 0, 1, 2, ..., count - 1 in every row."""
+        return all(
+            value.shape[-1] == count and bool((value == torch.arange(count, device=value.device)).all()) for value in self.values.values()
+        )
+
+    def first(self, node: fx.Node) -> tuple[int, int, int]:
+        """(first position of the row that is furthest, smallest, largest) of a write."""
+        value = self.values[node]
+        least, most = (int(item) for item in torch.aminmax(value))
+        return int(value.amin(-1).max()), least, most
+
+    def seen(self, limits: tuple[Limit, ...]) -> int:
+        """How many tokens the furthest query sees by these limits; 0 where they do not say."""
+        return max((int(self.values[limit.node].max()) + limit.offset + 1 for limit in limits if limit.node in self.values), default=0)
+
+
+class Positions:
+    """The subgraph that computes positions, and the last call's values."""
+
+    def __init__(self, run: Callable[..., tuple[Any, ...]], nodes: dict[fx.Node, tuple[str, ...]]) -> None:
+        self.run, self.nodes = run, nodes
+
+    def once(self, args: tuple[Any, ...]) -> Callable[[], Found]:
+        """A function that evaluates this call's positions when it is first asked."""
+        made: list[Found] = []
+
+        def found() -> Found:
+            if not made:
+                values = self.run(*args)
+                made.append(Found({
+                    node: _rows(value, roles) for (node, roles), value in zip(self.nodes.items(), values, strict=True)
+                }))
+            return made[0]
+
+        return found
+
+
+def _rows(value: torch.Tensor, roles: tuple[str, ...]) -> torch.Tensor:
+    """A tensor whose dims have ``roles`` ('' of size one) as [1 or B, 1 or S]."""
+    for dim in range(len(roles) - 1, -1, -1):
+        if not roles[dim]:
+            value = value.select(dim, 0)
+    present = [role for role in roles if role]
+    if present == ["S", "B"]:
+        value = value.t()
+    if "B" not in present:
+        value = value.unsqueeze(0)
+    return value if "S" in present else value.unsqueeze(-1)
+
+
+def _write_roles(position: Position) -> tuple[str, ...]:
+    rank = position.index.meta["val"].dim()  # type: ignore[union-attr]
+    return ("B", "S")[:rank] if position.rows else ("S",)[:rank]
+
+
+def limits_of(site: Site) -> tuple[Limit, ...]:
+    """The tensors of positions that limit a site's queries from above."""
+    hi = site.bounds.hi
+    return (hi,) if hi.kind is LimitKind.NODE and not hi.symbols else ()
+
+
+def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positions | None:
+    """The positions of a planned graph, None where it has none that are tensors."""
+    nodes: dict[fx.Node, tuple[str, ...]] = {}
+    for item in planned.sites:
+        for part in (item.key, item.value):
+            position = part.slot.write.position
+            if position.index is not None:
+                nodes.setdefault(position.index, _write_roles(position))
+        if item.site.key.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
+            for limit in (item.site.bounds.hi, item.site.bounds.lo):
+                if limit is not None and limit.kind is LimitKind.NODE:
+                    nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]
+    if not nodes:
+        return None
+    module, taken, writes = extract(captured, tuple(nodes), effects)
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        given = [args[index] for index in taken]
+        if writes:
+            given = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
+        with torch.no_grad():
+            return module(*given)
+
+    return Positions(run, nodes)
