@@ -138,6 +138,51 @@ def measure(shapes, mode: str | None) -> list[dict]:
     return rows
 
 
+def measure_extend() -> None:
+    """Several new tokens over a compressed past, and causal prefill of a fresh prompt, against SDPA."""
+    from kvcompile.lowering import inductor
+
+    inductor.install()
+    for new, tokens in ((4, 32768), (16, 32768), (512, 32768)):
+        q = torch.randn(1, H, new, D, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(1, K, tokens, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        dense = graph_ms(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True), 3, 5)
+        hi = torch.arange(tokens - new, tokens, device="cuda").unsqueeze(0)
+        for scheme in SCHEMES:
+            torch._dynamo.reset()
+            spell = schemes.parse(scheme).spell()
+            keys, values = store(scheme, 1, tokens, Role.KEY), store(scheme, 1, tokens, Role.VALUE)
+            run = torch.compile(lambda: torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D))
+            error = relative_error(run(), (q, keys, values, hi, spell))
+            ms = graph_ms(run, 3, 5)
+            print(f"S={new} T={tokens} {scheme}: {ms:.4f} ms, SDPA without a mask {dense:.4f} ms, error {error:.1e}", flush=True)
+    for tokens in (2048, 8192):
+        q = torch.randn(1, H, tokens, D, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(1, K, tokens, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        dense = graph_ms(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 3, 5)
+        hi = torch.arange(tokens, device="cuda").unsqueeze(0)
+        torch._dynamo.reset()
+        run = torch.compile(lambda: torch.ops.kvcompile.attend(
+            q, [k.unsqueeze(0)], [v.unsqueeze(0)], hi, None, None, None, None, "dense()", "dense()", D**-0.5, 0.0, D))
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        error = ((run() - expected).float().norm() / expected.float().norm()).item()
+        print(f"prefill S=T={tokens} dense: {graph_ms(run, 3, 5):.4f} ms, SDPA causal {dense:.4f} ms, difference {error:.1e}", flush=True)
+
+
+def profile(tokens: int) -> None:
+    """Device time of each kernel of one call."""
+    for scheme in SCHEMES:
+        torch._dynamo.reset()
+        call, _, _ = attend_call(scheme, 1, tokens, None)
+        call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(20):
+                call()
+            torch.cuda.synchronize()
+        times = {event.key[:40]: round(event.device_time, 2) for event in found.key_averages()}
+        print(scheme, tokens, times, flush=True)
+
+
 def show(rows: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -160,7 +205,7 @@ def sweep_configs(scheme: str, batch: int) -> list[AttendConfig]:
     word = schemes.make(scheme).format(SlotSpec(K, D, torch.bfloat16, Role.KEY)).word_dtype
     pack = 4 if scheme == "int4" else 1
     found = []
-    tiles = [(64, 1, 2), (64, 1, 3), (64, 1, 4), (64, 2, 3), (64, 4, 3), (128, 1, 2), (128, 2, 2), (128, 2, 3), (128, 4, 2), (128, 4, 3)]
+    tiles = [(64, 1, 2), (64, 1, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3)]
     for (tokens, warps, stages), programs in itertools.product(tiles, (4, 8, 16)):
         splits = max(1, 132 * programs // (batch * K))
         found.append(AttendConfig(
@@ -248,7 +293,13 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--quick", action="store_true", help="the two long shapes only")
     parser.add_argument("--mode", default=None, help="torch.compile's mode, e.g. max-autotune-no-cudagraphs")
+    parser.add_argument("--extend", action="store_true", help="several new tokens, and prefill")
+    parser.add_argument("--profile", type=int, help="kernel times at this many tokens")
     options = parser.parse_args()
+    if options.extend:
+        return measure_extend()
+    if options.profile:
+        return profile(options.profile)
     shapes = SHAPES[:2] if options.quick or options.sweep else SHAPES
     rows = sweep(shapes) if options.sweep else measure(shapes, options.mode)
     if options.json:

@@ -56,6 +56,11 @@ class Piece:
     power: int
     expression: str
 
+    @property
+    def block(self) -> int:
+        """Columns of the piece's blocks, padding included."""
+        return self.chunk.block
+
     def unpack(self, word: str) -> str:
         """The unpacked piece as a Triton expression on the chunk's block."""
         return self.expression.replace("{word}", word)

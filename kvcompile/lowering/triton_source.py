@@ -148,8 +148,13 @@ PROLOGUE = r"""
     row_scale = tl.full([BLOCK_R], {{QK_SCALE * 2.0 ** key.power}}, tl.float32)
 {%- if key.normalize %}
     top_q = tl.zeros([BLOCK_R], tl.float32)
-{%- for piece in key.pieces %}
-    top_q = tl.maximum(top_q, tl.max(tl.abs(q_{{piece.name}}.to(tl.float32)), {{T_AXIS}}))
+{%- for block, pieces in key.pieces|groupby("block") %}
+    # Elementwise over pieces first: one reduction across lanes instead of many.
+    top = tl.abs(q_{{pieces[0].name}}.to(tl.float32))
+{%- for piece in pieces[1:] %}
+    top = tl.maximum(top, tl.abs(q_{{piece.name}}.to(tl.float32)))
+{%- endfor %}
+    top_q = tl.maximum(top_q, tl.max(top, {{T_AXIS}}))
 {%- endfor %}
     # The exponent field of the largest element, kept away from zero and infinity.
     exponent = tl.minimum(tl.maximum((top_q.to(tl.int32, bitcast=True) >> 23) & 255, 4), 250)
@@ -166,8 +171,10 @@ PROLOGUE = r"""
     # What the keys' offset adds to each scale's sub-dots.
 {%- for i in range(key.scales) %}
     excess_{{i}} = tl.zeros([BLOCK_R], tl.float32)
-{%- for piece in key.of_scale(i) %}
-    excess_{{i}} += {{key.offset * 2.0 ** -piece.power}} * tl.sum(q_{{piece.name}}.to(tl.float32), {{T_AXIS}})
+{%- for block, pieces in key.of_scale(i)|groupby("block") %}
+    sum_q = {% for piece in pieces %}{{ " + " if not loop.first }}q_{{piece.name}}.to(tl.float32) * {{key.offset * 2.0 ** -piece.power}}{% endfor %}
+
+    excess_{{i}} += tl.sum(sum_q, {{T_AXIS}})
 {%- endfor %}
 {%- endfor %}
 {%- endif %}
