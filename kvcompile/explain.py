@@ -3,36 +3,86 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kvcompile.backend import backend
-from kvcompile.report import Report
+from kvcompile.backend import Backend, backend
+from kvcompile.passes.plan import Plan
+from kvcompile.passes.rewrite import Rewritten, Variant
+from kvcompile.passes.shapes import op_name, value_of
+from kvcompile.report import Report, graph_report
 from kvcompile.settings import Inner
 
+TEMPLATES = {"cpu": "Inductor C++ template", "cuda": "Inductor Triton template"}
+VARIANTS = {Variant.PAST: "over a filled cache", Variant.FRESH: "into an empty cache"}
 
-def explain(model: Any, inputs: Any, scheme: object = "int8") -> Report:
-    """Run ``model`` once on ``inputs`` (a mapping, a sequence or one tensor) and report its sites under ``scheme``.
 
-    The inputs are deep-copied, so a cache among them is not touched. Where the result carries a new
-    ``past_key_values``, one more token is decoded with it, so that the decode graph is explained too.
+def observe(model: Any, inputs: Any, owner: Backend) -> None:
+    """Run ``model`` once on ``inputs`` under ``owner``, and one more token where a cache comes back.
+
+    The inputs are deep-copied, so a cache among them is not touched.
     """
-    owner = backend(scheme, inner=Inner.EAGER)
     compiled = torch.compile(model, backend=owner)
-    given = copy.deepcopy(inputs)
-    args, kwargs = (), {}
-    if isinstance(given, Mapping):
-        kwargs = dict(given)
-    elif isinstance(given, Sequence):
-        args = tuple(given)
-    else:
-        args = (given,)
+    args, kwargs = arguments(copy.deepcopy(inputs))
     with torch.no_grad():
         result = compiled(*args, **kwargs)
         past = getattr(result, "past_key_values", None)
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if past is not None and isinstance(ids, torch.Tensor) and "past_key_values" not in kwargs:
-            compiled(ids[:, -1:], past_key_values=past)
-    return owner.report()
+        if past is not None and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1:
+            # Tensors that go with the first tokens, such as their mask, would not fit one more.
+            step = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)} | {"past_key_values": past}
+            if "input_ids" in kwargs:
+                compiled(input_ids=ids[:, -1:], **step)
+            else:
+                compiled(ids[:, -1:], **step)
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A mapping, a sequence or one tensor as positional and keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Sequence):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def explain(model: Any, inputs: Any, scheme: object = "int8", *, tokens: int | None = None) -> Report:
+    """Run ``model`` once on ``inputs`` (a mapping, a sequence or one tensor) and report its sites under ``scheme``.
+
+    The inputs are deep-copied, so a cache among them is not touched. Where the result carries a
+    ``past_key_values``, one more token is decoded with it, so that the decode graph is explained too.
+    Bytes are given for ``tokens`` tokens, else for the length that was captured.
+    """
+    owner = backend(scheme, inner=Inner.EAGER)
+    observe(model, inputs, owner)
+    return described(owner, tokens)
+
+
+def described(owner: Backend, tokens: int | None = None) -> Report:
+    """What ``owner`` compiled, without the caches that live: bytes for ``tokens``, kernels as Inductor would make them."""
+    graphs = []
+    for graph, stage in zip(owner.graphs, owner.stages, strict=True):
+        plan: Plan | None = stage.get("plan")
+        if plan is None:
+            graphs.append(graph)
+            continue
+        made = graph_report(graph.index, plan, graph.uncached, tokens)
+        kernels = tuple(f"{VARIANTS[variant]}: {kernel_text(stage[variant.value])}" for variant in Variant if variant.value in stage)
+        graphs.append(dataclasses.replace(graph, sites=made.sites, kernels=kernels))
+    return Report(graphs=graphs, tokens=tokens)
+
+
+def kernel_text(rewritten: Rewritten) -> str:
+    """Which operations the sites became, counted."""
+    graph = rewritten.module.graph
+    counts = Counter(op_name(node) for node in graph.nodes)
+    device = value_of(rewritten.bindings[0].plan.slot.root).device.type
+    names = {
+        "attend": f"attend ({TEMPLATES.get(device, 'eager body')})", "scaled_dot_product_attention": "scaled_dot_product_attention",
+        "append": "append (fused by Inductor)",
+    }
+    return ", ".join(f"{counts[op]} x {name}" for op, name in names.items() if counts[op])

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 from dataclasses import dataclass, field
 
+from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from kvcompile.passes.masks import describe
 from kvcompile.passes.plan import BATCH, TOKENS, Plan, SitePlan
-from kvcompile.passes.sites import Refusal
+from kvcompile.passes.shapes import hint
+from kvcompile.passes.sites import Refusal, SlotKind
+from kvcompile.schemes import Scheme
+
+CACHES = {
+    SlotKind.BUFFER: "written in place", SlotKind.CONCAT: "grows each step", SlotKind.BORN_CONCAT: "starts here",
+    SlotKind.BORN_BUFFER: "made and filled here",
+}
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One rewritten site, in words and numbers."""
+    """One rewritten site, in words and numbers; ``tokens`` new ones a call, bytes at a length."""
 
     path: str
     line: str
@@ -29,11 +41,15 @@ class SiteReport:
     bytes_before: int
     bytes_after: int
     warnings: tuple[str, ...] = ()
+    tokens: int = 1
 
 
 @dataclass
 class GraphReport:
-    """One captured graph: sites, refusals, and how long our passes and the inner compiler took (seconds)."""
+    """One captured graph: sites, refusals, and how long our passes and the inner compiler took (seconds).
+
+    ``kernels`` says, for each variant that was made, which operations the sites became.
+    """
 
     index: int
     sites: tuple[SiteReport, ...] = ()
@@ -42,17 +58,19 @@ class GraphReport:
     variants: tuple[str, ...] = ()
     pass_seconds: float = 0.0
     compile_seconds: float = 0.0
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass
 class Report:
-    """All graphs that one backend compiled, and the stores that live."""
+    """All graphs that one backend compiled, and the stores that live; ``tokens`` is the length that bytes are given for."""
 
     graphs: list[GraphReport] = field(default_factory=list)
     announced: int = 0
     allocated: int = 0
     dense: int = 0
     errors: list[str] = field(default_factory=list)
+    tokens: int | None = None
 
     @property
     def sites(self) -> int:
@@ -65,38 +83,43 @@ class Report:
         return [refusal for graph in self.graphs for refusal in graph.refusals]
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = []
-        for graph in self.graphs:
-            parts.append(_graph_table(graph))
-            if graph.refusals:
-                parts.append(_refusal_table(graph))
-        parts.append(_footer(self))
-        return Group(*parts)
+        return Group(*(_graph(graph, self.tokens) for graph in self.graphs), _footer(self))
 
     def __str__(self) -> str:
-        console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+        console = Console(width=120, file=io.StringIO(), record=True)
         console.print(self)
-        return console.export_text()
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
+
+
+def short_scheme(scheme: Scheme) -> str:
+    """A scheme as a user writes it: the name, and only the options that differ from their defaults."""
+    changed = []
+    for option in dataclasses.fields(scheme):
+        value = getattr(scheme, option.name)
+        if value != option.default:
+            changed.append(f"{option.name}={str(getattr(value, 'value', value)).removeprefix('torch.')}")
+    return f"{scheme.name}({','.join(changed)})" if changed else scheme.name
 
 
 def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
     """A planned site as a report row; bytes for the captured batch and ``tokens`` (else the captured length)."""
     site = item.site
     at = {BATCH: site.key.batch, TOKENS: tokens if tokens is not None else site.key.capacity}
-    schemes = [item.key.scheme.spell(), item.value.scheme.spell()]
+    schemes = [short_scheme(item.key.scheme), short_scheme(item.value.scheme)]
     warnings = {part.scheme.warning for part in (item.key, item.value) if part.scheme.warning}
     bits = (item.key.scheme.bits_per_value(item.key.spec) + item.value.scheme.bits_per_value(item.value.spec)) / 2
     return SiteReport(
-        site.path, site.line, site.attention.idiom, site.key.write.idiom, site.key.kind.value, describe(site.bounds),
-        f"{site.heads}/{site.key.heads} x {site.key.head_dim}", schemes[0] if schemes[0] == schemes[1] else " | ".join(schemes),
+        site.path, site.line, site.attention.idiom, site.key.write.idiom, CACHES[site.key.kind], describe(site.bounds),
+        f"{site.heads}/{site.key.heads} x {site.key.head_dim}",
+        schemes[0] if schemes[0] == schemes[1] else f"keys {schemes[0]}, values {schemes[1]}",
         bits, int((item.key.bytes_before + item.value.bytes_before).subs(at)),
-        int((item.key.bytes_after + item.value.bytes_after).subs(at)), tuple(sorted(warnings)),
+        int((item.key.bytes_after + item.value.bytes_after).subs(at)), tuple(sorted(warnings)), hint(site.tokens),
     )
 
 
-def graph_report(index: int, plan: Plan, uncached: int) -> GraphReport:
+def graph_report(index: int, plan: Plan, uncached: int, tokens: int | None = None) -> GraphReport:
     """The report of one planned graph."""
-    return GraphReport(index, tuple(site_report(item) for item in plan.sites), plan.refusals, uncached)
+    return GraphReport(index, tuple(site_report(item, tokens) for item in plan.sites), plan.refusals, uncached)
 
 
 def size_text(count: float) -> str:
@@ -108,6 +131,11 @@ def size_text(count: float) -> str:
     raise AssertionError
 
 
+def count_text(count: int, what: str) -> str:
+    """A count with its noun, in the plural where it is one."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def _merged(sites: tuple[SiteReport, ...]) -> list[tuple[SiteReport, int]]:
     """Rows that differ only in their module path are one row with a count."""
     groups: dict[tuple[object, ...], list[SiteReport]] = {}
@@ -117,39 +145,69 @@ def _merged(sites: tuple[SiteReport, ...]) -> list[tuple[SiteReport, int]]:
     return [(items[0], len(items)) for items in groups.values()]
 
 
-def _graph_table(graph: GraphReport) -> Table:
-    title = f"graph {graph.index}: {len(graph.sites)} sites rewritten, {len(graph.refusals)} refused"
-    if graph.uncached:
-        title += f", {graph.uncached} without a cache"
-    table = Table(title=title, title_justify="left", header_style="bold", expand=False)
-    for name in ("module", "attention", "cache", "mask", "heads x D", "scheme", "bits", "before", "after"):
-        table.add_column(name, justify="right" if name in {"bits", "before", "after"} else "left", overflow="fold")
+def _graph(graph: GraphReport, tokens: int | None) -> RenderableType:
+    title = Text(f"graph {graph.index}", style="bold")
+    if graph.sites:
+        title.append(f" ({count_text(graph.sites[0].tokens, 'new token')} a call)", style="not bold")
+    words = [f"{count_text(len(graph.sites), 'attention')} rewritten"]
+    words += [f"{len(graph.refusals)} refused"] if graph.refusals else []
+    words += [f"{graph.uncached} without a cache"] if graph.uncached else []
+    title.append(": " + ", ".join(words), style="not bold")
+    parts: list[RenderableType] = [title]
+    if graph.sites:
+        parts.append(_site_table(graph, tokens))
+    parts += [Padding(Text(f"kernels, {line}"), (0, 0, 0, 1)) for line in graph.kernels]
+    parts += [Padding(_refusal(refusal), (1, 0, 0, 1)) for refusal in graph.refusals]
+    parts.append(Text())
+    return Group(*parts)
+
+
+def _site_table(graph: GraphReport, tokens: int | None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 1))
+    table.add_column("module", overflow="fold")
+    table.add_column("attention", overflow="fold")
+    table.add_column("cache", overflow="fold")
+    table.add_column("stored as", overflow="fold")
+    length = f"bytes at {tokens:,} tokens" if tokens is not None else "bytes as captured"
+    table.add_column(length, justify="right", no_wrap=True)
     for site, count in _merged(graph.sites):
-        where = site.path or site.line.rpartition("/")[2]
+        where = escape(site.path or site.line.rpartition("/")[2])
+        before, after = site.bytes_before * count, site.bytes_after * count
+        heads, _, dim = site.heads.partition(" x ")
+        share = f"\n{after / before:.1%}" if before else ""
         table.add_row(
-            where + (f" and {count - 1} more" if count > 1 else ""), site.idiom, f"{site.write} ({site.cache})", site.mask, site.heads,
-            site.scheme, f"{site.bits:.2f}", size_text(site.bytes_before * count), size_text(site.bytes_after * count),
+            where + (f"\n[dim]and {count - 1} more like it[/]" if count > 1 else ""),
+            f"{site.idiom}, {heads} heads of {dim}\n[dim]mask: {escape(site.mask)}[/]",
+            f"{site.write}\n[dim]{site.cache}[/]",
+            f"{escape(site.scheme)}\n[dim]{site.bits:.2f} bits a value[/]",
+            f"{size_text(before)} → {size_text(after)}[dim]{share}[/]",
         )
     return table
 
 
-def _refusal_table(graph: GraphReport) -> Table:
-    table = Table(title="refused: left as they were", title_justify="left", title_style="bold yellow", header_style="bold")
-    for name in ("module", "stage", "reason", "line", "nearest idiom", "what to do"):
-        table.add_column(name, overflow="fold")
-    for item in graph.refusals:
-        table.add_row(item.path, item.stage.value, item.reason, item.line, item.nearest, item.advice)
-    return table
+def _refusal(refusal: Refusal) -> Text:
+    """A refusal as a list of facts: sentences and source lines are too long for the cells of a table."""
+    text = Text()
+    text.append(f"refused, stays as it was: {refusal.path or 'an attention'}", style="bold yellow")
+    facts = (
+        ("why", refusal.reason), ("stage", refusal.stage.value), ("line", refusal.line), ("nearest", refusal.nearest),
+        ("do", refusal.advice),
+    )
+    for name, value in facts:
+        if value:
+            text.append(f"\n  {name:8}", style="dim").append(value)
+    return text
 
 
 def _footer(report: Report) -> Text:
-    text = Text(f"{len(report.graphs)} graphs, {report.sites} sites rewritten, {len(report.refusals)} refused")
+    refused = f", {len(report.refusals)} refused" if report.refusals else ""
+    text = Text(f"{count_text(len(report.graphs), 'graph')}, {count_text(report.sites, 'attention')} rewritten{refused}", style="bold")
     if report.allocated:
         ratio = f" ({report.allocated / report.dense:.1%})" if report.dense else ""
         text.append(
             f"\nlive caches: {size_text(report.allocated)} allocated, {size_text(report.announced)} announced, in place of "
-            f"{size_text(report.dense)} dense{ratio}"
+            f"{size_text(report.dense)} dense{ratio}", style="not bold",
         )
     for warning in sorted({w for graph in report.graphs for site in graph.sites for w in site.warnings}):
-        text.append(f"\nwarning: {warning}", style="yellow")
+        text.append(f"\nwarning: {warning}", style="not bold yellow")
     return text
