@@ -55,6 +55,7 @@ class Case:
 
 CASES = {
     "int8_g4_d128": Case("int8", "int8", torch.bfloat16, 2, 4, 128, 128, shapes=((1, 1), (3, 5))),
+    "int8_fp8_matrix": Case("int8", "fp8", torch.bfloat16, 2, 4, 64, 96, "keep lo", shapes=((2, 70),)),
     "int4_g1_d64_keep": Case("int4", "int4(scale_dtype=float32)", torch.float16, 3, 1, 64, 64, "keep"),
     "fp8_int8_g7_d96_bool": Case("fp8", "int8(granularity=group)", torch.bfloat16, 1, 7, 96, 64, "bool"),
     "dense_g8_d80_window_sinks": Case("dense", "dense", torch.bfloat16, 1, 8, 80, 80, "lo sinks"),
@@ -136,7 +137,8 @@ def test_matches_float64(name: str) -> None:
             check(got, (*operands, case.keys, case.values, case.width**-0.5, case.softcap, case.width_v))
 
 
-def test_plain_tensors_as_one_page() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_plain_tensors_as_one_page(dtype: torch.dtype) -> None:
     """Halves of a combined (B, T, 2, K, D) buffer as keys and values, 200 queries, causal; one pointer argument."""
     T, S, H, K, D = 300, 200, 4, 2, 64
 
@@ -144,7 +146,7 @@ def test_plain_tensors_as_one_page() -> None:
         k, v = both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
         return ops.attend(q, [k[None]], [v[None]], hi, None, None, None, None, "dense", "dense", 0.125, 0.0, D)
 
-    q, both = torch.randn(2, H, S, D), torch.randn(2, T, 2, K, D)
+    q, both = torch.randn(2, H, S, D, dtype=dtype), torch.randn(2, T, 2, K, D, dtype=dtype)
     both[:, T - 1] = float("nan")
     hi = torch.arange(T - S - 1, T - 1)[None]
     got, (code,) = run_and_get_code(torch.compile(run, dynamic=True), q, both, hi)

@@ -23,7 +23,7 @@ from torch._inductor.utils import Placeholder, parallel_num_threads
 from torch._inductor.virtualized import V
 
 from kvcompile import schemes
-from kvcompile.lowering import cpp_kernel, cpp_run, cpp_source, cpp_vectors
+from kvcompile.lowering import cpp_kernel, cpp_matrix, cpp_run, cpp_source, cpp_vectors
 from kvcompile.lowering.expressions import CPP_TYPES
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
@@ -48,7 +48,8 @@ class Side:
         scale = self.planes[1].get_dtype() if self.fmt.scaled else None
         words = V.graph.sizevars.guard_int(self.planes[0].get_size()[-1])
         step = self.planes[0].get_stride()[-2]
-        return cpp_vectors.side_source(name, self.fmt, words, int(step) if isinstance(step, (int, sympy.Integer)) else 0, scale)
+        row_step = int(step) if isinstance(step, (int, sympy.Integer)) else 0
+        return cpp_vectors.side_source(name, self.fmt, words, row_step, scale, cpp_matrix.unpacks_to_bfloat16(self.fmt))
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ class AttendTemplate(CppTemplate):
             template=self, kernel=kernel, definition=definition, fields=_Fields(kernel, ops, output).texts,
             key_scheme=ops.keys.spelled, value_scheme=ops.values.spelled,
             vectors=cpp_vectors.VECTORS, sides=ops.keys.source("Key") + ops.values.source("Value"),
-            blocks=cpp_source.BLOCKS, decode=cpp_source.DECODE, fused=cpp_source.FUSED, attend=cpp_kernel.ATTEND, run=cpp_run.RUN,
+            blocks=cpp_source.BLOCKS, decode=cpp_source.DECODE, fused=cpp_source.FUSED,
+            matrix=cpp_matrix.MATRIX, attend=cpp_kernel.ATTEND, run=cpp_run.RUN,
             q_type=_ctype(ops.q), bias_type=_ctype(ops.bias), sink_type=_ctype(ops.sinks),
             has_bias=str(ops.bias is not None).lower(), has_keep=str(ops.keep is not None).lower(),
             tile=TILE, max_rows=MAX_ROWS, min_split=MIN_SPLIT, heads=self.kv_heads, group=self.group,

@@ -22,8 +22,9 @@ struct Scratch {
   std::unique_ptr<float[]> memory;
   float *q, *tile, *scores, *acc, *top, *total, *bias, *scales;
   int64_t *from, *until;
+  Pairs pairs;
   static float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t(63)); }
-  explicit Scratch(int64_t rows, int64_t block) {
+  explicit Scratch(int64_t rows, int64_t block) : pairs(rows) {
     const int64_t scale_floats = TILE * std::max(Key::groups, Value::groups) + N;
     const int64_t tile_floats = TILE * std::max(Key::row, Value::row);
     memory.reset(new float[rows * (Key::row + Value::row + TILE + 1 + N) + tile_floats + scale_floats + TILE + 4 * block + 16 * 12]);
@@ -145,8 +146,9 @@ template <typename F> static inline void few_rows(int64_t rows, const F& f) {
 // One task from its first to its last token; leaves sums in s.acc, s.top, s.total.
 static void attend_block(const Problem& p, const Task& task, Scratch& s) {
   const int64_t rows = task.queries * G;
-  const bool few = rows <= FEW;
+  const bool few = rows <= FEW, matrix = use_matrix(rows);
   load_queries(p, task, s.q, rows);
+  if (matrix) at::vec::convert(s.q, s.pairs.q.get(), rows * Key::row);
   std::fill(s.acc, s.acc + rows * Value::row, 0.0f);
   std::fill(s.total, s.total + rows * N, 0.0f);
   std::fill(s.top, s.top + rows, -INFINITY);
@@ -160,7 +162,9 @@ static void attend_block(const Problem& p, const Task& task, Scratch& s) {
     const Ahead<Key> keys_ahead{p.keys.words_at(after), p.keys.word_row()};
     const Ahead<Value> values_ahead{p.values.words_at(span), p.values.word_row()};
     load_scales(p.keys, span, s.scales);
-    if (few && p.keys.word.width == 1) {
+    if (matrix) {
+      dot_matrix(p.keys, span, rows, s.scales, s.tile, s.pairs, s.scores);
+    } else if (few && p.keys.word.width == 1) {
       few_rows(rows, [&](auto r) { dot_fused<r.value>(p.keys, span, s.scales, s.q, s.scores, values_ahead); });
     } else {
       decode(p.keys, span, nullptr, s.scales, s.tile);
@@ -171,7 +175,9 @@ static void attend_block(const Problem& p, const Task& task, Scratch& s) {
     if constexpr (Value::token_scale)
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t j = 0; j < TILE; j += N) vstore(s.scores + r * TILE + j, vload(s.scores + r * TILE + j) * vload(s.scales + j));
-    if (few && p.values.word.width == 1) {
+    if (matrix) {
+      mix_matrix(p.values, span, rows, used, s.scales, s.tile, s.scores, s.pairs, s.acc);
+    } else if (few && p.values.word.width == 1) {
       few_rows(rows, [&](auto r) { mix_fused<r.value>(p.values, span, used, s.scales, s.scores, s.acc, keys_ahead); });
     } else {
       decode(p.values, span, used, s.scales, s.tile);
@@ -179,6 +185,7 @@ static void attend_block(const Problem& p, const Task& task, Scratch& s) {
     }
     t0 += tokens;
   }
+  if (matrix) at::native::cpublas::brgemm_release();
 }
 // acc / total with the sink's mass, in the result's dtype; a row that saw nothing gives zeros.
 static inline void finish_row(const Problem& p, int64_t b, int64_t h, int64_t query, const float* acc, float top, float total) {

@@ -16,7 +16,7 @@ template <typename F> static void each_task(int64_t tasks, const F& work) {
   });
 }
 static void run(const Problem& p) {
-  const int64_t block = std::max<int64_t>(1, std::min(p.queries, MAX_ROWS / G));
+  const int64_t block = std::max<int64_t>(1, std::min(p.queries, (use_matrix(p.queries * G) ? MATRIX_ROWS : MAX_ROWS) / G));
   const int64_t blocks = (p.queries + block - 1) / block;
   const int64_t units = p.batch * K * blocks, rows = block * G;
   if (units == 0) return;
@@ -89,6 +89,7 @@ ENTRY = r"""
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/native/CPUBlas.h>
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -107,6 +108,7 @@ constexpr float SCALE = {{ scale }}, SOFTCAP = {{ softcap }};
 {{ blocks }}
 {{ decode }}
 {{ fused }}
+{{ matrix }}
 {{ attend }}
 {{ run }}
 }

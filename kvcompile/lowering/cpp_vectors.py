@@ -38,7 +38,7 @@ def _lane(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else CPP_TYPES[dtype]
 
 
-def side_source(name: str, fmt: KernelFormat, words: int, row_step: int, scale_dtype: torch.dtype | None) -> str:
+def side_source(name: str, fmt: KernelFormat, words: int, row_step: int, scale_dtype: torch.dtype | None, exact_bfloat16: bool) -> str:
     """The C++ struct of one encoded slot: ``words`` stored per token, ``row_step`` apart (0: known at run time)."""
     branches = " else ".join(
         f"if constexpr (P == {part}) return {_expression(fmt, part, 'word', CppVectors())};" for part in range(fmt.parts)
@@ -48,6 +48,7 @@ struct {name} {{
   using Word = {CPP_TYPES[fmt.word_dtype]};
   using Scale = {CPP_TYPES[scale_dtype or torch.float32]};
   static constexpr int64_t parts = {fmt.parts}, words = {words}, group = {fmt.group}, row_step = {row_step};
+  static constexpr bool exact_bfloat16 = {str(exact_bfloat16).lower()};
   static constexpr bool scaled = {str(fmt.scaled).lower()};
   static constexpr bool token_scale = scaled && group == parts * words;
   static constexpr bool group_scale = scaled && !token_scale;
