@@ -144,6 +144,11 @@ def _getitem(node: fx.Node, coords: Coords) -> Step | None:
     return source, moved
 
 
+def _written(node: fx.Node, coords: Coords) -> Step:
+    """The result of an in-place write is the tensor that it wrote."""
+    return node.args[0], coords
+
+
 def _joined(node: fx.Node, coords: Coords) -> Step | None:
     """Through cat and stack, where every sample comes from one and the same operand."""
     operands = list(node.args[0])
@@ -175,6 +180,7 @@ STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
     "permute": _permute, "movedim": lambda node, coords: _movedim(node, coords),
     "expand": _expand, "expand_as": _expand, "broadcast_to": _expand,
     "unsqueeze": _unsqueeze, "slice": _slice, "narrow": _slice, "select": _select,
+    **dict.fromkeys(("index_copy_", "index_put_", "_index_put_impl_", "copy_"), _written),
     "repeat_interleave": _repeat_interleave, "repeat": _repeat, "tile": _repeat, "getitem": _getitem,
 }
 JOINS = {"cat", "stack", "concat", "concatenate"}

@@ -1,0 +1,250 @@
+"""What must not be rewritten, each test named for the reason: the site stays as it was, is listed, and is still right."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from e2e_models import Attention, buffers, by_position, inputs, visible
+
+import kvcompile
+from kvcompile.errors import SiteRefused
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+Forward = Callable[["Cached", torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Cached(Attention):
+    """A buffer cache whose use is the test's own function of (self, q, k, v, pos), all [B, H, S, D]."""
+
+    def __init__(self, use: Forward, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+        self.use = use
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        return self.use(self, q, k, v, pos)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> None:
+        """The plain write."""
+        self.k_cache.index_copy_(2, pos, k)
+        self.v_cache.index_copy_(2, pos, v)
+
+    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        """The plain attention."""
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, keys.shape[2])))
+
+
+def steps(module: Cached, call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """A prefill and two decode steps."""
+    with torch.no_grad():
+        return by_position(module, call, inputs(module, (7, 1, 1)))
+
+
+def refused(use: Forward, reason: str, caplog: pytest.LogCaptureFixture, **sizes: int) -> None:
+    """``use`` is refused for ``reason``, warned about once a graph, right as it was, and raised under ``strict``."""
+    torch.manual_seed(0)
+    module = Cached(use, **sizes).eval()
+    wanted = steps(module, module)
+    module.k_cache.zero_(), module.v_cache.zero_()
+    owner = kvcompile.backend("int8", inner="eager")
+    with caplog.at_level(logging.WARNING, logger="kvcompile"):
+        found = steps(module, torch.compile(module, backend=owner, fullgraph=True))
+    report = owner.report()
+    assert report.sites == 0 and report.refusals, "nothing was refused"
+    for refusal in report.refusals:
+        assert reason in refusal.reason, refusal.reason
+        assert "test_refusals.py:" in refusal.line, refusal.line
+        assert refusal.evidence
+    assert sum(reason in record.getMessage() for record in caplog.records) == len(report.refusals)
+    assert type(module.k_cache) is torch.Tensor, "the cache was taken over"
+    torch.testing.assert_close(found, wanted)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="strict=True") as caught:
+        steps(module, torch.compile(module, backend=kvcompile.backend("int8", inner="eager", strict=True), fullgraph=True))
+    assert isinstance(caught.value, SiteRefused) or SiteRefused.__name__ in repr(caught.value)
+
+
+def test_other_reader(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        return m.attend(q, m.k_cache, m.v_cache, pos) + m.v_cache.mean()
+
+    refused(use, "the cache is also read by mean", caplog)
+
+
+def test_view_of_the_cache_is_returned(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[torch.Tensor] = []
+
+    class Returning(Cached):
+        def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x, pos)
+            return y, self.v_cache[:, :, -1]  # type: ignore[return-value]
+
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    module = Returning(use).eval()
+    owner = kvcompile.backend("int8", inner="eager")
+    compiled = torch.compile(module, backend=owner, fullgraph=True)
+    with torch.no_grad():
+        seen.append(compiled(inputs(module, (3,))[0], torch.arange(3))[1])
+    assert owner.report().sites == 0
+    assert ["a view of the cache is returned to the caller"] == [item.reason for item in owner.report().refusals]
+    assert seen[0].shape == (2, 4, 16) and type(module.v_cache) is torch.Tensor
+
+
+def test_write_after_read(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        y = m.attend(q, m.k_cache, m.v_cache, pos)
+        m.write(k, v, pos)
+        return y
+
+    refused(use, "the cache is written after the attention that reads it", caplog)
+
+
+def test_copy_made_before_the_write(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        keys = m.k_cache.clone()
+        m.write(k, v, pos)
+        return m.attend(q, keys, m.v_cache, pos)
+
+    refused(use, "a copy of the cache made before the write", caplog)
+
+
+def test_two_writes(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        m.k_cache.index_copy_(2, pos, k * 2)
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    refused(use, "the cache is written 2 times before it is read", caplog)
+
+
+def test_accumulating_write(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        torch.ops.aten.index_put_(m.k_cache, [None, None, pos], k, True)
+        m.v_cache.index_copy_(2, pos, v)
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    refused(use, "the write accumulates into the cache", caplog)
+
+
+def test_cache_scaled_in_place(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        m.v_cache.mul_(0.5)
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    refused(use, "the cache is written by mul_", caplog)
+
+
+def test_rolled_cache(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        last = pos.new_full((1,), m.capacity - 1)
+        m.k_cache.copy_(m.k_cache.roll(-1, 2).index_copy_(2, last, k[:, :, -1:]))
+        m.v_cache.copy_(m.v_cache.roll(-1, 2).index_copy_(2, last, v[:, :, -1:]))
+        return m.close(F.scaled_dot_product_attention(q, m.k_cache, m.v_cache))
+
+    refused(use, "token ranges", caplog)
+
+
+def test_wrong_fill_value(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        scores = (q @ m.k_cache.mT / math.sqrt(m.dim)).masked_fill(~visible(pos, m.capacity), -5.0)
+        return m.close(scores.softmax(-1) @ m.v_cache)
+
+    refused(use, "filled with a value that does not exclude them", caplog)
+
+
+def test_partial_channels(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        return m.attend(q[..., : m.dim // 2], m.k_cache[..., : m.dim // 2], m.v_cache, pos)
+
+    refused(use, "no plain view of the whole cache", caplog)
+
+
+def test_heads_out_of_order(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        # Query head h reads kv head h % K rather than h // G.
+        return m.attend(q, m.k_cache.repeat(1, 2, 1, 1), m.v_cache.repeat(1, 2, 1, 1), pos)
+
+    refused(use, "no plain view of the whole cache", caplog, kv=2)
+
+
+def test_tokens_not_from_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        mask = visible(pos, m.capacity)[:, 2:] | (pos < 2)[:, None]
+        return m.close(F.scaled_dot_product_attention(q, m.k_cache[:, :, 2:], m.v_cache[:, :, 2:], attn_mask=mask))
+
+    refused(use, "no plain view of the whole cache", caplog)
+
+
+def test_keys_read_as_values(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        return m.attend(q, m.k_cache, m.k_cache, pos) + 0 * v.sum()
+
+    refused(use, "keys and values are the same cache entries", caplog)
+
+
+def test_weights_are_read_by_more_than_the_values(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        scores = (q @ m.k_cache.mT / math.sqrt(m.dim)).masked_fill(~visible(pos, m.capacity), float("-inf"))
+        weights = scores.softmax(-1)
+        return m.close(weights @ m.v_cache) + weights.max()
+
+    refused(use, "the attention weights are read by more than", caplog)
+
+
+def test_weights_are_changed_before_the_values(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        scores = (q @ m.k_cache.mT / math.sqrt(m.dim)).masked_fill(~visible(pos, m.capacity), float("-inf"))
+        return m.close(scores.softmax(-1).square() @ m.v_cache)
+
+    refused(use, "the attention weights pass through square", caplog)
+
+
+def test_read_only_cache(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.v_cache.index_copy_(2, pos, v)
+        return m.attend(q, m.k_cache, m.v_cache, pos) + 0 * k.sum()
+
+    refused(use, "read but not written in this graph", caplog)
+
+
+def test_half_a_policy(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    module = Cached(use).eval()
+    owner = kvcompile.backend({"no.such.module": "int8"}, inner="eager")
+    steps(module, torch.compile(module, backend=owner))
+    assert owner.report().sites == 0
+    assert all("no entry of the per-layer policy matches" in item.reason for item in owner.report().refusals)
+
+
+def test_head_dim_that_the_scheme_cannot_hold(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    module = Cached(use, dim=16).eval()
+    owner = kvcompile.backend("int4(group=32)", inner="eager")
+    steps(module, torch.compile(module, backend=owner))
+    assert owner.report().sites == 0
+    assert all("found head dim 16 and group 32" in item.reason for item in owner.report().refusals)
