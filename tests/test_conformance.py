@@ -9,8 +9,20 @@ from __future__ import annotations
 import pytest
 import torch
 from registry import (
-    DTYPES, SHAPES, VARIANTS, amax_of, bound_of, each_dtype, each_scheme, each_variant, each_variant_and_width, fitting, holds, normal,
-    round_trip, slot,
+    DTYPES,
+    SHAPES,
+    VARIANTS,
+    amax_of,
+    bound_of,
+    each_dtype,
+    each_scheme,
+    each_variant,
+    each_variant_and_width,
+    fitting,
+    holds,
+    normal,
+    round_trip,
+    slot,
 )
 
 from kvcompile.errors import SchemeError
