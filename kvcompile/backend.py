@@ -186,6 +186,8 @@ class _Compilation:
         def compile_variant(variant: Variant) -> tuple[Rewritten, Callable[..., Any]]:
             return self._variant(captured, planned, effects, variant, made)
 
+        # For ``dump``, which may show the variant that no call needed.
+        self.stage["compile_variant"] = compile_variant
         bound = BoundGraph(captured, groups, pairs, compile_variant, positions, self.owner.growth, self.owner.live, decode)
         self.report.pass_seconds += time.perf_counter() - started
         likely = Variant.FRESH if bound.born_only else Variant.PAST if bound.with_past else None

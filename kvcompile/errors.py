@@ -138,3 +138,7 @@ class Unsupported(KvcompileError):
 
 class TargetError(KvcompileError):
     template = "expected a target like hf:llama, a local checkpoint folder or file.py:factory, found {found!r}: {why}"
+
+
+class NothingToDump(KvcompileError):
+    template = "expected {expected}, found {found}; {todo}"
