@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.passes.patterns.softmax import constant
-from kvcompile.passes.pullback import IDENTITIES
-from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, sizes
+from kvcompile.passes.constants import constant
+from kvcompile.passes.shapes import IDENTITIES, bind, hint, is_tensor, op_name, sizes, value_of
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,10 @@ def _compute(node: fx.Node, coords: Coords) -> Expr:
         return number(value)
     if name in COMPARISONS:
         return Expr(COMPARISONS[name], (_operand(node.args[0], coords), _operand(node.args[1], coords)))
-    if name in LOGIC:
+    if name in {"eq", "ne"} and constant(node.args[1]) == 0.0:
+        truth = _operand(node.args[0], coords)
+        return truth if name == "ne" else Expr("not", (truth,))
+    if name in LOGIC and (not name.startswith(("bitwise", "__")) or value_of(node).dtype == torch.bool):
         return Expr(LOGIC[name], tuple(_operand(item, coords) for item in node.args))
     if name in ARITHMETIC and bind(node).get("alpha", 1) == 1:
         return _combined(ARITHMETIC[name], _operand(node.args[0], coords), _operand(node.args[1], coords))

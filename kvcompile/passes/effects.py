@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from kvcompile.passes.pullback import IDENTITIES, STEPS
-from kvcompile.passes.shapes import is_tensor, op_name
+from kvcompile.passes.pullback import STEPS
+from kvcompile.passes.shapes import IDENTITIES, is_tensor, op_name
 
 
 def _schema(node: fx.Node) -> torch.FunctionSchema | None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from kvcompile.passes import masks, slots
 from kvcompile.passes.capture import Captured
+from kvcompile.passes.caches import cache_behind, unrecognised
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.patterns import sdpa, softmax
-from kvcompile.passes.shapes import hint, module_path, op_name, sizes, source_line, value_of
+from kvcompile.passes.shapes import hint, module_path, op_name, sizes, source_line
 from kvcompile.passes.sites import Attention, Miss, Refusal, Site, Slot, Stage
 
 ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
@@ -79,6 +80,9 @@ def _compose(attention: Attention, effects: Effects, index: int) -> Site:
     key = slots.find(attention.k, attention.k_roles, attention.output, effects)
     value = slots.find(attention.v, attention.v_roles, attention.output, effects)
     heads, groups = _check_pair(attention, key, value)
+    if value.factor != 1.0:
+        raise Miss("the cached values are multiplied by a number after they are read", value.root)
+    attention = replace(attention, scale=attention.scale * key.factor)
     bounds = masks.normalise(attention, effects)
     tokens = sizes(attention.q)[attention.q_roles.index("S")] if "S" in attention.q_roles else 1
     if attention.sinks is not None and "T" in _roles_of_sinks(attention.sinks):
@@ -103,9 +107,15 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
     refused: dict[Site, Miss] = {}
     for root, users in by_root.items():
         allowed = {node for site in users for node in site.attention.nodes}
-        allowed |= {slot.write.node for site in users for slot in (site.key, site.value)}
+        slots_here = [slot for site in users for slot in (site.key, site.value) if slot.root is root]
+        allowed |= {slot.write.node for slot in slots_here}
         allowed.add(effects.output)
-        for reader in effects.readers(root) - allowed:
+        # Where keys are scaled on their way, the scaled copy counts as the cache too.
+        family = effects.family(root)
+        copies = {node for slot in slots_here for node in slot.path} - family
+        allowed |= copies
+        readers = effects.readers(root) | {user for node in copies for user in node.users}
+        for reader in readers - allowed:
             for site in users:
                 refused[site] = Miss(
                     f"the cache is also read by {op_name(reader) or reader.op}, which would need it decoded", reader,
@@ -132,6 +142,20 @@ def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> di
     return {}
 
 
+def _processed(behind: fx.Node) -> Miss:
+    return Miss(
+        "keys or values are made from the cache rather than read from it (projected, rotated, assembled or updated out of place)",
+        behind, advice="store in the cache what attention reads, and write it in place or with torch.cat",
+    )
+
+
+def _unrecognised(product: fx.Node) -> Miss:
+    return Miss(
+        f"the cache is read by {op_name(product)}, and no softmax or scaled_dot_product_attention was found around it", product,
+        advice="spell the attention with torch.softmax or scaled_dot_product_attention",
+    )
+
+
 def match(captured: Captured) -> Matched:
     """All sites and refusals of a captured graph."""
     effects = analyse(captured.graph)
@@ -146,37 +170,21 @@ def match(captured: Captured) -> Matched:
                 if attention is not None:
                     sites.append(_compose(attention, effects, len(sites)))
             except slots.NoCache:
-                uncached += 1
+                behind = cache_behind(attention.k, effects) or cache_behind(attention.v, effects)  # type: ignore[union-attr]
+                if behind is None:
+                    uncached += 1
+                else:
+                    refusals.append(refuse(_processed(behind), node, attention.idiom))  # type: ignore[union-attr]
             except Miss as miss:
-                if attention is not None or _touches_cache(node, captured, effects):
+                if attention is not None or cache_behind(node, effects) is not None:
                     refusals.append(refuse(miss, node, attention.idiom if attention else recognise.__module__.rpartition(".")[2]))
                 else:
                     uncached += 1
+    refusals += [refuse(_unrecognised(product), product) for product in unrecognised(captured, effects)]
     rejected = _sole_readers(sites, effects)
     refusals += [refuse(miss, site.attention.output, site.attention.idiom) for site, miss in rejected.items()]
     kept = tuple(site for site in sites if site not in rejected)
     return Matched(kept, tuple(refusals), uncached, effects)
-
-
-def _touches_cache(node: fx.Node, captured: Captured, effects: Effects) -> bool:
-    """Whether a softmax that failed to match has a written input or a returned concatenation among its ancestors."""
-    seen, stack = set(), [node]
-    while stack and len(seen) < 400:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if effects.writes.get(effects.root.get(current, current)) and op_name(current) not in {"add_"}:
-            root = effects.root.get(current, current)
-            if root.op == "placeholder" and value_of(root).dim() >= 3:
-                return True
-        if op_name(current) == "cat" and effects.outputs_of([current]):
-            return True
-        if op_name(current) in {"linear", "mm", "addmm", "embedding"}:
-            continue
-        stack.extend(current.all_input_nodes)
-    del captured
-    return False
 
 
 def tokens_of(site: Site) -> int:

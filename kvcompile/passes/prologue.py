@@ -6,6 +6,7 @@ when an empty one is first written. In a decode step it never runs.
 
 from __future__ import annotations
 
+import networkx as nx
 from torch import fx
 
 from kvcompile.passes.capture import Captured
@@ -13,19 +14,21 @@ from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.shapes import is_tensor
 
 
+def dataflow(captured: Captured, effects: Effects) -> nx.DiGraph:
+    """What every value is made from: its operands, and the writes that came before its reader."""
+    flow = nx.DiGraph()
+    for node in captured.graph.nodes:
+        flow.add_node(node)
+        flow.add_edges_from((operand, node) for operand in node.all_input_nodes)
+        if is_tensor(node):
+            flow.add_edges_from((write, node) for write in effects.writes.get(effects.root.get(node, node), ()) if write is not node)
+    return flow
+
+
 def extract(captured: Captured, wanted: tuple[fx.Node, ...], effects: Effects) -> tuple[fx.GraphModule, tuple[int, ...], bool]:
     """(module, arguments it takes, whether it writes to any of them) computing ``wanted`` as the graph would."""
-    needed: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        stack.extend(node.all_input_nodes)
-        if is_tensor(node):
-            # A value is what the writes before its readers made it.
-            stack.extend(effects.writes.get(effects.root.get(node, node), ()))
+    flow = dataflow(captured, effects)
+    needed = set(wanted).union(*(nx.ancestors(flow, node) for node in wanted))
     last = max((effects.order[node] for node in wanted), default=0)
     ordered = [node for node in captured.graph.nodes if node in needed and effects.order[node] <= last]
     graph = fx.Graph()

@@ -9,24 +9,20 @@ read off the coordinates that arrive (``axes_of``). A new spelling costs three l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import fx
 
-from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, sizes
+from kvcompile.passes.constants import constant
+from kvcompile.passes.shapes import IDENTITIES, bind, hint, is_tensor, op_name, sizes
 
 Coords = np.ndarray
 """int64 [samples, dims]: one row an element of a tensor."""
 
 Step = tuple[fx.Node, Coords]
-
-IDENTITIES = {
-    "alias", "detach", "detach_", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "dropout", "to", "_to_copy",
-    "type_as", "_conj", "resolve_conj", "resolve_neg", "float", "half", "bfloat16", "positive",
-}
 
 
 def sample(shape: tuple[int, ...], count: int = 384) -> Coords:
@@ -198,11 +194,36 @@ def _movedim(node: fx.Node, coords: Coords) -> Step | None:
     return node.args[0], moved
 
 
-def step(node: fx.Node, coords: Coords, through_joins: bool = False) -> Step | None:
+def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """The tensor and the number that a product or quotient with a plain number is made of."""
+    name = op_name(node)
+    if name not in {"mul", "div"} or bind(node).get("rounding_mode") is not None:
+        return None
+    left, right = node.args[:2]
+    if is_tensor(left) and (number := constant(right)) is not None and number:
+        return left, number if name == "mul" else 1 / number
+    if name == "mul" and is_tensor(right) and (number := constant(left)) is not None:
+        return right, number
+    return None
+
+
+def factor(path: Iterable[fx.Node]) -> float:
+    """The number that the values were multiplied with along a trail."""
+    total = 1.0
+    for node in path:
+        scaled = _scaled(node)
+        total *= scaled[1] if scaled is not None else 1.0
+    return total
+
+
+def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: bool = False) -> Step | None:
     """One operator upstream, or None where ``node`` makes new values."""
     name = op_name(node)
     if name in IDENTITIES:
-        return (node.args[0], coords) if is_tensor(node.args[0]) else None
+        keeps = name != "dropout" or not (node.args[1] and node.args[2])
+        return (node.args[0], coords) if keeps and is_tensor(node.args[0]) else None
+    if scales and (scaled := _scaled(node)) is not None and sizes(scaled[0]) == sizes(node):
+        return scaled[0], coords
     if name in JOINS:
         return _joined(node, coords) if through_joins else None
     handler = STEPS.get(name)
@@ -219,12 +240,12 @@ class Trail:
     path: tuple[fx.Node, ...]
 
 
-def trace(node: fx.Node, stop: Callable[[fx.Node], bool], through_joins: bool = False) -> Trail:
-    """Follow views upstream from ``node`` until ``stop`` holds or values are made."""
+def trace(node: fx.Node, stop: Callable[[fx.Node], bool], through_joins: bool = False, scales: bool = False) -> Trail:
+    """Follow views (and with ``scales`` multiplications by a plain number) from ``node`` until ``stop`` holds or values are made."""
     here = sample(sizes(node))
     coords, path = here, []
     while not stop(node):
-        moved = step(node, coords, through_joins)
+        moved = step(node, coords, through_joins, scales)
         if moved is None:
             break
         path.append(node)

@@ -125,6 +125,8 @@ class Slot:
     head_dim: int = 0
     batch: int = 0
     capacity: int = 0
+    factor: float = 1.0
+    """What the attention multiplies the cached values with, after it reads them."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import fx
 
 from kvcompile.passes.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.patterns.writes import concatenation, in_place
-from kvcompile.passes.pullback import Trail, trace
+from kvcompile.passes.pullback import Trail, factor, step, trace
 from kvcompile.passes.shapes import is_tensor, op_name, sizes
 from kvcompile.passes.sites import Axes, Miss, Slot, SlotKind, Write
 
@@ -27,7 +27,7 @@ class NoCache(Exception):
 
 def _through_writes(node: fx.Node, effects: Effects) -> Trail:
     """Trace to the root; the result of an in-place write is the tensor it wrote."""
-    trail = trace(node, lambda found: bool(written_arguments(found)))
+    trail = trace(node, lambda found: bool(written_arguments(found)), scales=True)
     path = list(trail.path)
     while written_arguments(trail.base):
         target = written_arguments(trail.base)[0]
@@ -41,11 +41,9 @@ def _through_writes(node: fx.Node, effects: Effects) -> Trail:
 
 def _resume(node: fx.Node, trail: Trail) -> Trail:
     """Go on tracing from ``node`` with the coordinates that ``trail`` arrived with."""
-    from kvcompile.passes.pullback import step  # noqa: PLC0415 - one name, used here alone
-
     coords, path = trail.there, []
     while not written_arguments(node):
-        moved = step(node, coords)
+        moved = step(node, coords, scales=True)
         if moved is None:
             break
         path.append(node)
@@ -160,6 +158,8 @@ def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effect
     if len(hits) > 1:
         raise Miss(f"the cache is written {len(hits)} times before it is read", *[hit.node for hit in hits])
     write = hits[0]
+    if not same_memory(written_arguments(write.node)[0], root):
+        raise Miss("the write goes to a copy of the cache, which the caller never sees", write.node)
     if effects.order[write.node] > effects.order[attention]:
         raise Miss("the cache is written after the attention that reads it", write.node)
     for node in trail.path:
@@ -225,5 +225,5 @@ def _slot(
             known = size.get(first) if first == "K" else None
             size[second if known else first] = shape[dim] // (known or heads)
     return Slot(
-        kind, root, placeholder, outputs, axes, write, trail.path, heads, size.get("D", 1), size["B"], size["T"]
+        kind, root, placeholder, outputs, axes, write, trail.path, heads, size.get("D", 1), size["B"], size["T"], factor(trail.path)
     )

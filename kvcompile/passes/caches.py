@@ -1,0 +1,82 @@
+"""What looks like a cache where no site was found: so that no attention over one is skipped in silence."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.patterns.softmax import SOFTMAX
+from kvcompile.passes.patterns.writes import IN_PLACE
+from kvcompile.passes.pullback import trace
+from kvcompile.passes.shapes import is_tensor, op_name, sizes, value_of
+
+PROJECTIONS = {"linear", "mm", "addmm", "embedding", "conv1d", "conv2d", "convolution"}
+PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+FUNCTIONAL = {"index_copy", "index_put", "scatter", "slice_scatter", "select_scatter", "where", "cat"}
+LIMIT = 400
+
+
+def _is_cache(node: fx.Node, effects: Effects) -> bool:
+    """A floating tensor of three dims or more that is written piece by piece here, or returned one piece longer."""
+    if not is_tensor(node) or value_of(node).dim() < 3 or not value_of(node).dtype.is_floating_point:
+        return False
+    root = effects.root.get(node, node)
+    if root.op == "placeholder":
+        return any(op_name(write) in IN_PLACE for write in effects.writes.get(root, ()))
+    if op_name(root) not in FUNCTIONAL or not effects.outputs_of({root}):
+        return False
+    operands = root.all_input_nodes
+    return any(effects.root.get(item, item).op == "placeholder" and is_tensor(item) and value_of(item).dim() >= 3 for item in operands)
+
+
+def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
+    """The cache that a value is made from, through anything but a projection of something that is no cache."""
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack and len(seen) < LIMIT:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if _is_cache(current, effects):
+            return current
+        if op_name(current) in PROJECTIONS:
+            base = trace(current.args[0], lambda item: False).base  # type: ignore[arg-type]
+            if is_tensor(base) and _is_cache(base, effects):
+                return base
+            continue
+        stack.extend(current.all_input_nodes)
+        # What was written into a tensor is part of its value.
+        stack.extend(item for write in effects.writes.get(current, ()) for item in write.all_input_nodes)
+    return None
+
+
+def unrecognised(captured: Captured, effects: Effects) -> list[fx.Node]:
+    """Products that read a cache as it is and that no softmax follows."""
+    found = []
+    for node in captured.graph.nodes:
+        if op_name(node) not in PRODUCTS:
+            continue
+        operands = [item for item in node.all_input_nodes if is_tensor(item) and len(sizes(item)) >= 3]
+        bases = [trace(item, lambda base: False).base for item in operands]
+        if any(_is_cache(base, effects) for base in bases) and not _near_softmax(node):
+            found.append(node)
+    return found
+
+
+def _near_softmax(product: fx.Node) -> bool:
+    """Whether a softmax stands before or after a product, a few steps away: then its recogniser has spoken."""
+    for step in (lambda node: list(node.users), lambda node: node.all_input_nodes):
+        stack, seen = [(product, 0)], set()
+        while stack:
+            node, depth = stack.pop()
+            if node in seen or depth > 24:
+                continue
+            seen.add(node)
+            if op_name(node) in SOFTMAX:
+                return True
+            if node is not product and op_name(node) in PROJECTIONS | PRODUCTS:
+                continue
+            stack += [(item, depth + 1) for item in step(node)]
+    return False
