@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 from dataclasses import dataclass, field
 
 from rich import box
@@ -131,6 +132,11 @@ def size_text(count: float) -> str:
     raise AssertionError
 
 
+def short_paths(text: str) -> str:
+    """Source files as the packages that they lie in: what stands before ``site-packages`` tells a reader nothing."""
+    return re.sub(r"\S*/(?:site|dist)-packages/", "", text)
+
+
 def count_text(count: int, what: str) -> str:
     """A count with its noun, in the plural where it is one."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
@@ -190,7 +196,7 @@ def _refusal(refusal: Refusal) -> Text:
     text = Text()
     text.append(f"refused, stays as it was: {refusal.path or 'an attention'}", style="bold yellow")
     facts = (
-        ("why", refusal.reason), ("stage", refusal.stage.value), ("line", refusal.line), ("nearest", refusal.nearest),
+        ("why", refusal.reason), ("stage", refusal.stage.value), ("line", short_paths(refusal.line)), ("nearest", refusal.nearest),
         ("do", refusal.advice),
     )
     for name, value in facts:
