@@ -64,10 +64,11 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
     """Contiguous operands of a store with ``PAGES`` pages, a run-time argument."""
     key, value = config.plans
     heads = config.kv_heads * config.group
-    pages = "PAGES" if config.paged else 1
+    # What is not paged are the new tokens themselves, as they are attended to when nothing is cached.
+    pages, rows = ("PAGES", config.page_rows) if config.paged else (1, queries)
 
     def plane(width: int, dtype: torch.dtype) -> Operand:
-        return Operand.contiguous((pages, batch, config.kv_heads, config.page_rows, width), dtype)
+        return Operand.contiguous((pages, batch, config.kv_heads, rows, width), dtype)
 
     def words(plan: SlotPlan) -> int:
         return sum(chunk.count for chunk in plan.chunks) * plan.words_per_view

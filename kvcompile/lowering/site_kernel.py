@@ -49,7 +49,8 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     q, keys, values = given["q"], given["keys"], given["values"]
     batch, heads, queries, head_dim = (hint(size) for size in q.shape)
     kv_heads = hint(keys[0].shape[2])
-    paged = keys[0].shape[3] == PAGE
+    pages = keys[0].shape[0]
+    paged = not (isinstance(pages, int) and pages == 1)
     group = heads // kv_heads
     config = AttendConfig(
         given["key_scheme"], given["value_scheme"], head_dim, hint(given["value_dim"]), kv_heads, group, q.dtype, keys[0].dtype,
