@@ -1,6 +1,6 @@
 """One new token over a long past: attend by scheme against SDPA, correctness first.
 
-    python benchmarks/attention.py [--json FILE] [--sweep] [--quick]
+    python benchmarks/attention.py [--json FILE] [--quick] [--sweep decode|extend] [--extend] [--profile T]
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16. Times are medians over CUDA-graph replays, so launches are
 not counted against anybody. "Roof" is the time that the scheme's bytes need at 4.3 TB/s, the copy bandwidth of
@@ -200,23 +200,57 @@ def show(rows: list[dict]) -> None:
     Console(width=130).print(table)
 
 
-def sweep_configs(scheme: str, batch: int) -> list[AttendConfig]:
-    """Every tile times a few split counts."""
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One kernel of a sweep and the shape to time it at."""
+
+    config: AttendConfig
+    batch: int
+    tokens: int
+    queries: int = 1
+
+    @property
+    def source(self) -> str:
+        return offline.attend_source(self.config, self.batch, self.queries)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return (-(-self.queries * H // K // self.config.tile.block_r), self.batch * K, self.config.splits)
+
+
+def base_config(scheme: str, **changes: object) -> AttendConfig:
+    spell = schemes.parse(scheme).spell()
     word = schemes.make(scheme).format(SlotSpec(K, D, torch.bfloat16, Role.KEY)).word_dtype
     pack = 4 if scheme == "int4" else 1
-    found = []
+    base = AttendConfig(
+        spell, spell, D, D, K, H // K, torch.bfloat16, word, word, D**-0.5, key_scale_pack=pack, value_scale_pack=pack,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def decode_jobs(scheme: str, batch: int, tokens: int) -> list[Job]:
+    """Every tile times a few split counts."""
     tiles = [(64, 1, 2), (64, 1, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3)]
-    for (tokens, warps, stages), programs in itertools.product(tiles, (4, 8, 16)):
-        splits = max(1, 132 * programs // (batch * K))
-        found.append(AttendConfig(
-            schemes.parse(scheme).spell(), schemes.parse(scheme).spell(), D, D, K, H // K, torch.bfloat16, word, word, D**-0.5,
-            splits=splits, key_scale_pack=pack, value_scale_pack=pack, tile=Tile(tokens, 8, True, warps, stages),
-        ))
-    return found
+    return [
+        Job(base_config(scheme, splits=max(1, 132 * programs // (batch * K)), tile=Tile(block, 8, True, warps, stages)), batch, tokens)
+        for (block, warps, stages), programs in itertools.product(tiles, (4, 8, 16))
+    ]
 
 
-def source_of(config: AttendConfig, batch: int) -> str:
-    return offline.attend_source(config, batch)
+def extend_jobs(scheme: str, queries: int, tokens: int) -> list[Job]:
+    """Tiles for many rows."""
+    tiles = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (64, 128, 4, 2), (128, 128, 8, 2), (32, 128, 4, 3), (64, 256, 8, 2)]
+    jobs = []
+    for block_t, block_r, warps, stages in tiles:
+        programs = -(-queries * H // K // block_r) * K
+        splits = 1 if programs >= 132 else max(1, 264 // programs)
+        direct = scheme == "dense" and splits == 1
+        for first in (False, True):
+            if first and block_r > 128:
+                continue
+            tile = Tile(block_t, block_r, first, warps, stages)
+            jobs.append(Job(base_config(scheme, splits=splits, direct=direct, one_query=False, tile=tile), 1, tokens, queries))
+    return jobs
 
 
 class DeviceStandIn:
@@ -234,63 +268,70 @@ class DeviceStandIn:
         return 0
 
 
-def compile_one(job: tuple[AttendConfig, int, int]) -> str | None:
+def compile_one(job: Job) -> str | None:
     """Fill triton's cache with one kernel of the sweep."""
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
 
-    config, batch, pages = job
     driver.set_active(DeviceStandIn())
-    kernel = getattr(offline.load_module(source_of(config, batch)), offline.KERNEL)
-    operands = offline.operands_for(config, batch)
-    tensors = [MockTensor(operands[name].dtype) for name in config.operands] + [MockTensor(torch.float32)]
+    config = job.config
+    kernel = getattr(offline.load_module(job.source), offline.KERNEL)
+    operands = offline.operands_for(config, job.batch, job.queries)
+    out = offline.output_for(config, job.batch, job.queries)
+    tensors = [MockTensor(operands[name].dtype) for name in config.operands] + [MockTensor(out.dtype)]
+    options = {"num_warps": config.tile.num_warps, "num_stages": config.tile.num_stages}
     try:
-        kernel.warmup(*tensors, pages, grid=(1, 1, 1), num_warps=config.tile.num_warps, num_stages=config.tile.num_stages)
+        kernel.warmup(*tensors, pages_for(job.tokens), grid=(1, 1, 1), **options)
     except Exception as error:  # noqa: BLE001 - a tile that does not fit is a result
-        return f"{config.tile}: {type(error).__name__} {error}"
+        return f"{config.tile}: {type(error).__name__} {str(error)[:200]}"
     return None
 
 
-def sweep(shapes) -> list[dict]:
-    """Times of the bare kernel, without the merge."""
-    jobs = [(config, batch, pages_for(tokens)) for batch, tokens in shapes for scheme in SCHEMES for config in sweep_configs(scheme, batch)]
+def sweep(groups: list[list[Job]]) -> list[dict]:
+    """Times of the bare kernel, without the merge; one group shares its operands."""
     with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
-        print(*set(filter(None, pool.map(compile_one, jobs, chunksize=1))), sep="\n", flush=True)
+        print(*set(filter(None, pool.map(compile_one, itertools.chain.from_iterable(groups), chunksize=1))), sep="\n", flush=True)
     rows = []
-    for batch, tokens in shapes:
-        for scheme in SCHEMES:
-            keys, values = store(scheme, batch, tokens, Role.KEY), store(scheme, batch, tokens, Role.VALUE)
-            tensors = {
-                "Q": torch.randn(batch, H, 1, D, device="cuda", dtype=torch.bfloat16), "HI": torch.full((batch, 1), tokens - 1, device="cuda"),
-                "K_WORDS": keys[0], "V_WORDS": values[0], "K_SCALES": keys[-1], "V_SCALES": values[-1],
-            }
-            for config in sweep_configs(scheme, batch):
-                kernel = getattr(offline.load_module(source_of(config, batch)), offline.KERNEL)
-                out = torch.empty(config.splits, batch, H, 1, D + 2, device="cuda")
-                args = [*(tensors[name] for name in config.operands), out, keys[0].shape[0]]
-                options = {"num_warps": config.tile.num_warps, "num_stages": config.tile.num_stages}
-                try:
-                    handle = kernel[(1, batch * K, config.splits)](*args, **options)
-                    ms = graph_ms(lambda: kernel[(1, batch * K, config.splits)](*args, **options), 5, 7)
-                except Exception as error:  # noqa: BLE001
-                    print(scheme, config.tile, type(error).__name__, str(error)[:100], file=sys.stderr)
-                    continue
-                rows.append({
-                    "scheme": scheme, "batch": batch, "tokens": tokens, "ms": ms, "splits": config.splits, "registers": handle.n_regs,
-                    "spills": handle.n_spills, "shared": handle.metadata.shared, **dataclasses.asdict(config.tile),
-                })
-            best = sorted((r for r in rows if (r["scheme"], r["batch"]) == (scheme, batch)), key=lambda r: r["ms"])
-            for row in best[:6]:
-                print(scheme, batch, tokens, f"{row['ms']:.4f}", {k: row[k] for k in ("block_t", "num_warps", "num_stages", "splits", "registers", "spills", "shared")}, flush=True)
-            del keys, values, tensors
-            torch.cuda.empty_cache()
+    for jobs in groups:
+        batch, tokens, queries = jobs[0].batch, jobs[0].tokens, jobs[0].queries
+        scheme = jobs[0].config.key_scheme.partition("(")[0]
+        keys, values = store(scheme, batch, tokens, Role.KEY), store(scheme, batch, tokens, Role.VALUE)
+        tensors = {
+            "Q": torch.randn(batch, H, queries, D, device="cuda", dtype=torch.bfloat16),
+            "HI": torch.arange(tokens - queries, tokens, device="cuda").repeat(batch, 1),
+            "K_WORDS": keys[0], "V_WORDS": values[0], "K_SCALES": keys[-1], "V_SCALES": values[-1],
+        }
+        found = []
+        for job in jobs:
+            config = job.config
+            kernel = getattr(offline.load_module(job.source), offline.KERNEL)
+            layout = offline.output_for(config, batch, queries)
+            out = torch.empty(layout.size, dtype=layout.dtype, device="cuda")
+            args = [*(tensors[name] for name in config.operands), out, keys[0].shape[0]]
+            options = {"num_warps": config.tile.num_warps, "num_stages": config.tile.num_stages}
+            try:
+                handle = kernel[job.grid](*args, **options)
+                ms = graph_ms(lambda: kernel[job.grid](*args, **options), 3, 5)
+            except Exception as error:  # noqa: BLE001
+                print(scheme, config.tile, type(error).__name__, str(error)[:100], file=sys.stderr)
+                continue
+            found.append({
+                "scheme": scheme, "batch": batch, "tokens": tokens, "queries": queries, "ms": ms, "splits": config.splits,
+                "registers": handle.n_regs, "spills": handle.n_spills, "shared": handle.metadata.shared, **dataclasses.asdict(config.tile),
+            })
+        for row in sorted(found, key=lambda row: row["ms"])[:5]:
+            shown = {k: row[k] for k in ("block_t", "block_r", "tokens_first", "num_warps", "num_stages", "splits", "registers", "spills")}
+            print(scheme, batch, tokens, queries, f"{row['ms']:.4f}", *shown.values(), flush=True)
+        rows += found
+        del keys, values, tensors
+        torch.cuda.empty_cache()
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", choices=("decode", "extend"), help="time the bare kernel over tiles")
     parser.add_argument("--quick", action="store_true", help="the two long shapes only")
     parser.add_argument("--mode", default=None, help="torch.compile's mode, e.g. max-autotune-no-cudagraphs")
     parser.add_argument("--extend", action="store_true", help="several new tokens, and prefill")
@@ -300,8 +341,14 @@ def main() -> None:
         return measure_extend()
     if options.profile:
         return profile(options.profile)
-    shapes = SHAPES[:2] if options.quick or options.sweep else SHAPES
-    rows = sweep(shapes) if options.sweep else measure(shapes, options.mode)
+    shapes = SHAPES[:2] if options.quick else SHAPES
+    if options.sweep == "decode":
+        rows = sweep([decode_jobs(scheme, *shape) for shape in SHAPES[:2] for scheme in SCHEMES])
+    elif options.sweep == "extend":
+        rows = sweep([extend_jobs(scheme, new, tokens) for new, tokens in ((512, 32768), (16, 32768)) for scheme in ("dense", "int8", "int4")]
+                     + [extend_jobs("dense", 8192, 8192)])
+    else:
+        rows = measure(shapes, options.mode)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, file, indent=1)

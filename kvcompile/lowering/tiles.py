@@ -18,8 +18,11 @@ DECODE_ROWS = 32
 PROGRAMS_PER_MULTIPROCESSOR = {4: 4, 2: 8, 1: 8}
 """Programs to aim for on each multiprocessor, by warps a program."""
 
-MAX_SPLITS = 64
-"""Inductor merges up to 64 splits in one pass over registers; beyond, the merge costs more than splits gain."""
+ONE_PASS = 64
+"""Splits that Inductor merges in one pass over registers."""
+
+MAX_SPLITS = {4: ONE_PASS, 2: ONE_PASS, 1: 2 * ONE_PASS}
+"""By warps a program: a single warp hides less latency, so more programs pay for their merge."""
 
 
 def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bool) -> list[AttendConfig]:
@@ -60,4 +63,6 @@ def splits_for(config: AttendConfig, rows: int, pairs: int, multiprocessors: int
     if rows > DECODE_ROWS and programs >= multiprocessors:
         return 1
     wanted = multiprocessors * PROGRAMS_PER_MULTIPROCESSOR.get(config.tile.num_warps, 2) // programs
-    return max(1, min(MAX_SPLITS, wanted))
+    splits = max(1, min(MAX_SPLITS.get(config.tile.num_warps, ONE_PASS), wanted))
+    # The merge folds whole halves.
+    return splits if splits <= ONE_PASS else splits - splits % 2

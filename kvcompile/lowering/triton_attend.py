@@ -8,6 +8,7 @@ autotuned. Where one split is enough and values are one block, the template writ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch._inductor.virtualized import V
 
 from kvcompile.lowering import ops
 from kvcompile.lowering.attend_config import AttendConfig, Bias, Masks, Tile, plans
-from kvcompile.lowering.tiles import choose_tiles, splits_for
+from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, splits_for
 from kvcompile.lowering.triton_source import LOG2E, SOURCE
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -94,21 +95,33 @@ def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype) -> Any:
     """Splits [Z, B, H, S, Dv + 2] to [B, H, S, Dv] by log-sum-exp, in Inductor's own operations.
 
     Maxima and totals are broadcast to all channels first, so that the three reductions over Z have one shape
-    and become one kernel. Splits with nothing are -inf and 0; a row with nothing at all gives zeros; NaN stays.
+    and become one kernel. More splits than ``ONE_PASS`` are folded onto each other elementwise, since Inductor
+    keeps only that many rows of an outer reduction in registers and would read everything twice. Splits with
+    nothing are -inf and 0; a row with nothing at all gives zeros; NaN stays.
     """
     do = _Lowered()
-    shape = [*partial.get_size()[:-1], value_dim]
-    sums = do(aten.slice.Tensor, partial, 4, 0, value_dim)
-    tops = do(aten.expand, do(aten.slice.Tensor, partial, 4, value_dim, value_dim + 1), shape)
-    totals = do(aten.expand, do(aten.slice.Tensor, partial, 4, value_dim + 1, value_dim + 2), shape)
-    top = do(aten.amax, tops, [0], True)
+    splits = int(partial.get_size()[0])
+    fold = next(count for count in range(1, splits + 1) if splits % count == 0 and splits // count <= ONE_PASS)
+    parts = [do(aten.slice.Tensor, partial, 0, i * (splits // fold), (i + 1) * (splits // fold)) for i in range(fold)]
+    shape = [splits // fold, *partial.get_size()[1:-1], value_dim]
+
+    def column(part: Any, at: int) -> Any:
+        return do(aten.expand, do(aten.slice.Tensor, part, 4, at, at + 1), shape)
+
+    def summed(terms: list) -> Any:
+        return do(aten.sum, functools.reduce(lambda x, y: do(aten.add, x, y), terms), [0])
+
+    tops = [column(part, value_dim) for part in parts]
+    top = do(aten.amax, functools.reduce(lambda x, y: do(aten.maximum, x, y), tops), [0], True)
     if sinks is not None:
         sink = do(aten.mul, do(prims.convert_element_type, do(aten.reshape, sinks, [1, 1, -1, 1, 1]), torch.float32), LOG2E)
         top = do(aten.maximum, top, sink)
     top = do(aten.where, do(aten.eq, top, float("-inf")), 0.0, top)
-    weights = do(aten.exp2, do(aten.sub, tops, top))
-    total = do(aten.sum, do(aten.mul, totals, weights), [0])
-    result = do(aten.sum, do(aten.mul, sums, weights), [0])
+    weights = [do(aten.exp2, do(aten.sub, each, top)) for each in tops]
+    total = summed([do(aten.mul, column(part, value_dim + 1), weight) for part, weight in zip(parts, weights, strict=True)])
+    result = summed([
+        do(aten.mul, do(aten.slice.Tensor, part, 4, 0, value_dim), weight) for part, weight in zip(parts, weights, strict=True)
+    ])
     if sinks is not None:
         total = do(aten.add, total, do(aten.exp2, do(aten.squeeze, do(aten.sub, sink, top), 0)))
     result = do(aten.where, do(aten.eq, total, 0.0), 0.0, do(aten.div, result, total))

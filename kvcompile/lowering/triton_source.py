@@ -90,7 +90,12 @@ t_i * ({{stride(plane, 3)}} // {{view}})
 
 PROLOGUE = r"""
     S = {{size("Q", 2)}}
+{%- if ONE_QUERY %}
     tile = tl.program_id(0)
+{%- else %}
+    # The last rows of a causal mask have the most to do: they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+{%- endif %}
     b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     h = (tl.program_id(1) % KV_HEADS).to(tl.int64)
     split = tl.program_id(2)
