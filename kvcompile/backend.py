@@ -243,16 +243,15 @@ def _reach(item: SitePlan) -> Any:
     return 0
 
 
-_COUNTER = iter(range(1 << 62))
-
-
 def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], Any]:
     """Fake values of the rewritten graph's inputs; planes share one symbolic number of pages."""
     mode = captured.fake_mode
     pages: Any = PAGES_HINT
     symbol = None
     if mode.shape_env is not None:
-        source = ConstantSource(f"kvcompile_pages_{next(_COUNTER)}")
+        # Named by the variant, not counted: a graph has a shape environment of its own, and a name that depended on
+        # what was compiled before would miss Inductor's cache on disk.
+        source = ConstantSource(f"kvcompile_pages_{rewritten.variant.value}")
         symbol = mode.shape_env.create_symbol(PAGES_HINT, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         pages = mode.shape_env.create_symintnode(symbol, hint=PAGES_HINT, source=source)
     planes = []

@@ -1,0 +1,132 @@
+"""A rewritten graph that is broken on purpose does not get past ``verify``, and the error says what and where."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from e2e_models import CASES, inputs
+from torch import fx
+
+import kvcompile
+from kvcompile.errors import VerificationFailed
+from kvcompile.passes.rewrite import Rewritten
+from kvcompile.passes.verify import verify
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def stage() -> dict[str, Any]:
+    """The pipeline's values for a decode graph of a module that returns its cache."""
+    case = next(case for case in CASES if case.name == "tril-mask")
+    module, owner = case.make(), kvcompile.backend("int8", inner="eager", strict=True)
+    with torch.no_grad():
+        case.drive(module, torch.compile(module, backend=owner), inputs(module, (7, 1)))
+    torch._dynamo.reset()
+    return owner.stages[-1]
+
+
+def broken(stage: dict[str, Any], change: Callable[[fx.Graph], None]) -> tuple[Rewritten, Any, Any]:
+    """The arguments of ``verify`` after ``change`` was done to a copy of the rewritten graph."""
+    rewritten = copy.copy(stage["past"])
+    module = fx.GraphModule(rewritten.module, copy.deepcopy(rewritten.module.graph))
+    change(module.graph)
+    module.recompile()
+    object.__setattr__(rewritten, "module", module)
+    return rewritten, stage["captured"], stage["past_fakes"]
+
+
+def named(graph: fx.Graph, name: str) -> list[fx.Node]:
+    """The nodes of one of our operations."""
+    return [node for node in graph.nodes if str(node.target).startswith(f"kvcompile.{name}")]
+
+
+def plane(graph: fx.Graph, index: int = 0) -> fx.Node:
+    """One of the planes among the inputs."""
+    return [node for node in graph.find_nodes(op="placeholder") if str(node.target).startswith("kv")][index]
+
+
+def output(graph: fx.Graph) -> fx.Node:
+    """The graph's output."""
+    return next(iter(graph.find_nodes(op="output")))
+
+
+def test_the_graph_as_it_is_passes(stage: dict[str, Any]) -> None:
+    verify(*broken(stage, lambda graph: None))
+
+
+def extra_reader(graph: fx.Graph) -> None:
+    with graph.inserting_before(output(graph)):
+        graph.call_function(aten.sum.default, (plane(graph),))
+
+
+def plane_returned(graph: fx.Graph) -> None:
+    output(graph).args = ([*output(graph).args[0], plane(graph)],)  # type: ignore[misc]
+
+
+def two_appends(graph: fx.Graph) -> None:
+    first = named(graph, "append")[0]
+    with graph.inserting_after(first):
+        graph.call_function(first.target, first.args)  # type: ignore[arg-type]
+
+
+def no_append(graph: fx.Graph) -> None:
+    graph.erase_node(named(graph, "append")[0])
+
+
+def append_too_late(graph: fx.Graph) -> None:
+    named(graph, "attend")[0].append(named(graph, "append")[0])
+
+
+def plane_missing(graph: fx.Graph) -> None:
+    attend, keys = named(graph, "attend")[0], named(graph, "append")[0].args[1]
+    attend.args = (attend.args[0], keys, keys, *attend.args[3:])
+    last = plane(graph, -1)
+    graph.erase_node(next(node for node in named(graph, "append") if last in node.all_input_nodes))
+    graph.erase_node(last)
+
+
+def dtype_changed(graph: fx.Graph) -> None:
+    result = output(graph).args[0][0]  # type: ignore[index]
+    with graph.inserting_before(output(graph)):
+        changed = graph.call_function(aten.to.dtype, (result, torch.float16))
+    output(graph).args = ([changed],)
+
+
+def shape_changed(graph: fx.Graph) -> None:
+    result = output(graph).args[0][0]  # type: ignore[index]
+    with graph.inserting_before(output(graph)):
+        changed = graph.call_function(aten.unsqueeze.default, (result, 0))
+    output(graph).args = ([changed],)
+
+
+def result_missing(graph: fx.Graph) -> None:
+    output(graph).args = ([],)
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (extra_reader, "only append and attend touch a plane"),
+        (plane_returned, "only append and attend touch a plane"),
+        (two_appends, "one append into every plane"),
+        (no_append, "one append into every plane"),
+        (append_too_late, "every attend comes after the append of its tokens"),
+        (plane_missing, "as many inputs as kept arguments and planes"),
+        (dtype_changed, "a result of torch.float32"),
+        (shape_changed, "a result of torch.float32"),
+        (result_missing, "as many results as before"),
+    ],
+    ids=lambda item: getattr(item, "__name__", ""),
+)
+def test_a_broken_graph_fails(stage: dict[str, Any], change: Callable[[fx.Graph], None], fact: str) -> None:
+    with pytest.raises(VerificationFailed) as caught:
+        verify(*broken(stage, change))
+    assert fact in str(caught.value)
+    assert "please report it" in str(caught.value)
