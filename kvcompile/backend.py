@@ -91,6 +91,13 @@ class _Compilation:
 
     def run(self) -> Callable[..., Any]:
         """The callable that Dynamo runs in place of the graph."""
+        try:
+            return self._compiled()
+        finally:
+            # The real arguments, caches among them, must not live as long as the compiled graph does.
+            self.examples = []
+
+    def _compiled(self) -> Callable[..., Any]:
         started = time.perf_counter()
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.examples):
             return self._unchanged(Refusal(

@@ -5,10 +5,14 @@ Recognition runs on concrete sizes; what a rewrite emits stays symbolic.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+
+PACKAGE = str(Path(__file__).parents[1])
+"""Our own frames, through which Dynamo traces what is done to a compressed cache, are not the model's source."""
 
 IDENTITIES = {
     "alias", "detach", "detach_", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "dropout", "to", "_to_copy",
@@ -75,7 +79,7 @@ def source_line(node: fx.Node) -> str:
     frames = [block.strip() for block in trace.split("  File ") if block.strip()]
     for frame in reversed(frames):
         head, _, code = frame.partition("\n")
-        if "/torch/" in head and "/torch/nn/modules/module.py" not in head:
+        if ("/torch/" in head and "/torch/nn/modules/module.py" not in head) or PACKAGE in head:
             continue
         path, _, rest = head.strip().strip(",").partition('", line ')
         line = rest.partition(",")[0]
