@@ -1,0 +1,226 @@
+"""The command line: explain, dump, schemes, eval. Reads and prints; what it shows is made elsewhere.
+
+    kvcompile explain hf:llama --scheme int4
+    kvcompile dump model.py:make --scheme int8 --stage rewritten
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.syntax import Syntax
+
+from kvcompile.backend import Backend, backend
+from kvcompile.errors import KvcompileError, TargetError
+from kvcompile.explain import described, observe
+from kvcompile.passes.plan import policy_of
+from kvcompile.passes.rewrite import Variant
+from kvcompile.scheme_table import scheme_table
+from kvcompile.targets import CacheKind, Options, Target, resolve
+
+log = logging.getLogger(__name__)
+
+PIPED_WIDTH = 120
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TARGET_HELP = "hf:TYPE (a tiny random model of any transformers type), a local checkpoint folder, or file.py:factory"
+STAGES = ("captured", "normalised", "rewritten", "inductor", "triton", "ptx", "sass")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 for success, 1 for refusals under --strict, 2 for errors."""
+    arguments = _parser().parse_args(argv)
+    package = logging.getLogger("kvcompile")
+    if package.level == logging.NOTSET:
+        # What the backend warns of stands in the report.
+        package.setLevel(logging.ERROR)
+    try:
+        return int(arguments.run(arguments))
+    except KvcompileError as error:
+        Console(stderr=True).print(f"kvcompile: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`); what is left in the buffer must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvcompile", description="Compile models to attend over a compressed KV cache, and see how.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    explain = commands.add_parser("explain", help="which attentions would be rewritten, how, and why not")
+    _target_options(explain)
+    explain.add_argument("--tokens", type=_count, default=4096, help="context length that bytes are given for (default 4096)")
+    explain.add_argument("--strict", action="store_true", help="exit with status 1 if any attention is refused")
+    explain.set_defaults(run=_explain)
+    dump = commands.add_parser("dump", help="one graph at any stage: as captured, matched, rewritten, generated, compiled")
+    _target_options(dump)
+    dump.add_argument("--stage", choices=STAGES, required=True, help="what to show")
+    dump.add_argument("--graph", type=int, help="which graph, as explain numbers them (default: the last one with an attention)")
+    dump.add_argument("--variant", choices=[item.value for item in Variant], help="over a filled cache (past) or into an empty one (fresh)")
+    dump.add_argument("--arch", default="sm_90", help="GPU architecture for triton, ptx and sass: sm_80, sm_90 or sm_100 (default sm_90)")
+    dump.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to a file")
+    dump.set_defaults(run=_dump)
+    schemes = commands.add_parser("schemes", help="all schemes with their options and bytes")
+    schemes.add_argument("--heads", type=_count, default=8, help="kv heads (default 8)")
+    schemes.add_argument("--head-dim", type=_count, default=128, help="channels a head (default 128)")
+    schemes.add_argument("--layers", type=_count, default=32, help="layers (default 32)")
+    schemes.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="the model's dtype (default bfloat16)")
+    schemes.add_argument("--tokens", type=_count, default=131072, help="context length for the last column (default 131072)")
+    schemes.set_defaults(run=_schemes)
+    _eval_parser(commands.add_parser("eval", help="quality of schemes on tinylm, decoding through the compiled cache"))
+    return parser
+
+
+def _eval_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--schemes", default="dense,int8,fp8,int4", help="names, separated by commas outside of parentheses")
+    parser.add_argument("--quick", action="store_true", help="small sizes and the ops' eager bodies: about a minute on two cores")
+    parser.add_argument("--context", type=_count, help="prompt bytes (default 2000; quick 600)")
+    parser.add_argument("--questions", type=_count, help="questions a retrieval task (default 96; quick 16)")
+    parser.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles the rewritten graph")
+    parser.add_argument("--device", default=_device(), help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument("--seed", type=int, default=0, help="of the questions")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_eval)
+
+
+def _target_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
+    parser.add_argument("--scheme", default="int8", help="for keys and values, such as int4 or 'int4(group=64)' (default int8)")
+    parser.add_argument("--key-scheme", help="for keys, where they differ")
+    parser.add_argument("--value-scheme", help="for values, where they differ")
+    parser.add_argument(
+        "--layer", action="append", default=[], metavar="GLOB=SCHEME",
+        help="another scheme for these module paths, as 'model.layers.0.*=int8'; may be repeated",
+    )
+    parser.add_argument("--cache", choices=[kind.value for kind in CacheKind], default="dynamic", help="of transformers (default dynamic)")
+    parser.add_argument("--attention", help="transformers attention, such as sdpa or eager (default: the model's own)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: a checkpoint's own, bfloat16 for hf:")
+    parser.add_argument("--device", default=_device(), help="cpu or cuda (default: cuda if there is one)")
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
+    return int(text)
+
+
+def _console() -> Console:
+    """Plain and wide where the output is not a terminal."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return Console()
+    return Console(width=PIPED_WIDTH)
+
+
+def _policy(arguments: argparse.Namespace) -> object:
+    """What ``backend(scheme=...)`` takes, checked before a model is built."""
+    pair: object = arguments.scheme
+    if arguments.key_scheme or arguments.value_scheme:
+        pair = {"k": arguments.key_scheme or arguments.scheme, "v": arguments.value_scheme or arguments.scheme}
+    layers = dict(item.partition("=")[::2] for item in arguments.layer)
+    return policy_of({"*": pair, **layers} if layers else pair)
+
+
+def _observed(arguments: argparse.Namespace) -> Backend:
+    """The target, run once under a backend that keeps what every stage made."""
+    policy = _policy(arguments)
+    options = Options(CacheKind(arguments.cache), arguments.attention, DTYPES.get(arguments.dtype), arguments.device)
+    target = resolve(arguments.target, options)
+    owner = backend(policy, inner="eager")
+    _run(target, owner)
+    if not owner.graphs:
+        raise TargetError(found=arguments.target, why="calling it compiled no graph: it runs no tensor code that Dynamo can see")
+    return owner
+
+
+def _run(target: Target, owner: Backend) -> None:
+    torch._dynamo.reset()
+    try:
+        observe(target.model, target.inputs, owner)
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, KvcompileError):
+            raise inner from error
+        log.debug("the target failed", exc_info=True)
+        message = str(inner).strip().splitlines()
+        why = f"calling it raised {type(inner).__name__}: {message[0] if message else 'no message'}"
+        raise TargetError(found=target.name, why=why) from error
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    report = described(_observed(arguments), arguments.tokens)
+    _console().print(report)
+    return int(arguments.strict and bool(report.refusals))
+
+
+def _dump(arguments: argparse.Namespace) -> int:
+    from kvcompile.dump import LANGUAGES, Dump, Stage
+
+    stage = Stage(arguments.stage)
+    owner = _observed(arguments)
+    text = Dump(owner, arguments.graph, Variant(arguments.variant) if arguments.variant else None).text(stage, arguments.arch)
+    if arguments.output is not None:
+        arguments.output.write_text(text)
+        Console(stderr=True).print(f"{arguments.output}: {stage.value}, {len(text.splitlines()):,} lines", highlight=False)
+    elif sys.stdout.isatty():
+        Console().print(Syntax(text, LANGUAGES.get(stage, "python"), background_color="default", word_wrap=True))
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+def _schemes(arguments: argparse.Namespace) -> int:
+    table = scheme_table(arguments.heads, arguments.head_dim, arguments.layers, DTYPES[arguments.dtype], arguments.tokens)
+    _console().print(table)
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from kvcompile.quality import QUICK, Bench, Effort, Quality, labels, quality_table
+
+    asked = {name: getattr(arguments, name) for name in ("context", "questions", "inner") if getattr(arguments, name) is not None}
+    effort = dataclasses.replace(QUICK if arguments.quick else Effort(), **asked)
+    wanted = labels(_split(arguments.schemes))
+    console, progress = _console(), Console(stderr=True)
+    bench = Bench(effort, device=arguments.device, seed=arguments.seed)
+    rows: list[Quality] = []
+    for scheme, label in wanted:
+        with progress.status(f"{label}: compiling and measuring ({len(rows) + 1} of {len(wanted)})"):
+            rows.append(bench.measure(scheme, label))
+    if arguments.json:
+        console.file.write(json.dumps(_as_json(rows, effort, bench.reference_bits(), arguments.device), indent=2) + "\n")
+    else:
+        console.print(quality_table(rows, effort, bench.reference_bits()))
+    return 0
+
+
+def _as_json(rows: Sequence[Any], effort: Any, reference_bits: float, device: str) -> dict[str, Any]:
+    return {
+        "device": device, "torch": torch.__version__, "effort": dataclasses.asdict(effort), "reference_bits_per_byte": reference_bits,
+        "schemes": [row.plain() for row in rows],
+    }
+
+
+def _split(text: str) -> list[str]:
+    """``int8,int4(group=16,scale_dtype=float32)`` at the commas outside of parentheses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]

@@ -1,0 +1,67 @@
+"""The table of schemes: what each is, its options, and what it costs for a given shape, from the registry alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from kvcompile.errors import SchemeError
+from kvcompile.report import size_text
+from kvcompile.schemes import SCHEMES, Scheme
+from kvcompile.types import Role, SlotSpec, pages_for
+
+
+def scheme_table(heads: int, head_dim: int, layers: int, dtype: torch.dtype, tokens: int) -> RenderableType:
+    """One row a scheme with its default options; bytes of keys and values over all layers, batch 1."""
+    name = str(dtype).removeprefix("torch.")
+    table = Table(
+        title=f"KV cache of {layers} layers, {heads} kv heads of {head_dim}, {name}, batch 1; scales included", title_justify="left",
+        title_style="bold", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False,
+    )
+    table.add_column("scheme")
+    for column in ("bits", "a token", f"{tokens:,} tokens", "of dense"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("options", overflow="fold")
+    notes = Table.grid(padding=(0, 2))
+    for kind in SCHEMES:
+        scheme = kind()
+        table.add_row(scheme.name, *_costs(scheme, heads, head_dim, layers, dtype, tokens), _options(scheme))
+        notes.add_row(f"[bold]{scheme.name}[/]", f"{escape(_summary(kind))} [dim]({escape(scheme.source)})[/]")
+    return Group(table, notes, Text("\nWrite options as int4(group=64)."))
+
+
+def _costs(scheme: Scheme, heads: int, head_dim: int, layers: int, dtype: torch.dtype, tokens: int) -> tuple[str, str, str, str]:
+    """Bits a value, bytes a token, bytes of ``tokens`` in whole pages, share of the dense cache."""
+    slots = [SlotSpec(heads, head_dim, dtype, role) for role in Role]
+    try:
+        for slot in slots:
+            scheme.check(slot)
+    except SchemeError:
+        return "", "", f"not for {head_dim} channels", ""
+    token = layers * sum(scheme.layout(slot).bytes_per_token(heads) for slot in slots)
+    total = layers * heads * pages_for(tokens) * sum(scheme.layout(slot).bytes_per_page for slot in slots)
+    bits = sum(scheme.bits_per_value(slot) for slot in slots) / len(slots)
+    return f"{bits:.2f}", size_text(token), size_text(total), f"{token / (2 * layers * heads * head_dim * dtype.itemsize):.1%}"
+
+
+def _summary(kind: type[Scheme]) -> str:
+    """The first line of the class's docstring."""
+    return (inspect.getdoc(kind) or "").partition("\n")[0].rstrip(".")
+
+
+def _options(scheme: Scheme) -> str:
+    lines = []
+    for option in dataclasses.fields(scheme):
+        value = getattr(scheme, option.name)
+        text = f"{option.name}={str(getattr(value, 'value', value)).removeprefix('torch.')}"
+        others = [item.value for item in type(value) if item is not value] if isinstance(value, enum.Enum) else []
+        lines.append(text + (f" [dim](or {', '.join(others)})[/]" if others else ""))
+    return "\n".join(lines) or "[dim]none[/]"
