@@ -21,7 +21,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from kvcompile.backend import Backend
 from kvcompile.errors import NothingToDump
 from kvcompile.explain import VARIANTS, kernel_text
-from kvcompile.lowering.compile import compile_graph
+from kvcompile.lowering.compile import emitted_modules
 from kvcompile.lowering.offline import ARCHITECTURES, OfflineCompilation, compile_offline, sass
 from kvcompile.lowering.site_kernel import SiteKernel, attends, site_kernel
 from kvcompile.normal_form import normal_form
@@ -32,7 +32,6 @@ from kvcompile.passes.shapes import hint, module_path
 from kvcompile.passes.sites import SlotKind
 from kvcompile.report import count_text, short_paths, short_scheme
 from kvcompile.schemes import parse
-from kvcompile.settings import Inner, Settings
 
 
 class Stage(enum.Enum):
@@ -89,17 +88,9 @@ class Dump:
 
     def inductor(self) -> str:
         """Inductor's output module of the chosen variant, made for this machine and not kept."""
-        from torch._inductor.utils import run_and_get_code
-
         variant, rewritten = self._rewritten()
         captured: Captured = self.stage["captured"]
-        settings = Settings(Inner.INDUCTOR, options={"force_disable_caches": True})
-
-        def build() -> None:
-            with torch.no_grad():
-                compile_graph(rewritten.module, self.stage[f"{variant.value}_fakes"], captured.fake_mode, settings)
-
-        _, sources = run_and_get_code(build)
+        sources = emitted_modules(rewritten.module, self.stage[f"{variant.value}_fakes"], captured.fake_mode)
         if not sources:
             raise NothingToDump(expected="Inductor to emit a module", found="none", todo="report this with the target")
         return "\n".join(sources)

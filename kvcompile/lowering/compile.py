@@ -85,3 +85,19 @@ def compile_graph(
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx(inlined, list(fakes), config_patches=inductor_patches(settings, mode, options, plan))
+
+
+def emitted_modules(
+    module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, options: dict[str, Any] | None = None
+) -> list[str]:
+    """The source of every output module that Inductor makes of a graph; nothing is kept or read from a cache."""
+    from torch._inductor.utils import run_and_get_code
+
+    settings = Settings(Inner.INDUCTOR, options={"force_disable_caches": True, **(options or {})})
+
+    def build() -> None:
+        with torch.no_grad():
+            compile_graph(module, fakes, fake_mode, settings)
+
+    _, sources = run_and_get_code(build)
+    return list(sources)
