@@ -91,7 +91,8 @@ def test_triton_equals_eager(tmp_path: object) -> None:
             assert torch.equal(out[finite], eager[finite]), (name, part)
     ''')
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+        [sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -107,7 +108,7 @@ def test_dense_passes_words_through() -> None:
     [
         (lambda words, part: torch.sin(words.to(torch.float32)), "sin"),
         (lambda words, part: words.view(torch.float8_e5m2).to(torch.float32), "float8_e5m2"),
-        (lambda words, part: words if words.sum() > 0 else words, "traced"),
+        (lambda words, part: words.new_zeros(int(words.sum())), "traced"),
     ],
 )
 def test_unprintable_operation_is_named(unpack: object, found: str) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import pathlib
 import sys
 
 import pytest
 import torch
 
-sys.path.insert(0, os.path.dirname(__file__))
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from test_triton_attend import Case, check, operands  # noqa: E402
+from test_triton_attend import Case, check, operands
 
-from kvcompile.lowering.attend_config import Bias  # noqa: E402
+from kvcompile.lowering.attend_config import Bias
 
 pytestmark = [
     pytest.mark.gpu,

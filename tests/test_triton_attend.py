@@ -79,6 +79,7 @@ def cases(scheme: str) -> list[Case]:
         dataclasses.replace(base, S=5, T=150, B=2, lo=True, keep=True),
         dataclasses.replace(base, S=5, T=150, tile=wide, sinks=True),
         dataclasses.replace(base, T=300, tile=dataclasses.replace(wide, tokens_first=True, block_r=8), B=2),
+        dataclasses.replace(base, S=40, T=100, tile=Tile(32, 128, True)), dataclasses.replace(base, S=20, T=70, tile=Tile(64, 64, True)),
         dataclasses.replace(base, magnitude=1e-4, T=100),
         dataclasses.replace(base, outlier=True, T=100, dtype=torch.bfloat16),
     ]

@@ -170,7 +170,8 @@ def _edges(fmt: KernelFormat, words: int) -> list[int]:
 
 def _chunks(edges: list[int]) -> list[Chunk]:
     """Power-of-two runs between the edges, longest first; the last one of a run may be padded."""
-    chunks, start = [], 0
+    chunks: list[Chunk] = []
+    start = 0
     for edge in edges:
         while start < edge:
             left = edge - start

@@ -21,7 +21,7 @@ from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, aut
 from torch._inductor.virtualized import V
 
 from kvcompile.lowering import ops
-from kvcompile.lowering.attend_config import AttendConfig, Bias, Masks, Tile, plans
+from kvcompile.lowering.attend_config import AttendConfig, Bias, Masks, plans
 from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, splits_for
 from kvcompile.lowering.triton_source import LOG2E, SOURCE
 
@@ -65,11 +65,13 @@ def lower_attend_cuda(
         float(softcap), _is(S, 1), _masks(lo, keep, bias, sinks, hi), page_rows if paged else 1, paged,
         wide_keys=_multiple(nodes["K_WORDS"], 2), wide_values=_multiple(nodes["V_WORDS"], 2),
         key_scale_pack=_scale_pack(nodes["K_SCALES"]), value_scale_pack=_scale_pack(nodes["V_SCALES"]),
+        packed=torch.version.hip is None,  # Packed unpacking is PTX.
     )
     device = q.get_device()
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     configs = choose_tiles(base, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune))
-    splits = splits_for(configs[0], rows_hint, _hint(B) * K, multiprocessors)
+    tokens_hint = _hint(keys[0].get_size()[0]) * page_rows
+    splits = splits_for(configs[0], rows_hint, _hint(B) * K, multiprocessors, tokens_hint)
     direct = splits == 1 and len(base.plans[1].pieces) == 1
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
     layout = FixedLayout(

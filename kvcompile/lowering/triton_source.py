@@ -4,8 +4,9 @@ Rendered by Inductor (``triton_attend``) and, with stand-ins for Inductor's hook
 
     rows          (query position s, head of the group g) pairs of one kv head, r = s * GROUP + g; BLOCK_R a tile
     tokens        BLOCK_T a step; token t is row t % PAGE_ROWS of page t // PAGE_ROWS
-    TOKENS_FIRST  (loads are made in the shape that their dot takes, transposed by the pointers, so that words go
-                  to shared memory asynchronously and come back as operands, then unpack in registers) scores are [tokens, rows] (few rows: they lie on the narrow side of the MMA) or [rows, tokens]
+    TOKENS_FIRST  scores are [tokens, rows] (few rows: they lie on the narrow side of the MMA) or [rows, tokens].
+                  Loads have the shape that their dot takes, transposed by the pointers, so that words go to
+                  shared memory asynchronously, come back as operands and unpack in registers
     key, value    ``SlotPlan``s: chunks to load, pieces to dot, scales
     norm          log2 of a token's largest value scale. Where values are scaled, the running maximum is that of
                   score + norm, so that p * scale is at most about one and float16 holds it whatever the scales
@@ -17,6 +18,8 @@ Rendered by Inductor (``triton_attend``) and, with stand-ins for Inductor's hook
 Nothing beyond max(hi) is loaded and nothing masked is multiplied: scores are replaced, and value rows (or
 their scales) that no row of the tile attends to are zeroed, so garbage and NaN there cannot matter.
 """
+
+# ruff: noqa: E501 - a line of the template is one line of the kernel.
 
 from __future__ import annotations
 
