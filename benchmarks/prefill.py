@@ -89,11 +89,13 @@ def main(argv: list[str] | None = None) -> int:
                     console.print(f"{name} {tokens} padded={padded} failed: {type(error).__name__}: {str(error)[:300]}")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    table = Table(title=f"prefill, {options.layers} layers of Llama-3.1-8B shape, batch 1, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    table = Table(title=f"prefill, {options.layers} layers of Llama-3.1-8B shape, batch 1, {machine}")
     for title in ("tokens", "padding", "configuration", "ms", "peak GB", "cache GB"):
         table.add_column(title, justify="right")
     for row in rows:
-        table.add_row(f"{row.tokens:,}", "left 1/8" if row.padded else "none", row.name, f"{row.ms:.1f}", f"{row.peak_gb:.2f}", f"{row.cache_gb:.2f}")
+        padding = "left 1/8" if row.padded else "none"
+        table.add_row(f"{row.tokens:,}", padding, row.name, f"{row.ms:.1f}", f"{row.peak_gb:.2f}", f"{row.cache_gb:.2f}")
     console.print(table)
     return 0
 

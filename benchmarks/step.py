@@ -183,7 +183,8 @@ def main(argv: list[str] | None = None) -> int:
     started = time.perf_counter()
     model, config = build(options.layers)
     console = Console(width=150)
-    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}, {options.layers} layers")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    console.print(f"{torch.cuda.get_device_name()}, {versions}, {options.layers} layers")
     if not options.no_gate:
         error = gate(model, config)
         console.print(f"gate: dense against stock eager, relative error {error:.4f}")

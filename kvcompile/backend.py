@@ -108,8 +108,9 @@ class _Compilation:
             captured = capture(self.gm, self.examples, handles.is_handle)
         except Exception as error:
             log.debug("capture failed", exc_info=True)
+            first = next(iter(str(error).splitlines()), "")
             return self._unchanged(Refusal(
-                Stage.CAPTURE, f"the graph could not be retraced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                Stage.CAPTURE, f"the graph could not be retraced: {type(error).__name__}: {first}",
                 "the captured graph", advice="please report this model with the output of TORCH_LOGS=+kvcompile",
             ))
         matched = match(captured)

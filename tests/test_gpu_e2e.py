@@ -110,7 +110,8 @@ def test_memory_of_a_decode_is_what_was_announced(model: torch.nn.Module, config
     cache = _cache("static", config, length + 64)
     with torch.no_grad():
         for layer in cache.layers:  # type: ignore[attr-defined]
-            layer.lazy_initialization(torch.empty(batch, KV, 1, DIM, device="cuda", dtype=torch.bfloat16), torch.empty(batch, KV, 1, DIM, device="cuda", dtype=torch.bfloat16))
+            like = torch.empty(batch, KV, 1, DIM, device="cuda", dtype=torch.bfloat16)
+            layer.lazy_initialization(like, like)
             layer.keys.normal_()
             layer.values.normal_()
             layer.cumulative_length.fill_(length)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -84,7 +84,8 @@ def compile_graph(
         inductor.install()
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(inlined, list(fakes), config_patches=inductor_patches(settings, mode, options, plan))
+        patches = inductor_patches(settings, mode, options, plan)
+        return cast(Compiled, compile_fx(inlined, list(fakes), config_patches=patches))
 
 
 def emitted_modules(

@@ -85,7 +85,7 @@ def visible(
     return mask
 
 
-def _padded(mask: torch.Tensor, tokens: int, fill: object) -> torch.Tensor:
+def _padded(mask: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
     """The last axis cut or filled to ``tokens``."""
     missing = tokens - mask.shape[-1]
     if missing <= 0:

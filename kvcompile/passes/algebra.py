@@ -235,8 +235,8 @@ def _compute(node: fx.Node, coords: Coords) -> Expr:
     if name == "where" and len(node.args) == 3:
         return Expr("where", tuple(_operand(item, coords) for item in node.args))
     if name == "masked_fill":
-        condition, value = _operand(node.args[1], coords), _operand(node.args[2], coords)
-        return Expr("where", (condition, value, _operand(node.args[0], coords)))
+        condition, filled = _operand(node.args[1], coords), _operand(node.args[2], coords)
+        return Expr("where", (condition, filled, _operand(node.args[0], coords)))
     if name == "index":
         return _gathered(node, coords)
     if name in {"tril", "triu"}:

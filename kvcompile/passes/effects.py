@@ -27,7 +27,7 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     schema = _schema(node)
     if schema is None or not schema.is_mutable:
         return ()
-    found = []
+    found: list[fx.Node] = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -45,9 +45,8 @@ def view_parent(node: fx.Node) -> fx.Node | None:
     name = op_name(node)
     first = node.args[0]
     if name == "getitem":
-        parent = first
-        while isinstance(parent, fx.Node) and op_name(parent) in {"unbind", "split", "split_with_sizes", "chunk"}:
-            return parent.args[0] if is_tensor(parent.args[0]) else None
+        if isinstance(first, fx.Node) and op_name(first) in {"unbind", "split", "split_with_sizes", "chunk"}:
+            return first.args[0] if is_tensor(first.args[0]) else None
         return None
     if not is_tensor(first):
         return None
@@ -64,7 +63,7 @@ def view_parent(node: fx.Node) -> fx.Node | None:
 
 def same_memory(a: fx.Node, b: fx.Node) -> bool:
     """Whether two nodes' fake tensors share storage: a true view rather than a copy."""
-    return torch._C._is_alias_of(a.meta["val"], b.meta["val"])
+    return bool(torch._C._is_alias_of(a.meta["val"], b.meta["val"]))  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

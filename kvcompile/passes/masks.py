@@ -22,6 +22,9 @@ from kvcompile.passes.shapes import sizes, value_of
 from kvcompile.passes.sites import Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm
 
 NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}
+UPPER = {
+    LimitKind.NODE: "causal by position", LimitKind.OWN: "causal", LimitKind.ALL: "length", LimitKind.CONST: "fixed length",
+}
 MIRRORED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
 
 
@@ -118,7 +121,7 @@ def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int
     for coord in coords:
         if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), ("S", 1)}):
             raise _Carried
-        roles.append(coord.terms[0][0] if coord.terms else "")
+        roles.append(str(coord.terms[0][0]) if coord.terms else "")
     return Limit(LimitKind.NODE, offset, node, tuple(roles), symbols)
 
 
@@ -149,7 +152,7 @@ def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
     for coord in coords:
         if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), ("T", 1)}):
             raise _Carried
-        roles.append(coord.terms[0][0] if coord.terms else "")
+        roles.append(str(coord.terms[0][0]) if coord.terms else "")
     if roles.count("T") != 1:
         raise _Carried
     if value_of(node).dtype.is_floating_point:
@@ -214,7 +217,7 @@ def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
 
 def describe(bounds: Bounds) -> str:
     """A mask in words, for the report."""
-    words = {LimitKind.NODE: "causal by position", LimitKind.OWN: "causal", LimitKind.ALL: "length", LimitKind.CONST: "fixed length"}[bounds.hi.kind]
+    words = UPPER[bounds.hi.kind]
     if bounds.lo is not None:
         words += " + window"
     if bounds.keep is not None:

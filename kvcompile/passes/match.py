@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from kvcompile.passes import masks, slots
-from kvcompile.passes.capture import Captured
 from kvcompile.passes.caches import cache_behind, unrecognised
+from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.patterns import sdpa, softmax
 from kvcompile.passes.shapes import hint, module_path, op_name, sizes, source_line
@@ -136,9 +136,9 @@ def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> di
         if others:
             reader = next(iter(others))
             return {site: Miss(f"the past is also read by {op_name(reader) or reader.op}", reader)}
-    if len(users) > 1 and len({s.key.write.node for s in users}) == 1:
-        if any(s.bounds.hi.kind is not site.bounds.hi.kind for s in users):
-            return {site: Miss("several attentions with different masks share one cache", root)}
+    one_write = len(users) > 1 and len({s.key.write.node for s in users}) == 1
+    if one_write and any(s.bounds.hi.kind is not site.bounds.hi.kind for s in users):
+        return {site: Miss("several attentions with different masks share one cache", root)}
     return {}
 
 

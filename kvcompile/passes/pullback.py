@@ -17,7 +17,7 @@ import numpy as np
 from torch import fx
 
 from kvcompile.passes.constants import constant
-from kvcompile.passes.shapes import IDENTITIES, bind, hint, is_tensor, op_name, sizes
+from kvcompile.passes.shapes import IDENTITIES, bind, hint, is_tensor, op_name, operand, sizes
 
 Coords = np.ndarray
 """int64 [samples, dims]: one row an element of a tensor."""
@@ -54,7 +54,7 @@ def _dim(arguments: dict[str, Any], rank: int, key: str = "dim") -> int:
 
 
 def _reshape(node: fx.Node, coords: Coords) -> Step:
-    source = node.args[0]
+    source = operand(node)
     return source, _unravel(_ravel(coords, sizes(node)), sizes(source))
 
 
@@ -63,46 +63,46 @@ def _transpose(node: fx.Node, coords: Coords) -> Step:
     a, b = int(arguments["dim0"]) % rank, int(arguments["dim1"]) % rank
     moved = coords.copy()
     moved[:, [a, b]] = coords[:, [b, a]]
-    return node.args[0], moved
+    return operand(node), moved
 
 
 def _reverse_last_two(node: fx.Node, coords: Coords) -> Step:
     moved = coords.copy()
     moved[:, [-2, -1]] = coords[:, [-1, -2]]
-    return node.args[0], moved
+    return operand(node), moved
 
 
 def _permute(node: fx.Node, coords: Coords) -> Step:
     dims = [int(dim) % coords.shape[1] for dim in bind(node)["dims"]]
     moved = np.empty_like(coords)
     moved[:, dims] = coords
-    return node.args[0], moved
+    return operand(node), moved
 
 
 def _expand(node: fx.Node, coords: Coords) -> Step:
-    shape = sizes(node.args[0])
+    shape = sizes(operand(node))
     kept = coords[:, coords.shape[1] - len(shape) :].copy()
     kept[:, [dim for dim, size in enumerate(shape) if size == 1]] = 0
-    return node.args[0], kept
+    return operand(node), kept
 
 
 def _unsqueeze(node: fx.Node, coords: Coords) -> Step:
-    return node.args[0], np.delete(coords, _dim(bind(node), coords.shape[1]), axis=1)
+    return operand(node), np.delete(coords, _dim(bind(node), coords.shape[1]), axis=1)
 
 
 def _slice(node: fx.Node, coords: Coords) -> Step:
     arguments = bind(node)
     dim = _dim(arguments, coords.shape[1])
-    size = sizes(node.args[0])[dim]
+    size = sizes(operand(node))[dim]
     start = hint(arguments.get("start") or 0)
     start = max(start + size, 0) if start < 0 else min(start, size)
     moved = coords.copy()
     moved[:, dim] = start + coords[:, dim] * int(arguments.get("step") or 1)
-    return node.args[0], moved
+    return operand(node), moved
 
 
 def _select(node: fx.Node, coords: Coords) -> Step:
-    arguments, source = bind(node), node.args[0]
+    arguments, source = bind(node), operand(node)
     rank = coords.shape[1] + 1
     dim, index = _dim(arguments, rank), hint(arguments["index"])
     return source, np.insert(coords, dim, index % sizes(source)[dim], axis=1)
@@ -115,71 +115,55 @@ def _repeat_interleave(node: fx.Node, coords: Coords) -> Step | None:
     moved = coords.copy()
     dim = _dim(arguments, coords.shape[1])
     moved[:, dim] //= hint(arguments["repeats"])
-    return node.args[0], moved
+    return operand(node), moved
 
 
 def _repeat(node: fx.Node, coords: Coords) -> Step:
-    shape = sizes(node.args[0])
-    return node.args[0], coords[:, coords.shape[1] - len(shape) :] % np.array(shape, dtype=np.int64)
+    shape = sizes(operand(node))
+    return operand(node), coords[:, coords.shape[1] - len(shape) :] % np.array(shape, dtype=np.int64)
 
 
 def _getitem(node: fx.Node, coords: Coords) -> Step | None:
-    parent, index = node.args
+    parent, index = operand(node), hint(node.args[1])
     name = op_name(parent)
-    if not isinstance(parent, fx.Node) or name not in {"unbind", "split", "split_with_sizes", "chunk", "tensor_split"}:
+    if name not in {"unbind", "split", "split_with_sizes", "chunk", "tensor_split"}:
         return None
-    source = parent.args[0]
+    source = operand(parent)
     arguments = bind(parent)
     rank = len(sizes(source))
     dim = _dim(arguments, rank)
     if name == "unbind":
-        return source, np.insert(coords, dim, int(index) % sizes(source)[dim], axis=1)
+        return source, np.insert(coords, dim, index % sizes(source)[dim], axis=1)
     parts = [hint(part.shape[dim]) for part in parent.meta["val"]]
     moved = coords.copy()
-    moved[:, dim] += sum(parts[: int(index)])
+    moved[:, dim] += sum(parts[:index])
     return source, moved
 
 
 def _written(node: fx.Node, coords: Coords) -> Step:
     """The result of an in-place write is the tensor that it wrote."""
-    return node.args[0], coords
+    return operand(node), coords
 
 
 def _joined(node: fx.Node, coords: Coords) -> Step | None:
     """Through cat and stack, where every sample comes from one and the same operand."""
-    operands = list(node.args[0])
+    operands = list(node.args[0])  # type: ignore[arg-type]
     dim = _dim(bind(node), coords.shape[1])
     moved = coords.copy()
     if op_name(node) == "stack":
         chosen = set(coords[:, dim].tolist())
         return (operands[chosen.pop()], np.delete(moved, dim, axis=1)) if len(chosen) == 1 else None
     start = 0
-    for operand in operands:
-        size = sizes(operand)[dim] if len(sizes(operand)) == coords.shape[1] else 0
+    for part in operands:
+        size = sizes(part)[dim] if len(sizes(part)) == coords.shape[1] else 0
         inside = (coords[:, dim] >= start) & (coords[:, dim] < start + size)
         if inside.all():
             moved[:, dim] -= start
-            return operand, moved
+            return part, moved
         if inside.any():
             return None
         start += size
     return None
-
-
-STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
-    **dict.fromkeys(
-        ("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "_reshape_alias"),
-        _reshape,
-    ),
-    "transpose": _transpose, "swapaxes": _transpose, "swapdims": _transpose,
-    "t": _reverse_last_two, "numpy_T": _reverse_last_two, "mT": _reverse_last_two, "adjoint": _reverse_last_two,
-    "permute": _permute, "movedim": lambda node, coords: _movedim(node, coords),
-    "expand": _expand, "expand_as": _expand, "broadcast_to": _expand,
-    "unsqueeze": _unsqueeze, "slice": _slice, "narrow": _slice, "select": _select,
-    **dict.fromkeys(("index_copy_", "index_put_", "_index_put_impl_", "copy_"), _written),
-    "repeat_interleave": _repeat_interleave, "repeat": _repeat, "tile": _repeat, "getitem": _getitem,
-}
-JOINS = {"cat", "stack", "concat", "concatenate"}
 
 
 def _movedim(node: fx.Node, coords: Coords) -> Step | None:
@@ -191,7 +175,23 @@ def _movedim(node: fx.Node, coords: Coords) -> Step | None:
     order = [origin[target.index(dim)] if dim in target else next(rest) for dim in range(rank)]
     moved = np.empty_like(coords)
     moved[:, order] = coords
-    return node.args[0], moved
+    return operand(node), moved
+
+
+STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "_reshape_alias"),
+        _reshape,
+    ),
+    "transpose": _transpose, "swapaxes": _transpose, "swapdims": _transpose,
+    "t": _reverse_last_two, "numpy_T": _reverse_last_two, "mT": _reverse_last_two, "adjoint": _reverse_last_two,
+    "permute": _permute, "movedim": _movedim,
+    "expand": _expand, "expand_as": _expand, "broadcast_to": _expand,
+    "unsqueeze": _unsqueeze, "slice": _slice, "narrow": _slice, "select": _select,
+    **dict.fromkeys(("index_copy_", "index_put_", "_index_put_impl_", "copy_"), _written),
+    "repeat_interleave": _repeat_interleave, "repeat": _repeat, "tile": _repeat, "getitem": _getitem,
+}
+JOINS = {"cat", "stack", "concat", "concatenate"}
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
@@ -221,7 +221,7 @@ def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: boo
     name = op_name(node)
     if name in IDENTITIES:
         keeps = name != "dropout" or not (node.args[1] and node.args[2])
-        return (node.args[0], coords) if keeps and is_tensor(node.args[0]) else None
+        return (operand(node), coords) if keeps and is_tensor(node.args[0]) else None
     if scales and (scaled := _scaled(node)) is not None and sizes(scaled[0]) == sizes(node):
         return scaled[0], coords
     if name in JOINS:

@@ -80,7 +80,7 @@ class _Rewriter:
         self.positions: dict[Any, fx.Node] = {}
         self.sources: dict[tuple[fx.Node, Any], fx.Node] = {}
         self.bindings: list[Binding] = []
-        self.device = None
+        self.device = torch.device("cpu")
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -137,9 +137,9 @@ class _Rewriter:
             key = ("offset", where.offset, str(self.tokens(slot)))
         if key in self.positions:
             return self.positions[key]
-        if key[0] == "fresh":
+        if self.variant is Variant.FRESH:
             node = emit.positions(self.tokens(slot), 0, self.device)
-        elif key[0] == "index":
+        elif where.index is not None:
             index = self.env[where.index]
             if value_of(where.index).dtype != torch.int64:
                 index = emit.call(aten.to.dtype, index, torch.int64)
@@ -148,7 +148,7 @@ class _Rewriter:
             if where.rows and value_of(where.index).dim() == 1:
                 index = emit.call(aten.unsqueeze.default, index, 1)
             node = index if where.rows else emit.call(aten.unsqueeze.default, index, 0)
-        elif key[0] == "past":
+        elif where.past is not None:
             node = emit.positions(self.tokens(slot), emit.size(value_of(where.past).shape[write.token_dim]), self.device)
         else:
             offset = self.env[where.offset] if isinstance(where.offset, fx.Node) else emit.size(where.offset)
@@ -196,7 +196,7 @@ class _Rewriter:
     def limit(self, emit: Emitter, limit: Limit, item: SitePlan, count: Any) -> fx.Node:
         """A position limit as int64 [1 or B, S]."""
         kind = limit.kind
-        if kind is LimitKind.NODE and self.variant is not Variant.FRESH:
+        if limit.node is not None and self.variant is not Variant.FRESH:
             node = self.env[limit.node]
             if value_of(limit.node).dtype != torch.int64:
                 node = emit.call(aten.to.dtype, node, torch.int64)
@@ -273,7 +273,8 @@ class _Rewriter:
             elif is_bool and boolean:
                 combined = emit.call(aten.logical_and.default, combined, node)
             else:
-                combined, boolean = emit.call(aten.add.Tensor, self._floats(emit, combined, boolean), self._floats(emit, node, is_bool)), False
+                left, right = self._floats(emit, combined, boolean), self._floats(emit, node, is_bool)
+                combined, boolean = emit.call(aten.add.Tensor, left, right), False
         return combined
 
     @staticmethod
@@ -367,7 +368,8 @@ class _Rewriter:
         hi = bounds.hi
         own = hi.kind in {LimitKind.OWN, LimitKind.NODE} and hi.offset == 0 and not hi.symbols
         alone = item.site.tokens == 1 and hi.kind is LimitKind.CONST and hi.offset == 0 and not hi.symbols
-        return (own or alone) and not bounds.carried and bounds.lo is None and bounds.keep is None and not attention.softcap and attention.sinks is None
+        limits_only = not bounds.carried and bounds.lo is None and bounds.keep is None
+        return (own or alone) and limits_only and not attention.softcap and attention.sinks is None
 
     def run(self) -> Rewritten:
         """Rewrite all sites, then drop what nobody needs any more."""

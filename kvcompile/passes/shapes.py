@@ -6,7 +6,7 @@ Recognition runs on concrete sizes; what a rewrite emits stays symbolic.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -38,9 +38,16 @@ def value_of(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def is_tensor(node: object) -> bool:
+def is_tensor(node: object) -> TypeGuard[fx.Node]:
     """Whether a node carries a tensor."""
     return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor)
+
+
+def operand(node: fx.Node, position: int = 0) -> fx.Node:
+    """The argument of a call that is a graph value."""
+    found = node.args[position]
+    assert isinstance(found, fx.Node), f"argument {position} of {node.format_node()} is no graph value"
+    return found
 
 
 def sizes(node: fx.Node) -> tuple[int, ...]:

@@ -127,8 +127,8 @@ class BoundGraph:
         for item in group.bindings:
             store = state.stores.get(item.part)
             if store is None or store.spec != self._spec(item):
-                found = "nothing for this part" if store is None else store.spec.scheme.spell()
-                raise SchemeChanged(expected=item.plan.scheme.spell(), found=found, where=group.where)
+                held = "nothing for this part" if store is None else store.spec.scheme.spell()
+                raise SchemeChanged(expected=item.plan.scheme.spell(), found=held, where=group.where)
         state.resume(tensor._length, tensor._epoch)
         self.live.add(state)
         return state

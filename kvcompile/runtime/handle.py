@@ -243,7 +243,7 @@ def _reduce(handle: CompressedCache, protocol: int) -> Any:
 
 def rebuild(axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int) -> CompressedCache:
     """A handle from what pickling kept: planes and layout, codes as they were."""
-    from kvcompile.runtime.store import Store  # noqa: PLC0415 - named by pickles, kept out of the module's surface
+    from kvcompile.runtime.store import Store
 
     stores = {}
     for part, (spec, batch, pages, planes) in parts.items():
@@ -269,7 +269,8 @@ HANDLERS: dict[str, Callable[..., Any]] = {
 
 
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name in {"__setitem__", "__iadd__", "__imul__", "__isub__"} or kwargs.get("out") is not None
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in {"__setitem__", "__iadd__", "__imul__", "__isub__"} or kwargs.get("out") is not None
 
 
 def _outside(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -96,14 +96,15 @@ def place(x_BKTD: torch.Tensor, dense: torch.Tensor, axes: Axes) -> None:
     for dim, role in reversed(list(enumerate(("B", "K", "T", "D")))):
         if role not in flat:
             x = x.squeeze(dim)
-    present = [role for role in ("B", "K", "T", "D") if role in flat]
+    present: list[str] = [role for role in ("B", "K", "T", "D") if role in flat]
     x = x.permute([present.index(role) for role in flat])
     view.copy_(x.reshape(view.shape))
 
 
 def _selected(dense: torch.Tensor, axes: Axes) -> tuple[torch.Tensor, list[tuple[str, ...]]]:
     fixed = dict(axes.select)
-    view, roles = dense, []
+    view = dense
+    roles: list[tuple[str, ...]] = []
     for dim in range(len(axes.labels) - 1, -1, -1):
         if axes.labels[dim]:
             roles.insert(0, axes.labels[dim])

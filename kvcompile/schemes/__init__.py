@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ def _option(scheme: type[Scheme], name: str, text: object) -> object:
     known = {field.name: field for field in dataclasses.fields(scheme)}
     if name not in known:
         raise UnknownOption(scheme=scheme.name, known=sorted(known), option=name)
-    default = known[name].default
+    default: Any = known[name].default
     if not isinstance(text, str):
         return text
     try:

@@ -31,7 +31,7 @@ def scores(node: fx.Node) -> Product | None:
     name = op_name(node)
     arguments = bind(node) if name in {"matmul", "bmm", "baddbmm", "einsum"} else {}
     if name == "matmul" or name == "bmm":
-        left, right = arguments["self"], arguments.get("other") or arguments.get("mat2")
+        left, right = arguments["self"], arguments["other" if name == "matmul" else "mat2"]
         return _matmul_scores(node, left, right)
     if name == "baddbmm":
         if float(arguments["beta"]) != 1.0:
@@ -103,7 +103,7 @@ def weighted(node: fx.Node, probs: fx.Node, roles: tuple[str, ...]) -> Product |
     name = op_name(node)
     if name in {"matmul", "bmm"}:
         arguments = bind(node)
-        left, right = arguments["self"], arguments.get("other") or arguments.get("mat2")
+        left, right = arguments["self"], arguments["other" if name == "matmul" else "mat2"]
         if left is not probs or roles[-1] != "T" or len(sizes(right)) != len(roles):
             return None
         batch = tuple("" if role == "G" and sizes(right)[dim] == 1 else role for dim, role in enumerate(roles[:-2]))

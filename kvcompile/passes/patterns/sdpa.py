@@ -28,6 +28,8 @@ def recognise(node: fx.Node) -> Attention | None:
     if arguments["dropout_p"]:
         raise Miss("attention dropout is on", node, advice="call model.eval()")
     rank = len(sizes(q))
+    q_roles: tuple[str, ...]
+    k_roles: tuple[str, ...]
     if rank == 4:
         head = "K" if sizes(k)[1] != sizes(q)[1] else "H"
         q_roles, k_roles = ("B", "H", "S", "D"), ("B", head, "T", "D")
@@ -36,7 +38,7 @@ def recognise(node: fx.Node) -> Attention | None:
     else:
         raise Miss(f"SDPA over tensors of rank {rank}", node)
     scores = (*q_roles[:-1], "T")
-    masks = ()
+    masks: tuple[MaskTerm, ...] = ()
     if arguments["attn_mask"] is not None:
         mask = arguments["attn_mask"]
         kind = MaskKind.BOOL if value_of(mask).dtype.is_floating_point is False else MaskKind.ADD

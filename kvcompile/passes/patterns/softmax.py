@@ -14,7 +14,7 @@ from torch import fx
 from kvcompile.passes.constants import constant
 from kvcompile.passes.patterns.products import Product, scores, weighted
 from kvcompile.passes.patterns.sdpa import mask_roles
-from kvcompile.passes.shapes import IDENTITIES, bind, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.shapes import IDENTITIES, bind, is_tensor, op_name, sizes
 from kvcompile.passes.sites import Attention, MaskKind, MaskTerm, Miss
 
 SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
@@ -65,9 +65,9 @@ def _scores_operand(node: fx.Node) -> fx.Node | None:
         first, second = node.args[0], node.args[1]
         if constant(second) is not None:
             return first
-        return first if _reaches_product(first) else second  # type: ignore[return-value]
+        return first if _reaches_product(first) else second
     known = STEPS.keys() | IDENTITIES | VIEWS | {"slice"}
-    return node.args[0] if name in known and node.args and is_tensor(node.args[0]) else None  # type: ignore[return-value]
+    return node.args[0] if name in known and node.args and is_tensor(node.args[0]) else None
 
 
 def _reaches_product(node: Any, depth: int = 24) -> bool:
@@ -182,7 +182,8 @@ STEPS = {
 
 def _forward(softmax: fx.Node, roles: tuple[str, ...], had_sinks: bool) -> tuple[list[fx.Node], Product]:
     """From the softmax on to the second product, through casts, dropout, reshapes and the dropping of sinks."""
-    node, path = softmax, []
+    node = softmax
+    path: list[fx.Node] = []
     dropped = not had_sinks
     while True:
         users = [user for user in node.users if op_name(user) not in {"sym_size"}]

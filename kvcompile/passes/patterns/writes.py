@@ -13,7 +13,7 @@ import numpy as np
 from torch import fx
 
 from kvcompile.passes.pullback import trace
-from kvcompile.passes.shapes import bind, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.shapes import bind, is_tensor, op_name, operand, sizes, value_of
 from kvcompile.passes.sites import Miss, Position, Write
 
 
@@ -57,8 +57,8 @@ def _selected(dest: fx.Node, root: fx.Node) -> set[int]:
     node = dest
     while node is not root:
         chain.append(node)
-        parent = node.args[0]
-        node = parent.args[0] if op_name(node) == "getitem" else parent  # type: ignore[assignment,union-attr]
+        parent = operand(node)
+        node = operand(parent) if op_name(node) == "getitem" else parent
     alive = list(range(len(sizes(root))))
     removed = set()
     for node in reversed(chain):
@@ -142,7 +142,7 @@ def view_copy(node: fx.Node, root: fx.Node) -> Write:
     arguments = bind(node)
     dest, values = arguments["self"], arguments["src"]
     dims, fixed, offsets = _along(dest, root)
-    cut = [step for step in _slices(dest, root)]
+    cut = _slices(dest, root)
     if len(cut) != 1:
         raise Miss("the write goes to a view with " + ("no" if not cut else "several") + " token ranges", node)
     ranged, root_dim = cut[0]
@@ -166,16 +166,16 @@ def _slices(dest: fx.Node, root: fx.Node) -> list[tuple[fx.Node, int]]:
     found = []
     node = dest
     while node is not root:
-        parent = node.args[0]
+        parent = operand(node)
         if op_name(node) in {"slice", "narrow"}:
             arguments = bind(node)
             dim = int(arguments["dim"]) % len(sizes(node))
             start = arguments.get("start") or 0
-            whole = isinstance(start, int) and start == 0 and sizes(node)[dim] == sizes(parent)[dim]  # type: ignore[arg-type]
+            whole = isinstance(start, int) and start == 0 and sizes(node)[dim] == sizes(parent)[dim]
             if not whole:
                 dims, _, _ = _along(parent, root) if parent is not root else ({d: d for d in range(len(sizes(root)))}, {}, {})
                 found.append((node, dims[dim]))
-        node = parent.args[0] if op_name(node) == "getitem" else parent  # type: ignore[assignment,union-attr]
+        node = operand(parent) if op_name(node) == "getitem" else parent
     return found
 
 
