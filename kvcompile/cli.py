@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,10 @@ def _observed(arguments: argparse.Namespace) -> Backend:
 def _run(target: Target, owner: Backend) -> None:
     torch._dynamo.reset()
     try:
-        observe(target.model, target.inputs, owner)
+        with warnings.catch_warnings():
+            # Dynamo's advice about the model's code would stand in the middle of the output.
+            warnings.simplefilter("ignore")
+            observe(target.model, target.inputs, owner)
     except Exception as error:
         inner = getattr(error, "inner_exception", error)
         if isinstance(inner, KvcompileError):

@@ -82,7 +82,7 @@ class Dump:
     def rewritten(self) -> str:
         """The rewritten graph of the chosen variant."""
         variant, rewritten = self._rewritten()
-        title = f"# graph {self.index} rewritten, attention {VARIANTS[variant]}: {kernel_text(rewritten)}\n"
+        title = f"# graph {self.index} rewritten, attention {VARIANTS[variant]}: {kernel_text(rewritten, self._plan())}\n"
         others = ", ".join(item.value for item in self._variants() if item is not variant)
         return title + (f"# other variants: {others}\n" if others else "") + _readable(rewritten.module)
 
@@ -103,7 +103,7 @@ class Dump:
             found.setdefault(site_kernel(node, arch, hint), []).append(module_path(node) or node.name)
         if not found:
             raise NothingToDump(
-                expected="an attend kernel", found=f"graph {self.index} {VARIANTS[variant]}: {kernel_text(rewritten)}",
+                expected="an attend kernel", found=f"graph {self.index} {VARIANTS[variant]}: {kernel_text(rewritten, self._plan())}",
                 todo="ask for a graph that reads a filled cache (see --graph and --variant)",
             )
         return list(found.items())

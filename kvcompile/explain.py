@@ -71,18 +71,18 @@ def described(owner: Backend, tokens: int | None = None) -> Report:
             graphs.append(graph)
             continue
         made = graph_report(graph.index, plan, graph.uncached, tokens)
-        kernels = tuple(f"{VARIANTS[variant]}: {kernel_text(stage[variant.value])}" for variant in Variant if variant.value in stage)
+        kernels = tuple(f"{VARIANTS[variant]}: {kernel_text(stage[variant.value], plan)}" for variant in Variant if variant.value in stage)
         graphs.append(dataclasses.replace(graph, sites=made.sites, kernels=kernels))
     return Report(graphs=graphs, tokens=tokens)
 
 
-def kernel_text(rewritten: Rewritten) -> str:
+def kernel_text(rewritten: Rewritten, plan: Plan) -> str:
     """Which operations the sites became, counted."""
-    graph = rewritten.module.graph
-    counts = Counter(op_name(node) for node in graph.nodes)
+    counts = Counter(op_name(node) for node in rewritten.module.graph.nodes)
     device = value_of(rewritten.bindings[0].plan.slot.root).device.type
-    names = {
-        "attend": f"attend ({TEMPLATES.get(device, 'eager body')})", "scaled_dot_product_attention": "scaled_dot_product_attention",
-        "append": "append (fused by Inductor)",
-    }
-    return ", ".join(f"{counts[op]} x {name}" for op, name in names.items() if counts[op])
+    # Other attentions of the graph may be SDPA too; of the sites it is those that have no attend.
+    made = (
+        (counts["attend"], f"attend ({TEMPLATES.get(device, 'eager body')})"),
+        (len(plan.sites) - counts["attend"], "scaled_dot_product_attention"), (counts["append"], "append (fused by Inductor)"),
+    )
+    return ", ".join(f"{count} x {name}" for count, name in made if count)

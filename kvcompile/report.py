@@ -20,6 +20,9 @@ from kvcompile.passes.shapes import hint
 from kvcompile.passes.sites import Refusal, SlotKind
 from kvcompile.schemes import Scheme
 
+LONGEST_PATH = 36
+"""Module paths up to this stay on one line."""
+
 CACHES = {
     SlotKind.BUFFER: "written in place", SlotKind.CONCAT: "grows each step", SlotKind.BORN_CONCAT: "starts here",
     SlotKind.BORN_BUFFER: "made and filled here",
@@ -157,7 +160,7 @@ def _graph(graph: GraphReport, tokens: int | None) -> RenderableType:
         title.append(f" ({count_text(graph.sites[0].tokens, 'new token')} a call)", style="not bold")
     words = [f"{count_text(len(graph.sites), 'attention')} rewritten"]
     words += [f"{len(graph.refusals)} refused"] if graph.refusals else []
-    words += [f"{graph.uncached} without a cache"] if graph.uncached else []
+    words += [f"{graph.uncached} attention-like without a cache"] if graph.uncached else []
     title.append(": " + ", ".join(words), style="not bold")
     parts: list[RenderableType] = [title]
     if graph.sites:
@@ -170,12 +173,12 @@ def _graph(graph: GraphReport, tokens: int | None) -> RenderableType:
 
 def _site_table(graph: GraphReport, tokens: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 1))
-    table.add_column("module", overflow="fold")
+    longest = max(len(site.path) for site in graph.sites)
+    table.add_column("module", overflow="fold", no_wrap=longest <= LONGEST_PATH)
     table.add_column("attention", overflow="fold")
-    table.add_column("cache", overflow="fold")
     table.add_column("stored as", overflow="fold")
-    length = f"bytes at {tokens:,} tokens" if tokens is not None else "bytes as captured"
-    table.add_column(length, justify="right", no_wrap=True)
+    length = f"at {tokens:,} tokens" if tokens is not None else "as captured"
+    table.add_column(f"cache {length}", justify="right", no_wrap=True)
     for site, count in _merged(graph.sites):
         where = escape(site.path or site.line.rpartition("/")[2])
         before, after = site.bytes_before * count, site.bytes_after * count
@@ -183,8 +186,7 @@ def _site_table(graph: GraphReport, tokens: int | None) -> Table:
         share = f"\n{after / before:.1%}" if before else ""
         table.add_row(
             where + (f"\n[dim]and {count - 1} more like it[/]" if count > 1 else ""),
-            f"{site.idiom}, {heads} heads of {dim}\n[dim]mask: {escape(site.mask)}[/]",
-            f"{site.write}\n[dim]{site.cache}[/]",
+            f"{site.idiom}, {heads} heads of {dim}\n[dim]mask: {escape(site.mask)}\ncache: {site.write}, {site.cache}[/]",
             f"{escape(site.scheme)}\n[dim]{site.bits:.2f} bits a value[/]",
             f"{size_text(before)} → {size_text(after)}[dim]{share}[/]",
         )

@@ -17,7 +17,7 @@ SIZES: Mapping[str, int] = {
     "intermediate_size": 512, "n_inner": 512, "mlp_dim": 512, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
     "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 64, "vocab_size": 512, "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "n_group": 1, "topk_group": 1, "q_lora_rank": 64, "kv_lora_rank": 64, "sliding_window": 64, "hidden_size_per_layer_input": 32,
+    "n_group": 1, "topk_group": 1, "q_lora_rank": 64, "kv_lora_rank": 64, "sliding_window": 16, "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 512, "first_k_dense_replace": 1, "rotary_dim": 32, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }
