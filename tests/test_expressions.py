@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -68,7 +69,6 @@ def test_triton_equals_eager(tmp_path: object) -> None:
     """All schemes in one subprocess, since the interpreter is chosen before triton is imported."""
     script = textwrap.dedent('''
         import importlib.util, sys, torch
-        sys.path.insert(0, "tests")
         import test_expressions as t
         from kvcompile import schemes
         from kvcompile.lowering import expressions
@@ -90,9 +90,10 @@ def test_triton_equals_eager(tmp_path: object) -> None:
             finite = eager.isfinite()
             assert torch.equal(out[finite], eager[finite]), (name, part)
     ''')
+    paths = os.pathsep.join([str(pathlib.Path(__file__).parent), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-        check=False,
+        [sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+        capture_output=True, text=True, check=False,
     )
     assert done.returncode == 0, done.stderr
 

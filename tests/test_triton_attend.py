@@ -235,7 +235,8 @@ def main(names: list[str]) -> int:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_interpreted_kernel_equals_eager(scheme: str) -> None:
     done = subprocess.run(
-        [sys.executable, __file__, scheme], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        [sys.executable, __file__, scheme],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True, text=True, check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
