@@ -290,7 +290,7 @@ def compile_one(job: Job) -> str | None:
     options = {"num_warps": config.tile.num_warps, "num_stages": config.tile.num_stages}
     try:
         kernel.warmup(*tensors, pages_for(job.tokens), grid=(1, 1, 1), **options)
-    except Exception as error:  # noqa: BLE001 - a tile that does not fit is a result
+    except Exception as error:  # A tile that does not fit is a result.
         return f"{config.tile}: {type(error).__name__} {str(error)[:200]}"
     return None
 
@@ -320,7 +320,7 @@ def sweep(groups: list[list[Job]]) -> list[dict]:
             try:
                 handle = kernel[job.grid](*args, **options)
                 ms = graph_ms(lambda: kernel[job.grid](*args, **options), 3, 5)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 print(scheme, config.tile, type(error).__name__, str(error)[:100], file=sys.stderr)
                 continue
             found.append({

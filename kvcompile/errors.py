@@ -56,7 +56,7 @@ class UnsupportedDtype(SchemeError):
 
 
 class BadSetting(KvcompileError, ValueError):
-    template = "kvcompile.backend expects {setting} to be {expected}, found {found!r}"
+    template = "kvcompile.backend expects {setting} to be {expected}, found {found!r}; pass one of these or leave it out"
 
 
 class CompileError(KvcompileError):

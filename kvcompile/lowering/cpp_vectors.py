@@ -21,15 +21,19 @@ class CppVectors(_Cpp):
     """How casts and literals are spelled on vectors: no promotion to int, so nothing to narrow."""
 
     def cast(self, text: str, source: torch.dtype, to: torch.dtype) -> str:
+        """A value of another dtype, lane by lane."""
         return text if source == to else f"lanes_cast<{_lane(to)}>({text})"
 
     def bitcast(self, text: str, source: torch.dtype, to: torch.dtype) -> str:
+        """The same bits as another dtype."""
         return f"lanes_bits<{_lane(to)}>({text})"
 
     def narrow(self, text: str, to: torch.dtype) -> str:
+        """Nothing: lanes keep their width."""
         return text
 
     def e4m3(self, text: str) -> str:
+        """Bytes as e4m3 floats."""
         return f"lanes_e4m3({text})"
 
 

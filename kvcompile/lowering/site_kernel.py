@@ -61,7 +61,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     )
     rows = queries * group
     tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False)[0]
-    splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch])
+    splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch], hint(pages) * hint(keys[0].shape[3]))
     return SiteKernel(tiled.with_splits(splits, splits == 1 and len(config.plans[1].pieces) == 1), batch, queries)
 
 

@@ -1,0 +1,122 @@
+"""The house rules that a machine can hold: ruff and mypy run clean, errors teach, what is public says what it is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcompile import errors
+from kvcompile.errors import KvcompileError
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted((ROOT / "kvcompile").rglob("*.py"))
+ERRORS = sorted(
+    (item for _, item in inspect.getmembers(errors, inspect.isclass) if issubclass(item, KvcompileError)), key=lambda item: item.__name__
+)
+LEAVES = [item for item in ERRORS if "template" in vars(item) and item is not KvcompileError]
+
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+each_error = pytest.mark.parametrize("error", LEAVES, ids=lambda item: item.__name__)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """A tool over the whole repository."""
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_ruff_is_clean() -> None:
+    done = run("ruff", "check", "--output-format", "concise", ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_mypy_is_clean() -> None:
+    done = run("mypy")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def names_of(template: str) -> list[str]:
+    """The facts that a template asks for."""
+    return [name for _, name, _, _ in string.Formatter().parse(template) if name]
+
+
+@each_error
+def test_error_says_what_was_expected_and_found_and_what_to_do(error: type[KvcompileError]) -> None:
+    facts = {name: f"<{name}>" for name in names_of(error.template)}
+    raised = error(**facts)
+    text = str(raised)
+    assert all(value in text or repr(value) in text for value in facts.values())
+    assert not re.search(r"\{|\}", text.replace("{'*'", "").replace("'int8'}", "")), text
+    assert raised.facts == facts
+    expected = re.search(r"\b(expect|need|has the options|strict=True|no entry|maps|lost a fact)", text)
+    assert expected, f"says nothing of what was expected: {text}"
+    assert re.search(r"found|cannot|no entry", text), f"says nothing of what was found: {text}"
+    # The advice is a fact of its own where it depends on the case.
+    advice = re.search(r";|\b(pass|write|add|choose|cast|use|call|start|make|remove|correct|report)\b", text)
+    assert advice or "todo" in facts or "why" in facts, f"says nothing of what to do: {text}"
+
+
+@each_error
+def test_error_without_its_facts_is_a_bug_that_shows(error: type[KvcompileError]) -> None:
+    with pytest.raises(KeyError):
+        error()
+
+
+def test_every_error_is_caught_by_the_base_and_by_what_it_is() -> None:
+    for error in ERRORS:
+        assert issubclass(error, KvcompileError)
+    assert issubclass(errors.SchemeError, ValueError)
+
+
+def test_errors_are_raised_somewhere() -> None:
+    text = "\n".join(path.read_text() for path in MODULES if path.name != "errors.py")
+    unused = [error.__name__ for error in LEAVES if not re.search(rf"\b{error.__name__}\b", text)]
+    assert not unused, f"no module raises {unused}"
+
+
+def documented_elsewhere() -> set[str]:
+    """Method names that some class of the package documents: an override need not say it again."""
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found |= {item.name for item in node.body if isinstance(item, ast.FunctionDef) and ast.get_docstring(item)}
+    return found
+
+
+DOCUMENTED = documented_elsewhere()
+
+
+@each_module
+def test_what_is_public_has_a_docstring(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree) or not tree.body, f"{path.name} has no docstring"
+    silent = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            template = isinstance(node, ast.ClassDef) and any(
+                isinstance(item, ast.Assign) and getattr(item.targets[0], "id", "") == "template" for item in node.body
+            )
+            if not ast.get_docstring(node) and not template:
+                silent.append(f"{node.lineno}: {node.name}")
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            silent += [
+                f"{item.lineno}: {node.name}.{item.name}" for item in node.body
+                if isinstance(item, ast.FunctionDef) and not item.name.startswith("_") and not ast.get_docstring(item)
+                and item.name not in DOCUMENTED
+            ]
+    assert not silent, f"{path.relative_to(ROOT)} says nothing about {silent}"
+
+
+@each_module
+def test_no_place_or_leftover_in_the_source(path: Path) -> None:
+    text = path.read_text()
+    assert not re.search(r"/(work|root|home|tmp)/", text), "a path of one machine"
+    assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text), "a leftover"
