@@ -105,7 +105,7 @@ class _Compilation:
                 advice="call it under torch.no_grad() or torch.inference_mode()",
             ))
         try:
-            captured = capture(self.gm, self.examples, handles.is_handle)
+            captured = capture(self.gm, self.examples, handles.is_handle, handles.can_take_over)
         except Exception as error:
             log.debug("capture failed", exc_info=True)
             first = next(iter(str(error).splitlines()), "")
@@ -153,14 +153,7 @@ class _Compilation:
             compiled = self._inner(self.gm, self.examples, captured.fake_mode, "")
             self.report.compile_seconds += time.perf_counter() - started
             return compiled
-        effects = _effects(captured)
-        for entry in captured.inputs:
-            if entry.compressed and effects.writes.get(entry.node):
-                node = effects.writes[entry.node][0]
-                raise CacheMutated(
-                    found=f"a write at {source_line(node)} by a graph with no attention that could be rewritten",
-                    length="its", shape=tuple(value_of(entry.node).shape),
-                )
+        _refuse_writes(captured, _effects(captured), given)
         log.warning("a graph without a rewritten site reads %d compressed cache tensors: they are decoded at every call", len(given))
         compiled = self._inner(captured.module, captured.fakes, captured.fake_mode, "")
         self.report.compile_seconds += time.perf_counter() - started
@@ -188,6 +181,7 @@ class _Compilation:
         pairs = tuple((index[item.site.key.root], index[item.site.value.root]) for item in planned.sites)
         used = {part.slot.placeholder for item in planned.sites for part in (item.key, item.value)}
         decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
+        _refuse_writes(captured, effects, decode)
         positions = positions_of(captured, planned, effects)
         made: dict[Variant, Rewritten] = {Variant.PAST: first}
 
@@ -237,6 +231,16 @@ def _effects(captured: Captured) -> Effects:
     from kvcompile.passes.effects import analyse
 
     return analyse(captured.graph)
+
+
+def _refuse_writes(captured: Captured, effects: Effects, given: tuple[int, ...]) -> None:
+    """Raise where the graph writes to a compressed cache that it will only get a decoded copy of."""
+    for entry in captured.inputs:
+        if entry.index in given and effects.writes.get(entry.node):
+            raise CacheMutated(
+                found=f"a write at {source_line(effects.writes[entry.node][0])}, whose attention could not be rewritten (see the report),",
+                length="its", shape=tuple(value_of(entry.node).shape),
+            )
 
 
 def _reach(item: SitePlan) -> Any:

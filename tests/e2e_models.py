@@ -326,6 +326,196 @@ class Lists(nn.Module):
         return x
 
 
+class AllLayers(nn.Module):
+    """One (layers, 2, B, C, H, D) buffer for the whole model."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(**sizes), Attention(**sizes)])
+        one = self.layers[0]
+        buffers(self, 2, 2, one.batch, one.capacity, one.kv, one.dim, names=("cache",))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            q, k, v = layer.project(x)
+            self.cache[index, 0].index_copy_(1, pos, k)
+            self.cache[index, 1].index_copy_(1, pos, v)
+            keys, values = self.cache[index, 0].transpose(1, 2), self.cache[index, 1].transpose(1, 2)
+            mask = visible(pos, layer.capacity)
+            x = x + layer.close(F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask))
+        return x
+
+
+class RowSlice(Attention):
+    """The reference Llama: ``cache[:rows, start:start + n] = k`` with all rows in use."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 2, **sizes})
+        buffers(self, self.batch, self.capacity, self.kv, self.dim)
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = self.project(x)
+        rows, count = x.shape[:2]
+        self.k_cache[:rows, start : start + count] = k
+        self.v_cache[:rows, start : start + count] = v
+        keys, values = self.k_cache[:rows, : start + count], self.v_cache[:rows, : start + count]
+        repeats = self.heads // self.kv
+        keys = keys[:, :, :, None, :].expand(-1, -1, -1, repeats, -1).reshape(rows, start + count, self.heads, self.dim)
+        values = torch.repeat_interleave(values, dim=2, repeats=repeats)
+        scores = torch.matmul(q.transpose(1, 2), keys.permute(0, 2, 3, 1)) / math.sqrt(self.dim)
+        if count > 1:
+            mask = torch.full((count, count), float("-inf")).triu(1)
+            scores = scores + torch.hstack([torch.zeros(count, start), mask])
+        return self.close(F.softmax(scores.float(), dim=-1).type_as(q) @ values.transpose(1, 2))
+
+
+class ScalarPosition(Attention):
+    """One token at a time at a 0-dim position tensor."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        self.k_cache.index_copy_(2, pos.reshape(1), k.transpose(1, 2))
+        self.v_cache.index_copy_(2, pos.reshape(1), v.transpose(1, 2))
+        mask = torch.arange(self.capacity) <= pos
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), self.k_cache, self.v_cache, attn_mask=mask[None, None, None])
+        return self.close(y)
+
+
+class RowDecode(Attention):
+    """One token a row, every row at its own position: ``cache[rows, :, pos] = k``, all indices of rank 1."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        rows = torch.arange(x.shape[0])
+        self.k_cache[rows, :, pos] = k[:, 0]
+        self.v_cache[rows, :, pos] = v[:, 0]
+        mask = torch.arange(self.capacity)[None] <= pos[:, None]
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), self.k_cache, self.v_cache, attn_mask=mask[:, None, None])
+        return self.close(y)
+
+
+class Window(Attention):
+    """A sliding window as a mask over a full buffer."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        t = torch.arange(self.capacity)
+        mask = (t <= pos[:, None]) & (t > pos[:, None] - 5)
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+
+class Attribute(Attention):
+    """``self.keys = torch.cat([self.keys, k])``, no mask: one token at a time."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.keys = self.values = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.keys = k if self.keys is None else torch.cat([self.keys, k], dim=2)
+        self.values = v if self.values is None else torch.cat([self.values, v], dim=2)
+        return self.close(F.scaled_dot_product_attention(q, self.keys, self.values))
+
+
+class Scattered(Attention):
+    """``cache.scatter_`` with an expanded index."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        index = pos[None, None, :, None].expand_as(k)
+        self.k_cache.scatter_(2, index, k)
+        self.v_cache.scatter_(2, index, v)
+        y = F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity))
+        return self.close(y)
+
+
+class Functional(Attention):
+    """The cache is updated out of place and returned."""
+
+    def forward(self, x: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], pos: torch.Tensor) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = caches[0].index_copy(2, pos, k), caches[1].index_copy(2, pos, v)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity))
+        return self.close(y), (keys, values)
+
+
+class Rolled(Attention):
+    """The newest tokens at the end of a rolling buffer."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        count = x.shape[1]
+        self.k_cache.copy_(torch.cat([self.k_cache[:, :, count:], k], 2))
+        self.v_cache.copy_(torch.cat([self.v_cache[:, :, count:], v], 2))
+        return self.close(F.scaled_dot_product_attention(q, self.k_cache, self.v_cache))
+
+
+class LatentKeys(Attention):
+    """Keys and values are projections of one cached latent."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.down = nn.Linear(self.width, 8, bias=False)
+        self.up_k, self.up_v = nn.Linear(8, self.width, bias=False), nn.Linear(8, self.width, bias=False)
+        buffers(self, self.batch, self.capacity, 8, names=("latent",))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q = self.project(x)[0].transpose(1, 2)
+        latent = self.latent.index_copy_(1, pos, self.down(x))
+        keys, values = (up(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2) for up in (self.up_k, self.up_v))
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
+
+
+class ScratchCopy(Attention):
+    """The new tokens are written into a copy: the next call does not see them."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = self.k_cache.clone(), self.v_cache.clone()
+        keys[:, :, pos], values[:, :, pos] = k, v
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
+
+
+class Probed(Attention):
+    """The cache is also read by something that is no attention."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor, probe: bool = True) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        y = self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
+        return y + keys.norm() if probe else y
+
+
 # --- how attention is spelled -------------------------------------------------------------------------
 
 
@@ -495,6 +685,34 @@ def passed(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> lis
     return by_position(module, lambda x, pos: call(x, caches, pos), chunks)
 
 
+def one_by_one(scalar: bool) -> Callable[[nn.Module, Call, Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """forward(x, pos) a token at a time: ``pos`` of no dims, or one for each row, row 1 three tokens late."""
+
+    def drive(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        tokens = torch.cat(list(chunks), 1).split(1, 1)
+        rows = torch.arange(tokens[0].shape[0]) % 2 * 3
+        return [call(x, torch.tensor(t) if scalar else (t - rows).clamp(min=0)) for t, x in enumerate(tokens)]
+
+    return drive
+
+
+def alone(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """forward(x), a token at a time."""
+    return [call(x) for x in torch.cat(list(chunks), 1).split(1, 1)]
+
+
+def functional(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """forward(x, caches, pos) -> (y, caches)."""
+    one = module
+    caches = tuple(torch.zeros(one.batch, one.kv, one.capacity, one.dim, dtype=chunks[0].dtype) for _ in range(2))  # type: ignore[attr-defined]
+    start, results = 0, []
+    for x in chunks:
+        y, caches = call(x, caches, torch.arange(start, start + x.shape[1]))
+        results.append(y)
+        start += x.shape[1]
+    return results
+
+
 def spelled(name: str, steps: Callable[..., torch.Tensor], refused: str = "", **sizes: int) -> Case:
     """A case that differs in the steps between the products only."""
     return Case(name, lambda **given: Spelled(steps, **given), by_position, refused, sizes)
@@ -517,6 +735,18 @@ CASES = (
     Case("concatenated", Concatenated, returned(None)),
     Case("concatenated-time-first", ConcatenatedTimeFirst, returned({})),
     Case("lists", Lists, passed),
+    Case("all-layers", AllLayers, by_position),
+    Case("row-slice", RowSlice, by_offset),
+    Case("scalar-position", ScalarPosition, one_by_one(True)),
+    Case("row-decode", RowDecode, one_by_one(False)),
+    Case("window", Window, by_position),
+    Case("attribute", Attribute, alone),
+    Case("scatter", Scattered, by_position, refused="scatter_"),
+    Case("functional", Functional, functional, refused="out of place"),
+    Case("rolled", Rolled, alone, refused="token range"),
+    Case("latent", LatentKeys, by_position, refused="projected"),
+    Case("scratch-copy", ScratchCopy, by_position, refused="a copy of the cache"),
+    Case("probed", Probed, by_position, refused="also read by"),
     spelled("additive", step_additive),
     spelled("one-minus-mask", step_one_minus),
     spelled("softcap", step_softcap, kv=2),
@@ -526,8 +756,8 @@ CASES = (
     spelled("scaled-scores-twice", step_scaled_twice_scores),
     spelled("max-floor", step_max_floor),
     spelled("learned-scale", step_learned_scale, refused="multiplied by a tensor"),
-    spelled("keys-first", step_keys_first),
-    spelled("hand-softmax", step_hand_softmax),
+    spelled("keys-first", step_keys_first, refused="no known step"),
+    spelled("hand-softmax", step_hand_softmax, refused="no softmax"),
     spelled("d80", step_additive, dim=80, kv=2),
     spelled("mqa-repeat", step_additive, kv=1),
 )

@@ -23,13 +23,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: its node, Dynamo's name for it, and whether a compressed cache arrived there."""
+    """One placeholder: its node, Dynamo's name for it, whether a compressed cache arrived there, whether it owns its memory."""
 
     index: int
     node: fx.Node
     source: str
     compressed: bool
     placeholder: fx.Node = field(repr=False)
+    owned: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,16 @@ class _Unwrapping(fx.Interpreter):
 
 
 def capture(
-    gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False
+    gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False,
+    owns_memory: Callable[[Any], bool] = lambda value: True,
 ) -> Captured:
     """Retrace Dynamo's graph to ATen; raises whatever tracing raises, which the backend turns into a refusal."""
     mode = _fake_mode(example_inputs)
     flags = [is_compressed(value) for value in example_inputs]
+    owned = [
+        flag or not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or owns_memory(value)
+        for value, flag in zip(example_inputs, flags, strict=True)
+    ]
     fakes = tuple(_fakify(mode, value, flag) for value, flag in zip(example_inputs, flags, strict=True))
 
     def run(*args: object) -> object:
@@ -100,7 +106,7 @@ def capture(
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
         source = getattr(placeholders[index], "_dynamo_source", None)
         name = source.name if source is not None else placeholders[index].name
-        inputs.append(Input(index, node, name() if callable(name) else name, flags[index], placeholders[index]))
+        inputs.append(Input(index, node, name() if callable(name) else name, flags[index], placeholders[index], owned[index]))
         if "val" not in node.meta:
             node.meta["val"] = fakes[index]
     return Captured(module, tuple(inputs), fakes, gm, mode)

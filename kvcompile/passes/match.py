@@ -18,7 +18,7 @@ from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.patterns import sdpa, softmax
 from kvcompile.passes.shapes import hint, module_path, op_name, sizes, source_line
-from kvcompile.passes.sites import Attention, Miss, Refusal, Site, Slot, Stage
+from kvcompile.passes.sites import Attention, Miss, Refusal, Site, Slot, SlotKind, Stage
 
 ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
     sdpa.recognise,
@@ -142,6 +142,18 @@ def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> di
     return {}
 
 
+def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
+    """The sites whose cache is written in place in memory that another tensor owns: that memory cannot be freed."""
+    borrowed = {entry.node for entry in captured.inputs if not entry.owned}
+    return {
+        site: Miss(
+            "no tensor of its own owns the cache's memory (it is a view, a parameter or a subclass)", slot.root,
+            advice="keep the cache in a plain tensor or a registered buffer",
+        )
+        for site in sites for slot in (site.key, site.value) if slot.kind is SlotKind.BUFFER and slot.placeholder in borrowed
+    }
+
+
 def _processed(behind: fx.Node) -> Miss:
     return Miss(
         "keys or values are made from the cache rather than read from it (projected, rotated, assembled or updated out of place)",
@@ -181,7 +193,7 @@ def match(captured: Captured) -> Matched:
                 else:
                     uncached += 1
     refusals += [refuse(_unrecognised(product), product) for product in unrecognised(captured, effects)]
-    rejected = _sole_readers(sites, effects)
+    rejected = {**_sole_readers(sites, effects), **_borrowed(sites, captured)}
     refusals += [refuse(miss, site.attention.output, site.attention.idiom) for site, miss in rejected.items()]
     kept = tuple(site for site in sites if site not in rejected)
     return Matched(kept, tuple(refusals), uncached, effects)

@@ -143,6 +143,12 @@ class BoundGraph:
             prior = tensor.shape[group.token_dim]
         else:
             prior = self._prior(group, args, found)
+        owned = handles.can_take_over(tensor)
+        if not owned and group.kind is SlotKind.BUFFER:
+            raise Unsupported(
+                expected="a cache tensor that owns its memory, as when this graph was compiled", found="a view, a parameter or a subclass",
+                where=group.where, todo="keep the cache in a plain tensor or buffer of its own",
+            )
         slot = group.first.plan.slot
         labels = slot.axes.labels
         batch = tensor.shape[labels.index(("B",))] if ("B",) in labels else 1
@@ -156,13 +162,8 @@ class BoundGraph:
                 dense = bring(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
                 store.adopt(dense[:, :, :kept])
         state.length = prior
-        if handles.can_take_over(tensor):
+        if owned:
             handles.take_over(tensor, state)
-        elif group.kind is SlotKind.BUFFER:
-            raise Unsupported(
-                expected="a cache tensor that owns its memory", found="a view, a parameter or a subclass", where=group.where,
-                todo="keep the cache in a plain tensor or buffer of its own",
-            )
         return state
 
     def _prior(self, group: Group, args: tuple[Any, ...], found: Callable[[], Found]) -> int:

@@ -105,7 +105,7 @@ def make(state: CacheState, shape: tuple[int, ...], dtype: torch.dtype, device: 
 
 def take_over(tensor: torch.Tensor, state: CacheState) -> None:
     """Turn a dense tensor into a handle in place: its memory is gone, its identity stays."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(tensor.is_inference()):
         stub = _stub(tensor.dtype, tensor.device)
         shape = tensor.shape
         tensor.set_(stub.untyped_storage(), 0, shape, (0,) * len(shape))
@@ -124,7 +124,7 @@ def _attach(handle: CompressedCache, state: CacheState, length: int) -> None:
 
 def restore(handle: CompressedCache) -> torch.Tensor:
     """Turn an empty handle back into the dense tensor of zeros that it stands for, in place."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(handle.is_inference()):
         dense = torch.zeros(tuple(handle.shape), dtype=handle.dtype, device=handle.device)
         handle.__class__ = torch.Tensor  # type: ignore[assignment]
         handle.set_(dense.untyped_storage(), 0, dense.shape, dense.stride())

@@ -7,6 +7,8 @@ what was never written reads as an untouched dense buffer would.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,13 @@ class StoreSpec:
     layout: Layout
 
 
+@contextlib.contextmanager
+def _ordinary() -> Iterator[None]:
+    """Where planes are made: a cache filled in inference mode may be used outside, so no plane is an inference tensor."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Store:
     """The planes of one slot for one cache."""
 
@@ -36,9 +45,10 @@ class Store:
     def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int) -> None:
         self.spec, self.batch, self.device = spec, batch, device
         self.pages = 0
-        self.planes: list[torch.Tensor] = [
-            torch.zeros(plane.shape(0, batch, spec.slot.heads), dtype=plane.dtype, device=device) for plane in spec.layout.planes
-        ]
+        with _ordinary():
+            self.planes: list[torch.Tensor] = [
+                torch.zeros(plane.shape(0, batch, spec.slot.heads), dtype=plane.dtype, device=device) for plane in spec.layout.planes
+            ]
         self.reserve(pages)
 
     @property
@@ -51,7 +61,8 @@ class Store:
         if pages <= self.pages:
             return
         for index, (plane, spec) in enumerate(zip(self.planes, self.spec.layout.planes, strict=True)):
-            grown = torch.zeros(spec.shape(pages, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
+            with _ordinary():
+                grown = torch.zeros(spec.shape(pages, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
             if self.pages:
                 grown[: self.pages].copy_(plane[: self.pages])
             self.planes[index] = grown
@@ -77,21 +88,24 @@ class Store:
     def clear(self) -> None:
         """Forget everything and give the memory back."""
         self.pages = 0
-        for index, spec in enumerate(self.spec.layout.planes):
-            self.planes[index] = torch.zeros(spec.shape(0, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
+        with _ordinary():
+            for index, spec in enumerate(self.spec.layout.planes):
+                self.planes[index] = torch.zeros(spec.shape(0, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
 
     def select_rows(self, rows: torch.Tensor) -> Store:
         """A new store with the given batch rows: codes are copied, never re-encoded."""
         other = Store.__new__(Store)
         other.spec, other.batch, other.device, other.pages = self.spec, int(rows.shape[0]), self.device, self.pages
-        other.planes = [plane.index_select(1, rows.to(plane.device)) for plane in self.planes]
+        with _ordinary():
+            other.planes = [plane.index_select(1, rows.to(plane.device)) for plane in self.planes]
         return other
 
     def clone(self) -> Store:
         """A new store with the same content."""
         other = Store.__new__(Store)
         other.spec, other.batch, other.device, other.pages = self.spec, self.batch, self.device, self.pages
-        other.planes = [plane.clone() for plane in self.planes]
+        with _ordinary():
+            other.planes = [plane.clone() for plane in self.planes]
         return other
 
 
