@@ -54,6 +54,32 @@ def visible(pos: torch.Tensor, capacity: int) -> torch.Tensor:
     return torch.arange(capacity, device=pos.device) <= pos[:, None]
 
 
+# --- transformers ---------------------------------------------------------------------------------------
+
+
+def llama(kv: int = 2, attention: str = "sdpa", layers: int = 2, seed: int = 0) -> Any:
+    """A tiny random Llama: 4 query heads of 16 channels, 64 words."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=kv, vocab_size=64,
+        head_dim=16, attn_implementation=attention, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )).eval()
+
+
+def cache_of(model: Any, kind: str, capacity: int = 64) -> Any:
+    """An empty cache of ``kind``, static or dynamic."""
+    from transformers import DynamicCache, StaticCache
+
+    return StaticCache(model.config, max_cache_len=capacity) if kind == "static" else DynamicCache(config=model.config)
+
+
+def prompt(rows: int = 3, count: int = 9, seed: int = 0) -> torch.Tensor:
+    """Random words, none of them the padding."""
+    return torch.randint(1, 64, (rows, count), generator=torch.Generator().manual_seed(int(seed)))
+
+
 # --- how the cache is held and written ----------------------------------------------------------------
 
 

@@ -202,7 +202,7 @@ def test_inductor(name: str) -> None:
     reference = run(BY_NAME[name], kvcompile.backend("int8", inner="eager", strict=True), chunks=(7, 1, 1, 4, 1))
     torch._dynamo.reset()
     error = run(BY_NAME[name], backend, chunks=(7, 1, 1, 4, 1))
-    assert abs(error - reference) <= 1e-4
+    assert abs(error - reference) <= 1e-3
 
 
 def test_state_dict_of_a_compressed_module() -> None:

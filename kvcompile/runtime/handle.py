@@ -7,7 +7,8 @@ neither crash nor lie:
 * shape, dtype, device, size()... answer as the dense tensor would
 * zero_() (a cache's ``reset``) empties it; indexing rows, index_select, repeat_interleave (beam search,
   batch select), [..., :n, :] (crop), clone, deepcopy and pickling act on the codes, never on decoded values
-* any other read gives the decoded values; any other write raises CacheMutated, except on an empty cache,
+* any other read gives the decoded values, as a view that cannot be written to where the dense tensor's result
+  would share its memory; any other write raises CacheMutated, except on an empty cache,
   which simply becomes the dense tensor again
 
 A buffer that lives in a module or in a static cache keeps its identity: its class is changed in place
@@ -24,6 +25,7 @@ import torch
 
 from kvcompile.errors import CacheMutated
 from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.views import VIEWS, name_of, read_only, writes
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +57,7 @@ class CompressedCache(torch.Tensor):
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name in {"__get__", "__set__"}:
-            name = func.__self__.__name__  # type: ignore[attr-defined]
+        name = name_of(func)
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -268,19 +268,16 @@ HANDLERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in {"__setitem__", "__iadd__", "__imul__", "__isub__"} or kwargs.get("out") is not None
-
-
 def _outside(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation from outside compiled code that acts on values."""
     target = args[0] if args else None
-    if _writes(name, kwargs) and isinstance(target, CompressedCache):
+    target = kwargs.get("out", target)
+    if writes(name, kwargs) and isinstance(target, CompressedCache):
         if target._kv.length:
             raise CacheMutated(found=f"{name}() from outside", length=target._length, shape=tuple(target.shape))
         restore(target)
         return func(*args, **kwargs)
     log.debug("%s outside compiled code reads a compressed cache: decoding it", name)
     plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args, kwargs))
-    return func(*plain_args, **plain_kwargs)
+    result = func(*plain_args, **plain_kwargs)
+    return read_only(result) if name in VIEWS and args and args[0] is target else result

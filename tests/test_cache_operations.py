@@ -1,0 +1,237 @@
+"""What callers do to a cache between steps: each works on the codes as it would on the dense cache, or says why not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from e2e_models import cache_of, llama, prompt
+from transformers import LlamaForCausalLM
+
+import kvcompile
+from kvcompile.errors import CacheMutated, CacheStale
+
+KINDS = ("static", "dynamic")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(one_thread: None, fresh_dynamo: None) -> None:
+    """Small tensors on one thread, nothing compiled before."""
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """A tiny Llama with grouped heads."""
+    return llama(layers=1)
+
+
+class Pair:
+    """A model with its own cache beside its compiled twin with another; every step compares the two."""
+
+    def __init__(self, model: LlamaForCausalLM, kind: str, scheme: str = "dense", rows: int = 3) -> None:
+        self.backend = kvcompile.backend(scheme, inner="eager", strict=True)
+        self.model, self.compiled = model, torch.compile(model, backend=self.backend, fullgraph=True)
+        self.plain, self.cache = cache_of(model, kind), cache_of(model, kind)
+        self.rows = rows
+
+    @torch.no_grad()
+    def step(self, *counts: int) -> float:
+        """Feed chunks of new tokens to both; the largest difference of logits."""
+        worst = 0.0
+        for count in counts:
+            tokens = prompt(self.rows, count, seed=self.plain.get_seq_length() + 7)
+            expected = self.model(tokens, past_key_values=self.plain).logits
+            found = self.compiled(tokens, past_key_values=self.cache).logits
+            worst = max(worst, (expected - found).abs().max().item())
+        return worst
+
+    def both(self, change: Callable[[Any], Any]) -> None:
+        """Do the same to both caches."""
+        change(self.plain), change(self.cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reset_and_reuse(model: LlamaForCausalLM, kind: str) -> None:
+    pair = Pair(model, kind)
+    graphs = []
+    for _ in range(3):
+        assert pair.step(9, 1, 1) <= 1e-6
+        pair.both(lambda cache: cache.reset())
+        graphs.append(len(pair.backend.graphs))
+    assert graphs[1] == graphs[2]
+    if kind == "static":
+        assert pair.backend.report().allocated == 0
+
+
+def test_crop_after_each_speculative_step(model: LlamaForCausalLM) -> None:
+    pair = Pair(model, "dynamic")
+    assert pair.step(9) <= 1e-6
+    for _ in range(4):
+        assert pair.step(4) <= 1e-6
+        pair.both(lambda cache: cache.crop(-2))
+    graphs = len(pair.backend.graphs)
+    assert pair.step(4, 1, 4) <= 1e-6
+    assert len(pair.backend.graphs) <= graphs + 1
+
+
+def test_reorder_select_and_repeat_rows(model: LlamaForCausalLM) -> None:
+    pair = Pair(model, "dynamic")
+    assert pair.step(9, 1) <= 1e-6
+    pair.both(lambda cache: cache.batch_repeat_interleave(2))
+    pair.rows = 6
+    assert pair.step(1, 1) <= 1e-6
+    pair.both(lambda cache: cache.batch_select_indices(torch.tensor([5, 0, 3])))
+    pair.rows = 3
+    assert pair.step(1, 1) <= 1e-6
+    pair.both(lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])))
+    assert pair.step(1, 4) <= 1e-6
+
+
+def test_reorder_of_a_static_cache(model: LlamaForCausalLM) -> None:
+    pair = Pair(model, "static")
+    assert pair.step(9, 1) <= 1e-6
+    for _ in range(3):
+        pair.both(lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])))
+        assert pair.step(1) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_part_ways(model: LlamaForCausalLM, kind: str) -> None:
+    pair = Pair(model, kind)
+    assert pair.step(9, 1) <= 1e-6
+    other = Pair(model, kind)
+    other.compiled, other.backend = pair.compiled, pair.backend
+    other.cache, other.plain = copy.deepcopy(pair.cache), copy.deepcopy(pair.plain)
+    assert max(pair.step(1, 4), other.step(1, 1, 1), pair.step(1)) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", ["int8", "int4(group=16)"])
+def test_save_and_load_keep_the_codes(model: LlamaForCausalLM, kind: str, scheme: str) -> None:
+    pair = Pair(model, kind, scheme)
+    pair.step(9, 1)
+    file = io.BytesIO()
+    torch.save(pair.cache, file)
+    if scheme != "int8" and kind == "static":
+        # Codes, not decoded values, and not the capacity.
+        dense = sum(layer.keys.numel() * 4 * 2 for layer in pair.plain.layers)
+        assert len(file.getvalue()) < dense
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    tokens = prompt(3, 1)
+    with torch.no_grad():
+        assert torch.equal(
+            pair.compiled(tokens, past_key_values=loaded).logits, pair.compiled(tokens, past_key_values=pair.cache).logits
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_caches_one_function(model: LlamaForCausalLM, kind: str) -> None:
+    one, two = Pair(model, kind), Pair(model, kind)
+    two.compiled, two.backend = one.compiled, one.backend
+    assert max(one.step(9), two.step(12)) <= 1e-6
+    for _ in range(3):
+        assert max(one.step(1), two.step(1, 4)) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_freed_cache_frees_its_stores(model: LlamaForCausalLM, kind: str) -> None:
+    one, two = Pair(model, kind), Pair(model, kind)
+    two.compiled, two.backend = one.compiled, one.backend
+    one.step(9, 1, 1), two.step(9, 1, 1)
+    both = one.backend.report().allocated
+    states = [weakref.ref(layer.keys._kv) for layer in one.cache.layers]
+    one.cache = None
+    gc.collect()
+    assert one.backend.report().allocated == both // 2
+    assert all(state() is None for state in states)
+    two.cache = None
+    gc.collect()
+    assert two.backend.report().allocated == 0
+
+
+def test_a_stale_branch_is_refused_and_a_copy_is_not(model: LlamaForCausalLM) -> None:
+    pair = Pair(model, "dynamic")
+    pair.step(9, 1)
+    branch = copy.copy(pair.cache)
+    branch.layers = [copy.copy(layer) for layer in pair.cache.layers]
+    safe = copy.deepcopy(pair.cache)
+    pair.cache.crop(-3)
+    with torch.no_grad():
+        pair.compiled(prompt(3, 1), past_key_values=pair.cache)
+        with pytest.raises(CacheStale, match=r"deepcopy"):
+            pair.compiled(prompt(3, 1), past_key_values=branch)
+        pair.compiled(prompt(3, 1), past_key_values=safe)
+        with pytest.raises(CacheStale):
+            branch.layers[0].keys.sum()
+
+
+def test_a_branch_from_an_older_state_is_fine(model: LlamaForCausalLM) -> None:
+    """Codes are written once: an older state of a cache that only grew is still what it was."""
+    pair = Pair(model, "dynamic")
+    pair.step(9)
+    old = [(layer.keys, layer.values) for layer in pair.cache.layers]
+    expected = [kvcompile.decoded(keys) for keys, _ in old]
+    pair.step(1, 1)
+    assert all(torch.equal(kvcompile.decoded(keys), before) for (keys, _), before in zip(old, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reads_from_outside_decode(model: LlamaForCausalLM, kind: str) -> None:
+    pair = Pair(model, kind, "int8")
+    pair.step(9, 1, 1)
+    keys, dense = pair.cache.layers[0].keys, pair.plain.layers[0].keys
+    assert isinstance(keys, kvcompile.CompressedCache)
+    assert keys.shape == dense.shape and keys.dtype == dense.dtype and keys.device == dense.device
+    assert type(kvcompile.decoded(keys)) is torch.Tensor
+    assert torch.allclose(kvcompile.decoded(keys), dense, atol=0.05)
+    assert torch.allclose(keys + 0, dense, atol=0.05)
+    assert torch.allclose(keys[..., 3, :], dense[..., 3, :], atol=0.05)
+    assert torch.allclose(keys.float().norm(), dense.norm(), rtol=0.01)
+    assert torch.allclose(torch.cat([keys, dense], 2)[:, :, : keys.shape[2]], dense, atol=0.05)
+    assert keys.numpy().shape == tuple(dense.shape)
+    assert "int8" in repr(keys)
+    assert torch.isnan(keys.as_subclass(torch.Tensor)).any() or torch.allclose(keys.as_subclass(torch.Tensor), dense, atol=0.05)
+
+
+@pytest.mark.parametrize("write", [
+    lambda keys: keys.index_copy_(2, torch.tensor([0]), torch.ones(3, 2, 1, 16)),
+    lambda keys: keys.__setitem__((slice(None), slice(None), 0), 1.0),
+    lambda keys: keys.mul_(2),
+    lambda keys: keys.fill_(1),
+    lambda keys: keys.copy_(torch.ones(keys.shape)),
+    lambda keys: torch.add(torch.ones(keys.shape), 1, out=keys),
+    lambda keys: keys.narrow(2, 0, 1).copy_(torch.ones(3, 2, 1, 16)),
+    lambda keys: keys[:, :, :1].fill_(1.0),
+], ids=["index_copy_", "setitem", "mul_", "fill_", "copy_", "out", "narrow", "slice"])
+def test_writes_from_outside_are_refused(model: LlamaForCausalLM, write: Callable[[Any], Any]) -> None:
+    """Neither the cache nor a view of it takes a write that would be lost."""
+    pair = Pair(model, "static")
+    pair.step(9, 1)
+    keys = pair.cache.layers[0].keys
+    before = kvcompile.decoded(keys)
+    with pytest.raises(CacheMutated, match="decoded"):
+        write(keys)
+    assert torch.equal(kvcompile.decoded(keys), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_model_on_a_compressed_cache(model: LlamaForCausalLM, kind: str) -> None:
+    """A dynamic cache is decoded and goes on; a static one, which the model would write to, says what to do."""
+    pair = Pair(model, kind)
+    pair.step(9, 1)
+    tokens = prompt(3, 1)
+    with torch.no_grad():
+        if kind == "static":
+            with pytest.raises(CacheMutated, match="decoded"):
+                model(tokens, past_key_values=pair.cache)
+            return
+        expected = model(tokens, past_key_values=pair.plain).logits
+        assert torch.allclose(model(tokens, past_key_values=pair.cache).logits, expected, atol=1e-6)
+    assert pair.step(1, 1) <= 1e-6
