@@ -152,7 +152,8 @@ class Bench:
         steps = []
         with torch.no_grad():
             for start, stop in [(0, prefill), *((at, at + 1) for at in range(prefill, end - 1))]:
-                logits = model(input_ids=self.ids[:, start:stop], past_key_values=cache, use_cache=True).logits
+                # Dynamo would compile again for the strides of a slice.
+                logits = model(input_ids=self.ids[:, start:stop].contiguous(), past_key_values=cache, use_cache=True).logits
                 steps.append(logits[:, -1:].float().log_softmax(-1))
         return torch.cat(steps, 1)
 
