@@ -1,19 +1,25 @@
 """Reuse: a graph that was compiled once is not compiled again because a cache changed its face.
 
 When a dense cache is adopted, Dynamo captures the next call anew (its class and strides changed), and
-the rewritten graph is the very same one. Inductor's own cache would still retrace and reload it; here
-the compiled callable is kept, keyed by the graph's text, its inputs' metadata and its constants. Only
-graphs without the caller's own symbolic sizes are reused: their guards live in Dynamo, not in the graph.
+what comes is the very same graph. ``call_key`` knows it as Dynamo gives it, before any of our passes
+runs; ``fingerprint`` knows a rewritten graph that different captures lead to. Inductor's own cache would
+still retrace and reload both. Only graphs without the caller's own symbolic sizes are reused: their
+guards live in Dynamo, not in the graph. Parameters count by identity, so that two models never share
+one recorded CUDA graph.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from kvcompile.lowering import ops  # noqa: F401 - defines the operation named next
+
+EXPOSE = torch.ops.kvcompile.expose
 
 
 def _describe(value: Any, pages: Any) -> str | None:
@@ -31,6 +37,43 @@ def _describe(value: Any, pages: Any) -> str | None:
         else:
             return None
     return f"{value.dtype}{value.device}[{','.join(texts)}]"
+
+
+def call_key(gm: fx.GraphModule, examples: Sequence[Any], is_handle: Callable[[object], bool], key: str) -> str | None:
+    """A key of Dynamo's graph with its arguments, a compressed cache counting as the dense one; None where it has none."""
+    digest = hashlib.sha256(key.encode())
+    names: dict[fx.Node, str] = {}
+    count = 0
+    for node in gm.graph.nodes:
+        if node.op in {"get_attr", "call_module"}:
+            return None
+        if node.target in {EXPOSE, EXPOSE.default}:
+            names[node] = names[node.args[0]]
+            continue
+        names[node] = f"n{count}"
+        count += 1
+        target = "" if node.op in {"placeholder", "output"} else str(node.target)
+        spelled = fx.node.map_arg((node.args, node.kwargs), lambda item: names[item])
+        digest.update(f"{node.op} {target} {spelled!r}\n".encode())
+    with torch._C.DisableTorchFunctionSubclass():
+        for value in examples:
+            if isinstance(value, torch.SymInt) or (isinstance(value, torch.Tensor) and not all(isinstance(n, int) for n in value.shape)):
+                return None
+            if not isinstance(value, torch.Tensor):
+                digest.update(repr(value).encode())
+                continue
+            stride = torch.empty(value.shape, device="meta").stride() if is_handle(value) else value.stride()
+            digest.update(f"{value.dtype}{value.device}{tuple(value.shape)}{stride}{_identity(value)}\n".encode())
+    return digest.hexdigest()
+
+
+def _identity(value: torch.Tensor) -> str:
+    return str(id(value)) if isinstance(value, torch.nn.Parameter) else ""
+
+
+def identities(examples: Sequence[Any]) -> str:
+    """The parameters among the arguments, as text."""
+    return ",".join(_identity(value) for value in examples if isinstance(value, torch.Tensor))
 
 
 def fingerprint(module: fx.GraphModule, fakes: Sequence[Any], pages: Any, key: str) -> str | None:
