@@ -27,7 +27,9 @@ def eager(scheme: object = "dense", **options: Any) -> Backend:
 
 
 @torch.no_grad()
-def compare(model: Any, compiled: Any, kind: str, chunks: tuple[int, ...], *, padded: bool = False, seed: int = 0, first: Any = None) -> list[float]:
+def compare(
+    model: Any, compiled: Any, kind: str, chunks: tuple[int, ...], *, padded: bool = False, seed: int = 0, first: Any = None
+) -> list[float]:
     """Feed both the same chunks of words, each with a cache of its own; the difference of logits at every chunk."""
     plain, cache = cache_of(model, kind), cache_of(model, kind)
     mask = torch.ones(3, 0, dtype=torch.long)

@@ -171,7 +171,7 @@ def test_positions_outside_the_cache(first: bool) -> None:
     with torch.no_grad():
         if not first:
             compiled(x[0], torch.arange(4))
-        with pytest.raises(errors.PositionsUnknown, match="14..17"):
+        with pytest.raises(errors.PositionsUnknown, match=r"14\.\.17"):
             compiled(x[1], torch.arange(14, 18))
 
 
@@ -254,7 +254,7 @@ def test_another_backend_gets_a_compressed_cache(kind: str, other: str) -> None:
     with torch.no_grad():
         compiled(prompt(), past_key_values=cache)
         compiled(prompt(3, 1), past_key_values=cache)
-        foreign = torch.compile(lambda **given: model(**given), backend=other)
+        foreign = torch.compile(model.forward, backend=other)
         with pytest.raises((errors.ForeignBackend, TypeError), match="kvcompile"):
             foreign(input_ids=prompt(3, 1), past_key_values=cache)
         # Neither the cache nor the stub that all handles share was written to.
@@ -268,4 +268,4 @@ def test_every_error_has_a_sentence_of_its_own() -> None:
     classes = [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, errors.KvcompileError)]
     templates = [item.template for item in classes if "template" in vars(item)]
     assert len(set(templates)) == len(templates)
-    assert all(text.count(" ") > 5 for text in templates if text != "{detail}")
+    assert all(text.count(" ") >= 5 for text in templates if text != "{detail}")
