@@ -89,6 +89,7 @@ def _eval_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=_count, help="questions a retrieval task (default 96; quick 16)")
     parser.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles the rewritten graph")
     parser.add_argument("--device", default=_device(), help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument("--threads", type=_count, default=1, help="CPU threads (default 1: tinylm is too small for more)")
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_eval)
@@ -199,6 +200,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     effort = dataclasses.replace(QUICK if arguments.quick else Effort(), **asked)
     wanted = labels(_split(arguments.schemes))
     console, progress = _console(), Console(stderr=True)
+    torch.set_num_threads(arguments.threads)
     bench = Bench(effort, device=arguments.device, seed=arguments.seed)
     rows: list[Quality] = []
     for scheme, label in wanted:

@@ -171,16 +171,21 @@ def _graph(graph: GraphReport, tokens: int | None) -> RenderableType:
     return Group(*parts)
 
 
+def _where(site: SiteReport) -> str:
+    """The module path, or ``file.py:12`` where Dynamo recorded none."""
+    return site.path or site.line.partition(": ")[0].rpartition("/")[2]
+
+
 def _site_table(graph: GraphReport, tokens: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 1))
-    longest = max(len(site.path) for site in graph.sites)
+    longest = max(len(_where(site)) for site in graph.sites)
     table.add_column("module", overflow="fold", no_wrap=longest <= LONGEST_PATH)
     table.add_column("attention", overflow="fold")
     table.add_column("stored as", overflow="fold")
     length = f"at {tokens:,} tokens" if tokens is not None else "as captured"
     table.add_column(f"cache {length}", justify="right", no_wrap=True)
     for site, count in _merged(graph.sites):
-        where = escape(site.path or site.line.rpartition("/")[2])
+        where = escape(_where(site))
         before, after = site.bytes_before * count, site.bytes_after * count
         heads, _, dim = site.heads.partition(" x ")
         share = f"\n{after / before:.1%}" if before else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 log = logging.getLogger(__name__)
+
+RUNTIME = str(Path(__file__).resolve().parent.parent / "runtime")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,12 @@ class _Unwrapping(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
+def _without_our_frames(trace: str) -> str:
+    """A stack trace without the frames of a compressed cache's dispatch, so that the model's line is the innermost."""
+    mark = "  File "
+    return mark.join(frame for frame in trace.split(mark) if not frame.startswith(f'"{RUNTIME}'))
+
+
 def capture(
     gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False,
     owns_memory: Callable[[Any], bool] = lambda value: True,
@@ -101,6 +110,9 @@ def capture(
 
     with mode, fx.traceback.preserve_node_meta():
         module = make_fx(run, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes)
+    for node in module.graph.nodes:
+        if node.meta.get("stack_trace"):
+            node.meta["stack_trace"] = _without_our_frames(node.meta["stack_trace"])
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     inputs = []
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
