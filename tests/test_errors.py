@@ -268,4 +268,4 @@ def test_every_error_has_a_sentence_of_its_own() -> None:
     classes = [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, errors.KvcompileError)]
     templates = [item.template for item in classes if "template" in vars(item)]
     assert len(set(templates)) == len(templates)
-    assert all(text.count(" ") >= 5 for text in templates if text != "{detail}")
+    assert all(text.count(" ") >= 4 for text in templates if text != "{detail}")

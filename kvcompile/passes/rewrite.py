@@ -373,6 +373,10 @@ class _Rewriter:
 
     def run(self) -> Rewritten:
         """Rewrite all sites, then drop what nobody needs any more."""
+        # In the order of the writes, so that what one append computes (positions) stands before the next.
+        slots = [part for item in self.plan.sites for part in (item.key, item.value)]
+        for part in sorted(slots, key=lambda part: self.effects.order[part.slot.write.node]):
+            self.append(part)
         for item in self.plan.sites:
             self.attend(item)
         self._detach_sizes()

@@ -1,0 +1,172 @@
+"""Attentions that are nearly, but not quite, what one expects: the same cache read twice, in another order, too early, too wide."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from e2e_models import Attention, buffers, by_position, inputs, visible
+from torch.nn import functional as F
+
+import kvcompile
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Body = Callable[["Odd", torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Odd(Attention):
+    """A buffer cache whose forward is a function."""
+
+    def __init__(self, body: Body, kv: int = 4) -> None:
+        super().__init__(kv=kv)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+        self.body = body
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x, pos)
+
+    def written(self, x: torch.Tensor, pos: torch.Tensor) -> Triple:
+        """Queries, and the caches with the new tokens in them."""
+        q, k, v = self.fresh(x)
+        return q, self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+
+    def fresh(self, x: torch.Tensor) -> Triple:
+        """New queries, keys and values as [B, H, S, D]."""
+        q, k, v = self.project(x)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def attend(m: Odd, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    return m.close(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+def by_head(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    mask = visible(pos, m.capacity)
+    one = [F.scaled_dot_product_attention(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], attn_mask=mask) for h in range(m.heads)]
+    return m.close(torch.cat(one, 1))
+
+
+def two_masks(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    mask = visible(pos, m.capacity)
+    return attend(m, q, k, v, mask) - attend(m, q, k, v, mask & (torch.arange(m.capacity) > pos[:, None] - 3))
+
+
+def roles_swapped(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    return attend(m, q, v, k, visible(pos, m.capacity))
+
+
+def no_mask(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """The zeros that were never written are attended to as well."""
+    return attend(m, *m.written(x, pos), None)
+
+
+def prefix(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    return attend(m, *m.written(x, pos), visible(pos, m.capacity) | (torch.arange(m.capacity) < 4))
+
+
+def blocks(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    t = torch.arange(m.capacity)
+    return attend(m, *m.written(x, pos), (t // 4 == pos[:, None] // 4) & (t <= pos[:, None]))
+
+
+def relative_bias(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    bias = -(pos[:, None] - torch.arange(m.capacity)).abs().float() * 0.1
+    return attend(m, *m.written(x, pos), bias.masked_fill(~visible(pos, m.capacity), float("-inf")))
+
+
+def nothing_to_see(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """The first queries see no token at all."""
+    return attend(m, *m.written(x, pos), visible(pos, m.capacity) & (torch.arange(m.capacity) > 2))
+
+
+def integer_mask(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    return attend(m, *m.written(x, pos), ((visible(pos, m.capacity).int() & 1) - 1).float() * 1e9)
+
+
+def one_cache(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, _ = m.fresh(x)
+    k = m.k_cache.index_copy_(2, pos, k)
+    return attend(m, q, k, k, visible(pos, m.capacity))
+
+
+def read_too_early(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.fresh(x)
+    y = attend(m, q, m.k_cache, m.v_cache, visible(pos, m.capacity))
+    m.k_cache[:, :, pos], m.v_cache[:, :, pos] = k, v
+    return y
+
+
+def written_twice(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    m.k_cache[:, :, pos] = m.fresh(x)[1] * 2
+    return attend(m, q, k, v, visible(pos, m.capacity))
+
+
+def half_the_channels(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    d = m.dim // 2
+    y = F.scaled_dot_product_attention(q[..., :d], k[..., :d], v[..., :d], attn_mask=visible(pos, m.capacity))
+    return m.close(torch.cat([y, q[..., d:]], -1))
+
+
+def heads_flipped(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    return attend(m, q, k.flip(1), v.flip(1), visible(pos, m.capacity))
+
+
+def heads_tiled(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Query head h reads kv head h % K."""
+    q, k, v = m.written(x, pos)
+    return attend(m, q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), visible(pos, m.capacity))
+
+
+def normed_on_read(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    return attend(m, q, F.normalize(k, dim=-1), v, visible(pos, m.capacity))
+
+
+def cleared_inside(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    m.k_cache.zero_()
+    return attend(m, *m.written(x, pos), visible(pos, m.capacity))
+
+
+@pytest.fixture(autouse=True)
+def _fresh(one_thread: None, fresh_dynamo: None) -> None:
+    """Small tensors on one thread, nothing compiled before."""
+
+
+def run(body: Body, kv: int, scheme: str) -> tuple[float, kvcompile.Report]:
+    torch.manual_seed(0)
+    module = Odd(body, kv).eval()
+    plain, backend = copy.deepcopy(module), kvcompile.backend(scheme, inner="eager")
+    given = inputs(module, (7, 1, 1, 4, 1))
+    with torch.no_grad():
+        expected = by_position(plain, plain, given)
+        found = by_position(module, torch.compile(module, backend=backend, fullgraph=True), given)
+    return max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)), backend.report()
+
+
+@pytest.mark.parametrize("body", [
+    by_head, two_masks, roles_swapped, no_mask, prefix, blocks, relative_bias, nothing_to_see, integer_mask,
+], ids=lambda body: body.__name__)
+def test_odd_but_rewritten(body: Body) -> None:
+    error, report = run(body, 4, "dense")
+    assert error <= 2e-6
+    assert report.sites and not report.refusals
+
+
+@pytest.mark.parametrize(("body", "reason", "kv"), [
+    (one_cache, "same cache entries", 4), (read_too_early, "after the attention", 4), (written_twice, "2 times", 4),
+    (half_the_channels, "no plain view", 4), (heads_flipped, "made from the cache", 4), (heads_tiled, "no plain view", 2),
+    (normed_on_read, "made from the cache", 4), (cleared_inside, "zero_", 4),
+], ids=lambda item: getattr(item, "__name__", ""))
+def test_odd_and_refused(body: Body, reason: str, kv: int) -> None:
+    error, report = run(body, kv, "int8")
+    assert error == 0.0
+    assert report.sites == 0
+    assert any(reason in item.reason for item in report.refusals), [str(item) for item in report.refusals]
