@@ -312,7 +312,7 @@ class BoundGraph:
         if rewritten.variant is not Variant.PAST or not self.trusted:
             return
         if self.steady is None:
-            rows = [(g.argument, self._capacity(g, args), n) for g, n in zip(self.groups, call.counts, strict=True)]
+            rows = [(g.argument or 0, self._capacity(g, args), n) for g, n in zip(self.groups, call.counts, strict=True)]
             self.steady = Steady.of(rows, [group.root for group in self.groups], self.pairs, rewritten)
         self.steady.settle(call.states)
 

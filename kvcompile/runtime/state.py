@@ -14,6 +14,7 @@ import torch
 from kvcompile.errors import CacheStale
 from kvcompile.passes.sites import Axes
 from kvcompile.runtime.store import Store
+from kvcompile.types import PAGE
 
 Part = tuple[tuple[int, int], ...]
 
@@ -29,6 +30,8 @@ class CacheState:
 
     def __post_init__(self) -> None:
         self.rollbacks: list[tuple[int, int]] = []
+        # The graphs whose checks this state has passed; see ``steady``.
+        self.settled: set[object] = set()
 
     def resume(self, length: int, epoch: int) -> None:
         """Continue from a tensor of ``length`` tokens seen at ``epoch``; raises CacheStale where it was overwritten."""
@@ -51,6 +54,11 @@ class CacheState:
             store.clear()
 
     @property
+    def room(self) -> int:
+        """Tokens that the stores have pages for."""
+        return next(iter(self.stores.values())).pages * PAGE
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated, all stores."""
         return sum(store.nbytes for store in self.stores.values())
@@ -62,7 +70,7 @@ class CacheState:
         for part, store in self.stores.items():
             tokens = min(length, shape[self.axes[part].token_dim])
             if tokens:
-                place(store.decode(min(tokens, store.pages * 64)), result, self.axes[part])
+                place(store.decode(min(tokens, store.pages * PAGE)), result, self.axes[part])
         return result
 
     def mapped(self, change: object) -> CacheState:
