@@ -181,7 +181,7 @@ def _dump(arguments: argparse.Namespace) -> int:
         arguments.output.write_text(text)
         Console(stderr=True).print(f"{arguments.output}: {stage.value}, {len(text.splitlines()):,} lines", highlight=False)
     elif sys.stdout.isatty():
-        Console().print(Syntax(text, LANGUAGES.get(stage, "python"), background_color="default", word_wrap=True))
+        Console().print(Syntax(text, LANGUAGES.get(stage, "python"), theme="ansi_dark", word_wrap=True))
     else:
         sys.stdout.write(text)
     return 0
@@ -209,7 +209,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.file.write(json.dumps(_as_json(rows, effort, bench.reference_bits(), arguments.device), indent=2) + "\n")
     else:
-        console.print(quality_table(rows, effort, bench.reference_bits()))
+        console.print(quality_table(rows, effort, bench.reference_bits(), bench.dtype))
     return 0
 
 

@@ -104,6 +104,7 @@ class Bench:
         codec, corpus, evaluate, tasks = (import_module(f"tinylm.{name}") for name in ("codec", "corpus", "evaluate", "tasks"))
         self.effort, self.evaluate = effort, evaluate
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.dtype = str(dtype).removeprefix("torch.")
         self.model = resolve(str(folder), Options(dtype=dtype, device=device)).model
         text = corpus.heldout_text()
         self.questions = {task: tasks.examples(task, effort.questions, effort.context, text, seed=seed) for task in ("needle", "multikey")}
@@ -167,11 +168,13 @@ def labels(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, short_scheme(parse(name))) for name in names]
 
 
-def quality_table(rows: Sequence[Quality], effort: Effort, reference_bits: float) -> Table:
+def quality_table(rows: Sequence[Quality], effort: Effort, reference_bits: float, dtype: str) -> Table:
     """All schemes beside each other."""
+    title = f"tinylm in {dtype}: prompts of {effort.context:,} bytes, then decoding from the cache ({effort.inner})"
     table = Table(
-        title=f"tinylm, {effort.context:,} bytes of prompt, then decoding from the cache", title_justify="left", title_style="bold",
-        caption=f"the model as it is, uncompiled: {reference_bits:.3f} bits per byte; shares with their 95% intervals",
+        title=title, title_justify="left", title_style="bold",
+        caption=f"{effort.batch} texts, {effort.questions} questions a task; shares with their 95% intervals\n"
+        f"the model as it is, uncompiled: {reference_bits:.3f} bits per byte",
         caption_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False,
     )
     table.add_column("scheme")
