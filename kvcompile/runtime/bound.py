@@ -103,11 +103,13 @@ class BoundGraph:
         self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
         self.sizes = SizeReader(captured)
         self.steady: Steady | None = None
-        # Only buffers written at positions that live on a device, whose steps are not followed on the host (see ``_start``).
+        # Only buffers written at positions that are not followed on the host step by step: counters of the graph's own,
+        # or positions on a device, which would have to be waited for (see ``_start``).
+        counted = positions is not None and positions.counted
         self.trusted = all(
             group.kind is SlotKind.BUFFER and isinstance(group.first.plan.slot.write.count, int)
             and isinstance(value_of(group.root).shape[group.token_dim], int) and all(isinstance(size, int) for size in group.reach)
-            and (index := group.first.plan.slot.write.position.index) is not None and value_of(index).device.type != "cpu"
+            and (index := group.first.plan.slot.write.position.index) is not None and (counted or value_of(index).device.type != "cpu")
             for group in groups
         )
         self.born_only = all(group.kind in BORN for group in groups)

@@ -46,8 +46,10 @@ class Found:
 class Positions:
     """The subgraph that computes positions, and the last call's values."""
 
-    def __init__(self, run: Callable[..., tuple[Any, ...]], nodes: dict[fx.Node, tuple[str, ...]]) -> None:
+    def __init__(self, run: Callable[..., tuple[Any, ...]], nodes: dict[fx.Node, tuple[str, ...]], counted: bool) -> None:
         self.run, self.nodes = run, nodes
+        self.counted = counted
+        """Whether all positions come from counters that the graph itself advances: then they go on in order by construction."""
 
     def once(self, args: tuple[Any, ...]) -> Callable[[], Found]:
         """A function that evaluates this call's positions when it is first asked."""
@@ -111,4 +113,6 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
         with torch.no_grad():
             return module(*given)
 
-    return Positions(run, nodes)
+    tensors = [entry.node for entry in captured.inputs if entry.index in taken and isinstance(entry.node.meta["val"], torch.Tensor)]
+    counted = bool(tensors) and all(effects.writes.get(node) for node in tensors)
+    return Positions(run, nodes, counted)
