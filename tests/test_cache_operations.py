@@ -235,3 +235,22 @@ def test_eager_model_on_a_compressed_cache(model: LlamaForCausalLM, kind: str) -
         expected = model(tokens, past_key_values=pair.plain).logits
         assert torch.allclose(model(tokens, past_key_values=pair.cache).logits, expected, atol=1e-6)
     assert pair.step(1, 1) <= 1e-6
+
+
+@pytest.mark.parametrize("scheme", ["dense", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("position", [256, 100_000, -1])
+def test_a_position_outside_of_the_planes_is_loud(scheme: str, position: int) -> None:
+    """On a GPU the host does not see positions: what lies outside must become NaN, not a crash and not a number."""
+    from kvcompile.lowering import ops
+    from kvcompile.schemes import parse
+    from kvcompile.types import Role, SlotSpec
+
+    made = parse(scheme)
+    layout = made.layout(SlotSpec(2, 32, torch.float32, Role.KEY))
+    keys, values = ([torch.zeros(plane.shape(4, 1, 2), dtype=plane.dtype) for plane in layout.planes] for _ in range(2))
+    x = torch.randn(1, 2, 1, 32)
+    for planes in (keys, values):
+        ops.append(x, planes, torch.tensor([[position]]), made.spell())
+    hi = torch.tensor([[max(position, 255)]])
+    out = ops.attend(x, keys, values, hi, None, None, None, None, made.spell(), made.spell(), 1.0, 0.0, 32)
+    assert out.isnan().all()

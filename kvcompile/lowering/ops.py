@@ -62,7 +62,16 @@ def write_rows(plane: torch.Tensor, rows_BKSW: torch.Tensor, pos: torch.Tensor) 
 
 
 def append_body(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> None:
-    """Encode x [B, K, S, D] and write the codes at positions pos [1 or B, S]."""
+    """Encode x [B, K, S, D] and write the codes at positions pos [1 or B, S].
+
+    A position outside of the planes cannot be seen on the host without waiting for the device, and an index
+    out of bounds would take the process down with it: such a token is written as NaN into the last row,
+    which whoever attends as far as that position reads.
+    """
+    room = planes[0].shape[0] * planes[0].shape[3]
+    inside = (pos >= 0) & (pos < room)
+    x = torch.where(inside[:, None, :, None], x, float("nan"))
+    pos = torch.where(inside, pos, room - 1)
     for plane, rows in zip(planes, schemes.parse(scheme).encode(x), strict=True):
         write_rows(plane, rows.to(plane.dtype), pos)
 
