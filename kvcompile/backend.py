@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -210,7 +211,9 @@ class _Compilation:
         made: dict[Variant, Rewritten] = {Variant.PAST: first}
 
         def compile_variant(variant: Variant) -> tuple[Rewritten, Callable[..., Any]]:
-            return self._variant(captured, planned, effects, variant, made)
+            # A variant may be made in the middle of a call, where Dynamo does not hold its lock; tracing is not thread-safe.
+            with compile_lock:
+                return self._variant(captured, planned, effects, variant, made)
 
         # For ``dump``, which may show the variant that no call needed.
         self.stage["compile_variant"] = compile_variant

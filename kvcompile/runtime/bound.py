@@ -216,8 +216,10 @@ class BoundGraph:
             return state.length
         if position.index is None:
             return self._offset(position.offset, args)
-        if state.length and value_of(position.index).device.type != "cpu":
+        count = self.sizes.read(group.first.plan.slot.write.count, args)
+        if state.length and value_of(position.index).device.type != "cpu" and state.length + count <= self._capacity(group, args):
             return state.length
+        # On a GPU this waits, once the tokens counted fill the cache: it is full, or its caller started again.
         return self._first(group, args, found())
 
     def _prepare(self, args: tuple[Any, ...], found: Callable[[], Found]) -> _Call:

@@ -51,7 +51,7 @@ class Steady:
                 return None
             if room < 0:
                 room = state.room
-            if state.room != room or min(state.length + count, capacity) > room:
+            if state.room != room or state.length + count > min(room, capacity):
                 return None
             states.append(state)
         if any(states[key].length != states[value].length for key, value in self.pairs):
@@ -64,8 +64,8 @@ class Steady:
 
     def commit(self, states: Sequence[CacheState], args: tuple[Any, ...]) -> None:
         """Count the new tokens."""
-        for (argument, capacity, count), state in zip(self.rows, states, strict=True):
+        for (argument, _, count), state in zip(self.rows, states, strict=True):
             state.epoch += 1
-            state.length = min(state.length + count, capacity)
+            state.length += count
             tensor = args[argument]
             tensor._length, tensor._epoch = state.length, state.epoch
