@@ -1,4 +1,4 @@
-"""fp8, int8, int4: online symmetric quantization, no calibration (seed 004, "Per-Token Scaling").
+"""fp8, int8, int4: online symmetric quantization, no calibration ("KV Cache Quantization", Per-Token Scaling; see README).
 
 scale = amax / qmax, code = clamp(rne(x / scale)). What differs from the source, and why:
 
@@ -48,7 +48,7 @@ class Symmetric(Scheme):
     qmax: ClassVar[float]
     bits: ClassVar[int]
     parts: ClassVar[int] = 1
-    source: ClassVar[str] = "seed 004, Per-Token Scaling"
+    source: ClassVar[str] = "KV Cache Quantization: FP8, INT8, INT4, Per-Token Scaling; Quantization Masterclass 6"
 
     def __post_init__(self) -> None:
         require(
