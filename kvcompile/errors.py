@@ -84,13 +84,6 @@ class SchemeChanged(KvcompileError):
     )
 
 
-class LayoutChanged(KvcompileError):
-    template = (
-        "expected a cache of shape {expected}, found {found} (at {where}); a compressed cache keeps its batch size, "
-        "heads and head dim: start a new cache"
-    )
-
-
 class CacheMutated(KvcompileError):
     template = (
         "expected that only compiled code writes to a compressed cache, found {found} on a cache holding {length} tokens "

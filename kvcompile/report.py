@@ -73,7 +73,6 @@ class Report:
     announced: int = 0
     allocated: int = 0
     dense: int = 0
-    errors: list[str] = field(default_factory=list)
     tokens: int | None = None
 
     @property

@@ -32,7 +32,6 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.errors import ForeignBackend
-from kvcompile.schemes import Scheme
 from kvcompile.types import Role, SlotSpec
 
 LIBRARY = torch.library.Library("kvcompile", "DEF")
@@ -44,9 +43,8 @@ LIBRARY.define(
 )
 
 
-def slot_spec(scheme: Scheme, planes: list[torch.Tensor], head_dim: int, role: Role) -> SlotSpec:
+def slot_spec(planes: list[torch.Tensor], head_dim: int, role: Role) -> SlotSpec:
     """The slot that planes belong to; only dense planes carry the model's dtype."""
-    del scheme
     return SlotSpec(planes[0].shape[2], head_dim, planes[0].dtype, role)
 
 
@@ -111,8 +109,8 @@ def attend_body(
     """The definition of ``attend`` in ``compute`` precision; decodes one kv head at a time."""
     B, H, S, D = q.shape
     ks, vs = schemes.parse(key_scheme), schemes.parse(value_scheme)
-    key_slot = slot_spec(ks, keys, D, Role.KEY)
-    value_slot = slot_spec(vs, values, value_dim, Role.VALUE)
+    key_slot = slot_spec(keys, D, Role.KEY)
+    value_slot = slot_spec(values, value_dim, Role.VALUE)
     K = keys[0].shape[2]
     G = H // K
     out = q.new_empty(B, H, S, value_dim)

@@ -6,8 +6,6 @@ Nothing is assumed about the order of the dims, about a combined K/V tensor or a
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from torch import fx
 
@@ -25,7 +23,7 @@ class NoCache(Exception):
     """The operand is no cache at all: an attention over fresh values, which nobody asked to compress."""
 
 
-def _through_writes(node: fx.Node, effects: Effects) -> Trail:
+def _through_writes(node: fx.Node) -> Trail:
     """Trace to the root; the result of an in-place write is the tensor it wrote."""
     trail = trace(node, lambda found: bool(written_arguments(found)), scales=True)
     path = list(trail.path)
@@ -35,7 +33,6 @@ def _through_writes(node: fx.Node, effects: Effects) -> Trail:
         further = _resume(target, trail)
         path += further.path
         trail = Trail(further.base, further.there, trail.here, tuple(path))
-    del effects
     return Trail(trail.base, trail.there, trail.here, tuple(path))
 
 
@@ -115,7 +112,6 @@ def _label(trail: Trail, base: tuple[int, ...], roles: dict[str, tuple[np.ndarra
     missing = [role for role in ("B", "K", "D") if role in left]
     if any(left[role][1] != 1 for role in missing):
         return None
-    spare = itertools.cycle([None])
     waiting = iter(missing)
     for dim in range(len(base)):
         if labels[dim] is None:
@@ -123,7 +119,6 @@ def _label(trail: Trail, base: tuple[int, ...], roles: dict[str, tuple[np.ndarra
             labels[dim] = (role,) if role is not None else ()
             if role is None:
                 select.append((dim, 0))
-    del spare
     # A role of size one that no dim stands for is still there, as nothing.
     return Axes(tuple(label or () for label in labels), tuple(select))
 
@@ -171,7 +166,7 @@ def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effect
 
 def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> Slot:
     """The slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it."""
-    trail = _through_writes(operand, effects)
+    trail = _through_writes(operand)
     root = trail.base
     if op_name(root) in {"cat", "concat", "concatenate"}:
         return _concatenated(root, trail, roles, operand, effects)

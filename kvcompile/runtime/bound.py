@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.errors import CacheFull, LayoutChanged, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
+from kvcompile.errors import CacheFull, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant
 from kvcompile.passes.shapes import source_line, value_of
@@ -368,4 +368,4 @@ def group_bindings(bindings: tuple[Binding, ...], reach: Sequence[Any], limits: 
     return tuple(groups)
 
 
-__all__ = ["BoundGraph", "Group", "LayoutChanged", "SizeReader", "group_bindings"]
+__all__ = ["BoundGraph", "Group", "SizeReader", "group_bindings"]

@@ -34,7 +34,7 @@ METADATA = {
     "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu", "is_xla", "_version", "itemsize", "output_nr",
     "size", "dim", "numel", "nelement", "ndimension", "__len__", "is_floating_point", "is_complex", "get_device", "element_size",
     "type", "is_inference", "is_pinned", "is_shared", "has_names", "__hash__", "is_contiguous", "stride", "storage_offset", "_is_view",
-    "__class__", "_base", "_backward_hooks", "is_conj", "is_neg", "__bool__x",
+    "__class__", "_base", "_backward_hooks", "is_conj", "is_neg",
 }
 
 

@@ -141,12 +141,11 @@ def view_copy(node: fx.Node, root: fx.Node) -> Write:
     """``cache[:, :, s:s + n] = values`` and ``cache.narrow(1, s, n).copy_(values)``."""
     arguments = bind(node)
     dest, values = arguments["self"], arguments["src"]
-    dims, fixed, offsets = _along(dest, root)
+    dims, fixed, _ = _along(dest, root)
     cut = _slices(dest, root)
     if len(cut) != 1:
         raise Miss("the write goes to a view with " + ("no" if not cut else "several") + " token ranges", node)
     ranged, root_dim = cut[0]
-    del offsets
     count = value_of(ranged).shape[int(bind(ranged)["dim"]) % len(sizes(ranged))]
     start = bind(ranged).get("start") or 0
     if isinstance(start, int) and start < 0:
