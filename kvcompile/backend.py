@@ -131,7 +131,7 @@ class _Compilation:
         self._announce()
         self.report.pass_seconds = time.perf_counter() - started
         if not planned.sites:
-            return self._dense(captured)
+            return self._dense(captured, matched.effects)
         bound = self._bind(captured, matched, planned)
         if key is not None:
             self.owner.bound[key] = (bound, self.report, self.stage)
@@ -170,7 +170,7 @@ class _Compilation:
         self.report.compile_seconds += time.perf_counter() - started
         return compiled
 
-    def _dense(self, captured: Captured) -> Callable[..., Any]:
+    def _dense(self, captured: Captured, effects: Effects) -> Callable[..., Any]:
         """A graph without sites; compressed caches that reach it are decoded for it, each call."""
         given = tuple(entry.index for entry in captured.inputs if entry.compressed)
         started = time.perf_counter()
@@ -178,7 +178,7 @@ class _Compilation:
             compiled = self._inner(self.gm, self.examples, captured.fake_mode, "")
             self.report.compile_seconds += time.perf_counter() - started
             return compiled
-        _refuse_writes(captured, _effects(captured), given)
+        _refuse_writes(captured, effects, given)
         log.warning("a graph without a rewritten site reads %d compressed cache tensors: they are decoded at every call", len(given))
         compiled = self._inner(captured.module, captured.fakes, captured.fake_mode, "")
         self.report.compile_seconds += time.perf_counter() - started
@@ -252,12 +252,6 @@ class _Compilation:
         self.report.variants = (*self.report.variants, variant.value)
         self.report.compile_seconds += time.perf_counter() - started
         return rewritten, compiled
-
-
-def _effects(captured: Captured) -> Effects:
-    from kvcompile.passes.effects import analyse
-
-    return analyse(captured.graph)
 
 
 def _refuse_writes(captured: Captured, effects: Effects, given: tuple[int, ...]) -> None:

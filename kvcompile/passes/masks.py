@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from kvcompile.passes.algebra import Expr, Linear, read
 from kvcompile.passes.effects import Effects
@@ -112,17 +113,23 @@ def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int
         # Two terms of which one is the query's index: the sum may exist as a node of its own.
         raise _Carried
     atom = atoms[0][1]
-    if atom.origin is None:
+    node, roles = _plain(atom, "S", effects)
+    return Limit(LimitKind.NODE, offset, node, roles, symbols)
+
+
+def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str, ...]]:
+    """The tensor that holds a value and its dims' roles, where it runs along batch rows and ``axis`` alone and nobody writes to it."""
+    if expr.origin is None:
         raise _Carried
-    node, coords = atom.origin
+    node, coords = expr.origin
     if not isinstance(value_of(node), torch.Tensor) or effects.writes.get(effects.root.get(node, node)):
         raise _Carried
     roles = []
     for coord in coords:
-        if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), ("S", 1)}):
+        if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), (axis, 1)}):
             raise _Carried
         roles.append(str(coord.terms[0][0]) if coord.terms else "")
-    return Limit(LimitKind.NODE, offset, node, tuple(roles), symbols)
+    return node, tuple(roles)
 
 
 def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
@@ -143,16 +150,9 @@ def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
 
 
 def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
-    if expr.op not in {"load"} or expr.origin is None:
+    if expr.op != "load":
         raise _Carried
-    node, coords = expr.origin
-    if not isinstance(value_of(node), torch.Tensor) or effects.writes.get(effects.root.get(node, node)):
-        raise _Carried
-    roles = []
-    for coord in coords:
-        if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), ("T", 1)}):
-            raise _Carried
-        roles.append(str(coord.terms[0][0]) if coord.terms else "")
+    node, roles = _plain(expr, "T", effects)
     if roles.count("T") != 1:
         raise _Carried
     if value_of(node).dtype.is_floating_point:

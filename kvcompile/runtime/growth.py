@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcompile.types import PAGE, pages_for
+from kvcompile.types import pages_for
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,3 @@ class Growth:
         if capacity is not None:
             room = min(room, max(capacity, tokens))
         return max(pages_for(room), 1)
-
-    @property
-    def least_pages(self) -> int:
-        """Pages of the smallest store."""
-        return pages_for(max(self.least, PAGE))

@@ -237,7 +237,7 @@ def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
 
 def _reduce(handle: CompressedCache, protocol: int) -> Any:
     handle._kv.resume(handle._length, handle._epoch)
-    parts = {part: (store.spec, store.batch, store.pages, store.planes) for part, store in handle._kv.stores.items()}
+    parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
     return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length)
 
 
@@ -246,11 +246,8 @@ def rebuild(axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, d
     from kvcompile.runtime.store import Store
 
     stores = {}
-    for part, (spec, batch, pages, planes) in parts.items():
-        store = Store.__new__(Store)
-        store.spec, store.batch, store.pages, store.planes = spec, batch, pages, list(planes)
-        store.device = planes[0].device
-        stores[part] = store
+    for part, (spec, planes) in parts.items():
+        stores[part] = Store.holding(spec, list(planes))
     del device
     state = CacheState(axes, stores, length)
     return make(state, shape, dtype, next(iter(stores.values())).device, length)

@@ -15,7 +15,7 @@ import torch
 
 from kvcompile.lowering.ops import append_body, as_tokens
 from kvcompile.schemes import Scheme
-from kvcompile.types import PAGE, Layout, SlotSpec, pages_for
+from kvcompile.types import Layout, SlotSpec, pages_for
 
 ADOPT_TOKENS = 4096
 """Tokens encoded at a time when a filled cache is adopted; bounds the float32 scratch of ``encode``."""
@@ -92,23 +92,21 @@ class Store:
             for index, spec in enumerate(self.spec.layout.planes):
                 self.planes[index] = torch.zeros(spec.shape(0, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
 
+    @staticmethod
+    def holding(spec: StoreSpec, planes: list[torch.Tensor]) -> Store:
+        """A store around planes that exist, [N, B, K, rows, width] each."""
+        store = Store.__new__(Store)
+        store.spec, store.planes = spec, planes
+        store.pages, store.batch = planes[0].shape[:2]
+        store.device = planes[0].device
+        return store
+
     def select_rows(self, rows: torch.Tensor) -> Store:
         """A new store with the given batch rows: codes are copied, never re-encoded."""
-        other = Store.__new__(Store)
-        other.spec, other.batch, other.device, other.pages = self.spec, int(rows.shape[0]), self.device, self.pages
         with _ordinary():
-            other.planes = [plane.index_select(1, rows.to(plane.device)) for plane in self.planes]
-        return other
+            return Store.holding(self.spec, [plane.index_select(1, rows.to(plane.device)) for plane in self.planes])
 
     def clone(self) -> Store:
         """A new store with the same content."""
-        other = Store.__new__(Store)
-        other.spec, other.batch, other.device, other.pages = self.spec, self.batch, self.device, self.pages
         with _ordinary():
-            other.planes = [plane.clone() for plane in self.planes]
-        return other
-
-
-def room(pages: int) -> int:
-    """Tokens that ``pages`` pages hold."""
-    return pages * PAGE
+            return Store.holding(self.spec, [plane.clone() for plane in self.planes])
