@@ -72,7 +72,7 @@ class Backend:
         for state in list(self.live):
             for store in state.stores.values():
                 report.allocated += store.nbytes
-                report.announced += store.spec.layout.bytes_per_page * store.spec.slot.heads * store.batch * store.pages
+                report.announced += store.spec.layout.nbytes(store.pages, store.batch, store.spec.slot.heads)
                 tokens = state.length
                 report.dense += tokens * store.batch * store.spec.slot.heads * store.spec.slot.head_dim * store.spec.slot.dtype.itemsize
         return report
@@ -294,7 +294,7 @@ def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], A
             root = value_of(slot.root)
             batch = root.shape[slot.axes.labels.index(("B",))] if ("B",) in slot.axes.labels else 1
             planes += [
-                torch.empty((pages, batch, item.plan.spec.heads, spec.rows, spec.width), dtype=spec.dtype, device=root.device)
+                torch.empty(spec.shape(pages, batch, item.plan.spec.heads), dtype=spec.dtype, device=root.device)
                 for spec in item.plan.layout.planes
             ]
     return (*[captured.fakes[index] for index in rewritten.kept], *planes), symbol

@@ -47,7 +47,7 @@ def _costs(scheme: Scheme, heads: int, head_dim: int, layers: int, dtype: torch.
     except SchemeError:
         return "", "", f"not for {head_dim} channels", ""
     token = layers * sum(scheme.layout(slot).bytes_per_token(heads) for slot in slots)
-    total = layers * heads * pages_for(tokens) * sum(scheme.layout(slot).bytes_per_page for slot in slots)
+    total = layers * sum(scheme.layout(slot).nbytes(pages_for(tokens), 1, heads) for slot in slots)
     bits = sum(scheme.bits_per_value(slot) for slot in slots) / len(slots)
     return f"{bits:.2f}", size_text(token), size_text(total), f"{token / (2 * layers * heads * head_dim * dtype.itemsize):.1%}"
 

@@ -44,35 +44,74 @@ class SlotSpec:
     role: Role
 
 
+class Extent(enum.Enum):
+    """What one plane grows with."""
+
+    TOKENS = "pages of tokens"
+    ROW = "one for every batch row"
+    BATCH = "one for all batch rows"
+
+
 @dataclass(frozen=True)
 class PlaneSpec:
-    """One physical tensor of an encoded slot, [N, B, K, rows, width]; ``rows`` rows cover one page of tokens."""
+    """One physical tensor of an encoded slot, [N, B, K, rows, width].
+
+    ``rows`` rows cover one page of tokens; a plane that does not grow (N = 1: the window, a codebook, a query
+    subspace) has as many rows as it needs, and B = 1 where one serves all batch rows.
+    """
 
     name: str
     dtype: torch.dtype
     width: int
     rows: int = PAGE
+    extent: Extent = Extent.TOKENS
 
     def shape(self, pages: int, batch: int, heads: int) -> tuple[int, int, int, int, int]:
         """The allocated shape for ``pages`` pages, [N, B, K, rows, width]."""
-        return (pages, batch, heads, self.rows, self.width)
+        n = pages if self.extent is Extent.TOKENS else 1
+        b = 1 if self.extent is Extent.BATCH else batch
+        return (n, b, heads, self.rows, self.width)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one page of one head of one batch row, or of the whole plane's head where it does not grow."""
+        return self.rows * self.width * self.dtype.itemsize
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page of one head of one batch row."""
-        return self.rows * self.width * self.dtype.itemsize
+        """Bytes that one page of tokens adds, of one head of one batch row."""
+        return self.nbytes if self.extent is Extent.TOKENS else 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The planes of one encoded slot, in the order that ``encode`` returns them."""
+    """The planes of one encoded slot: those that ``encode`` returns, in its order, then those that do not grow."""
 
     planes: tuple[PlaneSpec, ...]
+
+    @property
+    def encoded(self) -> int:
+        """How many planes ``encode`` makes: the ones that grow with the tokens."""
+        return sum(plane.extent is Extent.TOKENS for plane in self.planes)
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page of tokens of one head of one batch row, all planes."""
         return sum(plane.bytes_per_page for plane in self.planes)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one head of one batch row whatever the length: windows."""
+        return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.ROW)
+
+    @property
+    def bytes_per_head(self) -> int:
+        """Bytes of one head whatever the length and the batch: codebooks, shared subspaces."""
+        return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.BATCH)
+
+    def nbytes(self, pages: int, batch: int, heads: int) -> int:
+        """Bytes of all planes of ``pages`` pages, ``batch`` rows and ``heads`` kv heads."""
+        return heads * (batch * (pages * self.bytes_per_page + self.bytes_per_row) + self.bytes_per_head)
 
     def bytes_per_token(self, heads: int) -> float:
         """Bytes one token of one batch row costs over ``heads`` kv heads."""
@@ -87,8 +126,12 @@ class KernelFormat:
     planar, so sub-dot ``i`` takes part ``i`` of every word and neither q nor v is ever shuffled.
     ``unpack(words, part)`` is the eager definition (words in ``word_dtype`` -> float32 values before
     scaling); templates print the very expression that it traces to. The value of a channel is
-    ``unpack(word, part) * scale`` with one scale per token (``group`` = D) or per ``group`` consecutive
-    channels; ``scaled`` is False where the codes are the values (dense).
+    ``unpack(word, part) * scale (+ zero)`` with one scale per ``group`` consecutive channels (``group`` = D:
+    one a token) of ``block`` consecutive tokens; a page has PAGE / block rows of scales. ``zeros``: a plane of
+    zero points stands behind the scales, laid out like them. ``levels``: what ``unpack`` gives is an index into a
+    table of that many entries, one for each kv head and ``group`` of channels, the last plane that a kernel
+    reads, [1, 1, K, D // group, levels]; the value is ``table[index] * scale (+ zero)``.
+    ``scaled`` is False where the codes are the values (dense).
     """
 
     word_dtype: torch.dtype
@@ -96,6 +139,19 @@ class KernelFormat:
     group: int
     scaled: bool
     unpack: Callable[[torch.Tensor, int], torch.Tensor]
+    block: int = 1
+    zeros: bool = False
+    levels: int = 0
+
+    @property
+    def planes(self) -> int:
+        """How many planes a kernel reads: words, scales, zero points, tables; further ones are not its business."""
+        return 1 + self.scaled + self.zeros + bool(self.levels)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether one multiplication by a token's own scale decodes: what the first templates were made for."""
+        return self.block == 1 and not self.zeros and not self.levels
 
 
 def pages_for(tokens: int) -> int:

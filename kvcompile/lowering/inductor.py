@@ -11,10 +11,29 @@ from typing import Any
 
 from torch._inductor.lowering import fallback_handler, register_lowering
 
+from kvcompile import schemes
 from kvcompile.lowering import ops
+from kvcompile.types import Role, SlotSpec
+
+PLAIN = 13
+"""Operands of ``attend`` without the optional ones: recent tokens, their base, rotation."""
+
+
+def _plain(q: Any, operands: tuple[Any, ...]) -> bool:
+    """Whether the templates know all of this attention: token-wise symmetric codes, nothing beside the planes."""
+    spelled, values = operands[7:9], operands[1]
+    dims = int(q.get_size()[-1]), operands[11]
+    for text, role, dim in zip(spelled, Role, dims, strict=True):
+        slot = SlotSpec(int(values[0].get_size()[2]), int(dim), values[0].get_dtype(), role)
+        if not schemes.parse(text).format(slot).symmetric:
+            return False
+    return not any(operands[PLAIN - 1 :])
 
 
 def _lower_attend(q: Any, *operands: Any) -> Any:
+    if not _plain(q, operands):
+        return fallback_handler(ops.attend)(q, *operands)
+    operands = operands[: PLAIN - 1]
     device = q.get_device().type
     if device == "cuda":
         from kvcompile.lowering.triton_attend import lower_attend_cuda

@@ -17,6 +17,12 @@ Operands of ``attend``
     bias        float or bool, broadcastable to [B, H, S, T'] and given with 4 dims, or None: any other mask,
                 added to the scores after the softcap (bool: False means minus infinity); beyond T' none
     sinks       float [H] or None: one extra logit a head that takes mass and has no value
+    recent      None or the newest keys and values in full precision, [B, K, R, D] and [B, K, R, Dv]: row j is the
+                token at position base + j, and the planes hold nothing from base on that may be read
+    base        int64 [1 or B], may be negative (rows at negative positions are nobody's); None without ``recent``
+    rotation    None or cos and sin, each float [1 or B, T', Dr]: keys, decoded and recent, are stored before RoPE, and
+                their first Dr channels are rotated by their position here: channel c < Dr / 2 pairs with
+                c + Dr / 2 (``interleaved``: 2i with 2i + 1): k * cos + rotated(k) * sin; T' covers every visible token
     scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
     result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do
 
@@ -27,6 +33,8 @@ stands for. ``capture`` takes it away again, so it only ever runs where kvcompil
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -39,7 +47,8 @@ LIBRARY.define("expose(Tensor x) -> Tensor")
 LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> ()")
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
-    " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim) -> Tensor"
+    " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
+    " Tensor[]? recent=None, Tensor? base=None, Tensor[]? rotation=None, bool interleaved=False) -> Tensor"
 )
 
 
@@ -100,11 +109,31 @@ def _padded(mask: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
     return torch.cat([mask, torch.full((*mask.shape[:-1], missing), fill, dtype=mask.dtype, device=mask.device)], -1)
 
 
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """RoPE on the first Dr channels of x [B, K, T, D], with cos and sin [1 or B, T, Dr]."""
+    width = cos.shape[-1]
+    part, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        turned = torch.stack((-part[..., 1::2], part[..., ::2]), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((-part[..., width // 2 :], part[..., : width // 2]), dim=-1)
+    return torch.cat((part * cos.unsqueeze(1) + turned * sin.unsqueeze(1), rest), dim=-1)
+
+
+def with_recent(decoded: torch.Tensor, recent: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Decoded tokens [B, K, T, D] with ``recent`` [B, K, R, D] laid over those from ``base`` [1 or B] on."""
+    tokens, rows = decoded.shape[2], recent.shape[2]
+    j = torch.arange(tokens, device=decoded.device) - base[:, None]
+    taken = recent.gather(2, j.clamp(0, rows - 1)[:, None, :, None].expand(*recent.shape[:2], tokens, recent.shape[3]))
+    return torch.where(((j >= 0) & (j < rows))[:, None, :, None], taken.to(decoded.dtype), decoded)
+
+
 def attend_body(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], hi: torch.Tensor,
     lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
     key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
-    compute: torch.dtype = torch.float32,
+    recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None, rotation: Sequence[torch.Tensor] | None = None,
+    interleaved: bool = False, compute: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The definition of ``attend`` in ``compute`` precision; decodes one kv head at a time."""
     B, H, S, D = q.shape
@@ -115,9 +144,16 @@ def attend_body(
     G = H // K
     out = q.new_empty(B, H, S, value_dim)
     for head in range(K):
-        k = ks.decode(tuple(as_tokens(p[:, :, head : head + 1]) for p in keys), key_slot).to(compute)
-        v = vs.decode(tuple(as_tokens(p[:, :, head : head + 1]) for p in values), value_slot).to(compute)
+        one = slice(head, head + 1)
+        k = ks.decode(decodable(ks, keys, key_slot, one), key_slot).to(compute)
+        v = vs.decode(decodable(vs, values, value_slot, one), value_slot).to(compute)
         tokens = k.shape[2]
+        if recent:
+            assert base is not None
+            k, v = with_recent(k, recent[0][:, one], base), with_recent(v, recent[1][:, one], base)
+        if rotation:
+            cos, sin = (_fitted(table.to(compute), tokens) for table in rotation)
+            k = rotate(k, cos, sin, interleaved)
         heads = slice(head * G, (head + 1) * G)
         scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * scale
         if softcap > 0:
@@ -145,10 +181,24 @@ def attend_body(
     return out
 
 
+def _fitted(table: torch.Tensor, tokens: int) -> torch.Tensor:
+    """cos or sin [., T', Dr] cut or filled with zeros to ``tokens``: nothing visible lies behind."""
+    return torch.nn.functional.pad(table, (0, 0, 0, max(0, tokens - table.shape[1])))[:, :tokens]
+
+
+def decodable(scheme: schemes.Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec, heads: slice) -> tuple[torch.Tensor, ...]:
+    """What ``decode`` takes: the planes that a kernel reads, as tokens [B, K, T, width], for some heads; tables stay as they are."""
+    fmt = scheme.format(slot)
+    read = [plane[:, :, heads] for plane in planes[: fmt.planes]]
+    return tuple(plane if fmt.levels and at == fmt.planes - 1 else as_tokens(plane) for at, plane in enumerate(read))
+
+
 def attend_meta(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], hi: torch.Tensor,
     lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
     key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
+    recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None, rotation: Sequence[torch.Tensor] | None = None,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Shape of the result, [B, H, S, Dv] in q's dtype, contiguous."""
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], value_dim)

@@ -88,7 +88,9 @@ class SlotPlan:
     @property
     def bytes_after(self) -> sympy.Expr:
         """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages."""
-        return BATCH * self.spec.heads * self.layout.bytes_per_page * sympy.ceiling(TOKENS / PAGE)
+        pages = sympy.ceiling(TOKENS / PAGE)
+        per_row = pages * self.layout.bytes_per_page + self.layout.bytes_per_row
+        return self.spec.heads * (BATCH * per_row + self.layout.bytes_per_head)
 
     @property
     def bytes_before(self) -> sympy.Expr:

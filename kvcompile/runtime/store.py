@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.lowering.ops import append_body, as_tokens
+from kvcompile.lowering.ops import append_body, decodable
 from kvcompile.schemes import Scheme
-from kvcompile.types import Layout, SlotSpec, pages_for
+from kvcompile.types import Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 ADOPT_TOKENS = 4096
 """Tokens encoded at a time when a filled cache is adopted; bounds the float32 scratch of ``encode``."""
@@ -61,6 +61,8 @@ class Store:
         if pages <= self.pages:
             return
         for index, (plane, spec) in enumerate(zip(self.planes, self.spec.layout.planes, strict=True)):
+            if spec.extent is not Extent.TOKENS:
+                continue
             with _ordinary():
                 grown = torch.zeros(spec.shape(pages, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
             if self.pages:
@@ -81,9 +83,13 @@ class Store:
     def decode(self, tokens: int) -> torch.Tensor:
         """The first ``tokens`` tokens as dense [B, K, T, D] in the model's dtype."""
         pages = min(pages_for(tokens), self.pages)
-        planes = tuple(as_tokens(plane[:pages]) for plane in self.planes)
+        grown = [plane[:pages] if spec.extent is Extent.TOKENS else plane for plane, spec in self._described()]
+        planes = decodable(self.spec.scheme, grown, self.spec.slot, slice(None))
         values = self.spec.scheme.decode(planes, self.spec.slot)[:, :, :tokens]
         return values.to(self.spec.slot.dtype)
+
+    def _described(self) -> Iterator[tuple[torch.Tensor, PlaneSpec]]:
+        return zip(self.planes, self.spec.layout.planes, strict=True)
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
@@ -104,7 +110,10 @@ class Store:
     def select_rows(self, rows: torch.Tensor) -> Store:
         """A new store with the given batch rows: codes are copied, never re-encoded."""
         with _ordinary():
-            return Store.holding(self.spec, [plane.index_select(1, rows.to(plane.device)) for plane in self.planes])
+            return Store.holding(self.spec, [
+                plane.clone() if spec.extent is Extent.BATCH else plane.index_select(1, rows.to(plane.device))
+                for plane, spec in self._described()
+            ])
 
     def clone(self) -> Store:
         """A new store with the same content."""

@@ -73,10 +73,15 @@ class Scheme(abc.ABC):
         fmt = self.format(slot)
         words = planes[0]
         values = torch.cat([fmt.unpack(words, part) for part in range(fmt.parts)], dim=-1)
+        if fmt.levels:
+            # [1, 1, K, D // group, levels] -> [K, D, levels]: each channel looks its code up in the table of its group.
+            table = planes[fmt.planes - 1][0, 0].to(torch.float32).repeat_interleave(fmt.group, dim=-2)
+            index = values.to(torch.int64).unsqueeze(-1)
+            values = table.unsqueeze(-3).expand(*index.shape[:-1], -1).gather(-1, index).squeeze(-1)
         if not fmt.scaled:
             return values
-        scales = planes[1].to(torch.float32)
-        return values * scales.repeat_interleave(fmt.group, dim=-1)
+        values = values * _spread(planes[1], fmt)
+        return values + _spread(planes[2], fmt) if fmt.zeros else values
 
     def bits_per_value(self, slot: SlotSpec) -> float:
         """Stored bits per original value, scales included."""
@@ -93,6 +98,12 @@ class Scheme(abc.ABC):
                 text = str(getattr(value, "value", value))
             fields.append(f"{field.name}={text}")
         return f"{self.name}({','.join(fields)})"
+
+
+def _spread(plane: torch.Tensor, fmt: KernelFormat) -> torch.Tensor:
+    """Scales or zero points [..., S // block, D // group] as float32 [..., S, D]."""
+    values = plane.to(torch.float32).repeat_interleave(fmt.group, dim=-1)
+    return values if fmt.block == 1 else values.repeat_interleave(fmt.block, dim=-2)
 
 
 def require(condition: bool, scheme: str, option: str, expected: str, found: object, todo: str) -> None:
