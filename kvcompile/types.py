@@ -109,6 +109,13 @@ class Layout:
         """Bytes of one head whatever the length and the batch: codebooks, shared subspaces."""
         return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.BATCH)
 
+    def windowed(self, slot: SlotSpec, window: int) -> Layout:
+        """The same with the newest ``window`` tokens in full precision, and a count of the tokens written, behind what is encoded."""
+        grown, fixed = self.planes[: self.encoded], self.planes[self.encoded :]
+        own = tuple(plane for plane in fixed if plane.name not in {"window", "clock"})
+        added = PlaneSpec("window", slot.dtype, slot.head_dim, window, Extent.ROW), PlaneSpec("clock", torch.int64, 1, 1, Extent.ROW)
+        return Layout((*grown, *added, *own))
+
     def nbytes(self, pages: int, batch: int, heads: int) -> int:
         """Bytes of all planes of ``pages`` pages, ``batch`` rows and ``heads`` kv heads."""
         return heads * (batch * (pages * self.bytes_per_page + self.bytes_per_row) + self.bytes_per_head)
@@ -131,7 +138,8 @@ class KernelFormat:
     zero points stands behind the scales, laid out like them. ``levels``: what ``unpack`` gives is an index into a
     table of that many entries, one for each kv head and ``group`` of channels, the last plane that a kernel
     reads, [1, 1, K, D // group, levels]; the value is ``table[index] * scale (+ zero)``.
-    ``scaled`` is False where the codes are the values (dense).
+    ``scaled`` is False where the codes are the values (dense). ``segments`` > 1: a word is that many bytes, the
+    lowest first, byte i from the i-th of equal segments of the row; ``unpack`` then takes it as int32.
     """
 
     word_dtype: torch.dtype
@@ -142,6 +150,7 @@ class KernelFormat:
     block: int = 1
     zeros: bool = False
     levels: int = 0
+    segments: int = 1
 
     @property
     def planes(self) -> int:
@@ -151,7 +160,7 @@ class KernelFormat:
     @property
     def symmetric(self) -> bool:
         """Whether one multiplication by a token's own scale decodes: what the first templates were made for."""
-        return self.block == 1 and not self.zeros and not self.levels
+        return self.block == 1 and not self.zeros and not self.levels and self.segments == 1
 
 
 def pages_for(tokens: int) -> int:

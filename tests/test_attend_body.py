@@ -13,9 +13,10 @@ import pytest
 import torch
 from registry import VARIANTS, each_dtype, each_scheme, fitting, holds, normal, slot
 
-from kvcompile.lowering.ops import append_body, as_tokens, attend, attend_body
+from kvcompile.lowering.ops import append_body, attend, attend_body, decodable
+from kvcompile.lowering.windows import append_window_body
 from kvcompile.schemes import Scheme
-from kvcompile.types import PAGE, Role, SlotSpec, pages_for
+from kvcompile.types import PAGE, Extent, Role, SlotSpec, pages_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,6 +61,11 @@ class Problem:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.keys, self.values = self.keys.of(Role.KEY), self.values.of(Role.VALUE)
+        self.window = max(self.keys.window, self.values.window)
+        self.recent: list[torch.Tensor] = []
+        # The newest tokens come in one last call, as the queries' own do.
+        self.base = torch.tensor([max(self.tokens - self.queries, 0) - self.window]) if self.window else None
         self.q = normal(self.batch, self.kv_heads * self.groups, self.queries, self.width, dtype=self.dtype, seed=1) / 4
         self.k_planes, self.k = self._store(self.keys, Role.KEY, self.width, 2)
         self.v_planes, self.v = self._store(self.values, Role.VALUE, self.width_v, 3)
@@ -68,22 +74,43 @@ class Problem:
 
     def _store(self, scheme: Scheme, role: Role, width: int, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         spec = SlotSpec(self.kv_heads, width, self.dtype, role)
-        pages = pages_for(self.tokens) + SPARE
+        layout = scheme.layout(spec)
+        if self.window:
+            layout = layout.windowed(spec, self.window)
         planes = [
-            torch.full(p.shape(pages, self.batch, self.kv_heads), float("nan") if p.dtype.is_floating_point else 0x5A, dtype=p.dtype)
-            for p in scheme.layout(spec).planes
+            torch.full(
+                p.shape(pages_for(self.tokens) + SPARE, self.batch, self.kv_heads),
+                float("nan") if p.dtype.is_floating_point else 0 if p.extent is Extent.ROW else 0x5A, dtype=p.dtype,
+            )
+            for p in layout.planes
         ]
         x = normal(self.batch, self.kv_heads, self.tokens, width, dtype=self.dtype, seed=seed)
-        append_body(x, planes, torch.arange(self.tokens).unsqueeze(0), scheme.spell())
-        return planes, scheme.decode(tuple(as_tokens(p) for p in planes), spec)[:, :, : self.tokens]
+        pos = torch.arange(self.tokens).unsqueeze(0)
+        if not self.window:
+            append_body(x, planes, pos, scheme.spell())
+            return planes, scheme.decode(decodable(scheme, planes, spec, slice(None)), spec)[:, :, : self.tokens]
+        before = max(self.tokens - self.queries, 0)
+        if before:
+            append_window_body(x[:, :, :before], planes, pos[:, :before], scheme.spell())
+        self.recent.append(append_window_body(x[:, :, before:], planes, pos[:, before:], scheme.spell()))
+        decoded = scheme.decode(decodable(scheme, planes, spec, slice(None)), spec)[:, :, : self.tokens]
+        exact = pos[0] >= before - self.window
+        return planes, torch.where(exact[:, None], x.to(torch.float32), decoded)
 
     def arguments(self, hi: torch.Tensor | None = None, **operands: Any) -> tuple[Any, ...]:
         """The operation's operands, in order."""
         return (
-            self.q, self.k_planes, self.v_planes, self.hi if hi is None else hi, operands.get("lo"), operands.get("keep"),
+            self.q, self.read(Role.KEY), self.read(Role.VALUE), self.hi if hi is None else hi, operands.get("lo"), operands.get("keep"),
             operands.get("bias"), operands.get("sinks"), self.keys.spell(), self.values.spell(), self.scale,
-            operands.get("softcap", 0.0), self.width_v,
+            operands.get("softcap", 0.0), self.width_v, self.recent or None, self.base,
         )
+
+    def read(self, role: Role) -> list[torch.Tensor]:
+        """The planes that attention reads."""
+        planes, scheme, width = (
+            (self.k_planes, self.keys, self.width) if role is Role.KEY else (self.v_planes, self.values, self.width_v)
+        )
+        return planes[: scheme.format(SlotSpec(self.kv_heads, width, self.dtype, role)).planes]
 
     def mask(self, hi: torch.Tensor | None = None, **operands: Any) -> torch.Tensor:
         """The same limits as one bool tensor [B or 1, H or 1, S, T]."""
@@ -185,8 +212,8 @@ def test_what_is_not_read_does_not_matter(cls: type[Scheme]) -> None:
     lo, keep = torch.full_like(problem.hi, 10), torch.ones(1, problem.tokens, dtype=torch.bool)
     keep[:, 20:25] = False
     before = problem.check(lo=lo, keep=keep)
-    for planes in (problem.k_planes, problem.v_planes):
-        for plane in planes:
+    for plane in (*problem.read(Role.KEY), *problem.read(Role.VALUE)):
+        if plane.shape[3] == PAGE:  # A scale of several tokens is read for those that are seen.
             fill = float("nan") if plane.dtype.is_floating_point else 0x7F
             plane[0, :, :, :10] = fill
             plane[0, :, :, 20:25] = fill
@@ -201,9 +228,14 @@ def test_nan_that_is_read_comes_out(cls: type[Scheme], role: Role, sinks: torch.
     problem = Problem(cls(), cls())
     planes, scheme = (problem.k_planes, problem.keys) if role is Role.KEY else (problem.v_planes, problem.values)
     x = torch.full((problem.batch, problem.kv_heads, 1, problem.width), poison)
+    at = problem.tokens - 2
     # Query 0 stands before the token, the others see it. Inf times a negative query is minus infinity: no mass.
     problem.q.abs_()
-    append_body(x, planes, torch.tensor([[problem.tokens - 2]]), scheme.spell())
+    if problem.window:
+        recent = problem.recent[0 if role is Role.KEY else 1]
+        recent[:, :, at - int(problem.base)] = poison  # type: ignore[arg-type]
+    else:
+        append_body(x, planes, torch.tensor([[at]]), scheme.spell())
     out = attend(*problem.arguments(sinks=sinks))
     assert not torch.isfinite(out[:, :, 2:]).any()
     if role is Role.KEY:

@@ -47,7 +47,7 @@ def within(scheme: Scheme, spec: SlotSpec, row: np.ndarray, dtype: torch.dtype =
         return
     amax = amax_of(scheme, x, spec)
     found = round_trip(scheme, x, spec)
-    fine = (found - x.to(torch.float64)).abs() <= bound_of(scheme, amax, spec)
+    fine = (found - x.to(torch.float64)).abs() <= bound_of(scheme, x, spec)
     fine |= (amax > scheme.largest) & ~torch.isfinite(found)
     at = int((~fine).flatten().nonzero()[0]) if not fine.all() else 0
     assert fine.all(), f"channel {at}: {float(x.flatten()[at])!r} became {float(found.flatten()[at])!r}, amax {float(amax.flatten()[at])!r}"

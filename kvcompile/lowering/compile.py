@@ -23,9 +23,11 @@ from kvcompile.settings import Inner, Settings
 
 Compiled = Callable[..., Any]
 
+BODIES: dict[Any, Callable[..., Any]] = {ops.append: ops.append_body, ops.append_window: ops.append_window_body}
+
 
 def inline_append(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with every ``append`` as a call of its eager body."""
+    """The same graph with every ``append`` and ``append_window`` as a call of its eager body."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, env)
@@ -35,8 +37,8 @@ def inline_append(module: fx.GraphModule) -> fx.GraphModule:
         for name in ("_dynamo_source",):
             if hasattr(old, name):
                 setattr(new, name, getattr(old, name))
-        if new.op == "call_function" and new.target is ops.append:
-            new.target = ops.append_body
+        if new.op == "call_function" and new.target in BODIES:
+            new.target = BODIES[new.target]
     return fx.GraphModule(module, graph)
 
 

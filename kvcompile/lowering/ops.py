@@ -1,6 +1,7 @@
-"""The two operations that a rewritten graph is made of, with their eager bodies.
+"""The operations that a rewritten graph is made of, with their eager bodies.
 
 ``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
+``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``windows.py``).
 ``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
 
 The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what
@@ -40,11 +41,13 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.errors import ForeignBackend
+from kvcompile.lowering.windows import append_window_body, append_window_meta
 from kvcompile.types import Role, SlotSpec
 
 LIBRARY = torch.library.Library("kvcompile", "DEF")
 LIBRARY.define("expose(Tensor x) -> Tensor")
 LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> ()")
+LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> Tensor")
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
@@ -221,9 +224,12 @@ LIBRARY.impl("expose", _expose, "CompositeExplicitAutograd")
 LIBRARY.impl("expose", _expose_meta, "Meta")
 LIBRARY.impl("append", append_body, "CompositeExplicitAutograd")
 LIBRARY.impl("attend", attend_body, "CompositeExplicitAutograd")
+LIBRARY.impl("append_window", append_window_body, "CompositeExplicitAutograd")
+LIBRARY.impl("append_window", append_window_meta, "Meta")
 LIBRARY.impl("append", _append_meta, "Meta")
 LIBRARY.impl("attend", attend_meta, "Meta")
 
 expose = torch.ops.kvcompile.expose.default
 append = torch.ops.kvcompile.append.default
+append_window = torch.ops.kvcompile.append_window.default
 attend = torch.ops.kvcompile.attend.default

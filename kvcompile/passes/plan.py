@@ -84,6 +84,8 @@ class SlotPlan:
     scheme: Scheme
     spec: SlotSpec
     layout: Layout
+    window: int = 0
+    """Tokens kept in full precision: the larger of both halves of the site, since one attention reads both."""
 
     @property
     def bytes_after(self) -> sympy.Expr:
@@ -125,12 +127,14 @@ class Plan:
         return sum((part.bytes_before for site in self.sites for part in (site.key, site.value)), sympy.Integer(0))
 
 
-def _slot_plan(slot: Slot, role: Role, scheme: Scheme) -> SlotPlan:
+def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int) -> SlotPlan:
+    scheme = chosen.of(role)
     spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
     if spec.dtype not in DTYPES:
         raise UnsupportedDtype(known=[str(dtype).removeprefix("torch.") for dtype in DTYPES], dtype=spec.dtype)
     scheme.check(spec)
-    return SlotPlan(slot, role, scheme, spec, scheme.layout(spec))
+    layout = scheme.layout(spec)
+    return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window)
 
 
 def plan(matched: Matched, policy: Policy) -> Plan:
@@ -141,7 +145,10 @@ def plan(matched: Matched, policy: Policy) -> Plan:
         try:
             if pair is None:
                 raise NotInPolicy(path=site.path)
-            sites.append(SitePlan(site, _slot_plan(site.key, Role.KEY, pair.k), _slot_plan(site.value, Role.VALUE, pair.v)))
+            window = max(pair.k.window, pair.v.window)
+            sites.append(
+                SitePlan(site, _slot_plan(site.key, Role.KEY, pair.k, window), _slot_plan(site.value, Role.VALUE, pair.v, window))
+            )
         except SchemeError as error:
             refusals.append(Refusal(Stage.PLAN, str(error), site.line, site.path, site.attention.idiom))
     kept = [item for item in sites if not _shares(item.site, matched, sites)]

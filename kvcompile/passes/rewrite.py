@@ -79,6 +79,8 @@ class _Rewriter:
         self.planes: dict[tuple[fx.Node, Any], list[fx.Node]] = {}
         self.positions: dict[Any, fx.Node] = {}
         self.sources: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self.recent: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self.starts: dict[tuple[fx.Node, Any], fx.Node] = {}
         self.bindings: list[Binding] = []
         self.device = torch.device("cpu")
 
@@ -324,7 +326,12 @@ class _Rewriter:
         emit = Emitter(self.graph, self.env[slot.slot.write.node], self.symbol)
         self.device = value_of(slot.slot.write.values).device
         source = self.source(emit, slot)
-        emit.call(torch.ops.kvcompile.append.default, source, planes, self.position(emit, slot), slot.scheme.spell())
+        position = self.position(emit, slot)
+        if slot.window:
+            self.recent[key] = emit.call(torch.ops.kvcompile.append_window.default, source, planes, position, slot.scheme.spell())
+            self.starts[key] = position
+        else:
+            emit.call(torch.ops.kvcompile.append.default, source, planes, position, slot.scheme.spell())
         self.sources[key] = source
         return source
 
@@ -337,7 +344,7 @@ class _Rewriter:
         q = emit.heads(self.env[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
         count = value_of(attention.q).shape[attention.q_roles.index("S")] if "S" in attention.q_roles else 1
         fresh = self.variant is Variant.FRESH or site.key.kind in BORN
-        keys, values = self.planes[site.key.root, site.key.axes.select], self.planes[site.value.root, site.value.axes.select]
+        keys, values = self._read(item.key), self._read(item.value)
         schemes = item.key.scheme.spell(), item.value.scheme.spell()
         if fresh:
             keys, values = [emit.call(aten.unsqueeze.default, new_k, 0)], [emit.call(aten.unsqueeze.default, new_v, 0)]
@@ -355,12 +362,24 @@ class _Rewriter:
                 keep = emit.call(aten.to.dtype, keep, torch.bool)
             out = emit.call(
                 torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, self.bias(emit, item), self.sinks(emit, item),
-                *schemes, attention.scale, attention.softcap, item.value.spec.head_dim,
+                *schemes, attention.scale, attention.softcap, item.value.spec.head_dim, *([] if fresh else self._recent(emit, item)),
             )
         old = self.env[attention.output]
         if value_of(attention.output).dtype != value_of(attention.q).dtype:
             out = emit.call(aten.to.dtype, out, value_of(attention.output).dtype)
         old.replace_all_uses_with(emit.from_heads(out, attention.out_roles, site.groups))
+
+    def _read(self, slot: SlotPlan) -> list[fx.Node]:
+        """The planes that attention reads."""
+        return self.planes[slot.slot.root, slot.slot.axes.select][: slot.scheme.format(slot.spec).planes]
+
+    def _recent(self, emit: Emitter, item: SitePlan) -> list[Any]:
+        """The newest tokens of a site with a window, and the position of the first of them."""
+        if not item.key.window:
+            return []
+        key, value = ((part.slot.root, part.slot.axes.select) for part in (item.key, item.value))
+        first = emit.call(aten.select.int, self.starts[key], 1, 0)
+        return [[self.recent[key], self.recent[value]], emit.call(aten.sub.Scalar, first, item.key.window)]
 
     def _plain_causal(self, item: SitePlan) -> bool:
         """Whether attention over the fresh tokens is what flash attention does by itself."""

@@ -17,7 +17,7 @@ from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import Rewritten
 from kvcompile.passes.shapes import source_line
 
-APPEND, ATTEND = "kvcompile::append", "kvcompile::attend"
+APPENDS, ATTEND = {"kvcompile::append", "kvcompile::append_window"}, "kvcompile::attend"
 
 
 def _name(node: fx.Node) -> str:
@@ -38,7 +38,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     planes = placeholders[len(rewritten.kept) :]
     order = {node: index for index, node in enumerate(graph.nodes)}
     for plane in planes:
-        writers = [user for user in plane.users if _name(user) == APPEND]
+        writers = [user for user in plane.users if _name(user) in APPENDS]
         readers = [user for user in plane.users if _name(user) == ATTEND]
         others = [user for user in plane.users if user not in writers and user not in readers]
         if len(writers) != 1:

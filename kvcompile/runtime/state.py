@@ -70,7 +70,7 @@ class CacheState:
         for part, store in self.stores.items():
             tokens = min(length, shape[self.axes[part].token_dim])
             if tokens:
-                place(store.decode(min(tokens, store.pages * PAGE)), result, self.axes[part])
+                place(store.decode(min(tokens, store.pages * PAGE), self.length), result, self.axes[part])
         return result
 
     def mapped(self, change: object) -> CacheState:

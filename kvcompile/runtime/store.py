@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.lowering.ops import append_body, decodable
+from kvcompile.lowering.ops import append_body, append_window_body, decodable
 from kvcompile.schemes import Scheme
 from kvcompile.types import Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
@@ -78,15 +78,25 @@ class Store:
         for start in range(0, tokens, ADOPT_TOKENS):
             part = x_BKTD[:, :, start : start + ADOPT_TOKENS]
             pos = torch.arange(start, start + part.shape[2], device=self.device).unsqueeze(0)
-            append_body(part, self.planes, pos, spelled)
+            (append_window_body if self.window is not None else append_body)(part, self.planes, pos, spelled)
 
-    def decode(self, tokens: int) -> torch.Tensor:
-        """The first ``tokens`` tokens as dense [B, K, T, D] in the model's dtype."""
+    @property
+    def window(self) -> torch.Tensor | None:
+        """The newest tokens in full precision, [B, K, W, D], token t in slot t % W; None where the scheme keeps none."""
+        found = [plane for plane, spec in self._described() if spec.name == "window"]
+        return found[0][0] if found else None
+
+    def decode(self, tokens: int, length: int) -> torch.Tensor:
+        """The first ``tokens`` of the ``length`` tokens written, as dense [B, K, T, D] in the model's dtype."""
         pages = min(pages_for(tokens), self.pages)
         grown = [plane[:pages] if spec.extent is Extent.TOKENS else plane for plane, spec in self._described()]
         planes = decodable(self.spec.scheme, grown, self.spec.slot, slice(None))
         values = self.spec.scheme.decode(planes, self.spec.slot)[:, :, :tokens]
-        return values.to(self.spec.slot.dtype)
+        values = values.to(self.spec.slot.dtype)
+        if (window := self.window) is not None:
+            newest = torch.arange(max(0, length - window.shape[2]), min(tokens, length), device=self.device)
+            values[:, :, newest] = window[:, :, newest % window.shape[2]]
+        return values
 
     def _described(self) -> Iterator[tuple[torch.Tensor, PlaneSpec]]:
         return zip(self.planes, self.spec.layout.planes, strict=True)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import functools
 from typing import Any
 
 import torch
 
 from kvcompile.errors import BadOption, UnknownOption, UnknownScheme
-from kvcompile.schemes.base import AMAX, Planes, Scheme
+from kvcompile.schemes.asymmetric import Kivi
+from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
 from kvcompile.schemes.dense import Dense
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
-from kvcompile.types import Granularity
 
 SCHEMES: tuple[type[Scheme], ...] = (
     Dense,
     Int8,
     Int4,
     Fp8,
+    Kivi,
 )
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
@@ -34,8 +36,8 @@ def _option(scheme: type[Scheme], name: str, text: object) -> object:
     if not isinstance(text, str):
         return text
     try:
-        if isinstance(default, Granularity):
-            return Granularity(text)
+        if isinstance(default, enum.Enum):
+            return type(default)(text)
         if isinstance(default, torch.dtype):
             value = getattr(torch, text)
             if not isinstance(value, torch.dtype):
@@ -72,4 +74,4 @@ def parse(text: str) -> Scheme:
     return make(name.strip(), **options)
 
 
-__all__ = ["AMAX", "BY_NAME", "SCHEMES", "Dense", "Fp8", "Int4", "Int8", "Planes", "Scheme", "make", "parse"]
+__all__ = ["AMAX", "BY_NAME", "SCHEMES", "SPREAD", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Planes", "Scheme", "make", "parse"]

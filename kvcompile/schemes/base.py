@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from typing import ClassVar
 
@@ -16,12 +17,15 @@ import sympy
 import torch
 
 from kvcompile.errors import BadOption, HeadDimNotDivisible
-from kvcompile.types import KernelFormat, Layout, SlotSpec
+from kvcompile.types import KernelFormat, Layout, Role, SlotSpec
 
 Planes = tuple[torch.Tensor, ...]
 
 AMAX = sympy.Symbol("amax", nonnegative=True)
 """The largest magnitude in the group that one scale covers."""
+
+SPREAD = sympy.Symbol("spread", nonnegative=True)
+"""The largest less the smallest value of that group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Scheme(abc.ABC):
     """How one slot is encoded. Subclasses are frozen dataclasses; their fields are the options."""
 
     name: ClassVar[str]
-    window: ClassVar[int] = 0
+    window = 0
+    """How many of the newest tokens stay in full precision, in a plane named ``window``; an option of schemes with blocks."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
 
@@ -42,12 +47,16 @@ class Scheme(abc.ABC):
         """How a kernel reads the planes."""
 
     @abc.abstractmethod
-    def encode(self, x_BKSD: torch.Tensor) -> Planes:
-        """Codes and scales of new tokens, one [B, K, S, width] tensor a plane. NaN and Inf never become finite."""
+    def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
+        """Codes and scales of new tokens, one [B, K, S or S / block, width] tensor a plane. NaN and Inf never become finite.
+
+        ``fixed``: the planes of the layout that neither grow nor are a window (a codebook, a subspace). S is a
+        multiple of ``block``, and the tokens are consecutive.
+        """
 
     @abc.abstractmethod
     def bound(self, slot: SlotSpec) -> sympy.Expr:
-        """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` of its group."""
+        """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` and ``SPREAD`` of its group."""
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
@@ -57,7 +66,17 @@ class Scheme(abc.ABC):
     @property
     def by_token(self) -> bool:
         """Whether a token's codes depend on that token of its own head alone, however many are written with it."""
-        return True
+        return self.block == 1
+
+    @property
+    def block(self) -> int:
+        """How many consecutive tokens are encoded together, once all of them are there; divides ``window``."""
+        return 1
+
+    def of(self, role: Role) -> Scheme:
+        """The scheme that holds slots of this role, where keys and values are encoded differently."""
+        del role
+        return self
 
     @property
     def largest(self) -> float:
@@ -72,6 +91,9 @@ class Scheme(abc.ABC):
         """The values that the codes stand for, float32 [..., S, D], from planes [..., S, width]."""
         fmt = self.format(slot)
         words = planes[0]
+        if fmt.segments > 1:
+            parts = [part.to(torch.int32) << (8 * byte) for byte, part in enumerate(words.chunk(fmt.segments, dim=-1))]
+            words = functools.reduce(torch.bitwise_or, parts)
         values = torch.cat([fmt.unpack(words, part) for part in range(fmt.parts)], dim=-1)
         if fmt.levels:
             # [1, 1, K, D // group, levels] -> [K, D, levels]: each channel looks its code up in the table of its group.

@@ -34,7 +34,8 @@ class Dense(Scheme):
     def format(self, slot: SlotSpec) -> KernelFormat:
         return KernelFormat(slot.dtype, 1, slot.head_dim, False, _as_float)
 
-    def encode(self, x_BKSD: torch.Tensor) -> Planes:
+    def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
+        del fixed
         return (x_BKSD,)
 
     def bound(self, slot: SlotSpec) -> sympy.Expr:

@@ -21,20 +21,25 @@ from kvcompile.schemes.base import AMAX, Planes, Scheme, require, require_divide
 from kvcompile.types import Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
-_SCALE_ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
+TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
+SCALE_ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23}
 
 
 def stored_scale(amax: torch.Tensor, qmax: float, dtype: torch.dtype) -> torch.Tensor:
     """amax / qmax rounded up to ``dtype``, at least its tiniest positive; NaN where amax is not finite."""
-    exact = amax / qmax
-    exact = torch.where(torch.isfinite(amax), exact, torch.full_like(exact, float("nan")))
+    exact = torch.where(torch.isfinite(amax), amax / qmax, torch.full_like(amax, float("nan")))
+    return rounded_up(exact, dtype).clamp(min=TINY[dtype])
+
+
+def rounded_up(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A nonnegative float32 in ``dtype``, never below itself, at most one unit in the last place above; NaN stays, Inf becomes NaN."""
+    exact = torch.where(torch.isfinite(exact), exact, torch.full_like(exact, float("nan")))
     if dtype == torch.float32:
-        return exact.clamp(min=_TINY[dtype])
+        return exact
     # Nudged up by one unit in the last place (or one subnormal step) before rounding to nearest, so
     # the stored scale is never below the exact one.
-    nudged = torch.maximum(exact * (1 + _SCALE_ULP[dtype] / 2), exact + _TINY[dtype] / 2)
-    return nudged.to(dtype).clamp(min=_TINY[dtype])
+    nudged = torch.maximum(exact * (1 + SCALE_ULP[dtype] / 2), exact + TINY[dtype] / 2)
+    return nudged.to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Symmetric(Scheme):
 
     @property
     def largest(self) -> float:
-        ulp = _SCALE_ULP[self.scale_dtype]
+        ulp = SCALE_ULP[self.scale_dtype]
         return min(self.qmax * torch.finfo(self.scale_dtype).max, torch.finfo(torch.float32).max) / (1 + 2 * ulp)
 
     @property
@@ -120,7 +125,8 @@ class Symmetric(Scheme):
         """Words from x / scale, [..., D] float32 -> [..., D // parts]."""
         raise NotImplementedError
 
-    def encode(self, x_BKSD: torch.Tensor) -> Planes:
+    def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
+        del fixed
         x = x_BKSD.to(torch.float32)
         if self.granularity is Granularity.GROUP:
             grouped = x.unflatten(-1, (x.shape[-1] // self.group, self.group))
@@ -135,7 +141,7 @@ class Symmetric(Scheme):
 
     def largest_scale(self) -> sympy.Expr:
         """The stored scale at most, given AMAX: rounded up by one unit in the last place, or to the floor."""
-        ulp, tiny = _SCALE_ULP[self.scale_dtype], _TINY[self.scale_dtype]
+        ulp, tiny = SCALE_ULP[self.scale_dtype], TINY[self.scale_dtype]
         return sympy.Max(AMAX / sympy.Float(self.qmax) * (1 + sympy.Float(ulp)), AMAX / sympy.Float(self.qmax) + sympy.Float(tiny))
 
 

@@ -1,0 +1,105 @@
+"""``append_window``: the write path of schemes whose newest tokens stay in full precision, as plain tensor code.
+
+Every call rolls the new tokens into the window and encodes the blocks that they touch, from the originals that
+the window still holds. A block that is not whole yet is encoded with zeros behind its last token, and written
+again with the next token: nobody reads it before it has left the window whole. So a step that completes a block
+costs what every step costs, there is no branch, and no position ever comes to the host.
+
+Token ``t`` of a row lies in slot t % W of its window. Which tokens are where: positions below ``start - W`` are
+read from the codes; [start - W, start + S) are ``recent``, which is what this operation returns.
+
+The clock plane [1, B, 1, 1, 1] counts the tokens of a row. Writes must come in order, since a window that
+skipped tokens holds others than attention would look for: tokens that neither follow the last one nor start
+again at 0 are written as NaN, which whoever attends to them sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvcompile import schemes
+
+
+def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """source[b, :, index[b or 0]]: rows [1 or B, n] of a [B, K, T, D] tensor, [B, K, n, D]."""
+    if index.shape[0] == 1:
+        return source[:, :, index[0]]
+    return source.gather(2, index[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
+
+
+def _write(plane: torch.Tensor, rows_BKnW: torch.Tensor, index: torch.Tensor) -> None:
+    """plane[index // R, b, :, index % R] = rows for index [1 or B, n]; where an index repeats, so does what is written."""
+    page, row = index // plane.shape[3], index % plane.shape[3]
+    if index.shape[0] == 1:
+        plane[page[0], :, :, row[0]] = rows_BKnW.permute(2, 0, 1, 3).to(plane.dtype)
+        return
+    batch = torch.arange(plane.shape[1], device=plane.device).unsqueeze(-1)
+    plane[page, batch, :, row] = rows_BKnW.permute(0, 2, 1, 3).to(plane.dtype)
+
+
+def append_window_body(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> torch.Tensor:
+    """Write x [B, K, S, D] at consecutive positions pos [1 or B, S]; returns the newest tokens [B, K, W + S, D] from pos - W on.
+
+    ``planes``: what the scheme encodes, then the window [1, B, K, W, D], the clock, and the scheme's own fixed planes.
+    Negative positions are padding: such tokens are encoded nowhere.
+    """
+    made = schemes.parse(scheme)
+    window_at = _encoded(planes)
+    ring, clock = planes[window_at][0], planes[window_at + 1]
+    S, W, g = x.shape[2], ring.shape[2], made.block
+    room = planes[0].shape[0] * planes[0].shape[3]
+    start = pos[:, :1]
+    end = start + S
+
+    held = clock[0, :, 0, 0] if start.shape[0] > 1 else clock[0, :1, 0, 0]
+    steps = torch.arange(S, device=x.device)
+    ordered = ((start == held) | (start <= 0)) & (pos == start + steps) & (pos < room)
+    x = torch.where(ordered[:, None, :, None], x, float("nan"))
+
+    def tokens(t: torch.Tensor) -> torch.Tensor:
+        """The originals at positions t [1 or B, n] from start - W to end - 1, [B, K, n, D]."""
+        old = _rows(ring, t % W)
+        new = _rows(x, (t - start).clamp(0, S - 1))
+        return torch.where((t < start)[:, None, :, None], old, new)
+
+    recent = tokens(start - W + torch.arange(W + S, device=x.device))
+
+    last = ((end - 1) // g).clamp(0, room // g - 1)
+    first = (start.clamp(min=0) // g).minimum(last)
+    blocks = (first + torch.arange((S + g - 2) // g + 1 if g > 1 else S, device=x.device)).minimum(last)
+    t = (blocks.unsqueeze(-1) * g + torch.arange(g, device=x.device)).flatten(1) if g > 1 else blocks
+    content = torch.where((t < end)[:, None, :, None], tokens(t), torch.zeros((), dtype=x.dtype, device=x.device))
+    for plane, rows in zip(planes, made.encode(content, *planes[window_at + 2 :]), strict=False):
+        _write(plane, rows, t if plane.shape[3] == planes[0].shape[3] else blocks)
+
+    _roll(ring, x, tokens, start, end)
+    clock.copy_(end[:, :, None, None].unsqueeze(0).expand_as(clock))
+    return recent
+
+
+def _encoded(planes: list[torch.Tensor]) -> int:
+    """How many planes come before the window, which is followed by the clock, the only plane of integers of 64 bits."""
+    return next(index for index, plane in enumerate(planes) if plane.dtype == torch.int64) - 1
+
+
+def _roll(ring: torch.Tensor, x: torch.Tensor, tokens: Any, start: torch.Tensor, end: torch.Tensor) -> None:
+    """Put the newest W tokens into the ring; those that stay are written as they are where many come at once."""
+    S, W = x.shape[2], ring.shape[2]
+    if isinstance(S, int) and S <= W:
+        slots = (start + torch.arange(S, device=x.device)) % W
+        if slots.shape[0] == 1:
+            ring[:, :, slots[0]] = x
+        else:
+            ring.scatter_(2, slots[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[3]), x)
+        return
+    slot = torch.arange(W, device=x.device)
+    newest = end - 1 - (end - 1 - slot) % W
+    ring.copy_(tokens(newest))
+
+
+def append_window_meta(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> torch.Tensor:
+    """Shape of the result, [B, K, W + S, D] in x's dtype."""
+    window = planes[_encoded(planes)]
+    return x.new_empty(x.shape[0], x.shape[1], window.shape[3] + x.shape[2], x.shape[3])

@@ -1,0 +1,187 @@
+"""kivi: asymmetric min-max codes, keys per channel, values per token ("KIVI", Liu et al. 2024, section 3; "SQuat", Table 1).
+
+zero = min, scale = (max - min) / (2^bits - 1), code = rne((x - zero) / scale). Keys share a scale along
+``group`` tokens of one channel, since some channels of keys are far from zero and wide in every token;
+values share one along ``group`` channels of one token. The newest ``window`` tokens stay in full precision.
+What differs from the sources, and why:
+
+* The zero point is rounded DOWN and the scale UP to their stored dtype, and codes are made from what is stored,
+  so that rounding them never clips: the error is at most half a step of the stored scale.
+* The scale covers max - (stored zero). Where the zero point is not exact, a group of zero range still decodes to
+  its value: the remainder has a scale of its own.
+* NaN or Inf in a group makes its scale NaN.
+* The sources drop the originals of a whole window of keys at once, when it is full; the buffer that held them
+  stays allocated. Here keys roll as values do: codes of a block are made when the block is whole, and its tokens
+  are read from the window as long as they are in it. The same bytes, and never fewer than ``window`` exact keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, ClassVar
+
+import sympy
+import torch
+
+from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
+from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY, rounded_up
+from kvcompile.types import PAGE, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
+
+
+class Axis(enum.Enum):
+    """What shares a scale: tokens of one channel, channels of one token; ``auto`` is the first for keys, the second for values."""
+
+    AUTO = "auto"
+    CHANNEL = "channel"
+    TOKEN = "token"
+
+
+BITS = (2, 3, 4)
+PARTS = {2: 4, 3: 8, 4: 2}
+"""Codes in a word of the planar layout."""
+SEGMENTS = {2: 1, 3: 3, 4: 1}
+"""Bytes of a word: three bits lie across three bytes, each from a segment of its own."""
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes int32 [..., D] as bytes [..., D * bits / 8]: part i of a word holds the i-th of equal runs of channels."""
+    words = torch.zeros_like(codes[..., : codes.shape[-1] // PARTS[bits]])
+    for part, run in enumerate(codes.chunk(PARTS[bits], dim=-1)):
+        words = words | (run << (bits * part))
+    return torch.cat([(words >> (8 * byte)) & 255 for byte in range(SEGMENTS[bits])], dim=-1).to(torch.uint8)
+
+
+def _unpack2(words: torch.Tensor, part: int) -> torch.Tensor:
+    return ((words >> (2 * part)) & 3).to(torch.float32)
+
+
+def _unpack3(words: torch.Tensor, part: int) -> torch.Tensor:
+    return ((words >> (3 * part)) & 7).to(torch.float32)
+
+
+def _unpack4(words: torch.Tensor, part: int) -> torch.Tensor:
+    return ((words >> (4 * part)) & 15).to(torch.float32)
+
+
+UNPACK = {2: _unpack2, 3: _unpack3, 4: _unpack4}
+
+
+def rounded_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The largest number of ``dtype`` that is not above a float32 x; infinite where x is beyond the dtype's range."""
+    near = x.to(dtype)
+    below = torch.nextafter(near, torch.full_like(near, float("-inf"))) if dtype == torch.float32 else _before(near)
+    return torch.where((near.to(torch.float32) > x) & torch.isfinite(near), below, near)
+
+
+def _before(x: torch.Tensor) -> torch.Tensor:
+    """The next smaller number of a 16-bit float dtype."""
+    raw = x.view(torch.int16)
+    # Positive numbers count up with their bits, negative ones down; below both zeros is the least negative number.
+    step = torch.where(raw < 0, raw + 1, raw - 1)
+    least = torch.full_like(raw, -32768 + 1)
+    return torch.where((raw & 32767) == 0, least, step).view(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kivi(Scheme):
+    """Asymmetric codes, keys per channel and values per token, the newest tokens in full precision; 2 bits by default."""
+
+    bits: int = 2
+    group: int = 32
+    window: int = 32
+    axis: Axis = Axis.AUTO
+    scale_dtype: torch.dtype = torch.float16
+
+    name: ClassVar[str] = "kivi"
+    source: ClassVar[str] = "KIVI: Asymmetric 2bit Quantization for KV Cache, section 3; SQuat, Table 1"
+
+    def __post_init__(self) -> None:
+        require(self.bits in BITS, self.name, "bits", "2, 3 or 4", self.bits, "2 is the setting of the source")
+        require(
+            isinstance(self.group, int) and 8 <= self.group <= PAGE and PAGE % self.group == 0, self.name, "group",
+            f"a power of two from 8 to {PAGE}", self.group, "32 is the setting of the source",
+        )
+        require(
+            isinstance(self.window, int) and self.window >= self.group and self.window % self.group == 0, self.name, "window",
+            f"a multiple of the group ({self.group}), at least one group", self.window, f"{self.group} or {4 * self.group} are usual",
+        )
+        require(isinstance(self.axis, Axis), self.name, "axis", "auto, channel or token", self.axis, "auto is the setting of the source")
+        require(
+            self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
+            "float16 is the usual choice",
+        )
+
+    @classmethod
+    def variants(cls) -> tuple[Scheme, ...]:
+        default = cls()
+        changes: list[dict[str, Any]] = [
+            {"bits": 4}, {"bits": 3}, {"group": 16, "window": 64}, {"scale_dtype": torch.bfloat16},
+            {"scale_dtype": torch.float32, "bits": 4},
+        ]
+        return (default, *(dataclasses.replace(default, **change) for change in changes))
+
+    def of(self, role: Role) -> Kivi:
+        if self.axis is not Axis.AUTO:
+            return self
+        return dataclasses.replace(self, axis=Axis.CHANNEL if role is Role.KEY else Axis.TOKEN)
+
+    @property
+    def block(self) -> int:
+        return self.group if self.axis is Axis.CHANNEL else 1
+
+    @property
+    def largest(self) -> float:
+        # The range of a group is up to twice its largest magnitude.
+        return min(torch.finfo(self.scale_dtype).max, torch.finfo(torch.float32).max / 4)
+
+    def check(self, slot: SlotSpec) -> None:
+        require_divides(PARTS[self.bits], slot, self.name, "codes per word")
+        if self.of(slot.role).axis is Axis.TOKEN:
+            require_divides(self.group, slot, self.name, "group")
+
+    def layout(self, slot: SlotSpec) -> Layout:
+        own = self.of(slot.role)
+        rows, width = (PAGE // self.group, slot.head_dim) if own.axis is Axis.CHANNEL else (PAGE, slot.head_dim // self.group)
+        return Layout((
+            PlaneSpec("codes", torch.uint8, slot.head_dim * self.bits // 8),
+            PlaneSpec("scales", self.scale_dtype, width, rows), PlaneSpec("zeros", self.scale_dtype, width, rows),
+        )).windowed(slot, self.window)
+
+    def format(self, slot: SlotSpec) -> KernelFormat:
+        own = self.of(slot.role)
+        group, block = (1, self.group) if own.axis is Axis.CHANNEL else (self.group, 1)
+        return KernelFormat(
+            torch.uint8, PARTS[self.bits], group, True, UNPACK[self.bits], block=block, zeros=True, segments=SEGMENTS[self.bits]
+        )
+
+    def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
+        del fixed
+        codes, scale, zero = self.quantize(x_BKSD)
+        return pack(codes, self.bits), scale, zero
+
+    def quantize(self, x_BKSD: torch.Tensor) -> Planes:
+        """Codes int32 [B, K, S, D], and scales and zero points as the layout has them."""
+        assert self.axis is not Axis.AUTO, "the role is not known here: call of(role) first"
+        x = x_BKSD.to(torch.float32)
+        dim = -2 if self.axis is Axis.CHANNEL else -1
+        grouped = x.unflatten(dim, (x.shape[dim] // self.group, self.group))
+        # [B, K, S / group, group, D] or [B, K, S, D / group, group]: the group is reduced, and so is what stays in its place.
+        low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
+        zero = rounded_down(low, self.scale_dtype)
+        spread = high - zero.to(torch.float32)
+        scale = rounded_up(spread / (2**self.bits - 1), self.scale_dtype)
+        scale = torch.where(spread == 0, torch.zeros_like(scale), scale)
+        step = scale.to(torch.float32)
+        codes = torch.round((grouped - zero.to(torch.float32)) / torch.where(step == 0, torch.ones_like(step), step))
+        codes = codes.clamp(0, 2**self.bits - 1).nan_to_num().to(torch.int32).flatten(dim - 1, dim)
+        return codes, scale.squeeze(dim), zero.squeeze(dim)
+
+    def bound(self, slot: SlotSpec) -> sympy.Expr:
+        del slot
+        ulp, tiny, steps = sympy.Float(SCALE_ULP[self.scale_dtype]), sympy.Float(TINY[self.scale_dtype]), 2**self.bits - 1
+        # The zero point lies below the minimum by less than one unit in its last place; the scale is rounded up likewise.
+        spread = SPREAD + AMAX * ulp + tiny
+        scale = sympy.Max(spread / steps * (1 + ulp), spread / steps + tiny)
+        # Half a step, and float32 rounding of x - zero, of the quotient and of code * scale + zero.
+        return scale / 2 + (spread + AMAX) * sympy.Float(2.0**-21)
