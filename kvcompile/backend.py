@@ -201,7 +201,9 @@ class _Compilation:
         by_root = {(item.site.key.root, item.site.key.axes.select): item for item in planned.sites}
         by_root |= {(item.site.value.root, item.site.value.axes.select): item for item in planned.sites}
         sites = [by_root[binding.plan.slot.root, binding.part] for binding in first.bindings]
-        groups = group_bindings(first.bindings, [_reach(item) for item in sites], [limits_of(item.site) for item in sites])
+        groups = group_bindings(
+            first.bindings, [item.site for item in sites], [_reach(item) for item in sites], [limits_of(item.site) for item in sites]
+        )
         index = {group.root: position for position, group in enumerate(groups)}
         pairs = tuple((index[item.site.key.root], index[item.site.value.root]) for item in planned.sites)
         used = {part.slot.placeholder for item in planned.sites for part in (item.key, item.value)}

@@ -105,6 +105,14 @@ class CacheStale(KvcompileError):
     )
 
 
+class WindowPassed(KvcompileError):
+    template = (
+        "expected to go on from a length that still has its originals: {scheme} keeps the newest {window} tokens of {length} in full "
+        "precision, and length {wanted} ends inside a block of {block} whose first tokens are only codes by now; crop by at most "
+        "{most} tokens, to a multiple of {block} tokens, or copy.deepcopy the cache before going on"
+    )
+
+
 class LengthsDiffer(KvcompileError):
     template = (
         "expected the key and the value cache of one attention to hold the same number of tokens, found {keys} keys and "

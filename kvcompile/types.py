@@ -110,10 +110,10 @@ class Layout:
         return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.BATCH)
 
     def windowed(self, slot: SlotSpec, window: int) -> Layout:
-        """The same with the newest ``window`` tokens in full precision, and a count of the tokens written, behind what is encoded."""
+        """The same with the newest ``window`` tokens in full precision, and a count of the tokens, behind what is encoded."""
         grown, fixed = self.planes[: self.encoded], self.planes[self.encoded :]
         own = tuple(plane for plane in fixed if plane.name not in {"window", "clock"})
-        added = PlaneSpec("window", slot.dtype, slot.head_dim, window, Extent.ROW), PlaneSpec("clock", torch.int64, 1, 1, Extent.ROW)
+        added = PlaneSpec("window", slot.dtype, slot.head_dim, window, Extent.ROW), PlaneSpec("clock", torch.int64, 2, 1, Extent.ROW)
         return Layout((*grown, *added, *own))
 
     def nbytes(self, pages: int, batch: int, heads: int) -> int:

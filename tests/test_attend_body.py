@@ -91,8 +91,8 @@ class Problem:
             return planes, scheme.decode(decodable(scheme, planes, spec, slice(None)), spec)[:, :, : self.tokens]
         before = max(self.tokens - self.queries, 0)
         if before:
-            append_window_body(x[:, :, :before], planes, pos[:, :before], scheme.spell())
-        self.recent.append(append_window_body(x[:, :, before:], planes, pos[:, before:], scheme.spell()))
+            append_window_body(x[:, :, :before], planes, pos[:, :before], None, scheme.spell())
+        self.recent.append(append_window_body(x[:, :, before:], planes, pos[:, before:], None, scheme.spell())[0])
         decoded = scheme.decode(decodable(scheme, planes, spec, slice(None)), spec)[:, :, : self.tokens]
         exact = pos[0] >= before - self.window
         return planes, torch.where(exact[:, None], x.to(torch.float32), decoded)

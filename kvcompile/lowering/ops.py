@@ -47,7 +47,7 @@ from kvcompile.types import Role, SlotSpec
 LIBRARY = torch.library.Library("kvcompile", "DEF")
 LIBRARY.define("expose(Tensor x) -> Tensor")
 LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> ()")
-LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> Tensor")
+LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme) -> (Tensor, Tensor)")
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"

@@ -8,9 +8,14 @@ costs what every step costs, there is no branch, and no position ever comes to t
 Token ``t`` of a row lies in slot t % W of its window. Which tokens are where: positions below ``start - W`` are
 read from the codes; [start - W, start + S) are ``recent``, which is what this operation returns.
 
-The clock plane [1, B, 1, 1, 1] counts the tokens of a row. Writes must come in order, since a window that
-skipped tokens holds others than attention would look for: tokens that neither follow the last one nor start
-again at 0 are written as NaN, which whoever attends to them sees.
+Left padding: a row's tokens are counted from its ``origin``, the first position that its mask lets anybody see, so
+that blocks of a padded row hold what they would hold without padding, and padding never sets a scale. It is fixed
+by the call that writes position 0.
+
+The clock plane [1, B, 1, 1, 2] holds a row's number of tokens and its origin. Writes must come in order, since a
+window that skipped tokens holds others than attention would look for: tokens that neither follow the last one nor
+start again at 0 are written as NaN, which whoever attends to them sees; so are new tokens of a row whose mask
+now shows positions before its origin, which were never stored.
 """
 
 from __future__ import annotations
@@ -39,24 +44,36 @@ def _write(plane: torch.Tensor, rows_BKnW: torch.Tensor, index: torch.Tensor) ->
     plane[page, batch, :, row] = rows_BKnW.permute(0, 2, 1, 3).to(plane.dtype)
 
 
-def append_window_body(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Write x [B, K, S, D] at consecutive positions pos [1 or B, S]; returns the newest tokens [B, K, W + S, D] from pos - W on.
+def append_window_body(
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write x [B, K, S, D] at consecutive positions pos [1 or B, S] of the caller's numbering.
 
     ``planes``: what the scheme encodes, then the window [1, B, K, W, D], the clock, and the scheme's own fixed planes.
-    Negative positions are padding: such tokens are encoded nowhere.
+    ``origin``: int64 [B], the first position that this call's mask shows in each row; None where nothing is padded.
+    Returns the newest tokens [B, K, W + S, D], the first of which stands W before the first new one, and the
+    origins in force, int64 [1 or B].
     """
     made = schemes.parse(scheme)
     window_at = _encoded(planes)
     ring, clock = planes[window_at][0], planes[window_at + 1]
     S, W, g = x.shape[2], ring.shape[2], made.block
     room = planes[0].shape[0] * planes[0].shape[3]
-    start = pos[:, :1]
-    end = start + S
+    held, kept = clock[0, :, 0, 0, :1], clock[0, :, 0, 0, 1:]
 
-    held = clock[0, :, 0, 0] if start.shape[0] > 1 else clock[0, :1, 0, 0]
-    steps = torch.arange(S, device=x.device)
-    ordered = ((start == held) | (start <= 0)) & (pos == start + steps) & (pos < room)
-    x = torch.where(ordered[:, None, :, None], x, float("nan"))
+    first = pos[:, :1]
+    if origin is None:
+        # Rows stay together: one position for all of them.
+        used = torch.zeros_like(first)
+        fits = kept == 0
+        held = held[: len(first)]
+    else:
+        used = torch.where(first == 0, origin[:, None], kept)
+        fits = origin[:, None] >= used
+    start = first - used
+    end = start + S
+    inside = ((first == 0) | (start == held)) & (pos == first + torch.arange(S, device=x.device)) & (pos - used < room)
+    x = torch.where((inside & fits)[:, None, :, None], x, float("nan"))
 
     def tokens(t: torch.Tensor) -> torch.Tensor:
         """The originals at positions t [1 or B, n] from start - W to end - 1, [B, K, n, D]."""
@@ -67,16 +84,16 @@ def append_window_body(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.T
     recent = tokens(start - W + torch.arange(W + S, device=x.device))
 
     last = ((end - 1) // g).clamp(0, room // g - 1)
-    first = (start.clamp(min=0) // g).minimum(last)
-    blocks = (first + torch.arange((S + g - 2) // g + 1 if g > 1 else S, device=x.device)).minimum(last)
+    blocks = ((start.clamp(min=0) // g).minimum(last) + torch.arange((S + g - 2) // g + 1 if g > 1 else S, device=x.device)).minimum(last)
     t = (blocks.unsqueeze(-1) * g + torch.arange(g, device=x.device)).flatten(1) if g > 1 else blocks
     content = torch.where((t < end)[:, None, :, None], tokens(t), torch.zeros((), dtype=x.dtype, device=x.device))
     for plane, rows in zip(planes, made.encode(content, *planes[window_at + 2 :]), strict=False):
         _write(plane, rows, t if plane.shape[3] == planes[0].shape[3] else blocks)
 
     _roll(ring, x, tokens, start, end)
-    clock.copy_(end[:, :, None, None].unsqueeze(0).expand_as(clock))
-    return recent
+    remembered = used if origin is not None else torch.where(first == 0, 0, kept)
+    clock.copy_(torch.stack([end.expand_as(remembered), remembered], dim=-1)[None, :, :, None].expand_as(clock))
+    return recent, used[:, 0]
 
 
 def _encoded(planes: list[torch.Tensor]) -> int:
@@ -99,7 +116,11 @@ def _roll(ring: torch.Tensor, x: torch.Tensor, tokens: Any, start: torch.Tensor,
     ring.copy_(tokens(newest))
 
 
-def append_window_meta(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Shape of the result, [B, K, W + S, D] in x's dtype."""
+def append_window_meta(
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes of the results, [B, K, W + S, D] in x's dtype and int64 [1 or B]."""
     window = planes[_encoded(planes)]
-    return x.new_empty(x.shape[0], x.shape[1], window.shape[3] + x.shape[2], x.shape[3])
+    recent = x.new_empty(x.shape[0], x.shape[1], window.shape[3] + x.shape[2], x.shape[3])
+    rows = pos if origin is None else origin
+    return recent, rows.new_empty(rows.shape[0], dtype=torch.int64)

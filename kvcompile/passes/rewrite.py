@@ -24,6 +24,7 @@ from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
 from kvcompile.passes.masks import hiding
+from kvcompile.passes.origin import from_origin, padded_rows, padding
 from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
 from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
 from kvcompile.passes.shapes import hint, op_name, sizes, value_of
@@ -67,6 +68,15 @@ class Rewritten:
     results: int
 
 
+@dataclass(frozen=True)
+class Recent:
+    """What an append of a slot with a window gives: the newest tokens, where the new ones start, the rows' origins (None: all 0)."""
+
+    tokens: fx.Node
+    start: fx.Node
+    origin: fx.Node | None
+
+
 class _Rewriter:
     def __init__(self, captured: Captured, plan: Plan, variant: Variant, effects: Effects) -> None:
         self.captured, self.plan, self.variant, self.effects = captured, plan, variant, effects
@@ -79,8 +89,8 @@ class _Rewriter:
         self.planes: dict[tuple[fx.Node, Any], list[fx.Node]] = {}
         self.positions: dict[Any, fx.Node] = {}
         self.sources: dict[tuple[fx.Node, Any], fx.Node] = {}
-        self.recent: dict[tuple[fx.Node, Any], fx.Node] = {}
-        self.starts: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self.recent: dict[tuple[fx.Node, Any], Recent] = {}
+        self.origins: dict[Any, fx.Node] = {}
         self.bindings: list[Binding] = []
         self.device = torch.device("cpu")
 
@@ -328,8 +338,7 @@ class _Rewriter:
         source = self.source(emit, slot)
         position = self.position(emit, slot)
         if slot.window:
-            self.recent[key] = emit.call(torch.ops.kvcompile.append_window.default, source, planes, position, slot.scheme.spell())
-            self.starts[key] = position
+            self._append_window(emit, slot, source, position)
         else:
             emit.call(torch.ops.kvcompile.append.default, source, planes, position, slot.scheme.spell())
         self.sources[key] = source
@@ -360,8 +369,11 @@ class _Rewriter:
             keep = emit.arrange(self.env[site.bounds.keep[0]], site.bounds.keep[1], ("B", "T")) if site.bounds.keep else None
             if keep is not None and value_of(site.bounds.keep[0]).dtype != torch.bool:  # type: ignore[index]
                 keep = emit.call(aten.to.dtype, keep, torch.bool)
+            bias = self.bias(emit, item)
+            if not fresh and item.key.window and (origin := self.recent[site.key.root, site.key.axes.select].origin) is not None:
+                hi, lo, keep, bias = from_origin(emit, origin, self.device, site.bounds, hi, lo, keep, bias)
             out = emit.call(
-                torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, self.bias(emit, item), self.sinks(emit, item),
+                torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, bias, self.sinks(emit, item),
                 *schemes, attention.scale, attention.softcap, item.value.spec.head_dim, *([] if fresh else self._recent(emit, item)),
             )
         old = self.env[attention.output]
@@ -373,13 +385,29 @@ class _Rewriter:
         """The planes that attention reads."""
         return self.planes[slot.slot.root, slot.slot.axes.select][: slot.scheme.format(slot.spec).planes]
 
+    def _append_window(self, emit: Emitter, slot: SlotPlan, source: fx.Node, position: fx.Node) -> None:
+        """Append to a store with a window, at the write, or where its rows' padding is known if that is later."""
+        key = slot.slot.root, slot.slot.axes.select
+        site = next(item.site for item in self.plan.sites for part in (item.key, item.value) if part is slot)
+        terms = padding(site.bounds)
+        if terms and max(self.effects.order[term.node] for term in terms) > self.effects.order[slot.slot.write.node]:
+            # The position is taken where the write stood: its counter may have moved on by then.
+            position = emit.call(aten.clone.default, position)
+            emit = Emitter(self.graph, self.env[site.attention.output], self.symbol)
+        origin = padded_rows(emit, self.env, terms, site, self.origins) if terms else None
+        made = emit.call(torch.ops.kvcompile.append_window.default, source, self.planes[key], position, origin, slot.scheme.spell())
+        tokens, used = (emit.call(operator.getitem, made, index) for index in (0, 1))
+        start = emit.call(aten.select.int, position, 1, 0)
+        if origin is not None:
+            start = emit.call(aten.sub.Tensor, start, used)
+        self.recent[key] = Recent(tokens, start, used if origin is not None else None)
+
     def _recent(self, emit: Emitter, item: SitePlan) -> list[Any]:
         """The newest tokens of a site with a window, and the position of the first of them."""
         if not item.key.window:
             return []
-        key, value = ((part.slot.root, part.slot.axes.select) for part in (item.key, item.value))
-        first = emit.call(aten.select.int, self.starts[key], 1, 0)
-        return [[self.recent[key], self.recent[value]], emit.call(aten.sub.Scalar, first, item.key.window)]
+        key, value = (self.recent[part.slot.root, part.slot.axes.select] for part in (item.key, item.value))
+        return [[key.tokens, value.tokens], emit.call(aten.sub.Scalar, key.start, item.key.window)]
 
     def _plain_causal(self, item: SitePlan) -> bool:
         """Whether attention over the fresh tokens is what flash attention does by itself."""

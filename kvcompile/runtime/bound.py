@@ -20,7 +20,7 @@ from kvcompile.errors import CacheFull, LengthsDiffer, PositionsUnknown, SchemeC
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant
 from kvcompile.passes.shapes import source_line, value_of
-from kvcompile.passes.sites import Limit, SlotKind
+from kvcompile.passes.sites import Limit, Site, SlotKind
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.positions import Found, Positions
@@ -68,6 +68,8 @@ class Group:
     reach: tuple[Any, ...]
     """Numbers of tokens, int or symbolic, that its attentions read whatever was written."""
     limits: tuple[Limit, ...] = ()
+    site: Site = field(repr=False, kw_only=True)
+    """Any of the attentions that read it."""
 
     @property
     def first(self) -> Binding:
@@ -172,7 +174,8 @@ class BoundGraph:
             if kept:
                 store.reserve(self.growth.pages(kept, capacity))
                 dense = bring(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
-                store.adopt(dense[:, :, :kept])
+                origin = found().origin(group.site) if item.plan.window else None
+                store.adopt(dense[:, :, :kept], origin)
         state.length = prior
         if owned:
             handles.take_over(tensor, state)
@@ -231,6 +234,8 @@ class BoundGraph:
             states.append(state)
             starts.append(start)
             counts.append(count)
+            if start < state.length:
+                state.rewind(start)
         for key, value in self.pairs:
             if starts[key] != starts[value]:
                 raise LengthsDiffer(keys=starts[key], values=starts[value], where=self.groups[key].where)
@@ -352,7 +357,9 @@ def _nowhere() -> Found:
     return Found({})
 
 
-def group_bindings(bindings: tuple[Binding, ...], reach: Sequence[Any], limits: Sequence[tuple[Limit, ...]]) -> tuple[Group, ...]:
+def group_bindings(
+    bindings: tuple[Binding, ...], sites: Sequence[Site], reach: Sequence[Any], limits: Sequence[tuple[Limit, ...]]
+) -> tuple[Group, ...]:
     """Bindings grouped by the cache tensor that they live in; ``reach`` and ``limits`` of each binding's site."""
     by_root: dict[fx.Node, list[int]] = {}
     for index, item in enumerate(bindings):
@@ -363,7 +370,7 @@ def group_bindings(bindings: tuple[Binding, ...], reach: Sequence[Any], limits: 
         groups.append(Group(
             slot.kind, bindings[members[0]].argument, bindings[members[0]].outputs, tuple(bindings[index] for index in members), root,
             source_line(slot.write.node), tuple(reach[index] for index in members),
-            tuple(limit for index in members for limit in limits[index]),
+            tuple(limit for index in members for limit in limits[index]), site=sites[members[0]],
         ))
     return tuple(groups)
 

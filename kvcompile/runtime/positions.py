@@ -7,7 +7,7 @@ empty one is first written, and, on a CPU where it costs no wait, to follow call
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch import fx
 
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects
+from kvcompile.passes.origin import padding
+from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
 from kvcompile.passes.plan import Plan
 from kvcompile.passes.prologue import extract
-from kvcompile.passes.sites import Limit, LimitKind, Position, Site, SlotKind
+from kvcompile.passes.sites import Limit, LimitKind, MaskKind, Position, Site, SlotKind
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,23 @@ class Found:
     """The values of one call: write positions and limits by node, each int64 [1 or B, 1 or S]."""
 
     values: dict[fx.Node, torch.Tensor]
+    masks: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+
+    def origin(self, site: Site) -> torch.Tensor | None:
+        """The first position that a site's masks show in each row, int64 [B]; None where they do not differ by row."""
+        found = None
+        for term in padding(site.bounds):
+            seen = self.masks[term.node]
+            seen = seen > VERY_NEGATIVE if term.kind is MaskKind.ADD else seen != 0
+            seen = ~seen if term.kind is MaskKind.FILL else seen
+            rows, token = term.roles.index("B") if "B" in term.roles else term.roles.index("BH"), term.roles.index("T")
+            rest = [dim for dim in range(seen.dim()) if dim not in {rows, token}]
+            seen = seen.permute(rows, token, *rest).flatten(2).any(-1) if rest else seen.permute(rows, token)
+            if "BH" in term.roles:
+                seen = seen.unflatten(0, (-1, site.heads)).any(1)
+            first = (seen.cumsum(1) == 0).sum(1)
+            found = first if found is None else torch.maximum(found, first)
+        return found
 
     def ordered(self, count: int) -> bool:
         """Whether every value is 0, 1, 2, ..., count - 1 in every row."""
@@ -46,8 +65,10 @@ class Found:
 class Positions:
     """The subgraph that computes positions, and the last call's values."""
 
-    def __init__(self, run: Callable[..., tuple[Any, ...]], nodes: dict[fx.Node, tuple[str, ...]], counted: bool) -> None:
-        self.run, self.nodes = run, nodes
+    def __init__(
+        self, run: Callable[..., tuple[Any, ...]], nodes: dict[fx.Node, tuple[str, ...]], masks: tuple[fx.Node, ...], counted: bool
+    ) -> None:
+        self.run, self.nodes, self.masks = run, nodes, masks
         self.counted = counted
         """Whether all positions come from counters that the graph itself advances: then they go on in order by construction."""
 
@@ -58,9 +79,11 @@ class Positions:
         def found() -> Found:
             if not made:
                 values = self.run(*args)
-                made.append(Found({
-                    node: _rows(value, roles) for (node, roles), value in zip(self.nodes.items(), values, strict=True)
-                }))
+                count = len(self.nodes)
+                made.append(Found(
+                    {node: _rows(value, roles) for (node, roles), value in zip(self.nodes.items(), values[:count], strict=True)},
+                    dict(zip(self.masks, values[count:], strict=True)),
+                ))
             return made[0]
 
         return found
@@ -102,9 +125,11 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
             for limit in (item.site.bounds.hi, item.site.bounds.lo):
                 if limit is not None and limit.kind is LimitKind.NODE:
                     nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]
-    if not nodes:
+    # Where a filled cache is adopted into blocks, the rows' padding must be known.
+    masks = tuple(dict.fromkeys(term.node for item in planned.sites if item.key.window for term in padding(item.site.bounds)))
+    if not nodes and not masks:
         return None
-    module, taken, writes = extract(captured, tuple(nodes), effects)
+    module, taken, writes = extract(captured, (*nodes, *masks), effects)
 
     def run(*args: Any) -> tuple[torch.Tensor, ...]:
         given = [args[index] for index in taken]
@@ -115,4 +140,4 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
 
     tensors = [entry.node for entry in captured.inputs if entry.index in taken and isinstance(entry.node.meta["val"], torch.Tensor)]
     counted = bool(tensors) and all(effects.writes.get(node) for node in tensors)
-    return Positions(run, nodes, counted)
+    return Positions(run, nodes, masks, counted)

@@ -47,6 +47,11 @@ class CacheState:
             self.rollbacks.append((self.epoch, start))
         self.length = start + tokens
 
+    def rewind(self, wanted: int) -> None:
+        """Bring the stores back to ``wanted`` tokens before others are written behind them; raises WindowPassed."""
+        for store in self.stores.values():
+            store.rewind(self.length, wanted)
+
     def clear(self) -> None:
         """Forget all tokens."""
         self.advance(0, 0)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.lowering.ops import append_body, append_window_body, decodable
+from kvcompile.errors import WindowPassed
+from kvcompile.lowering.ops import append_body, decodable
+from kvcompile.lowering.windows import append_window_body
 from kvcompile.schemes import Scheme
-from kvcompile.types import Extent, Layout, PlaneSpec, SlotSpec, pages_for
+from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 ADOPT_TOKENS = 4096
 """Tokens encoded at a time when a filled cache is adopted; bounds the float32 scratch of ``encode``."""
@@ -71,14 +73,17 @@ class Store:
             del plane
         self.pages = pages
 
-    def adopt(self, x_BKTD: torch.Tensor) -> None:
-        """Encode a filled dense slot, from its first token, in bounded steps."""
+    def adopt(self, x_BKTD: torch.Tensor, origin: torch.Tensor | None = None) -> None:
+        """Encode a filled dense slot, from its first token, in bounded steps; ``origin`` [B]: first tokens that are no padding."""
         tokens = x_BKTD.shape[2]
         spelled = self.spec.scheme.spell()
         for start in range(0, tokens, ADOPT_TOKENS):
             part = x_BKTD[:, :, start : start + ADOPT_TOKENS]
             pos = torch.arange(start, start + part.shape[2], device=self.device).unsqueeze(0)
-            (append_window_body if self.window is not None else append_body)(part, self.planes, pos, spelled)
+            if self.window is None:
+                append_body(part, self.planes, pos, spelled)
+            else:
+                append_window_body(part, self.planes, pos, origin, spelled)
 
     @property
     def window(self) -> torch.Tensor | None:
@@ -91,12 +96,53 @@ class Store:
         pages = min(pages_for(tokens), self.pages)
         grown = [plane[:pages] if spec.extent is Extent.TOKENS else plane for plane, spec in self._described()]
         planes = decodable(self.spec.scheme, grown, self.spec.slot, slice(None))
-        values = self.spec.scheme.decode(planes, self.spec.slot)[:, :, :tokens]
-        values = values.to(self.spec.slot.dtype)
-        if (window := self.window) is not None:
-            newest = torch.arange(max(0, length - window.shape[2]), min(tokens, length), device=self.device)
-            values[:, :, newest] = window[:, :, newest % window.shape[2]]
-        return values
+        values = self.spec.scheme.decode(planes, self.spec.slot)[:, :, :tokens].to(self.spec.slot.dtype)
+        return values if self.window is None else self._in_place(values, length)
+
+    def _in_place(self, values: torch.Tensor, length: int) -> torch.Tensor:
+        """Decoded tokens with the window's laid over them, each at its position of the caller's numbering; padding is zero."""
+        window, origin = self.window, self.origin
+        assert window is not None
+        assert origin is not None
+        t = torch.arange(values.shape[2], device=self.device) - origin[:, None]
+        rows = (-1, values.shape[1], -1, values.shape[3])
+        behind = values.gather(2, t.clamp(min=0)[:, None, :, None].expand(rows))
+        newest = window.gather(2, (t % window.shape[2])[:, None, :, None].expand(rows))
+        exact = (t >= (length - origin)[:, None] - window.shape[2])[:, None, :, None]
+        return torch.where((t >= 0)[:, None, :, None], torch.where(exact, newest, behind), 0)
+
+    def rewind(self, length: int, wanted: int) -> None:
+        """Go on from ``wanted`` of the ``length`` tokens: the window is refilled with what came before, from the codes.
+
+        Raises WindowPassed where that ends inside a block whose originals have left the window. Waits for the device.
+        """
+        window, origin = self.window, self.origin
+        if window is None or origin is None or wanted >= length:
+            return
+        size, block = window.shape[2], self.spec.scheme.block
+        now, before = (wanted - origin).clamp(min=0), length - origin
+        if ((now % block != 0) & (before - now > size - now % block)).any():
+            raise WindowPassed(
+                scheme=self.spec.scheme.spell(), window=size, length=length, wanted=wanted, block=block, most=size - block + 1
+            )
+        slot = torch.arange(size, device=self.device)
+        newest = (before[:, None] - 1) - (before[:, None] - 1 - slot) % size
+        older = (now[:, None] - 1) - (now[:, None] - 1 - slot) % size
+        first, pages = max(0, int(older.min())) // PAGE, pages_for(int(now.max()))
+        grown = [plane[first:pages] if spec.extent is Extent.TOKENS else plane for plane, spec in self._described()]
+        if pages > first:
+            values = self.spec.scheme.decode(decodable(self.spec.scheme, grown, self.spec.slot, slice(None)), self.spec.slot)
+            at = (older - first * PAGE).clamp(0, values.shape[2] - 1)[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
+            refill = ((newest >= now[:, None]) & (older >= 0))[:, None, :, None]
+            window.copy_(torch.where(refill, values.gather(2, at).to(window.dtype), window))
+        clock = next(plane for plane, spec in self._described() if spec.name == "clock")
+        clock[0, :, :, 0, 0] = (wanted - origin)[:, None]
+
+    @property
+    def origin(self) -> torch.Tensor | None:
+        """The first position of each row that is no padding, int64 [B]; None without a window."""
+        found = [plane for plane, spec in self._described() if spec.name == "clock"]
+        return found[0][0, :, 0, 0, 1] if found else None
 
     def _described(self) -> Iterator[tuple[torch.Tensor, PlaneSpec]]:
         return zip(self.planes, self.spec.layout.planes, strict=True)
