@@ -5,10 +5,8 @@ Laws are on the write path itself; the models at the end show that the graphs ar
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from registry import VARIANTS, normal
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -21,13 +19,12 @@ from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WINDOWED = [scheme for scheme in VARIANTS if scheme.window]
+WINDOWED = [scheme for scheme in VARIANTS if scheme.window and scheme.scale_dtype == torch.float16]
 each_windowed = pytest.mark.parametrize("scheme", WINDOWED, ids=lambda scheme: scheme.spell())
-few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 HEADS, WIDTH = 2, 64
 
 
-def store(scheme: Scheme, batch: int = 1, pages: int = 4) -> Store:
+def store(scheme: Scheme, batch: int = 1, pages: int = 5) -> Store:
     """An empty store of keys."""
     spec = SlotSpec(HEADS, WIDTH, torch.float32, Role.KEY)
     return Store(StoreSpec(spec, scheme, scheme.layout(spec)), batch, torch.device("cpu"), pages)
@@ -52,20 +49,15 @@ def test_any_pieces_make_the_same_store(scheme: Scheme) -> None:
         once = store(scheme)
         write(once, x, 0)
 
-        @few
-        @given(st.lists(st.integers(1, max(1, tokens // 2)), min_size=1, max_size=12))
-        def law(counts: list[int], x: torch.Tensor = x, once: Store = once, tokens: int = tokens) -> None:
+        for generator in (torch.Generator().manual_seed(seed) for seed in range(4)):
             pieces, at = store(scheme), 0
-            for count in (*counts, tokens):
-                count = min(count, tokens - at)
-                if count:
-                    recent = write(pieces, x[:, :, at : at + count], at)
-                    at += count
-                    seen = min(at, window + count)
-                    assert torch.equal(recent[:, :, -seen:], x[:, :, at - seen : at])
+            while at < tokens:
+                count = min(int(torch.randint(1, max(2, tokens // 2), (), generator=generator)), tokens - at)
+                recent = write(pieces, x[:, :, at : at + count], at)
+                at += count
+                seen = min(at, window + count)
+                assert torch.equal(recent[:, :, -seen:], x[:, :, at - seen : at])
             assert same(once, pieces)
-
-        law()
 
 
 @each_windowed
@@ -213,12 +205,12 @@ def test_crop_of_a_dynamic_cache_goes_back_or_says_why_not() -> None:
         step = compiled(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits
         for token in ids[0, :5]:
             compiled(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
-        cache.crop(45)
+        cache.crop(-6)
         again = compiled(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits
         # The tokens that had left the window are codes now, so the logits are those of a model with fewer exact tokens.
         assert (again - step).abs().max() < 0.3 * step.std()
         for token in ids[0]:
             compiled(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True)
-        cache.crop(50)
+        cache.crop(-42)
         with pytest.raises(WindowPassed, match="crop by at most 1 tokens"):
             compiled(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
