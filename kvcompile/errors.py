@@ -40,6 +40,13 @@ class HeadDimNotDivisible(SchemeError):
     )
 
 
+class WindowOnlyRead(SchemeError):
+    template = (
+        "expected a scheme without a window of newest tokens for a cache that is only read here, found a window of {window} tokens; "
+        "give {path!r} a scheme such as 'int8' in a per-layer policy"
+    )
+
+
 class BadPolicy(SchemeError):
     template = (
         "a per-layer policy maps module-path globs to schemes and needs at least one entry, found {found!r}; "

@@ -7,8 +7,12 @@ types, windows) keep one layer of every kind, so that a model with sliding and f
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 LAYERS = 2
 MOST_KINDS = 4
@@ -19,28 +23,42 @@ SIZES: Mapping[str, int] = {
     "shared_expert_intermediate_size": 128, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "q_lora_rank": 64, "kv_lora_rank": 64, "sliding_window": 16, "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 512, "first_k_dense_replace": 1, "rotary_dim": 32, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": 2, "d_ff": 512, "d_kv": 64, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "attention_heads": 4,
+    "attention_chunk_size": 16, "attention_window_size": 16, "sliding_window_size": 16, "local_attention": 16,
+    "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
 }
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+STACK_COUNTS = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
 
 
-def _layer_count_name(known: Mapping[str, Any]) -> str | None:
-    return next((name for name in LAYER_COUNTS if isinstance(known.get(name), int)), None)
+def _known(config: Any) -> dict[str, Any]:
+    """Every setting of a configuration; where reading one raises (it differs between layers), as it was written down."""
+    known = {}
+    for name, value in config.to_dict().items():
+        try:
+            known[name] = getattr(config, name, value)
+        except Exception as error:  # noqa: BLE001  a class of its own in transformers
+            log.debug("%s of a configuration cannot be read: %s", name, error)
+            known[name] = value
+    return known
 
 
-def _chosen_layers(lists: Mapping[str, list[Any]], count: int) -> list[int]:
-    """Indices of the layers to keep: the first of every kind, then others in order up to ``LAYERS``."""
+def _chosen_layers(lists: Mapping[str, list[Any]], count: int, wanted: int, twice: bool) -> list[int]:
+    """Indices of the layers to keep: the first of every kind (``twice``: the last too), then others in order up to ``wanted``."""
     first: dict[tuple[str, ...], int] = {}
+    last: dict[tuple[str, ...], int] = {}
     for index in range(count):
-        first.setdefault(tuple(str(values[index]) for values in lists.values()), index)
-    kept = list(first.values())
-    kept += [index for index in range(count) if index not in kept][: max(0, LAYERS - len(kept))]
-    return sorted(kept)
+        kind = tuple(str(values[index]) for values in lists.values())
+        first.setdefault(kind, index)
+        last[kind] = index
+    kept = sorted({*first.values(), *(last.values() if twice else ())})
+    return sorted([*kept, *[index for index in range(count) if index not in kept][: max(0, wanted - len(kept))]])
 
 
-def small_sizes(config: Any) -> dict[str, Any]:
+def small_sizes(config: Any, layers: int = LAYERS) -> dict[str, Any]:
     """What to build the configuration's class with to get a tiny model of the same structure."""
-    known = {name: getattr(config, name, value) for name, value in config.to_dict().items()}
+    known = _known(config)
     small: dict[str, Any] = {
         name: size for name, size in SIZES.items()
         if name.endswith("_token_id") or (known.get(name) is not None and not isinstance(known[name], (bool, list, dict)))
@@ -51,21 +69,37 @@ def small_sizes(config: Any) -> dict[str, Any]:
         # Latent attention expands to as many kv heads as query heads, and derives its head dim.
         small.pop("head_dim", None)
         small["num_key_value_heads"] = small["num_attention_heads"]
-    count_name = _layer_count_name(known)
+    small |= {name: layers for name in STACK_COUNTS if isinstance(known.get(name), int)}
+    parts = {name: tiny_config(getattr(config, name), layers) for name in getattr(config, "sub_configs", ()) if getattr(config, name, None)}
+    small |= parts
+    count_name = next((name for name in LAYER_COUNTS if isinstance(known.get(name), int)), None)
     if count_name is None:
         return small
     count = known[count_name]
     # A list of as many different entries is no list of kinds; its class derives it again.
     lists = {
         name: value for name, value in known.items()
-        if isinstance(value, list) and count > LAYERS and len(value) == count and len({str(item) for item in value}) <= MOST_KINDS
+        if isinstance(value, list) and count > layers and len(value) == count and len({str(item) for item in value}) <= MOST_KINDS
     }
-    kept = _chosen_layers(lists, count)
+    # The last layers may read what earlier ones of their kind stored.
+    sharing = bool(known.get("num_kv_shared_layers"))
+    kept = _chosen_layers(lists, count, layers, twice=sharing)
     small[count_name] = len(kept)
     small |= {name: [value[index] for index in kept] for name, value in lists.items()}
+    if sharing:
+        small["num_kv_shared_layers"] = len(kept) // 2
     return small
 
 
-def tiny_config(config: Any) -> Any:
+def tiny_config(config: Any, layers: int = LAYERS) -> Any:
     """A tiny configuration of the same class as ``config``; raises whatever that class raises."""
-    return type(config)(**small_sizes(config))
+    small = small_sizes(config, layers)
+    try:
+        return type(config)(**small)
+    except Exception as error:
+        # A class may tie its sizes to each other: one of them stays as the class wants it.
+        log.debug("%s does not take all the small sizes: %s", type(config).__name__, error)
+        for name in sorted(SIZES.keys() & small.keys()):
+            with contextlib.suppress(Exception):
+                return type(config)(**{key: value for key, value in small.items() if key != name})
+        raise

@@ -58,6 +58,13 @@ def _heads(attention: Attention) -> int:
 
 def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]:
     """(query heads, group size) of a site whose key and value slots must agree."""
+    if key.kind is not value.kind and SlotKind.READ in {key.kind, value.kind}:
+        unwritten = key if key.kind is SlotKind.READ else value
+        what = "keys" if unwritten is key else "values"
+        raise Miss(
+            f"the cache of the {what} is read but not written in this graph, the other one is", unwritten.root,
+            advice="write keys and values in the same compiled call",
+        )
     if key.kind is not value.kind:
         raise Miss("keys and values are cached in different ways", key.root, value.root)
     if key.heads != value.heads or key.batch != value.batch:
@@ -142,6 +149,19 @@ def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> di
     return {}
 
 
+def _filled_elsewhere(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
+    """The sites that only read tensors which no compiled call has filled: another writer may come back to them at any time."""
+    compressed = {entry.node for entry in captured.inputs if entry.compressed}
+    return {
+        site: Miss(
+            "the cache is read but not written in this graph, and no compiled call has filled it (an uncompiled call has, or the write "
+            "stands behind a graph break)", slot.root,
+            advice="compile the call that fills the cache as well, and keep the write and the attention in one graph",
+        )
+        for site in sites for slot in (site.key, site.value) if slot.kind is SlotKind.READ and slot.root not in compressed
+    }
+
+
 def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
     """The sites whose cache is written in place in memory that another tensor owns: that memory cannot be freed."""
     borrowed = {entry.node for entry in captured.inputs if not entry.owned}
@@ -193,7 +213,7 @@ def match(captured: Captured) -> Matched:
                 else:
                     uncached += 1
     refusals += [refuse(_unrecognised(product), product) for product in unrecognised(captured, effects)]
-    rejected = {**_sole_readers(sites, effects), **_borrowed(sites, captured)}
+    rejected = {**_sole_readers(sites, effects), **_borrowed(sites, captured), **_filled_elsewhere(sites, captured)}
     refusals += [refuse(miss, site.attention.output, site.attention.idiom) for site, miss in rejected.items()]
     kept = tuple(site for site in sites if site not in rejected)
     return Matched(kept, tuple(refusals), uncached, effects)

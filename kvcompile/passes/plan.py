@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from kvcompile.errors import BadPolicy, NotInPolicy, SchemeError, UnsupportedDtype
+from kvcompile.errors import BadPolicy, NotInPolicy, SchemeError, UnsupportedDtype, WindowOnlyRead
 from kvcompile.passes.match import Matched
 from kvcompile.passes.shapes import value_of
-from kvcompile.passes.sites import Refusal, Site, Slot, Stage
+from kvcompile.passes.sites import Refusal, Site, Slot, SlotKind, Stage
 from kvcompile.schemes import Scheme, parse
 from kvcompile.types import PAGE, Layout, Role, SlotSpec
 
@@ -146,6 +146,8 @@ def plan(matched: Matched, policy: Policy) -> Plan:
             if pair is None:
                 raise NotInPolicy(path=site.path)
             window = max(pair.k.window, pair.v.window)
+            if window and site.key.kind is SlotKind.READ:
+                raise WindowOnlyRead(window=window, path=site.path or "*")
             sites.append(
                 SitePlan(site, _slot_plan(site.key, Role.KEY, pair.k, window), _slot_plan(site.value, Role.VALUE, pair.v, window))
             )

@@ -27,10 +27,12 @@ from kvcompile.passes.masks import hiding
 from kvcompile.passes.origin import from_origin, padded_rows, padding
 from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
 from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
-from kvcompile.passes.shapes import hint, op_name, sizes, value_of
+from kvcompile.passes.shapes import hint, op_name, size_along, sizes, value_of
 from kvcompile.passes.sites import Limit, LimitKind, MaskKind, SlotKind
 
 DENSE = "dense()"
+PRODUCTS = {"linear", "mm", "addmm", "matmul", "bmm", "convolution", "conv1d", "conv2d"}
+"""Behind one of these nothing is left of the strides of what went in."""
 BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
 
 
@@ -208,7 +210,8 @@ class _Rewriter:
     def limit(self, emit: Emitter, limit: Limit, item: SitePlan, count: Any) -> fx.Node:
         """A position limit as int64 [1 or B, S]."""
         kind = limit.kind
-        if limit.node is not None and self.variant is not Variant.FRESH:
+        read = item.site.key.kind is SlotKind.READ
+        if limit.node is not None and (read or self.variant is not Variant.FRESH):
             node = self.env[limit.node]
             if value_of(limit.node).dtype != torch.int64:
                 node = emit.call(aten.to.dtype, node, torch.int64)
@@ -221,11 +224,11 @@ class _Rewriter:
             return emit.positions(count, self._offset(emit, limit), self.device)
         if kind is LimitKind.CONST:
             return emit.constant_limit(count, self._offset(emit, limit), self.device)
-        born = item.site.key.kind in BORN or self.variant is Variant.FRESH
-        if born and item.site.key.kind is not SlotKind.BORN_BUFFER:
-            return emit.constant_limit(count, self._less_one(emit, count), self.device)
-        read = value_of(item.site.attention.k).shape[item.site.attention.k_roles.index("T")]
-        whole = emit.constant_limit(count, self._less_one(emit, read), self.device)
+        if self._fresh(item) and item.site.key.kind is not SlotKind.BORN_BUFFER:
+            # All keys of this call, which are not as many as its queries where attention goes across.
+            return emit.constant_limit(count, self._less_one(emit, self.tokens(item.key)), self.device)
+        length = value_of(item.site.attention.k).shape[item.site.attention.k_roles.index("T")]
+        whole = emit.constant_limit(count, self._less_one(emit, length), self.device)
         seen = self._last_seen(emit, item) if item.site.key.kind is SlotKind.BUFFER else None
         return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
 
@@ -329,6 +332,7 @@ class _Rewriter:
 
     def append(self, slot: SlotPlan) -> fx.Node:
         """Encode and write the new tokens of one slot, once; returns the new tokens as [B, K, S, D]."""
+        assert slot.slot.kind is not SlotKind.READ
         key = (slot.slot.root, slot.slot.axes.select)
         if key in self.sources:
             return self.sources[key]
@@ -347,15 +351,15 @@ class _Rewriter:
     def attend(self, item: SitePlan) -> None:
         """Replace one attention."""
         site = item.site
-        new_k, new_v = self.append(item.key), self.append(item.value)
         emit = Emitter(self.graph, self.env[site.attention.output], self.symbol)
         attention = site.attention
         q = emit.heads(self.env[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
-        count = value_of(attention.q).shape[attention.q_roles.index("S")] if "S" in attention.q_roles else 1
-        fresh = self.variant is Variant.FRESH or site.key.kind in BORN
+        count = size_along(attention.q, attention.q_roles, "S")
+        fresh = self._fresh(item)
         keys, values = self._read(item.key), self._read(item.value)
         schemes = item.key.scheme.spell(), item.value.scheme.spell()
         if fresh:
+            new_k, new_v = self.append(item.key), self.append(item.value)
             keys, values = [emit.call(aten.unsqueeze.default, new_k, 0)], [emit.call(aten.unsqueeze.default, new_v, 0)]
             schemes = DENSE, DENSE
         if fresh and self._plain_causal(item):
@@ -379,11 +383,18 @@ class _Rewriter:
         old = self.env[attention.output]
         if value_of(attention.output).dtype != value_of(attention.q).dtype:
             out = emit.call(aten.to.dtype, out, value_of(attention.output).dtype)
-        old.replace_all_uses_with(emit.from_heads(out, attention.out_roles, site.groups))
+        new = emit.from_heads(out, attention.out_roles, site.groups)
+        old.replace_all_uses_with(new)
+        _free_strides(new)
+
+    def _fresh(self, item: SitePlan) -> bool:
+        """Whether the site attends to the tokens of this call alone."""
+        kind = item.site.key.kind
+        return kind is not SlotKind.READ and (self.variant is Variant.FRESH or kind in BORN)
 
     def _read(self, slot: SlotPlan) -> list[fx.Node]:
         """The planes that attention reads."""
-        return self.planes[slot.slot.root, slot.slot.axes.select][: slot.scheme.format(slot.spec).planes]
+        return self.plane_nodes(slot)[: slot.scheme.format(slot.spec).planes]
 
     def _append_window(self, emit: Emitter, slot: SlotPlan, source: fx.Node, position: fx.Node) -> None:
         """Append to a store with a window, at the write, or where its rows' padding is known if that is later."""
@@ -423,7 +434,8 @@ class _Rewriter:
         # In the order of the writes, so that what one append computes (positions) stands before the next.
         slots = [part for item in self.plan.sites for part in (item.key, item.value)]
         for part in sorted(slots, key=lambda part: self.effects.order[part.slot.write.node]):
-            self.append(part)
+            if part.slot.kind is not SlotKind.READ:
+                self.append(part)
         for item in self.plan.sites:
             self.attend(item)
         self._detach_sizes()
@@ -466,6 +478,19 @@ class _Rewriter:
                 continue
             if node in writes or not (written_arguments(node) or _effectful(node)):
                 self.graph.erase_node(node)
+
+
+def _free_strides(start: fx.Node) -> None:
+    """Let views that follow an attention be copies where they must: its result need not lie in memory as the old one did."""
+    stack, seen = [start], set[fx.Node]()
+    while stack:
+        for user in stack.pop().users:
+            if user in seen or op_name(user) in PRODUCTS:
+                continue
+            seen.add(user)
+            stack.append(user)
+            if user.target is aten.view.default:
+                user.target = aten.reshape.default
 
 
 def _effectful(node: fx.Node) -> bool:

@@ -55,6 +55,11 @@ def sizes(node: fx.Node) -> tuple[int, ...]:
     return tuple(hint(size) for size in value_of(node).shape)
 
 
+def size_along(node: fx.Node, roles: tuple[str, ...], role: str) -> Any:
+    """The size, an int or a SymInt, of the dim of a tensor node that has ``role``; 1 where none has."""
+    return value_of(node).shape[roles.index(role)] if role in roles else 1
+
+
 def op_name(node: object) -> str:
     """``aten.add.Tensor`` is ``add``: the packet's bare name, empty for what is no ATen call."""
     if not isinstance(node, fx.Node) or node.op != "call_function":

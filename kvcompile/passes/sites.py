@@ -16,6 +16,7 @@ class SlotKind(enum.Enum):
     CONCAT = "input concatenated with the new tokens, result returned"
     BORN_CONCAT = "first tokens returned as a new cache"
     BORN_BUFFER = "buffer made in this graph and returned"
+    READ = "input that is only read"
 
 
 class MaskKind(enum.Enum):

@@ -13,7 +13,7 @@ from kvcompile.passes.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.patterns.writes import concatenation, in_place
 from kvcompile.passes.pullback import Trail, factor, step, trace
 from kvcompile.passes.shapes import is_tensor, op_name, sizes
-from kvcompile.passes.sites import Axes, Miss, Slot, SlotKind, Write
+from kvcompile.passes.sites import Axes, Miss, Position, Slot, SlotKind, Write
 
 MAKERS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", "empty", "new_empty", "empty_like"}
 PAIRS = (("K", "D"), ("B", "K"))
@@ -140,8 +140,6 @@ def axes_of(trail: Trail, roles: tuple[str, ...], operand: fx.Node, token_dim: i
 def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effects) -> Write:
     """The one write into this part of the root; raises Miss where there is none, several, or one too late."""
     writes = effects.writes.get(root, ())
-    if not writes:
-        raise Miss("the cache is read but not written in this graph (a cross-attention cache, or a graph break before it)", root)
     hits = []
     for node in writes:
         write = in_place(node, root)
@@ -170,6 +168,8 @@ def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: 
     root = trail.base
     if op_name(root) in {"cat", "concat", "concatenate"}:
         return _concatenated(root, trail, roles, operand, effects)
+    if root.op == "placeholder" and not effects.writes.get(root):
+        return _only_read(root, trail, roles, operand)
     if root.op == "placeholder":
         write = _find_write(root, trail, attention, effects)
         axes, heads = axes_of(trail, roles, operand, write.token_dim)
@@ -182,6 +182,23 @@ def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: 
         axes, heads = axes_of(trail, roles, operand, write.token_dim)
         return _slot(SlotKind.BORN_BUFFER, root, None, outputs, axes, heads, write, trail)
     raise NoCache
+
+
+def _only_read(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.Node) -> Slot:
+    """A cache that another call fills and this one reads, as the keys and values of what is attended across to."""
+    tokens = trail.here[:, roles.index("T")]
+    dims = [
+        dim for dim, size in enumerate(sizes(root))
+        if (trail.there[:, dim] == tokens).all() and size == sizes(operand)[roles.index("T")]
+    ]
+    if not dims:
+        raise Miss(
+            "the cache is only read in this graph, and not from its first token to its last", root,
+            advice="write the tokens in the compiled call that attends to them, or read the whole cache",
+        )
+    write = Write("not written here", root, root, root, (), dims[0], Position(), 0)
+    axes, heads = axes_of(trail, roles, operand, write.token_dim)
+    return _slot(SlotKind.READ, root, root, (), axes, heads, write, trail)
 
 
 def _concatenated(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.Node, effects: Effects) -> Slot:

@@ -16,6 +16,7 @@ from kvcompile.errors import VerificationFailed
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import Rewritten
 from kvcompile.passes.shapes import source_line
+from kvcompile.passes.sites import SlotKind
 
 APPENDS, ATTEND = {"kvcompile::append", "kvcompile::append_window"}, "kvcompile::attend"
 
@@ -36,15 +37,21 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     if len(placeholders) != len(rewritten.kept) + count:
         _fail("as many inputs as kept arguments and planes", len(placeholders))
     planes = placeholders[len(rewritten.kept) :]
+    read_only = [binding for binding in rewritten.bindings if binding.plan.slot.kind is SlotKind.READ]
+    unwritten = {planes[item.first_plane + index] for item in read_only for index in range(len(item.plan.layout.planes))}
     order = {node: index for index, node in enumerate(graph.nodes)}
     for plane in planes:
         writers = [user for user in plane.users if _name(user) in APPENDS]
         readers = [user for user in plane.users if _name(user) == ATTEND]
         others = [user for user in plane.users if user not in writers and user not in readers]
-        if len(writers) != 1:
+        if plane in unwritten and writers:
+            _fail("no append into a plane of a cache that is only read", f"{len(writers)} appends into {plane.name}")
+        if plane not in unwritten and len(writers) != 1:
             _fail("one append into every plane", f"{len(writers)} appends into {plane.name}")
         if others:
             _fail("only append and attend touch a plane", others[0].format_node(), others[0])
+        if not writers:
+            continue
         late = [reader for reader in readers if order[reader] < order[writers[0]]]
         if late:
             _fail("every attend comes after the append of its tokens", late[0].format_node(), late[0])

@@ -114,7 +114,8 @@ class BoundGraph:
             and (index := group.first.plan.slot.write.position.index) is not None and (counted or value_of(index).device.type != "cpu")
             for group in groups
         )
-        self.born_only = all(group.kind in BORN for group in groups)
+        self.written = tuple(index for index, group in enumerate(groups) if group.kind is not SlotKind.READ)
+        self.born_only = bool(self.written) and all(groups[index].kind in BORN for index in self.written)
         self.with_past = any(group.kind is SlotKind.CONCAT for group in groups)
 
     # --- finding the states ----------------------------------------------------------------------
@@ -153,7 +154,7 @@ class BoundGraph:
 
     def _adopt(self, group: Group, tensor: torch.Tensor, args: tuple[Any, ...], found: Callable[[], Found]) -> CacheState:
         """Encode a dense cache that arrives from outside, then free it: one cache tensor at a time."""
-        if group.kind is SlotKind.CONCAT:
+        if group.kind in {SlotKind.CONCAT, SlotKind.READ}:
             prior = tensor.shape[group.token_dim]
         else:
             prior = self._prior(group, args, found)
@@ -215,6 +216,8 @@ class BoundGraph:
             tensor = args[group.argument]  # type: ignore[index]
             return tensor._length if handles.is_handle(tensor) else state.length
         position = group.first.plan.slot.write.position
+        if group.kind is SlotKind.READ:
+            return 0
         if group.kind is not SlotKind.BUFFER:
             return state.length
         if position.index is None:
@@ -243,12 +246,13 @@ class BoundGraph:
 
     def _variant(self, call: _Call, args: tuple[Any, ...], found: Callable[[], Found]) -> Variant:
         """FRESH where every store is empty, the new tokens are the first ones, in order, and nothing behind them is read."""
-        if self.with_past:
+        if self.with_past or not self.written:
             return Variant.PAST
-        beyond = any(self._reach(group, args) > count for group, count in zip(self.groups, call.counts, strict=True))
+        written = [(self.groups[index], call.states[index], call.starts[index], call.counts[index]) for index in self.written]
+        beyond = any(self._reach(group, args) > count for group, _, _, count in written)
         if beyond and not self.born_only:
             return Variant.PAST
-        if not self.born_only and (any(state.length for state in call.states) or max(call.counts) == 1):
+        if not self.born_only and (any(state.length for _, state, _, _ in written) or max(count for *_, count in written) == 1):
             return Variant.PAST
         if beyond:
             raise Unsupported(
@@ -256,8 +260,8 @@ class BoundGraph:
                 where=self.groups[0].where, todo="run this first call without kvcompile: the filled cache is adopted afterwards",
             )
         if self.positions is None:
-            return Variant.FRESH if not any(call.starts) else Variant.PAST
-        ordered = len(set(call.counts)) == 1 and found().ordered(call.counts[0])
+            return Variant.FRESH if not any(start for _, _, start, _ in written) else Variant.PAST
+        ordered = found().ordered(lambda size: self.sizes.read(size, args))
         if self.born_only and not ordered:
             raise Unsupported(
                 expected="the first tokens of a new cache at positions 0, 1, 2...", found="other positions",
@@ -328,6 +332,8 @@ class BoundGraph:
     def _commit(self, call: _Call, args: tuple[Any, ...], shapes: list[Any], results: list[Any], rewritten: Rewritten) -> tuple[Any, ...]:
         made: dict[int, Any] = {}
         for group, state, start, count, shape in zip(self.groups, call.states, call.starts, call.counts, shapes, strict=True):
+            if group.kind is SlotKind.READ:
+                continue
             if group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
                 capacity = self._capacity(group, args)
                 state.epoch += 1

@@ -19,6 +19,7 @@ from kvcompile.passes.origin import padding
 from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
 from kvcompile.passes.plan import Plan
 from kvcompile.passes.prologue import extract
+from kvcompile.passes.shapes import size_along
 from kvcompile.passes.sites import Limit, LimitKind, MaskKind, Position, Site, SlotKind
 
 
@@ -28,6 +29,7 @@ class Found:
 
     values: dict[fx.Node, torch.Tensor]
     masks: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+    counts: dict[fx.Node, Any] = field(default_factory=dict)
 
     def origin(self, site: Site) -> torch.Tensor | None:
         """The first position that a site's masks show in each row, int64 [B]; None where they do not differ by row."""
@@ -45,10 +47,11 @@ class Found:
             found = first if found is None else torch.maximum(found, first)
         return found
 
-    def ordered(self, count: int) -> bool:
-        """Whether every value is 0, 1, 2, ..., count - 1 in every row."""
+    def ordered(self, read: Callable[[Any], int]) -> bool:
+        """Whether every value is 0, 1, 2, ... in every row, as many as there are tokens; ``read`` evaluates a symbolic size."""
         return all(
-            value.shape[-1] == count and bool((value == torch.arange(count, device=value.device)).all()) for value in self.values.values()
+            value.shape[-1] == read(self.counts[node]) and bool((value == torch.arange(value.shape[-1], device=value.device)).all())
+            for node, value in self.values.items()
         )
 
     def first(self, node: fx.Node) -> tuple[int, int, int]:
@@ -66,9 +69,10 @@ class Positions:
     """The subgraph that computes positions, and the last call's values."""
 
     def __init__(
-        self, run: Callable[..., tuple[Any, ...]], nodes: dict[fx.Node, tuple[str, ...]], masks: tuple[fx.Node, ...], counted: bool
+        self, run: Callable[..., tuple[Any, ...]], nodes: dict[fx.Node, tuple[str, ...]], masks: tuple[fx.Node, ...],
+        counts: dict[fx.Node, Any], counted: bool,
     ) -> None:
-        self.run, self.nodes, self.masks = run, nodes, masks
+        self.run, self.nodes, self.masks, self.counts = run, nodes, masks, counts
         self.counted = counted
         """Whether all positions come from counters that the graph itself advances: then they go on in order by construction."""
 
@@ -82,7 +86,7 @@ class Positions:
                 count = len(self.nodes)
                 made.append(Found(
                     {node: _rows(value, roles) for (node, roles), value in zip(self.nodes.items(), values[:count], strict=True)},
-                    dict(zip(self.masks, values[count:], strict=True)),
+                    dict(zip(self.masks, values[count:], strict=True)), self.counts,
                 ))
             return made[0]
 
@@ -116,15 +120,18 @@ def limits_of(site: Site) -> tuple[Limit, ...]:
 def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positions | None:
     """The positions of a planned graph, None where it has none that are tensors."""
     nodes: dict[fx.Node, tuple[str, ...]] = {}
+    counts: dict[fx.Node, Any] = {}
     for item in planned.sites:
         for part in (item.key, item.value):
             position = part.slot.write.position
             if position.index is not None:
                 nodes.setdefault(position.index, _write_roles(position))
+                counts.setdefault(position.index, part.slot.write.count)
         if item.site.key.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
             for limit in (item.site.bounds.hi, item.site.bounds.lo):
                 if limit is not None and limit.kind is LimitKind.NODE:
                     nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]
+                    counts.setdefault(limit.node, size_along(item.site.attention.q, item.site.attention.q_roles, "S"))  # type: ignore[arg-type]
     # Where a filled cache is adopted into blocks, the rows' padding must be known.
     masks = tuple(dict.fromkeys(term.node for item in planned.sites if item.key.window for term in padding(item.site.bounds)))
     if not nodes and not masks:
@@ -140,4 +147,4 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
 
     tensors = [entry.node for entry in captured.inputs if entry.index in taken and isinstance(entry.node.meta["val"], torch.Tensor)]
     counted = bool(tensors) and all(effects.writes.get(node) for node in tensors)
-    return Positions(run, nodes, masks, counted)
+    return Positions(run, nodes, masks, counts, counted)

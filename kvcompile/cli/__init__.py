@@ -1,4 +1,4 @@
-"""The command line: explain, dump, schemes, eval. Reads and prints; what it shows is made elsewhere.
+"""The command line: explain, dump, schemes, eval, survey. Reads and prints; what it shows is made elsewhere.
 
     kvcompile explain hf:llama --scheme int4
     kvcompile dump model.py:make --scheme int8 --stage rewritten
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
 from rich.syntax import Syntax
 
 from kvcompile.backend import Backend, backend
@@ -79,7 +81,23 @@ def _parser() -> argparse.ArgumentParser:
     schemes.add_argument("--tokens", type=_count, default=131072, help="context length for the last column (default 131072)")
     schemes.set_defaults(run=_schemes)
     _eval_parser(commands.add_parser("eval", help="quality of schemes on tinylm, decoding through the compiled cache"))
+    _survey_parser(commands.add_parser("survey", help="which architectures of transformers are rewritten, and what their logits lose"))
     return parser
+
+
+def _survey_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--archs", type=_split, default=[], metavar="A,B", help="model types such as llama or bart+encoder (default: all)")
+    parser.add_argument("--caches", type=_split, default=["static", "dynamic"], help="kinds of cache (default static,dynamic)")
+    parser.add_argument("--attention", type=_split, default=["sdpa", "eager"], help="of transformers (default sdpa,eager)")
+    parser.add_argument("--scheme", default="int8", help="tried beside dense (default int8)")
+    parser.add_argument("--rows", type=_split, default=["1", "3"], help="batch sizes; more than one row is left padded (default 1,3)")
+    parser.add_argument("--steps", type=_count, default=16, help="decode steps after the prompt (default 16)")
+    parser.add_argument("--layers", type=_count, default=2, help="layers of each model, and one of each kind (default 2)")
+    parser.add_argument("--jobs", type=_count, default=1, help="architectures at a time (default 1)")
+    parser.add_argument("--timeout", type=_count, default=900, help="seconds for an architecture (default 900)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every case as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.set_defaults(run=_survey)
 
 
 def _eval_parser(parser: argparse.ArgumentParser) -> None:
@@ -210,6 +228,37 @@ def _eval(arguments: argparse.Namespace) -> int:
         console.file.write(json.dumps(_as_json(rows, effort, bench.reference_bits(), arguments.device), indent=2) + "\n")
     else:
         console.print(quality_table(rows, effort, bench.reference_bits(), bench.dtype))
+    return 0
+
+
+def _survey(arguments: argparse.Namespace) -> int:
+    from kvcompile.cli.architectures import names
+    from kvcompile.cli.survey import Survey, conduct
+    from kvcompile.cli.survey_table import markdown, survey_table
+    from kvcompile.cli.trial import Case, Settings
+
+    known = names()
+    strange = sorted(set(arguments.archs) - set(known))
+    if strange:
+        near = " or ".join(difflib.get_close_matches(strange[0], known, n=3))
+        raise TargetError(found=strange[0], why="transformers has no such architecture" + (f", did you mean {near}?" if near else ""))
+    policy_of(arguments.scheme)
+    settings = Settings(arguments.scheme, tuple(int(item) for item in arguments.rows), steps=arguments.steps, layers=arguments.layers)
+    survey = Survey(
+        tuple(arguments.archs or known), tuple(arguments.caches), tuple(arguments.attention), settings, arguments.timeout, arguments.jobs
+    )
+    done: list[Case] = []
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("survey", total=len(survey.architectures))
+        for cases in conduct(survey, lambda name: progress.update(task, description=name)):
+            done += cases
+            progress.advance(task)
+            if arguments.json is not None:
+                # After each architecture: what was measured stays even where the command is stopped.
+                arguments.json.write_text(json.dumps([case.plain() for case in done], indent=1) + "\n")
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(done, survey))
+    _console().print(survey_table(done))
     return 0
 
 

@@ -1,0 +1,8 @@
+"""Warm: imported once by the server that a survey's processes are forked from; nothing here runs."""
+
+from __future__ import annotations
+
+import torch._dynamo  # noqa: F401
+import transformers.models.auto.modeling_auto  # noqa: F401
+
+import kvcompile.cli.trial  # noqa: F401
