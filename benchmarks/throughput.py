@@ -172,6 +172,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.json:
             options.json.write_text(json.dumps([asdict(run) for run in runs], indent=1))
         _collect(options.device)
+    if not runs:
+        console.print(f"{options.cap} GB hold no batch of 16")
+        return 1
     console.print(table(runs))
     return 0
 

@@ -150,3 +150,7 @@ class TargetError(KvcompileError):
 
 class NothingToDump(KvcompileError):
     template = "expected {expected}, found {found}; {todo}"
+
+
+class NothingToMeasure(KvcompileError):
+    template = "expected {expected}, found {found}; {todo}"

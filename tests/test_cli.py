@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from kvcompile.cli import _split, main
 from kvcompile.errors import TargetError
 from kvcompile.schemes import SCHEMES
 from kvcompile.targets import Options, resolve
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 FACTORIES = '''
 import torch
@@ -204,3 +207,21 @@ def test_eval_as_json(run: Callable[..., tuple[int, str, str]]) -> None:
     assert abs(int4["bits_per_byte"] - figures["reference_bits_per_byte"]) < 0.3
     assert int4["cache_bytes"] < 0.2 * int4["dense_bytes"]
     assert int4["needle"]["hits"] >= 7
+
+
+def test_bench_runs_a_benchmark_of_the_checkout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "nothing"]) == 2
+    assert "attention" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert "step" in capsys.readouterr().out
+
+
+def test_pictures_are_drawn_from_what_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = runpy.run_path(str(BENCHMARKS / "plot.py"))
+    drawn["draw"](BENCHMARKS / "attention_h200.json", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    (tmp_path / "empty.json").write_text("[]")
+    with pytest.raises(ValueError, match="no rows"):
+        drawn["draw"](tmp_path / "empty.json", tmp_path / "picture.png")

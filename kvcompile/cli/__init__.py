@@ -1,4 +1,4 @@
-"""The command line: explain, dump, schemes, eval, survey. Reads and prints; what it shows is made elsewhere.
+"""The command line: explain, dump, bench, schemes, eval, survey. Reads and prints; what it shows is made elsewhere.
 
     kvcompile explain hf:llama --scheme int4
     kvcompile dump model.py:make --scheme int8 --stage rewritten
@@ -24,6 +24,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.syntax import Syntax
 
 from kvcompile.backend import Backend, backend
+from kvcompile.cli import bench
 from kvcompile.errors import KvcompileError, TargetError
 from kvcompile.explain import described, observe
 from kvcompile.passes.plan import policy_of
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     dump.add_argument("--arch", default="sm_90", help="GPU architecture for triton, ptx and sass: sm_80, sm_90 or sm_100 (default sm_90)")
     dump.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to a file")
     dump.set_defaults(run=_dump)
+    bench.add(commands)
     schemes = commands.add_parser("schemes", help="all schemes with their options and bytes")
     schemes.add_argument("--heads", type=_count, default=8, help="kv heads (default 8)")
     schemes.add_argument("--head-dim", type=_count, default=128, help="channels a head (default 128)")
