@@ -27,27 +27,59 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from kvcompile import schemes
 from kvcompile.lowering import offline
-from kvcompile.lowering.attend_config import AttendConfig, Tile
+from kvcompile.lowering.attend_config import AttendConfig, Tile, plane_names
 from kvcompile.lowering.ops import attend_body
-from kvcompile.types import PAGE, Role, SlotSpec, pages_for
+from kvcompile.schemes.asymmetric import UNPACK, Axis, Kivi
+from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
 H, K, D = 32, 8, 128
 BANDWIDTH = 4.3e12
-SCHEMES = ("dense", "int8", "fp8", "int4")
+SCHEMES = ("dense", "int8", "fp8", "int4", "kivi(bits=4)", "kivi(bits=2)", "table")
 SHAPES = ((1, 131072), (16, 32768), (1, 8192), (1, 4096), (1, 2048), (1, 1024))
 
 
+@dataclasses.dataclass(frozen=True)
+class Table(schemes.Scheme):
+    """A codebook: four-bit indices into 16 levels a head and group of 32 channels; scale and zero point a token and group."""
+
+    name = "table"
+
+    def layout(self, slot: SlotSpec) -> Layout:
+        width = slot.head_dim // 32
+        return Layout((
+            PlaneSpec("codes", torch.uint8, slot.head_dim // 2), PlaneSpec("scales", torch.float16, width),
+            PlaneSpec("zeros", torch.float16, width), PlaneSpec("levels", torch.float32, 16, width, Extent.BATCH),
+        ))
+
+    def format(self, slot: SlotSpec) -> KernelFormat:
+        return KernelFormat(torch.uint8, 2, 32, True, UNPACK[4], zeros=True, levels=16)
+
+    def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return Kivi(bits=4, axis=Axis.TOKEN).encode(x_BKSD)
+
+    def bound(self, slot: SlotSpec) -> object:
+        raise NotImplementedError
+
+
+schemes.BY_NAME.setdefault("table", Table)
+
+
 def store(scheme: str, batch: int, tokens: int, role: Role) -> list[torch.Tensor]:
-    """Planes of ``tokens`` random tokens, encoded in pieces to keep the peak low."""
-    parsed = schemes.parse(scheme)
+    """The planes that a kernel reads, of ``tokens`` random tokens, encoded in pieces to keep the peak low."""
+    parsed = schemes.parse(scheme).of(role)
     pages = pages_for(tokens)
-    layout = parsed.layout(SlotSpec(K, D, torch.bfloat16, role))
-    planes = [torch.empty(p.shape(pages, batch, K), dtype=p.dtype, device="cuda") for p in layout.planes]
+    slot = SlotSpec(K, D, torch.bfloat16, role)
+    fmt = parsed.format(slot)
+    specs = parsed.layout(slot).planes[: fmt.planes]
+    planes = [torch.empty(p.shape(pages, batch, K), dtype=p.dtype, device="cuda") for p in specs]
+    if fmt.levels:
+        planes[-1].copy_(torch.linspace(0, 1, 16, device="cuda") + torch.rand(planes[-1].shape, device="cuda") / 30)
+        planes[-1].mul_(15)
     for page in range(0, pages, 64):
         count = min(64, pages - page)
         x = torch.randn(batch, K, count * PAGE, D, device="cuda").to(torch.bfloat16)
-        for plane, rows in zip(planes, parsed.encode(x), strict=True):
-            plane[page : page + count] = rows.unflatten(2, (count, PAGE)).permute(2, 0, 1, 3, 4).to(plane.dtype)
+        for plane, rows in zip(planes, parsed.encode(x), strict=False):
+            plane[page : page + count] = rows.unflatten(2, (count, plane.shape[3])).permute(2, 0, 1, 3, 4).to(plane.dtype)
     return planes
 
 
@@ -92,7 +124,10 @@ def sdpa_ms(batch: int, tokens: int, backend) -> float | None:
 
 
 def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
-    """A compiled attend over a fresh store, its operands, and the bytes that it must read."""
+    """A compiled attend over a fresh store, its operands, and the bytes that it must read.
+
+    A scheme with a window reads its newest tokens from there: the window and the token of this step.
+    """
     from kvcompile.lowering import inductor
 
     inductor.install()
@@ -102,28 +137,31 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
     hi = torch.full((1, 1), tokens - 1, device="cuda")
     for plane in (*keys, *values):
         torch._dynamo.maybe_mark_dynamic(plane, 0)
+    newest = schemes.parse(scheme).window and schemes.parse(scheme).window + 1
+    recent = [torch.randn(batch, K, newest, D, device="cuda").to(torch.bfloat16) for _ in range(2)] if newest else None
+    base = torch.full((1,), tokens - newest, device="cuda") if newest else None
 
-    def attend(q, keys, values, hi):
-        return torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D)
+    def attend(q, keys, values, hi, recent, base):
+        return torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent, base)
 
     run = torch.compile(attend, fullgraph=True, mode=mode)
-    size = sum(plane.numel() * plane.element_size() for plane in (*keys, *values))
-    return (lambda: run(q, keys, values, hi)), (q, keys, values, hi, spell), size
+    size = sum(plane.numel() * plane.element_size() for plane in (*keys, *values, *(recent or ())))
+    return (lambda: run(q, keys, values, hi, recent, base)), (q, keys, values, hi, spell, recent, base), size
 
 
 def relative_error(out: torch.Tensor, operands: tuple) -> float:
-    q, keys, values, hi, spell = operands
-    exact = attend_body(q.float(), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D)
+    q, keys, values, hi, spell, recent, base = operands
+    exact = attend_body(q.float(), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent, base)
     return ((out.float() - exact).norm() / exact.norm()).item()
 
 
-def measure(shapes, mode: str | None) -> list[dict]:
+def measure(shapes, names: list[str], mode: str | None) -> list[dict]:
     from torch.nn.attention import SDPBackend
 
     rows = []
     for batch, tokens in shapes:
         cudnn, flash = (sdpa_ms(batch, tokens, b) for b in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
-        for scheme in SCHEMES:
+        for scheme in names:
             torch._dynamo.reset()
             call, operands, size = attend_call(scheme, batch, tokens, mode)
             error = relative_error(call(), operands)
@@ -158,7 +196,7 @@ def measure_extend() -> None:
             run = torch.compile(lambda: torch.ops.kvcompile.attend(
                 q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D
             ))
-            error = relative_error(run(), (q, keys, values, hi, spell))
+            error = relative_error(run(), (q, keys, values, hi, spell, None, None))
             ms = graph_ms(run, 3, 5)
             print(f"S={new} T={tokens} {scheme}: {ms:.4f} ms, SDPA without a mask {dense:.4f} ms, error {error:.1e}", flush=True)
     for tokens in (2048, 8192):
@@ -174,9 +212,9 @@ def measure_extend() -> None:
         print(f"prefill S=T={tokens} dense: {graph_ms(run, 3, 5):.4f} ms, SDPA causal {dense:.4f} ms, difference {error:.1e}", flush=True)
 
 
-def profile(tokens: int) -> None:
+def profile(tokens: int, names: list[str]) -> None:
     """Device time of each kernel of one call."""
-    for scheme in SCHEMES:
+    for scheme in names:
         torch._dynamo.reset()
         call, _, _ = attend_call(scheme, 1, tokens, None)
         call()
@@ -225,8 +263,8 @@ class Job:
 
 def base_config(scheme: str, **changes: object) -> AttendConfig:
     spell = schemes.parse(scheme).spell()
-    word = schemes.make(scheme).format(SlotSpec(K, D, torch.bfloat16, Role.KEY)).word_dtype
-    pack = 4 if scheme == "int4" else 1
+    word = schemes.parse(scheme).format(SlotSpec(K, D, torch.bfloat16, Role.KEY)).word_dtype
+    pack = 1 if scheme in {"dense", "int8", "fp8"} else 4
     base = AttendConfig(
         spell, spell, D, D, K, H // K, torch.bfloat16, word, word, D**-0.5, key_scale_pack=pack, value_scale_pack=pack,
     )
@@ -236,6 +274,8 @@ def base_config(scheme: str, **changes: object) -> AttendConfig:
 def decode_jobs(scheme: str, batch: int, tokens: int) -> list[Job]:
     """Every tile times a few split counts."""
     tiles = [(64, 1, 2), (64, 1, 3), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3)]
+    if scheme not in {"dense", "int8", "fp8"}:
+        tiles = [(32, 1, 2), (32, 1, 3), (32, 1, 4), (32, 2, 3), (32, 4, 3)]
     return [
         Job(base_config(scheme, splits=max(1, 132 * programs // (batch * K)), tile=Tile(block, 8, True, warps, stages)), batch, tokens)
         for (block, warps, stages), programs in itertools.product(tiles, (4, 8, 16))
@@ -302,13 +342,15 @@ def sweep(groups: list[list[Job]]) -> list[dict]:
     rows = []
     for jobs in groups:
         batch, tokens, queries = jobs[0].batch, jobs[0].tokens, jobs[0].queries
-        scheme = jobs[0].config.key_scheme.partition("(")[0]
+        scheme = jobs[0].config.key_scheme
         keys, values = store(scheme, batch, tokens, Role.KEY), store(scheme, batch, tokens, Role.VALUE)
         tensors = {
             "Q": torch.randn(batch, H, queries, D, device="cuda", dtype=torch.bfloat16),
             "HI": torch.arange(tokens - queries, tokens, device="cuda").repeat(batch, 1),
-            "K_WORDS": keys[0], "V_WORDS": values[0], "K_SCALES": keys[-1], "V_SCALES": values[-1],
         }
+        for letter, role, planes in (("K", Role.KEY, keys), ("V", Role.VALUE, values)):
+            fmt = schemes.parse(scheme).format(SlotSpec(K, D, torch.bfloat16, role))
+            tensors |= plane_names(letter, planes, fmt)
         found = []
         for job in jobs:
             config = job.config
@@ -341,24 +383,26 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--sweep", choices=("decode", "extend"), help="time the bare kernel over tiles")
     parser.add_argument("--quick", action="store_true", help="the two long shapes only")
+    parser.add_argument("--schemes", default=";".join(SCHEMES), help="which, separated by semicolons")
     parser.add_argument("--mode", default=None, help="torch.compile's mode, e.g. max-autotune-no-cudagraphs")
     parser.add_argument("--extend", action="store_true", help="several new tokens, and prefill")
     parser.add_argument("--profile", type=int, help="kernel times at this many tokens")
     options = parser.parse_args()
+    names = options.schemes.split(";")
     if options.extend:
         measure_extend()
         return
     if options.profile:
-        profile(options.profile)
+        profile(options.profile, names)
         return
     shapes = SHAPES[:2] if options.quick else SHAPES
     if options.sweep == "decode":
-        rows = sweep([decode_jobs(scheme, *shape) for shape in SHAPES[:2] for scheme in SCHEMES])
+        rows = sweep([decode_jobs(scheme, *shape) for shape in SHAPES[:2] for scheme in names])
     elif options.sweep == "extend":
         pasts = itertools.product(((512, 32768), (16, 32768)), ("dense", "int8", "int4"))
         rows = sweep([*(extend_jobs(scheme, *past) for past, scheme in pasts), extend_jobs("dense", 8192, 8192)])
     else:
-        rows = measure(shapes, options.mode)
+        rows = measure(shapes, names, options.mode)
     if options.json:
         text = json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1)
         pathlib.Path(options.json).write_text(text)

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SCHEMES = ("dense", "int8", "fp8", "int4")
+SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "kivi(bits=4)", "lookup")
 
 
 def moved(args: dict) -> dict:
@@ -39,7 +39,8 @@ def attend(args: dict, **changes: object) -> torch.Tensor:
     args = {**args, **changes}
     return torch.ops.kvcompile.attend(
         args["q"], args["keys"], args["values"], args["hi"], args["lo"], args["keep"], args["bias"], args["sinks"],
-        args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"],
+        args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"], args["recent"], args["base"],
+        args["rotation"], args["interleaved"],
     )
 
 
@@ -62,16 +63,21 @@ def cases() -> list[Case]:
     """Every scheme and shape; bfloat16 throughout, float16 and float32 once."""
     found = []
     for scheme in SCHEMES:
-        odd = "int4(group=16)" if scheme == "int4" else scheme
+        odd = {"int4": "int4(group=16)", "kivi": "kivi(group=16,window=16)", "kivi(bits=4)": "kivi(group=16,window=16,bits=3)"}
+        odd = odd.get(scheme, scheme)
         base = Case(scheme, scheme, dtype=torch.bfloat16, K=2, D=128, Dv=128, T=1000)
         found += [
             base,
             dataclasses.replace(base, T=1, B=3), dataclasses.replace(base, T=63, G=1), dataclasses.replace(base, T=65, G=7, B=3),
-            Case(odd, odd, dtype=torch.bfloat16, K=2, G=8, D=80, Dv=96, T=200),
+            Case(odd, odd, dtype=torch.bfloat16, K=2, G=8, D=96 if scheme == "lookup" else 80, Dv=96, T=200),
+            dataclasses.replace(base, recent=40, B=3), dataclasses.replace(base, recent=160, G=7, sinks=True),
+            dataclasses.replace(base, recent=36, S=4, B=2, lo=True, keep=True), dataclasses.replace(base, T=20, recent=36),
+            dataclasses.replace(base, rotary=128), dataclasses.replace(base, rotary=64, interleaved=True, recent=40, B=2, S=3),
             dataclasses.replace(base, D=256, Dv=256, T=300), dataclasses.replace(base, D=64, Dv=64, dtype=torch.float16),
             dataclasses.replace(base, dtype=torch.float32, T=200),
             dataclasses.replace(base, S=5, B=2, lo=True, keep=True), dataclasses.replace(base, S=70, T=500, sinks=True),
             dataclasses.replace(base, bias=Bias.ADDED, S=3, softcap=20.0), dataclasses.replace(base, bias=Bias.BOOLEAN, keep=True),
+            dataclasses.replace(base, equal=True), dataclasses.replace(base, magnitude=5000.0),
             dataclasses.replace(base, magnitude=1e-4), dataclasses.replace(base, outlier=True), dataclasses.replace(base, T=9000),
         ]
     found += [

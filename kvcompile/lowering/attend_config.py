@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from kvcompile.lowering.attend_plan import SlotPlan, slot_plan
 from kvcompile.lowering.triton_source import LOG2E
-from kvcompile.types import PAGE, Role
+from kvcompile.types import PAGE, KernelFormat, Role
 
 
 class Bias(enum.IntEnum):
@@ -37,6 +39,17 @@ class Masks:
     bias_per_batch: bool = True
     bias_per_head: bool = True
     bias_per_query: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What is attended to, or done to keys, beside the planes: newest tokens in full precision, RoPE."""
+
+    recent: bool = False
+    base_per_batch: bool = True
+    rotary_dim: int = 0
+    interleaved: bool = False
+    rotation_per_batch: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +80,7 @@ class AttendConfig:
     softcap: float = 0.0
     one_query: bool = True
     masks: Masks = Masks()
+    beside: Beside = Beside()
     page_rows: int = PAGE
     paged: bool = True
     splits: int = 1
@@ -76,16 +90,20 @@ class AttendConfig:
     packed: bool = True
     key_scale_pack: int = 1
     value_scale_pack: int = 1
+    key_generic: bool = False
+    value_generic: bool = False
     tile: Tile = Tile()
 
     def options(self) -> dict[str, object]:
         """The template's constants. Strings are quoted: each one is also printed as a constexpr."""
-        masks, tile = self.masks, self.tile
+        masks, tile, beside = self.masks, self.tile, self.beside
         return {
             "KEY_SCHEME": repr(self.key_scheme), "VALUE_SCHEME": repr(self.value_scheme),
             "KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim,
             "KEY_WORD": _quoted(self.key_word), "VALUE_WORD": _quoted(self.value_word), "QUERY": _quoted(self.dtype),
             "WIDE_KEYS": int(self.wide_keys), "WIDE_VALUES": int(self.wide_values), "PACKED": int(self.packed),
+            # Keys that are rotated are wanted as values.
+            "KEY_GENERIC": int(self.key_generic or beside.rotary_dim > 0), "VALUE_GENERIC": int(self.value_generic),
             "KEY_SCALE_PACK": self.key_scale_pack, "VALUE_SCALE_PACK": self.value_scale_pack,
             "KV_HEADS": self.kv_heads, "GROUP": self.group, "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
             # Without a cap, scores are in base-2 units from the start.
@@ -94,7 +112,10 @@ class AttendConfig:
             "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "BIAS_KIND": int(masks.bias), "HAS_SINKS": int(masks.sinks),
             "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
             "BIAS_B": int(masks.bias_per_batch), "BIAS_H": int(masks.bias_per_head), "BIAS_S": int(masks.bias_per_query),
+            "HAS_RECENT": int(beside.recent), "BASE_B": int(beside.base_per_batch), "ROTARY_DIM": beside.rotary_dim,
+            "INTERLEAVED": int(beside.interleaved), "ROTATION_B": int(beside.rotation_per_batch),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
+            "TALL": tile.block_t if tile.tokens_first else 0,
         }
 
     def with_splits(self, splits: int, direct: bool) -> AttendConfig:
@@ -108,31 +129,52 @@ class AttendConfig:
         return plans(*(options[name] for name in PLAN_OPTIONS))  # type: ignore[arg-type]
 
     @property
+    def fold_block(self) -> int:
+        """The tokens that one fold of key scales into the queries may serve; 0 where none is folded."""
+        key = dataclasses.replace(self, tile=dataclasses.replace(self.tile, block_t=16, tokens_first=True)).plans[0]
+        return key.token_block if key.folded else 0
+
+    @property
     def operands(self) -> tuple[str, ...]:
         """The template's inputs, in order."""
         key, value = self.plans
-        names = ["Q", "HI", "K_WORDS", "V_WORDS"]
+        beside, rotated = self.beside, self.beside.rotary_dim > 0
         present = (
-            (key.scaled, "K_SCALES"), (value.scaled, "V_SCALES"), (self.masks.lo, "LO"), (self.masks.keep, "KEEP"),
-            (self.masks.bias is not Bias.NONE, "BIAS"), (self.direct and self.masks.sinks, "SINKS"),
+            (True, "Q"), (True, "HI"), (True, "K_WORDS"), (True, "V_WORDS"), (key.scaled, "K_SCALES"), (value.scaled, "V_SCALES"),
+            (key.zeros, "K_ZEROS"), (value.zeros, "V_ZEROS"), (key.levels > 0, "K_TABLE"), (value.levels > 0, "V_TABLE"),
+            (self.masks.lo, "LO"), (self.masks.keep, "KEEP"), (self.masks.bias is not Bias.NONE, "BIAS"),
+            (self.direct and self.masks.sinks, "SINKS"), (beside.recent, "RECENT_K"), (beside.recent, "RECENT_V"),
+            (beside.recent, "BASE"), (rotated, "COS"), (rotated, "SIN"),
         )
-        return (*names, *(name for there, name in present if there))
+        return tuple(name for there, name in present if there)
+
+
+def plane_names(letter: str, planes: Sequence[Any], fmt: KernelFormat) -> dict[str, Any]:
+    """The planes that a kernel reads, by the template's names; ``letter`` is K or V."""
+    present = ((True, "WORDS"), (fmt.scaled, "SCALES"), (fmt.zeros, "ZEROS"), (fmt.levels > 0, "TABLE"))
+    return dict(zip((f"{letter}_{name}" for there, name in present if there), planes, strict=False))
 
 
 PLAN_OPTIONS = (
     "KEY_SCHEME", "VALUE_SCHEME", "KEY_DIM", "VALUE_DIM", "KEY_WORD", "VALUE_WORD", "QUERY", "WIDE_KEYS", "WIDE_VALUES", "PACKED",
+    "KEY_GENERIC", "VALUE_GENERIC", "TALL",
 )
 
 
 def plans(
     key_scheme: str, value_scheme: str, key_dim: int, value_dim: int, key_word: str, value_word: str, query: str,
-    wide_keys: int, wide_values: int, packed: int,
+    wide_keys: int, wide_values: int, packed: int, key_generic: int = 0, value_generic: int = 0,
+    tall: int = 16,
 ) -> tuple[SlotPlan, SlotPlan]:
     """Both slots' plans from the template's constants; the template calls this while it is rendered."""
     dtype = _dtype(query)
-    key = slot_plan(key_scheme.strip("'"), Role.KEY, key_dim, _dtype(key_word), dtype, bool(wide_keys), bool(packed))
+    key = slot_plan(
+        key_scheme.strip("'"), Role.KEY, key_dim, _dtype(key_word), dtype, bool(wide_keys), bool(packed), bool(key_generic),
+        tall,
+    )
     value = slot_plan(
-        value_scheme.strip("'"), Role.VALUE, value_dim, _dtype(value_word), dtype, bool(wide_values), bool(packed)
+        value_scheme.strip("'"), Role.VALUE, value_dim, _dtype(value_word), dtype, bool(wide_values), bool(packed), bool(value_generic),
+        tall,
     )
     return key, value
 

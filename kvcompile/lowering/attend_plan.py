@@ -8,22 +8,35 @@ group in any part. A PIECE is one part of a chunk: a matrix [tokens, chunk] whos
 
     D = 128, int4 in groups of 32: W = 64 bytes = 32 view words; 2 chunks of 16; 4 parts (low and high
     nibble of the even and of the odd byte); 8 pieces; 4 scales, two pieces each.
+
+How codes become numbers is the plan's ``Decode``, chosen by what the format says.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.bit_tricks import find_trick
+from kvcompile.lowering.bit_tricks import find_normal, find_trick
 from kvcompile.lowering.expressions import TRITON_TYPES, triton_expression
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
 MIN_CHUNK = 16
 """The narrowest side of a dot along channels; shorter chunks are padded with masked columns."""
+
+
+class Decode(enum.Enum):
+    """Where scales, zero points and tables come in."""
+
+    PLAIN = "the codes are the values"
+    SCALED = "a token's scales multiply the results of its sub-dots, or its value elements"
+    FOLDED = "keys: the scales of a block of tokens multiply the queries, its zero points add one number a block to the score"
+    SHIFTED = "values: code * scale + zero point is one fused multiply-add in float16, two elements at a time"
+    ELEMENTS = "every element is decoded in float32 and rounded to the queries' dtype: whatever else a format says"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +58,7 @@ class Chunk:
 class Piece:
     """One part of a chunk: column j is channel ``first + step * j``; ``expression`` unpacks ``{word}``.
 
-    value = unpacked * 2**power, less the slot's offset where that is not subtracted already.
+    value = unpacked * 2**power - offset, where the offset is not subtracted already.
     """
 
     name: str
@@ -55,6 +68,12 @@ class Piece:
     scale: int
     power: int
     expression: str
+    offset: int = 0
+
+    @property
+    def channels(self) -> range:
+        """The channels in the order of their columns."""
+        return range(self.first, self.first + self.step * self.chunk.count, self.step)
 
     @property
     def block(self) -> int:
@@ -71,23 +90,30 @@ class SlotPlan:
     """All that the template needs of one slot.
 
     ``normalize`` says that queries must be brought into float16's range first. ``offset`` is what unpacked
-    keys are too large by: queries are known before the loop, so the kernel takes it out of the score, where it
-    costs one addition a score instead of one an element. Values are unpacked without an offset, since their
+    SCALED keys are too large by: queries are known before the loop, so the kernel takes it out of the score, where it
+    costs one addition a score instead of one an element. SCALED values are unpacked without an offset, since their
     sum over many tokens would lose the bits that the offset takes. ``lifted`` values are multiplied by their
     scale element by element, two to an instruction: cheaper than a weighted copy of the probabilities, each
     to be brought into operand layout, for every one of several scales a token.
+    ``group``, ``token_block``, ``levels``, ``segments``: as the format has them.
     """
 
     dim: int
     dtype: torch.dtype
     view: torch.dtype
     words_per_view: int
+    decode: Decode
     normalize: bool
     scaled: bool
+    zeros: bool
     scales: int
     power: int
     offset: int
     lifted: bool
+    group: int
+    token_block: int
+    levels: int
+    segments: int
     chunks: tuple[Chunk, ...]
     pieces: tuple[Piece, ...]
 
@@ -101,9 +127,52 @@ class SlotPlan:
         """The dtype of one loaded word, as Triton's name."""
         return TRITON_TYPES[self.view]
 
+    @property
+    def plain(self) -> bool:
+        """Whether the codes are the values."""
+        return self.decode is Decode.PLAIN
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a token's scales are applied to sub-dots or to lifted elements."""
+        return self.decode is Decode.SCALED
+
+    @property
+    def folded(self) -> bool:
+        """Whether the queries take the scales."""
+        return self.decode is Decode.FOLDED
+
+    @property
+    def shifted(self) -> bool:
+        """Whether elements are decoded in float16, scale and zero point at once."""
+        return self.decode is Decode.SHIFTED
+
+    @property
+    def elements(self) -> bool:
+        """Whether elements are decoded in float32."""
+        return self.decode is Decode.ELEMENTS
+
+    @property
+    def runs(self) -> tuple[Chunk, ...]:
+        """The channels of a token that is not encoded, cut into blocks."""
+        return tuple(_chunks([self.dim]))
+
+    @property
+    def row_words(self) -> int:
+        """Stored words of one segment of a row."""
+        return sum(chunk.count for chunk in self.chunks) * self.words_per_view
+
     def of_scale(self, scale: int) -> tuple[Piece, ...]:
         """The pieces that share one scale."""
         return tuple(piece for piece in self.pieces if piece.scale == scale)
+
+    def offsets_of(self, scale: int) -> tuple[int, ...]:
+        """The different offsets of the pieces that share one scale."""
+        return tuple(sorted({piece.offset for piece in self.of_scale(scale)}))
+
+    def single_group(self, piece: Piece) -> bool:
+        """Whether one scale covers all channels of a piece."""
+        return len({channel // self.group for channel in piece.channels}) == 1
 
 
 def dot_dtype(fmt: KernelFormat, query: torch.dtype) -> torch.dtype:
@@ -127,36 +196,85 @@ def dot_dtype(fmt: KernelFormat, query: torch.dtype) -> torch.dtype:
 
 @functools.lru_cache(maxsize=256)
 def slot_plan(
-    scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype, wide: bool, packed: bool
+    scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype, wide: bool, packed: bool, generic: bool = False,
+    tall: int = 16,
 ) -> SlotPlan:
     """The plan of one slot.
 
-    ``wide`` says that bytes may be loaded in pairs (strides are even); ``packed`` that inline PTX may be used.
+    ``wide`` says that bytes may be loaded in pairs (strides are even); ``packed`` that inline PTX may be used;
+    ``generic`` that elements must be decoded one by one whatever the format allows. ``tall``: the tokens
+    of a tile where they lie on the tall side, else 0: scales go into few queries, not into many, once a block of tokens.
     """
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, role))
+    # A table's entries do not depend on the words: any code serves, so only the dtype of the sum is at stake.
+    dtype = query if fmt.segments > 1 or fmt.levels else dot_dtype(fmt, query)
     words = dim // fmt.parts
-    dtype = dot_dtype(fmt, query)
-    edges = _edges(fmt, words)
+    decode = _decode(fmt, role, dim, dtype, wide, generic, tall)
+    if decode is Decode.ELEMENTS:
+        return _elements(fmt, dim, query)
+    grouped = decode in {Decode.SCALED, Decode.SHIFTED}
+    edges = _edges(fmt, words) if grouped else [words]
     pair = wide and fmt.scaled and dtype == torch.float16 and all(edge % 2 == 0 for edge in edges)
     per = 2 if pair else 1
     chunks = _chunks([edge // per for edge in edges])
-    pieces, offsets = [], set()
+    pieces = []
     tricks = [find_trick(fmt, part, byte) for part in range(fmt.parts) for byte in range(per)]
-    lifted = role is Role.VALUE and pair and fmt.group < dim and None not in tricks
+    lifted = decode is Decode.SCALED and role is Role.VALUE and pair and fmt.group < dim and None not in tricks
     centered = role is Role.VALUE
     for chunk in chunks:
         for part in range(fmt.parts):
             for byte in range(per):
                 first = part * words + chunk.first * per + byte
-                expression, power, offset = _expression(fmt, part, byte, pair, packed, dtype, centered)
-                offsets.add(offset)
                 name = f"{chunk.name}_{part * per + byte}"
-                pieces.append(Piece(name, chunk, first, per, first // fmt.group if fmt.scaled else 0, power, expression))
-    assert len(offsets) == 1, "parts of one scheme have different offsets"
+                if decode is Decode.SHIFTED:
+                    trick = find_normal(fmt, part, byte)
+                    assert trick is not None
+                    unpacked = (trick.packed if packed else trick.triton)("{word}", False), 0, trick.offset
+                else:
+                    unpacked = _expression(fmt, part, byte, pair, packed, dtype, centered)
+                scale = first // fmt.group if grouped and fmt.scaled else 0
+                pieces.append(Piece(name, chunk, first, per, scale, unpacked[1], unpacked[0], unpacked[2]))
+    offsets = {piece.offset for piece in pieces}
+    assert len(offsets) == 1 or decode is Decode.SHIFTED, "parts of one scheme have different offsets"
     return SlotPlan(
-        dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, fmt.scaled and dtype == torch.float16,
-        fmt.scaled, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), offsets.pop(), lifted,
-        tuple(chunks), tuple(pieces),
+        dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, decode, fmt.scaled and dtype == torch.float16,
+        fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), pieces[0].offset, lifted,
+        fmt.group, fmt.block, 0, 1, tuple(chunks), tuple(pieces),
+    )
+
+
+def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: bool, generic: bool, tall: int) -> Decode:
+    """The cheapest way that gives the format's values."""
+    if not fmt.scaled and not fmt.levels:
+        return Decode.ELEMENTS if generic else Decode.PLAIN
+    if generic or fmt.levels or fmt.segments > 1:
+        return Decode.ELEMENTS
+    if fmt.symmetric:
+        return Decode.SCALED
+    words = dim // fmt.parts
+    pairs = tall > 0 and wide and dtype == torch.float16 and words % 2 == 0
+    places = [(part, byte) for part in range(fmt.parts) for byte in range(2)]
+    if role is Role.KEY and pairs and fmt.zeros and fmt.group == 1 and fmt.block >= tall:
+        tricks = [find_trick(fmt, *place) for place in places]
+        if all(trick is not None and trick.offset == 0 for trick in tricks):
+            return Decode.FOLDED
+    even = pairs and fmt.zeros and fmt.block == 1 and all(edge % 2 == 0 for edge in _edges(fmt, words))
+    if role is Role.VALUE and even and all(find_normal(fmt, *place) is not None for place in places):
+        return Decode.SHIFTED
+    return Decode.ELEMENTS
+
+
+def _elements(fmt: KernelFormat, dim: int, query: torch.dtype) -> SlotPlan:
+    """The plan that serves every format: words of one code's dtype, printed expressions, no tricks."""
+    words = dim // fmt.parts
+    chunks = _chunks(_edges(fmt, words) if fmt.group >= MIN_CHUNK else [words])
+    pieces = tuple(
+        Piece(f"{chunk.name}_{part}", chunk, part * words + chunk.first, 1, 0, 0, triton_expression(fmt, part, "{word}"))
+        for chunk in chunks for part in range(fmt.parts)
+    )
+    return SlotPlan(
+        dim, query, fmt.word_dtype, 1, Decode.ELEMENTS, False, fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, 0, 0, False,
+        fmt.group, fmt.block, fmt.levels, fmt.segments, tuple(chunks), pieces,
     )
 
 

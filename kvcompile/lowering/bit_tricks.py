@@ -27,8 +27,8 @@ from kvcompile.types import KernelFormat
 class BitTrick:
     """value = float16 of ((fields of the word >> shift) ^ flip) * 2**power - offset.
 
-    ``fields`` are (left shift, or right where negative, mask after it); ``shift`` (right) comes first and is
-    shared by parts of one byte.
+    ``fields`` are (left shift, or right where negative, mask after it); ``shift`` (right, or left where negative)
+    comes first and is shared by parts of one byte.
     """
 
     shift: int
@@ -37,12 +37,15 @@ class BitTrick:
     offset: int
     power: int
 
-    def evaluate(self, words16: torch.Tensor) -> torch.Tensor:
-        """The values of 16-bit words given as int32, by the same steps as the printed code."""
+    def evaluate(self, words16: torch.Tensor, beside: int = 0) -> torch.Tensor:
+        """The values of 16-bit words given as int32, by the same steps as the printed code.
+
+        ``beside``: the word in the other half of the register, whose bits move in where a pair is shifted as one.
+        """
         bits = torch.full_like(words16, self.flip)
+        source = _shifted(words16, -self.shift, beside)
         for left, mask in self.fields:
-            moved = words16 >> self.shift
-            bits = bits ^ ((moved << left if left >= 0 else moved >> -left) & mask)
+            bits = bits ^ (_shifted(source, left, beside) & mask)
         halves = bits.to(torch.uint16).view(torch.float16)
         return halves.to(torch.float32) * 2.0**self.power - self.offset
 
@@ -54,7 +57,7 @@ class BitTrick:
 
     def triton(self, word: str, centered: bool) -> str:
         """As plain Triton on a uint16 block; float16, still to be multiplied by 2**power."""
-        source = f"({word} >> {self.shift})" if self.shift else word
+        source = f"({word} {'>>' if self.shift > 0 else '<<'} {abs(self.shift)})" if self.shift else word
         terms = []
         for left, mask in self.fields:
             moved = f"({source} {'<<' if left > 0 else '>>'} {abs(left)})" if left else source
@@ -69,7 +72,7 @@ class BitTrick:
         """As PTX on two uint16 words at a time; float16, still to be multiplied by 2**power."""
         if self.shift:
             # An operation of its own, so that parts of one byte share it.
-            word = _assembly(f"shr.b32 $0, $1, {self.shift};", word, "tl.uint16")
+            word = _assembly(f"{'shr' if self.shift > 0 else 'shl'}.b32 $0, $1, {abs(self.shift)};", word, "tl.uint16")
         lines = []
         for index, (left, mask) in enumerate(self.fields):
             if left:
@@ -82,6 +85,13 @@ class BitTrick:
         else:
             lines.append("mov.b32 $0, t;")
         return _assembly(f".reg .b32 t, u; {' '.join(lines)}", word, "tl.float16")
+
+
+def _shifted(words16: torch.Tensor, left: int, beside: int) -> torch.Tensor:
+    """A word shifted, right where ``left`` is negative, bits of its neighbor moving in."""
+    if left >= 0:
+        return ((words16 << left) | (beside >> (16 - left))) & 0xFFFF
+    return ((words16 | (beside << 16)) >> -left) & 0xFFFF
 
 
 def _assembly(body: str, word: str, dtype: str) -> str:
@@ -105,9 +115,31 @@ def _candidates(byte: int) -> Iterator[BitTrick]:
     yield BitTrick(0, ((8, 0x8000), (7, 0x3F80)), 0, 0, 8) if byte == 0 else BitTrick(0, ((0, 0x8000), (-1, 0x3F80)), 0, 0, 8)
 
 
+def _normal_candidates() -> Iterator[BitTrick]:
+    """A field in the top of the mantissa of 2**e, e such that its unit is one: 2**e + code, with 2**e at most four times the largest code.
+
+    The places that need no shift come first, then shifts that other parts of a word can share.
+    """
+    for bits in (4, 3, 2, 1):
+        for shift in (0, 4, -4, 8, -8, *range(-7, 15)):
+            for low in range(10 - bits, 7 - bits, -1):
+                # Several fields of one word end at the same shift: which one is meant is found by trying.
+                yield BitTrick(shift, ((0, ((1 << bits) - 1) << low),), (25 - low) << 10, 0, 0)
+
+
 @functools.lru_cache(maxsize=256)
 def find_trick(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
     """A trick that equals ``unpack(word, part)`` for all 256 words in byte ``byte``, or None."""
+    return _first_equal(fmt, part, byte, _candidates(byte))
+
+
+@functools.lru_cache(maxsize=256)
+def find_normal(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
+    """The same, where unpacked numbers must be float16 normals with a unit of one: they can be scaled in float16 as they are."""
+    return _first_equal(fmt, part, byte, _normal_candidates())
+
+
+def _first_equal(fmt: KernelFormat, part: int, byte: int, candidates: Iterator[BitTrick]) -> BitTrick | None:
     if fmt.word_dtype.itemsize != 1 or fmt.word_dtype.is_floating_point:
         return None
     words = torch.arange(256, dtype=torch.int32)
@@ -115,8 +147,8 @@ def find_trick(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
     finite = eager.isfinite()
     # The other byte of the word must not show: it is filled with both extremes.
     both = [(words << 8) | other if byte else words | (other << 8) for other in (0, 0xFF, 0x5A)]
-    for trick in _candidates(byte):
+    for trick in candidates:
         biased = dataclasses.replace(trick, offset=int((trick.evaluate(both[0]) - eager)[0].item()))
-        if all(torch.equal(biased.evaluate(side)[finite], eager[finite]) for side in both):
+        if all(torch.equal(biased.evaluate(side, beside)[finite], eager[finite]) for side in both for beside in (0, 0xFFFF)):
             return biased
     return None

@@ -20,7 +20,7 @@ PLAIN = 13
 
 
 def _plain(q: Any, operands: tuple[Any, ...]) -> bool:
-    """Whether the templates know all of this attention: token-wise symmetric codes, nothing beside the planes."""
+    """Whether the C++ template knows all of this attention: token-wise symmetric codes, nothing beside the planes."""
     spelled, values = operands[7:9], operands[1]
     dims = int(q.get_size()[-1]), operands[11]
     for text, role, dim in zip(spelled, Role, dims, strict=True):
@@ -31,18 +31,15 @@ def _plain(q: Any, operands: tuple[Any, ...]) -> bool:
 
 
 def _lower_attend(q: Any, *operands: Any) -> Any:
-    if not _plain(q, operands):
-        return fallback_handler(ops.attend)(q, *operands)
-    operands = operands[: PLAIN - 1]
     device = q.get_device().type
     if device == "cuda":
         from kvcompile.lowering.triton_attend import lower_attend_cuda
 
         return lower_attend_cuda(q, *operands)
-    if device == "cpu":
+    if device == "cpu" and _plain(q, operands):
         from kvcompile.lowering.cpp_attend import lower_attend_cpu
 
-        return lower_attend_cpu(q, *operands)
+        return lower_attend_cpu(q, *operands[: PLAIN - 1])
     return fallback_handler(ops.attend)(q, *operands)
 
 

@@ -63,27 +63,36 @@ class Operand:
 def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict[str, Operand]:
     """Contiguous operands of a store with ``PAGES`` pages, a run-time argument."""
     key, value = config.plans
+    masks, beside = config.masks, config.beside
     heads = config.kv_heads * config.group
     # What is not paged are the new tokens themselves, as they are attended to when nothing is cached.
     pages, rows = ("PAGES", config.page_rows) if config.paged else (1, queries)
 
-    def plane(width: int, dtype: torch.dtype) -> Operand:
-        return Operand.contiguous((pages, batch, config.kv_heads, rows, width), dtype)
+    def plane(width: int, dtype: torch.dtype, block: int = 1) -> Operand:
+        return Operand.contiguous((pages, batch, config.kv_heads, rows // block, width), dtype)
 
-    def words(plan: SlotPlan) -> int:
-        return sum(chunk.count for chunk in plan.chunks) * plan.words_per_view
+    def table(plan: SlotPlan) -> Operand:
+        return Operand.contiguous((1, 1, config.kv_heads, plan.dim // plan.group, plan.levels), torch.float32)
 
+    recent = Operand.contiguous((batch, config.kv_heads, "RECENT", config.key_dim), config.dtype)
+    rotation = Operand((batch if beside.rotation_per_batch else 1, "TOKENS", beside.rotary_dim), (0, beside.rotary_dim, 1), torch.float32)
     every = {
         "Q": Operand.contiguous((batch, heads, queries, config.key_dim), config.dtype),
-        "HI": Operand.contiguous((batch if config.masks.hi_per_batch else 1, queries), torch.int64),
-        "K_WORDS": plane(words(key), config.key_word),
-        "V_WORDS": plane(words(value), config.value_word),
-        "K_SCALES": plane(key.scales, torch.float16),
-        "V_SCALES": plane(value.scales, torch.float16),
-        "LO": Operand.contiguous((batch if config.masks.lo_per_batch else 1, queries), torch.int64),
+        "HI": Operand.contiguous((batch if masks.hi_per_batch else 1, queries), torch.int64),
+        "K_WORDS": plane(key.row_words * key.segments, config.key_word),
+        "V_WORDS": plane(value.row_words * value.segments, config.value_word),
+        "K_SCALES": plane(key.scales, torch.float16, key.token_block), "V_SCALES": plane(value.scales, torch.float16, value.token_block),
+        "K_ZEROS": plane(key.scales, torch.float16, key.token_block), "V_ZEROS": plane(value.scales, torch.float16, value.token_block),
+        "K_TABLE": table(key), "V_TABLE": table(value),
+        "LO": Operand.contiguous((batch if masks.lo_per_batch else 1, queries), torch.int64),
         "KEEP": Operand((batch, "TOKENS"), ("TOKENS", 1), torch.bool),
-        "BIAS": Operand((batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1), torch.bool if config.masks.bias == 2 else config.dtype),
+        "BIAS": Operand((batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1), torch.bool if masks.bias == 2 else config.dtype),
         "SINKS": Operand.contiguous((heads,), torch.float32),
+        "RECENT_K": dataclasses.replace(recent, stride=("RECENT_HEADS", "RECENT_HEAD", config.key_dim, 1)),
+        "RECENT_V": Operand(
+            (batch, config.kv_heads, "RECENT", config.value_dim), ("RECENT_HEADS_V", "RECENT_HEAD_V", config.value_dim, 1), config.dtype
+        ),
+        "BASE": Operand.contiguous((batch if beside.base_per_batch else 1,), torch.int64), "COS": rotation, "SIN": rotation,
     }
     return {name: every[name] for name in config.operands}
 
@@ -118,8 +127,8 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
     def stride(name: str, axis: int) -> str:
         return str(operands[name].stride[axis])
 
-    def store_output(indices: Sequence[str], value: str, mask: str, val_shape: object = None) -> str:
-        del val_shape
+    def store_output(indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:
+        del indent_width, val_shape
         at = " + ".join(f"({index}) * {step}" for index, step in zip(indices, out.stride, strict=True))
         return f"tl.store(OUT + ({at}), ({value}).to({TRITON_TYPES[out.dtype]}), mask={mask})"
 
@@ -213,7 +222,8 @@ class LoopCount:
 def instructions_per_element(config: AttendConfig, cubin: bytes) -> LoopCount:
     """Instructions that all warps issue for one tile, over the tile's K and V elements, in warp-wide units.
 
-    1.0 is one thread instruction an element. The hot loop is the largest backward branch.
+    1.0 is one thread instruction an element. The hot loop is the largest backward branch, a pipelined one if there is any: what
+    is attended to in part has a second loop.
     """
     lines = sass(cubin).splitlines()
     labels: dict[str, int] = {}
@@ -225,13 +235,15 @@ def instructions_per_element(config: AttendConfig, cubin: bytes) -> LoopCount:
         found = re.match(r"\s*(?:/\*[0-9a-f]+\*/)?\s*(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\b(.*);", line)
         if found:
             code.append(f"{found.group(2)} {found.group(3)}")
-    longest: tuple[int, int] = (0, 0)
+    loops: list[tuple[bool, int, int]] = [(False, 0, 0)]
     for at, text in enumerate(code):
         target = re.search(r"(\.L[\w]+)", text) if text.startswith("BRA") else None
         start = labels.get(target.group(1)) if target else None
-        if start is not None and start < at and at - start > longest[1] - longest[0]:
-            longest = (start, at)
-    body = code[longest[0] : longest[1] + 1]
+        if start is not None and start < at:
+            pipelined = any(line.startswith("LDGSTS") for line in code[start:at])
+            loops.append((pipelined, at - start, start))
+    _, length, start = max(loops)
+    body = code[start : start + length + 1]
     opcodes = collections.Counter(text.split()[0].split(".")[0] for text in body)
     elements = config.tile.block_t * (config.key_dim + config.value_dim)
     issued = len(body) * config.tile.num_warps

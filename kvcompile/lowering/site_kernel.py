@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile import schemes
 from kvcompile.lowering import ops
-from kvcompile.lowering.attend_config import AttendConfig, Bias, Masks
+from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks
 from kvcompile.lowering.offline import attend_source
-from kvcompile.lowering.tiles import choose_tiles, splits_for
-from kvcompile.types import PAGE
+from kvcompile.lowering.tiles import choose_tiles, splits_for, writes_directly
+from kvcompile.types import PAGE, KernelFormat, Role, SlotSpec
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 """Of an A100, an H100 or H200, a B200: only the number of splits depends on it."""
@@ -52,23 +53,39 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     pages = keys[0].shape[0]
     paged = not (isinstance(pages, int) and pages == 1)
     group = heads // kv_heads
+    recent, base, rotation = (given.get(name) for name in ("recent", "base", "rotation"))
+    slots = ((given["key_scheme"], keys, Role.KEY, head_dim), (given["value_scheme"], values, Role.VALUE, hint(given["value_dim"])))
+    formats = [schemes.parse(text).format(SlotSpec(kv_heads, dim, planes[0].dtype, role)) for text, planes, role, dim in slots]
+    scales = [_half(planes, fmt) for (_, planes, _, _), fmt in zip(slots, formats, strict=True)]
+    beside = Beside(
+        bool(recent), base is not None and hint(base.shape[0]) != 1, hint(rotation[0].shape[2]) if rotation else 0,
+        bool(given.get("interleaved")), rotation is not None and hint(rotation[0].shape[0]) != 1,
+    )
     config = AttendConfig(
         given["key_scheme"], given["value_scheme"], head_dim, hint(given["value_dim"]), kv_heads, group, q.dtype, keys[0].dtype,
         values[0].dtype, float(given["scale"]), float(given["softcap"]), queries == 1,
-        _masks(given["lo"], given["keep"], given["bias"], given["sinks"], given["hi"], hint), PAGE if paged else 1, paged,
+        _masks(given["lo"], given["keep"], given["bias"], given["sinks"], given["hi"], hint), beside, PAGE if paged else 1, paged,
         wide_keys=hint(keys[0].shape[-1]) % 2 == 0, wide_values=hint(values[0].shape[-1]) % 2 == 0,
-        key_scale_pack=_scale_pack(keys, hint), value_scale_pack=_scale_pack(values, hint),
+        key_scale_pack=_scale_pack(scales[0], hint), value_scale_pack=_scale_pack(scales[1], hint),
+        key_generic=not formats[0].symmetric and not (scales[0] and all(hint(plane.shape[-1]) % 2 == 0 for plane in scales[0])),
+        value_generic=not formats[1].symmetric and not scales[1],
     )
     rows = queries * group
     tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False)[0]
     splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch], hint(pages) * hint(keys[0].shape[3]))
-    return SiteKernel(tiled.with_splits(splits, splits == 1 and len(config.plans[1].pieces) == 1), batch, queries)
+    return SiteKernel(tiled.with_splits(splits, writes_directly(tiled, splits)), batch, queries)
+
+
+def _half(planes: list[torch.Tensor], fmt: KernelFormat) -> list[torch.Tensor]:
+    """Scales and zero points where all of them are float16."""
+    found = planes[1 : 1 + fmt.scaled + fmt.zeros]
+    return found if all(plane.dtype == torch.float16 for plane in found) else []
 
 
 def _scale_pack(planes: list[torch.Tensor], hint: Callable[[Any], int]) -> int:
     """How many scales of a row are loaded at once: all, where they are two or four float16."""
-    scales = hint(planes[-1].shape[-1])
-    return scales if planes[-1].dtype == torch.float16 and scales in {2, 4} else 1
+    scales = hint(planes[0].shape[-1]) if planes else 1
+    return scales if scales in {2, 4} else 1
 
 
 def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any, hint: Callable[[Any], int]) -> Masks:

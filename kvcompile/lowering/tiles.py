@@ -31,6 +31,11 @@ MAX_SPLITS = {4: ONE_PASS, 2: ONE_PASS, 1: 2 * ONE_PASS}
 def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bool) -> list[AttendConfig]:
     """``base`` with each tile worth trying for ``rows`` rows; only the first unless ``tuned``."""
     tiles = _decode_tiles(base, rows) if rows <= DECODE_ROWS else _extend_tiles(base, rows)
+    block = base.fold_block
+    if block:
+        # A fold serves one block of tokens.
+        tiles = [dataclasses.replace(tile, block_t=min(tile.block_t, block)) if tile.tokens_first else tile for tile in tiles]
+        tiles = list(dict.fromkeys(tiles))
     fitting = [tile for tile in tiles if page_rows is None or not (page_rows % tile.block_t and tile.block_t % page_rows)]
     return [dataclasses.replace(base, tile=tile) for tile in (fitting if tuned else fitting[:1])]
 
@@ -43,6 +48,11 @@ def _decode_tiles(base: AttendConfig, rows: int) -> list[Tile]:
     if base.dtype.itemsize > 2 or max(base.key_dim, base.value_dim) > 128:
         # Float32 or large heads: shared memory is what runs out.
         return [Tile(64, block_r, True, 4, 2), Tile(32, block_r, True, 4, 2), Tile(32, block_r, True, 2, 2)]
+    if key.elements or value.elements:
+        # Decoded in float32: registers are what runs out.
+        return [Tile(32, block_r, True, 4, 2), Tile(32, block_r, True, 2, 2), Tile(64, block_r, True, 4, 2)]
+    if key.folded or value.shifted:
+        return [Tile(32, block_r, True, 1, 3), Tile(32, block_r, True, 1, 2), Tile(32, block_r, True, 1, 4)]
     if not key.scaled and not value.scaled:
         return [wide, tall, Tile(64, block_r, True, 2, 3), *single]
     if min(piece.block for piece in value.pieces) >= 64:
@@ -63,6 +73,11 @@ def _extend_tiles(base: AttendConfig, rows: int) -> list[Tile]:
     return [turned, square, *many] if rows <= 64 else [*many, turned, square]
 
 
+def writes_directly(config: AttendConfig, splits: int) -> bool:
+    """Whether the kernel writes the result itself: nothing to merge, and values in one block."""
+    return splits == 1 and len(config.plans[1].pieces) == 1
+
+
 def splits_for(config: AttendConfig, rows: int, pairs: int, multiprocessors: int, tokens: int) -> int:
     """Into how many programs the tokens of one tile of rows are split.
 
@@ -71,10 +86,12 @@ def splits_for(config: AttendConfig, rows: int, pairs: int, multiprocessors: int
     (``tokens``, a hint) gets fewer: 10% faster there, 8% slower once it has grown to 128K.
     """
     programs = -(-rows // config.tile.block_r) * pairs
+    # The newest tokens are a split of their own.
+    own = int(config.beside.recent)
     if rows > DECODE_ROWS and programs >= multiprocessors:
-        return 1
+        return 1 + own
     wanted = multiprocessors * PROGRAMS_PER_MULTIPROCESSOR.get(config.tile.num_warps, 2) // programs
     most = ONE_PASS if tokens <= SHORT else MAX_SPLITS.get(config.tile.num_warps, ONE_PASS)
-    splits = max(1, min(most, wanted))
+    splits = max(1 + own, min(most, wanted + own))
     # The merge folds whole halves.
     return splits if splits <= ONE_PASS else splits - splits % 2

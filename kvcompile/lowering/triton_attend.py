@@ -20,10 +20,12 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
 from torch._inductor.virtualized import V
 
+from kvcompile import schemes
 from kvcompile.lowering import ops
-from kvcompile.lowering.attend_config import AttendConfig, Bias, Masks, plans
-from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, splits_for
+from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks, plane_names, plans
+from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, splits_for, writes_directly
 from kvcompile.lowering.triton_source import LOG2E, SOURCE
+from kvcompile.types import Role, SlotSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -43,36 +45,51 @@ attend_template.template.globals["plans"] = plans
 
 def lower_attend_cuda(
     q: Any, keys: list, values: list, hi: Any, lo: Any, keep: Any, bias: Any, sinks: Any, key_scheme: str, value_scheme: str,
-    scale: float, softcap: float, value_dim: Any,
+    scale: float, softcap: float, value_dim: Any, recent: Any = None, base: Any = None, rotation: Any = None, interleaved: bool = False,
 ) -> Any:
     """The result of ``attend`` as a TensorBox; operands as in ``kvcompile.lowering.ops``."""
-    arguments = (q, keys, values, hi, lo, keep, bias, sinks, key_scheme, value_scheme, scale, softcap, value_dim)
+    arguments = (
+        q, keys, values, hi, lo, keep, bias, sinks, key_scheme, value_scheme, scale, softcap, value_dim, recent, base, rotation,
+        interleaved,
+    )
     page_rows = _static(keys[0].get_size()[3])
     paged = not _is(keys[0].get_size()[0], 1)
     if q.get_dtype() not in QUERY_DTYPES or (paged and page_rows & (page_rows - 1)):
         return fallback_handler(ops.attend)(*arguments)
 
-    nodes = {
-        "Q": q, "HI": hi, "K_WORDS": keys[0], "V_WORDS": values[0], "K_SCALES": keys[-1], "V_SCALES": values[-1], "LO": lo,
-        "KEEP": keep, "BIAS": bias, "SINKS": sinks,
-    }
-    nodes = {name: _realized(node) for name, node in nodes.items() if node is not None}
-    B, H, S, D = nodes["Q"].get_size()
+    B, H, S, D = q.get_size()
     H, K, D, Dv = (_static(x) for x in (H, keys[0].get_size()[2], D, value_dim))
+    nodes = {"Q": q, "HI": hi, "LO": lo, "KEEP": keep, "BIAS": bias, "SINKS": sinks, "BASE": base}
+    nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
+    formats = []
+    for letter, planes, spelled, role, dim in (("K", keys, key_scheme, Role.KEY, D), ("V", values, value_scheme, Role.VALUE, Dv)):
+        fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
+        formats.append(fmt)
+        nodes |= plane_names(letter, planes, fmt)
+    nodes = {name: _realized(node) for name, node in nodes.items() if node is not None}
+    B, _, S, _ = nodes["Q"].get_size()
     rows_hint = _hint(S) * (H // K)
-    base = AttendConfig(
+    packs = [_scale_pack(nodes, letter) for letter in "KV"]
+    beside = Beside(
+        bool(recent), recent is not None and not _is(nodes["BASE"].get_size()[0], 1),
+        _static(nodes["COS"].get_size()[2]) if rotation else 0, bool(interleaved),
+        rotation is not None and not _is(nodes["COS"].get_size()[0], 1),
+    )
+    config = AttendConfig(
         key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale),
-        float(softcap), _is(S, 1), _masks(lo, keep, bias, sinks, hi), page_rows if paged else 1, paged,
+        float(softcap), _is(S, 1), _masks(lo, keep, bias, sinks, hi), beside, page_rows if paged else 1, paged,
         wide_keys=_multiple(nodes["K_WORDS"], 2), wide_values=_multiple(nodes["V_WORDS"], 2),
-        key_scale_pack=_scale_pack(nodes["K_SCALES"]), value_scale_pack=_scale_pack(nodes["V_SCALES"]),
+        key_scale_pack=packs[0], value_scale_pack=packs[1],
+        key_generic=not formats[0].symmetric and not _paired(nodes),
+        value_generic=not formats[1].symmetric and not _half(nodes, "V"),
         packed=torch.version.hip is None,  # Packed unpacking is PTX.
     )
     device = q.get_device()
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    configs = choose_tiles(base, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune))
+    configs = choose_tiles(config, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune))
     tokens_hint = _hint(keys[0].get_size()[0]) * page_rows
     splits = splits_for(configs[0], rows_hint, _hint(B) * K, multiprocessors, tokens_hint)
-    direct = splits == 1 and len(base.plans[1].pieces) == 1
+    direct = writes_directly(configs[0], splits)
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
     layout = FixedLayout(
         device, q.get_dtype() if direct else torch.float32, size, list(FlexibleLayout.contiguous_strides(size))
@@ -165,11 +182,26 @@ def _multiple(node: Any, count: int) -> bool:
     return _is(inner, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, count) for x in every)
 
 
-def _scale_pack(node: Any) -> int:
+def _half(nodes: dict[str, Any], letter: str) -> list[Any]:
+    """The scales and zero points of a slot where all of them are float16, as the packed ways of decoding need them."""
+    found = [nodes[name] for name in (f"{letter}_SCALES", f"{letter}_ZEROS") if name in nodes]
+    return found if all(node.get_dtype() == torch.float16 for node in found) else []
+
+
+def _paired(nodes: dict[str, Any]) -> bool:
+    """Whether neighboring scales of the keys can be loaded as one word, as folding them into the queries needs it."""
+    found = _half(nodes, "K")
+    return bool(found) and all(_multiple(node, 2) for node in found)
+
+
+def _scale_pack(nodes: dict[str, Any], letter: str) -> int:
     """How many scales of a token are loaded as one word: all of them where they fill 32 or 64 bits."""
-    scales = node.get_size()[-1]
-    fits = node.get_dtype() == torch.float16 and (_is(scales, 2) or _is(scales, 4))
-    return int(scales) if fits and _multiple(node, int(scales)) else 1
+    found = _half(nodes, letter)
+    if not found:
+        return 1
+    scales = found[0].get_size()[-1]
+    fits = _is(scales, 2) or _is(scales, 4)
+    return int(scales) if fits and all(_multiple(node, int(scales)) for node in found) else 1
 
 
 def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any) -> Masks:
@@ -194,5 +226,5 @@ def _examples(operands: tuple[str, ...], words: Any) -> dict[int, Callable[[Any]
 
         return make
 
-    values = {"HI": pages * rows - 1, "LO": 0, "KEEP": 1}
+    values = {"HI": pages * rows - 1, "LO": 0, "KEEP": 1, "BASE": pages * rows - 1}
     return {index: filled(values[name]) for index, name in enumerate(operands) if name in values}

@@ -1,6 +1,7 @@
 """The text of the one attend template: split-KV attention over encoded pages, for every scheme and mask.
 
-Rendered by Inductor (``triton_attend``) and, with stand-ins for Inductor's hooks, by ``offline``. Symbols:
+Rendered by Inductor (``triton_attend``) and, with stand-ins for Inductor's hooks, by ``offline``; what depends on
+how slots are decoded is in ``triton_macros``. Symbols:
 
     rows          (query position s, head of the group g) pairs of one kv head, r = s * GROUP + g; BLOCK_R a tile
     tokens        BLOCK_T a step; token t is row t % PAGE_ROWS of page t // PAGE_ROWS
@@ -8,87 +9,39 @@ Rendered by Inductor (``triton_attend``) and, with stand-ins for Inductor's hook
                   Loads have the shape that their dot takes, transposed by the pointers, so that words go to
                   shared memory asynchronously, come back as operands and unpack in registers
     key, value    ``SlotPlan``s: chunks to load, pieces to dot, scales
-    norm          log2 of a token's largest value scale. Where values are scaled, the running maximum is that of
+    norm          log2 of a token's, or tile's, largest value scale. Where values are scaled, the running maximum is that of
                   score + norm, so that p * scale is at most about one and float16 holds it whatever the scales
     split         program_id(2) of SPLITS takes its share of the tokens between min(lo) and max(hi); all that is
                   known on the device only, so an empty share writes acc = 0, m = -inf, l = 0
+    HAS_RECENT    the last split attends to the newest tokens, which are not encoded, and to nothing else; the planes
+                  end at BASE then
     output        DIRECT: [B, H, S, Dv], finished. Otherwise float32 [SPLITS, B, H, S, Dv + 2]: acc, m, l
                   (base-2 exponents), merged by the lowering
 
 Nothing beyond max(hi) is loaded and nothing masked is multiplied: scores are replaced, and value rows (or
-their scales) that no row of the tile attends to are zeroed, so garbage and NaN there cannot matter.
+their scales) that no row of the tile attends to are zeroed, so garbage and NaN there cannot matter. Tiles that
+every row attends to whole are most of them: they have a loop of their own without any of this.
 """
 
 # ruff: noqa: E501 - a line of the template is one line of the kernel.
 
 from __future__ import annotations
 
+from kvcompile.lowering.triton_macros import MACROS, ROTATION, SCORES, VALUES
+
 LOG2E = 1.4426950408889634
 
 OPERANDS = r"""
 {%- set names = ["Q", "HI", "K_WORDS", "V_WORDS"] %}
-{%- if key.scaled %}{% set names = names + ["K_SCALES"] %}{% endif %}
-{%- if value.scaled %}{% set names = names + ["V_SCALES"] %}{% endif %}
-{%- if HAS_LO %}{% set names = names + ["LO"] %}{% endif %}
-{%- if HAS_KEEP %}{% set names = names + ["KEEP"] %}{% endif %}
-{%- if BIAS_KIND %}{% set names = names + ["BIAS"] %}{% endif %}
-{%- if DIRECT and HAS_SINKS %}{% set names = names + ["SINKS"] %}{% endif %}
-"""
-
-MACROS = r"""
-{%- macro tok(x) %}{{x}}{{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}{% endmacro %}
-{%- macro row(x) %}{{x}}{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}{% endmacro %}
-{%- macro channel(x) %}{{tok(x)}}{% endmacro %}
-{%- set axes = ("o_b", "o_h", "o_s", "o_c") if DIRECT else ("o_z", "o_b", "o_h", "o_s", "o_c") %}
-{%- set GUARD_VALUES = not value.scaled and (BIAS_KIND or HAS_KEEP or (HAS_LO and not ONE_QUERY)) %}
-{#- A tile inside one page may be loaded whole: the page is there, and what is stale in it is masked later,
-    except values that are not scaled (0 * NaN). #}
-{%- set WHOLE = PAGED and BLOCK_T <= PAGE_ROWS %}
-{%- set T_AXIS = 0 if TOKENS_FIRST else 1 %}
-{%- set R_AXIS = 1 - T_AXIS %}
-{%- set PRECISION = ', input_precision="ieee"' %}
-{%- macro page(plane, view) %}
-{%- if not PAGED -%}
-t0.to(tl.int64) * ({{stride(plane, 3)}} // {{view}})
-{%- elif BLOCK_T <= PAGE_ROWS -%}
-(t0 // PAGE_ROWS).to(tl.int64) * ({{stride(plane, 0)}} // {{view}}) + (t0 % PAGE_ROWS) * ({{stride(plane, 3)}} // {{view}})
-{%- else -%}
-(t0 // PAGE_ROWS).to(tl.int64) * ({{stride(plane, 0)}} // {{view}})
-{%- endif -%}
-{%- endmacro %}
-{%- macro rows_of(plane, view) %}
-{%- if PAGED and BLOCK_T > PAGE_ROWS -%}
-(t_i // PAGE_ROWS).to(tl.int64) * ({{stride(plane, 0)}} // {{view}}) + (t_i % PAGE_ROWS) * ({{stride(plane, 3)}} // {{view}})
-{%- else -%}
-t_i * ({{stride(plane, 3)}} // {{view}})
-{%- endif -%}
-{%- endmacro %}
-{%- macro plane(var, name, view, recast) %}
-    {{var}} = {{name}}{{ ".to(tl.pointer_type(%s))" % recast if recast else "" }} + b * ({{stride(name, 1)}} // {{view}}) + h * ({{stride(name, 2)}} // {{view}})
-    {{var}}_t = {{rows_of(name, view)}}
-{%- endmacro %}
-{%- macro load_scales(var, base, name, plan, pack) %}
-{%- set mask = "" if WHOLE else ", mask=live, other=0.0" %}
-{%- if pack > 1 %}
-        {{var}}_all = tl.load({{base}} + ({{page(name, pack)}}) + {{base}}_t{{ mask.replace("0.0", "0") }})
-{%- for i in range(plan.scales) %}
-        {{var}}_{{i}} = ({{var}}_all{% if i %} >> {{16 * i}}{% endif %}).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-{%- endfor %}
-{%- else %}
-{%- for i in range(plan.scales) %}
-        {{var}}_{{i}} = tl.load({{base}} + ({{page(name, 1)}}) + {{base}}_t{% if plan.scales > 1 %} + {{i}} * {{stride(name, 4)}}{% endif %}{{mask}}).to(tl.float32)
-{%- endfor %}
-{%- endif %}
-{%- endmacro %}
-{%- macro load_chunk(var, base, name, plan, chunk, channels_first) %}
-{%- set token = "[None, :]" if channels_first else "[:, None]" %}
-{%- set column = "[:, None]" if channels_first else "[None, :]" %}
-{%- set whole = WHOLE and (plan.scaled or var == "k") %}
-{%- set inside = "(tl.arange(0, %d) < %d)%s" % (chunk.block, chunk.count, column) %}
-{%- set terms = ([] if whole else ["live" + token]) + ([inside] if chunk.padded else []) %}
-{%- set mask = "mask=%s, other=0" % " & ".join(terms) if terms else "" %}
-        {{var}}_{{chunk.name}} = tl.load({{base}} + ({{page(name, plan.words_per_view)}}) + {{base}}_t{{token}} + ({{chunk.first}} + tl.arange(0, {{chunk.block}})){{column}}{% if plan.words_per_view == 1 %} * {{stride(name, 4)}}{% endif %}, {{mask}})
-{%- endmacro %}
+{%- for there, name in (
+    (key.scaled, "K_SCALES"), (value.scaled, "V_SCALES"), (key.zeros, "K_ZEROS"), (value.zeros, "V_ZEROS"), (key.levels, "K_TABLE"),
+    (value.levels, "V_TABLE"), (HAS_LO, "LO"), (HAS_KEEP, "KEEP"), (BIAS_KIND, "BIAS"), (DIRECT and HAS_SINKS, "SINKS"),
+    (HAS_RECENT, "RECENT_K"), (HAS_RECENT, "RECENT_V"), (HAS_RECENT, "BASE"), (ROTARY_DIM, "COS"), (ROTARY_DIM, "SIN"),
+) if there %}{% set _ = names.append(name) %}{% endfor %}
+{%- set GUARD_VALUES = value.plain and (BIAS_KIND or HAS_KEEP or (HAS_LO and not ONE_QUERY)) %}
+{#- Whether tiles that are attended to whole get their own loop. Where a token has scales of its own, the layout that masks
+    bring with them is the better one; plain loads are masked by the hardware. #}
+{%- set CLEAR = not (HAS_LO or HAS_KEEP or BIAS_KIND or value.by_token or value.plain) %}
 """
 
 PROLOGUE = r"""
@@ -137,7 +90,13 @@ PROLOGUE = r"""
     start = 0
 {%- endif %}
     first = start // BLOCK_T * BLOCK_T
-    share = tl.cdiv(tl.cdiv(tl.maximum(stop - first, 0), BLOCK_T), SPLITS) * BLOCK_T
+{%- if HAS_RECENT %}
+    # Positions fit 32 bits; a base far below zero is as good as one just below it.
+    visible = stop
+    base = tl.maximum(tl.load(BASE + b * {{stride("BASE", 0) if BASE_B else 0}}), -1073741824).to(tl.int32)
+    stop = tl.maximum(tl.minimum(stop, base), first)
+{%- endif %}
+    share = tl.cdiv(tl.cdiv(tl.maximum(stop - first, 0), BLOCK_T), SPLITS - HAS_RECENT) * BLOCK_T
     begin = first + split * share
     end = tl.minimum(begin + share, stop)
 
@@ -151,6 +110,10 @@ PROLOGUE = r"""
     q_{{piece.name}} = tl.load(q_base[None, :] + {{at}}[:, None] * {{stride("Q", 3)}}, mask=r_ok[None, :]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[:, None]{% endif %}, other=0.0)
 {%- else %}
     q_{{piece.name}} = tl.load(q_base[:, None] + {{at}}[None, :] * {{stride("Q", 3)}}, mask=r_ok[:, None]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[None, :]{% endif %}, other=0.0)
+{%- endif %}
+{%- if ROTARY_DIM %}
+{{load_turned("turned_" + piece.name, piece.first, piece.step, piece.chunk.count, piece.block)}}
+    turned_{{piece.name}} = turned_{{piece.name}}.to({{key.dot_type}})
 {%- endif %}
 {%- endfor %}
     row_scale = tl.full([BLOCK_R], {{QK_SCALE * 2.0 ** key.power}}, tl.float32)
@@ -173,7 +136,7 @@ PROLOGUE = r"""
 {%- endfor %}
 {%- endif %}
 {%- for piece in key.pieces %}
-    q_{{piece.name}} = {% if piece.power != key.power %}(q_{{piece.name}} * {{2.0 ** (piece.power - key.power)}}){% else %}q_{{piece.name}}{% endif %}.to({{key.dot_type}})
+    q_{{piece.name}} = {% if piece.power != key.power and not key.folded %}(q_{{piece.name}} * {{2.0 ** (piece.power - key.power)}}){% else %}q_{{piece.name}}{% endif %}.to({{key.dot_type}})
 {%- endfor %}
 {%- if key.offset %}
     # What the keys' offset adds to each scale's sub-dots.
@@ -188,66 +151,29 @@ PROLOGUE = r"""
 {%- endif %}
 """
 
-LOOP = r"""
-{{plane("k_base", "K_WORDS", key.words_per_view, "tl.uint16" if key.words_per_view == 2 else none)}}
-{{plane("v_base", "V_WORDS", value.words_per_view, "tl.uint16" if value.words_per_view == 2 else none)}}
-{%- if key.scaled %}
-{{plane("ks_base", "K_SCALES", KEY_SCALE_PACK, "tl.uint%d" % (16 * KEY_SCALE_PACK) if KEY_SCALE_PACK > 1 else none)}}
-{%- endif %}
-{%- if value.scaled %}
-{{plane("vs_base", "V_SCALES", VALUE_SCALE_PACK, "tl.uint%d" % (16 * VALUE_SCALE_PACK) if VALUE_SCALE_PACK > 1 else none)}}
-{%- endif %}
-
-    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_R], tl.float32)
-{%- for piece in value.pieces %}
-    acc_{{piece.name}} = tl.zeros([{{ "%d, BLOCK_R" % piece.chunk.block if TOKENS_FIRST else "BLOCK_R, %d" % piece.chunk.block }}], tl.float32)
-{%- endfor %}
-
-    for step in range(0, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_T)):
-        t0 = begin + step * BLOCK_T
-        t = t0 + t_i
-        live = (t < stop){% if HAS_LO and ONE_QUERY %} & (t >= lo){% endif %}
-
-{%- for chunk in key.chunks %}
-{{- load_chunk("k", "k_base", "K_WORDS", key, chunk, not TOKENS_FIRST) }}
-{%- endfor %}
-{%- if key.scaled %}{{ load_scales("ks", "ks_base", "K_SCALES", key, KEY_SCALE_PACK) }}{% endif %}
-{%- if HAS_KEEP %}
-        kept = tl.load(KEEP + b * {{stride("KEEP", 0) if KEEP_B else 0}} + t * {{stride("KEEP", 1)}}, mask=live, other=0) != 0
-{%- endif %}
-{%- for chunk in value.chunks %}
-{{- load_chunk("v", "v_base", "V_WORDS", value, chunk, TOKENS_FIRST) }}
-{%- endfor %}
-{%- if value.scaled %}{{ load_scales("vs", "vs_base", "V_SCALES", value, VALUE_SCALE_PACK) }}{% endif %}
-
-{%- for i in range(key.scales) %}
-{%- set outer = loop %}
-{%- for piece in key.of_scale(i) %}
-{%- set unpacked = piece.unpack("k_" + piece.chunk.name) %}
-        part = tl.dot({{ "%s, q_%s" % (unpacked, piece.name) if TOKENS_FIRST else "q_%s, %s" % (piece.name, unpacked) }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
-{%- endfor %}
-{%- if key.scaled %}
-{%- if key.offset %}
-        part = part - {{row("excess_%d" % i)}}
-{%- endif %}
-        scores = part * {{tok("ks_%d" % i)}}{% if not outer.first %} + scores{% endif %}
-{%- else %}
-        scores = part
-{%- endif %}
-{%- endfor %}
-        scores = scores * {{row("row_scale")}}
+STEP = r"""
+{%- macro finish_scores() %}
 {%- if SOFTCAP %}
         # tanh x = 1 - 2 / (exp(2x) + 1); right at both infinities.
         scores = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(scores * (2.0 * LOG2E / SOFTCAP)) + 1.0)
         scores = scores * LOG2E
 {%- endif %}
+{%- endmacro %}
+{%- macro load_kept() %}
+{%- if HAS_KEEP %}
+        kept = tl.load(KEEP + b * {{stride("KEEP", 0) if KEEP_B else 0}} + t * {{stride("KEEP", 1)}}, mask=live, other=0) != 0
+{%- endif %}
+{%- endmacro %}
+{%- macro mask_scores() %}
 {%- if ONE_QUERY %}
         valid = live{% if HAS_KEEP %} & kept{% endif %}
 
         mask = {{tok("valid")}}
 {%- else %}
         mask = {{tok("t")}} <= {{row("hi")}}
+{%- if HAS_RECENT %}
+        mask = mask & {{tok("live")}}
+{%- endif %}
 {%- if HAS_LO %}
         mask = mask & ({{tok("t")}} >= {{row("lo")}})
 {%- endif %}
@@ -271,67 +197,57 @@ LOOP = r"""
         # The row of the largest hi attends to every live token that is kept.
         valid = live{% if HAS_KEEP %} & kept{% endif %}
 {%- endif %}
-{%- if value.scaled %}
-{%- for i in range(value.scales) %}
-        vs_{{i}} = tl.where(valid, vs_{{i}}, 0.0)
-{%- endfor %}
-        norm = vs_0
-{%- for i in range(1, value.scales) %}
-        norm = tl.maximum(norm, vs_{{i}})
-{%- endfor %}
-{%- if value.lifted %}
-        # Powers of two only: up to 2^15 for the largest scale of the token, which the probability gives back.
-        place = tl.minimum((norm.to(tl.int32, bitcast=True) >> 23) & 255, 250)
-        norm = (place - 127).to(tl.float32)
-        lower = (place << 23).to(tl.float32, bitcast=True)
-        lift = ((268 - place) << 23).to(tl.float32, bitcast=True)
-{%- for i in range(value.scales) %}
-        lift_{{i}} = (vs_{{i}} * lift).to(tl.float16)
-{%- endfor %}
-{%- else %}
-        norm = tl.maximum(tl.log2(norm), -60.0)
+{%- endmacro %}
+{%- macro tile_step(full) %}
+        t0 = begin + step * BLOCK_T
+        t = t0 + t_i
+{%- if not full or ROTARY_DIM %}
+        live = (t < stop){% if HAS_LO and ONE_QUERY %} & (t >= lo){% endif %}
 {%- endif %}
-        m_new = tl.maximum(m, tl.max(scores + {{tok("norm")}}, {{T_AXIS}}))
-{%- else %}
-        m_new = tl.maximum(m, tl.max(scores, {{T_AXIS}}))
-{%- endif %}
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(scores - {{row("m_safe")}})
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(p, {{T_AXIS}})
-        m = m_new
-{%- if not value.scaled %}
-        weight = p.to({{value.dot_type}})
-{%- else %}
-{%- if value.lifted %}
-        weight = (p * {{tok("lower")}}).to({{value.dot_type}})
-{%- else %}
-{%- for i in range(value.scales) %}
-        weight_{{i}} = (p * {{tok("vs_%d" % i)}}).to({{value.dot_type}})
-{%- endfor %}
-{%- endif %}
-{%- endif %}
-{%- if GUARD_VALUES %}
-{%- for chunk in value.chunks %}
-        v_{{chunk.name}} = tl.where(valid{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}, v_{{chunk.name}}, 0.0).to({{value.view_type}})
-{%- endfor %}
-{%- endif %}
-{%- for piece in value.pieces %}
-{%- set element = piece.unpack("v_" + piece.chunk.name) %}
-{%- if value.lifted %}
-{%- set token = "[None, :]" if TOKENS_FIRST else "[:, None]" %}
-        element = {{element}} * lift_{{piece.scale}}{{token}}
 
+{{- load_keys(full) }}
+{{- load_kept() }}
+{{- load_values(full) }}
+
+{%- if key.folded %}
+{{- folded_scores() }}
+{%- elif key.elements %}
+{{- element_scores(full) }}
 {%- else %}
-        element = {{element}}
+{{- token_scores() }}
 {%- endif %}
-{%- set weight = "weight_%d" % piece.scale if value.scaled and not value.lifted else "weight" %}
-{%- if TOKENS_FIRST %}
-        acc_{{piece.name}} = tl.dot(element, {{weight}}, acc_{{piece.name}} * alpha[None, :]{{PRECISION}})
-{%- else %}
-        acc_{{piece.name}} = tl.dot({{weight}}, element, acc_{{piece.name}} * alpha[:, None]{{PRECISION}})
+{{- finish_scores() }}
+{%- if not full %}
+{{- mask_scores() }}
 {%- endif %}
+{{- add_values(full) }}
+{%- endmacro %}
+"""
+
+LOOP = r"""
+{{planes_of("k", "K", key, 2 if key.folded else 1 if key.elements else KEY_SCALE_PACK)}}
+{{planes_of("v", "V", value, 1 if value.elements else VALUE_SCALE_PACK)}}
+
+    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_R], tl.float32)
+{%- for piece in value.pieces %}
+    acc_{{piece.name}} = tl.zeros([{{ "%d, BLOCK_R" % piece.chunk.block if TOKENS_FIRST else "BLOCK_R, %d" % piece.chunk.block }}], tl.float32)
 {%- endfor %}
+{%- if CLEAR %}
+
+    clear = {% if ONE_QUERY %}end{% else %}tl.minimum(tl.min(tl.where(r_ok, hi, 2147483646), 0) + 1, end){% endif %}
+
+    clear_steps = tl.maximum(clear - begin, 0) // BLOCK_T
+    for step in range(0, clear_steps):
+{{- tile_step(true) }}
+    begin += clear_steps * BLOCK_T
+{%- endif %}
+
+    for step in {{ "tl.range(0, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_T), num_stages=1)" if CLEAR else "range(0, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_T))" }}:
+{{- tile_step(false) }}
+{%- if value.shifted %}
+    m = m - 14.0
+{%- endif %}
 """
 
 EPILOGUE = r"""
@@ -345,6 +261,9 @@ EPILOGUE = r"""
     # A NaN in l stays: only what had nothing to attend becomes zero.
     inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
 {%- endif %}
+    # The split of the newest tokens writes its own.
+    o_row = r_ok{% if HAS_RECENT %} & (split < SPLITS - 1){% endif %}
+
     o_z = split
     o_b = b
     o_h = {{row("head_r")}}
@@ -352,7 +271,7 @@ EPILOGUE = r"""
 {%- for piece in value.pieces %}
 {%- set columns = "tl.arange(0, %d)" % piece.chunk.block %}
     o_c = {{channel("(%d + %d * %s)" % (piece.first, piece.step, columns))}}
-    o_ok = {{row("r_ok")}}{% if piece.chunk.padded %} & {{channel("(%s < %d)" % (columns, piece.chunk.count))}}{% else %} & (o_c >= 0){% endif %}
+    o_ok = {{row("o_row")}}{% if piece.chunk.padded %} & {{channel("(%s < %d)" % (columns, piece.chunk.count))}}{% else %} & (o_c >= 0){% endif %}
 
     o_val = acc_{{piece.name}}{% if piece.power %} * {{2.0 ** (piece.power - (14 if value.lifted else 0))}}{% endif %}{% if DIRECT %} * {{row("inverse")}}{% endif %}
 
@@ -364,13 +283,88 @@ EPILOGUE = r"""
     two = {{channel("tl.arange(0, 2)")}}
     o_val = tl.where(two == 0, {{row("m")}}, {{row("l")}})
     o_c = {{value.dim}} + two
-    o_ok = {{row("r_ok")}} & (two < 2)
+    o_ok = {{row("o_row")}} & (two < 2)
     {{store_output(axes, "o_val", "o_ok", val_shape=("2", "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", "2"))}}
 {%- endif %}
 """
 
-PLANS = r"""
-{%- set key, value = plans(KEY_SCHEME, VALUE_SCHEME, KEY_DIM, VALUE_DIM, KEY_WORD, VALUE_WORD, QUERY, WIDE_KEYS, WIDE_VALUES, PACKED) %}
+RECENT = r"""
+{%- if HAS_RECENT %}
+    if split == SPLITS - 1:
+        rows = {{size("RECENT_K", 2)}}
+        raw_q = Q + b * {{stride("Q", 0)}} + head_r * {{stride("Q", 1)}} + s_r * {{stride("Q", 2)}}
+        rk_base = RECENT_K + b * {{stride("RECENT_K", 0)}} + h * {{stride("RECENT_K", 1)}}
+        rv_base = RECENT_V + b * {{stride("RECENT_V", 0)}} + h * {{stride("RECENT_V", 1)}}
+        m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_R], tl.float32)
+{%- for run in value.runs %}
+        sum_{{run.name}} = tl.zeros([{{ "%d, BLOCK_R" % run.block if TOKENS_FIRST else "BLOCK_R, %d" % run.block }}], tl.float32)
+{%- endfor %}
+{%- for run in key.runs %}
+{%- set column = "tl.arange(0, %d)" % run.block %}
+{%- set inside = " & (%s < %d)%s" % (column, run.count, "[:, None]" if TOKENS_FIRST else "[None, :]") if run.padded else "" %}
+        raw_{{run.name}} = tl.load({{row("raw_q")}} + {{channel("((%d + %s) * %s)" % (run.first, column, stride("Q", 3)))}}, mask={{row("r_ok")}}{{inside}}, other=0.0)
+{%- if ROTARY_DIM %}
+{%- filter indent(4, first=true) %}
+{{load_turned("raw_turned_" + run.name, run.first, 1, run.count, run.block)}}
+{%- endfilter %}
+{%- endif %}
+{%- endfor %}
+        for step in tl.range(0, tl.cdiv(tl.minimum(tl.maximum(visible - base, 0), rows), BLOCK_T), num_stages=1):
+{%- filter indent(4) %}
+        j = step * BLOCK_T + t_i
+        t = base + j
+        live = (j < rows) & (t >= 0) & (t < visible){% if HAS_LO and ONE_QUERY %} & (t >= lo){% endif %}
+
+{{- load_kept() }}
+{%- for run in key.runs %}
+{%- set column = "tl.arange(0, %d)" % run.block %}
+{%- set inside = " & " + row("(%s < %d)" % (column, run.count)) if run.padded else "" %}
+        element = tl.load(rk_base + {{tok("(j * %s)" % stride("RECENT_K", 2))}} + {{row("((%d + %s) * %s)" % (run.first, column, stride("RECENT_K", 3)))}}, mask={{tok("live")}}{{inside}}, other=0.0)
+{%- if ROTARY_DIM %}
+        element = element.to(tl.float32)
+{{- rotated_dot(run.first, 1, run.count, run.block, "raw_" + run.name, "raw_turned_" + run.name, MODEL_TYPE, not loop.first) }}
+{%- else %}
+        part = tl.dot({{ "element, raw_" + run.name if TOKENS_FIRST else "raw_%s, element" % run.name }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
+{%- endif %}
+{%- endfor %}
+        scores = part * QK_SCALE
+{{- finish_scores() }}
+{{- mask_scores() }}
+        m_new = tl.maximum(m, tl.max(scores, {{T_AXIS}}))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(scores - {{row("m_safe")}})
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, {{T_AXIS}})
+        m = m_new
+        weight = p.to({{MODEL_TYPE}})
+{%- for run in value.runs %}
+{%- set column = "tl.arange(0, %d)" % run.block %}
+        element = tl.load(rv_base + {{row("(j * %s)" % stride("RECENT_V", 2))}} + {{channel("((%d + %s) * %s)" % (run.first, column, stride("RECENT_V", 3)))}}, mask={{row("valid")}}{% if run.padded %} & {{channel("(%s < %d)" % (column, run.count))}}{% endif %}, other=0.0)
+        sum_{{run.name}} = tl.dot({{ "element, weight, sum_%s * alpha[None, :]" % run.name if TOKENS_FIRST else "weight, element, sum_%s * alpha[:, None]" % run.name }}{{PRECISION}})
+{%- endfor %}
+{%- endfilter %}
+        o_z = split
+        o_b = b
+        o_h = {{row("head_r")}}
+        o_s = {{row("s_r")}}.to(INDEX_DTYPE)
+{%- for run in value.runs %}
+        o_c = {{channel("(%d + tl.arange(0, %d))" % (run.first, run.block))}}
+        o_ok = {{row("r_ok")}} & {{channel("(tl.arange(0, %d) < %d)" % (run.block, run.count))}}
+        o_val = sum_{{run.name}}
+{%- set shape = (run.block|string, "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", run.block|string) %}
+        {{store_output(axes, "o_val", "o_ok", indent_width=8, val_shape=shape)}}
+{%- endfor %}
+        two = {{channel("tl.arange(0, 2)")}}
+        o_val = tl.where(two == 0, {{row("m")}}, {{row("l")}})
+        o_c = {{value.dim}} + two
+        o_ok = {{row("r_ok")}} & (two < 2)
+        {{store_output(axes, "o_val", "o_ok", indent_width=8, val_shape=("2", "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", "2"))}}
+{%- endif %}
 """
 
-SOURCE = PLANS + OPERANDS + MACROS + "{{def_kernel(*names)}}" + PROLOGUE + LOOP + EPILOGUE
+PLANS = r"""
+{%- set key, value = plans(KEY_SCHEME, VALUE_SCHEME, KEY_DIM, VALUE_DIM, KEY_WORD, VALUE_WORD, QUERY, WIDE_KEYS, WIDE_VALUES, PACKED, KEY_GENERIC, VALUE_GENERIC, TALL) %}
+"""
+
+SOURCE = PLANS + OPERANDS + MACROS + ROTATION + SCORES + VALUES + STEP + "{{def_kernel(*names)}}" + PROLOGUE + LOOP + EPILOGUE + RECENT

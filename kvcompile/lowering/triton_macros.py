@@ -1,0 +1,345 @@
+"""The parts of the attend template that depend on how a slot is decoded: loads, scores of a tile, sums of values.
+
+Macros with ``full`` print a tile of which every token is attended to by every row: nothing is masked. The
+caller's names: t0 the tile's first token, t_i and t its tokens, live which of them exist, b and h the batch row
+and the kv head. How codes become numbers is ``attend_plan.Decode``; what each way costs is in benchmarks/NOTES.md.
+
+FOLDED keys. A tile lies in one block of tokens, so its scales are one number a channel: they multiply the queries,
+in float16, after a power of two has brought the tile's largest scale near one. The zero points add q . zero to
+every score of the tile: sixteen equal rows of them are one narrow dot, and the accumulator starts from its result.
+
+SHIFTED values. A code in the top of a float16 mantissa is 2**e + code; scale * that + (zero - 2**e * scale) is the
+value by one fused multiply-add on two elements. One power of two a tile keeps all of it in float16's range, and the
+probabilities give it back.
+"""
+
+# ruff: noqa: E501 - a line of the template is one line of the kernel.
+
+from __future__ import annotations
+
+MACROS = r"""
+{%- macro tok(x) %}{{x}}{{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}{% endmacro %}
+{%- macro row(x) %}{{x}}{{ "[None, :]" if TOKENS_FIRST else "[:, None]" }}{% endmacro %}
+{%- macro channel(x) %}{{tok(x)}}{% endmacro %}
+{%- set axes = ("o_b", "o_h", "o_s", "o_c") if DIRECT else ("o_z", "o_b", "o_h", "o_s", "o_c") %}
+{#- A tile inside one page may be loaded whole: the page is there, and what is stale in it is masked later,
+    except values that are not scaled (0 * NaN). #}
+{%- set WHOLE = PAGED and BLOCK_T <= PAGE_ROWS %}
+{%- set T_AXIS = 0 if TOKENS_FIRST else 1 %}
+{%- set R_AXIS = 1 - T_AXIS %}
+{%- set PRECISION = ', input_precision="ieee"' %}
+{%- set MODEL_TYPE = "tl." + QUERY.strip("'") %}
+{%- macro over(x, block) %}{{ "(%s // %d)" % (x, block) if block > 1 else x }}{% endmacro %}
+{%- macro page(plane, view, block=1) %}
+{%- if not PAGED -%}
+{{over("t0", block)}}.to(tl.int64) * ({{stride(plane, 3)}} // {{view}})
+{%- elif BLOCK_T <= PAGE_ROWS -%}
+(t0 // PAGE_ROWS).to(tl.int64) * ({{stride(plane, 0)}} // {{view}}) + {{over("(t0 % PAGE_ROWS)", block)}} * ({{stride(plane, 3)}} // {{view}})
+{%- else -%}
+(t0 // PAGE_ROWS).to(tl.int64) * ({{stride(plane, 0)}} // {{view}})
+{%- endif -%}
+{%- endmacro %}
+{%- macro rows_of(plane, view, block=1) %}
+{%- if PAGED and BLOCK_T > PAGE_ROWS -%}
+(t_i // PAGE_ROWS).to(tl.int64) * ({{stride(plane, 0)}} // {{view}}) + {{over("(t_i % PAGE_ROWS)", block)}} * ({{stride(plane, 3)}} // {{view}})
+{%- else -%}
+{{over("t_i", block)}} * ({{stride(plane, 3)}} // {{view}})
+{%- endif -%}
+{%- endmacro %}
+{%- macro plane(var, name, view, recast, block=1) %}
+    {{var}} = {{name}}{{ ".to(tl.pointer_type(%s))" % recast if recast else "" }} + b * ({{stride(name, 1)}} // {{view}}) + h * ({{stride(name, 2)}} // {{view}})
+    {{var}}_t = {{rows_of(name, view, block)}}
+{%- endmacro %}
+{%- macro planes_of(var, name, plan, pack) %}
+{{plane(var + "_base", name + "_WORDS", plan.words_per_view, "tl.uint16" if plan.words_per_view == 2 else none)}}
+{%- for suffix, letter in ((("_SCALES", "s"),) if plan.scaled else ()) + ((("_ZEROS", "z"),) if plan.zeros else ()) %}
+{{plane(var + letter + "_base", name + suffix, pack, "tl.uint%d" % (16 * pack) if pack > 1 else none, plan.token_block)}}
+{%- endfor %}
+{%- if plan.levels %}
+    {{var}}l_base = {{name}}_TABLE + h * {{stride(name + "_TABLE", 2)}}
+{%- endif %}
+{%- endmacro %}
+{%- macro load_scales(var, base, name, plan, pack, full, as_float=true) %}
+{%- set mask = "" if WHOLE or full else ", mask=live, other=0.0" %}
+{%- set cast = ".to(tl.float32)" if as_float else "" %}
+{%- if pack > 1 %}
+        {{var}}_all = tl.load({{base}} + ({{page(name, pack)}}) + {{base}}_t{{ mask.replace("0.0", "0") }})
+{%- for i in range(plan.scales) %}
+        {{var}}_{{i}} = ({{var}}_all{% if i %} >> {{16 * i}}{% endif %}).to(tl.uint16).to(tl.float16, bitcast=True){{cast}}
+{%- endfor %}
+{%- else %}
+{%- for i in range(plan.scales) %}
+        {{var}}_{{i}} = tl.load({{base}} + ({{page(name, 1)}}) + {{base}}_t{% if plan.scales > 1 %} + {{i}} * {{stride(name, 4)}}{% endif %}{{mask}}){{cast}}
+{%- endfor %}
+{%- endif %}
+{%- endmacro %}
+{%- macro load_chunk(var, base, name, plan, chunk, channels_first, full) %}
+{%- set token = "[None, :]" if channels_first else "[:, None]" %}
+{%- set column = "[:, None]" if channels_first else "[None, :]" %}
+{%- set whole = full or WHOLE and (not plan.plain or var == "k") %}
+{%- set inside = "(tl.arange(0, %d) < %d)%s" % (chunk.block, chunk.count, column) %}
+{%- set terms = ([] if whole else ["live" + token]) + ([inside] if chunk.padded else []) %}
+{%- set mask = "mask=%s, other=0" % " & ".join(terms) if terms else "" %}
+{%- set step = " * %s" % stride(name, 4) if plan.words_per_view == 1 else "" %}
+{%- for segment in range(plan.segments) %}
+        {{var}}_{{chunk.name}}{% if segment %}_{{segment}}{% endif %} = tl.load({{base}} + ({{page(name, plan.words_per_view)}}) + {{base}}_t{{token}} + ({{chunk.first + segment * plan.row_words}} + tl.arange(0, {{chunk.block}})){{column}}{{step}}, {{mask}})
+{%- endfor %}
+{%- if plan.segments > 1 %}
+        {{var}}_{{chunk.name}} = {{var}}_{{chunk.name}}.to(tl.int32){% for segment in range(1, plan.segments) %} | ({{var}}_{{chunk.name}}_{{segment}}.to(tl.int32) << {{8 * segment}}){% endfor %}
+
+{%- endif %}
+{%- endmacro %}
+{%- macro load_element_scales(var, letter, name, plan, piece, channels_first, full) %}
+{#- Scales or zero points of a piece: a vector where one of the two axes shares them. #}
+{%- set token = "[None, :]" if channels_first else "[:, None]" %}
+{%- set column = "[:, None]" if channels_first else "[None, :]" %}
+{%- set base = var + letter + "_base" %}
+{%- set one_block = plan.token_block > 1 and BLOCK_T <= plan.token_block %}
+{%- set channels = "tl.minimum(%d + %d * tl.arange(0, %d), %d)" % (piece.first, piece.step, piece.block, plan.dim - 1) %}
+{%- set start = "%s + (%s)" % (base, page(name, 1, plan.token_block)) %}
+{%- if plan.single_group(piece) %}
+{%- set at = "%s + %d * %s" % (start, piece.first // plan.group, stride(name, 4)) %}
+{%- else %}
+{%- set at = "%s + (%s * %s)%s" % (start, over(channels, plan.group), stride(name, 4), column) %}
+{%- endif %}
+        {{letter}} = tl.load({{at}}{% if not one_block %} + {{base}}_t{{token}}, mask=({% if full or WHOLE %}t_i >= 0{% else %}live{% endif %}){{token}}, other=0.0{% endif %}).to(tl.float32)
+{%- endmacro %}
+{%- macro decode_element(var, name, plan, piece, channels_first, full) %}
+{#- ``element``: a piece's values in float32. #}
+{%- set column = "[:, None]" if channels_first else "[None, :]" %}
+        element = {{piece.unpack(var + "_" + piece.chunk.name)}}
+{%- if plan.levels %}
+{%- set channels = "tl.minimum(%d + %d * tl.arange(0, %d), %d)" % (piece.first, piece.step, piece.block, plan.dim - 1) %}
+        element = tl.load({{var}}l_base + ({{over(channels, plan.group)}} * {{stride(name + "_TABLE", 3)}}){{column}} + element.to(tl.int32) * {{stride(name + "_TABLE", 4)}}).to(tl.float32)
+{%- endif %}
+{%- if plan.scaled %}
+{{- load_element_scales(var, "s", name + "_SCALES", plan, piece, channels_first, full) }}
+        element = element * s
+{%- endif %}
+{%- if plan.zeros %}
+{{- load_element_scales(var, "z", name + "_ZEROS", plan, piece, channels_first, full) }}
+        element = element + z
+{%- endif %}
+{%- endmacro %}
+"""
+
+ROTATION = r"""
+{#- RoPE inside the dot: sum_c q_c (k_c cos_c + rotated(k)_c sin_c) = sum_c (k_c cos_c) q_c + (k_c sin_c') q_c' with c' the
+    channel that c is rotated into, q_c' with that rotation's sign: no key ever changes its place. #}
+{%- macro partner(channels) -%}
+{{ "(%s ^ 1)" % channels if INTERLEAVED else "tl.where(%s < %d, %s + %d, %s - %d)" % (channels, ROTARY_DIM // 2, channels, ROTARY_DIM // 2, channels, ROTARY_DIM // 2) }}
+{%- endmacro %}
+{%- macro load_turned(name, first, step, count, block) %}
+{#- ``name``: the queries at c', negative where rotation makes them so, zero where nothing is rotated. #}
+    {{name}}_c = {{first}} + {{step}} * tl.arange(0, {{block}})
+    {{name}}_ok = ({{name}}_c < {{ROTARY_DIM}}) & (tl.arange(0, {{block}}) < {{count}})
+{%- if TOKENS_FIRST %}
+    {{name}} = tl.load(q_base[None, :] + ({{partner(name + "_c")}} * {{stride("Q", 3)}})[:, None], mask={{name}}_ok[:, None] & r_ok[None, :], other=0.0)
+{%- else %}
+    {{name}} = tl.load(q_base[:, None] + ({{partner(name + "_c")}} * {{stride("Q", 3)}})[None, :], mask={{name}}_ok[None, :] & r_ok[:, None], other=0.0)
+{%- endif %}
+    {{name}} = tl.where(({{ name + ("_c % 2 == 0" if INTERLEAVED else "_c < %d" % (ROTARY_DIM // 2)) }}){{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}, {{name}}, -{{name}})
+{%- endmacro %}
+{%- macro rotated_dot(first, step, count, block, q, turned, dtype, chained) %}
+{#- ``element`` [tokens, channels] (or transposed) of unrotated keys, dotted with the queries into ``part``. #}
+{%- set token = "[:, None]" if TOKENS_FIRST else "[None, :]" %}
+{%- set column = "[None, :]" if TOKENS_FIRST else "[:, None]" %}
+        rotary_c = {{first}} + {{step}} * tl.arange(0, {{block}})
+        rotary_ok = live{{token}} & ((rotary_c < {{ROTARY_DIM}}) & (tl.arange(0, {{block}}) < {{count}})){{column}}
+        cos_at = b * {{stride("COS", 0) if ROTATION_B else 0}} + t{{token}} * {{stride("COS", 1)}} + (rotary_c * {{stride("COS", 2)}}){{column}}
+        sin_at = b * {{stride("SIN", 0) if ROTATION_B else 0}} + t{{token}} * {{stride("SIN", 1)}} + ({{partner("rotary_c")}} * {{stride("SIN", 2)}}){{column}}
+        straight = (element * tl.load(COS + cos_at, mask=rotary_ok, other=1.0).to(tl.float32)).to({{dtype}})
+        across = (element * tl.load(SIN + sin_at, mask=rotary_ok, other=0.0).to(tl.float32)).to({{dtype}})
+        part = tl.dot({{ "straight, " + q if TOKENS_FIRST else q + ", straight" }}{% if chained %}, part{% endif %}{{PRECISION}})
+        part = tl.dot({{ "across, " + turned if TOKENS_FIRST else turned + ", across" }}, part{{PRECISION}})
+{%- endmacro %}
+"""
+
+SCORES = r"""
+{%- macro load_keys(full) %}
+{%- for chunk in key.chunks %}
+{{- load_chunk("k", "k_base", "K_WORDS", key, chunk, not TOKENS_FIRST, full) }}
+{%- endfor %}
+{%- if key.by_token %}{{ load_scales("ks", "ks_base", "K_SCALES", key, KEY_SCALE_PACK, full) }}{% endif %}
+{%- if key.folded %}
+{%- for piece in key.pieces if piece.first % 2 == 0 %}
+{%- set at = "%d + tl.arange(0, %d)" % (piece.first // 2, piece.block) %}
+{%- set mask = ", mask=tl.arange(0, %d) < %d, other=0" % (piece.block, piece.chunk.count) if piece.chunk.padded else "" %}
+        ks_{{piece.name}} = tl.load(ks_base + ({{page("K_SCALES", 2, key.token_block)}}) + {{at}}{{mask}})
+        kz_{{piece.name}} = tl.load(kz_base + ({{page("K_ZEROS", 2, key.token_block)}}) + {{at}}{{mask}})
+{%- endfor %}
+{%- endif %}
+{%- endmacro %}
+{%- macro token_scores() %}
+{%- for i in range(key.scales) %}
+{%- set outer = loop %}
+{%- for piece in key.of_scale(i) %}
+{%- set unpacked = piece.unpack("k_" + piece.chunk.name) %}
+        part = tl.dot({{ "%s, q_%s" % (unpacked, piece.name) if TOKENS_FIRST else "q_%s, %s" % (piece.name, unpacked) }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
+{%- endfor %}
+{%- if key.scaled %}
+{%- if key.offset %}
+        part = part - {{row("excess_%d" % i)}}
+{%- endif %}
+        scores = part * {{tok("ks_%d" % i)}}{% if not outer.first %} + scores{% endif %}
+{%- else %}
+        scores = part
+{%- endif %}
+{%- endfor %}
+        scores = scores * {{row("row_scale")}}
+{%- endmacro %}
+{%- macro folded_scores() %}
+        # The exponent of the tile's largest scale, from bit patterns: what is infinite or NaN stays so.
+{%- for block, pieces in key.pieces|groupby("block") %}
+        k_top = {% for piece in pieces if piece.first % 2 == 0 %}{% if not loop.first %}k_top = tl.maximum(k_top, {% endif %}tl.maximum(ks_{{piece.name}} & 0x7FFF, (ks_{{piece.name}} >> 16) & 0x7FFF){% if not loop.first %}){% endif %}
+
+        {% endfor -%}
+        k_top = tl.max(k_top.to(tl.int32), 0)
+{%- if loop.first %}
+        k_place = k_top
+{%- else %}
+        k_place = tl.maximum(k_place, k_top)
+{%- endif %}
+{%- endfor %}
+        k_place = tl.minimum(k_place >> 10, 29)
+{%- for power, pieces in key.pieces|groupby("power") %}
+        shrink_{{power}} = (({{142 + power - key.power}} - k_place) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+{%- endfor %}
+{%- for piece in key.pieces %}
+{%- set word = "%s_" + (key.pieces[loop.index0 - 1].name if piece.first % 2 else piece.name) + (" >> 16" if piece.first % 2 else "") %}
+        kz = ({{word % "kz"}}).to(tl.uint16).to(tl.float16, bitcast=True)
+        zero_part = tl.dot(tl.broadcast_to(kz[None, :], [16, {{piece.block}}]), q_{{piece.name}}{% if not loop.first %}, zero_part{% endif %}{{PRECISION}})
+{%- endfor %}
+        zero_part = zero_part * (({{142 - key.power}} - k_place) << 23).to(tl.float32, bitcast=True)
+        part = tl.reshape(tl.broadcast_to(zero_part[None, :, :], [BLOCK_T // 16, 16, BLOCK_R]), [BLOCK_T, BLOCK_R])
+{%- for piece in key.pieces %}
+{%- set word = "%s_" + (key.pieces[loop.index0 - 1].name if piece.first % 2 else piece.name) + (" >> 16" if piece.first % 2 else "") %}
+        ks = ({{word % "ks"}}).to(tl.uint16).to(tl.float16, bitcast=True) * shrink_{{piece.power}}
+        part = tl.dot({{piece.unpack("k_" + piece.chunk.name)}}, q_{{piece.name}} * ks[:, None], part{{PRECISION}})
+{%- endfor %}
+        scores = part * (row_scale * ((k_place + 112) << 23).to(tl.float32, bitcast=True))[None, :]
+{%- endmacro %}
+{%- macro element_scores(full) %}
+{%- for piece in key.pieces %}
+{{- decode_element("k", "K", key, piece, not TOKENS_FIRST, full) }}
+{%- if ROTARY_DIM %}
+{{- rotated_dot(piece.first, piece.step, piece.chunk.count, piece.block, "q_" + piece.name, "turned_" + piece.name, key.dot_type, not loop.first) }}
+{%- else %}
+        element = element.to({{key.dot_type}})
+        part = tl.dot({{ "element, q_" + piece.name if TOKENS_FIRST else "q_%s, element" % piece.name }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
+{%- endif %}
+{%- endfor %}
+        scores = part * {{row("row_scale")}}
+{%- endmacro %}
+"""
+
+VALUES = r"""
+{%- macro load_values(full) %}
+{%- for chunk in value.chunks %}
+{{- load_chunk("v", "v_base", "V_WORDS", value, chunk, TOKENS_FIRST, full) }}
+{%- endfor %}
+{%- if value.by_token %}{{ load_scales("vs", "vs_base", "V_SCALES", value, VALUE_SCALE_PACK, full) }}{% endif %}
+{%- if value.shifted %}
+{{- load_scales("vs", "vs_base", "V_SCALES", value, VALUE_SCALE_PACK, full, false) }}
+{{- load_scales("vz", "vz_base", "V_ZEROS", value, VALUE_SCALE_PACK, full, false) }}
+{%- endif %}
+{%- endmacro %}
+{%- macro add_values(full) %}
+{#- Running maximum, probabilities, and the sums of values; rows of a tile that none attends to are zeroed. #}
+{%- if value.by_token %}
+{%- for i in range(value.scales) if not full %}
+        vs_{{i}} = tl.where(valid, vs_{{i}}, 0.0)
+{%- endfor %}
+        norm = vs_0
+{%- for i in range(1, value.scales) %}
+        norm = tl.maximum(norm, vs_{{i}})
+{%- endfor %}
+{%- if value.lifted %}
+        # Powers of two only: up to 2^15 for the largest scale of the token, which the probability gives back.
+        place = tl.minimum((norm.to(tl.int32, bitcast=True) >> 23) & 255, 250)
+        norm = (place - 127).to(tl.float32)
+        lower = (place << 23).to(tl.float32, bitcast=True)
+        lift = ((268 - place) << 23).to(tl.float32, bitcast=True)
+{%- for i in range(value.scales) %}
+        lift_{{i}} = (vs_{{i}} * lift).to(tl.float16)
+{%- endfor %}
+{%- else %}
+        norm = tl.maximum(tl.log2(norm), -60.0)
+{%- endif %}
+        m_new = tl.maximum(m, tl.max(scores + {{tok("norm")}}, {{T_AXIS}}))
+{%- elif value.shifted %}
+{%- for i in range(value.scales) if not full %}
+        vs_{{i}} = tl.where(valid, vs_{{i}}, 0.0)
+        vz_{{i}} = tl.where(valid, vz_{{i}}, 0.0)
+{%- endfor %}
+        # The exponent of the tile's largest scale, or of its zero points less nine: what is NaN stays so.
+        v_top = tl.maximum(tl.abs(vz_0) * 0.001953125, vs_0)
+{%- for i in range(1, value.scales) %}
+        v_top = tl.maximum(v_top, tl.maximum(tl.abs(vz_{{i}}) * 0.001953125, vs_{{i}}))
+{%- endfor %}
+        v_place = tl.minimum(tl.max((v_top.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 0) >> 10, 29)
+        v_shrink = ((142 - v_place) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+{%- for i in range(value.scales) %}
+        vs_{{i}} = vs_{{i}} * v_shrink
+{%- for offset in value.offsets_of(i) %}
+        vz_{{i}}_{{offset}} = vz_{{i}} * v_shrink - vs_{{i}} * {{offset}}.0
+{%- endfor %}
+{%- endfor %}
+        norm = (v_place - 15).to(tl.float32)
+        m_new = tl.maximum(m, tl.max(scores, 0) + norm)
+{%- else %}
+        m_new = tl.maximum(m, tl.max(scores, {{T_AXIS}}))
+{%- endif %}
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+{%- if value.shifted %}
+        # Up to 2^14, so that float16 holds what is 2^-38 of the largest; m gives it back at the end.
+        p = tl.exp2(scores - (m_safe - (norm + 14.0))[None, :])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 0) * ((142 - v_place) << 23).to(tl.float32, bitcast=True)
+{%- else %}
+        p = tl.exp2(scores - {{row("m_safe")}})
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, {{T_AXIS}})
+{%- endif %}
+        m = m_new
+{%- if not value.by_token %}
+        weight = p.to({{value.dot_type}})
+{%- elif value.lifted %}
+        weight = (p * {{tok("lower")}}).to({{value.dot_type}})
+{%- else %}
+{%- for i in range(value.scales) %}
+        weight_{{i}} = (p * {{tok("vs_%d" % i)}}).to({{value.dot_type}})
+{%- endfor %}
+{%- endif %}
+{%- set token = "[None, :]" if TOKENS_FIRST else "[:, None]" %}
+{%- if GUARD_VALUES and not full %}
+{%- for chunk in value.chunks %}
+        v_{{chunk.name}} = tl.where(valid{{token}}, v_{{chunk.name}}, 0.0).to({{value.view_type}})
+{%- endfor %}
+{%- endif %}
+{%- for piece in value.pieces %}
+{%- set element = piece.unpack("v_" + piece.chunk.name) %}
+{%- if value.elements %}
+{{- decode_element("v", "V", value, piece, TOKENS_FIRST, full) }}
+        element = {% if full %}element{% else %}tl.where(valid{{token}}, element, 0.0){% endif %}.to({{value.dot_type}})
+{%- elif value.shifted %}
+{%- if PACKED %}
+        element = {{element}} * vs_{{piece.scale}}[None, :] + vz_{{piece.scale}}_{{piece.offset}}[None, :]
+{%- else %}
+        # Rounded once, as the fused instruction does.
+        element = ({{element}}.to(tl.float32) * vs_{{piece.scale}}[None, :] + vz_{{piece.scale}}_{{piece.offset}}[None, :]).to(tl.float16)
+{%- endif %}
+{%- elif value.lifted %}
+        element = {{element}} * lift_{{piece.scale}}{{token}}
+{%- else %}
+        element = {{element}}
+{%- endif %}
+{%- set weight = "weight_%d" % piece.scale if value.by_token and not value.lifted else "weight" %}
+{%- if TOKENS_FIRST %}
+        acc_{{piece.name}} = tl.dot(element, {{weight}}, acc_{{piece.name}} * alpha[None, :]{{PRECISION}})
+{%- else %}
+        acc_{{piece.name}} = tl.dot({{weight}}, element, acc_{{piece.name}} * alpha[:, None]{{PRECISION}})
+{%- endif %}
+{%- endfor %}
+{%- endmacro %}
+"""
