@@ -383,7 +383,7 @@ def test_compiles_offline(scheme: str, arch: str, changes: dict) -> None:
     assert "tt.dot" in built["ttgir"] or "warp_group_dot" in built["ttgir"] or "mma" in built["ttgir"]
     count = offline.instructions_per_element(config, built["cubin"])
     # Whatever is decoded in float32 costs more than what the tensor cores take as it is.
-    assert 0.5 < count.per_element < (25 if config.plans[0].elements else 4), count
+    assert 0.5 < count.per_element < (40 if config.plans[0].elements else 8), count
     assert PAGE == config.page_rows
 
 
