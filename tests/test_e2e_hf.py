@@ -78,7 +78,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert max(compare(model, compiled, "static", (9, 1, 4, 1))) <= 0.01
 
 
-@pytest.mark.parametrize(("scheme", "bound"), [("int8", 2e-3), ("fp8", 1e-2), ("int4(group=16)", 3e-2), ("kivi(bits=4,group=16,window=16)", 3e-2)])
+@pytest.mark.parametrize(("scheme", "bound"), [
+    ("int8", 2e-3), ("fp8", 1e-2), ("int4(group=16)", 3e-2), ("kivi(bits=4,group=16,window=16)", 3e-2),
+])
 def test_compressed_logits(scheme: str, bound: float) -> None:
     model = llama()
     compiled = torch.compile(model, backend=eager(scheme), fullgraph=True)
