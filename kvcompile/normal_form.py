@@ -91,7 +91,7 @@ def _mask(bounds: Bounds) -> str:
         index = ", ".join(role.lower() or "0" for role in term.roles)
         words.append({
             MaskKind.BOOL: f"%{term.node.name}[{index}]", MaskKind.FILL: f"not %{term.node.name}[{index}]",
-            MaskKind.ADD: f"plus %{term.node.name}[{index}] (carried as a tensor)",
+            MaskKind.ADD: f"plus {'' if term.factor == 1.0 else f'{term.factor:g} * '}%{term.node.name}[{index}] (carried as a tensor)",
         }[term.kind])
     return " and ".join(words)
 

@@ -14,7 +14,9 @@ from kvcompile.passes.shapes import is_tensor, op_name, sizes, value_of
 PROJECTIONS = {"linear", "mm", "addmm", "embedding", "conv1d", "conv2d", "convolution"}
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 FUNCTIONAL = {"index_copy", "index_put", "scatter", "slice_scatter", "select_scatter", "where", "cat"}
+CHOICES = {"topk", "sort", "argsort", "kthvalue", "argmax"}
 LIMIT = 400
+REACH = 40
 
 
 def _is_cache(node: fx.Node, effects: Effects) -> bool:
@@ -53,16 +55,43 @@ def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
 
 
 def unrecognised(captured: Captured, effects: Effects) -> list[fx.Node]:
-    """Products that read a cache as it is and that no softmax follows."""
+    """Products that read a cache as it is, that no softmax follows and that choose no tokens."""
     found = []
     for node in captured.graph.nodes:
         if op_name(node) not in PRODUCTS:
             continue
         operands = [item for item in node.all_input_nodes if is_tensor(item) and len(sizes(item)) >= 3]
         bases = [trace(item, lambda base: False).base for item in operands]
-        if any(_is_cache(base, effects) for base in bases) and not _near_softmax(node):
+        if any(_is_cache(base, effects) for base in bases) and not _near_softmax(node) and not _chooses(node):
             found.append(node)
     return found
+
+
+def _chooses(product: fx.Node) -> bool:
+    """Whether a product leads to a choice of tokens: scores that only rank the cache's entries are no attention over it."""
+    stack, seen = [(product, 0)], set[fx.Node]()
+    while stack:
+        node, depth = stack.pop()
+        if node in seen or depth > REACH:
+            continue
+        seen.add(node)
+        if op_name(node) in CHOICES:
+            return True
+        stack += [(item, depth + 1) for item in node.users]
+    return False
+
+
+def cut_short(product: fx.Node) -> bool:
+    """Whether what is made of a product leaves the graph without having met another product."""
+    stack, seen = [product], set[fx.Node]()
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and op_name(user) not in PROJECTIONS | PRODUCTS:
+                seen.add(user)
+                stack.append(user)
+    return False
 
 
 def _near_softmax(product: fx.Node) -> bool:

@@ -77,6 +77,10 @@ class Emitter:
     def heads(self, node: fx.Node, roles: Sequence[str], rest: Sequence[str], heads: int, groups: int) -> fx.Node:
         """To [B, H, *rest] from any mix of B, H, K, G and the flattened BH; broadcasts B and H where missing."""
         current = list(roles)
+        if "GK" in current:
+            dim = current.index("GK")
+            node = self.call(aten.unflatten.int, node, dim, [groups, -1])
+            current[dim : dim + 1] = ["G", "K"]
         if "BH" in current:
             dim = current.index("BH")
             node = self.call(aten.unflatten.int, node, dim, [-1, heads])
@@ -94,6 +98,10 @@ class Emitter:
     def from_heads(self, node: fx.Node, roles: Sequence[str], groups: int) -> fx.Node:
         """From [B, H, S, D] to the dims of ``roles``."""
         current = ["B", "H", "S", "D"]
+        if "GK" in roles:
+            node = self.call(aten.unflatten.int, node, 1, [-1, groups])
+            node = self.call(aten.flatten.using_ints, self.permute(node, [0, 2, 1, 3, 4]), 1, 2)
+            current[1] = "GK"
         if "K" in roles:
             node = self.call(aten.unflatten.int, node, 1, [-1, groups])
             current[1:2] = ["K", "G"]

@@ -23,6 +23,8 @@ from kvcompile.passes.shapes import sizes, value_of
 from kvcompile.passes.sites import Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm
 
 NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}
+LEAST_FACTOR = 0.05
+"""An added mask times less than this may no longer hide what its very negative numbers hid."""
 UPPER = {
     LimitKind.NODE: "causal by position", LimitKind.OWN: "causal", LimitKind.ALL: "length", LimitKind.CONST: "fixed length",
 }
@@ -65,6 +67,20 @@ def _predicate(expr: Expr) -> Expr:
     if expr.op == "num" and expr.number == 0.0:
         return Expr("num", number=1.0)
     raise _Carried
+
+
+def _multiplied(expr: Expr, factor: float) -> Expr:
+    """An expression times a plain number, folded into a multiplication that is there already."""
+    if factor == 1.0:
+        return expr
+    if expr.op == "mul" and expr.args[1].op == "num":
+        return Expr("mul", (expr.args[0], Expr("num", number=expr.args[1].number * factor)))
+    if expr.op == "num":
+        return Expr("num", number=expr.number * factor)
+    if expr.op == "where":
+        condition, yes, no = expr.args
+        return Expr("where", (condition, _multiplied(yes, factor), _multiplied(no, factor)))
+    return Expr("mul", (expr, Expr("num", number=factor)))
 
 
 def _conjuncts(expr: Expr) -> list[Expr]:
@@ -165,7 +181,7 @@ def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
     coords = tuple(Linear(((role, 1),)) if role else Linear() for role in term.roles)
     expr = read(term.node, coords)
     if term.kind is MaskKind.ADD:
-        expr = _predicate(expr)
+        expr = _predicate(_multiplied(expr, term.factor))
     elif term.kind is MaskKind.FILL:
         expr = _negate(expr)
     found: dict[str, object] = {}
@@ -208,7 +224,7 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
 
 def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
     """The tensors along the cached tokens that may hide some of them: from these a last visible position can be read."""
-    terms = [term for term in bounds.carried if "T" in term.roles]
+    terms = [term for term in bounds.carried if "T" in term.roles and term.factor >= LEAST_FACTOR]
     if bounds.keep is not None:
         node, roles = bounds.keep
         terms.append(MaskTerm(node, MaskKind.BOOL, roles))

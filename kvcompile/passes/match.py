@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from kvcompile.passes import masks, slots
-from kvcompile.passes.caches import cache_behind, unrecognised
+from kvcompile.passes.caches import cache_behind, cut_short, unrecognised
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.patterns import sdpa, softmax
 from kvcompile.passes.shapes import hint, module_path, op_name, sizes, source_line
-from kvcompile.passes.sites import Attention, Miss, Refusal, Site, Slot, SlotKind, Stage
+from kvcompile.passes.sites import Attention, Bounds, Miss, Refusal, Site, Slot, SlotKind, Stage
 
 ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
     sdpa.recognise,
@@ -91,12 +91,28 @@ def _compose(attention: Attention, effects: Effects, index: int) -> Site:
         raise Miss("the cached values are multiplied by a number after they are read", value.root)
     attention = replace(attention, scale=attention.scale * key.factor)
     bounds = masks.normalise(attention, effects)
+    if key.axes.tiled != value.axes.tiled:
+        raise Miss("keys and values are repeated over the query heads in different orders", key.root, value.root)
+    if key.axes.tiled:
+        attention, bounds = _tiled(attention, bounds)
     tokens = sizes(attention.q)[attention.q_roles.index("S")] if "S" in attention.q_roles else 1
     if attention.sinks is not None and "T" in _roles_of_sinks(attention.sinks):
         raise Miss("sinks that depend on the token", attention.sinks)
     node = attention.output
     return Site(
         index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k
+    )
+
+
+def _tiled(attention: Attention, bounds: Bounds) -> tuple[Attention, Bounds]:
+    """An attention whose query heads go round the kv heads: its head dims hold the group first, then the kv head."""
+
+    def split(roles: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple("GK" if role == "H" else role for role in roles)
+
+    carried = tuple(replace(term, roles=split(term.roles)) for term in bounds.carried)
+    return (
+        replace(attention, q_roles=split(attention.q_roles), out_roles=split(attention.out_roles)), replace(bounds, carried=carried)
     )
 
 
@@ -182,6 +198,12 @@ def _processed(behind: fx.Node) -> Miss:
 
 
 def _unrecognised(product: fx.Node) -> Miss:
+    if cut_short(product):
+        return Miss(
+            f"the cache is read by {op_name(product)}, whose result leaves this graph before a softmax and the values are met: a graph break "
+            "stands in the middle of the attention", product,
+            advice="keep the attention in one graph (TORCH_LOGS=graph_breaks shows what breaks it)",
+        )
     return Miss(
         f"the cache is read by {op_name(product)}, and no softmax or scaled_dot_product_attention was found around it", product,
         advice="spell the attention with torch.softmax or scaled_dot_product_attention",

@@ -282,6 +282,8 @@ class _Rewriter:
                 node = emit.call(aten.to.dtype, node, torch.bool)
             if term.kind is MaskKind.FILL:
                 node = emit.call(aten.logical_not.default, node)
+            if term.factor != 1.0:
+                node = emit.call(aten.mul.Scalar, node, term.factor)
             node = emit.heads(node, term.roles, ("S", "T"), item.site.heads, item.site.groups)
             if combined is None:
                 combined, boolean = node, is_bool
@@ -306,7 +308,7 @@ class _Rewriter:
         node = self.env[item.site.attention.sinks]
         roles = item.site.attention.out_roles[:-1]
         shape = sizes(item.site.attention.sinks)
-        kept = tuple(role if role in {"H", "K", "G"} and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
+        kept = tuple(role if role in {"H", "K", "G", "GK"} and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
         node = emit.heads(node, (*kept, ""), (), item.site.heads, item.site.groups)
         return emit.call(aten.select.int, node, 0, 0)
 

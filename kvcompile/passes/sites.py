@@ -42,6 +42,8 @@ class MaskTerm:
     node: fx.Node
     kind: MaskKind
     roles: tuple[str, ...]
+    factor: float = 1.0
+    """What a term that is added is multiplied with first: -1 where it is subtracted."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Axes:
 
     labels: tuple[tuple[str, ...], ...]
     select: tuple[tuple[int, int], ...] = ()
+    tiled: bool = False
+    """Query head ``h`` reads kv head ``h % K``, as after ``repeat``, and not ``h // G``."""
 
     @property
     def token_dim(self) -> int:

@@ -17,6 +17,8 @@ from kvcompile.passes.sites import Axes, Miss, Position, Slot, SlotKind, Write
 
 MAKERS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", "empty", "new_empty", "empty_like"}
 PAIRS = (("K", "D"), ("B", "K"))
+TILED = "tiled"
+"""Marks a reading in which the query heads go round the kv heads."""
 
 
 class NoCache(Exception):
@@ -69,11 +71,10 @@ def _candidates(columns: dict[str, tuple[np.ndarray, int]], base: tuple[int, ...
         return found
     if "H" in columns:
         column, heads = columns["H"]
-        return [
-            {"B": (np.zeros_like(column), 1), **rest, "K": (column // (heads // kv), kv)}
-            for kv in range(heads, 0, -1)
-            if heads % kv == 0
-        ]
+        none = (np.zeros_like(column), 1)
+        counts = [kv for kv in range(heads, 0, -1) if heads % kv == 0]
+        found = [{"B": none, **rest, "K": (column // (heads // kv), kv)} for kv in counts]
+        return found + [{"B": none, **rest, "K": (column % kv, kv), TILED: none} for kv in counts if 1 < kv < heads]
     zero = np.zeros(len(next(iter(columns.values()))[0]), dtype=np.int64)
     return [{"B": (zero, 1), "K": (zero, 1), **rest}]
 
@@ -81,7 +82,7 @@ def _candidates(columns: dict[str, tuple[np.ndarray, int]], base: tuple[int, ...
 def _label(trail: Trail, base: tuple[int, ...], roles: dict[str, tuple[np.ndarray, int]], token_dim: int) -> Axes | None:
     """The labels of the root's dims under one reading of the operand's dims; None where they do not fit."""
     labels: list[tuple[str, ...] | None] = [None] * len(base)
-    left = dict(roles)
+    left = {role: value for role, value in roles.items() if role != TILED}
     token = left.pop("T")[0]
     if not (trail.there[:, token_dim] == token).all():
         return None
@@ -120,7 +121,7 @@ def _label(trail: Trail, base: tuple[int, ...], roles: dict[str, tuple[np.ndarra
             if role is None:
                 select.append((dim, 0))
     # A role of size one that no dim stands for is still there, as nothing.
-    return Axes(tuple(label or () for label in labels), tuple(select))
+    return Axes(tuple(label or () for label in labels), tuple(select), TILED in roles)
 
 
 def axes_of(trail: Trail, roles: tuple[str, ...], operand: fx.Node, token_dim: int) -> tuple[Axes, int]:

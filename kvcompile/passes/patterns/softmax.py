@@ -6,7 +6,7 @@ sinks), so their order and their spelling do not matter where the mathematics do
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -84,9 +84,12 @@ def _scaled(state: _Scores, node: fx.Node, factor: float) -> None:
     if state.capping:
         state.scale, state.cap, state.capping = state.scale * factor, factor, False
         return
-    if state.cap or any(term.kind is MaskKind.ADD for term in state.masks):
-        raise Miss("the scores are scaled after a softcap or an added mask", node)
+    if state.cap:
+        raise Miss("the scores are scaled after a softcap", node)
+    if factor <= 0.0 and state.masks:
+        raise Miss("the scores are scaled after a mask by a number that is not positive", node)
     state.scale *= factor
+    state.masks = [replace(term, factor=term.factor * factor) if term.kind is MaskKind.ADD else term for term in state.masks]
 
 
 def _mul(state: _Scores, node: fx.Node, operand: fx.Node) -> None:
@@ -116,9 +119,12 @@ def _add(state: _Scores, node: fx.Node, operand: fx.Node) -> None:
     value = constant(other)
     if value == 0.0:
         return
-    if not is_tensor(other) or bind(node).get("alpha", 1) != 1:
+    if not is_tensor(other):
         raise Miss("a number is added to the scores", node)
-    state.masks.append(MaskTerm(other, MaskKind.ADD, mask_roles(other, state.roles)))  # type: ignore[arg-type]
+    factor = float(bind(node).get("alpha", 1))
+    if other is node.args[0] and factor != 1.0:
+        raise Miss("the scores are added to a mask times a number", node)
+    state.masks.append(MaskTerm(other, MaskKind.ADD, mask_roles(other, state.roles), factor))
 
 
 def _fill(state: _Scores, node: fx.Node, operand: fx.Node) -> None:
@@ -146,12 +152,15 @@ def _sinks(state: _Scores, node: fx.Node, operand: fx.Node) -> None:
 
 
 def _shifted(state: _Scores, node: fx.Node, operand: fx.Node) -> None:
-    del state
     other = node.args[1]
     while isinstance(other, fx.Node) and op_name(other) in IDENTITIES | {"getitem"}:
         other = other.args[0]
-    if op_name(other) not in {"amax", "max"} or other.args[0] is not operand:  # type: ignore[union-attr]
-        raise Miss("something other than their maximum is subtracted from the scores", node)
+    if op_name(other) in {"amax", "max"} and other.args[0] is operand:  # type: ignore[union-attr]
+        return
+    term, alpha = node.args[1], float(bind(node).get("alpha", 1))
+    if node.args[0] is not operand or not is_tensor(term) or "T" not in mask_roles(term, state.roles):
+        raise Miss("something other than their maximum or a mask is subtracted from the scores", node)
+    state.masks.append(MaskTerm(term, MaskKind.ADD, mask_roles(term, state.roles), -alpha))
 
 
 def _floor(state: _Scores, node: fx.Node, operand: fx.Node) -> None:
