@@ -248,3 +248,24 @@ def test_head_dim_that_the_scheme_cannot_hold(caplog: pytest.LogCaptureFixture) 
     steps(module, torch.compile(module, backend=owner))
     assert owner.report().sites == 0
     assert all("found head dim 16 and group 32" in item.reason for item in owner.report().refusals)
+
+
+def test_a_graph_break_inside_the_attention(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Cached):
+        def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+            q, k, v = (item.transpose(1, 2) for item in self.project(x))
+            self.write(k, v, pos)
+            scores = q @ self.k_cache.transpose(2, 3) * 0.25
+            torch._dynamo.graph_break()
+            return self.close(scores.masked_fill(~visible(pos, self.capacity), float("-inf")).softmax(-1) @ self.v_cache)
+
+    torch.manual_seed(0)
+    module = Broken(lambda *given: given[1]).eval()
+    wanted = steps(module, module)
+    module.k_cache.zero_(), module.v_cache.zero_()
+    owner = kvcompile.backend("int8", inner="eager")
+    found = steps(module, torch.compile(module, backend=owner))
+    torch.testing.assert_close(found, wanted)
+    assert owner.report().sites == 0
+    assert any("a graph break stands in the middle of the attention" in item.reason for item in owner.report().refusals)
+    assert type(module.k_cache) is torch.Tensor, "the cache was taken over"

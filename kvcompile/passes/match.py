@@ -200,8 +200,8 @@ def _processed(behind: fx.Node) -> Miss:
 def _unrecognised(product: fx.Node) -> Miss:
     if cut_short(product):
         return Miss(
-            f"the cache is read by {op_name(product)}, whose result leaves this graph before a softmax and the values are met: a graph break "
-            "stands in the middle of the attention", product,
+            f"the cache is read by {op_name(product)}, whose result leaves this graph before it meets a softmax and the values: a graph "
+            "break stands in the middle of the attention", product,
             advice="keep the attention in one graph (TORCH_LOGS=graph_breaks shows what breaks it)",
         )
     return Miss(
