@@ -91,9 +91,9 @@ def small_sizes(config: Any, layers: int = LAYERS) -> dict[str, Any]:
     return small
 
 
-def tiny_config(config: Any, layers: int = LAYERS) -> Any:
-    """A tiny configuration of the same class as ``config``; raises whatever that class raises."""
-    small = small_sizes(config, layers)
+def tiny_config(config: Any, layers: int = LAYERS, settled: Mapping[str, Any] | None = None) -> Any:
+    """A tiny configuration of the same class as ``config``, with some values ``settled``; raises whatever that class raises."""
+    small = small_sizes(config, layers) | dict(settled or {})
     try:
         return type(config)(**small)
     except Exception as error:

@@ -17,6 +17,20 @@ from kvcompile.shrink import tiny_config
 
 WITH_ENCODER = "+encoder"
 SOURCE_TOKENS = 13
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+OPEN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2, "num_experts_per_tok": 2},
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+    "kimi_linear": {"num_experts_per_token": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "mamba2": {"expand": 1, "n_groups": 1},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+}
+"""What the default configuration of a type leaves open or too large for a tiny model, where no size's name says it."""
 NEUTRAL = 0.06
 """A deviation of weights at which activations of 256 channels keep their size, so that attention matters in the logits."""
 
@@ -48,11 +62,11 @@ class Subject:
         """Keyword arguments of one call for new ``tokens`` and a padding ``mask`` over all tokens so far."""
         if not self.encoded:
             return {"input_ids": tokens} | ({"attention_mask": mask} if mask is not None else {})
-        from transformers.modeling_outputs import BaseModelOutput
+        from transformers.modeling_outputs import MoEModelOutput
 
         generator = torch.Generator().manual_seed(seed)
         states = torch.randn(tokens.shape[0], SOURCE_TOKENS, self._encoder_width(), generator=generator)
-        given: dict[str, Any] = {"decoder_input_ids": tokens, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
+        given: dict[str, Any] = {"decoder_input_ids": tokens, "encoder_outputs": MoEModelOutput(last_hidden_state=states)}
         return given | ({"decoder_attention_mask": mask} if mask is not None else {})
 
     def _encoder_width(self) -> int:
@@ -103,7 +117,7 @@ def build(name: str, attention: str, layers: int = 2) -> Subject:
     config, paired = CONFIG_MAPPING[kind](), kind != name
     inner = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     known = AutoModelForCausalLM._model_mapping
-    config = tiny_config(inner if type(inner) in known and not paired else config, layers)
+    config = tiny_config(inner if type(inner) in known and not paired else config, layers, OPEN.get(kind))
     auto = AutoModelForSeq2SeqLM if paired or type(config) not in known else AutoModelForCausalLM
     if not paired and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True
@@ -114,6 +128,8 @@ def build(name: str, attention: str, layers: int = 2) -> Subject:
     torch.manual_seed(0)
     make: Callable[..., Any] = auto.from_config
     model = make(config, dtype=torch.float32, attn_implementation=attention).eval()
+    if hasattr(model, "set_default_language"):
+        model.set_default_language(next(iter(config.languages)))
     _stir(model)
     return Subject(name, model, bool(paired and model.config.is_encoder_decoder))
 

@@ -91,6 +91,10 @@ class Case:
         return asdict(self)
 
 
+class _NoCache(Exception):
+    """Raised where a model keeps no keys and values between its calls."""
+
+
 @dataclass
 class Run:
     """Logits of the last position of every call, and how often each call compiled."""
@@ -128,6 +132,8 @@ def _case(subject: Subject, case: Case, settings: Settings) -> Case:
 def _at_batch(subject: Subject, case: Case, rows: int, settings: Settings) -> Case:
     try:
         plain = run(subject, subject.model, case.cache, rows, settings, lambda: 0)
+    except _NoCache:
+        return replace(case, outcome=Outcome.NO_CACHE.value, detail="it returns no cache of keys and values")
     except Exception as error:
         log.debug("the uncompiled model fails", exc_info=True)
         return replace(case, outcome=Outcome.NOT_RUN.value, detail=_sentence(error))
@@ -220,7 +226,9 @@ def run(subject: Subject, call: Callable[..., Any], cache: str, rows: int, setti
     for stop in range(settings.prompt, total + 1):
         seen = None if mask is None else mask[:, :stop]
         out = call(**subject.inputs(words[:, start:stop], seen), past_key_values=past, use_cache=True)
-        past = out.past_key_values
+        past = getattr(out, "past_key_values", None)
+        if past is None:
+            raise _NoCache
         found.logits.append(out.logits[:, -1].float().clone())
         found.compiled.append(compiled() - before)
         start, before = stop, compiled()

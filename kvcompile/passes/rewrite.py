@@ -29,10 +29,9 @@ from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
 from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
 from kvcompile.passes.shapes import hint, op_name, size_along, sizes, value_of
 from kvcompile.passes.sites import Limit, LimitKind, MaskKind, SlotKind
+from kvcompile.passes.strides import free_strides
 
 DENSE = "dense()"
-PRODUCTS = {"linear", "mm", "addmm", "matmul", "bmm", "convolution", "conv1d", "conv2d"}
-"""Behind one of these nothing is left of the strides of what went in."""
 BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
 
 
@@ -387,7 +386,7 @@ class _Rewriter:
             out = emit.call(aten.to.dtype, out, value_of(attention.output).dtype)
         new = emit.from_heads(out, attention.out_roles, site.groups)
         old.replace_all_uses_with(new)
-        _free_strides(new)
+        free_strides(new)
 
     def _fresh(self, item: SitePlan) -> bool:
         """Whether the site attends to the tokens of this call alone."""
@@ -480,19 +479,6 @@ class _Rewriter:
                 continue
             if node in writes or not (written_arguments(node) or _effectful(node)):
                 self.graph.erase_node(node)
-
-
-def _free_strides(start: fx.Node) -> None:
-    """Let views that follow an attention be copies where they must: its result need not lie in memory as the old one did."""
-    stack, seen = [start], set[fx.Node]()
-    while stack:
-        for user in stack.pop().users:
-            if user in seen or op_name(user) in PRODUCTS:
-                continue
-            seen.add(user)
-            stack.append(user)
-            if user.target is aten.view.default:
-                user.target = aten.reshape.default
 
 
 def _effectful(node: fx.Node) -> bool:
