@@ -163,6 +163,17 @@ class KernelFormat:
         return self.block == 1 and not self.zeros and not self.levels and self.segments == 1
 
 
+@dataclass(frozen=True)
+class MinMax:
+    """An encoding by minimum and maximum that a kernel may do: planes codes, scales, zeros; groups as in ``KernelFormat``."""
+
+    bits: int
+    parts: int
+    segments: int
+    group: int
+    block: int
+
+
 def pages_for(tokens: int) -> int:
     """Whole pages that hold ``tokens`` tokens."""
     return math.ceil(tokens / PAGE)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.errors import WindowPassed
-from kvcompile.lowering.ops import append_body, decodable
-from kvcompile.lowering.windows import append_window_body
+from kvcompile.lowering.ops import append_body, append_window_body, decodable
 from kvcompile.schemes import Scheme
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 

@@ -26,7 +26,7 @@ import torch
 
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
 from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY, rounded_up
-from kvcompile.types import PAGE, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
+from kvcompile.types import PAGE, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 
 class Axis(enum.Enum):
@@ -129,6 +129,10 @@ class Kivi(Scheme):
     @property
     def block(self) -> int:
         return self.group if self.axis is Axis.CHANNEL else 1
+
+    @property
+    def minmax(self) -> MinMax | None:
+        return MinMax(self.bits, PARTS[self.bits], SEGMENTS[self.bits], self.group, self.block)
 
     @property
     def largest(self) -> float:

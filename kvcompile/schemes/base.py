@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from kvcompile.errors import BadOption, HeadDimNotDivisible
-from kvcompile.types import KernelFormat, Layout, Role, SlotSpec
+from kvcompile.types import KernelFormat, Layout, MinMax, Role, SlotSpec
 
 Planes = tuple[torch.Tensor, ...]
 
@@ -72,6 +72,11 @@ class Scheme(abc.ABC):
     def block(self) -> int:
         """How many consecutive tokens are encoded together, once all of them are there; divides ``window``."""
         return 1
+
+    @property
+    def minmax(self) -> MinMax | None:
+        """How a kernel may encode in place of ``encode``, bit for bit; None where it may not."""
+        return None
 
     def of(self, role: Role) -> Scheme:
         """The scheme that holds slots of this role, where keys and values are encoded differently."""
