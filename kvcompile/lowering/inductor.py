@@ -34,8 +34,10 @@ def _lower_attend(q: Any, *operands: Any) -> Any:
     device = q.get_device().type
     if device == "cuda":
         from kvcompile.lowering.triton_attend import lower_attend_cuda
+        from kvcompile.lowering.triton_prefill import lower_prefill
 
-        return lower_attend_cuda(q, *operands)
+        many = lower_prefill(q, *operands)
+        return lower_attend_cuda(q, *operands) if many is None else many
     if device == "cpu" and _plain(q, operands):
         from kvcompile.lowering.cpp_attend import lower_attend_cpu
 

@@ -1,0 +1,66 @@
+"""How attention of many rows is cut into programs: tiles to choose from, and splits of the tokens.
+
+Found on an H200 (benchmarks/NOTES.md). A decoded tile is shared by as many rows as two warp groups hold
+in registers: 256 where there are rows enough, else 128 rows on twice the tokens. One program fills a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvcompile.lowering.attend_config import Tile
+from kvcompile.lowering.prefill_config import PrefillConfig
+
+FEWEST_ROWS = 65
+"""From this many rows a site is prefill; fewer are the other template's."""
+
+TALL_ROWS = 4096
+"""Rows of one kv head from which 256 of them share a decoded tile; fewer fill more multiprocessors with 128 each."""
+
+MOST_SPLITS = 16
+"""More partial results cost more to merge than they win."""
+
+TOKENS_PER_SPLIT = 512
+"""A split must have this much to do."""
+
+
+def choose_tiles(base: PrefillConfig, rows: int, shared_memory: int, tuned: bool) -> list[PrefillConfig]:
+    """``base`` with each tile that fits the device's shared memory, best first; only that one unless ``tuned``."""
+    key, value = base.slots
+    tall, wide, small = Tile(64, 256, False, 8, 3), Tile(128, 128, False, 8, 3), Tile(64, 64, False, 4, 2)
+    square = Tile(64, 128, False, 8, 3)
+    rest = [dataclasses.replace(square, num_stages=2), small, dataclasses.replace(small, num_stages=1)]
+    if max(base.key_dim, base.value_dim) > 128:
+        tiles = [small, rest[-1]]
+    elif not key.scaled and not value.scaled:
+        tiles = [tall, wide, square, *rest] if rows >= 2 * tall.block_r else [square, wide, *rest]
+    elif rows >= TALL_ROWS and not key.by_channel:
+        tiles = [tall, wide, square, *rest]
+    else:
+        tiles = [wide, tall, square, *rest]
+    fitting = [dataclasses.replace(base, tile=tile) for tile in tiles if needed(base, tile) <= shared_memory]
+    return fitting if tuned else fitting[:1]
+
+
+def needed(config: PrefillConfig, tile: Tile) -> int:
+    """Bytes of shared memory of one program: queries, words in flight, decoded tiles."""
+    total = tile.block_r * config.key_dim * 2
+    for slot in config.slots:
+        tokens, decoded = tile.block_t, slot.dim * 2
+        if not slot.scaled:
+            total += max(1, tile.num_stages - 1) * tokens * decoded
+            continue
+        row = slot.words * 2 + (1 + slot.zeros) * slot.width * 2 // slot.block
+        total += tokens * (decoded + max(1, tile.num_stages - 1) * row)
+    return total
+
+
+def splits_for(config: PrefillConfig, rows: int, pairs: int, multiprocessors: int, tokens: int) -> int:
+    """Into how many programs the tokens of one tile of rows are split, so that the last wave is as full as the others.
+
+    ``pairs`` is batch times kv heads; ``tokens`` a hint, since the length is known on the device only.
+    """
+    programs = -(-rows // config.tile.block_r) * pairs
+    resident = multiprocessors * (8 // config.tile.num_warps)
+    most = max(1, min(MOST_SPLITS, tokens // TOKENS_PER_SPLIT))
+    return min(range(1, most + 1), key=lambda splits: -(-programs * splits // resident) / splits * (1 + 0.02 * (splits - 1)))

@@ -1,0 +1,79 @@
+"""``torch.ops.kvcompile.attend`` with many rows on CUDA: the prefill template through Inductor equals the eager definition."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from test_prefill_kernel import windowed
+from test_triton_attend import Case, check, operands
+
+from kvcompile import schemes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "kivi(bits=4)")
+
+
+def moved(value: Any) -> Any:
+    """The operands on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if isinstance(value, dict):
+        return {name: moved(item) for name, item in value.items()}
+    return [moved(item) for item in value] if isinstance(value, list) else value
+
+
+def attend(args: dict[str, Any]) -> torch.Tensor:
+    """The operation with the operands in their order."""
+    return torch.ops.kvcompile.attend(
+        args["q"], args["keys"], args["values"], args["hi"], args["lo"], args["keep"], args["bias"], args["sinks"],
+        args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"], args.get("recent"), args.get("base"),
+    )
+
+
+def cases() -> list[Case]:
+    """Every scheme: whole tiles and masked ones, every mask, other dims and dtypes."""
+    found = []
+    for scheme in SCHEMES:
+        base = Case(scheme, scheme, dtype=torch.bfloat16, K=2, D=128, Dv=128, S=100, T=1000)
+        found += [
+            base, dataclasses.replace(base, S=300, T=300), dataclasses.replace(base, lo=True, S=200),
+            dataclasses.replace(base, keep=True, B=2),
+            dataclasses.replace(base, dtype=torch.float16, magnitude=1e-3), dataclasses.replace(base, D=64, Dv=64, G=7, outlier=True),
+        ]
+        if not schemes.parse(scheme).window:
+            found += [
+                dataclasses.replace(base, sinks=True, softcap=20.0), dataclasses.replace(base, T=20000, K=8),
+                dataclasses.replace(base, D=256, Dv=256),
+            ]
+    found += [
+        Case("dense", "dense", dtype=torch.bfloat16, K=2, D=128, Dv=128, S=300, T=300, plain=True, sinks=True),
+        Case("dense", "dense", dtype=torch.bfloat16, K=2, D=64, Dv=128, S=300, T=300, B=2, plain=True, keep=True),
+    ]
+    return found
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_compiled_equals_eager(case: Case) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    from kvcompile.lowering import inductor
+
+    inductor.install()
+    torch._dynamo.reset()
+    args = moved(windowed(case) if schemes.parse(case.key).window else operands(case))
+    out, sources = run_and_get_code(torch.compile(attend, fullgraph=True), args)
+    assert "RAISED : tl.constexpr" in "".join(sources), "another template was chosen"
+    failure = check(case, out, args)
+    assert failure is None, failure

@@ -1,0 +1,227 @@
+"""The prefill kernel in Triton's interpreter against ``attend_body`` in float64, and compiled offline.
+
+As in ``test_triton_attend``, cases run in subprocesses of this very file, before which the interpreter is chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from test_triton_attend import Case, allow_ranges_over_scalars, check, operands, poison_rejected
+
+from kvcompile import schemes
+from kvcompile.lowering import offline, prefill_offline
+from kvcompile.lowering.attend_config import Masks, Tile
+from kvcompile.lowering.ops import append_window_body
+from kvcompile.lowering.prefill_config import PrefillConfig, normalized
+from kvcompile.types import Role, SlotSpec, pages_for
+
+RUNS = (("dense", "fp8"), ("int8",), ("int4",), ("kivi", "kivi(bits=4)"))
+"""Schemes that one subprocess takes."""
+
+SHORT = ("fp8", "kivi(bits=4)")
+"""Schemes that differ from the one before by their codes alone: a few cases."""
+TILE = Tile(64, 32, False, 4, 2)
+LARGE = Tile(128, 16, False, 4, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """A case of the other template, and whether its last tokens are recent ones in full precision."""
+
+    case: Case
+    recent: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.case} recent={self.recent}"
+
+
+def cases(scheme: str) -> list[Prefill]:
+    """Odd shapes and every mask, one axis at a time."""
+    if schemes.parse(scheme).window:
+        base = Case(scheme, scheme, S=20, T=250, tile=TILE)
+        found = [
+            base, dataclasses.replace(base, S=70, T=70, splits=1, direct=True), dataclasses.replace(base, T=40, B=2),
+            dataclasses.replace(base, D=128, Dv=64), dataclasses.replace(base, lo=True, T=300),
+            dataclasses.replace(base, keep=True, B=2), dataclasses.replace(base, tile=LARGE, T=330),
+            dataclasses.replace(base, magnitude=1e-3, outlier=True), dataclasses.replace(base, S=3, T=600, splits=5),
+        ]
+        found = found[:3] if scheme in SHORT else found
+        return [Prefill(case, recent=schemes.parse(scheme).window) for case in found]
+    base = Case(scheme, scheme, S=20, T=150, tile=TILE)
+    found = [
+        base, dataclasses.replace(base, T=20), dataclasses.replace(base, T=64, B=3),
+        dataclasses.replace(base, S=2, T=64, splits=1, direct=True),
+        dataclasses.replace(base, D=128, Dv=64, K=2, T=330), dataclasses.replace(base, D=64, Dv=128, G=1, tile=LARGE),
+        dataclasses.replace(base, D=32, Dv=256, G=7), dataclasses.replace(base, splits=1, direct=True, sinks=True, T=200),
+        dataclasses.replace(base, lo=True, B=2, T=260), dataclasses.replace(base, lo=True, G=1, S=150, T=400, splits=1, direct=True),
+        dataclasses.replace(base, lo=True, tile=LARGE, T=400, splits=2), dataclasses.replace(base, keep=True, B=2, T=200),
+        dataclasses.replace(base, keep=True, lo=True, tile=LARGE, T=300), dataclasses.replace(base, softcap=5.0, sinks=True),
+        dataclasses.replace(base, scale=-0.2), dataclasses.replace(base, magnitude=1e-4), dataclasses.replace(base, outlier=True),
+        dataclasses.replace(base, tile=dataclasses.replace(TILE, block_r=64), S=70, T=300),
+        # Beyond what float16 holds.
+        dataclasses.replace(base, dtype=torch.bfloat16, magnitude=6e4), dataclasses.replace(base, dtype=torch.bfloat16, magnitude=1e-12),
+    ]
+    if scheme == "dense":
+        found += [
+            dataclasses.replace(base, S=70, T=70, splits=1, direct=True, plain=True, B=2, keep=True),
+            dataclasses.replace(base, S=150, T=150, splits=1, direct=True, plain=True, sinks=True, lo=True),
+            dataclasses.replace(base, value="int8"), dataclasses.replace(base, key="int4", value="dense"),
+        ]
+    if scheme == "int4":
+        found += [
+            dataclasses.replace(base, key="int8(granularity=group,group=16)", value="int4(granularity=token)", D=128),
+            dataclasses.replace(base, key="int4(group=16)", value="int4(group=64)", Dv=128),
+            dataclasses.replace(
+                base, key="int4(scale_dtype=float32)", value="int4(scale_dtype=bfloat16)", dtype=torch.bfloat16, magnitude=1e9
+            ),
+        ]
+    return [Prefill(case) for case in (found[:6] if scheme in SHORT else found)]
+
+
+def windowed(case: Case, seed: int = 0) -> dict[str, Any]:
+    """Operands of a scheme with a window: a first part of the tokens is appended, then the S new ones."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        x = torch.randn(*shape, generator=g) * case.magnitude
+        if case.outlier:
+            x[..., 3] *= 100
+        return x.to(case.dtype)
+
+    found = []
+    for role, name, dim in ((Role.KEY, case.key, case.D), (Role.VALUE, case.value, case.Dv)):
+        scheme = schemes.parse(name).of(role)
+        layout = scheme.layout(SlotSpec(case.K, dim, case.dtype, role))
+        pages = pages_for(case.T) + 1
+        planes = [torch.zeros(plane.shape(pages, case.B, case.K), dtype=plane.dtype) for plane in layout.planes]
+        x = randn(case.B, case.K, case.T, dim)
+        past = case.T - case.S
+        if past:
+            append_window_body(x[:, :, :past], planes, torch.arange(past).unsqueeze(0), None, scheme.spell())
+        new = torch.arange(past, case.T).unsqueeze(0)
+        recent, _ = append_window_body(x[:, :, past:], planes, new, None, scheme.spell())
+        fmt = scheme.format(SlotSpec(case.K, dim, case.dtype, role))
+        found.append((planes[: fmt.planes], recent))
+    (keys, recent_k), (values, recent_v) = found
+    hi = torch.arange(case.T - case.S, case.T).unsqueeze(0).repeat(case.B, 1)
+    keep = torch.rand(case.B, case.T + 3, generator=g) > 0.3 if case.keep else None
+    if keep is not None:
+        keep[:, :9] = False
+        poison_rejected([p for p in keys if p.shape[3] == 64], values, keep)
+    return dict(
+        q=randn(case.B, case.S, case.K * case.G, case.D).transpose(1, 2) / case.magnitude, keys=keys, values=values, hi=hi,
+        lo=(hi - 66) if case.lo else None, keep=keep, bias=None, sinks=None, key_scheme=schemes.parse(case.key).of(Role.KEY).spell(),
+        value_scheme=schemes.parse(case.value).of(Role.VALUE).spell(), scale=case.scale / case.magnitude, softcap=case.softcap,
+        value_dim=case.Dv, recent=[recent_k, recent_v], base=torch.tensor([case.T - case.S - schemes.parse(case.key).window]),
+    )
+
+
+def config_for(case: Case, args: dict[str, Any]) -> PrefillConfig:
+    keys, values = args["keys"], args["values"]
+    return PrefillConfig(
+        args["key_scheme"], args["value_scheme"], case.D, case.Dv, case.K, case.G, case.dtype, keys[0].dtype, values[0].dtype,
+        args["scale"], case.softcap, Masks(lo=case.lo, keep=case.keep, sinks=case.sinks), keys[0].shape[3], not case.plain, case.splits,
+        recent=args.get("recent") is not None, packed=False, tile=case.tile,
+    )
+
+
+def run_kernel(case: Case, args: dict[str, Any]) -> torch.Tensor:
+    """The rendered kernel and a merge in eager torch."""
+    q, keys, values = args["q"], args["keys"], args["values"]
+    config = config_for(case, args)
+    assert config.fits
+    key, _ = config.slots
+    small, scales = normalized(q)
+    recent = args.get("recent") or (None, None)
+    tensors = {
+        "Q": small if key.scaled else q, "Q_RAW": q, "Q_SCALES": scales, "HI": args["hi"], "K_WORDS": keys[0], "V_WORDS": values[0],
+        "K_SCALES": keys[min(1, len(keys) - 1)], "V_SCALES": values[min(1, len(values) - 1)],
+        "K_ZEROS": keys[-1], "V_ZEROS": values[-1],
+        "LO": args["lo"], "KEEP": args["keep"], "SINKS": args["sinks"],
+        "RECENT_K": recent[0], "RECENT_V": recent[1], "BASE": args.get("base"),
+    }
+    inputs = {name: tensors[name] for name in config.operands}
+    heads = case.K * case.G
+    shape = (case.B, heads, case.S, case.Dv) if config.direct else (case.splits, case.B, heads, case.S, case.Dv + 2)
+    out = torch.full(shape, float("nan"), dtype=case.dtype if config.direct else torch.float32)
+    source = prefill_offline.render(config, {n: offline.Operand.of(t) for n, t in inputs.items()}, offline.Operand.of(out))
+    kernel = getattr(offline.load_module(source), offline.KERNEL)
+    kernel[(-(-case.S * case.G // case.tile.block_r), case.B * case.K, case.splits)](*inputs.values(), out)
+    return out if config.direct else merged(out, args["sinks"]).to(case.dtype)
+
+
+def merged(out: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Partial results by log-sum-exp."""
+    acc, m, l = out[..., :-2], out[..., -2:-1], out[..., -1:]
+    top = m.amax(0)
+    if sinks is not None:
+        sink = sinks[None, :, None, None] * 1.4426950408889634
+        top = torch.maximum(top, sink)
+    top = torch.where(top.isneginf(), 0.0, top)
+    weight = torch.exp2(m - top)
+    total = (l * weight).sum(0)
+    if sinks is not None:
+        total = total + torch.exp2(sink - top)
+    return torch.where(total == 0, 0.0, (acc * weight).sum(0) / total)
+
+
+def main(names: list[str]) -> int:
+    allow_ranges_over_scalars()
+    failures = []
+    for prefill in itertools.chain.from_iterable(cases(name) for name in names):
+        case = prefill.case
+        if case.dtype == torch.bfloat16 and "dense" in (case.key, case.value):
+            continue  # The interpreter's dot treats bfloat16 as integers; test_gpu_attend has these.
+        args = windowed(case) if prefill.recent else operands(case)
+        try:
+            failure = check(case, run_kernel(case, args), args)
+        except Exception as error:  # noqa: BLE001 - every case must be reported
+            failure = f"{case}: {type(error).__name__} {str(error)[-400:]}"
+        if failure:
+            failures.append(failure)
+    print("\n".join(failures))
+    return bool(failures)
+
+
+@pytest.mark.parametrize("names", RUNS, ids=" ".join)
+def test_interpreted_kernel_equals_eager(names: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, *names],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+COMPILED = [("int4", "sm_90", "ttng.warp_group_dot"), ("kivi", "sm_80", "tt.dot"), ("dense", "sm_100", "ttng.tc_gen5_mma")]
+
+
+@pytest.mark.parametrize(("scheme", "arch", "product"), COMPILED)
+def test_compiles_offline(scheme: str, arch: str, product: str) -> None:
+    own = [schemes.parse(scheme).of(role) for role in Role]
+    words = [made.format(SlotSpec(8, 128, torch.bfloat16, role)).word_dtype for made, role in zip(own, Role, strict=True)]
+    config = PrefillConfig(
+        own[0].spell(), own[1].spell(), 128, 128, 8, 4, torch.bfloat16, words[0], words[1], 0.088, splits=2, tile=Tile(64, 128, False, 8, 2)
+    )
+    built = prefill_offline.compile_offline(prefill_offline.prefill_source(config), config, arch)
+    text = built["ttgir"]
+    assert isinstance(text, str)
+    assert product in text
+    # What the dots read arrives asynchronously, words and scales.
+    assert text.count("ttg.async_copy_global_to_local") >= 2 * (2 + 2 * (scheme != "dense"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
