@@ -80,9 +80,9 @@ class Piece:
         """Columns of the piece's blocks, padding included."""
         return self.chunk.block
 
-    def unpack(self, word: str) -> str:
-        """The unpacked piece as a Triton expression on the chunk's block."""
-        return self.expression.replace("{word}", word)
+    def unpack(self, word: str, scale: str = "", zero: str = "") -> str:
+        """The unpacked piece as a Triton expression on the chunk's block; packed SHIFTED pieces are scaled and shifted as well."""
+        return self.expression.replace("{word}", word).replace("{scale}", scale).replace("{zero}", zero)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,20 @@ class SlotPlan:
         """The different offsets of the pieces that share one scale."""
         return tuple(sorted({piece.offset for piece in self.of_scale(scale)}))
 
+    @property
+    def spans(self) -> tuple[tuple[int, ...], ...]:
+        """The different powers, largest first, in runs of at most two octaves: what one accumulator of FOLDED keys serves."""
+        spans: list[list[int]] = []
+        for power in sorted({piece.power for piece in self.pieces}, reverse=True):
+            if not spans or spans[-1][0] - power > 2:
+                spans.append([])
+            spans[-1].append(power)
+        return tuple(tuple(span) for span in spans)
+
+    def lowered(self, piece: Piece) -> int:
+        """The octaves that a FOLDED piece's queries are smaller by, so that its accumulator has one unit."""
+        return next(span[0] for span in self.spans if piece.power in span) - piece.power
+
     def single_group(self, piece: Piece) -> bool:
         """Whether one scale covers all channels of a piece."""
         return len({channel // self.group for channel in piece.channels}) == 1
@@ -229,7 +243,9 @@ def slot_plan(
                 if decode is Decode.SHIFTED:
                     trick = find_normal(fmt, part, byte)
                     assert trick is not None
-                    unpacked = (trick.packed if packed else trick.triton)("{word}", False), 0, trick.offset
+                    text = trick.packed_scaled("{word}", "{scale}", "{zero}") if packed else trick.triton("{word}", False)
+                    # Half of the scale makes up for the two that codes stand in.
+                    unpacked = text, trick.power + 1, trick.offset
                 else:
                     unpacked = _expression(fmt, part, byte, pair, packed, dtype, centered)
                 scale = first // fmt.group if grouped and fmt.scaled else 0
