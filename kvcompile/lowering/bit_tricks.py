@@ -119,6 +119,33 @@ def shifted_zeros(zeros: str, scales: str, unit: int) -> str:
     return _assembly(body, [zeros, scales], "tl.float16")
 
 
+def lane_table(pointer: str, stride: str) -> str:
+    """A register that holds entry ``lane % 16`` of a table of 16 float32, ``stride`` apart, in float16.
+
+    A scalar to Triton, so it has no layout that could be converted and every lane runs the load itself.
+    """
+    body = (
+        f".reg .b32 n, s; .reg .b64 a; .reg .f32 f; .reg .b16 h; mov.u32 n, %laneid; and.b32 n, n, 15; mov.b32 s, {stride}; "
+        "mul.lo.u32 n, n, s; mul.wide.u32 a, n, 4; add.u64 a, a, $1; ld.global.nc.f32 f, [a]; cvt.rn.f16.f32 h, f; mov.b32 $0, {h, h};"
+    )
+    return f"tl.inline_asm_elementwise('{{ {body} }}', '=r,l', [{pointer}.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)"
+
+
+def looked_up(part: int, byte: int, scaled: bool) -> str:
+    """Nibble ``part`` of byte ``byte`` of two uint16 words, looked up across the lanes of a warp: one shuffle an element.
+
+    A shuffle takes its source lane from the low five bits, and the table is there twice, so the next field's bit does no harm.
+    """
+    place = 8 * byte + 4 * part
+    end = "fma.rn.f16x2 $0, t, $4, $5;" if scaled else "mov.b32 $0, t;"
+    body = (
+        f".reg .b32 t, u, v; shr.b32 u, $1, {place}; shr.b32 v, $1, {place + 16}; shfl.sync.idx.b32 u, $2, u, 31, 0xffffffff; "
+        f"shfl.sync.idx.b32 v, $3, v, 31, 0xffffffff; prmt.b32 t, u, v, 0x5410; {end}"
+    )
+    operands, constraints = ("{word}, {table}, {scale}, {zero}", "=r,r,r,r,r,r") if scaled else ("{word}, {table}", "=r,r,r,r")
+    return f"tl.inline_asm_elementwise('{{ {body} }}', '{constraints}', [{operands}], dtype=tl.float16, is_pure=True, pack=2)"
+
+
 def _assembly(body: str, operands: list[str], dtype: str) -> str:
     constraints = ",".join(["=r", *("r" for _ in operands)])
     return (

@@ -62,6 +62,11 @@ MACROS = r"""
 {%- if plan.levels %}
     {{var}}l_base = {{name}}_TABLE + h * {{stride(name + "_TABLE", 2)}}
 {%- endif %}
+{%- if plan.tabled %}
+{%- for i in range(plan.scales) %}
+    {{var}}_table_{{i}} = {{lane_table("(%sl_base + %d * %s)" % (var, i, stride(name + "_TABLE", 3)), stride(name + "_TABLE", 4))}}
+{%- endfor %}
+{%- endif %}
 {%- endmacro %}
 {%- macro load_scales(var, base, name, plan, pack, full, as_float=true) %}
 {%- set mask = "" if WHOLE or full else ", mask=live, other=0.0" %}
@@ -167,6 +172,7 @@ SCORES = r"""
 {{- load_chunk("k", "k_base", "K_WORDS", key, chunk, not TOKENS_FIRST, full) }}
 {%- endfor %}
 {%- if key.by_token %}{{ load_scales("ks", "ks_base", "K_SCALES", key, KEY_SCALE_PACK, full) }}{% endif %}
+{%- if key.tabled %}{{ load_scales("kz", "kz_base", "K_ZEROS", key, KEY_SCALE_PACK, full) }}{% endif %}
 {%- if key.folded %}
 {%- for piece in key.pieces if piece.first % 2 == 0 %}
 {%- set at = "%d + tl.arange(0, %d)" % (piece.first // 2, piece.block) %}
@@ -180,7 +186,7 @@ SCORES = r"""
 {%- for i in range(key.scales) %}
 {%- set outer = loop %}
 {%- for piece in key.of_scale(i) %}
-{%- set unpacked = piece.unpack("k_" + piece.chunk.name) %}
+{%- set unpacked = piece.unpack("k_" + piece.chunk.name, table="k_table_%d" % i) %}
         part = tl.dot({{ "%s, q_%s" % (unpacked, piece.name) if TOKENS_FIRST else "q_%s, %s" % (piece.name, unpacked) }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
 {%- endfor %}
 {%- if key.scaled %}
@@ -188,6 +194,9 @@ SCORES = r"""
         part = part - {{row("excess_%d" % i)}}
 {%- endif %}
         scores = part * {{tok("ks_%d" % i)}}{% if not outer.first %} + scores{% endif %}
+{%- if key.tabled %}
+        scores = scores + {{tok("kz_%d" % i)}} * {{row("sum_%d" % i)}}
+{%- endif %}
 {%- else %}
         scores = part
 {%- endif %}
@@ -280,7 +289,10 @@ VALUES = r"""
         vz_{{i}} = tl.where(valid, vz_{{i}}, 0.0)
 {%- endfor %}
 {%- for i in range(value.scales) %}
-{%- for offset in value.offsets_of(i) %}
+{%- if value.tabled %}
+        vz_{{i}}_0 = {{halved("vz_%d" % i)}}
+{%- endif %}
+{%- for offset in value.offsets_of(i) if not value.tabled %}
         vz_{{i}}_{{offset}} = {{ shifted_zeros("vz_%d" % i, "vs_%d" % i, offset) if PACKED else "vz_%d * %s - vs_%d" % (i, 1.0 / offset, i) }}
 {%- endfor %}
         vs_{{i}} = {{ halved("vs_%d" % i) if PACKED else "vs_%d * 0.5" % i }}
@@ -322,7 +334,7 @@ VALUES = r"""
 {%- elif value.shifted %}
 {%- if PACKED %}
 {%- set shape = "[%d, BLOCK_T]" % piece.block %}
-        element = {{piece.unpack("v_" + piece.chunk.name, "tl.broadcast_to(vs_%d[None, :], %s)" % (piece.scale, shape), "tl.broadcast_to(vz_%d_%d[None, :], %s)" % (piece.scale, piece.offset, shape))}}
+        element = {{piece.unpack("v_" + piece.chunk.name, "tl.broadcast_to(vs_%d[None, :], %s)" % (piece.scale, shape), "tl.broadcast_to(vz_%d_%d[None, :], %s)" % (piece.scale, piece.offset, shape), "v_table_%d" % piece.scale)}}
 {%- else %}
         # Rounded once, as the fused instruction does.
         element = ({{element}}.to(tl.float32) * vs_{{piece.scale}}[None, :] + vz_{{piece.scale}}_{{piece.offset}}[None, :]).to(tl.float16)

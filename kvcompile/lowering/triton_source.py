@@ -148,6 +148,15 @@ PROLOGUE = r"""
 {%- set octaves = key.lowered(piece) if key.folded else key.power - piece.power %}
     q_{{piece.name}} = {% if octaves %}(q_{{piece.name}} * {{2.0 ** -octaves}}){% else %}q_{{piece.name}}{% endif %}.to({{key.dot_type}})
 {%- endfor %}
+{%- if key.tabled %}
+    # What each scale's zero points are multiplied by.
+{%- for i in range(key.scales) %}
+    sum_{{i}} = tl.zeros([BLOCK_R], tl.float32)
+{%- for block, pieces in key.of_scale(i)|groupby("block") %}
+    sum_{{i}} += tl.sum({% for piece in pieces %}{{ " + " if not loop.first }}q_{{piece.name}}.to(tl.float32){% endfor %}, {{T_AXIS}})
+{%- endfor %}
+{%- endfor %}
+{%- endif %}
 {%- if key.offset %}
     # What the keys' offset adds to each scale's sub-dots.
 {%- for i in range(key.scales) %}
