@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from kvcompile.passes import masks, slots
+from kvcompile.passes import masks, slots, soundness
 from kvcompile.passes.caches import cache_behind, cut_short, unrecognised
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, analyse
@@ -84,8 +84,12 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
 
 
 def _compose(attention: Attention, effects: Effects, index: int) -> Site:
+    soundness.private(attention, effects)
+    soundness.unchanged_operands(attention, effects)
     key = slots.find(attention.k, attention.k_roles, attention.output, effects)
     value = slots.find(attention.v, attention.v_roles, attention.output, effects)
+    for slot in (key, value):
+        soundness.unchanged_write(slot.write, attention.output, effects)
     heads, groups = _check_pair(attention, key, value)
     if value.factor != 1.0:
         raise Miss("the cached values are multiplied by a number after they are read", value.root)
@@ -183,8 +187,8 @@ def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
     borrowed = {entry.node for entry in captured.inputs if not entry.owned}
     return {
         site: Miss(
-            "no tensor of its own owns the cache's memory (it is a view, a parameter or a subclass)", slot.root,
-            advice="keep the cache in a plain tensor or a registered buffer",
+            "no tensor owns the cache's memory alone (it is a view, a parameter or a subclass, or something else holds a view of it)",
+            slot.root, advice="keep the cache in a plain tensor or a registered buffer of its own, and no view of it from call to call",
         )
         for site in sites for slot in (site.key, site.value) if slot.kind is SlotKind.BUFFER and slot.placeholder in borrowed
     }

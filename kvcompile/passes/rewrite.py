@@ -386,6 +386,8 @@ class _Rewriter:
             out = emit.call(aten.to.dtype, out, value_of(attention.output).dtype)
         new = emit.from_heads(out, attention.out_roles, site.groups)
         old.replace_all_uses_with(new)
+        # The next attention may take this one's result as its queries.
+        self.env[attention.output] = new
         free_strides(new)
 
     def _fresh(self, item: SitePlan) -> bool:
@@ -472,8 +474,9 @@ class _Rewriter:
         )
 
     def _clean(self) -> None:
-        """Erase what is dead; the rewritten slots' own writes count as dead, every other write stays."""
+        """Erase what is dead; the rewritten slots' own writes and steps in place on scores count as dead, every other write stays."""
         writes = {self.env[part.slot.write.node] for item in self.plan.sites for part in (item.key, item.value)}
+        writes |= {self.env[node] for item in self.plan.sites for node in item.site.attention.nodes}
         for node in reversed(list(self.graph.nodes)):
             if node.op in {"placeholder", "output"} or node.users:
                 continue

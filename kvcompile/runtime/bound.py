@@ -161,8 +161,9 @@ class BoundGraph:
         owned = handles.can_take_over(tensor)
         if not owned and group.kind is SlotKind.BUFFER:
             raise Unsupported(
-                expected="a cache tensor that owns its memory, as when this graph was compiled", found="a view, a parameter or a subclass",
-                where=group.where, todo="keep the cache in a plain tensor or buffer of its own",
+                expected="a cache tensor that owns its memory alone, as when this graph was compiled",
+                found="a view, a parameter or a subclass, or one that something else holds a view of", where=group.where,
+                todo="keep the cache in a plain tensor or buffer of its own, and no view of it from call to call",
             )
         slot = group.first.plan.slot
         labels = slot.axes.labels

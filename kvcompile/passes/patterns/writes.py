@@ -47,6 +47,17 @@ def _along(dest: fx.Node, root: fx.Node) -> tuple[dict[int, int], dict[int, int]
     return dims, fixed, offsets
 
 
+def _whole(dest: fx.Node, root: fx.Node, dims: dict[int, int], offsets: dict[int, int], token_dim: int, ranged: bool = False) -> None:
+    """Raise Miss where ``dest`` is only part of the cache along a dim other than the tokens (``ranged``: it is, along the tokens)."""
+    for d, dim in dims.items():
+        whole = offsets.get(dim, 0) == 0 and (dim == token_dim or sizes(dest)[d] == sizes(root)[dim])
+        if not whole and not (ranged and dim == token_dim):
+            raise Miss(
+                f"the write covers only part of the cache (dim {dim}: {sizes(dest)[d]} of {sizes(root)[dim]}, from {offsets.get(dim, 0)})",
+                dest, advice="write the new tokens of all batch rows, heads and channels at once, at positions counted from the first token",
+            )
+
+
 def _shifted(a: np.ndarray, b: np.ndarray) -> bool:
     return bool((a - b == a[0] - b[0]).all())
 
@@ -77,7 +88,8 @@ def _selected(dest: fx.Node, root: fx.Node) -> set[int]:
 
 
 def _plain(idiom: str, node: fx.Node, root: fx.Node, dest: fx.Node, dim: int, values: fx.Node, index: fx.Node) -> Write:
-    dims, fixed, _ = _along(dest, root)
+    dims, fixed, offsets = _along(dest, root)
+    _whole(dest, root, dims, offsets, dims[dim])
     # A scalar index takes its dim away.
     single = not sizes(index)
     runs = tuple(dims[d] for d in range(len(sizes(dest))) if d != dim or not single)
@@ -112,7 +124,8 @@ def index_put(node: fx.Node, root: fx.Node) -> Write:
     ranks = {len(sizes(indices[dim])) for dim in used}
     if len(used) == 2 and ranks in ({1}, {2}):
         row_dim, token_dim = used
-        dims, fixed, _ = _along(dest, root)
+        dims, fixed, offsets = _along(dest, root)
+        _whole(dest, root, dims, offsets, dims[token_dim])
         adjacent = used[1] == used[0] + 1
         many = ranks == {2}
         if sizes(indices[token_dim])[0] != sizes(dest)[row_dim]:
@@ -141,7 +154,7 @@ def view_copy(node: fx.Node, root: fx.Node) -> Write:
     """``cache[:, :, s:s + n] = values`` and ``cache.narrow(1, s, n).copy_(values)``."""
     arguments = bind(node)
     dest, values = arguments["self"], arguments["src"]
-    dims, fixed, _ = _along(dest, root)
+    dims, fixed, offsets = _along(dest, root)
     cut = _slices(dest, root)
     if len(cut) != 1:
         raise Miss("the write goes to a view with " + ("no" if not cut else "several") + " token ranges", node)
@@ -154,6 +167,7 @@ def view_copy(node: fx.Node, root: fx.Node) -> Write:
         # One token written through ``select``.
         dims = dict(dims)
         fixed.pop(root_dim)
+    _whole(dest, root, dims, offsets, root_dim, ranged=True)
     return Write(
         "copy_ into a slice", node, root, values, tuple(dims[d] for d in range(len(sizes(dest)))), root_dim,
         Position(offset=start), count, tuple(fixed.items()),
