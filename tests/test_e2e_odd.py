@@ -89,6 +89,27 @@ def integer_mask(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     return attend(m, *m.written(x, pos), ((visible(pos, m.capacity).int() & 1) - 1).float() * 1e9)
 
 
+def mask_changed_in_place(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """What is written into a mask in place counts: the first token is seen with a bias."""
+    bias = torch.where(visible(pos, m.capacity), 0.0, float("-inf"))
+    bias[:, 0] = 0.5
+    return attend(m, *m.written(x, pos), bias)
+
+
+def attention_of_an_attention(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    mask = visible(pos, m.capacity)
+    return attend(m, F.scaled_dot_product_attention(q, k, v, attn_mask=mask), k, v, mask)
+
+
+def scores_in_place(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    scores = q @ k.mT
+    scores *= m.dim**-0.5
+    scores.masked_fill_(~visible(pos, m.capacity), float("-inf"))
+    return m.close(scores.softmax(-1) @ v)
+
+
 def one_cache(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     q, k, _ = m.fresh(x)
     k = m.k_cache.index_copy_(2, pos, k)
@@ -194,6 +215,7 @@ def run(body: Body, kv: int, scheme: str) -> tuple[float, kvcompile.Report]:
 @pytest.mark.parametrize("body", [
     by_head, two_masks, roles_swapped, no_mask, prefix, blocks, relative_bias, nothing_to_see, integer_mask, ranked,
     hidden_by_subtraction, scaled_after_the_mask,
+    mask_changed_in_place, attention_of_an_attention, scores_in_place,
 ], ids=lambda body: body.__name__)
 def test_odd_but_rewritten(body: Body) -> None:
     error, report = run(body, 4, "dense")

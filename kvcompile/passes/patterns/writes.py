@@ -54,7 +54,7 @@ def _whole(dest: fx.Node, root: fx.Node, dims: dict[int, int], offsets: dict[int
         if not whole and not (ranged and dim == token_dim):
             raise Miss(
                 f"the write covers only part of the cache (dim {dim}: {sizes(dest)[d]} of {sizes(root)[dim]}, from {offsets.get(dim, 0)})",
-                dest, advice="write the new tokens of all batch rows, heads and channels at once, at positions counted from the first token",
+                dest, advice="write the new tokens of all rows, heads and channels at once, at positions counted from the first token",
             )
 
 
