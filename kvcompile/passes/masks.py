@@ -18,7 +18,7 @@ from torch import fx
 
 from kvcompile.passes.algebra import Expr, Linear, read
 from kvcompile.passes.effects import Effects
-from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
+from kvcompile.passes.patterns.steps import VERY_NEGATIVE
 from kvcompile.passes.shapes import sizes, value_of
 from kvcompile.passes.sites import Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm
 from kvcompile.passes.soundness import settled

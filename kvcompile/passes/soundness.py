@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from torch import fx
 
 from kvcompile.passes.effects import Effects, written_arguments
-from kvcompile.passes.shapes import IDENTITIES, is_tensor, op_name
+from kvcompile.passes.pullback import trace
+from kvcompile.passes.shapes import IDENTITIES, is_tensor, op_name, sizes
 from kvcompile.passes.sites import Attention, Miss, Write
 
-STATISTICS = IDENTITIES | {"max", "amax", "logsumexp", "getitem", "sum"}
+STATISTICS = IDENTITIES | {"max", "amax", "logsumexp", "getitem", "sum", "unsqueeze", "squeeze"}
 SIZES = {"sym_size", "sym_stride", "sym_numel"}
 
 
@@ -76,6 +77,19 @@ def private(attention: Attention, effects: Effects) -> None:
                     f"the scores or weights of the attention are changed in place by {op_name(write)}", write,
                     advice="use masked_fill, where or an added mask over all scores",
                 )
+
+
+def one_sink_a_head(attention: Attention) -> None:
+    """Raise Miss where a sink logit depends on the batch row or on the token."""
+    if attention.sinks is None:
+        return
+    roles = (*attention.sink_roles[len(attention.sink_roles) - len(sizes(attention.sinks)) + 1 :], "")
+    trail = trace(attention.sinks, lambda node: False)
+    heads = [dim for dim, role in enumerate(roles) if role and not set(role) - set("HKG")]
+    seen: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for here, there in zip(trail.here, trail.there, strict=True):
+        if seen.setdefault(tuple(here[heads]), tuple(there)) != tuple(there):
+            raise Miss("the sinks depend on the batch row or the token", attention.sinks, advice="give every head one sink logit")
 
 
 def _inside(user: fx.Node, nodes: set[fx.Node], depth: int = 6) -> bool:
