@@ -25,7 +25,7 @@ LONGEST_PATH = 36
 
 CACHES = {
     SlotKind.BUFFER: "written in place", SlotKind.CONCAT: "grows each step", SlotKind.BORN_CONCAT: "starts here",
-    SlotKind.BORN_BUFFER: "made and filled here", SlotKind.READ: "filled before",
+    SlotKind.BORN_BUFFER: "made and filled here", SlotKind.READ: "filled before", SlotKind.UPDATED: "updated out of place",
 }
 
 

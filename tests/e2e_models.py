@@ -483,6 +483,133 @@ class Functional(Attention):
         return self.close(y), (keys, values)
 
 
+class Tiled(Attention):
+    """Query head h reads kv head h % K: the kv heads are repeated as a whole."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 2, **sizes})
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        keys, values = (cache.repeat(1, self.heads // self.kv, 1, 1) for cache in (keys, values))
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
+
+
+class FunctionalScatter(Attention):
+    """Out of place by scatter, one position a row and token expanded to all elements: what exporters like."""
+
+    def forward(self, x: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], pos: torch.Tensor) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        index = pos.view(1, 1, -1, 1).repeat(x.shape[0], self.kv, 1, self.dim)
+        keys, values = torch.scatter(caches[0], 2, index, k), torch.scatter(caches[1], 2, index, v)
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity))), (keys, values)
+
+
+class SliceScattered(Attention):
+    """Out of place by slice_scatter at an int offset."""
+
+    def forward(self, x: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], start: int) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        end = start + x.shape[1]
+        keys, values = torch.slice_scatter(caches[0], k, 2, start, end), torch.slice_scatter(caches[1], v, 2, start, end)
+        mask = visible(torch.arange(start, end), self.capacity)
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)), (keys, values)
+
+
+class CopiedBack(Attention):
+    """Updated out of place, and copied into the buffer."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.k_cache.copy_(self.k_cache.index_copy(2, pos, k))
+        self.v_cache.copy_(self.v_cache.index_copy(2, pos, v))
+        return self.close(F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity)))
+
+
+class Reassigned(Attention):
+    """``self.k_cache = self.k_cache.index_copy(...)``."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.k_cache, self.v_cache = self.k_cache.index_copy(2, pos, k), self.v_cache.index_copy(2, pos, v)
+        return self.close(F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity)))
+
+
+class NotGivenBack(Attention):
+    """Updated out of place, and forgotten: the next call does not see the new tokens."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = self.k_cache.index_copy(2, pos, k), self.v_cache.index_copy(2, pos, v)
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
+
+
+class RowsAndOnePosition(Attention):
+    """``cache[rows[:, None], :, pos]`` with the same positions for all rows."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        rows = torch.arange(x.shape[0])[:, None]
+        self.k_cache[rows, :, pos] = k
+        self.v_cache[rows, :, pos] = v
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity))
+        return self.close(y)
+
+
+class RowScattered(Attention):
+    """(B, S, H, D), ``cache.scatter_`` with a position a row and token."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.capacity, self.kv, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        index = pos[:, :, None, None].expand_as(k)
+        self.k_cache.scatter_(1, index, k)
+        self.v_cache.scatter_(1, index, v)
+        keys, values = self.k_cache.transpose(1, 2), self.v_cache.transpose(1, 2)
+        mask = torch.arange(self.capacity)[None, None, None] <= pos[:, None, :, None]
+        return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask))
+
+
+class BlockTable(Attention):
+    """vLLM: a pool of blocks, tokens written to slots, keys and values gathered by each row's table."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        blocks = self.capacity // 8
+        buffers(self, blocks * self.batch, 8, self.kv, self.dim)
+        order = torch.randperm(blocks * self.batch, generator=torch.Generator().manual_seed(0))
+        self.register_buffer("table", order.view(self.batch, blocks))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        slots = (self.table[:, pos // 8] * 8 + pos % 8).flatten()
+        self.k_cache.view(-1, self.kv, self.dim)[slots] = k.flatten(0, 1)
+        self.v_cache.view(-1, self.kv, self.dim)[slots] = v.flatten(0, 1)
+        keys, values = (cache[self.table].flatten(1, 2).transpose(1, 2) for cache in (self.k_cache, self.v_cache))
+        return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible(pos, self.capacity)))
+
+
 class Rolled(Attention):
     """The newest tokens at the end of a rolling buffer."""
 
@@ -739,6 +866,11 @@ def functional(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) ->
     return results
 
 
+def functional_from(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """forward(x, caches, start) -> (y, caches) with a Python int."""
+    return functional(module, lambda x, caches, pos: call(x, caches, int(pos[0])), chunks)
+
+
 def spelled(name: str, steps: Callable[..., torch.Tensor], refused: str = "", **sizes: int) -> Case:
     """A case that differs in the steps between the products only."""
     return Case(name, lambda **given: Spelled(steps, **given), by_position, refused, sizes)
@@ -767,8 +899,17 @@ CASES = (
     Case("row-decode", RowDecode, one_by_one(False)),
     Case("window", Window, by_position),
     Case("attribute", Attribute, alone),
-    Case("scatter", Scattered, by_position, refused="scatter_"),
-    Case("functional", Functional, functional, refused="out of place"),
+    Case("scatter", Scattered, by_position),
+    Case("functional", Functional, functional),
+    Case("tiled", Tiled, by_position),
+    Case("functional-scatter", FunctionalScatter, functional),
+    Case("slice-scatter", SliceScattered, functional_from),
+    Case("copied-back", CopiedBack, by_position),
+    Case("reassigned", Reassigned, by_position),
+    Case("rows-and-one-position", RowsAndOnePosition, by_position),
+    Case("row-scatter", RowScattered, by_row),
+    Case("not-given-back", NotGivenBack, by_position, refused="not returned as it is"),
+    Case("block-table", BlockTable, by_position, refused="gathers from the cache (a block table"),
     Case("rolled", Rolled, alone, refused="token range"),
     Case("latent", LatentKeys, by_position, refused="projected"),
     Case("scratch-copy", ScratchCopy, by_position, refused="a copy of the cache"),
@@ -782,8 +923,8 @@ CASES = (
     spelled("scaled-scores-twice", step_scaled_twice_scores),
     spelled("max-floor", step_max_floor),
     spelled("learned-scale", step_learned_scale, refused="multiplied by a tensor"),
-    spelled("keys-first", step_keys_first, refused="no known step"),
-    spelled("hand-softmax", step_hand_softmax, refused="no softmax"),
+    spelled("keys-first", step_keys_first),
+    spelled("hand-softmax", step_hand_softmax),
     spelled("d80", step_additive, dim=80, kv=2),
     spelled("mqa-repeat", step_additive, kv=1),
 )

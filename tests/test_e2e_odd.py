@@ -40,7 +40,7 @@ class Odd(Attention):
 
 
 def attend(m: Odd, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    return m.close(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    return m.close(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).to(m.o.weight.dtype))
 
 
 def by_head(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
@@ -87,6 +87,33 @@ def nothing_to_see(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
 
 def integer_mask(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     return attend(m, *m.written(x, pos), ((visible(pos, m.capacity).int() & 1) - 1).float() * 1e9)
+
+
+def mask_changed_in_place(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """What is written into a mask in place counts: the first token is seen with a bias."""
+    bias = torch.where(visible(pos, m.capacity), 0.0, float("-inf"))
+    bias[:, 0] = 0.5
+    return attend(m, *m.written(x, pos), bias)
+
+
+def attention_of_an_attention(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    mask = visible(pos, m.capacity)
+    return attend(m, F.scaled_dot_product_attention(q, k, v, attn_mask=mask), k, v, mask)
+
+
+def scores_in_place(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    scores = q @ k.mT
+    scores *= m.dim**-0.5
+    scores.masked_fill_(~visible(pos, m.capacity), float("-inf"))
+    return m.close(scores.softmax(-1) @ v)
+
+
+def other_precision(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """The attention is computed in double precision over a cache in single precision."""
+    q, k, v = m.written(x, pos)
+    return attend(m, q.double(), k.double(), v.double(), visible(pos, m.capacity))
 
 
 def one_cache(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
@@ -194,6 +221,7 @@ def run(body: Body, kv: int, scheme: str) -> tuple[float, kvcompile.Report]:
 @pytest.mark.parametrize("body", [
     by_head, two_masks, roles_swapped, no_mask, prefix, blocks, relative_bias, nothing_to_see, integer_mask, ranked,
     hidden_by_subtraction, scaled_after_the_mask,
+    mask_changed_in_place, attention_of_an_attention, scores_in_place, other_precision,
 ], ids=lambda body: body.__name__)
 def test_odd_but_rewritten(body: Body) -> None:
     error, report = run(body, 4, "dense")

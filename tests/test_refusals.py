@@ -176,10 +176,11 @@ def test_partial_channels(caplog: pytest.LogCaptureFixture) -> None:
 def test_heads_out_of_order(caplog: pytest.LogCaptureFixture) -> None:
     def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         m.write(k, v, pos)
-        # Query head h reads kv head h % K rather than h // G.
-        return m.attend(q, m.k_cache.repeat(1, 2, 1, 1), m.v_cache.repeat(1, 2, 1, 1), pos)
+        # Query head 1 reads kv head 2, and the other way round.
+        turned = [item.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2) for item in (m.k_cache, m.v_cache)]
+        return m.attend(q, *turned, pos)
 
-    refused(use, "no plain view of the whole cache", caplog, kv=2)
+    refused(use, "no plain view of the whole cache", caplog)
 
 
 def test_tokens_not_from_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -269,3 +270,98 @@ def test_a_graph_break_inside_the_attention(caplog: pytest.LogCaptureFixture) ->
     assert owner.report().sites == 0
     assert any("a graph break stands in the middle of the attention" in item.reason for item in owner.report().refusals)
     assert type(module.k_cache) is torch.Tensor, "the cache was taken over"
+
+
+def masked_scores(m: Cached, q: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    return (q @ m.k_cache.mT / math.sqrt(m.dim)).masked_fill(~visible(pos, m.capacity), float("-inf"))
+
+
+def test_queries_change_while_they_attend(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        q = q * 1
+        scores = masked_scores(m, q, pos)
+        q.zero_()
+        return m.close(scores.softmax(-1) @ m.v_cache + q)
+
+    refused(use, "the attention reads queries, changed in place by zero_", caplog)
+
+
+def test_mask_changes_while_it_masks(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        bias = torch.where(visible(pos, m.capacity), 0.0, float("-inf"))
+        scores = q @ m.k_cache.mT + bias
+        bias.fill_(0.25)
+        return m.close(scores.softmax(-1) @ m.v_cache) + bias.mean()
+
+    refused(use, "the attention reads a mask, changed in place by fill_", caplog)
+
+
+def test_written_values_change_after_the_write(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        v = v * 1
+        m.write(k, v, pos)
+        v.mul_(2)
+        return m.attend(q, m.k_cache, m.v_cache, pos) + v.mean()
+
+    refused(use, "the written values are changed in place by mul_", caplog)
+
+
+def test_positions_change_before_the_write(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        moved = pos.clone()
+        moved[:1].copy_(moved[-1:])
+        m.write(k, v, moved)
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    refused(use, "the write's positions are changed in place by copy_", caplog)
+
+
+def test_scores_are_read_by_something_else(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        scores = masked_scores(m, q, pos)
+        return m.close(scores.softmax(-1) @ m.v_cache) + scores.clamp(min=-5).mean()
+
+    refused(use, "the scores or weights of the attention are also read by clamp", caplog)
+
+
+def test_part_of_the_scores_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        scores = masked_scores(m, q, pos)
+        scores[..., 0] = 0.0
+        return m.close(scores.softmax(-1) @ m.v_cache)
+
+    refused(use, "the scores or weights of the attention are also read by select", caplog)
+
+
+def test_one_row_is_written(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.k_cache[:1, :, pos], m.v_cache[:1, :, pos] = k[:1], v[:1]
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    refused(use, "the write covers only part of the cache (dim 0: 1 of 2, from 0)", caplog)
+
+
+def test_some_heads_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.k_cache[:, 2:, pos], m.v_cache[:, 2:, pos] = k[:, 2:], v[:, 2:]
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    refused(use, "the write covers only part of the cache (dim 1: 2 of 4, from 2)", caplog)
+
+
+def test_a_view_of_the_cache_is_held_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    """A view that the caller made before would keep the old memory alive and never see another token."""
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        return m.attend(q, m.k_cache, m.v_cache, pos)
+
+    module = Cached(use).eval()
+    owner = kvcompile.backend("int8", inner="eager")
+    held = module.k_cache.view(-1)
+    steps(module, torch.compile(module, backend=owner))
+    assert all("no tensor owns the cache's memory alone" in item.reason for item in owner.report().refusals)
+    assert type(module.k_cache) is torch.Tensor and held.abs().sum() > 0

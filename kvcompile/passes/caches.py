@@ -6,7 +6,7 @@ from torch import fx
 
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects
-from kvcompile.passes.patterns.softmax import SOFTMAX
+from kvcompile.passes.patterns.weights import SOFTMAX
 from kvcompile.passes.patterns.writes import IN_PLACE
 from kvcompile.passes.pullback import trace
 from kvcompile.passes.shapes import is_tensor, op_name, sizes, value_of
@@ -54,15 +54,16 @@ def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
     return None
 
 
-def unrecognised(captured: Captured, effects: Effects) -> list[fx.Node]:
-    """Products that read a cache as it is, that no softmax follows and that choose no tokens."""
+def unrecognised(captured: Captured, effects: Effects, spoken: set[fx.Node]) -> list[fx.Node]:
+    """Products that read a cache as it is, of which no recogniser has ``spoken`` nor of a softmax near them, and that choose no tokens."""
     found = []
     for node in captured.graph.nodes:
         if op_name(node) not in PRODUCTS:
             continue
         operands = [item for item in node.all_input_nodes if is_tensor(item) and len(sizes(item)) >= 3]
         bases = [trace(item, lambda base: False).base for item in operands]
-        if any(_is_cache(base, effects) for base in bases) and not _near_softmax(node) and not _chooses(node):
+        reads = any(_is_cache(base, effects) for base in bases)
+        if reads and node not in spoken and not _near_softmax(node, spoken) and not _chooses(node):
             found.append(node)
     return found
 
@@ -94,7 +95,7 @@ def cut_short(product: fx.Node) -> bool:
     return False
 
 
-def _near_softmax(product: fx.Node) -> bool:
+def _near_softmax(product: fx.Node, spoken: set[fx.Node]) -> bool:
     """Whether a softmax stands before or after a product, a few steps away: then its recogniser has spoken."""
     for step in (lambda node: list(node.users), lambda node: node.all_input_nodes):
         stack, seen = [(product, 0)], set()
@@ -103,7 +104,7 @@ def _near_softmax(product: fx.Node) -> bool:
             if node in seen or depth > 24:
                 continue
             seen.add(node)
-            if op_name(node) in SOFTMAX:
+            if op_name(node) in SOFTMAX or node in spoken:
                 return True
             if node is not product and op_name(node) in PROJECTIONS | PRODUCTS:
                 continue

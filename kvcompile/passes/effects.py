@@ -91,6 +91,11 @@ class Effects:
                 found.add(user)
         return found
 
+    def writes_between(self, node: fx.Node, after: fx.Node, before: fx.Node) -> tuple[fx.Node, ...]:
+        """The writes to the memory of ``node`` that stand behind ``after`` and ahead of ``before``."""
+        first, last = self.order[after], self.order[before]
+        return tuple(write for write in self.writes.get(self.root.get(node, node), ()) if first < self.order[write] < last)
+
     def outputs_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         """The output positions at which one of ``nodes`` is returned."""
         wanted = set(nodes)

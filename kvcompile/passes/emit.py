@@ -75,47 +75,43 @@ class Emitter:
         return node
 
     def heads(self, node: fx.Node, roles: Sequence[str], rest: Sequence[str], heads: int, groups: int) -> fx.Node:
-        """To [B, H, *rest] from any mix of B, H, K, G and the flattened BH; broadcasts B and H where missing."""
-        current = list(roles)
-        if "GK" in current:
-            dim = current.index("GK")
-            node = self.call(aten.unflatten.int, node, dim, [groups, -1])
-            current[dim : dim + 1] = ["G", "K"]
-        if "BH" in current:
-            dim = current.index("BH")
-            node = self.call(aten.unflatten.int, node, dim, [-1, heads])
-            current[dim : dim + 1] = ["B", "H"]
-        if "K" in current and "H" not in current:
-            wanted = ["B", "K", "G", *rest]
-            node = self.arrange(node, current, wanted)
-            if "G" not in current:
-                node = self.call(aten.repeat_interleave.self_int, node, groups, 2) if groups > 1 else node
-            return self.call(aten.flatten.using_ints, node, 1, 2)
-        if "G" in current and "K" not in current:
-            current[current.index("G")] = "H"
-        return self.arrange(node, current, ["B", "H", *rest])
+        """To [B, H, *rest] from any mix of B, H, K, G, flattened or not; broadcasts B and H where missing."""
+        node, current = self._apart(node, roles, {"H": heads, "K": heads // groups, "G": groups})
+        if not {"K", "G"} & set(current):
+            return self.arrange(node, current, ["B", "H", *rest])
+        node = self.arrange(node, current, ["B", "K", "G", *rest])
+        if ("K" not in current and heads > groups) or ("G" not in current and groups > 1):
+            node = self.call(aten.expand.default, node, [-1, heads // groups, groups, *[-1] * len(rest)])
+        return self.call(aten.flatten.using_ints, node, 1, 2)
 
-    def from_heads(self, node: fx.Node, roles: Sequence[str], groups: int) -> fx.Node:
-        """From [B, H, S, D] to the dims of ``roles``."""
+    def _apart(self, node: fx.Node, roles: Sequence[str], known: dict[str, int]) -> tuple[fx.Node, list[str]]:
+        """Flattened dims as dims of their own; of one dim at most one role's size may be unknown."""
+        current = list(roles)
+        for dim in range(len(current) - 1, -1, -1):
+            parts = list(current[dim])
+            if len(parts) > 1:
+                node = self.call(aten.unflatten.int, node, dim, [known.get(part, -1) for part in parts])
+                current[dim : dim + 1] = parts
+        return node, current
+
+    def from_heads(self, node: fx.Node, roles: Sequence[str], heads: int, groups: int) -> fx.Node:
+        """From [B, H, S, D] to the dims of ``roles``; what has no role is of size one."""
         current = ["B", "H", "S", "D"]
-        if "GK" in roles:
-            node = self.call(aten.unflatten.int, node, 1, [-1, groups])
-            node = self.call(aten.flatten.using_ints, self.permute(node, [0, 2, 1, 3, 4]), 1, 2)
-            current[1] = "GK"
-        if "K" in roles:
-            node = self.call(aten.unflatten.int, node, 1, [-1, groups])
+        wanted = [part for role in roles for part in role]
+        if {"K", "G"} & set(wanted):
+            node = self.call(aten.unflatten.int, node, 1, [heads // groups, groups])
             current[1:2] = ["K", "G"]
-            if "G" not in roles:
-                node = self.call(aten.squeeze.dim, node, 2)
-                current.remove("G")
-        if "BH" in roles:
-            node = self.permute(node, [current.index(r) for r in ("B", "H", *[x for x in roles if x != "BH"])])
-            node = self.call(aten.flatten.using_ints, node, 0, 1)
-            return node
-        if "B" not in roles:
-            node = self.call(aten.select.int, node, 0, 0)
-            current.remove("B")
-        return self.permute(node, [current.index(role) for role in roles])
+        for dim in range(len(current) - 1, -1, -1):
+            if current[dim] not in wanted:
+                node = self.call(aten.select.int, node, dim, 0)
+                current.pop(dim)
+        node = self.permute(node, [current.index(part) for part in wanted])
+        for dim, role in enumerate(roles):
+            if not role:
+                node = self.call(aten.unsqueeze.default, node, dim)
+            elif len(role) > 1:
+                node = self.call(aten.flatten.using_ints, node, dim, dim + len(role) - 1)
+        return node
 
 
 def _is_tensor(node: fx.Node) -> bool:

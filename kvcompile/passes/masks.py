@@ -18,9 +18,10 @@ from torch import fx
 
 from kvcompile.passes.algebra import Expr, Linear, read
 from kvcompile.passes.effects import Effects
-from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
+from kvcompile.passes.patterns.steps import VERY_NEGATIVE
 from kvcompile.passes.shapes import sizes, value_of
 from kvcompile.passes.sites import Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm
+from kvcompile.passes.soundness import settled
 
 NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}
 LEAST_FACTOR = 0.05
@@ -211,6 +212,8 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
     carried = []
     for term in attention.masks:
         try:
+            if not settled(term.node, attention.output, effects):
+                raise _Carried
             _term(term, bounds, effects)
         except _Carried:
             carried.append(term)

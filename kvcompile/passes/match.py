@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from kvcompile.passes import masks, slots
+from kvcompile.passes import masks, slots, soundness
+from kvcompile.passes.advice import made_from
 from kvcompile.passes.caches import cache_behind, cut_short, unrecognised
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.patterns import sdpa, softmax
-from kvcompile.passes.shapes import hint, module_path, op_name, sizes, source_line
-from kvcompile.passes.sites import Attention, Bounds, Miss, Refusal, Site, Slot, SlotKind, Stage
+from kvcompile.passes.shapes import hint, module_path, op_name, size_along, sizes, source_line
+from kvcompile.passes.sites import Attention, Miss, Refusal, Site, Slot, SlotKind, Stage
 
 ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
     sdpa.recognise,
@@ -46,13 +47,13 @@ def refuse(miss: Miss, node: fx.Node, nearest: str = "", stage: Stage = Stage.MA
     )
 
 
-def _heads(attention: Attention) -> int:
+def _heads(attention: Attention, batch: int) -> int:
     """Query heads, from the roles of the query operand."""
     shape = sizes(attention.q)
-    count = 1
+    count = attention.folded
     for role, size in zip(attention.q_roles, shape, strict=True):
-        if role in {"H", "K", "G"}:
-            count *= size
+        if role and not set(role) - set("BHKG"):
+            count *= size // batch if "B" in role and len(role) > 1 else size if role != "B" else 1
     return count
 
 
@@ -66,58 +67,76 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
             advice="write keys and values in the same compiled call",
         )
     if key.kind is not value.kind:
-        raise Miss("keys and values are cached in different ways", key.root, value.root)
+        raise Miss("keys and values are cached in different ways", key.root, value.root, advice="write both in the same way")
     if key.heads != value.heads or key.batch != value.batch:
-        raise Miss("the key and the value cache have different heads or batch sizes", key.root, value.root)
+        raise Miss(
+            "the key and the value cache have different heads or batch sizes", key.root, value.root, advice="give both the same heads",
+        )
     if key.root is value.root and key.axes.select == value.axes.select:
-        raise Miss("keys and values are the same cache entries", key.root)
-    if "BH" in attention.q_roles:
-        flat = sizes(attention.q)[attention.q_roles.index("BH")]
-        heads = flat // key.batch
-    else:
-        heads = _heads(attention)
+        raise Miss("keys and values are the same cache entries", key.root, advice="cache keys and values apart")
+    heads = _heads(attention, key.batch)
     if heads % key.heads:
-        raise Miss(f"{heads} query heads over {key.heads} kv heads", attention.output)
+        raise Miss(f"{heads} query heads over {key.heads} kv heads", attention.output, advice="use a multiple of the kv heads")
+    if key.tiled != value.tiled:
+        raise Miss(
+            "the heads of keys and values are repeated in different orders", key.root, value.root,
+            advice="repeat both with repeat_interleave, or both with repeat",
+        )
     if key.capacity != value.capacity:
-        raise Miss("the key and the value cache hold different numbers of tokens", key.root, value.root)
+        raise Miss(
+            "the key and the value cache hold different numbers of tokens", key.root, value.root, advice="give both the same capacity",
+        )
     return heads, heads // key.heads
 
 
 def _compose(attention: Attention, effects: Effects, index: int) -> Site:
+    soundness.private(attention, effects)
+    soundness.unchanged_operands(attention, effects)
     key = slots.find(attention.k, attention.k_roles, attention.output, effects)
     value = slots.find(attention.v, attention.v_roles, attention.output, effects)
+    for slot in (key, value):
+        soundness.unchanged_write(slot.write, attention.output, effects)
     heads, groups = _check_pair(attention, key, value)
     if value.factor != 1.0:
-        raise Miss("the cached values are multiplied by a number after they are read", value.root)
-    attention = replace(attention, scale=attention.scale * key.factor)
+        raise Miss(
+            "the cached values are multiplied by a number after they are read", value.root,
+            advice="multiply the attention's result, or the values before they are written",
+        )
+    attention = replace(_tiled(attention) if key.tiled else attention, scale=attention.scale * key.factor)
     bounds = masks.normalise(attention, effects)
-    if key.axes.tiled != value.axes.tiled:
-        raise Miss("keys and values are repeated over the query heads in different orders", key.root, value.root)
-    if key.axes.tiled:
-        attention, bounds = _tiled(attention, bounds)
-    tokens = sizes(attention.q)[attention.q_roles.index("S")] if "S" in attention.q_roles else 1
-    if attention.sinks is not None and "T" in _roles_of_sinks(attention.sinks):
-        raise Miss("sinks that depend on the token", attention.sinks)
+    tokens = hint(size_along(attention.q, attention.q_roles, "S", attention.folded))
+    soundness.one_sink_a_head(attention)
     node = attention.output
     return Site(
         index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k
     )
 
 
-def _tiled(attention: Attention, bounds: Bounds) -> tuple[Attention, Bounds]:
-    """An attention whose query heads go round the kv heads: its head dims hold the group first, then the kv head."""
+def _best(attention: Attention, effects: Effects, index: int) -> Site:
+    """The site of the reading that fits: as many query tokens as are written, and a mask that the roles explain."""
+    found: list[tuple[bool, int, int, Site]] = []
+    missed: list[Miss] = []
+    for place, reading in enumerate((attention, *attention.others)):
+        try:
+            site = _compose(reading, effects, index)
+        except Miss as miss:
+            missed.append(miss)
+            continue
+        found.append((site.tokens != hint(site.key.write.count), len(site.bounds.carried), place, site))
+        if found[-1][:2] == (False, 0):
+            break
+    if not found:
+        raise missed[0]
+    return min(found, key=lambda item: item[:3])[3]
 
-    def split(roles: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple("GK" if role == "H" else role for role in roles)
 
-    carried = tuple(replace(term, roles=split(term.roles)) for term in bounds.carried)
-    return (
-        replace(attention, q_roles=split(attention.q_roles), out_roles=split(attention.out_roles)), replace(bounds, carried=carried)
+def _tiled(attention: Attention) -> Attention:
+    """The same attention where query head h = g * K + k: its dim of heads holds the groups first."""
+    turned = lambda roles: tuple({"H": "GK", "BH": "BGK"}.get(role, role) for role in roles)  # noqa: E731
+    return replace(
+        attention, q_roles=turned(attention.q_roles), out_roles=turned(attention.out_roles), sink_roles=turned(attention.sink_roles),
+        masks=tuple(replace(term, roles=turned(term.roles)) for term in attention.masks),
     )
-
-
-def _roles_of_sinks(node: fx.Node) -> tuple[str, ...]:
-    return ("T",) if sizes(node)[-1] != 1 else ()
 
 
 def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
@@ -131,7 +150,7 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
     for root, users in by_root.items():
         allowed = {node for site in users for node in site.attention.nodes}
         slots_here = [slot for site in users for slot in (site.key, site.value) if slot.root is root]
-        allowed |= {slot.write.node for slot in slots_here}
+        allowed |= {node for slot in slots_here for node in (slot.write.node, *slot.write.via)}
         allowed.add(effects.output)
         # Where keys are scaled on their way, the scaled copy counts as the cache too.
         family = effects.family(root)
@@ -183,18 +202,11 @@ def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
     borrowed = {entry.node for entry in captured.inputs if not entry.owned}
     return {
         site: Miss(
-            "no tensor of its own owns the cache's memory (it is a view, a parameter or a subclass)", slot.root,
-            advice="keep the cache in a plain tensor or a registered buffer",
+            "no tensor owns the cache's memory alone (it is a view, a parameter or a subclass, or something else holds a view of it)",
+            slot.root, advice="keep the cache in a plain tensor or a registered buffer of its own, and no view of it from call to call",
         )
         for site in sites for slot in (site.key, site.value) if slot.kind is SlotKind.BUFFER and slot.placeholder in borrowed
     }
-
-
-def _processed(behind: fx.Node) -> Miss:
-    return Miss(
-        "keys or values are made from the cache rather than read from it (projected, rotated, assembled or updated out of place)",
-        behind, advice="store in the cache what attention reads, and write it in place or with torch.cat",
-    )
 
 
 def _unrecognised(product: fx.Node) -> Miss:
@@ -214,27 +226,34 @@ def match(captured: Captured) -> Matched:
     """All sites and refusals of a captured graph."""
     effects = analyse(captured.graph)
     sites: list[Site] = []
-    refusals: list[Refusal] = []
+    missed: list[tuple[fx.Node, Refusal]] = []
     uncached = 0
+    spoken: set[fx.Node] = set()
     for node in captured.graph.nodes:
         for recognise in ATTENTIONS:
             attention = None
             try:
                 attention = recognise(node)
                 if attention is not None:
-                    sites.append(_compose(attention, effects, len(sites)))
-            except slots.NoCache:
+                    spoken.update(attention.nodes)
+                    sites.append(_best(attention, effects, len(sites)))
+            except slots.NoCache as none:
                 behind = cache_behind(attention.k, effects) or cache_behind(attention.v, effects)  # type: ignore[union-attr]
                 if behind is None:
                     uncached += 1
                 else:
-                    refusals.append(refuse(_processed(behind), node, attention.idiom))  # type: ignore[union-attr]
+                    missed.append((node, refuse(made_from(behind, none.base), node, attention.idiom)))  # type: ignore[union-attr]
             except Miss as miss:
                 if attention is not None or cache_behind(node, effects) is not None:
-                    refusals.append(refuse(miss, node, attention.idiom if attention else recognise.__module__.rpartition(".")[2]))
+                    spoken.add(node)
+                    nearest = attention.idiom if attention else recognise.__module__.rpartition(".")[2]
+                    missed.append((node, refuse(miss, node, nearest)))
                 else:
                     uncached += 1
-    refusals += [refuse(_unrecognised(product), product) for product in unrecognised(captured, effects)]
+    # A softmax inside of a larger one (weights that are masked and divided by their sum again) is part of that one's attention.
+    inside = {node for site in sites for node in site.attention.nodes}
+    refusals = [refusal for node, refusal in missed if node not in inside]
+    refusals += [refuse(_unrecognised(product), product) for product in unrecognised(captured, effects, spoken)]
     rejected = {**_sole_readers(sites, effects), **_borrowed(sites, captured), **_filled_elsewhere(sites, captured)}
     refusals += [refuse(miss, site.attention.output, site.attention.idiom) for site, miss in rejected.items()]
     kept = tuple(site for site in sites if site not in rejected)

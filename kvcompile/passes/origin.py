@@ -14,7 +14,7 @@ from torch import fx
 
 from kvcompile.passes.emit import Emitter, aten
 from kvcompile.passes.masks import hiding
-from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
+from kvcompile.passes.patterns.steps import VERY_NEGATIVE
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import Bounds, MaskKind, MaskTerm, Site
 
@@ -25,7 +25,7 @@ def padding(bounds: Bounds) -> tuple[MaskTerm, ...]:
 
 
 def _per_row(term: MaskTerm) -> bool:
-    return any(role in {"B", "BH"} for role in term.roles)
+    return any("B" in role for role in term.roles)
 
 
 def padded_rows(emit: Emitter, env: dict[fx.Node, fx.Node], terms: tuple[MaskTerm, ...], site: Site, made: dict[Any, fx.Node]) -> fx.Node:

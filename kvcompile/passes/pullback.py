@@ -188,7 +188,7 @@ STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
     "permute": _permute, "movedim": _movedim,
     "expand": _expand, "expand_as": _expand, "broadcast_to": _expand,
     "unsqueeze": _unsqueeze, "slice": _slice, "narrow": _slice, "select": _select,
-    **dict.fromkeys(("index_copy_", "index_put_", "_index_put_impl_", "copy_"), _written),
+    **dict.fromkeys(("index_copy_", "index_put_", "_index_put_impl_", "copy_", "scatter_"), _written),
     "repeat_interleave": _repeat_interleave, "repeat": _repeat, "tile": _repeat, "getitem": _getitem,
 }
 JOINS = {"cat", "stack", "concat", "concatenate"}

@@ -25,10 +25,10 @@ from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
 from kvcompile.passes.masks import hiding
 from kvcompile.passes.origin import from_origin, padded_rows, padding
-from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
-from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
+from kvcompile.passes.patterns.steps import VERY_NEGATIVE
+from kvcompile.passes.plan import DTYPES, Plan, SitePlan, SlotPlan
 from kvcompile.passes.shapes import hint, op_name, size_along, sizes, value_of
-from kvcompile.passes.sites import Limit, LimitKind, MaskKind, SlotKind
+from kvcompile.passes.sites import Limit, LimitKind, MaskKind, Position, SlotKind
 from kvcompile.passes.strides import free_strides
 
 DENSE = "dense()"
@@ -153,14 +153,7 @@ class _Rewriter:
         if self.variant is Variant.FRESH:
             node = emit.positions(self.tokens(slot), 0, self.device)
         elif where.index is not None:
-            index = self.env[where.index]
-            if value_of(where.index).dtype != torch.int64:
-                index = emit.call(aten.to.dtype, index, torch.int64)
-            if value_of(where.index).dim() == 0:
-                index = emit.call(aten.reshape.default, index, [1])
-            if where.rows and value_of(where.index).dim() == 1:
-                index = emit.call(aten.unsqueeze.default, index, 1)
-            node = index if where.rows else emit.call(aten.unsqueeze.default, index, 0)
+            node = self._indexed(emit, where)
         elif where.past is not None:
             node = emit.positions(self.tokens(slot), emit.size(value_of(where.past).shape[write.token_dim]), self.device)
         else:
@@ -168,6 +161,20 @@ class _Rewriter:
             node = emit.positions(self.tokens(slot), offset, self.device)
         self.positions[key] = node
         return node
+
+    def _indexed(self, emit: Emitter, where: Position) -> fx.Node:
+        """Positions that are a tensor of the graph, int64 [1 or B, S]."""
+        assert where.index is not None
+        index, seen = self.env[where.index], value_of(where.index)
+        if seen.dtype != torch.int64:
+            index = emit.call(aten.to.dtype, index, torch.int64)
+        if where.roles:
+            return emit.arrange(index, where.roles, ("B", "S"))
+        if seen.dim() == 0:
+            index = emit.call(aten.reshape.default, index, [1])
+        if where.rows and seen.dim() == 1:
+            index = emit.call(aten.unsqueeze.default, index, 1)
+        return index if where.rows else emit.call(aten.unsqueeze.default, index, 0)
 
     def source(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
         """The new keys or values as [B, K, S, D]."""
@@ -228,7 +235,7 @@ class _Rewriter:
             return emit.constant_limit(count, self._less_one(emit, self.tokens(item.key)), self.device)
         length = value_of(item.site.attention.k).shape[item.site.attention.k_roles.index("T")]
         whole = emit.constant_limit(count, self._less_one(emit, length), self.device)
-        seen = self._last_seen(emit, item) if item.site.key.kind is SlotKind.BUFFER else None
+        seen = self._last_seen(emit, item) if item.site.key.kind in {SlotKind.BUFFER, SlotKind.UPDATED} else None
         return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
 
     def _offset(self, emit: Emitter, limit: Limit) -> Any:
@@ -284,6 +291,11 @@ class _Rewriter:
             if term.factor != 1.0:
                 node = emit.call(aten.mul.Scalar, node, term.factor)
             node = emit.heads(node, term.roles, ("S", "T"), item.site.heads, item.site.groups)
+            if "T" not in term.roles:
+                # One value for all tokens is one for each: beyond its last column nothing is attended.
+                attention = item.site.attention
+                read = value_of(attention.k).shape[attention.k_roles.index("T")]
+                node = emit.call(aten.expand.default, node, [-1, -1, -1, emit.size(read)])
             if combined is None:
                 combined, boolean = node, is_bool
             elif is_bool and boolean:
@@ -305,9 +317,10 @@ class _Rewriter:
         if item.site.attention.sinks is None:
             return None
         node = self.env[item.site.attention.sinks]
-        roles = item.site.attention.out_roles[:-1]
+        roles = item.site.attention.sink_roles
         shape = sizes(item.site.attention.sinks)
-        kept = tuple(role if role in {"H", "K", "G", "GK"} and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
+        roles = roles[len(roles) - len(shape) + 1 :]
+        kept = tuple(role if not set(role) - set("HKG") and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
         node = emit.heads(node, (*kept, ""), (), item.site.heads, item.site.groups)
         return emit.call(aten.select.int, node, 0, 0)
 
@@ -355,12 +368,21 @@ class _Rewriter:
         emit = Emitter(self.graph, self.env[site.attention.output], self.symbol)
         attention = site.attention
         q = emit.heads(self.env[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
-        count = size_along(attention.q, attention.q_roles, "S")
+        dtype = value_of(attention.q).dtype
+        if dtype not in DTYPES:
+            # Double precision: no kernel has it, and a cache holds none.
+            dtype = torch.float32
+            q = emit.call(aten.to.dtype, q, dtype)
+        count = size_along(attention.q, attention.q_roles, "S", attention.folded)
         fresh = self._fresh(item)
         keys, values = self._read(item.key), self._read(item.value)
         schemes = item.key.scheme.spell(), item.value.scheme.spell()
         if fresh:
-            new_k, new_v = self.append(item.key), self.append(item.value)
+            # As the cache rounds them, then as the attention takes them: a cache may be kept in another precision than it is used in.
+            new_k, new_v = (
+                part if slot.spec.dtype == dtype else emit.call(aten.to.dtype, part, dtype)
+                for slot in (item.key, item.value) for part in [self.append(slot)]
+            )
             keys, values = [emit.call(aten.unsqueeze.default, new_k, 0)], [emit.call(aten.unsqueeze.default, new_v, 0)]
             schemes = DENSE, DENSE
         if fresh and self._plain_causal(item):
@@ -382,10 +404,12 @@ class _Rewriter:
                 *schemes, attention.scale, attention.softcap, item.value.spec.head_dim, *([] if fresh else self._recent(emit, item)),
             )
         old = self.env[attention.output]
-        if value_of(attention.output).dtype != value_of(attention.q).dtype:
+        if value_of(attention.output).dtype != dtype:
             out = emit.call(aten.to.dtype, out, value_of(attention.output).dtype)
-        new = emit.from_heads(out, attention.out_roles, site.groups)
+        new = emit.from_heads(out, attention.out_roles, site.heads, site.groups)
         old.replace_all_uses_with(new)
+        # The next attention may take this one's result as its queries.
+        self.env[attention.output] = new
         free_strides(new)
 
     def _fresh(self, item: SitePlan) -> bool:
@@ -472,8 +496,9 @@ class _Rewriter:
         )
 
     def _clean(self) -> None:
-        """Erase what is dead; the rewritten slots' own writes count as dead, every other write stays."""
+        """Erase what is dead; the rewritten slots' own writes and steps in place on scores count as dead, every other write stays."""
         writes = {self.env[part.slot.write.node] for item in self.plan.sites for part in (item.key, item.value)}
+        writes |= {self.env[node] for item in self.plan.sites for node in item.site.attention.nodes}
         for node in reversed(list(self.graph.nodes)):
             if node.op in {"placeholder", "output"} or node.users:
                 continue

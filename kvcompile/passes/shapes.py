@@ -55,9 +55,10 @@ def sizes(node: fx.Node) -> tuple[int, ...]:
     return tuple(hint(size) for size in value_of(node).shape)
 
 
-def size_along(node: fx.Node, roles: tuple[str, ...], role: str) -> Any:
-    """The size, an int or a SymInt, of the dim of a tensor node that has ``role``; 1 where none has."""
-    return value_of(node).shape[roles.index(role)] if role in roles else 1
+def size_along(node: fx.Node, roles: tuple[str, ...], role: str, folded: int = 1) -> Any:
+    """The size, an int or a SymInt, of the dim of a tensor node that has ``role`` (``folded`` with others); 1 where none has."""
+    found = [size for item, size in zip(roles, value_of(node).shape, strict=True) if role in item]
+    return found[0] // folded if found else 1
 
 
 def op_name(node: object) -> str:

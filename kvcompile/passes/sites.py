@@ -13,6 +13,7 @@ class SlotKind(enum.Enum):
     """How a cache tensor enters and leaves the graph."""
 
     BUFFER = "input written in place"
+    UPDATED = "input updated out of place, result returned"
     CONCAT = "input concatenated with the new tokens, result returned"
     BORN_CONCAT = "first tokens returned as a new cache"
     BORN_BUFFER = "buffer made in this graph and returned"
@@ -51,7 +52,8 @@ class Attention:
     """One attention, whatever spelled it: operands with the role of every dim.
 
     Roles: B batch, H query heads, K kv heads, G queries a kv head, S new tokens, T cached tokens, D channels;
-    several letters in one role are one flattened dim (BH).
+    several letters in one role are one flattened dim (BH). ``others`` are other readings of the same attention,
+    with other roles, for where the roles cannot be told from the attention alone.
     """
 
     idiom: str
@@ -69,6 +71,10 @@ class Attention:
     masks: tuple[MaskTerm, ...] = ()
     causal: bool = False
     sinks: fx.Node | None = None
+    sink_roles: tuple[str, ...] = ()
+    folded: int = 1
+    """Query heads that are flattened into the dim of the new tokens."""
+    others: tuple[Attention, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,8 @@ class Position:
     rows: bool = False
     offset: fx.Node | int = 0
     past: fx.Node | None = None
+    roles: tuple[str, ...] = ()
+    """Roles of the index's dims where it has others than [S], [B] or [B, S]."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,10 @@ class Write:
     position: Position
     count: Any = field(compare=False)
     select: tuple[tuple[int, int], ...] = ()
+    row_dim: int | None = None
+    """The root's dim whose entries have positions of their own."""
+    via: tuple[fx.Node, ...] = ()
+    """Nodes that make the new cache out of the old one before the write; they are gone with it."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +118,6 @@ class Axes:
 
     labels: tuple[tuple[str, ...], ...]
     select: tuple[tuple[int, int], ...] = ()
-    tiled: bool = False
-    """Query head ``h`` reads kv head ``h % K``, as after ``repeat``, and not ``h // G``."""
 
     @property
     def token_dim(self) -> int:
@@ -132,6 +142,8 @@ class Slot:
     capacity: int = 0
     factor: float = 1.0
     """What the attention multiplies the cached values with, after it reads them."""
+    tiled: bool = False
+    """Whether query head h reads kv head h % K (heads repeated as a whole) rather than h // G."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,14 @@ Nothing is assumed about the order of the dims, about a combined K/V tensor or a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from torch import fx
 
+from kvcompile.passes.advice import no_plain_view
 from kvcompile.passes.effects import Effects, same_memory, written_arguments
+from kvcompile.passes.patterns.functional import UPDATES, copied_back, update
 from kvcompile.passes.patterns.writes import concatenation, in_place
 from kvcompile.passes.pullback import Trail, factor, step, trace
 from kvcompile.passes.shapes import is_tensor, op_name, sizes
@@ -17,12 +21,17 @@ from kvcompile.passes.sites import Axes, Miss, Position, Slot, SlotKind, Write
 
 MAKERS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", "empty", "new_empty", "empty_like"}
 PAIRS = (("K", "D"), ("B", "K"))
-TILED = "tiled"
-"""Marks a reading in which the query heads go round the kv heads."""
+
+Columns = dict[str, tuple[np.ndarray, int]]
+"""By role the sampled coordinates along it, and its size."""
 
 
 class NoCache(Exception):
-    """The operand is no cache at all: an attention over fresh values, which nobody asked to compress."""
+    """The operand is no cache at all: an attention over fresh values, which nobody asked to compress; ``base`` is what it is a view of."""
+
+    def __init__(self, base: fx.Node) -> None:
+        super().__init__(base.name)
+        self.base = base
 
 
 def _through_writes(node: fx.Node) -> Trail:
@@ -50,39 +59,55 @@ def _resume(node: fx.Node, trail: Trail) -> Trail:
     return Trail(node, coords, trail.here, tuple(path))
 
 
-def _columns(trail: Trail, roles: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, tuple[np.ndarray, int]]:
+def _columns(trail: Trail, roles: tuple[str, ...], shape: tuple[int, ...]) -> Columns:
     """The sampled column and the size of each role of the operand; flattened BH is split later."""
     return {role: (trail.here[:, dim], shape[dim]) for dim, role in enumerate(roles) if role}
 
 
-def _candidates(columns: dict[str, tuple[np.ndarray, int]], base: tuple[int, ...]) -> list[dict[str, tuple[np.ndarray, int]]]:
+@dataclass(frozen=True)
+class Reading:
+    """One way to read the operand's dims: column and size of B, K, T and D, and whether the kv heads are tiled rather than repeated."""
+
+    columns: Columns
+    tiled: bool = False
+
+
+def _candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
     """Every way to read batch and kv head off the operand's dims: H over all divisors, BH over all batch sizes."""
     rest = {role: value for role, value in columns.items() if role in {"T", "D", "B", "K"}}
-    found = []
-    if "BH" in columns:
-        column, size = columns["BH"]
-        for batch in sorted({n for n in (*base, 1) if size % n == 0}):
+    zero = np.zeros(len(next(iter(columns.values()))[0]), dtype=np.int64)
+    flat = next((role for role in columns if len(role) > 1), None)
+    if flat not in {None, "BH", "BK"}:
+        return []
+    if flat is not None:
+        column, size = columns[flat]
+        found = []
+        # A dim that is batch and kv heads in one is the batch where nothing says otherwise.
+        for batch in sorted({n for n in (*base, 1) if size % n == 0}, reverse=flat == "BK"):
             heads = size // batch
-            found += [
-                {**rest, "B": (column // heads, batch), "K": (column % heads // (heads // kv), kv)}
-                for kv in range(heads, 0, -1)
-                if heads % kv == 0
-            ]
+            outer = {**rest, "B": (column // heads, batch)}
+            if flat == "BK":
+                found.append(Reading({**outer, "K": (column % heads, heads)}))
+            else:
+                found += _grouped(outer, column % heads, heads)
         return found
     if "H" in columns:
         column, heads = columns["H"]
-        none = (np.zeros_like(column), 1)
-        counts = [kv for kv in range(heads, 0, -1) if heads % kv == 0]
-        found = [{"B": none, **rest, "K": (column // (heads // kv), kv)} for kv in counts]
-        return found + [{"B": none, **rest, "K": (column % kv, kv), TILED: none} for kv in counts if 1 < kv < heads]
-    zero = np.zeros(len(next(iter(columns.values()))[0]), dtype=np.int64)
-    return [{"B": (zero, 1), "K": (zero, 1), **rest}]
+        return _grouped({"B": (zero, 1), **rest}, column, heads)
+    return [Reading({"B": (zero, 1), "K": (zero, 1), **rest})]
 
 
-def _label(trail: Trail, base: tuple[int, ...], roles: dict[str, tuple[np.ndarray, int]], token_dim: int) -> Axes | None:
+def _grouped(rest: Columns, head: np.ndarray, heads: int) -> list[Reading]:
+    """Query head to kv head, over all divisors: repeated (h // G) first, then tiled (h % K)."""
+    counts = [kv for kv in range(heads, 0, -1) if heads % kv == 0]
+    repeated = [Reading({**rest, "K": (head // (heads // kv), kv)}) for kv in counts]
+    return repeated + [Reading({**rest, "K": (head % kv, kv)}, tiled=True) for kv in counts if 1 < kv < heads]
+
+
+def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) -> Axes | None:
     """The labels of the root's dims under one reading of the operand's dims; None where they do not fit."""
     labels: list[tuple[str, ...] | None] = [None] * len(base)
-    left = {role: value for role, value in roles.items() if role != TILED}
+    left = dict(roles)
     token = left.pop("T")[0]
     if not (trail.there[:, token_dim] == token).all():
         return None
@@ -121,21 +146,18 @@ def _label(trail: Trail, base: tuple[int, ...], roles: dict[str, tuple[np.ndarra
             if role is None:
                 select.append((dim, 0))
     # A role of size one that no dim stands for is still there, as nothing.
-    return Axes(tuple(label or () for label in labels), tuple(select), TILED in roles)
+    return Axes(tuple(label or () for label in labels), tuple(select))
 
 
-def axes_of(trail: Trail, roles: tuple[str, ...], operand: fx.Node, token_dim: int) -> tuple[Axes, int]:
-    """The root's layout and its number of kv heads; raises Miss where the operand is no plain view of the cache."""
+def axes_of(trail: Trail, roles: tuple[str, ...], operand: fx.Node, token_dim: int) -> tuple[Axes, int, bool]:
+    """The root's layout, its number of kv heads and whether they are tiled; raises Miss where the operand is no plain view of the cache."""
     base = sizes(trail.base)
     columns = _columns(trail, roles, sizes(operand))
     for reading in _candidates(columns, base):
-        axes = _label(trail, base, reading, token_dim)
+        axes = _label(trail, base, reading.columns, token_dim)
         if axes is not None:
-            return axes, reading["K"][1]
-    raise Miss(
-        "the operand is no plain view of the whole cache (heads in another order, part of the channels, or a range of tokens "
-        "that does not start at the first)", operand, advice="read the cache from its first token, all channels, heads in order",
-    )
+            return axes, reading.columns["K"][1], reading.tiled
+    raise no_plain_view(trail, columns, operand, token_dim)
 
 
 def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effects) -> Write:
@@ -143,23 +165,29 @@ def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effect
     writes = effects.writes.get(root, ())
     hits = []
     for node in writes:
-        write = in_place(node, root)
+        write = (copied_back(node, root) if op_name(node) == "copy_" else None) or in_place(node, root)
         fixed = dict(write.select)
         if all((trail.there[:, dim] == index).all() for dim, index in fixed.items()):
             hits.append(write)
     if not hits:
-        raise Miss("no write goes to the part of the cache that attention reads", root)
+        raise Miss("no write goes to the part of the cache that attention reads", root, advice="write what is read in the same graph")
     if len(hits) > 1:
-        raise Miss(f"the cache is written {len(hits)} times before it is read", *[hit.node for hit in hits])
+        raise Miss(
+            f"the cache is written {len(hits)} times before it is read", *[hit.node for hit in hits],
+            advice="write all new tokens of a call at once, after whatever changes them",
+        )
     write = hits[0]
     if not same_memory(written_arguments(write.node)[0], root):
-        raise Miss("the write goes to a copy of the cache, which the caller never sees", write.node)
+        raise Miss(
+            "the write goes to a copy of the cache", write.node,
+            advice="write into the cache itself, or update it out of place with cache.index_copy(...) and return the result",
+        )
     if effects.order[write.node] > effects.order[attention]:
-        raise Miss("the cache is written after the attention that reads it", write.node)
+        raise Miss("the cache is written after the attention that reads it", write.node, advice="write the new tokens first, then attend")
     for node in trail.path:
         early = effects.order[node] < effects.order[write.node]
         if early and is_tensor(node) and not same_memory(node, root):
-            raise Miss("the attention reads a copy of the cache made before the write", node)
+            raise Miss("the attention reads a copy of the cache made before the write", node, advice="read the cache after the write")
     return write
 
 
@@ -169,20 +197,22 @@ def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: 
     root = trail.base
     if op_name(root) in {"cat", "concat", "concatenate"}:
         return _concatenated(root, trail, roles, operand, effects)
+    if op_name(root) in UPDATES:
+        return _updated(root, trail, roles, operand, effects)
     if root.op == "placeholder" and not effects.writes.get(root):
         return _only_read(root, trail, roles, operand)
     if root.op == "placeholder":
         write = _find_write(root, trail, attention, effects)
-        axes, heads = axes_of(trail, roles, operand, write.token_dim)
-        return _slot(SlotKind.BUFFER, root, root, (), axes, heads, write, trail)
+        axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+        return _slot(SlotKind.BUFFER, root, root, (), axes, heads, write, trail, tiled)
     if op_name(root) in MAKERS:
         write = _find_write(root, trail, attention, effects)
-        outputs = effects.outputs_of(effects.family(root))
+        outputs = _returned(root, effects)
         if not outputs:
-            raise NoCache
-        axes, heads = axes_of(trail, roles, operand, write.token_dim)
-        return _slot(SlotKind.BORN_BUFFER, root, None, outputs, axes, heads, write, trail)
-    raise NoCache
+            raise NoCache(root)
+        axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+        return _slot(SlotKind.BORN_BUFFER, root, None, outputs, axes, heads, write, trail, tiled)
+    raise NoCache(root)
 
 
 def _only_read(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.Node) -> Slot:
@@ -198,36 +228,76 @@ def _only_read(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.
             advice="write the tokens in the compiled call that attends to them, or read the whole cache",
         )
     write = Write("not written here", root, root, root, (), dims[0], Position(), 0)
-    axes, heads = axes_of(trail, roles, operand, write.token_dim)
-    return _slot(SlotKind.READ, root, root, (), axes, heads, write, trail)
+    axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+    return _slot(SlotKind.READ, root, root, (), axes, heads, write, trail, tiled)
+
+
+def _returned(root: fx.Node, effects: Effects) -> tuple[int, ...]:
+    """The results of the graph that are the root element by element: itself, or copies of it, but no transposed or partial views."""
+    found = []
+    for node in effects.family(root):
+        if effects.output in node.users and sizes(node) == sizes(root):
+            trail = trace(node, lambda item: item is root)
+            if trail.base is root and (trail.here == trail.there).all():
+                found.append(node)
+    return effects.outputs_of(found)
+
+
+def _updated(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.Node, effects: Effects) -> Slot:
+    """A cache that is updated out of place and given back to the caller."""
+    found = update(root)
+    assert found is not None
+    past, write = found
+    if effects.root[past].op != "placeholder":
+        raise NoCache(root)
+    if past is not effects.root[past]:
+        raise Miss(
+            "the cache passes through other operations before it is updated out of place", past,
+            advice="update the cache as it came in (cache.index_copy(...)), and take views of the result",
+        )
+    outputs = _returned(root, effects)
+    if not outputs:
+        raise Miss(
+            "the cache is updated out of place, and the result is not returned as it is", root,
+            advice="return the updated cache and pass it to the next call, or write in place with index_copy_",
+        )
+    axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+    return _slot(SlotKind.UPDATED, root, past, outputs, axes, heads, write, trail, tiled)
 
 
 def _concatenated(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.Node, effects: Effects) -> Slot:
     past, write = concatenation(root)
-    outputs = effects.outputs_of({node for node in effects.family(root) if sizes(node) == sizes(root)})
+    outputs = _returned(root, effects)
     if past is None:
         if not outputs:
-            raise NoCache
-        axes, heads = axes_of(trail, roles, operand, write.token_dim)
-        return _slot(SlotKind.BORN_CONCAT, root, None, outputs, axes, heads, write, trail)
+            raise NoCache(root)
+        axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+        return _slot(SlotKind.BORN_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
     origin = effects.root[past]
     if origin.op != "placeholder":
-        raise NoCache
+        raise NoCache(root)
     if past is not origin:
-        raise Miss("the past passes through other operations before it is concatenated", past)
+        raise Miss(
+            "the past passes through other operations before it is concatenated", past,
+            advice="concatenate the past as it came in with the new tokens, and take views of the result",
+        )
     if not outputs:
         raise Miss(
             "the concatenated cache is not returned as it is (a window of it, or nothing, is kept)", root,
             advice="return the concatenated keys and values, or use a static cache",
         )
-    axes, heads = axes_of(trail, roles, operand, write.token_dim)
-    return _slot(SlotKind.CONCAT, root, origin, outputs, axes, heads, write, trail)
+    axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+    return _slot(SlotKind.CONCAT, root, origin, outputs, axes, heads, write, trail, tiled)
 
 
 def _slot(
     kind: SlotKind, root: fx.Node, placeholder: fx.Node | None, outputs: tuple[int, ...], axes: Axes, heads: int,
-    write: Write, trail: Trail,
+    write: Write, trail: Trail, tiled: bool,
 ) -> Slot:
+    if write.row_dim is not None and axes.labels[write.row_dim] != ("B",):
+        raise Miss(
+            "the write has positions of their own for something other than batch rows", write.node, advice="give every row its positions",
+        )
     shape = sizes(root)
     size = {"B": 1, "K": heads}
     for dim, label in enumerate(axes.labels):
@@ -238,5 +308,5 @@ def _slot(
             known = size.get(first) if first == "K" else None
             size[second if known else first] = shape[dim] // (known or heads)
     return Slot(
-        kind, root, placeholder, outputs, axes, write, trail.path, heads, size.get("D", 1), size["B"], size["T"], factor(trail.path)
+        kind, root, placeholder, outputs, axes, write, trail.path, heads, size.get("D", 1), size["B"], size["T"], factor(trail.path), tiled,
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.errors import CacheFull, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
+from kvcompile.errors import CacheFull, CacheStale, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant
 from kvcompile.passes.shapes import source_line, value_of
@@ -144,6 +144,9 @@ class BoundGraph:
             if store is None or store.spec != self._spec(item):
                 held = "nothing for this part" if store is None else store.spec.scheme.spell()
                 raise SchemeChanged(expected=item.plan.scheme.spell(), found=held, where=group.where)
+        if group.kind is SlotKind.UPDATED and not tensor._length and state.length:
+            # Another sequence from the same empty cache: the two have nothing in common.
+            return self._new_state(group, self.sizes.read(self._batch(group), args), tensor.device)
         state.resume(tensor._length, tensor._epoch)
         self.live.add(state)
         return state
@@ -161,14 +164,15 @@ class BoundGraph:
         owned = handles.can_take_over(tensor)
         if not owned and group.kind is SlotKind.BUFFER:
             raise Unsupported(
-                expected="a cache tensor that owns its memory, as when this graph was compiled", found="a view, a parameter or a subclass",
-                where=group.where, todo="keep the cache in a plain tensor or buffer of its own",
+                expected="a cache tensor that owns its memory alone, as when this graph was compiled",
+                found="a view, a parameter or a subclass, or one that something else holds a view of", where=group.where,
+                todo="keep the cache in a plain tensor or buffer of its own, and no view of it from call to call",
             )
         slot = group.first.plan.slot
         labels = slot.axes.labels
         batch = tensor.shape[labels.index(("B",))] if ("B",) in labels else 1
         state = self._new_state(group, batch, tensor.device)
-        capacity = tensor.shape[group.token_dim] if group.kind is SlotKind.BUFFER else None
+        capacity = tensor.shape[group.token_dim] if group.kind in {SlotKind.BUFFER, SlotKind.UPDATED} else None
         kept = prior if capacity is None else min(max(prior, self._reach(group, args)), capacity)
         for item in group.bindings:
             store = state.stores[item.part]
@@ -218,13 +222,14 @@ class BoundGraph:
         position = group.first.plan.slot.write.position
         if group.kind is SlotKind.READ:
             return 0
-        if group.kind is not SlotKind.BUFFER:
+        if group.kind not in {SlotKind.BUFFER, SlotKind.UPDATED}:
             return state.length
         if position.index is None:
             return self._offset(position.offset, args)
         count = self.sizes.read(group.first.plan.slot.write.count, args)
-        if state.length and value_of(position.index).device.type != "cpu" and state.length + count <= self._capacity(group, args):
-            return state.length
+        length = self._length(group, state, args)
+        if length and value_of(position.index).device.type != "cpu" and length + count <= self._capacity(group, args):
+            return length
         # On a GPU this waits, once the tokens counted fill the cache: it is full, or its caller started again.
         return self._first(group, args, found())
 
@@ -234,6 +239,8 @@ class BoundGraph:
             state = self._state(group, args, found)
             start = self._start(group, state, args, found)
             count = self.sizes.read(group.first.plan.slot.write.count, args)
+            if group.kind is SlotKind.UPDATED:
+                self._branched(group, state, start, args)
             states.append(state)
             starts.append(start)
             counts.append(count)
@@ -243,6 +250,17 @@ class BoundGraph:
             if starts[key] != starts[value]:
                 raise LengthsDiffer(keys=starts[key], values=starts[value], where=self.groups[key].where)
         return _Call(states, starts, counts)
+
+    def _length(self, group: Group, state: CacheState, args: tuple[Any, ...]) -> int:
+        """Tokens that the cache tensor of this call holds: an older tensor of a state that has gone on since holds fewer."""
+        tensor = args[group.argument] if group.argument is not None else None
+        return tensor._length if handles.is_handle(tensor) else state.length  # type: ignore[union-attr]
+
+    def _branched(self, group: Group, state: CacheState, start: int, args: tuple[Any, ...]) -> None:
+        """Raise where an older tensor would see, as unwritten zeros, places that a newer one has written since."""
+        length = self._length(group, state, args)
+        if state.length > length and max(start, self._reach(group, args)) > length:
+            raise CacheStale(length=length)
 
     def _variant(self, call: _Call, args: tuple[Any, ...], found: Callable[[], Found]) -> Variant:
         """FRESH where every store is empty, the new tokens are the first ones, in order, and nothing behind them is read."""
@@ -277,7 +295,7 @@ class BoundGraph:
         pages = 2
         for group, state, start, count in zip(self.groups, call.states, call.starts, call.counts, strict=True):
             capacity = None
-            if group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
+            if group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED}:
                 capacity = self._capacity(group, args)
                 if count > capacity:
                     raise CacheFull(needed=start + count, capacity=capacity, where=group.where)
@@ -341,6 +359,11 @@ class BoundGraph:
                 if group.argument is not None:
                     tensor = args[group.argument]
                     tensor._length, tensor._epoch = state.length, state.epoch
+            elif group.kind is SlotKind.UPDATED:
+                length = max(self._length(group, state, args), min(start + count, self._capacity(group, args)))
+                # Where rows have positions of their own, any token may have been written over.
+                state.advance(0 if group.first.plan.slot.write.position.rows else start, count)
+                state.length = length
             else:
                 state.advance(start, count)
             for output in group.outputs:

@@ -114,8 +114,15 @@ def take_over(tensor: torch.Tensor, state: CacheState) -> None:
 
 
 def can_take_over(tensor: torch.Tensor) -> bool:
-    """Whether a tensor owns its memory, so that changing it in place frees it and surprises nobody."""
-    return type(tensor) is torch.Tensor and tensor._base is None and not tensor.requires_grad
+    """Whether a tensor owns its memory and nobody else holds a view of it, so that changing it in place frees it and surprises nobody."""
+    return type(tensor) is torch.Tensor and tensor._base is None and not tensor.requires_grad and _holders(tensor) <= 1
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many tensors share the memory, as far as the storage knows: itself, views of it, detached ones."""
+    storage = tensor.untyped_storage()
+    # One of the uses is the storage object just made.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 
 def _attach(handle: CompressedCache, state: CacheState, length: int) -> None:

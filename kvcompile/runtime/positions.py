@@ -16,7 +16,7 @@ from torch import fx
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.origin import padding
-from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
+from kvcompile.passes.patterns.steps import VERY_NEGATIVE
 from kvcompile.passes.plan import Plan
 from kvcompile.passes.prologue import extract
 from kvcompile.passes.shapes import size_along
@@ -38,11 +38,12 @@ class Found:
             seen = self.masks[term.node]
             seen = seen > VERY_NEGATIVE if term.kind is MaskKind.ADD else seen != 0
             seen = ~seen if term.kind is MaskKind.FILL else seen
-            rows, token = term.roles.index("B") if "B" in term.roles else term.roles.index("BH"), term.roles.index("T")
+            rows, token = next(dim for dim, role in enumerate(term.roles) if "B" in role), term.roles.index("T")
             rest = [dim for dim in range(seen.dim()) if dim not in {rows, token}]
             seen = seen.permute(rows, token, *rest).flatten(2).any(-1) if rest else seen.permute(rows, token)
-            if "BH" in term.roles:
-                seen = seen.unflatten(0, (-1, site.heads)).any(1)
+            if len(term.roles[rows]) > 1:
+                outer = term.roles[rows][0] == "B"
+                seen = seen.unflatten(0, (site.key.batch, -1) if outer else (-1, site.key.batch)).any(1 if outer else 0)
             first = (seen.cumsum(1) == 0).sum(1)
             found = first if found is None else torch.maximum(found, first)
         return found
@@ -107,8 +108,15 @@ def _rows(value: torch.Tensor, roles: tuple[str, ...]) -> torch.Tensor:
 
 
 def _write_roles(position: Position) -> tuple[str, ...]:
+    if position.roles:
+        return position.roles
     rank = position.index.meta["val"].dim()  # type: ignore[union-attr]
     return ("B", "S")[:rank] if position.rows else ("S",)[:rank]
+
+
+def _queries(site: Site) -> Any:
+    """New tokens that a site's queries are, an int or a SymInt."""
+    return size_along(site.attention.q, site.attention.q_roles, "S", site.attention.folded)
 
 
 def limits_of(site: Site) -> tuple[Limit, ...]:
@@ -127,11 +135,11 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
             if position.index is not None:
                 nodes.setdefault(position.index, _write_roles(position))
                 counts.setdefault(position.index, part.slot.write.count)
-        if item.site.key.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
+        if item.site.key.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED}:
             for limit in (item.site.bounds.hi, item.site.bounds.lo):
                 if limit is not None and limit.kind is LimitKind.NODE:
                     nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]
-                    counts.setdefault(limit.node, size_along(item.site.attention.q, item.site.attention.q_roles, "S"))  # type: ignore[arg-type]
+                    counts.setdefault(limit.node, _queries(item.site))  # type: ignore[arg-type]
     # Where a filled cache is adopted into blocks, the rows' padding must be known.
     masks = tuple(dict.fromkeys(term.node for item in planned.sites if item.key.window for term in padding(item.site.bounds)))
     if not nodes and not masks:

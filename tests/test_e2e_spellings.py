@@ -1,0 +1,279 @@
+"""Attention in every spelling that we could think of over one plain cache: products, groupings, softmaxes, masks; each right to rounding.
+
+The first chunk has as many tokens as there are heads, so that sizes alone do not tell the dims apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from e2e_models import Attention, buffers, by_position, inputs, visible
+from torch.nn import functional as F
+
+import kvcompile
+
+Body = Callable[["Spelling", torch.Tensor, torch.Tensor], torch.Tensor]
+CHUNKS = (4, 1, 1, 5, 1)
+INF = float("inf")
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+
+class Spelling(Attention):
+    """A cache of a given layout, attended to by a function."""
+
+    def __init__(self, body: Body, layout: str, kv: int, batch: int = 2) -> None:
+        super().__init__(batch=batch, kv=kv)
+        size = {"b": batch, "k": kv, "t": self.capacity, "d": self.dim}
+        buffers(self, *[size[letter] for letter in layout])
+        self.layout, self.body = layout, body
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x, pos)
+
+    def written(self, x: torch.Tensor, pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [B, S, H, D], and the caches with the new tokens in them."""
+        q, k, v = self.project(x)
+        order = ["btkd".index(letter) for letter in "btkd" if letter in self.layout]
+        turn = ["".join("btkd"[dim] for dim in order).index(letter) for letter in self.layout]
+        gone = tuple("btkd".index(letter) for letter in "btkd" if letter not in self.layout)
+        for cache, new in ((self.k_cache, k), (self.v_cache, v)):
+            cache.index_copy_(self.layout.index("t"), pos, new.squeeze(gone).permute(turn))
+        return q, self.k_cache, self.v_cache
+
+    def masked(self, scores: torch.Tensor, pos: torch.Tensor, *around: int) -> torch.Tensor:
+        """Scaled and causal scores; ``around``: where the mask [S, T] needs new dims."""
+        mask = ~visible(pos, self.capacity)
+        for dim in around:
+            mask = mask.unsqueeze(dim)
+        return (scores * self.dim**-0.5).masked_fill(mask, -INF)
+
+
+def einsum(first: str, second: str, *around: int, split: bool = False, swap: bool = False) -> Body:
+    """Both products as einsums; ``split``: queries as [B, S, K, G, D]; ``swap``: the cache is the left operand."""
+
+    def body(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = m.written(x, pos)
+        q = q.unflatten(2, (m.kv, -1)) if split else q
+        probs = m.masked(torch.einsum(first, *((k, q) if swap else (q, k))), pos, *around).softmax(-1)
+        return m.o(torch.einsum(second, *((v, probs) if swap else (probs, v))).flatten(2))
+
+    return body
+
+
+def softmaxed(weights: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Body:
+    """matmul, a softmax of some kind over (scores, bool mask), matmul."""
+
+    def body(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = m.written(x, pos)
+        scores = q.transpose(1, 2) @ k.mT * m.dim**-0.5
+        return m.close(weights(scores, visible(pos, m.capacity)) @ v)
+
+    return body
+
+
+def heads_folded_into_tokens(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """One kv head: all queries of all heads as rows of one product."""
+    q, k, v = m.written(x, pos)
+    scores = torch.bmm(q.flatten(1, 2), k.mT).view(m.batch, -1, m.heads, m.capacity)
+    probs = m.masked(scores, pos, 1).softmax(-1).view(m.batch, -1, m.capacity)
+    return m.o(torch.bmm(probs, v).view(m.batch, -1, m.width))
+
+
+def groups_folded_into_tokens(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    rows = q.transpose(1, 2).reshape(m.batch, m.kv, -1, m.dim)
+    scores = m.masked((rows @ k.mT).view(m.batch, m.kv, m.heads // m.kv, -1, m.capacity), pos)
+    return m.close((scores.softmax(-1).view(m.batch, m.kv, -1, m.capacity) @ v).view(m.batch, m.heads, -1, m.dim))
+
+
+def groups_first(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Query head h = g * K + k."""
+    q, k, v = m.written(x, pos)
+    scores = q.transpose(1, 2).unflatten(1, (-1, m.kv)) @ k[:, None].mT
+    return m.close((m.masked(scores, pos).softmax(-1) @ v[:, None]).flatten(1, 2))
+
+
+def tiled(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Query head h reads kv head h % K."""
+    q, k, v = m.written(x, pos)
+    keys, values = k.repeat(1, m.heads // m.kv, 1, 1), v.repeat(1, m.heads // m.kv, 1, 1)
+    return m.close(F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible(pos, m.capacity)))
+
+
+def tiled_with_a_bias_a_head(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None, None]
+    bias = (slopes * torch.arange(m.capacity)).expand(m.batch, -1, -1, -1).masked_fill(~visible(pos, m.capacity), -INF)
+    scores = q.transpose(1, 2) @ k.repeat(1, 2, 1, 1).mT + bias
+    return m.close(scores.softmax(-1) @ v.repeat(1, 2, 1, 1))
+
+
+def five_dims(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    q = q.transpose(1, 2).unflatten(1, (m.kv, -1))
+    y = F.scaled_dot_product_attention(q, k[:, :, None].expand_as(k[:, :, None].repeat(1, 1, 2, 1, 1)), v[:, :, None].expand(
+        -1, -1, m.heads // m.kv, -1, -1), attn_mask=visible(pos, m.capacity))
+    return m.close(y.flatten(1, 2))
+
+
+def without_a_batch(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    probs = m.masked(torch.einsum("shd,htd->hst", q[0], k), pos).softmax(-1)
+    return m.o(torch.einsum("hst,htd->shd", probs, v).flatten(1))[None]
+
+
+def head_by_head(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Plain matrices, one head after the other."""
+    q, k, v = m.written(x, pos)
+    bias = torch.where(visible(pos, m.capacity), 0.0, -INF)
+    one = [torch.addmm(bias, q[0, :, h], k[h].T, alpha=m.dim**-0.5).softmax(-1).mm(v[h]) for h in range(m.heads)]
+    return m.o(torch.cat(one, -1))[None]
+
+
+def tokens_by_queries(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Scores as [B, H, T, S], the softmax over the dim before the last."""
+    q, k, v = m.written(x, pos)
+    scores = (k @ q.permute(0, 2, 3, 1) * m.dim**-0.5).masked_fill(~visible(pos, m.capacity).T, -INF)
+    return m.close(scores.softmax(-2).mT @ v)
+
+
+def bias_ignored(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Megatron: an uninitialised bias with beta=0."""
+    q, k, v = m.written(x, pos)
+    rows = q.transpose(1, 2).flatten(0, 1)
+    scores = torch.baddbmm(torch.empty(len(rows), rows.shape[1], m.capacity), rows, k.mT, beta=0.0, alpha=m.dim**-0.5)
+    y = torch.bmm(scores.masked_fill(~visible(pos, m.capacity), -INF).softmax(-1), v)
+    return m.close(y.unflatten(0, (m.batch, m.heads)))
+
+
+def sinks_first(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.written(x, pos)
+    scores = m.masked(q.transpose(1, 2) @ k.mT, pos)
+    sinks = torch.linspace(-1, 1, m.heads).view(1, -1, 1, 1).expand(m.batch, -1, scores.shape[2], 1)
+    return m.close(torch.cat([sinks, scores], -1).softmax(-1)[..., 1:] @ v)
+
+
+def mask_of_queries_alone(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """A mask [S, 1] holds for all tokens, not for the first one."""
+    q, k, v = m.written(x, pos)
+    scores = m.masked(q.transpose(1, 2) @ k.mT, pos) + (pos % 2 * 0.5)[:, None]
+    return m.close(scores.softmax(-1) @ v)
+
+
+def exp_and_max(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = torch.exp(scores.masked_fill(~mask, -INF) - scores.masked_fill(~mask, -INF).amax(-1, keepdim=True))
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def exp_less_max(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = scores.masked_fill(~mask, -INF)
+    weights = (scores - scores.max(-1, keepdim=True).values).exp()
+    return weights / weights.sum(-1).unsqueeze(-1)
+
+
+def masked_after_exp(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = (scores - scores.amax(-1, keepdim=True)).exp() * mask
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def renormalised(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = scores.softmax(-1).masked_fill(~mask, 0.0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def logarithms(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.log_softmax(scores.masked_fill(~mask, -INF), -1).exp()
+
+
+def less_logsumexp(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = scores.masked_fill(~mask, -INF)
+    return torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
+
+
+def zeroed_twice(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    hidden = ~mask
+    return torch.nan_to_num(scores.masked_fill(hidden, -INF).softmax(-1).masked_fill(hidden, 0.0))
+
+
+def plus_one(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = scores.masked_fill(~mask, -INF).exp()
+    return weights / (1 + weights.sum(-1, keepdim=True))
+
+
+def sum_of_something_else(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~mask, -INF).exp() / scores.exp().sum(-1, keepdim=True)
+
+
+def sigmoid(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(scores) * mask
+
+
+def no_sum_at_all(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~mask, -INF).softmax(-1) * math.sqrt(2) * mask
+
+
+REWRITTEN: dict[str, tuple[Body, str, int, int]] = {
+    "scores-b-s-h-t": (einsum("bshd,bktd->bsht".replace("k", "h"), "bsht,bhtd->bshd", 1), "bktd", 4, 2),
+    "one-head-b-s-h-t": (einsum("bshd,btd->bsht", "bsht,btd->bshd", 1), "btd", 1, 2),
+    "one-head-b-h-s-t": (einsum("bshd,btd->bhst", "bhst,btd->bshd"), "btd", 1, 2),
+    "letters": (einsum("bthc,bshc->bhts", "bhts,bshc->bthc"), "btkd", 4, 2),
+    "heads-first": (einsum("bqnd,nbkd->bnqk", "bnqk,nbkd->bqnd"), "kbtd", 4, 2),
+    "tokens-first": (einsum("bshd,tbhd->bhst", "bhst,tbhd->bshd"), "tbkd", 4, 2),
+    "ellipsis": (einsum("...qhd,...khd->...hqk", "...hqk,...khd->...qhd"), "btkd", 4, 2),
+    "groups-last": (einsum("bskgd,btkd->bskgt", "bskgt,btkd->bskgd", 1, 2, split=True), "btkd", 2, 2),
+    "groups-outside": (einsum("bsgkd,btkd->bgkst", "bgkst,btkd->bsgkd", split=True), "btkd", 2, 2),
+    "cache-on-the-left": (einsum("bthd,bshd->bhst", "bthd,bhst->bshd", swap=True), "btkd", 4, 2),
+    "heads-folded-into-tokens": (heads_folded_into_tokens, "btd", 1, 2),
+    "groups-folded-into-tokens": (groups_folded_into_tokens, "bktd", 2, 2),
+    "groups-first": (groups_first, "bktd", 2, 2),
+    "tiled": (tiled, "bktd", 2, 2),
+    "tiled-bias": (tiled_with_a_bias_a_head, "bktd", 2, 2),
+    "five-dims": (five_dims, "bktd", 2, 2),
+    "no-batch": (without_a_batch, "ktd", 4, 1),
+    "head-by-head": (head_by_head, "ktd", 4, 1),
+    "tokens-by-queries": (tokens_by_queries, "bktd", 4, 2),
+    "sinks-first": (sinks_first, "bktd", 4, 2),
+    "mask-of-queries-alone": (mask_of_queries_alone, "bktd", 4, 2),
+    **{item.__name__.replace("_", "-"): (softmaxed(item), "bktd", 4, 2) for item in (
+        exp_less_max, masked_after_exp, renormalised, logarithms, less_logsumexp, zeroed_twice,
+    )},
+}
+REFUSED: dict[str, tuple[Body, str]] = {
+    "plus-one": (softmaxed(plus_one), "divided by something other than their sum"),
+    "sum-of-something-else": (softmaxed(sum_of_something_else), "divided by the sum of something else"),
+    "max-of-something-else": (softmaxed(exp_and_max), "something other than their maximum or a mask"),
+    "sigmoid": (softmaxed(sigmoid), "no softmax or scaled_dot_product_attention"),
+    "not-normalised": (softmaxed(no_sum_at_all), "the attention weights pass through mul"),
+}
+
+
+def run(body: Body, layout: str, kv: int, batch: int, scheme: str) -> tuple[float, kvcompile.Report]:
+    torch.manual_seed(0)
+    module = Spelling(body, layout, kv, batch).eval()
+    plain, backend = copy.deepcopy(module), kvcompile.backend(scheme, inner="eager")
+    given = inputs(module, CHUNKS)
+    with torch.no_grad():
+        expected = by_position(plain, plain, given)
+        found = by_position(module, torch.compile(module, backend=backend, fullgraph=True), given)
+    return max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)), backend.report()
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_rewritten(name: str) -> None:
+    error, report = run(*REWRITTEN[name], scheme="dense")
+    assert report.sites and not report.refusals, [str(item) for item in report.refusals]
+    assert error <= 2e-6
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    body, reason = REFUSED[name]
+    error, report = run(body, "bktd", 4, 2, "int8")
+    assert error == 0.0 and report.sites == 0
+    assert all(reason in item.reason and item.advice and item.line for item in report.refusals), [str(item) for item in report.refusals]
+    assert report.refusals
