@@ -23,11 +23,12 @@ from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
+from kvcompile.passes.mask_operands import bias_of, sinks_of
 from kvcompile.passes.masks import hiding
 from kvcompile.passes.origin import from_origin, padded_rows, padding
 from kvcompile.passes.patterns.steps import VERY_NEGATIVE
 from kvcompile.passes.plan import DTYPES, Plan, SitePlan, SlotPlan
-from kvcompile.passes.shapes import hint, op_name, size_along, sizes, value_of
+from kvcompile.passes.shapes import hint, op_name, size_along, value_of
 from kvcompile.passes.sites import Limit, LimitKind, MaskKind, Position, SlotKind
 from kvcompile.passes.strides import free_strides
 
@@ -276,54 +277,6 @@ class _Rewriter:
             return value - 1
         return emit.call(operator.sub, emit.size(value), 1)
 
-    def bias(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
-        """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
-        combined: fx.Node | None = None
-        boolean = True
-        for term in item.site.bounds.carried:
-            node = self.env[term.node]
-            dtype = value_of(term.node).dtype
-            is_bool = term.kind is not MaskKind.ADD
-            if is_bool and dtype != torch.bool:
-                node = emit.call(aten.to.dtype, node, torch.bool)
-            if term.kind is MaskKind.FILL:
-                node = emit.call(aten.logical_not.default, node)
-            if term.factor != 1.0:
-                node = emit.call(aten.mul.Scalar, node, term.factor)
-            node = emit.heads(node, term.roles, ("S", "T"), item.site.heads, item.site.groups)
-            if "T" not in term.roles:
-                # One value for all tokens is one for each: beyond its last column nothing is attended.
-                attention = item.site.attention
-                read = value_of(attention.k).shape[attention.k_roles.index("T")]
-                node = emit.call(aten.expand.default, node, [-1, -1, -1, emit.size(read)])
-            if combined is None:
-                combined, boolean = node, is_bool
-            elif is_bool and boolean:
-                combined = emit.call(aten.logical_and.default, combined, node)
-            else:
-                left, right = self._floats(emit, combined, boolean), self._floats(emit, node, is_bool)
-                combined, boolean = emit.call(aten.add.Tensor, left, right), False
-        return combined
-
-    @staticmethod
-    def _floats(emit: Emitter, node: fx.Node, boolean: bool) -> fx.Node:
-        if not boolean:
-            return node
-        zero = emit.call(aten.zeros_like.default, node, dtype=torch.float32)
-        return emit.call(aten.masked_fill.Scalar, zero, emit.call(aten.logical_not.default, node), float("-inf"))
-
-    def sinks(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
-        """The sink logits as [H]."""
-        if item.site.attention.sinks is None:
-            return None
-        node = self.env[item.site.attention.sinks]
-        roles = item.site.attention.sink_roles
-        shape = sizes(item.site.attention.sinks)
-        roles = roles[len(roles) - len(shape) + 1 :]
-        kept = tuple(role if not set(role) - set("HKG") and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
-        node = emit.heads(node, (*kept, ""), (), item.site.heads, item.site.groups)
-        return emit.call(aten.select.int, node, 0, 0)
-
     # --- sites -----------------------------------------------------------------------------------
 
     def plane_nodes(self, slot: SlotPlan) -> list[fx.Node]:
@@ -396,11 +349,11 @@ class _Rewriter:
             keep = emit.arrange(self.env[site.bounds.keep[0]], site.bounds.keep[1], ("B", "T")) if site.bounds.keep else None
             if keep is not None and value_of(site.bounds.keep[0]).dtype != torch.bool:  # type: ignore[index]
                 keep = emit.call(aten.to.dtype, keep, torch.bool)
-            bias = self.bias(emit, item)
+            bias = bias_of(emit, self.env, item)
             if not fresh and item.key.window and (origin := self.recent[site.key.root, site.key.axes.select].origin) is not None:
                 hi, lo, keep, bias = from_origin(emit, origin, self.device, site.bounds, hi, lo, keep, bias)
             out = emit.call(
-                torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, bias, self.sinks(emit, item),
+                torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item),
                 *schemes, attention.scale, attention.softcap, item.value.spec.head_dim, *([] if fresh else self._recent(emit, item)),
             )
         old = self.env[attention.output]

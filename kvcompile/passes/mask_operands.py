@@ -1,0 +1,61 @@
+"""The operands of ``attend`` that a site's masks and sinks become where they are no arithmetic of positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from kvcompile.passes.emit import Emitter, aten
+from kvcompile.passes.plan import SitePlan
+from kvcompile.passes.shapes import sizes, value_of
+from kvcompile.passes.sites import MaskKind
+
+
+def bias_of(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan) -> fx.Node | None:
+    """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
+    combined: fx.Node | None = None
+    boolean = True
+    for term in item.site.bounds.carried:
+        node = env[term.node]
+        dtype = value_of(term.node).dtype
+        is_bool = term.kind is not MaskKind.ADD
+        if is_bool and dtype != torch.bool:
+            node = emit.call(aten.to.dtype, node, torch.bool)
+        if term.kind is MaskKind.FILL:
+            node = emit.call(aten.logical_not.default, node)
+        if term.factor != 1.0:
+            node = emit.call(aten.mul.Scalar, node, term.factor)
+        node = emit.heads(node, term.roles, ("S", "T"), item.site.heads, item.site.groups)
+        if "T" not in term.roles:
+            # One value for all tokens is one for each: beyond its last column nothing is attended.
+            attention = item.site.attention
+            read = value_of(attention.k).shape[attention.k_roles.index("T")]
+            node = emit.call(aten.expand.default, node, [-1, -1, -1, emit.size(read)])
+        if combined is None:
+            combined, boolean = node, is_bool
+        elif is_bool and boolean:
+            combined = emit.call(aten.logical_and.default, combined, node)
+        else:
+            left, right = _floats(emit, combined, boolean), _floats(emit, node, is_bool)
+            combined, boolean = emit.call(aten.add.Tensor, left, right), False
+    return combined
+
+
+def _floats(emit: Emitter, node: fx.Node, boolean: bool) -> fx.Node:
+    if not boolean:
+        return node
+    zero = emit.call(aten.zeros_like.default, node, dtype=torch.float32)
+    return emit.call(aten.masked_fill.Scalar, zero, emit.call(aten.logical_not.default, node), float("-inf"))
+
+
+def sinks_of(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan) -> fx.Node | None:
+    """The sink logits as [H]."""
+    if item.site.attention.sinks is None:
+        return None
+    node = env[item.site.attention.sinks]
+    roles = item.site.attention.sink_roles
+    shape = sizes(item.site.attention.sinks)
+    roles = roles[len(roles) - len(shape) + 1 :]
+    kept = tuple(role if not set(role) - set("HKG") and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
+    node = emit.heads(node, (*kept, ""), (), item.site.heads, item.site.groups)
+    return emit.call(aten.select.int, node, 0, 0)
