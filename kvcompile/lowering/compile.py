@@ -23,7 +23,9 @@ from kvcompile.settings import Inner, Settings
 
 Compiled = Callable[..., Any]
 
-BODIES: dict[Any, Callable[..., Any]] = {ops.append: ops.append_body, ops.append_window: ops.append_window_body}
+BODIES: dict[Any, Callable[..., Any]] = {
+    ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unroll: ops.unroll_body,
+}
 
 
 def inline_append(module: fx.GraphModule) -> fx.GraphModule:

@@ -2,6 +2,7 @@
 
 ``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
 ``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``windows.py``).
+``kvcompile::unroll``  copies the codes of a ring's newest tokens, then of new ones, in the order of the tokens (``rings.py``).
 ``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
 
 The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what
@@ -41,6 +42,7 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.errors import ForeignBackend
+from kvcompile.lowering.rings import unroll_body, unroll_meta
 from kvcompile.lowering.windows import append_window_body, append_window_meta
 from kvcompile.types import Role, SlotSpec
 
@@ -48,6 +50,7 @@ LIBRARY = torch.library.Library("kvcompile", "DEF")
 LIBRARY.define("expose(Tensor x) -> Tensor")
 LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> ()")
 LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme) -> (Tensor, Tensor)")
+LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme) -> Tensor[]")
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
@@ -226,10 +229,13 @@ LIBRARY.impl("append", append_body, "CompositeExplicitAutograd")
 LIBRARY.impl("attend", attend_body, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_body, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_meta, "Meta")
+LIBRARY.impl("unroll", unroll_body, "CompositeExplicitAutograd")
+LIBRARY.impl("unroll", unroll_meta, "Meta")
 LIBRARY.impl("append", _append_meta, "Meta")
 LIBRARY.impl("attend", attend_meta, "Meta")
 
 expose = torch.ops.kvcompile.expose.default
 append = torch.ops.kvcompile.append.default
 append_window = torch.ops.kvcompile.append_window.default
+unroll = torch.ops.kvcompile.unroll.default
 attend = torch.ops.kvcompile.attend.default

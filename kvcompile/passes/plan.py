@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from kvcompile.errors import BadPolicy, NotInPolicy, SchemeError, UnsupportedDtype, WindowOnlyRead
+from kvcompile.errors import BadPolicy, NotInPolicy, RingNeedsTokens, SchemeError, UnsupportedDtype, WindowOnlyRead
 from kvcompile.passes.match import Matched
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import Refusal, Site, Slot, SlotKind, Stage
@@ -90,14 +90,16 @@ class SlotPlan:
     @property
     def bytes_after(self) -> sympy.Expr:
         """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages."""
-        pages = sympy.ceiling(TOKENS / PAGE)
+        ring = self.slot.ring
+        pages = sympy.ceiling((sympy.Min(TOKENS, ring.slots) if ring is not None else TOKENS) / PAGE)
         per_row = pages * self.layout.bytes_per_page + self.layout.bytes_per_row
         return self.spec.heads * (BATCH * per_row + self.layout.bytes_per_head)
 
     @property
     def bytes_before(self) -> sympy.Expr:
         """Bytes of the dense slot for as many tokens."""
-        return BATCH * TOKENS * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
+        tokens = sympy.Min(TOKENS, self.slot.ring.slots) if self.slot.ring is not None else TOKENS
+        return BATCH * tokens * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,22 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int) -> SlotPlan:
     return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window)
 
 
+def _check_ring(site: Site, pair: Pair) -> None:
+    """Raise where a cache that keeps its newest tokens, or will once it is full, meets a scheme that needs them in blocks."""
+    slots = site.key.ring.slots if site.key.ring is not None else _rolls(site)
+    for scheme in (pair.k, pair.v):
+        if slots is not None and (scheme.window or scheme.block > 1):
+            raise RingNeedsTokens(slots=slots, scheme=scheme.spell())
+
+
+def _rolls(site: Site) -> int | None:
+    """The capacity of a buffer that is no longer than the window of its mask: once it is full, its tokens will be moved."""
+    hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
+    if lo is None or slot.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER} or (hi.kind, hi.node) != (lo.kind, lo.node):
+        return None
+    return slot.capacity if hi.symbols == lo.symbols and hi.offset - lo.offset + 1 >= slot.capacity else None
+
+
 def plan(matched: Matched, policy: Policy) -> Plan:
     """Give every site its schemes; a site that its scheme cannot hold becomes a refusal."""
     sites, refusals = [], list(matched.refusals)
@@ -145,6 +163,7 @@ def plan(matched: Matched, policy: Policy) -> Plan:
         try:
             if pair is None:
                 raise NotInPolicy(path=site.path)
+            _check_ring(site, pair)
             window = max(pair.k.window, pair.v.window)
             if window and site.key.kind is SlotKind.READ:
                 raise WindowOnlyRead(window=window, path=site.path or "*")

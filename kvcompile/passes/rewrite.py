@@ -23,12 +23,14 @@ from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
-from kvcompile.passes.masks import hiding
+from kvcompile.passes.mask_operands import bias as bias_of
+from kvcompile.passes.mask_operands import last_seen, sinks
 from kvcompile.passes.origin import from_origin, padded_rows, padding
-from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
 from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
-from kvcompile.passes.shapes import hint, op_name, size_along, sizes, value_of
-from kvcompile.passes.sites import Limit, LimitKind, MaskKind, SlotKind
+from kvcompile.passes.reach import exceeds
+from kvcompile.passes.ring_rewrite import Rings, covered
+from kvcompile.passes.shapes import hint, op_name, size_along, value_of
+from kvcompile.passes.sites import Limit, LimitKind, Slot, SlotKind
 from kvcompile.passes.strides import free_strides
 
 DENSE = "dense()"
@@ -67,6 +69,16 @@ class Rewritten:
     bindings: tuple[Binding, ...]
     dropped_outputs: tuple[int, ...]
     results: int
+    cursors: tuple[int, ...] = ()
+    """The ring sizes whose cursors come behind the planes."""
+
+
+def extent(slot: Slot) -> int | None:
+    """What a slot's stores grow up to, a constant or None for no end: stores with the same end have the same number of pages."""
+    if slot.ring is not None:
+        return slot.ring.slots
+    size = value_of(slot.root).shape[slot.axes.token_dim]
+    return size if slot.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER} and isinstance(size, int) else None
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,8 @@ class _Rewriter:
         self.recent: dict[tuple[fx.Node, Any], Recent] = {}
         self.origins: dict[Any, fx.Node] = {}
         self.bindings: list[Binding] = []
+        self.rings = Rings(self.graph)
+        self.early: set[fx.Node] = set()
         self.device = torch.device("cpu")
 
     # --- sizes -----------------------------------------------------------------------------------
@@ -118,6 +132,8 @@ class _Rewriter:
             for part in parts[1:]:
                 total = self._early(operator.add, total, part)
             return total
+        if expr.is_Mul and expr.args[0].is_number:
+            return self._early(operator.mul, self.symbol(expr / expr.args[0]), int(expr.args[0]))
         raise Unsupported(
             expected="a symbolic size that is an input of the graph", found=str(expr), where="the captured graph",
             todo="please report this model; mark the batch size static as a workaround",
@@ -125,9 +141,11 @@ class _Rewriter:
 
     def _early(self, target: Any, *args: Any) -> fx.Node:
         """A node ahead of all others, so that every later one may use it."""
-        anchor = next(node for node in self.graph.nodes if node.op != "placeholder")
+        anchor = next(node for node in self.graph.nodes if node.op != "placeholder" and node not in self.early)
         with self.graph.inserting_before(anchor):
-            return self.graph.call_function(target, args)
+            made = self.graph.call_function(target, args)
+        self.early.add(made)
+        return made
 
     # --- operands --------------------------------------------------------------------------------
 
@@ -228,7 +246,8 @@ class _Rewriter:
             return emit.constant_limit(count, self._less_one(emit, self.tokens(item.key)), self.device)
         length = value_of(item.site.attention.k).shape[item.site.attention.k_roles.index("T")]
         whole = emit.constant_limit(count, self._less_one(emit, length), self.device)
-        seen = self._last_seen(emit, item) if item.site.key.kind is SlotKind.BUFFER else None
+        buffer = item.site.key.kind is SlotKind.BUFFER and item.site.key.ring is None
+        seen = last_seen(emit, self.env, item.site, self.device) if buffer else None
         return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
 
     def _offset(self, emit: Emitter, limit: Limit) -> Any:
@@ -239,77 +258,11 @@ class _Rewriter:
             total = part if isinstance(total, int) and total == 0 else emit.call(operator.add, part, total)
         return total
 
-    def _last_seen(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
-        """The last position that the carried masks let each query see, int64 [1 or B, 1 or S]: what is behind is never read."""
-        found: list[fx.Node] = []
-        site = item.site
-        for term in hiding(site.bounds):
-            node = self.env[term.node]
-            if term.kind is MaskKind.ADD:
-                node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)
-            elif value_of(term.node).dtype != torch.bool:
-                node = emit.call(aten.ne.Scalar, node, 0)
-            if term.kind is MaskKind.FILL:
-                node = emit.call(aten.logical_not.default, node)
-            node = emit.heads(node, term.roles, ("S", "T"), site.heads, site.groups)
-            length = value_of(term.node).shape[term.roles.index("T")]
-            behind = emit.call(aten.arange.start, 1, emit.call(operator.add, emit.size(length), 1), dtype=torch.int64, device=self.device)
-            last = emit.call(aten.amax.default, emit.call(aten.mul.Tensor, node, behind), [1, 3])
-            found.append(emit.call(aten.sub.Scalar, last, 1))
-        if not found:
-            return None
-        node = found[0]
-        for other in found[1:]:
-            node = emit.call(aten.minimum.default, node, other)
-        return node
-
     @staticmethod
     def _less_one(emit: Emitter, value: Any) -> Any:
         if isinstance(value, int):
             return value - 1
         return emit.call(operator.sub, emit.size(value), 1)
-
-    def bias(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
-        """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
-        combined: fx.Node | None = None
-        boolean = True
-        for term in item.site.bounds.carried:
-            node = self.env[term.node]
-            dtype = value_of(term.node).dtype
-            is_bool = term.kind is not MaskKind.ADD
-            if is_bool and dtype != torch.bool:
-                node = emit.call(aten.to.dtype, node, torch.bool)
-            if term.kind is MaskKind.FILL:
-                node = emit.call(aten.logical_not.default, node)
-            if term.factor != 1.0:
-                node = emit.call(aten.mul.Scalar, node, term.factor)
-            node = emit.heads(node, term.roles, ("S", "T"), item.site.heads, item.site.groups)
-            if combined is None:
-                combined, boolean = node, is_bool
-            elif is_bool and boolean:
-                combined = emit.call(aten.logical_and.default, combined, node)
-            else:
-                left, right = self._floats(emit, combined, boolean), self._floats(emit, node, is_bool)
-                combined, boolean = emit.call(aten.add.Tensor, left, right), False
-        return combined
-
-    @staticmethod
-    def _floats(emit: Emitter, node: fx.Node, boolean: bool) -> fx.Node:
-        if not boolean:
-            return node
-        zero = emit.call(aten.zeros_like.default, node, dtype=torch.float32)
-        return emit.call(aten.masked_fill.Scalar, zero, emit.call(aten.logical_not.default, node), float("-inf"))
-
-    def sinks(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
-        """The sink logits as [H]."""
-        if item.site.attention.sinks is None:
-            return None
-        node = self.env[item.site.attention.sinks]
-        roles = item.site.attention.out_roles[:-1]
-        shape = sizes(item.site.attention.sinks)
-        kept = tuple(role if role in {"H", "K", "G", "GK"} and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
-        node = emit.heads(node, (*kept, ""), (), item.site.heads, item.site.groups)
-        return emit.call(aten.select.int, node, 0, 0)
 
     # --- sites -----------------------------------------------------------------------------------
 
@@ -338,9 +291,13 @@ class _Rewriter:
         if key in self.sources:
             return self.sources[key]
         planes = self.plane_nodes(slot)
-        emit = Emitter(self.graph, self.env[slot.slot.write.node], self.symbol)
+        emit = Emitter(self.graph, self.env[slot.slot.write.at], self.symbol)
         self.device = value_of(slot.slot.write.values).device
         source = self.source(emit, slot)
+        if slot.slot.ring is not None:
+            self.rings.append(emit, slot, source, planes, self.device, self.variant is Variant.FRESH)
+            self.sources[key] = source
+            return source
         position = self.position(emit, slot)
         if slot.window:
             self._append_window(emit, slot, source, position)
@@ -357,6 +314,7 @@ class _Rewriter:
         q = emit.heads(self.env[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
         count = size_along(attention.q, attention.q_roles, "S")
         fresh = self._fresh(item)
+        ring = site.key.ring
         keys, values = self._read(item.key), self._read(item.value)
         schemes = item.key.scheme.spell(), item.value.scheme.spell()
         if fresh:
@@ -369,16 +327,25 @@ class _Rewriter:
                 scale=attention.scale, enable_gqa=site.groups > 1,
             )
         else:
-            hi = self.limit(emit, site.bounds.hi, item, count)
-            lo = self.limit(emit, site.bounds.lo, item, count) if site.bounds.lo is not None else None
+            rolled = ring is not None and not fresh and self.rings.rolled(item.key)
+            hi, lo = (
+                self.limit(emit, limit, item, count) if limit is not None and not (rolled and covered(site, limit)) else None
+                for limit in (site.bounds.hi, site.bounds.lo)
+            )
             keep = emit.arrange(self.env[site.bounds.keep[0]], site.bounds.keep[1], ("B", "T")) if site.bounds.keep else None
             if keep is not None and value_of(site.bounds.keep[0]).dtype != torch.bool:  # type: ignore[index]
                 keep = emit.call(aten.to.dtype, keep, torch.bool)
-            bias = self.bias(emit, item)
+            bias = bias_of(emit, self.env, site)
+            if hi is not None and ring is None and not fresh and exceeds(site):
+                length = value_of(attention.k).shape[attention.k_roles.index("T")]
+                hi = emit.call(aten.clamp_max.default, hi, self._less_one(emit, length))
             if not fresh and item.key.window and (origin := self.recent[site.key.root, site.key.axes.select].origin) is not None:
                 hi, lo, keep, bias = from_origin(emit, origin, self.device, site.bounds, hi, lo, keep, bias)
+            if rolled:
+                hi, bias = self.rings.mask(emit, item, hi, lo, keep, bias, self.device)
+                lo = keep = None
             out = emit.call(
-                torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, bias, self.sinks(emit, item),
+                torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, bias, sinks(emit, self.env, site),
                 *schemes, attention.scale, attention.softcap, item.value.spec.head_dim, *([] if fresh else self._recent(emit, item)),
             )
         old = self.env[attention.output]
@@ -390,12 +357,13 @@ class _Rewriter:
 
     def _fresh(self, item: SitePlan) -> bool:
         """Whether the site attends to the tokens of this call alone."""
-        kind = item.site.key.kind
-        return kind is not SlotKind.READ and (self.variant is Variant.FRESH or kind in BORN)
+        kind, ring = item.site.key.kind, item.site.key.ring
+        return kind is not SlotKind.READ and (self.variant is Variant.FRESH or kind in BORN or (ring is not None and ring.refilled))
 
     def _read(self, slot: SlotPlan) -> list[fx.Node]:
         """The planes that attention reads."""
-        return self.plane_nodes(slot)[: slot.scheme.format(slot.spec).planes]
+        planes = self.rings.linear.get((slot.slot.root, slot.slot.axes.select)) or self.plane_nodes(slot)
+        return planes[: slot.scheme.format(slot.spec).planes]
 
     def _append_window(self, emit: Emitter, slot: SlotPlan, source: fx.Node, position: fx.Node) -> None:
         """Append to a store with a window, at the write, or where its rows' padding is known if that is later."""
@@ -434,7 +402,7 @@ class _Rewriter:
         """Rewrite all sites, then drop what nobody needs any more."""
         # In the order of the writes, so that what one append computes (positions) stands before the next.
         slots = [part for item in self.plan.sites for part in (item.key, item.value)]
-        for part in sorted(slots, key=lambda part: self.effects.order[part.slot.write.node]):
+        for part in sorted(slots, key=lambda part: self.effects.order[part.slot.write.at]):
             if part.slot.kind is not SlotKind.READ:
                 self.append(part)
         for item in self.plan.sites:
@@ -444,18 +412,20 @@ class _Rewriter:
         returned = list(self.out.args[0])  # type: ignore[arg-type]
         self.out.args = (tuple(item for index, item in enumerate(returned) if index not in dropped),)
         self._clean()
+        cursors = self.rings.settle()
         kept = tuple(i.index for i in self.captured.inputs if not self._gone(i.node))
         for entry in self.captured.inputs:
             if self._gone(entry.node):
                 self.graph.erase_node(self.env[entry.node])
         module = fx.GraphModule(self.captured.module, self.graph)
         self.graph.lint()
-        return Rewritten(module, self.variant, kept, tuple(self.bindings), dropped, len(returned))
+        return Rewritten(module, self.variant, kept, tuple(self.bindings), dropped, len(returned), cursors)
 
     def _detach_sizes(self) -> None:
         """Sizes that are asked of what leaves the graph come from the graph's own symbols instead."""
+        roots, chains = self._roots(), self._chains()
         for old in list(self.captured.graph.nodes):
-            if op_name(old) != "sym_size" or self.effects.root.get(old.args[0]) not in self._roots():
+            if op_name(old) != "sym_size" or (self.effects.root.get(old.args[0]) not in roots and old.args[0] not in chains):
                 continue
             self.env[old].replace_all_uses_with(self.symbol(value_of(old)))
 
@@ -466,6 +436,11 @@ class _Rewriter:
                 found |= {part.slot.root, part.slot.placeholder or part.slot.root}
         return found
 
+    def _chains(self) -> set[fx.Node]:
+        """What leads from the past and the new tokens of a ring to what is read and kept of them."""
+        parts = [part.slot for item in self.plan.sites for part in (item.key, item.value)]
+        return {node for slot in parts if slot.ring is not None for node in slot.ring.chain}
+
     def _gone(self, placeholder: fx.Node) -> bool:
         return any(
             placeholder is part.slot.placeholder for item in self.plan.sites for part in (item.key, item.value)
@@ -474,6 +449,7 @@ class _Rewriter:
     def _clean(self) -> None:
         """Erase what is dead; the rewritten slots' own writes count as dead, every other write stays."""
         writes = {self.env[part.slot.write.node] for item in self.plan.sites for part in (item.key, item.value)}
+        writes |= {self.env[node] for node in self._chains()}
         for node in reversed(list(self.graph.nodes)):
             if node.op in {"placeholder", "output"} or node.users:
                 continue

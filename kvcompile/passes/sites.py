@@ -98,6 +98,35 @@ class Write:
     position: Position
     count: Any = field(compare=False)
     select: tuple[tuple[int, int], ...] = ()
+    anchor: fx.Node | None = None
+    """Where the tokens are written in the rewritten graph: ahead of this node, else of ``node``."""
+
+    @property
+    def at(self) -> fx.Node:
+        """The node ahead of which the rewritten graph writes."""
+        return self.anchor if self.anchor is not None else self.node
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a cache keeps that keeps only its newest tokens.
+
+    The graph lines tokens up: some of the past, then the new ones. Attention reads the line's last ``past`` + new
+    tokens, the cache keeps its last ``keep``. Encoded, the token at position p lies in slot p % ``slots``, so that
+    nothing ever moves. ``end``: where the past that is lined up ends among the tokens that the cache tensor shows;
+    None where nothing of it is lined up, and what the cache held before is gone.
+    """
+
+    slots: int
+    past: Any
+    keep: Any
+    end: Any
+    chain: tuple[fx.Node, ...] = field(repr=False)
+
+    @property
+    def refilled(self) -> bool:
+        """Whether attention reads the new tokens alone and the cache is filled anew."""
+        return self.end is None
 
 
 @dataclass(frozen=True)
@@ -132,6 +161,7 @@ class Slot:
     capacity: int = 0
     factor: float = 1.0
     """What the attention multiplies the cached values with, after it reads them."""
+    ring: Ring | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

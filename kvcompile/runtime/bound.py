@@ -18,14 +18,15 @@ from torch import fx
 
 from kvcompile.errors import CacheFull, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
 from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant
+from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant, extent
 from kvcompile.passes.shapes import source_line, value_of
-from kvcompile.passes.sites import Limit, Site, SlotKind
+from kvcompile.passes.sites import Limit, Ring, Site, SlotKind
 from kvcompile.runtime import handle as handles
+from kvcompile.runtime import rings
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.positions import Found, Positions
 from kvcompile.runtime.state import CacheState, bring
-from kvcompile.runtime.steady import Steady
+from kvcompile.runtime.steady import Row, Steady
 from kvcompile.runtime.store import Store, StoreSpec
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,11 @@ class Group:
         """The dim of the cache tensor that tokens run along."""
         return self.first.plan.slot.axes.token_dim
 
+    @property
+    def ring(self) -> Ring | None:
+        """What the cache keeps, where it keeps only its newest tokens."""
+        return self.first.plan.slot.ring
+
 
 @dataclass
 class _Call:
@@ -111,7 +117,8 @@ class BoundGraph:
         self.trusted = all(
             group.kind is SlotKind.BUFFER and isinstance(group.first.plan.slot.write.count, int)
             and isinstance(value_of(group.root).shape[group.token_dim], int) and all(isinstance(size, int) for size in group.reach)
-            and (index := group.first.plan.slot.write.position.index) is not None and (counted or value_of(index).device.type != "cpu")
+            and (_goes_on(group) or ((index := group.first.plan.slot.write.position.index) is not None
+                                     and (counted or value_of(index).device.type != "cpu")))
             for group in groups
         )
         self.written = tuple(index for index, group in enumerate(groups) if group.kind is not SlotKind.READ)
@@ -127,6 +134,7 @@ class BoundGraph:
     def _new_state(self, group: Group, batch: int, device: torch.device) -> CacheState:
         stores = {item.part: Store(self._spec(item), batch, device, 0) for item in group.bindings}
         state = CacheState({item.part: item.plan.slot.axes for item in group.bindings}, stores)
+        state.ring = group.ring.slots if group.ring is not None else None
         self.live.add(state)
         return state
 
@@ -144,7 +152,11 @@ class BoundGraph:
             if store is None or store.spec != self._spec(item):
                 held = "nothing for this part" if store is None else store.spec.scheme.spell()
                 raise SchemeChanged(expected=item.plan.scheme.spell(), found=held, where=group.where)
-        state.resume(tensor._length, tensor._epoch)
+        seen = handles.shown(tensor)
+        state.resume(tensor._length, tensor._epoch, seen)
+        state, length = rings.fitted(state, group.ring, tensor._length, seen)
+        if state is not tensor._kv:
+            handles.rebind(tensor, state, length)
         self.live.add(state)
         return state
 
@@ -158,6 +170,8 @@ class BoundGraph:
             prior = tensor.shape[group.token_dim]
         else:
             prior = self._prior(group, args, found)
+        if group.ring is not None and prior > group.ring.slots:
+            rings.check_past(CacheState({}, {}), group.ring, prior, prior, False, group.where)
         owned = handles.can_take_over(tensor)
         if not owned and group.kind is SlotKind.BUFFER:
             raise Unsupported(
@@ -169,7 +183,7 @@ class BoundGraph:
         batch = tensor.shape[labels.index(("B",))] if ("B",) in labels else 1
         state = self._new_state(group, batch, tensor.device)
         capacity = tensor.shape[group.token_dim] if group.kind is SlotKind.BUFFER else None
-        kept = prior if capacity is None else min(max(prior, self._reach(group, args)), capacity)
+        kept = prior if capacity is None or group.ring is not None else min(max(prior, self._reach(group, args)), capacity)
         for item in group.bindings:
             store = state.stores[item.part]
             if kept:
@@ -177,7 +191,7 @@ class BoundGraph:
                 dense = bring(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
                 origin = found().origin(group.site) if item.plan.window else None
                 store.adopt(dense[:, :, :kept], origin)
-        state.length = prior
+        state.length = state.top = prior
         if owned:
             handles.take_over(tensor, state)
         return state
@@ -185,6 +199,8 @@ class BoundGraph:
     def _prior(self, group: Group, args: tuple[Any, ...], found: Callable[[], Found]) -> int:
         """Tokens that a filled buffer holds before this call's write."""
         position = group.first.plan.slot.write.position
+        if group.ring is not None:
+            return self.sizes.read(group.ring.end, args) if not group.ring.refilled else 0
         if position.index is None:
             return self._offset(position.offset, args)
         # What the mask lets the new tokens see is there too, even where the write goes somewhere below it.
@@ -212,6 +228,8 @@ class BoundGraph:
 
     def _start(self, group: Group, state: CacheState, args: tuple[Any, ...], found: Callable[[], Found]) -> int:
         """Where this call's tokens go; on a GPU a buffer in use is trusted to be written in order, without a wait."""
+        if group.ring is not None and group.kind not in BORN:
+            return self._ring_start(group, group.ring, state, args)
         if group.kind is SlotKind.CONCAT:
             tensor = args[group.argument]  # type: ignore[index]
             return tensor._length if handles.is_handle(tensor) else state.length
@@ -227,6 +245,18 @@ class BoundGraph:
             return state.length
         # On a GPU this waits, once the tokens counted fill the cache: it is full, or its caller started again.
         return self._first(group, args, found())
+
+    def _ring_start(self, group: Group, ring: Ring, state: CacheState, args: tuple[Any, ...]) -> int:
+        """The position of the first new token in a ring: behind the past that is lined up with it."""
+        if ring.refilled:
+            return 0
+        tensor = args[group.argument]  # type: ignore[index]
+        length = tensor._length if handles.is_handle(tensor) else state.length
+        start = length - min(length, tensor.shape[group.token_dim]) + self.sizes.read(ring.end, args)
+        past = self.sizes.read(ring.past, args)
+        one = self.sizes.read(group.first.plan.slot.write.count, args) == 1
+        rings.check_past(state, ring, start, past, one, group.where)
+        return start
 
     def _prepare(self, args: tuple[Any, ...], found: Callable[[], Found]) -> _Call:
         states, starts, counts = [], [], []
@@ -246,13 +276,15 @@ class BoundGraph:
 
     def _variant(self, call: _Call, args: tuple[Any, ...], found: Callable[[], Found]) -> Variant:
         """FRESH where every store is empty, the new tokens are the first ones, in order, and nothing behind them is read."""
-        if self.with_past or not self.written:
+        rolls = any(group.ring is not None and not group.ring.refilled for group in self.groups)
+        if self.with_past or not self.written or rolls:
             return Variant.PAST
         written = [(self.groups[index], call.states[index], call.starts[index], call.counts[index]) for index in self.written]
         beyond = any(self._reach(group, args) > count for group, _, _, count in written)
         if beyond and not self.born_only:
             return Variant.PAST
-        if not self.born_only and (any(state.length for _, state, _, _ in written) or max(count for *_, count in written) == 1):
+        filled = any(state.length for group, state, _, _ in written if group.ring is None)
+        if not self.born_only and (filled or max(count for *_, count in written) == 1):
             return Variant.PAST
         if beyond:
             raise Unsupported(
@@ -273,21 +305,33 @@ class BoundGraph:
         return max(self.sizes.read(size, args) for size in group.reach)
 
     def _make_room(self, call: _Call, args: tuple[Any, ...]) -> None:
-        """Enough pages in every store; all stores of a graph have the same number of pages."""
-        pages = 2
+        """Enough pages in every store; all stores of a graph that grow alike have the same number of pages."""
+        pages: dict[int | None, int] = {}
         for group, state, start, count in zip(self.groups, call.states, call.starts, call.counts, strict=True):
             capacity = None
-            if group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
+            if group.ring is not None:
+                capacity = group.ring.slots
+            elif group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
                 capacity = self._capacity(group, args)
                 if count > capacity:
                     raise CacheFull(needed=start + count, capacity=capacity, where=group.where)
-            needed = max(start + count, self._reach(group, args))
+            needed = max(start + count, self._reach(group, args) if group.ring is None else 0)
             if capacity is not None:
                 needed = min(needed, capacity)
-            pages = max(pages, self.growth.pages(needed, capacity), *(store.pages for store in state.stores.values()))
-        for state in call.states:
+            kind = extent(group.first.plan.slot)
+            pages[kind] = max(pages.get(kind, rings.LEAST_PAGES), self.growth.pages(needed, capacity), state.pages)
+        for group, state in zip(self.groups, call.states, strict=True):
             for store in state.stores.values():
-                store.reserve(pages)
+                store.reserve(pages[extent(group.first.plan.slot)])
+
+    def _cursors(self, rewritten: Rewritten, call: _Call) -> list[torch.Tensor]:
+        starts: dict[int, int] = {}
+        for group, start in zip(self.groups, call.starts, strict=True):
+            if group.ring is not None and not group.ring.refilled:
+                rings.one_start(starts, group.ring, start, group.where)
+        if not rewritten.cursors:
+            return []
+        return rings.cursors(rewritten.cursors, starts, value_of(self.groups[0].root).device)
 
     def __call__(self, *args: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -298,7 +342,8 @@ class BoundGraph:
             args = tuple(handles.decoded(arg) if index in self.decode_arguments else arg for index, arg in enumerate(args))
         if self.steady is not None and (settled := self.steady.ready(args)) is not None:
             rewritten, compiled = self.variants[Variant.PAST]
-            results = compiled(*[args[index] for index in rewritten.kept], *self.steady.planes(settled))
+            planes, cursors = self.steady.planes(settled), self.steady.cursors(settled, rewritten.cursors)
+            results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors)
             self.steady.commit(settled, args)
             return tuple(results)
         shapes = [tuple(args[group.argument].shape) if group.argument is not None else None for group in self.groups]
@@ -316,7 +361,7 @@ class BoundGraph:
         planes = [
             plane for item in rewritten.bindings for plane in by_root[item.plan.slot.root, item.part].planes
         ]
-        results = list(compiled(*[args[index] for index in rewritten.kept], *planes))
+        results = list(compiled(*[args[index] for index in rewritten.kept], *planes, *self._cursors(rewritten, call)))
         self._settle(call, args, rewritten)
         return self._commit(call, args, shapes, results, rewritten)
 
@@ -325,7 +370,10 @@ class BoundGraph:
         if rewritten.variant is not Variant.PAST or not self.trusted:
             return
         if self.steady is None:
-            rows = [(g.argument or 0, self._capacity(g, args), n) for g, n in zip(self.groups, call.counts, strict=True)]
+            rows = [
+                Row(g.argument or 0, self._capacity(g, args), n, g.ring.slots if g.ring is not None else 0)
+                for g, n in zip(self.groups, call.counts, strict=True)
+            ]
             self.steady = Steady.of(rows, [group.root for group in self.groups], self.pairs, rewritten)
         self.steady.settle(call.states)
 
@@ -334,7 +382,15 @@ class BoundGraph:
         for group, state, start, count, shape in zip(self.groups, call.states, call.starts, call.counts, shapes, strict=True):
             if group.kind is SlotKind.READ:
                 continue
-            if group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
+            if group.ring is not None and (group.ring.refilled or group.kind is SlotKind.BUFFER):
+                keep = self.sizes.read(group.ring.keep, args)
+                state.epoch += 1
+                state.length = keep if group.ring.refilled else start + count
+                state.top = state.length if group.ring.refilled else max(state.top, state.length)
+                if group.argument is not None:
+                    tensor = args[group.argument]
+                    tensor._length, tensor._epoch = state.length, state.epoch
+            elif group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
                 capacity = self._capacity(group, args)
                 state.epoch += 1
                 state.length = min(max(state.length, start + count), capacity)
@@ -355,8 +411,15 @@ class BoundGraph:
         if shape is None:
             shape = tuple(self.sizes.read(size, args) for size in fake.shape)
         if group.kind in {SlotKind.CONCAT, SlotKind.BORN_CONCAT}:
-            shape = tuple(state.length if dim == group.token_dim else size for dim, size in enumerate(shape))
+            length = state.length if group.ring is None else self.sizes.read(group.ring.keep, args)
+            shape = tuple(length if dim == group.token_dim else size for dim, size in enumerate(shape))
         return handles.make(state, shape, fake.dtype, fake.device)
+
+
+def _goes_on(group: Group) -> bool:
+    """Whether a ring's tokens follow the last one in every call: all that its buffer shows is lined up with them."""
+    ring = group.ring
+    return ring is not None and not ring.refilled and isinstance(ring.end, int) and ring.end == value_of(group.root).shape[group.token_dim]
 
 
 def _nowhere() -> Found:

@@ -1,0 +1,85 @@
+"""Mask operands: what a mask carries along as tensors, and sinks, in the form that ``attend`` takes; emitted, not evaluated."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from kvcompile.passes.emit import Emitter, aten
+from kvcompile.passes.masks import hiding
+from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
+from kvcompile.passes.shapes import sizes, value_of
+from kvcompile.passes.sites import MaskKind, Site
+
+Env = dict[fx.Node, fx.Node]
+"""The rewritten graph's node of every captured one."""
+
+
+def last_seen(emit: Emitter, env: Env, site: Site, device: torch.device) -> fx.Node | None:
+    """The last position that the carried masks let each query see, int64 [1 or B, 1 or S]: what is behind is never read."""
+    found: list[fx.Node] = []
+    for term in hiding(site.bounds):
+        node = env[term.node]
+        if term.kind is MaskKind.ADD:
+            node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)
+        elif value_of(term.node).dtype != torch.bool:
+            node = emit.call(aten.ne.Scalar, node, 0)
+        if term.kind is MaskKind.FILL:
+            node = emit.call(aten.logical_not.default, node)
+        node = emit.heads(node, term.roles, ("S", "T"), site.heads, site.groups)
+        length = value_of(term.node).shape[term.roles.index("T")]
+        behind = emit.call(aten.arange.start, 1, emit.call(operator.add, emit.size(length), 1), dtype=torch.int64, device=device)
+        last = emit.call(aten.amax.default, emit.call(aten.mul.Tensor, node, behind), [1, 3])
+        found.append(emit.call(aten.sub.Scalar, last, 1))
+    if not found:
+        return None
+    node = found[0]
+    for other in found[1:]:
+        node = emit.call(aten.minimum.default, node, other)
+    return node
+
+
+def bias(emit: Emitter, env: Env, site: Site) -> fx.Node | None:
+    """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
+    combined: fx.Node | None = None
+    boolean = True
+    for term in site.bounds.carried:
+        node = env[term.node]
+        dtype = value_of(term.node).dtype
+        is_bool = term.kind is not MaskKind.ADD
+        if is_bool and dtype != torch.bool:
+            node = emit.call(aten.to.dtype, node, torch.bool)
+        if term.kind is MaskKind.FILL:
+            node = emit.call(aten.logical_not.default, node)
+        if term.factor != 1.0:
+            node = emit.call(aten.mul.Scalar, node, term.factor)
+        node = emit.heads(node, term.roles, ("S", "T"), site.heads, site.groups)
+        if combined is None:
+            combined, boolean = node, is_bool
+        elif is_bool and boolean:
+            combined = emit.call(aten.logical_and.default, combined, node)
+        else:
+            left, right = _floats(emit, combined, boolean), _floats(emit, node, is_bool)
+            combined, boolean = emit.call(aten.add.Tensor, left, right), False
+    return combined
+
+
+def _floats(emit: Emitter, node: fx.Node, boolean: bool) -> fx.Node:
+    if not boolean:
+        return node
+    zero = emit.call(aten.zeros_like.default, node, dtype=torch.float32)
+    return emit.call(aten.masked_fill.Scalar, zero, emit.call(aten.logical_not.default, node), float("-inf"))
+
+
+def sinks(emit: Emitter, env: Env, site: Site) -> fx.Node | None:
+    """The sink logits as [H]."""
+    if site.attention.sinks is None:
+        return None
+    node = env[site.attention.sinks]
+    roles = site.attention.out_roles[:-1]
+    shape = sizes(site.attention.sinks)
+    kept = tuple(role if role in {"H", "K", "G", "GK"} and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
+    node = emit.heads(node, (*kept, ""), (), site.heads, site.groups)
+    return emit.call(aten.select.int, node, 0, 0)
