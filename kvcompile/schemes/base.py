@@ -35,6 +35,8 @@ class Scheme(abc.ABC):
     name: ClassVar[str]
     window = 0
     """How many of the newest tokens stay in full precision, in a plane named ``window``; an option of schemes with blocks."""
+    pre_rope = False
+    """Whether keys are stored as they are before their rotary embedding, which attention then applies; an option."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
 
