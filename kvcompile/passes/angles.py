@@ -35,6 +35,7 @@ PRODUCTS = {"matmul", "bmm", "mm"}
 OUTER = {"outer", "ger"}
 LOOKUPS = {"index", "embedding", "index_select", "gather"}
 SLICES = {"slice", "narrow"}
+SLICE = "where a slice of a table begins"
 
 
 class Part(enum.Enum):
@@ -165,11 +166,13 @@ class Reader:
     def _position(self, node: fx.Node, coords: Coords) -> Read:
         """The one position that all angles depend on; dims in which it does not change are part of its identity."""
         still = tuple((dim, int(column[0])) for dim, column in enumerate(coords.T) if (column == column[0]).all())
-        found = (node, still)
-        if self.position is not None and self.position != found:
-            raise changed("they depend on more than one position", node)
-        self.position = found
+        self._only((node, still), node)
         return Step("position"), []
+
+    def _only(self, position: tuple[Any, ...], node: fx.Node) -> None:
+        if self.position is not None and self.position != position:
+            raise changed("they depend on more than one position", node)
+        self.position = position
 
     # --- leaves ----------------------------------------------------------------------------------
 
@@ -196,11 +199,7 @@ class Reader:
         """A table's row at the position: gathered, or a slice of as many rows as there are tokens."""
         name = op_name(node)
         if name in SLICES and (dim := self._sliced_along_tokens(node, coords, rows)) is not None:
-            start = bind(node).get("start")
-            found = ("slice", start)
-            if self.position is not None and self.position != found:
-                raise changed("they depend on more than one position", node)
-            self.position = found
+            self._only((SLICE, bind(node).get("start")), node)
             return self._table(operand(node), coords, dim, part)
         if name not in LOOKUPS:
             return None
@@ -224,7 +223,7 @@ class Reader:
             return None
         along = (coords[:, dim] == self.token[rows]).all() and (self.tokens > 1 or isinstance(arguments.get("start"), (int, fx.Node)))
         # One row of a table is a position too where nothing else was.
-        return dim if along and (self.tokens > 1 or self.position is None or self.position[0] == "slice") else None
+        return dim if along and (self.tokens > 1 or self.position is None or self.position[0] == SLICE) else None
 
     def _table(self, node: fx.Node, coords: Coords, dim: int, part: Part) -> Read:
         """The constant behind a table whose ``dim`` is indexed by the position: which of its own dims that is shows when it moves."""

@@ -20,7 +20,7 @@ from kvcompile.passes.constants import constant
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.pullback import JOINS, Coords, broadcast, join_parts, step
 from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, operand, sizes
-from kvcompile.passes.sites import Miss, Slot
+from kvcompile.passes.sites import Miss, Slot, SlotKind
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,8 @@ def _samples(slot: Slot) -> tuple[Coords, np.ndarray, int]:
 
 def recognise(slot: Slot, effects: Effects) -> Rotation:
     """The rotation of what is written into a slot; raises Miss where there is none that is understood."""
+    if slot.kind is SlotKind.READ:
+        raise Miss("its keys come from another graph, and so does their rotation, if they have one", slot.root)
     coords, token, outer = _samples(slot)
     rows = np.arange(len(coords))
     expansion = _Expansion(effects)

@@ -112,7 +112,7 @@ class Kivi(Scheme):
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
             "float16 is the usual choice",
         )
-        require(isinstance(self.pre_rope, bool), self.name, "pre_rope", "True or False", self.pre_rope, "False is the setting of the source")
+        require(isinstance(self.pre_rope, bool), self.name, "pre_rope", "True or False", self.pre_rope, "False is the usual choice")
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
