@@ -25,7 +25,8 @@ from kvcompile.passes.effects import Effects
 from kvcompile.passes.masks import hiding
 from kvcompile.passes.match import Matched, match
 from kvcompile.passes.plan import Plan, Policy, SitePlan, plan, policy_of
-from kvcompile.passes.rewrite import Rewritten, Variant, rewrite
+from kvcompile.passes.rewrite import rewrite
+from kvcompile.passes.rewritten import Rewritten, Variant
 from kvcompile.passes.shapes import source_line, value_of
 from kvcompile.passes.sites import LimitKind, Refusal, SlotKind, Stage
 from kvcompile.passes.verify import verify

@@ -27,7 +27,7 @@ from kvcompile.lowering.site_kernel import SiteKernel, attends, site_kernel
 from kvcompile.normal_form import normal_form
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.plan import Plan
-from kvcompile.passes.rewrite import BORN, Rewritten, Variant
+from kvcompile.passes.rewritten import BORN, Rewritten, Variant
 from kvcompile.passes.shapes import hint, module_path
 from kvcompile.passes.sites import SlotKind
 from kvcompile.report import count_text, short_paths, short_scheme

@@ -12,7 +12,7 @@ import torch
 
 from kvcompile.backend import Backend, backend
 from kvcompile.passes.plan import Plan
-from kvcompile.passes.rewrite import Rewritten, Variant
+from kvcompile.passes.rewritten import Rewritten, Variant
 from kvcompile.passes.shapes import op_name, value_of
 from kvcompile.report import Report, graph_report
 from kvcompile.settings import Inner

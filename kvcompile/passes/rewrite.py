@@ -11,7 +11,6 @@ FRESH   the store is empty: attention reads the new keys and values as they are,
 
 from __future__ import annotations
 
-import enum
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from kvcompile.passes.masks import hiding
 from kvcompile.passes.origin import from_origin, padded_rows, padding
 from kvcompile.passes.patterns.softmax import VERY_NEGATIVE
 from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
+from kvcompile.passes.rewritten import BORN, Binding, Rewritten, Variant
 from kvcompile.passes.shapes import hint, op_name, size_along, sizes, value_of
 from kvcompile.passes.sites import Limit, LimitKind, MaskKind, SlotKind
 from kvcompile.passes.turning import Turning
@@ -34,41 +34,6 @@ from kvcompile.passes.turning import Turning
 DENSE = "dense()"
 PRODUCTS = {"linear", "mm", "addmm", "matmul", "bmm", "convolution", "conv1d", "conv2d"}
 """Behind one of these nothing is left of the strides of what went in."""
-BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
-
-
-class Variant(enum.Enum):
-    """What the stores hold when the graph runs."""
-
-    PAST = "past"
-    FRESH = "fresh"
-
-
-@dataclass(frozen=True)
-class Binding:
-    """One slot of the rewritten graph: where its cache comes in and goes out, and where its planes are."""
-
-    plan: SlotPlan
-    argument: int | None
-    outputs: tuple[int, ...]
-    first_plane: int
-
-    @property
-    def part(self) -> tuple[tuple[int, int], ...]:
-        """Which part of the cache tensor the slot is; () for the whole."""
-        return self.plan.slot.axes.select
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """The rewritten graph, which of the caller's arguments it still takes, and its slots in plane order."""
-
-    module: fx.GraphModule
-    variant: Variant
-    kept: tuple[int, ...]
-    bindings: tuple[Binding, ...]
-    dropped_outputs: tuple[int, ...]
-    results: int
 
 
 @dataclass(frozen=True)

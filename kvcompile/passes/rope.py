@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from kvcompile.passes.angles import Angles, Part, Reader, Step, changed, spread_of, with_ranges
+from kvcompile.passes.angle_reader import Reader, changed, spread_of, with_ranges
+from kvcompile.passes.angles import Angles, Part, Step
 from kvcompile.passes.constants import constant
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.pullback import JOINS, Coords, broadcast, join_parts, step

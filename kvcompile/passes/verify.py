@@ -14,7 +14,7 @@ from torch import fx
 
 from kvcompile.errors import VerificationFailed
 from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewrite import Rewritten
+from kvcompile.passes.rewritten import Rewritten
 from kvcompile.passes.shapes import op_name, source_line
 from kvcompile.passes.sites import SlotKind
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from kvcompile.errors import CacheFull, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
 from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant
+from kvcompile.passes.rewritten import BORN, Binding, Rewritten, Variant
 from kvcompile.passes.rope import Rotation
 from kvcompile.passes.shapes import source_line, value_of
 from kvcompile.passes.sites import Limit, Site, SlotKind

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.passes.rewrite import Rewritten
+from kvcompile.passes.rewritten import Rewritten
 from kvcompile.runtime.handle import CompressedCache
 from kvcompile.runtime.state import CacheState, Part
 
