@@ -42,13 +42,14 @@ def _rounded_up(x, ULP: tl.constexpr, TINY: tl.constexpr, DTYPE: tl.constexpr): 
 
 
 @triton.jit
-def append_one(  # noqa: D103, PLR0913
+def append_one(  # noqa: PLR0913
     X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT,  # noqa: ANN001, N803
     x_b, x_h, x_d, ring_b, ring_h, clock_b, clock_h, codes_n, codes_b, codes_h, scales_n, scales_b, scales_h, pages, pos_b,  # noqa: ANN001
     D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,  # noqa: N803
     SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HAS_ORIGIN: tl.constexpr, EXACT: tl.constexpr,  # noqa: N803
     ULP: tl.constexpr, TINY: tl.constexpr,  # noqa: N803
 ):  # noqa: ANN202
+    """One token of one kv head of one batch row: see the module."""
     b = (tl.program_id(0) // HEADS).to(tl.int64)
     h = (tl.program_id(0) % HEADS).to(tl.int64)
     first = tl.load(POS + b * pos_b)
