@@ -114,7 +114,7 @@ class CacheStale(KvcompileError):
 
 class WindowPassed(KvcompileError):
     template = (
-        "expected to go on from a length that still has its originals, found {wanted}: {scheme} keeps the newest {window} of {length} tokens "
+        "expected to go on from a length that still has its originals, found {wanted}: {scheme} keeps {window} of {length} tokens "
         "in full precision, and length {wanted} ends inside a block of {block} whose first tokens are only codes by now; crop by at most "
         "{most} tokens, to a multiple of {block} tokens, or copy.deepcopy the cache before going on"
     )
