@@ -153,4 +153,4 @@ class NothingToDump(KvcompileError):
 
 
 class NothingToMeasure(KvcompileError):
-    template = "expected {expected}, found {found}; {todo}"
+    template = "expected {expected} to measure, found {found}; {todo}"

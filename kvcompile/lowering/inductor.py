@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.virtualized import V
 
 from kvcompile import schemes
 from kvcompile.lowering import ops
@@ -22,9 +23,10 @@ PLAIN = 13
 def _plain(q: Any, operands: tuple[Any, ...]) -> bool:
     """Whether the C++ template knows all of this attention: token-wise symmetric codes, nothing beside the planes."""
     spelled, values = operands[7:9], operands[1]
-    dims = int(q.get_size()[-1]), operands[11]
+    static = V.graph.sizevars.guard_int
+    heads, dims = static(values[0].get_size()[2]), (q.get_size()[-1], operands[11])
     for text, role, dim in zip(spelled, Role, dims, strict=True):
-        slot = SlotSpec(int(values[0].get_size()[2]), int(dim), values[0].get_dtype(), role)
+        slot = SlotSpec(heads, static(dim), values[0].get_dtype(), role)
         if not schemes.parse(text).format(slot).symmetric:
             return False
     return not any(operands[PLAIN - 1 :])
