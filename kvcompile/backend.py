@@ -75,6 +75,7 @@ class Backend:
                 report.announced += store.spec.layout.nbytes(store.pages, store.batch, store.spec.slot.heads)
                 tokens = state.length
                 report.dense += tokens * store.batch * store.spec.slot.heads * store.spec.slot.head_dim * store.spec.slot.dtype.itemsize
+                report.untaught += bool(tokens) and store.untaught
         return report
 
 

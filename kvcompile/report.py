@@ -67,12 +67,16 @@ class GraphReport:
 
 @dataclass
 class Report:
-    """All graphs that one backend compiled, and the stores that live; ``tokens`` is the length that bytes are given for."""
+    """All graphs that one backend compiled, and the stores that live; ``tokens`` is the length that bytes are given for.
+
+    ``untaught``: live stores whose scheme learns from queries and that hold tokens without having seen any.
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
     announced: int = 0
     allocated: int = 0
     dense: int = 0
+    untaught: int = 0
     tokens: int | None = None
 
     @property
@@ -219,6 +223,11 @@ def _footer(report: Report) -> Text:
         text.append(
             f"\nlive caches: {size_text(report.allocated)} allocated, {size_text(report.announced)} announced, in place of "
             f"{size_text(report.dense)} dense{ratio}", style="not bold",
+        )
+    if report.untaught:
+        text.append(
+            f"\nwarning: {count_text(report.untaught, 'live key store')} never saw the queries that filled it, so its keys are encoded "
+            "with lam=0, as kivi: fill the cache in a compiled call", style="not bold yellow",
         )
     for warning in sorted({w for graph in report.graphs for site in graph.sites for w in site.warnings}):
         text.append(f"\nwarning: {warning}", style="not bold yellow")

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from registry import VARIANTS, each_dtype, each_scheme, fitting, holds, normal, slot
+from registry import VARIANTS, each_dtype, each_scheme, fitting, holds, normal, slot, unwritten
 
 from kvcompile.lowering.ops import append_body, attend, attend_body, decodable
 from kvcompile.lowering.windows import append_window_body
 from kvcompile.schemes import Scheme
-from kvcompile.types import PAGE, Extent, Role, SlotSpec, pages_for
+from kvcompile.types import PAGE, Role, SlotSpec, pages_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,13 +77,7 @@ class Problem:
         layout = scheme.layout(spec)
         if self.window:
             layout = layout.windowed(spec, self.window)
-        planes = [
-            torch.full(
-                p.shape(pages_for(self.tokens) + SPARE, self.batch, self.kv_heads),
-                float("nan") if p.dtype.is_floating_point else 0 if p.extent is Extent.ROW else 0x5A, dtype=p.dtype,
-            )
-            for p in layout.planes
-        ]
+        planes = [unwritten(scheme, spec, plane, pages_for(self.tokens) + SPARE, self.batch) for plane in layout.planes]
         x = normal(self.batch, self.kv_heads, self.tokens, width, dtype=self.dtype, seed=seed)
         pos = torch.arange(self.tokens).unsqueeze(0)
         if not self.window:

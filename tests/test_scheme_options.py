@@ -30,8 +30,11 @@ def bad_values(default: Any) -> list[Any]:
         return [torch.int64, torch.complex64, "float99", "", 16, None]
     if isinstance(default, bool):
         return ["maybe", 3, None]
+    if isinstance(default, float):
+        return [-1.0, -1e-9, float("nan"), float("inf"), 1e30, "many", "nan", "", None, True]
     if isinstance(default, int):
-        return [0, -1, -32, 7, 2.5, "many", "", None, True]
+        # Those with a power of two as their default take no odd number.
+        return [0, -1, -32, 2.5, "many", "", None, True, *([7] if default & (default - 1) == 0 else [])]
     return ["", None]
 
 

@@ -113,8 +113,8 @@ def result_missing(graph: fx.Graph) -> None:
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        (extra_reader, "only append and attend touch a plane"),
-        (plane_returned, "only append and attend touch a plane"),
+        (extra_reader, "only learn, append and attend touch a plane"),
+        (plane_returned, "only learn, append and attend touch a plane"),
         (two_appends, "one append into every plane"),
         (no_append, "one append into every plane"),
         (append_too_late, "every attend comes after the append of its tokens"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from registry import VARIANTS, normal
+from registry import VARIANTS, normal, unwritten
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import kvcompile
@@ -28,7 +28,11 @@ HEADS, WIDTH = 2, 64
 def store(scheme: Scheme, batch: int = 1, pages: int = 5) -> Store:
     """An empty store of keys."""
     spec = SlotSpec(HEADS, WIDTH, torch.float32, Role.KEY)
-    return Store(StoreSpec(spec, scheme, scheme.layout(spec)), batch, torch.device("cpu"), pages)
+    held = Store(StoreSpec(spec, scheme, scheme.layout(spec)), batch, torch.device("cpu"), pages)
+    for plane, described in zip(held.planes, held.spec.layout.planes, strict=True):
+        if described.name in scheme.learned:
+            plane.copy_(unwritten(scheme, spec, described, pages, 1))
+    return held
 
 
 def write(held: Store, x: torch.Tensor, start: int, origin: torch.Tensor | None = None) -> torch.Tensor:

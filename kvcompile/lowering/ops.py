@@ -2,6 +2,7 @@
 
 ``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
 ``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``windows.py``).
+``kvcompile::learn``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
 ``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
 
 The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what
@@ -48,6 +49,8 @@ LIBRARY = torch.library.Library("kvcompile", "DEF")
 LIBRARY.define("expose(Tensor x) -> Tensor")
 LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> ()")
 LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme) -> (Tensor, Tensor)")
+# What it runs may choose algorithms by size and device, so it is left out of CUDA graphs; no decode step has it.
+LIBRARY.define("learn(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
@@ -84,6 +87,15 @@ def append_body(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, 
     pos = torch.where(inside, pos, room - 1)
     for plane, rows in zip(planes, schemes.parse(scheme).encode(x), strict=True):
         write_rows(plane, rows.to(plane.dtype), pos)
+
+
+def learn_body(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
+    """Fill the planes from queries q [B, H, S, D] of the tokens at 0, 1, 2, ..., of which ``keep`` [B or 1, T'] are no padding."""
+    if keep is not None:
+        keep = _padded(keep, q.shape[2], False).expand(q.shape[0], -1)
+    made = schemes.parse(scheme).learn(q.unflatten(1, (planes[0].shape[2], -1)), keep)
+    for plane, values in zip(planes, made, strict=True):
+        plane.copy_(values)
 
 
 def as_tokens(plane: torch.Tensor) -> torch.Tensor:
@@ -207,6 +219,10 @@ def attend_meta(
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], value_dim)
 
 
+def _learn_meta(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
+    return None
+
+
 def _append_meta(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> None:
     return None
 
@@ -222,6 +238,8 @@ def _expose_meta(x: torch.Tensor) -> torch.Tensor:
 
 LIBRARY.impl("expose", _expose, "CompositeExplicitAutograd")
 LIBRARY.impl("expose", _expose_meta, "Meta")
+LIBRARY.impl("learn", learn_body, "CompositeExplicitAutograd")
+LIBRARY.impl("learn", _learn_meta, "Meta")
 LIBRARY.impl("append", append_body, "CompositeExplicitAutograd")
 LIBRARY.impl("attend", attend_body, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_body, "CompositeExplicitAutograd")
@@ -232,4 +250,5 @@ LIBRARY.impl("attend", attend_meta, "Meta")
 expose = torch.ops.kvcompile.expose.default
 append = torch.ops.kvcompile.append.default
 append_window = torch.ops.kvcompile.append_window.default
+learn = torch.ops.kvcompile.learn.default
 attend = torch.ops.kvcompile.attend.default

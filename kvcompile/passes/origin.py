@@ -28,6 +28,18 @@ def _per_row(term: MaskTerm) -> bool:
     return any("B" in role for role in term.roles)
 
 
+def shown(emit: Emitter, env: dict[fx.Node, fx.Node], term: MaskTerm, site: Site) -> fx.Node:
+    """What a mask term lets through, bool [B or 1, H or 1, S or 1, T]."""
+    node = env[term.node]
+    if term.kind is MaskKind.ADD:
+        node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)
+    elif value_of(term.node).dtype != torch.bool:
+        node = emit.call(aten.ne.Scalar, node, 0)
+    if term.kind is MaskKind.FILL:
+        node = emit.call(aten.logical_not.default, node)
+    return emit.heads(node, term.roles, ("S", "T"), site.heads, site.groups)
+
+
 def padded_rows(emit: Emitter, env: dict[fx.Node, fx.Node], terms: tuple[MaskTerm, ...], site: Site, made: dict[Any, fx.Node]) -> fx.Node:
     """The first visible position of each row, int64 [B]; one computation for all sites that share their masks."""
     key = tuple((term.node, term.roles, term.kind) for term in terms)
@@ -35,15 +47,7 @@ def padded_rows(emit: Emitter, env: dict[fx.Node, fx.Node], terms: tuple[MaskTer
         return made[key]
     found: fx.Node | None = None
     for term in terms:
-        node = env[term.node]
-        if term.kind is MaskKind.ADD:
-            node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)
-        elif value_of(term.node).dtype != torch.bool:
-            node = emit.call(aten.ne.Scalar, node, 0)
-        if term.kind is MaskKind.FILL:
-            node = emit.call(aten.logical_not.default, node)
-        node = emit.heads(node, term.roles, ("S", "T"), site.heads, site.groups)
-        seen = emit.call(aten.amax.default, emit.call(aten.to.dtype, node, torch.int64), [1, 2])
+        seen = emit.call(aten.amax.default, emit.call(aten.to.dtype, shown(emit, env, term, site), torch.int64), [1, 2])
         # Leading zeros: positions whose running sum is still nothing.
         nothing = emit.call(aten.eq.Scalar, emit.call(aten.cumsum.default, seen, 1), 0)
         first = emit.call(aten.sum.dim_IntList, nothing, [1])

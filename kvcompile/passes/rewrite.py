@@ -25,12 +25,12 @@ from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
 from kvcompile.passes.mask_operands import bias_of, sinks_of
 from kvcompile.passes.masks import hiding
-from kvcompile.passes.origin import from_origin, padded_rows, padding
-from kvcompile.passes.patterns.steps import VERY_NEGATIVE
+from kvcompile.passes.origin import from_origin, padded_rows, padding, shown
 from kvcompile.passes.plan import DTYPES, Plan, SitePlan, SlotPlan
 from kvcompile.passes.shapes import hint, op_name, size_along, value_of
 from kvcompile.passes.sites import Limit, LimitKind, MaskKind, Position, SlotKind
 from kvcompile.passes.strides import free_strides
+from kvcompile.passes.teach import teach
 
 DENSE = "dense()"
 BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
@@ -231,7 +231,7 @@ class _Rewriter:
             return emit.positions(count, self._offset(emit, limit), self.device)
         if kind is LimitKind.CONST:
             return emit.constant_limit(count, self._offset(emit, limit), self.device)
-        if self._fresh(item) and item.site.key.kind is not SlotKind.BORN_BUFFER:
+        if self._fresh(item.key) and item.site.key.kind is not SlotKind.BORN_BUFFER:
             # All keys of this call, which are not as many as its queries where attention goes across.
             return emit.constant_limit(count, self._less_one(emit, self.tokens(item.key)), self.device)
         length = value_of(item.site.attention.k).shape[item.site.attention.k_roles.index("T")]
@@ -250,16 +250,8 @@ class _Rewriter:
     def _last_seen(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
         """The last position that the carried masks let each query see, int64 [1 or B, 1 or S]: what is behind is never read."""
         found: list[fx.Node] = []
-        site = item.site
-        for term in hiding(site.bounds):
-            node = self.env[term.node]
-            if term.kind is MaskKind.ADD:
-                node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)
-            elif value_of(term.node).dtype != torch.bool:
-                node = emit.call(aten.ne.Scalar, node, 0)
-            if term.kind is MaskKind.FILL:
-                node = emit.call(aten.logical_not.default, node)
-            node = emit.heads(node, term.roles, ("S", "T"), site.heads, site.groups)
+        for term in hiding(item.site.bounds):
+            node = shown(emit, self.env, term, item.site)
             length = value_of(term.node).shape[term.roles.index("T")]
             behind = emit.call(aten.arange.start, 1, emit.call(operator.add, emit.size(length), 1), dtype=torch.int64, device=self.device)
             last = emit.call(aten.amax.default, emit.call(aten.mul.Tensor, node, behind), [1, 3])
@@ -297,17 +289,21 @@ class _Rewriter:
         self.bindings.append(Binding(slot, index, slot.slot.outputs, taken))
         return made
 
-    def append(self, slot: SlotPlan) -> fx.Node:
-        """Encode and write the new tokens of one slot, once; returns the new tokens as [B, K, S, D]."""
+    def append(self, slot: SlotPlan, late: Emitter | None = None) -> fx.Node:
+        """Encode and write the new tokens of one slot, once, at the write or where ``late`` says; returns them as [B, K, S, D]."""
         assert slot.slot.kind is not SlotKind.READ
         key = (slot.slot.root, slot.slot.axes.select)
         if key in self.sources:
             return self.sources[key]
-        planes = self.plane_nodes(slot)
-        emit = Emitter(self.graph, self.env[slot.slot.write.node], self.symbol)
-        self.device = value_of(slot.slot.write.values).device
+        planes, write = self.plane_nodes(slot), slot.slot.write
+        emit = Emitter(self.graph, self.env[write.node], self.symbol)
+        self.device = value_of(write.values).device
         source = self.source(emit, slot)
         position = self.position(emit, slot)
+        if late is not None:
+            # What was written is what was there at the write.
+            changes = self.effects.writes.get(self.effects.root.get(write.values, write.values))
+            source, emit = emit.call(aten.clone.default, source) if changes else source, late
         if slot.window:
             self._append_window(emit, slot, source, position)
         else:
@@ -327,14 +323,16 @@ class _Rewriter:
             dtype = torch.float32
             q = emit.call(aten.to.dtype, q, dtype)
         count = size_along(attention.q, attention.q_roles, "S", attention.folded)
-        fresh = self._fresh(item)
+        fresh = self._fresh(item.key)
         keys, values = self._read(item.key), self._read(item.value)
         schemes = item.key.scheme.spell(), item.value.scheme.spell()
         if fresh:
+            if self._learns(item.key) and (site.key.root, site.key.axes.select) not in self.sources:
+                teach(emit, self.env, item, q, self.plane_nodes(item.key), self.tokens(item.key))
             # As the cache rounds them, then as the attention takes them: a cache may be kept in another precision than it is used in.
             new_k, new_v = (
                 part if slot.spec.dtype == dtype else emit.call(aten.to.dtype, part, dtype)
-                for slot in (item.key, item.value) for part in [self.append(slot)]
+                for slot in (item.key, item.value) for part in [self.append(slot, emit)]
             )
             keys, values = [emit.call(aten.unsqueeze.default, new_k, 0)], [emit.call(aten.unsqueeze.default, new_v, 0)]
             schemes = DENSE, DENSE
@@ -365,10 +363,14 @@ class _Rewriter:
         self.env[attention.output] = new
         free_strides(new)
 
-    def _fresh(self, item: SitePlan) -> bool:
-        """Whether the site attends to the tokens of this call alone."""
-        kind = item.site.key.kind
+    def _fresh(self, slot: SlotPlan) -> bool:
+        """Whether what reads the slot attends to the tokens of this call alone."""
+        kind = slot.slot.kind
         return kind is not SlotKind.READ and (self.variant is Variant.FRESH or kind in BORN)
+
+    def _learns(self, slot: SlotPlan) -> bool:
+        """Whether the queries of this call make planes of the slot."""
+        return self._fresh(slot) and slot.scheme.learns(slot.spec)
 
     def _read(self, slot: SlotPlan) -> list[fx.Node]:
         """The planes that attention reads."""
@@ -412,7 +414,8 @@ class _Rewriter:
         # In the order of the writes, so that what one append computes (positions) stands before the next.
         slots = [part for item in self.plan.sites for part in (item.key, item.value)]
         for part in sorted(slots, key=lambda part: self.effects.order[part.slot.write.node]):
-            if part.slot.kind is not SlotKind.READ:
+            self.plane_nodes(part)
+            if part.slot.kind is not SlotKind.READ and not self._learns(part):
                 self.append(part)
         for item in self.plan.sites:
             self.attend(item)

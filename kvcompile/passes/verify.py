@@ -1,8 +1,8 @@
 """Verify: re-derive from the rewritten graph alone what soundness needs; a fact that is gone is an error.
 
 Checked on the rewritten graph, not on what the rewriter believes: no node reads or writes a cache
-tensor any more, every plane is written by exactly one append and read by attends only after it, planes
-are never returned, and every result has the shape and dtype that the captured graph gave it.
+tensor any more, every plane is written by exactly one append and read by attends only after it, what is
+learned stands before that append, planes are never returned, and every result has the shape and dtype that the captured graph gave it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcompile.passes.rewrite import Rewritten
 from kvcompile.passes.shapes import source_line
 from kvcompile.passes.sites import SlotKind
 
-APPENDS, ATTEND = {"kvcompile::append", "kvcompile::append_window"}, "kvcompile::attend"
+APPENDS, ATTEND, LEARN = {"kvcompile::append", "kvcompile::append_window"}, "kvcompile::attend", "kvcompile::learn"
 
 
 def _name(node: fx.Node) -> str:
@@ -43,15 +43,18 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     for plane in planes:
         writers = [user for user in plane.users if _name(user) in APPENDS]
         readers = [user for user in plane.users if _name(user) == ATTEND]
-        others = [user for user in plane.users if user not in writers and user not in readers]
+        learned = [user for user in plane.users if _name(user) == LEARN]
+        others = [user for user in plane.users if user not in writers and user not in readers and user not in learned]
         if plane in unwritten and writers:
             _fail("no append into a plane of a cache that is only read", f"{len(writers)} appends into {plane.name}")
         if plane not in unwritten and len(writers) != 1:
             _fail("one append into every plane", f"{len(writers)} appends into {plane.name}")
         if others:
-            _fail("only append and attend touch a plane", others[0].format_node(), others[0])
+            _fail("only learn, append and attend touch a plane", others[0].format_node(), others[0])
         if not writers:
             continue
+        if len(learned) > 1 or any(order[node] > order[writers[0]] for node in learned):
+            _fail("a plane is learned once, before the append that encodes with it", learned[-1].format_node(), learned[-1])
         late = [reader for reader in readers if order[reader] < order[writers[0]]]
         if late:
             _fail("every attend comes after the append of its tokens", late[0].format_node(), late[0])

@@ -117,6 +117,10 @@ class BoundGraph:
         self.written = tuple(index for index, group in enumerate(groups) if group.kind is not SlotKind.READ)
         self.born_only = bool(self.written) and all(groups[index].kind in BORN for index in self.written)
         self.with_past = any(group.kind is SlotKind.CONCAT for group in groups)
+        self.learners = tuple(
+            index for index in self.written if any(item.plan.scheme.learns(item.plan.spec) for item in groups[index].bindings)
+        )
+        self.warned = False
 
     # --- finding the states ----------------------------------------------------------------------
 
@@ -182,6 +186,8 @@ class BoundGraph:
                 origin = found().origin(group.site) if item.plan.window else None
                 store.adopt(dense[:, :, :kept], origin)
         state.length = prior
+        if kept:
+            self._untaught(group, "arrived filled")
         if owned:
             handles.take_over(tensor, state)
         return state
@@ -270,7 +276,8 @@ class BoundGraph:
         beyond = any(self._reach(group, args) > count for group, _, _, count in written)
         if beyond and not self.born_only:
             return Variant.PAST
-        if not self.born_only and (any(state.length for _, state, _, _ in written) or max(count for *_, count in written) == 1):
+        once = max(count for *_, count in written) == 1 and not self.learners
+        if not self.born_only and (any(state.length for _, state, _, _ in written) or once):
             return Variant.PAST
         if beyond:
             raise Unsupported(
@@ -325,6 +332,10 @@ class BoundGraph:
         variant = self._variant(call, args, found)
         if variant not in self.variants:
             self.variants[variant] = self.compile_variant(variant)
+        if variant is Variant.PAST:
+            for index in self.learners:
+                if not call.states[index].length:
+                    self._untaught(self.groups[index], "is read in its first call beyond what that call writes")
         rewritten, compiled = self.variants[variant]
         self._make_room(call, args)
         by_root = {
@@ -337,6 +348,16 @@ class BoundGraph:
         results = list(compiled(*[args[index] for index in rewritten.kept], *planes))
         self._settle(call, args, rewritten)
         return self._commit(call, args, shapes, results, rewritten)
+
+    def _untaught(self, group: Group, why: str) -> None:
+        """Say once that a store is filled without what its scheme learns from queries."""
+        names = {item.plan.scheme.name for item in group.bindings if item.plan.scheme.learns(item.plan.spec)}
+        if names and not self.warned:
+            self.warned = True
+            log.warning(
+                "%s learns from the queries of the compiled call that fills an empty cache; the cache at %s %s: its keys are encoded with "
+                "lam=0, as kivi would", ", ".join(sorted(names)), group.where, why,
+            )
 
     def _settle(self, call: _Call, args: tuple[Any, ...], rewritten: Rewritten) -> None:
         """Let the next step of these caches take the short way, where nothing but their lengths can differ."""

@@ -90,6 +90,12 @@ class Store:
         found = [plane for plane, spec in self._described() if spec.name == "window"]
         return found[0][0] if found else None
 
+    @property
+    def untaught(self) -> bool:
+        """Whether its scheme learns from queries and these planes never saw any. Waits for the device."""
+        learned = [plane for plane, spec in self._described() if spec.name in self.spec.scheme.learned]
+        return bool(learned) and not any(bool(plane.any()) for plane in learned)
+
     def decode(self, tokens: int, length: int) -> torch.Tensor:
         """The first ``tokens`` of the ``length`` tokens written, as dense [B, K, T, D] in the model's dtype."""
         pages = min(pages_for(tokens), self.pages)

@@ -14,6 +14,7 @@ from kvcompile.errors import BadOption, UnknownOption, UnknownScheme
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
 from kvcompile.schemes.dense import Dense
+from kvcompile.schemes.squat import Squat
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
 
 SCHEMES: tuple[type[Scheme], ...] = (
@@ -22,6 +23,7 @@ SCHEMES: tuple[type[Scheme], ...] = (
     Int4,
     Fp8,
     Kivi,
+    Squat,
 )
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
@@ -74,4 +76,4 @@ def parse(text: str) -> Scheme:
     return make(name.strip(), **options)
 
 
-__all__ = ["AMAX", "BY_NAME", "SCHEMES", "SPREAD", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Planes", "Scheme", "make", "parse"]
+__all__ = ["AMAX", "BY_NAME", "SCHEMES", "SPREAD", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Planes", "Scheme", "Squat", "make", "parse"]

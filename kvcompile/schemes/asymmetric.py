@@ -181,7 +181,7 @@ class Kivi(Scheme):
         codes = codes.clamp(0, 2**self.bits - 1).nan_to_num().to(torch.int32).flatten(dim - 1, dim)
         return codes, scale.squeeze(dim), zero.squeeze(dim)
 
-    def bound(self, slot: SlotSpec) -> sympy.Expr:
+    def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         del slot
         ulp, tiny, steps = sympy.Float(SCALE_ULP[self.scale_dtype]), sympy.Float(TINY[self.scale_dtype]), 2**self.bits - 1
         # The zero point lies below the minimum by less than one unit in its last place; the scale is rounded up likewise.

@@ -35,6 +35,8 @@ class Scheme(abc.ABC):
     name: ClassVar[str]
     window = 0
     """How many of the newest tokens stay in full precision, in a plane named ``window``; an option of schemes with blocks."""
+    learned: ClassVar[frozenset[str]] = frozenset()
+    """Names of the fixed planes that ``learn`` makes."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
 
@@ -55,8 +57,8 @@ class Scheme(abc.ABC):
         """
 
     @abc.abstractmethod
-    def bound(self, slot: SlotSpec) -> sympy.Expr:
-        """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` and ``SPREAD`` of its group."""
+    def bound(self, slot: SlotSpec) -> sympy.Expr | None:
+        """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` and ``SPREAD`` of its group; None where none holds."""
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
@@ -77,6 +79,15 @@ class Scheme(abc.ABC):
     def minmax(self) -> MinMax | None:
         """How a kernel may encode in place of ``encode``, bit for bit; None where it may not."""
         return None
+
+    def learns(self, slot: SlotSpec) -> bool:
+        """Whether its fixed planes come out of ``learn``, from the queries of the call that fills an empty cache."""
+        del slot
+        return False
+
+    def learn(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
+        """The fixed planes, in the layout's order, from queries; ``keep``: which tokens are no padding, all where None."""
+        raise NotImplementedError(f"{self.name} does not learn")
 
     def of(self, role: Role) -> Scheme:
         """The scheme that holds slots of this role, where keys and values are encoded differently."""
