@@ -27,7 +27,9 @@ from kvcompile.schemes import parse
 from kvcompile.targets import Options, resolve, static_cache
 
 TINYLM = Path(__file__).resolve().parent.parent / "examples" / "tinylm"
-ANSWER_TOKENS = 16
+TASKS = ("needle", "multikey", "variable")
+"""One line among filler, one of many lines, a chain of assignments to follow."""
+ANSWER_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,14 @@ class Quality:
     kl: float
     needle: Share
     multikey: Share
+    variable: Share
     cache_bytes: int
     dense_bytes: int
     seconds: float
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        shares = {name: getattr(self, name).plain() for name in ("agreement", "needle", "multikey")}
+        shares = {name: getattr(self, name).plain() for name in ("agreement", *TASKS)}
         return {**{name: value for name, value in vars(self).items() if name not in shares}, **shares}
 
 
@@ -107,7 +110,7 @@ class Bench:
         self.dtype = str(dtype).removeprefix("torch.")
         self.model = resolve(str(folder), Options(dtype=dtype, device=device)).model
         text = corpus.heldout_text()
-        self.questions = {task: tasks.examples(task, effort.questions, effort.context, text, seed=seed) for task in ("needle", "multikey")}
+        self.questions = {task: tasks.examples(task, effort.questions, effort.context, text, seed=seed) for task in TASKS}
         stride = (len(text) - effort.context - effort.tail) // effort.batch
         rows = [codec.encode(text[row * stride :][: effort.context + effort.tail]) for row in range(effort.batch)]
         # One start token and ``context`` bytes are prefilled, as with the questions.
@@ -143,8 +146,8 @@ class Bench:
         del cache
         shares = {task: self._answers(compiled, task) for task in self.questions}
         return Quality(
-            label or str(scheme), self._bits(found), Share(int(same.sum()), same.numel()), float(kl), shares["needle"], shares["multikey"],
-            live.allocated, live.dense, time.perf_counter() - started,
+            label or str(scheme), self._bits(found), Share(int(same.sum()), same.numel()), float(kl), **shares,
+            cache_bytes=live.allocated, dense_bytes=live.dense, seconds=time.perf_counter() - started,
         )
 
     def _decode(self, model: Callable[..., Any], cache: Any) -> torch.Tensor:
@@ -178,11 +181,11 @@ def quality_table(rows: Sequence[Quality], effort: Effort, reference_bits: float
         caption_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False,
     )
     table.add_column("scheme")
-    for name in ("bits per byte", "same next byte", "KL (nats)", "needle", "multi-key", "cache", "of dense"):
+    for name in ("bits per byte", "same next byte", "KL (nats)", "needle", "multi-key", "variable", "cache", "of dense"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row.scheme, f"{row.bits_per_byte:.3f}", str(row.agreement), f"{row.kl:.2g}", str(row.needle), str(row.multikey),
+            row.scheme, f"{row.bits_per_byte:.3f}", str(row.agreement), f"{row.kl:.2g}", *(str(getattr(row, task)) for task in TASKS),
             size_text(row.cache_bytes), f"{row.cache_bytes / row.dense_bytes:.1%}" if row.dense_bytes else "",
         )
     return table
