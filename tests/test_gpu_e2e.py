@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import kvcompile
+from kvcompile.lowering.ops import learn_body
+from kvcompile.schemes import parse
+from kvcompile.types import Role
 
 transformers = pytest.importorskip("transformers")
 
@@ -81,7 +84,7 @@ def test_modes(model: torch.nn.Module, config: object, mode: str, scheme: str) -
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("scheme", ["int4", "kivi"])
+@pytest.mark.parametrize("scheme", ["int4", "kivi", "squat"])
 def test_no_host_sync_and_no_recompilation_over_300_steps(model: torch.nn.Module, config: object, kind: str, scheme: str) -> None:
     torch._dynamo.reset()
     owner = kvcompile.backend(scheme, strict=True)
@@ -102,6 +105,43 @@ def test_no_host_sync_and_no_recompilation_over_300_steps(model: torch.nn.Module
     assert len(owner.graphs) == graphs
     report = owner.report()
     assert report.allocated == report.announced > 0
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_prefill_teaches_a_store(model: torch.nn.Module, config: object, mode: str) -> None:
+    torch._dynamo.reset()
+    owner = kvcompile.backend("squat(bits=4)", strict=True)
+    compiled = torch.compile(model, backend=owner, fullgraph=True, mode=mode)
+    ours, theirs = _cache("static", config), _cache("static", config)
+    worst = 0.0
+    with torch.no_grad():
+        prompt = _tokens(2, 70)
+        compiled(prompt, past_key_values=ours)
+        model(prompt, past_key_values=theirs)
+        for _ in range(40):
+            token = _tokens(2, 1)
+            want = model(token, past_key_values=theirs).logits.float()
+            got = compiled(token, past_key_values=ours).logits.float().clone()
+            worst = max(worst, ((got - want).norm() / want.norm()).item())
+    assert worst < TOLERANCE["kivi(bits=4)"]
+    for layer in ours.layers:  # type: ignore[attr-defined]
+        (store,) = layer.keys._kv.stores.values()
+        assert store.planes[-1].any()
+
+
+def test_learning_does_not_wait_for_the_device() -> None:
+    scheme = parse("squat").of(Role.KEY)
+    queries = torch.randn(2, HEADS, 200, DIM, device="cuda", dtype=torch.bfloat16)
+    keep = torch.ones(2, 256, device="cuda", dtype=torch.bool)
+    planes = [torch.zeros(1, 1, KV, DIM, DIM, device="cuda")]
+    learn_body(queries, planes, keep, scheme.spell())
+    expected = scheme.learn(queries.cpu().unflatten(1, (KV, -1)), None)[0]
+    assert torch.allclose(planes[0].cpu(), expected, atol=1e-3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        learn_body(queries, planes, keep, scheme.spell())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(("scheme", "share"), [("int4", 0.31), ("kivi", 0.2)])
