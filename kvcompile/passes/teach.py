@@ -1,11 +1,12 @@
 """Teach: where a store starts, its scheme may compute planes from the queries of that call, before any token is encoded.
 
 The queries are known behind the write, where the attention stands, so the append of such a slot moves there: a
-store that starts is not read in this call, and its new tokens are values that nothing changes.
+store that starts is not read in this call.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ def teach(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan, q_BHSD: fx
     slot = item.key
     learned = [node for node, spec in zip(planes, slot.layout.planes, strict=True) if spec.name in slot.scheme.learned]
     attention = item.site.attention
+    # However a model splits the factor of its scores between queries and scale, the same scores teach the same.
+    factor = attention.scale * math.sqrt(slot.spec.head_dim)
+    if abs(factor - 1) > 1e-6:
+        q_BHSD = emit.call(aten.mul.Scalar, q_BHSD, factor)
     # Across to the tokens of another sequence, padding is said of the keys alone.
-    own = hint(size_along(attention.q, attention.q_roles, "S")) == hint(tokens)
+    own = hint(size_along(attention.q, attention.q_roles, "S", attention.folded)) == hint(tokens)
     keep = _real(emit, env, item) if own else None
     emit.call(torch.ops.kvcompile.learn.default, q_BHSD, learned, keep, slot.scheme.spell())
 
