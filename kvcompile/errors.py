@@ -120,6 +120,20 @@ class WindowPassed(KvcompileError):
     )
 
 
+class AnglesChanged(KvcompileError):
+    template = (
+        "expected the rotary embedding's angles to stay what they were for the {length} tokens that are cached, found others (at {where}); "
+        "keys are stored before RoPE, so frequencies may not change while a cache lives: start a new cache, or leave pre_rope out"
+    )
+
+
+class AnglesUnknown(KvcompileError):
+    template = (
+        "expected the angles of the rotary embedding, found a cache of keys before RoPE that no compiled call has used since it was "
+        "loaded; call the compiled model with it before reading its values"
+    )
+
+
 class LengthsDiffer(KvcompileError):
     template = (
         "expected the key and the value cache of one attention to hold the same number of tokens, found {keys} keys and "

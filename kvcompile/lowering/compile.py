@@ -23,11 +23,13 @@ from kvcompile.settings import Inner, Settings
 
 Compiled = Callable[..., Any]
 
-BODIES: dict[Any, Callable[..., Any]] = {ops.append: ops.append_body, ops.append_window: ops.append_window_body}
+BODIES: dict[Any, Callable[..., Any]] = {
+    ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body,
+}
 
 
 def inline_append(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with every ``append`` and ``append_window`` as a call of its eager body."""
+    """The same graph with every ``append``, ``append_window`` and ``unrotate`` as a call of its eager body."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, env)

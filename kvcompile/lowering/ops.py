@@ -3,6 +3,7 @@
 ``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
 ``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``windows.py``).
 ``kvcompile::learn``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
+``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
 ``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
 
 The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what
@@ -51,6 +52,7 @@ LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) ->
 LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme) -> (Tensor, Tensor)")
 # What it runs may choose algorithms by size and device, so it is left out of CUDA graphs; no decode step has it.
 LIBRARY.define("learn(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+LIBRARY.define("unrotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
@@ -133,6 +135,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     else:
         turned = torch.cat((-part[..., width // 2 :], part[..., : width // 2]), dim=-1)
     return torch.cat((part * cos.unsqueeze(1) + turned * sin.unsqueeze(1), rest), dim=-1)
+
+
+def unrotate_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """What ``rotate`` makes x of, in x's dtype; where cos and sin are no rotation the inverse of what they are."""
+    width = cos.shape[-1]
+    cos, sin = cos.to(torch.float32).unsqueeze(1), sin.to(torch.float32).unsqueeze(1)
+    first, second = (slice(0, width, 2), slice(1, width, 2)) if interleaved else (slice(width // 2), slice(width // 2, width))
+    a, b = x[..., first].to(torch.float32), x[..., second].to(torch.float32)
+    size = cos[..., first] * cos[..., second] + sin[..., first] * sin[..., second]
+    left = (a * cos[..., second] + b * sin[..., first]) / size
+    right = (b * cos[..., first] - a * sin[..., second]) / size
+    part = torch.stack((left, right), dim=-1).flatten(-2) if interleaved else torch.cat((left, right), dim=-1)
+    return torch.cat((part.to(x.dtype), x[..., width:]), dim=-1)
 
 
 def with_recent(decoded: torch.Tensor, recent: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -227,6 +242,10 @@ def _append_meta(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor,
     return None
 
 
+def _unrotate_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
 def _expose(x: torch.Tensor) -> torch.Tensor:
     """What runs where another backend compiled the graph: it would read or write a tensor that holds nothing."""
     raise ForeignBackend(shape=tuple(x.shape))
@@ -245,10 +264,13 @@ LIBRARY.impl("attend", attend_body, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_body, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_meta, "Meta")
 LIBRARY.impl("append", _append_meta, "Meta")
+LIBRARY.impl("unrotate", unrotate_body, "CompositeExplicitAutograd")
+LIBRARY.impl("unrotate", _unrotate_meta, "Meta")
 LIBRARY.impl("attend", attend_meta, "Meta")
 
 expose = torch.ops.kvcompile.expose.default
 append = torch.ops.kvcompile.append.default
 append_window = torch.ops.kvcompile.append_window.default
 learn = torch.ops.kvcompile.learn.default
+unrotate = torch.ops.kvcompile.unrotate.default
 attend = torch.ops.kvcompile.attend.default

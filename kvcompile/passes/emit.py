@@ -34,7 +34,7 @@ class Emitter:
 
     def size(self, value: Any) -> Any:
         """A size as an int or as the graph node that holds it."""
-        return value if isinstance(value, int) else self.symbols(value)
+        return value if isinstance(value, (int, fx.Node)) else self.symbols(value)
 
     def permute(self, node: fx.Node, dims: Sequence[int]) -> fx.Node:
         """Permute, or the node itself where nothing moves."""

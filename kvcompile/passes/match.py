@@ -38,11 +38,11 @@ class Matched:
     effects: Effects
 
 
-def refuse(miss: Miss, node: fx.Node, nearest: str = "", stage: Stage = Stage.MATCH) -> Refusal:
+def refuse(miss: Miss, node: fx.Node, nearest: str = "", stage: Stage = Stage.MATCH, advice: str = "") -> Refusal:
     """A refusal value from a miss at ``node``."""
     where = next((item for item in (node, *miss.evidence) if item.meta.get("stack_trace")), node)
     return Refusal(
-        stage, miss.reason, source_line(where), module_path(where), nearest, miss.advice,
+        stage, miss.reason, source_line(where), module_path(where), nearest, miss.advice or advice,
         tuple(item.format_node() or item.name for item in miss.evidence),
     )
 

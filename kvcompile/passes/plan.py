@@ -15,9 +15,11 @@ import sympy
 import torch
 
 from kvcompile.errors import BadPolicy, NotInPolicy, SchemeError, UnsupportedDtype, WindowOnlyRead
-from kvcompile.passes.match import Matched
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.match import Matched, refuse
+from kvcompile.passes.rope import Rotation, recognise
 from kvcompile.passes.shapes import value_of
-from kvcompile.passes.sites import Refusal, Site, Slot, SlotKind, Stage
+from kvcompile.passes.sites import Miss, Refusal, Site, Slot, SlotKind, Stage
 from kvcompile.schemes import Scheme, parse
 from kvcompile.types import PAGE, Layout, Role, SlotSpec
 
@@ -86,6 +88,8 @@ class SlotPlan:
     layout: Layout
     window: int = 0
     """Tokens kept in full precision: the larger of both halves of the site, since one attention reads both."""
+    rotation: Rotation | None = None
+    """The rotary embedding of keys that are stored before it."""
 
     @property
     def bytes_after(self) -> sympy.Expr:
@@ -127,14 +131,15 @@ class Plan:
         return sum((part.bytes_before for site in self.sites for part in (site.key, site.value)), sympy.Integer(0))
 
 
-def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int) -> SlotPlan:
+def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, effects: Effects) -> SlotPlan:
     scheme = chosen.of(role)
     spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
     if spec.dtype not in DTYPES:
         raise UnsupportedDtype(known=[str(dtype).removeprefix("torch.") for dtype in DTYPES], dtype=spec.dtype)
     scheme.check(spec)
     layout = scheme.layout(spec)
-    return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window)
+    rotation = recognise(slot, effects) if scheme.pre_rope else None
+    return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window, rotation)
 
 
 def plan(matched: Matched, policy: Policy) -> Plan:
@@ -148,9 +153,14 @@ def plan(matched: Matched, policy: Policy) -> Plan:
             window = max(pair.k.window, pair.v.window)
             if window and site.key.kind is SlotKind.READ:
                 raise WindowOnlyRead(window=window, path=site.path or "*")
-            sites.append(
-                SitePlan(site, _slot_plan(site.key, Role.KEY, pair.k, window), _slot_plan(site.value, Role.VALUE, pair.v, window))
+            key, value = (
+                _slot_plan(slot, role, chosen, window, matched.effects)
+                for slot, role, chosen in ((site.key, Role.KEY, pair.k), (site.value, Role.VALUE, pair.v))
             )
+            sites.append(SitePlan(site, key, value))
+        except Miss as miss:
+            advice = "use the scheme without pre_rope for this layer"
+            refusals.append(refuse(miss, site.attention.output, site.attention.idiom, Stage.PLAN, advice))
         except SchemeError as error:
             refusals.append(Refusal(Stage.PLAN, str(error), site.line, site.path, site.attention.idiom))
     kept = [item for item in sites if not _shares(item.site, matched, sites)]

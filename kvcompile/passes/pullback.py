@@ -9,7 +9,7 @@ read off the coordinates that arrive (``axes_of``). A new spelling costs three l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,17 @@ def _permute(node: fx.Node, coords: Coords) -> Step:
     return operand(node), moved
 
 
-def _expand(node: fx.Node, coords: Coords) -> Step:
-    shape = sizes(operand(node))
+def broadcast(source: fx.Node, coords: Coords) -> Coords:
+    """Coordinates of ``source`` where it is broadcast to a tensor that ``coords`` belong to."""
+    shape = sizes(source)
     kept = coords[:, coords.shape[1] - len(shape) :].copy()
     kept[:, [dim for dim, size in enumerate(shape) if size == 1]] = 0
-    return operand(node), kept
+    return kept
+
+
+def _expand(node: fx.Node, coords: Coords) -> Step:
+    source = operand(node)
+    return source, broadcast(source, coords)
 
 
 def _unsqueeze(node: fx.Node, coords: Coords) -> Step:
@@ -145,25 +151,31 @@ def _written(node: fx.Node, coords: Coords) -> Step:
     return operand(node), coords
 
 
-def _joined(node: fx.Node, coords: Coords) -> Step | None:
-    """Through cat and stack, where every sample comes from one and the same operand."""
+def join_parts(node: fx.Node, coords: Coords) -> Iterator[tuple[fx.Node, np.ndarray, Coords]]:
+    """(operand, samples that come from it, their coordinates in it) of cat and stack."""
     operands = list(node.args[0])  # type: ignore[arg-type]
     dim = _dim(bind(node), coords.shape[1])
-    moved = coords.copy()
     if op_name(node) == "stack":
-        chosen = set(coords[:, dim].tolist())
-        return (operands[chosen.pop()], np.delete(moved, dim, axis=1)) if len(chosen) == 1 else None
+        for index, part in enumerate(operands):
+            here = np.flatnonzero(coords[:, dim] == index)
+            if len(here):
+                yield part, here, np.delete(coords[here], dim, axis=1)
+        return
     start = 0
     for part in operands:
         size = sizes(part)[dim] if len(sizes(part)) == coords.shape[1] else 0
-        inside = (coords[:, dim] >= start) & (coords[:, dim] < start + size)
-        if inside.all():
+        here = np.flatnonzero((coords[:, dim] >= start) & (coords[:, dim] < start + size))
+        if len(here):
+            moved = coords[here].copy()
             moved[:, dim] -= start
-            return part, moved
-        if inside.any():
-            return None
+            yield part, here, moved
         start += size
-    return None
+
+
+def _joined(node: fx.Node, coords: Coords) -> Step | None:
+    """Through cat and stack, where every sample comes from one and the same operand."""
+    parts = list(join_parts(node, coords))
+    return (parts[0][0], parts[0][2]) if len(parts) == 1 else None
 
 
 def _movedim(node: fx.Node, coords: Coords) -> Step | None:

@@ -31,6 +31,7 @@ from kvcompile.passes.shapes import hint, op_name, size_along, value_of
 from kvcompile.passes.sites import Limit, LimitKind, MaskKind, Position, SlotKind
 from kvcompile.passes.strides import free_strides
 from kvcompile.passes.teach import teach
+from kvcompile.passes.turning import Turning
 
 DENSE = "dense()"
 BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
@@ -93,6 +94,7 @@ class _Rewriter:
         self.sources: dict[tuple[fx.Node, Any], fx.Node] = {}
         self.recent: dict[tuple[fx.Node, Any], Recent] = {}
         self.origins: dict[Any, fx.Node] = {}
+        self.turning = Turning(self.env, self.planes, variant is Variant.FRESH)
         self.bindings: list[Binding] = []
         self.device = torch.device("cpu")
 
@@ -307,7 +309,8 @@ class _Rewriter:
         if slot.window:
             self._append_window(emit, slot, source, position)
         else:
-            emit.call(torch.ops.kvcompile.append.default, source, planes, position, slot.scheme.spell())
+            stored = self.turning.back(emit, slot, source, position, None)
+            emit.call(torch.ops.kvcompile.append.default, stored, planes, position, slot.scheme.spell())
         self.sources[key] = source
         return source
 
@@ -352,7 +355,7 @@ class _Rewriter:
                 hi, lo, keep, bias = from_origin(emit, origin, self.device, site.bounds, hi, lo, keep, bias)
             out = emit.call(
                 torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item),
-                *schemes, attention.scale, attention.softcap, item.value.spec.head_dim, *([] if fresh else self._recent(emit, item)),
+                *schemes, attention.scale, attention.softcap, item.value.spec.head_dim, *([] if fresh else self._beside(emit, item)),
             )
         old = self.env[attention.output]
         if value_of(attention.output).dtype != dtype:
@@ -386,12 +389,18 @@ class _Rewriter:
             position = emit.call(aten.clone.default, position)
             emit = Emitter(self.graph, self.env[site.attention.output], self.symbol)
         origin = padded_rows(emit, self.env, terms, site, self.origins) if terms else None
-        made = emit.call(torch.ops.kvcompile.append_window.default, source, self.planes[key], position, origin, slot.scheme.spell())
+        stored = self.turning.back(emit, slot, source, position, origin)
+        made = emit.call(torch.ops.kvcompile.append_window.default, stored, self.planes[key], position, origin, slot.scheme.spell())
         tokens, used = (emit.call(operator.getitem, made, index) for index in (0, 1))
         start = emit.call(aten.select.int, position, 1, 0)
         if origin is not None:
             start = emit.call(aten.sub.Tensor, start, used)
         self.recent[key] = Recent(tokens, start, used if origin is not None else None)
+
+    def _beside(self, emit: Emitter, item: SitePlan) -> list[Any]:
+        """The optional operands: the newest tokens and where they begin, and the angles that turn keys stored before RoPE."""
+        turned = self.turning.operands(emit, item.key)
+        return [*(self._recent(emit, item) or ([None, None] if turned else [])), *turned]
 
     def _recent(self, emit: Emitter, item: SitePlan) -> list[Any]:
         """The newest tokens of a site with a window, and the position of the first of them."""

@@ -15,7 +15,7 @@ from torch import fx
 from kvcompile.errors import VerificationFailed
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import Rewritten
-from kvcompile.passes.shapes import source_line
+from kvcompile.passes.shapes import op_name, source_line
 from kvcompile.passes.sites import SlotKind
 
 APPENDS, ATTEND, LEARN = {"kvcompile::append", "kvcompile::append_window"}, "kvcompile::attend", "kvcompile::learn"
@@ -40,11 +40,13 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     read_only = [binding for binding in rewritten.bindings if binding.plan.slot.kind is SlotKind.READ]
     unwritten = {planes[item.first_plane + index] for item in read_only for index in range(len(item.plan.layout.planes))}
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for plane in planes:
+    names = [spec.name for binding in rewritten.bindings for spec in binding.plan.layout.planes]
+    for plane, name in zip(planes, names, strict=True):
         writers = [user for user in plane.users if _name(user) in APPENDS]
         readers = [user for user in plane.users if _name(user) == ATTEND]
         learned = [user for user in plane.users if _name(user) == LEARN]
-        others = [user for user in plane.users if user not in writers and user not in readers and user not in learned]
+        known = {*writers, *readers, *learned}
+        others = [user for user in plane.users if user not in known and not _asks(user, name, writers, order)]
         if plane in unwritten and writers:
             _fail("no append into a plane of a cache that is only read", f"{len(writers)} appends into {plane.name}")
         if plane not in unwritten and len(writers) != 1:
@@ -59,6 +61,17 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         if late:
             _fail("every attend comes after the append of its tokens", late[0].format_node(), late[0])
     _same_results(rewritten, captured, fakes)
+
+
+def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node, int]) -> bool:
+    """Whether a node asks for a plane's size, or for what its clock says before the append moves it on."""
+    if op_name(user) == "sym_size":
+        return True
+    views = [user]
+    for view in views:
+        if op_name(view) == "select":
+            views += view.users
+    return name == "clock" and len(views) > 1 and all(order[view] < order[writer] for view in views for writer in writers)
 
 
 def _same_results(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> None:

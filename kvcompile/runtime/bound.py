@@ -19,11 +19,13 @@ from torch import fx
 from kvcompile.errors import CacheFull, CacheStale, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant
+from kvcompile.passes.rope import Rotation
 from kvcompile.passes.shapes import source_line, value_of
 from kvcompile.passes.sites import Limit, Site, SlotKind
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.positions import Found, Positions
+from kvcompile.runtime.rotary import Rotary, RotaryReader
 from kvcompile.runtime.state import CacheState, bring
 from kvcompile.runtime.steady import Steady
 from kvcompile.runtime.store import Store, StoreSpec
@@ -105,6 +107,8 @@ class BoundGraph:
         self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
         self.sizes = SizeReader(captured)
         self.steady: Steady | None = None
+        turned = {item.plan.rotation for group in groups for item in group.bindings if item.plan.rotation is not None}
+        self.rotaries: dict[Rotation | None, RotaryReader] = {rotation: RotaryReader(captured, rotation) for rotation in turned}
         # Only buffers written at positions that are not followed on the host step by step: counters of the graph's own,
         # or positions on a device, which would have to be waited for (see ``_start``).
         counted = positions is not None and positions.counted
@@ -128,8 +132,8 @@ class BoundGraph:
         plan = binding.plan
         return StoreSpec(plan.spec, plan.scheme, plan.layout)
 
-    def _new_state(self, group: Group, batch: int, device: torch.device) -> CacheState:
-        stores = {item.part: Store(self._spec(item), batch, device, 0) for item in group.bindings}
+    def _new_state(self, group: Group, batch: int, device: torch.device, args: tuple[Any, ...]) -> CacheState:
+        stores = {item.part: Store(self._spec(item), batch, device, 0, self._rotary(item, args)) for item in group.bindings}
         state = CacheState({item.part: item.plan.slot.axes for item in group.bindings}, stores)
         self.live.add(state)
         return state
@@ -138,7 +142,7 @@ class BoundGraph:
         """The state behind a group's argument; a dense one is adopted."""
         if group.argument is None:
             batch = self.sizes.read(self._batch(group), args)
-            return self._new_state(group, batch, value_of(group.root).device)
+            return self._new_state(group, batch, value_of(group.root).device, args)
         tensor = args[group.argument]
         if not handles.is_handle(tensor):
             return self._adopt(group, tensor, args, found)
@@ -148,12 +152,18 @@ class BoundGraph:
             if store is None or store.spec != self._spec(item):
                 held = "nothing for this part" if store is None else store.spec.scheme.spell()
                 raise SchemeChanged(expected=item.plan.scheme.spell(), found=held, where=group.where)
+            if (reader := self.rotaries.get(item.plan.rotation)) is not None:
+                store.rotary = reader.check(store.rotary, args, state.length, store.device, group.where)
         if group.kind is SlotKind.UPDATED and not tensor._length and state.length:
             # Another sequence from the same empty cache: the two have nothing in common.
-            return self._new_state(group, self.sizes.read(self._batch(group), args), tensor.device)
+            return self._new_state(group, self.sizes.read(self._batch(group), args), tensor.device, args)
         state.resume(tensor._length, tensor._epoch)
         self.live.add(state)
         return state
+
+    def _rotary(self, binding: Binding, args: tuple[Any, ...]) -> Rotary | None:
+        reader = self.rotaries.get(binding.plan.rotation)
+        return reader.read(args) if reader is not None else None
 
     def _batch(self, group: Group) -> Any:
         labels = group.first.plan.slot.axes.labels
@@ -175,7 +185,7 @@ class BoundGraph:
         slot = group.first.plan.slot
         labels = slot.axes.labels
         batch = tensor.shape[labels.index(("B",))] if ("B",) in labels else 1
-        state = self._new_state(group, batch, tensor.device)
+        state = self._new_state(group, batch, tensor.device, args)
         capacity = tensor.shape[group.token_dim] if group.kind in {SlotKind.BUFFER, SlotKind.UPDATED} else None
         kept = prior if capacity is None else min(max(prior, self._reach(group, args)), capacity)
         for item in group.bindings:
@@ -321,6 +331,8 @@ class BoundGraph:
     def _run(self, args: tuple[Any, ...]) -> Any:
         if self.decode_arguments:
             args = tuple(handles.decoded(arg) if index in self.decode_arguments else arg for index, arg in enumerate(args))
+        if not all(reader.unchanged(args) for reader in self.rotaries.values()):
+            self.steady = None
         if self.steady is not None and (settled := self.steady.ready(args)) is not None:
             rewritten, compiled = self.variants[Variant.PAST]
             results = compiled(*[args[index] for index in rewritten.kept], *self.steady.planes(settled))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.errors import WindowPassed
+from kvcompile.errors import AnglesUnknown, WindowPassed
 from kvcompile.lowering.ops import append_body, append_window_body, decodable
+from kvcompile.runtime.rotary import Rotary
 from kvcompile.schemes import Scheme
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
@@ -41,10 +42,10 @@ def _ordinary() -> Iterator[None]:
 class Store:
     """The planes of one slot for one cache."""
 
-    __slots__ = ("batch", "device", "pages", "planes", "spec")
+    __slots__ = ("batch", "device", "pages", "planes", "rotary", "spec")
 
-    def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int) -> None:
-        self.spec, self.batch, self.device = spec, batch, device
+    def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rotary: Rotary | None = None) -> None:
+        self.spec, self.batch, self.device, self.rotary = spec, batch, device, rotary
         self.pages = 0
         with _ordinary():
             self.planes: list[torch.Tensor] = [
@@ -79,6 +80,8 @@ class Store:
         for start in range(0, tokens, ADOPT_TOKENS):
             part = x_BKTD[:, :, start : start + ADOPT_TOKENS]
             pos = torch.arange(start, start + part.shape[2], device=self.device).unsqueeze(0)
+            if self.rotary is not None:
+                part = self.rotary.turned_back(part, pos if origin is None else pos - origin[:, None])
             if self.window is None:
                 append_body(part, self.planes, pos, spelled)
             else:
@@ -102,7 +105,15 @@ class Store:
         grown = [plane[:pages] if spec.extent is Extent.TOKENS else plane for plane, spec in self._described()]
         planes = decodable(self.spec.scheme, grown, self.spec.slot, slice(None))
         values = self.spec.scheme.decode(planes, self.spec.slot)[:, :, :tokens].to(self.spec.slot.dtype)
-        return values if self.window is None else self._in_place(values, length)
+        values = values if self.window is None else self._in_place(values, length)
+        return self._turned(values) if self.spec.scheme.pre_rope else values
+
+    def _turned(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys that are stored before RoPE as the model's."""
+        if self.rotary is None:
+            raise AnglesUnknown
+        place = torch.arange(keys.shape[2], device=self.device).unsqueeze(0)
+        return self.rotary.turned(keys, place if self.origin is None else place - self.origin[:, None])
 
     def _in_place(self, values: torch.Tensor, length: int) -> torch.Tensor:
         """Decoded tokens with the window's laid over them, each at its position of the caller's numbering; padding is zero."""
@@ -160,10 +171,10 @@ class Store:
                 self.planes[index] = torch.zeros(spec.shape(0, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
 
     @staticmethod
-    def holding(spec: StoreSpec, planes: list[torch.Tensor]) -> Store:
+    def holding(spec: StoreSpec, planes: list[torch.Tensor], rotary: Rotary | None = None) -> Store:
         """A store around planes that exist, [N, B, K, rows, width] each."""
         store = Store.__new__(Store)
-        store.spec, store.planes = spec, planes
+        store.spec, store.planes, store.rotary = spec, planes, rotary
         store.pages, store.batch = planes[0].shape[:2]
         store.device = planes[0].device
         return store
@@ -174,9 +185,9 @@ class Store:
             return Store.holding(self.spec, [
                 plane.clone() if spec.extent is Extent.BATCH else plane.index_select(1, rows.to(plane.device))
                 for plane, spec in self._described()
-            ])
+            ], self.rotary)
 
     def clone(self) -> Store:
         """A new store with the same content."""
         with _ordinary():
-            return Store.holding(self.spec, [plane.clone() for plane in self.planes])
+            return Store.holding(self.spec, [plane.clone() for plane in self.planes], self.rotary)

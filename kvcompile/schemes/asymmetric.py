@@ -92,6 +92,7 @@ class Kivi(Scheme):
     window: int = 32
     axis: Axis = Axis.AUTO
     scale_dtype: torch.dtype = torch.float16
+    pre_rope: bool = False
 
     name: ClassVar[str] = "kivi"
     source: ClassVar[str] = "KIVI: Asymmetric 2bit Quantization for KV Cache, section 3; SQuat, Table 1"
@@ -111,6 +112,7 @@ class Kivi(Scheme):
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
             "float16 is the usual choice",
         )
+        require(isinstance(self.pre_rope, bool), self.name, "pre_rope", "True or False", self.pre_rope, "False is the usual choice")
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
@@ -122,9 +124,10 @@ class Kivi(Scheme):
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 
     def of(self, role: Role) -> Kivi:
-        if self.axis is not Axis.AUTO:
-            return self
-        return dataclasses.replace(self, axis=Axis.CHANNEL if role is Role.KEY else Axis.TOKEN)
+        axis = self.axis
+        if axis is Axis.AUTO:
+            axis = Axis.CHANNEL if role is Role.KEY else Axis.TOKEN
+        return dataclasses.replace(self, axis=axis, pre_rope=self.pre_rope and role is Role.KEY)
 
     @property
     def block(self) -> int:

@@ -1,7 +1,8 @@
 """dense: K and V as the model made them, in the common template. The baseline and the reference.
 
 Same rewrite, same kernel, no quantization: what changes against stock is that attention reads the
-tokens in use once, without repeated heads and without a mask in memory.
+tokens in use once, without repeated heads and without a mask in memory. ``pre_rope`` stores keys as they
+are before RoPE, for comparison with schemes that do.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import ClassVar
 import sympy
 import torch
 
-from kvcompile.schemes.base import Planes, Scheme
-from kvcompile.types import KernelFormat, Layout, PlaneSpec, SlotSpec
+from kvcompile.schemes.base import Planes, Scheme, require
+from kvcompile.types import KernelFormat, Layout, PlaneSpec, Role, SlotSpec
 
 
 def _as_float(words: torch.Tensor, part: int) -> torch.Tensor:
@@ -25,8 +26,16 @@ def _as_float(words: torch.Tensor, part: int) -> torch.Tensor:
 class Dense(Scheme):
     """No compression: one plane in the model's dtype, [N, B, K, page, D]."""
 
+    pre_rope: bool = False
+
     name: ClassVar[str] = "dense"
     source: ClassVar[str] = "the uncompressed cache"
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.pre_rope, bool), self.name, "pre_rope", "True or False", self.pre_rope, "False is the usual choice")
+
+    def of(self, role: Role) -> Dense:
+        return self if role is Role.KEY else Dense()
 
     def layout(self, slot: SlotSpec) -> Layout:
         return Layout((PlaneSpec("values", slot.dtype, slot.head_dim),))

@@ -1,0 +1,150 @@
+"""Angles: the cosine and sine tables of a rotary embedding as functions of the position, and how to make them.
+
+What made the tables of the new tokens is read from the graph (``angle_reader``) as an expression of one integer
+position and the channel. ``tables`` makes it anew for any positions, as graph nodes or at once.
+
+The expression holds numbers and indices of constants, no graph nodes: it outlives its graph, and two are equal
+where they compute the same.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+class Part(enum.Enum):
+    """Which half of a complex number; NONE of a real one."""
+
+    NONE = "none"
+    REAL = "real"
+    IMAG = "imaginary"
+
+
+class Spread(enum.Enum):
+    """Which of ``width`` channels reads which of the angles' own channels."""
+
+    WHOLE = "each its own"
+    HALVES = "both halves the same"
+    PAIRS = "neighbours the same"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the expression: an ATen overload's name over steps and numbers, or one of the leaves below.
+
+    ``position``  the token's position, an integer
+    ``arange``    (start, end, step, dtype): numbers along the channels
+    ``constant``  (constant, index of each other dim, the channels' dim or None, part)
+    ``lookup``    the same with the dim that the position indexes in front
+    ``cast``      (step, dtype)
+    Leaves along the channels end with (first, count, stride), which of their entries are read.
+    """
+
+    op: str
+    args: tuple[Any, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether the value depends on the position."""
+        return self.op in {"position", "lookup"} or any(isinstance(arg, Step) and arg.moves for arg in self.args)
+
+
+@dataclass(frozen=True)
+class Angles:
+    """What a rotation multiplies with: cosine and sine of ``width`` channels as functions of the position."""
+
+    cos: Step
+    sin: Step
+    spread: Spread
+    width: int
+
+
+Call = Callable[..., Any]
+
+
+def tables(angles: Angles, call: Call, position: Any, constants: Sequence[Any], rows: Sequence[Sequence[int]], device: Any) -> list[Any]:
+    """Cosine and sine [1 or B, T, width] at ``position``, int64 [1 or B, T].
+
+    ``call(op, *args)`` either runs an ATen operator or puts it into a graph; ``rows`` are the shapes of ``constants``.
+    """
+    maker = _Maker(call, call(aten.unsqueeze.default, position, -1), constants, rows, device)
+    return [maker.spread(maker.make(item), angles.spread) for item in (angles.cos, angles.sin)]
+
+
+@dataclass
+class _Maker:
+    """Makes one expression; every distinct step once."""
+
+    call: Call
+    position: Any
+    constants: Sequence[Any]
+    shapes: Sequence[Sequence[int]]
+    device: Any
+    made: dict[Step, Any] = field(default_factory=dict)
+
+    def spread(self, value: Any, spread: Spread) -> Any:
+        if spread is Spread.HALVES:
+            return self.call(aten.cat.default, [value, value], -1)
+        return self.call(aten.repeat_interleave.self_int, value, 2, -1) if spread is Spread.PAIRS else value
+
+    def make(self, found: Any) -> Any:
+        """The value of a step, [1 or B, T, channels] up to broadcasting."""
+        if not isinstance(found, Step):
+            return found
+        if found not in self.made:
+            self.made[found] = self._make(found)
+        return self.made[found]
+
+    def _make(self, found: Step) -> Any:
+        if found.op == "position":
+            return self.position
+        if found.op == "number":
+            return found.args[0]
+        if found.op == "arange":
+            start, end, by, dtype, *span = found.args
+            return self._narrow(self.call(aten.arange.start_step, start, end, by, dtype=dtype, device=self.device), 0, *span)
+        if found.op == "cast":
+            return self.call(aten.to.dtype, self.make(found.args[0]), found.args[1])
+        if found.op in {"constant", "lookup"}:
+            return self._constant(found)
+        name, _, overload = found.op.partition(".")
+        values = [self.make(arg) for arg in found.args]
+        if overload in {"Tensor", "Tensor_Tensor"} and isinstance(values[0], (int, float)):
+            # A tensor of one number became that number: the operator takes it in second place.
+            if name not in {"mul", "add"}:
+                values[0] = self.call(aten.full.default, [1], values[0], dtype=torch.float32, device=self.device)
+            else:
+                values = [values[1], values[0], *values[2:]]
+        return self.call(getattr(getattr(aten, name), overload), *values)
+
+    def _constant(self, found: Step) -> Any:
+        args = list(found.args)
+        moving = args.pop(0) if found.op == "lookup" else None
+        index, fixed, along, part, *span = args
+        value, rank = self.constants[index], len(self.shapes[index])
+        if part is not Part.NONE:
+            value = self.call(aten.view_as_real.default, value)
+            value = self.call(aten.select.int, value, rank, int(part is Part.IMAG))
+        for dim, at in sorted(fixed, reverse=True):
+            value = self.call(aten.select.int, value, dim, at)
+        if moving is None:
+            return self._narrow(value, 0, *span) if along is not None else value
+        if along is not None:
+            if moving > along:
+                value = self.call(aten.permute.default, value, [1, 0])
+            value = self._narrow(value, 1, *span)
+        else:
+            value = self.call(aten.unsqueeze.default, value, -1)
+        # Room beyond the table is never attended to, but it is computed.
+        where = self.call(aten.squeeze.dim, self.call(aten.clamp.default, self.position, 0, self.shapes[index][moving] - 1), -1)
+        return self.call(aten.embedding.default, value, where)
+
+    def _narrow(self, value: Any, dim: int, first: int, count: int, stride: int) -> Any:
+        return self.call(aten.slice.Tensor, value, dim, first, first + (count - 1) * stride + 1, stride)

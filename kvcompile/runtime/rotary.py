@@ -1,0 +1,100 @@
+"""Rotary embeddings on the host: a store of keys as they are before RoPE turns them back and forth by its own positions.
+
+A key is stored so that the angles of its place in the store give the model's key again: turned back by those
+angles when it is written, turned by the same when it is read. Where a row's positions begin at 0 with its first
+token, what is stored is the key before RoPE; where they begin elsewhere it is that key turned by one angle for the
+whole row. Either way the model's key comes back whatever its position was, which a cache that arrives filled does not tell.
+What must hold is that the angles of a place never change: the constants behind them are watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcompile.errors import AnglesChanged
+from kvcompile.lowering.ops import rotate, unrotate_body
+from kvcompile.passes.angles import Angles, tables
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.rope import Rotation
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Angles with the constants that they are made of, as they were when first seen."""
+
+    angles: Angles
+    interleaved: bool
+    constants: tuple[torch.Tensor, ...]
+
+    def at(self, position: torch.Tensor) -> list[torch.Tensor]:
+        """Cosine and sine [1 or B, T, Dr] at positions [1 or B, T]."""
+
+        def run(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            return op(*args, **options)
+
+        with torch.no_grad():
+            return tables(self.angles, run, position, self.constants, [item.shape for item in self.constants], position.device)
+
+    def turned(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Stored keys as the model's."""
+        cos, sin = (table.to(torch.float32) for table in self.at(position))
+        return rotate(x_BKTD.to(torch.float32), cos, sin, self.interleaved).to(x_BKTD.dtype)
+
+    def turned_back(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """The model's keys as they are stored."""
+        cos, sin = self.at(position)
+        return unrotate_body(x_BKTD, cos, sin, self.interleaved)
+
+    def same(self, other: Rotary, length: int, device: torch.device) -> bool:
+        """Whether another gives the same angles to the first ``length`` tokens."""
+        if self.angles == other.angles and self.interleaved == other.interleaved and _equal(self.constants, other.constants):
+            return True
+        position = torch.arange(length, device=device).unsqueeze(0)
+        return self.interleaved == other.interleaved and _equal(self.at(position), other.at(position))
+
+
+def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))
+
+
+class RotaryReader:
+    """Where a graph's rotation finds its constants, and the rotary that it found there last."""
+
+    def __init__(self, captured: Captured, rotation: Rotation) -> None:
+        self.rotation = rotation
+        index = {entry.node: entry.index for entry in captured.inputs}
+        self.arguments = [index.get(node) for node in rotation.constants]
+        self.own = [getattr(captured.module, str(node.target)) if node.op == "get_attr" else None for node in rotation.constants]
+        self.seen: tuple[tuple[torch.Tensor, int], ...] = ()
+        self.found: Rotary | None = None
+
+    def unchanged(self, args: tuple[Any, ...]) -> bool:
+        """Whether this call's constants are those of the last."""
+        return self.found is not None and all(
+            at is None or (args[at] is tensor and _version(tensor) == version)
+            for at, (tensor, version) in zip(self.arguments, self.seen, strict=True)
+        )
+
+    def read(self, args: tuple[Any, ...]) -> Rotary:
+        """The rotary of this call; the same object as long as nothing changes."""
+        if self.found is None or not self.unchanged(args):
+            given: list[Any] = [own if at is None else args[at] for at, own in zip(self.arguments, self.own, strict=True)]
+            self.seen = tuple((tensor, _version(tensor)) for tensor in given)
+            # A copy: what is compared later is what the stored keys were turned with.
+            self.found = Rotary(self.rotation.angles, self.rotation.interleaved, tuple(tensor.detach().clone() for tensor in given))
+        return self.found
+
+    def check(self, held: Rotary | None, args: tuple[Any, ...], length: int, device: torch.device, where: str) -> Rotary:
+        """The rotary of this call, for a store that was written with ``held``; raises AnglesChanged where they differ."""
+        found = self.read(args)
+        if held is not None and held is not found and length and not held.same(found, length, device):
+            raise AnglesChanged(length=length, where=where)
+        return found
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
