@@ -114,6 +114,8 @@ class AttendConfig:
             "BIAS_B": int(masks.bias_per_batch), "BIAS_H": int(masks.bias_per_head), "BIAS_S": int(masks.bias_per_query),
             "HAS_RECENT": int(beside.recent), "BASE_B": int(beside.base_per_batch), "ROTARY_DIM": beside.rotary_dim,
             "INTERLEAVED": int(beside.interleaved), "ROTATION_B": int(beside.rotation_per_batch),
+            # A tile of tokens that are not encoded takes many registers, and what one split takes all have to.
+            "BLOCK_N": min(tile.block_t, 16 * tile.num_warps),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
             "TALL": tile.block_t if tile.tokens_first else 0,
         }

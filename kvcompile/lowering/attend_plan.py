@@ -21,7 +21,7 @@ import functools
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.bit_tricks import find_normal, find_trick
+from kvcompile.lowering.bit_tricks import find_normal, find_trick, looked_up
 from kvcompile.lowering.expressions import TRITON_TYPES, triton_expression
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
@@ -36,6 +36,7 @@ class Decode(enum.Enum):
     SCALED = "a token's scales multiply the results of its sub-dots, or its value elements"
     FOLDED = "keys: the scales of a block of tokens multiply the queries, its zero points add one number a block to the score"
     SHIFTED = "values: code * scale + zero point is one fused multiply-add in float16, two elements at a time"
+    TABLED = "codes are looked up in a table that the lanes of a warp hold; then as SCALED keys, or as SHIFTED values"
     ELEMENTS = "every element is decoded in float32 and rounded to the queries' dtype: whatever else a format says"
 
 
@@ -80,9 +81,10 @@ class Piece:
         """Columns of the piece's blocks, padding included."""
         return self.chunk.block
 
-    def unpack(self, word: str) -> str:
-        """The unpacked piece as a Triton expression on the chunk's block."""
-        return self.expression.replace("{word}", word)
+    def unpack(self, word: str, scale: str = "", zero: str = "", table: str = "") -> str:
+        """The unpacked piece as a Triton expression on the chunk's block; packed SHIFTED pieces are scaled and shifted as well."""
+        filled = self.expression.replace("{word}", word).replace("{table}", table)
+        return filled.replace("{scale}", scale).replace("{zero}", zero)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ class SlotPlan:
     ``group``, ``token_block``, ``levels``, ``segments``: as the format has them.
     """
 
+    role: Role
     dim: int
     dtype: torch.dtype
     view: torch.dtype
@@ -135,7 +138,7 @@ class SlotPlan:
     @property
     def by_token(self) -> bool:
         """Whether a token's scales are applied to sub-dots or to lifted elements."""
-        return self.decode is Decode.SCALED
+        return self.decode is Decode.SCALED or (self.tabled and self.role is Role.KEY)
 
     @property
     def folded(self) -> bool:
@@ -145,7 +148,12 @@ class SlotPlan:
     @property
     def shifted(self) -> bool:
         """Whether elements are decoded in float16, scale and zero point at once."""
-        return self.decode is Decode.SHIFTED
+        return self.decode is Decode.SHIFTED or (self.tabled and self.role is Role.VALUE)
+
+    @property
+    def tabled(self) -> bool:
+        """Whether codes are looked up in tables that lanes hold."""
+        return self.decode is Decode.TABLED
 
     @property
     def elements(self) -> bool:
@@ -169,6 +177,20 @@ class SlotPlan:
     def offsets_of(self, scale: int) -> tuple[int, ...]:
         """The different offsets of the pieces that share one scale."""
         return tuple(sorted({piece.offset for piece in self.of_scale(scale)}))
+
+    @property
+    def spans(self) -> tuple[tuple[int, ...], ...]:
+        """The different powers, largest first, in runs of at most two octaves: what one accumulator of FOLDED keys serves."""
+        spans: list[list[int]] = []
+        for power in sorted({piece.power for piece in self.pieces}, reverse=True):
+            if not spans or spans[-1][0] - power > 2:
+                spans.append([])
+            spans[-1].append(power)
+        return tuple(tuple(span) for span in spans)
+
+    def lowered(self, piece: Piece) -> int:
+        """The octaves that a FOLDED piece's queries are smaller by, so that its accumulator has one unit."""
+        return next(span[0] for span in self.spans if piece.power in span) - piece.power
 
     def single_group(self, piece: Piece) -> bool:
         """Whether one scale covers all channels of a piece."""
@@ -206,13 +228,12 @@ def slot_plan(
     of a tile where they lie on the tall side, else 0: scales go into few queries, not into many, once a block of tokens.
     """
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, role))
-    # A table's entries do not depend on the words: any code serves, so only the dtype of the sum is at stake.
-    dtype = query if fmt.segments > 1 or fmt.levels else dot_dtype(fmt, query)
+    dtype = query if fmt.segments > 1 else dot_dtype(fmt, query)
     words = dim // fmt.parts
-    decode = _decode(fmt, role, dim, dtype, wide, generic, tall)
+    decode = _decode(fmt, role, dim, dtype, wide and packed if fmt.levels else wide, generic, tall)
     if decode is Decode.ELEMENTS:
-        return _elements(fmt, dim, query)
-    grouped = decode in {Decode.SCALED, Decode.SHIFTED}
+        return _elements(fmt, role, dim, query)
+    grouped = decode in {Decode.SCALED, Decode.SHIFTED, Decode.TABLED}
     edges = _edges(fmt, words) if grouped else [words]
     pair = wide and fmt.scaled and dtype == torch.float16 and all(edge % 2 == 0 for edge in edges)
     per = 2 if pair else 1
@@ -226,10 +247,15 @@ def slot_plan(
             for byte in range(per):
                 first = part * words + chunk.first * per + byte
                 name = f"{chunk.name}_{part * per + byte}"
-                if decode is Decode.SHIFTED:
+                if decode is Decode.TABLED:
+                    # Values come out halved, as what they are multiplied by.
+                    unpacked = looked_up(part, byte, centered), int(centered), 0
+                elif decode is Decode.SHIFTED:
                     trick = find_normal(fmt, part, byte)
                     assert trick is not None
-                    unpacked = (trick.packed if packed else trick.triton)("{word}", False), 0, trick.offset
+                    text = trick.packed_scaled("{word}", "{scale}", "{zero}") if packed else trick.triton("{word}", False)
+                    # Half of the scale makes up for the two that codes stand in.
+                    unpacked = text, trick.power + 1, trick.offset
                 else:
                     unpacked = _expression(fmt, part, byte, pair, packed, dtype, centered)
                 scale = first // fmt.group if grouped and fmt.scaled else 0
@@ -237,9 +263,9 @@ def slot_plan(
     offsets = {piece.offset for piece in pieces}
     assert len(offsets) == 1 or decode is Decode.SHIFTED, "parts of one scheme have different offsets"
     return SlotPlan(
-        dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, decode, fmt.scaled and dtype == torch.float16,
+        role, dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, decode, fmt.scaled and dtype == torch.float16,
         fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), pieces[0].offset, lifted,
-        fmt.group, fmt.block, 0, 1, tuple(chunks), tuple(pieces),
+        fmt.group, fmt.block, fmt.levels, 1, tuple(chunks), tuple(pieces),
     )
 
 
@@ -247,8 +273,10 @@ def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: b
     """The cheapest way that gives the format's values."""
     if not fmt.scaled and not fmt.levels:
         return Decode.ELEMENTS if generic else Decode.PLAIN
-    if generic or fmt.levels or fmt.segments > 1:
+    if generic or fmt.segments > 1:
         return Decode.ELEMENTS
+    if fmt.levels:
+        return Decode.TABLED if _nibbles(fmt, dim, dtype, wide and tall > 0) else Decode.ELEMENTS
     if fmt.symmetric:
         return Decode.SCALED
     words = dim // fmt.parts
@@ -264,7 +292,16 @@ def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: b
     return Decode.ELEMENTS
 
 
-def _elements(fmt: KernelFormat, dim: int, query: torch.dtype) -> SlotPlan:
+def _nibbles(fmt: KernelFormat, dim: int, dtype: torch.dtype, wide: bool) -> bool:
+    """Whether part i of a byte is its i-th nibble as a plain index into 16 levels, scales lying by token and group."""
+    if not (wide and dtype == torch.float16 and fmt.levels == 16 and fmt.parts == 2 and fmt.scaled and fmt.zeros and fmt.block == 1):
+        return False
+    words = torch.arange(256, dtype=torch.int32)
+    plain = all(torch.equal(fmt.unpack(words.to(fmt.word_dtype), part), ((words >> (4 * part)) & 15).float()) for part in range(2))
+    return plain and all(edge % 2 == 0 for edge in _edges(fmt, dim // 2))
+
+
+def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> SlotPlan:
     """The plan that serves every format: words of one code's dtype, printed expressions, no tricks."""
     words = dim // fmt.parts
     chunks = _chunks(_edges(fmt, words) if fmt.group >= MIN_CHUNK else [words])
@@ -273,7 +310,7 @@ def _elements(fmt: KernelFormat, dim: int, query: torch.dtype) -> SlotPlan:
         for chunk in chunks for part in range(fmt.parts)
     )
     return SlotPlan(
-        dim, query, fmt.word_dtype, 1, Decode.ELEMENTS, False, fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, 0, 0, False,
+        role, dim, query, fmt.word_dtype, 1, Decode.ELEMENTS, False, fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, 0, 0, False,
         fmt.group, fmt.block, fmt.levels, fmt.segments, tuple(chunks), pieces,
     )
 

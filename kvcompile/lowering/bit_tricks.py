@@ -70,9 +70,21 @@ class BitTrick:
 
     def packed(self, word: str, centered: bool) -> str:
         """As PTX on two uint16 words at a time; float16, still to be multiplied by 2**power."""
-        if self.shift:
-            # An operation of its own, so that parts of one byte share it.
-            word = _assembly(f"{'shr' if self.shift > 0 else 'shl'}.b32 $0, $1, {abs(self.shift)};", word, "tl.uint16")
+        end = f"mov.b32 u, {_twice(self.bias_bits)}; sub.f16x2 $0, t, u;" if self.offset and centered else "mov.b32 $0, t;"
+        return _assembly(f".reg .b32 t, u; {self._fields()} {end}", [self._source(word)], "tl.float16")
+
+    def packed_scaled(self, word: str, scale: str, zero: str) -> str:
+        """The same, times ``scale`` plus ``zero``, float16 blocks of the words' shape: one fused instruction on two elements."""
+        return _assembly(f".reg .b32 t, u; {self._fields()} fma.rn.f16x2 $0, t, $2, $3;", [self._source(word), scale, zero], "tl.float16")
+
+    def _source(self, word: str) -> str:
+        if not self.shift:
+            return word
+        # An operation of its own, so that parts of one byte share it.
+        return _assembly(f"{'shr' if self.shift > 0 else 'shl'}.b32 $0, $1, {abs(self.shift)};", [word], "tl.uint16")
+
+    def _fields(self) -> str:
+        """PTX that leaves the bits in ``t``."""
         lines = []
         for index, (left, mask) in enumerate(self.fields):
             if left:
@@ -80,11 +92,7 @@ class BitTrick:
             # One instruction for (source & mask) ^ what is there already; ptxas alone makes two of it.
             there = "t" if index else _twice(self.flip)
             lines.append(f"lop3.b32 t, {'u' if left else '$1'}, {_twice(mask)}, {there}, 0x6a;")
-        if self.offset and centered:
-            lines.append(f"mov.b32 u, {_twice(self.bias_bits)}; sub.f16x2 $0, t, u;")
-        else:
-            lines.append("mov.b32 $0, t;")
-        return _assembly(f".reg .b32 t, u; {' '.join(lines)}", word, "tl.float16")
+        return " ".join(lines)
 
 
 def _shifted(words16: torch.Tensor, left: int, beside: int) -> torch.Tensor:
@@ -94,8 +102,55 @@ def _shifted(words16: torch.Tensor, left: int, beside: int) -> torch.Tensor:
     return ((words16 | (beside << 16)) >> -left) & 0xFFFF
 
 
-def _assembly(body: str, word: str, dtype: str) -> str:
-    return f"tl.inline_asm_elementwise('{{ {body} }}', '=r,r', [{word}], dtype={dtype}, is_pure=True, pack=2)"
+def multiplied(one: str, other: str) -> str:
+    """The product of two float16 blocks of one shape, two elements at a time, wherever they come from."""
+    return _assembly("mul.rn.f16x2 $0, $1, $2;", [one, other], "tl.float16")
+
+
+def halved(values: str) -> str:
+    """Half of a float16 block; what a compiler must compute, it pairs once and not again wherever it is used."""
+    return _assembly("mov.b32 $0, 0x38003800; mul.rn.f16x2 $0, $1, $0;", [values], "tl.float16")
+
+
+def shifted_zeros(zeros: str, scales: str, unit: int) -> str:
+    """zeros / unit - scales."""
+    bits = int(torch.tensor(1.0 / unit, dtype=torch.float16).view(torch.int16).item())
+    body = f".reg .b32 t, u; mov.b32 t, {_twice(bits)}; neg.f16x2 u, $2; fma.rn.f16x2 $0, $1, t, u;"
+    return _assembly(body, [zeros, scales], "tl.float16")
+
+
+def lane_table(pointer: str, stride: str) -> str:
+    """A register that holds entry ``lane % 16`` of a table of 16 float32, ``stride`` apart, in float16.
+
+    A scalar to Triton, so it has no layout that could be converted and every lane runs the load itself.
+    """
+    body = (
+        f".reg .b32 n, s; .reg .b64 a; .reg .f32 f; .reg .b16 h; mov.u32 n, %laneid; and.b32 n, n, 15; mov.b32 s, {stride}; "
+        "mul.lo.u32 n, n, s; mul.wide.u32 a, n, 4; add.u64 a, a, $1; ld.global.nc.f32 f, [a]; cvt.rn.f16.f32 h, f; mov.b32 $0, {h, h};"
+    )
+    return f"tl.inline_asm_elementwise('{{ {body} }}', '=r,l', [{pointer}.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)"
+
+
+def looked_up(part: int, byte: int, scaled: bool) -> str:
+    """Nibble ``part`` of byte ``byte`` of two uint16 words, looked up across the lanes of a warp: one shuffle an element.
+
+    A shuffle takes its source lane from the low five bits, and the table is there twice, so the next field's bit does no harm.
+    """
+    place = 8 * byte + 4 * part
+    end = "fma.rn.f16x2 $0, t, $4, $5;" if scaled else "mov.b32 $0, t;"
+    body = (
+        f".reg .b32 t, u, v; shr.b32 u, $1, {place}; shr.b32 v, $1, {place + 16}; shfl.sync.idx.b32 u, $2, u, 31, 0xffffffff; "
+        f"shfl.sync.idx.b32 v, $3, v, 31, 0xffffffff; prmt.b32 t, u, v, 0x5410; {end}"
+    )
+    operands, constraints = ("{word}, {table}, {scale}, {zero}", "=r,r,r,r,r,r") if scaled else ("{word}, {table}", "=r,r,r,r")
+    return f"tl.inline_asm_elementwise('{{ {body} }}', '{constraints}', [{operands}], dtype=tl.float16, is_pure=True, pack=2)"
+
+
+def _assembly(body: str, operands: list[str], dtype: str) -> str:
+    constraints = ",".join(["=r", *("r" for _ in operands)])
+    return (
+        f"tl.inline_asm_elementwise('{{ {body} }}', '{constraints}', [{', '.join(operands)}], dtype={dtype}, is_pure=True, pack=2)"
+    )
 
 
 def _twice(half: int) -> str:
@@ -116,7 +171,7 @@ def _candidates(byte: int) -> Iterator[BitTrick]:
 
 
 def _normal_candidates() -> Iterator[BitTrick]:
-    """A field in the top of the mantissa of 2**e, e such that its unit is one: 2**e + code, with 2**e at most four times the largest code.
+    """A field in the top of the mantissa of two: 2 + code * 2**-power, with 2**power at most twice the number of codes.
 
     The places that need no shift come first, then shifts that other parts of a word can share.
     """
@@ -124,7 +179,7 @@ def _normal_candidates() -> Iterator[BitTrick]:
         for shift in (0, 4, -4, 8, -8, *range(-7, 15)):
             for low in range(10 - bits, 7 - bits, -1):
                 # Several fields of one word end at the same shift: which one is meant is found by trying.
-                yield BitTrick(shift, ((0, ((1 << bits) - 1) << low),), (25 - low) << 10, 0, 0)
+                yield BitTrick(shift, ((0, ((1 << bits) - 1) << low),), 0x4000, 0, 9 - low)
 
 
 @functools.lru_cache(maxsize=256)
@@ -135,7 +190,7 @@ def find_trick(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
 
 @functools.lru_cache(maxsize=256)
 def find_normal(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
-    """The same, where unpacked numbers must be float16 normals with a unit of one: they can be scaled in float16 as they are."""
+    """The same, where unpacked numbers must be float16 normals near two: they can be scaled in float16 as they are."""
     return _first_equal(fmt, part, byte, _normal_candidates())
 
 

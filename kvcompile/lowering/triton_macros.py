@@ -4,13 +4,17 @@ Macros with ``full`` print a tile of which every token is attended to by every r
 caller's names: t0 the tile's first token, t_i and t its tokens, live which of them exist, b and h the batch row
 and the kv head. How codes become numbers is ``attend_plan.Decode``; what each way costs is in benchmarks/NOTES.md.
 
-FOLDED keys. A tile lies in one block of tokens, so its scales are one number a channel: they multiply the queries,
-in float16, after a power of two has brought the tile's largest scale near one. The zero points add q . zero to
-every score of the tile: sixteen equal rows of them are one narrow dot, and the accumulator starts from its result.
+FOLDED keys. A tile lies in one block of tokens, so its scales are one number a channel: they multiply the queries, in
+float16. The zero points add q . zero to every score of the tile: sixteen equal rows of them are one narrow dot, and the
+accumulator starts from its result. Queries are at most one, so their products with any scale are finite; products
+below 2^-14 lose bits, which is why parts whose codes stand more than two octaves apart have accumulators of their own.
 
-SHIFTED values. A code in the top of a float16 mantissa is 2**e + code; scale * that + (zero - 2**e * scale) is the
-value by one fused multiply-add on two elements. One power of two a tile keeps all of it in float16's range, and the
-probabilities give it back.
+SHIFTED values. A code in the top of the mantissa of two is 2 + 2 code / u; scale / 2 * that + (zero / u - scale) is the value
+over u, by one fused multiply-add on two elements, finite for all finite scales and zero points. It is exact to half a
+unit of float16 of the value, and of u * scale, which is at most four times the group's range.
+
+What Triton does not know to be a load may be repeated in whatever layout its use wants. So the queries of FOLDED keys
+are loaded by an instruction of their own: they are needed as operands of the tensor cores, to be multiplied there.
 """
 
 # ruff: noqa: E501 - a line of the template is one line of the kernel.
@@ -57,6 +61,11 @@ MACROS = r"""
 {%- endfor %}
 {%- if plan.levels %}
     {{var}}l_base = {{name}}_TABLE + h * {{stride(name + "_TABLE", 2)}}
+{%- endif %}
+{%- if plan.tabled %}
+{%- for i in range(plan.scales) %}
+    {{var}}_table_{{i}} = {{lane_table("(%sl_base + %d * %s)" % (var, i, stride(name + "_TABLE", 3)), stride(name + "_TABLE", 4))}}
+{%- endfor %}
 {%- endif %}
 {%- endmacro %}
 {%- macro load_scales(var, base, name, plan, pack, full, as_float=true) %}
@@ -156,11 +165,14 @@ ROTATION = r"""
 """
 
 SCORES = r"""
+{%- set folded_pieces = [] %}
+{%- for piece in key.pieces if key.folded %}{% set _ = folded_pieces.append((key.lowered(piece), piece)) %}{% endfor %}
 {%- macro load_keys(full) %}
 {%- for chunk in key.chunks %}
 {{- load_chunk("k", "k_base", "K_WORDS", key, chunk, not TOKENS_FIRST, full) }}
 {%- endfor %}
 {%- if key.by_token %}{{ load_scales("ks", "ks_base", "K_SCALES", key, KEY_SCALE_PACK, full) }}{% endif %}
+{%- if key.tabled %}{{ load_scales("kz", "kz_base", "K_ZEROS", key, KEY_SCALE_PACK, full) }}{% endif %}
 {%- if key.folded %}
 {%- for piece in key.pieces if piece.first % 2 == 0 %}
 {%- set at = "%d + tl.arange(0, %d)" % (piece.first // 2, piece.block) %}
@@ -174,7 +186,7 @@ SCORES = r"""
 {%- for i in range(key.scales) %}
 {%- set outer = loop %}
 {%- for piece in key.of_scale(i) %}
-{%- set unpacked = piece.unpack("k_" + piece.chunk.name) %}
+{%- set unpacked = piece.unpack("k_" + piece.chunk.name, table="k_table_%d" % i) %}
         part = tl.dot({{ "%s, q_%s" % (unpacked, piece.name) if TOKENS_FIRST else "q_%s, %s" % (piece.name, unpacked) }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
 {%- endfor %}
 {%- if key.scaled %}
@@ -182,42 +194,46 @@ SCORES = r"""
         part = part - {{row("excess_%d" % i)}}
 {%- endif %}
         scores = part * {{tok("ks_%d" % i)}}{% if not outer.first %} + scores{% endif %}
+{%- if key.tabled %}
+        scores = scores + {{tok("kz_%d" % i)}} * {{row("sum_%d" % i)}}
+{%- endif %}
 {%- else %}
         scores = part
 {%- endif %}
 {%- endfor %}
         scores = scores * {{row("row_scale")}}
 {%- endmacro %}
+{%- macro halves_of(letter, piece) -%}
+{#- The scales or zero points of one piece: words hold those of the even and of the odd byte. #}
+{%- set even = "%s_%s_%d" % (letter, piece.chunk.name, (piece.name.rpartition("_")[2]|int) // 2 * 2) -%}
+({{even}}{{ " >> 16" if piece.first % 2 }}).to(tl.uint16).to(tl.float16, bitcast=True)
+{%- endmacro %}
+{%- macro times(one, other, shape) -%}
+{{ multiplied(one, "tl.broadcast_to(%s, %s)" % (other, shape)) if PACKED else "%s * %s" % (one, other) }}
+{%- endmacro %}
 {%- macro folded_scores() %}
-        # The exponent of the tile's largest scale, from bit patterns: what is infinite or NaN stays so.
-{%- for block, pieces in key.pieces|groupby("block") %}
-        k_top = {% for piece in pieces if piece.first % 2 == 0 %}{% if not loop.first %}k_top = tl.maximum(k_top, {% endif %}tl.maximum(ks_{{piece.name}} & 0x7FFF, (ks_{{piece.name}} >> 16) & 0x7FFF){% if not loop.first %}){% endif %}
-
-        {% endfor -%}
-        k_top = tl.max(k_top.to(tl.int32), 0)
+{%- for lowered, pieces in folded_pieces|groupby(0) %}
+{%- for _, piece in pieces %}
+        zero = tl.dot(tl.broadcast_to({{halves_of("kz", piece)}}[None, :], [16, {{piece.block}}]), q_{{piece.name}}{% if not loop.first %}, zero{% endif %}{{PRECISION}})
+{%- endfor %}
 {%- if loop.first %}
-        k_place = k_top
+        zeros = zero * {{2.0 ** (lowered - key.power)}}
 {%- else %}
-        k_place = tl.maximum(k_place, k_top)
+        zeros = zeros + zero * {{2.0 ** (lowered - key.power)}}
 {%- endif %}
 {%- endfor %}
-        k_place = tl.minimum(k_place >> 10, 29)
-{%- for power, pieces in key.pieces|groupby("power") %}
-        shrink_{{power}} = (({{142 + power - key.power}} - k_place) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+        part_0 = tl.reshape(tl.broadcast_to(zeros[None, :, :], [BLOCK_T // 16, 16, BLOCK_R]), [BLOCK_T, BLOCK_R])
+{%- for span in key.spans %}
+{%- set part = "part_%d" % loop.index0 %}
+{%- set begun = loop.first %}
+{%- for piece in key.pieces if piece.power in span %}
+        {{part}} = tl.dot({{piece.unpack("k_" + piece.chunk.name)}}, {{times("q_" + piece.name, halves_of("ks", piece) + "[:, None]", "[%d, BLOCK_R]" % piece.block)}}{% if begun or not loop.first %}, {{part}}{% endif %}{{PRECISION}})
 {%- endfor %}
-{%- for piece in key.pieces %}
-{%- set word = "%s_" + (key.pieces[loop.index0 - 1].name if piece.first % 2 else piece.name) + (" >> 16" if piece.first % 2 else "") %}
-        kz = ({{word % "kz"}}).to(tl.uint16).to(tl.float16, bitcast=True)
-        zero_part = tl.dot(tl.broadcast_to(kz[None, :], [16, {{piece.block}}]), q_{{piece.name}}{% if not loop.first %}, zero_part{% endif %}{{PRECISION}})
+{%- if not loop.first %}
+        part_0 = part_0 + {{part}} * {{2.0 ** (span[0] - key.power)}}
+{%- endif %}
 {%- endfor %}
-        zero_part = zero_part * (({{142 - key.power}} - k_place) << 23).to(tl.float32, bitcast=True)
-        part = tl.reshape(tl.broadcast_to(zero_part[None, :, :], [BLOCK_T // 16, 16, BLOCK_R]), [BLOCK_T, BLOCK_R])
-{%- for piece in key.pieces %}
-{%- set word = "%s_" + (key.pieces[loop.index0 - 1].name if piece.first % 2 else piece.name) + (" >> 16" if piece.first % 2 else "") %}
-        ks = ({{word % "ks"}}).to(tl.uint16).to(tl.float16, bitcast=True) * shrink_{{piece.power}}
-        part = tl.dot({{piece.unpack("k_" + piece.chunk.name)}}, q_{{piece.name}} * ks[:, None], part{{PRECISION}})
-{%- endfor %}
-        scores = part * (row_scale * ((k_place + 112) << 23).to(tl.float32, bitcast=True))[None, :]
+        scores = part_0 * row_scale[None, :]
 {%- endmacro %}
 {%- macro element_scores(full) %}
 {%- for piece in key.pieces %}
@@ -272,35 +288,28 @@ VALUES = r"""
         vs_{{i}} = tl.where(valid, vs_{{i}}, 0.0)
         vz_{{i}} = tl.where(valid, vz_{{i}}, 0.0)
 {%- endfor %}
-        # The exponent of the tile's largest scale, or of its zero points less nine: what is NaN stays so.
-        v_top = tl.maximum(tl.abs(vz_0) * 0.001953125, vs_0)
-{%- for i in range(1, value.scales) %}
-        v_top = tl.maximum(v_top, tl.maximum(tl.abs(vz_{{i}}) * 0.001953125, vs_{{i}}))
-{%- endfor %}
-        v_place = tl.minimum(tl.max((v_top.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 0) >> 10, 29)
-        v_shrink = ((142 - v_place) << 23).to(tl.float32, bitcast=True).to(tl.float16)
 {%- for i in range(value.scales) %}
-        vs_{{i}} = vs_{{i}} * v_shrink
-{%- for offset in value.offsets_of(i) %}
-        vz_{{i}}_{{offset}} = vz_{{i}} * v_shrink - vs_{{i}} * {{offset}}.0
+{%- if value.tabled %}
+        vz_{{i}}_0 = {{halved("vz_%d" % i)}}
+{%- endif %}
+{%- for offset in value.offsets_of(i) if not value.tabled %}
+        vz_{{i}}_{{offset}} = {{ shifted_zeros("vz_%d" % i, "vs_%d" % i, offset) if PACKED else "vz_%d * %s - vs_%d" % (i, 1.0 / offset, i) }}
 {%- endfor %}
+        vs_{{i}} = {{ halved("vs_%d" % i) if PACKED else "vs_%d * 0.5" % i }}
 {%- endfor %}
-        norm = (v_place - 15).to(tl.float32)
-        m_new = tl.maximum(m, tl.max(scores, 0) + norm)
+        m_new = tl.maximum(m, tl.max(scores, 0))
 {%- else %}
         m_new = tl.maximum(m, tl.max(scores, {{T_AXIS}}))
 {%- endif %}
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
 {%- if value.shifted %}
         # Up to 2^14, so that float16 holds what is 2^-38 of the largest; m gives it back at the end.
-        p = tl.exp2(scores - (m_safe - (norm + 14.0))[None, :])
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(p, 0) * ((142 - v_place) << 23).to(tl.float32, bitcast=True)
+        p = tl.exp2(scores - (m_safe - 14.0)[None, :])
 {%- else %}
         p = tl.exp2(scores - {{row("m_safe")}})
+{%- endif %}
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, {{T_AXIS}})
-{%- endif %}
         m = m_new
 {%- if not value.by_token %}
         weight = p.to({{value.dot_type}})
@@ -324,7 +333,8 @@ VALUES = r"""
         element = {% if full %}element{% else %}tl.where(valid{{token}}, element, 0.0){% endif %}.to({{value.dot_type}})
 {%- elif value.shifted %}
 {%- if PACKED %}
-        element = {{element}} * vs_{{piece.scale}}[None, :] + vz_{{piece.scale}}_{{piece.offset}}[None, :]
+{%- set shape = "[%d, BLOCK_T]" % piece.block %}
+        element = {{piece.unpack("v_" + piece.chunk.name, "tl.broadcast_to(vs_%d[None, :], %s)" % (piece.scale, shape), "tl.broadcast_to(vz_%d_%d[None, :], %s)" % (piece.scale, piece.offset, shape), "v_table_%d" % piece.scale)}}
 {%- else %}
         # Rounded once, as the fused instruction does.
         element = ({{element}}.to(tl.float32) * vs_{{piece.scale}}[None, :] + vz_{{piece.scale}}_{{piece.offset}}[None, :]).to(tl.float16)

@@ -103,10 +103,19 @@ PROLOGUE = r"""
     # Queries, cut the way the keys are; in float16 only after each row was brought to at most one by a power
     # of two, so nothing overflows and what underflows is below 2^-24 of the row's largest element.
     q_base = Q + b * {{stride("Q", 0)}} + head_r * {{stride("Q", 1)}} + s_r * {{stride("Q", 2)}}
+{%- if key.folded and PACKED %}
+    r_in = tl.minimum(r, S * GROUP - 1)
+    q_inside = Q + b * {{stride("Q", 0)}} + (h * GROUP + r_in % GROUP) * {{stride("Q", 1)}} + (r_in // GROUP) * {{stride("Q", 2)}}
+{%- endif %}
 {%- for piece in key.pieces %}
 {%- set columns = "tl.arange(0, %d)" % piece.chunk.block %}
 {%- set at = "(%d + %d * %s)" % (piece.first, piece.step, columns) %}
-{%- if TOKENS_FIRST %}
+{%- if key.folded and PACKED %}
+    q_{{piece.name}} = tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [(q_inside[None, :] + tl.minimum({{at}}, KEY_DIM - 1)[:, None] * {{stride("Q", 3)}}).to(tl.int64)], dtype={{MODEL_TYPE}}, is_pure=True, pack=1)
+{%- if piece.chunk.padded %}
+    q_{{piece.name}} = tl.where(({{columns}} < {{piece.chunk.count}})[:, None], q_{{piece.name}}, 0.0)
+{%- endif %}
+{%- elif TOKENS_FIRST %}
     q_{{piece.name}} = tl.load(q_base[None, :] + {{at}}[:, None] * {{stride("Q", 3)}}, mask=r_ok[None, :]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[:, None]{% endif %}, other=0.0)
 {%- else %}
     q_{{piece.name}} = tl.load(q_base[:, None] + {{at}}[None, :] * {{stride("Q", 3)}}, mask=r_ok[:, None]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[None, :]{% endif %}, other=0.0)
@@ -136,8 +145,18 @@ PROLOGUE = r"""
 {%- endfor %}
 {%- endif %}
 {%- for piece in key.pieces %}
-    q_{{piece.name}} = {% if piece.power != key.power and not key.folded %}(q_{{piece.name}} * {{2.0 ** (piece.power - key.power)}}){% else %}q_{{piece.name}}{% endif %}.to({{key.dot_type}})
+{%- set octaves = key.lowered(piece) if key.folded else key.power - piece.power %}
+    q_{{piece.name}} = {% if octaves %}(q_{{piece.name}} * {{2.0 ** -octaves}}){% else %}q_{{piece.name}}{% endif %}.to({{key.dot_type}})
 {%- endfor %}
+{%- if key.tabled %}
+    # What each scale's zero points are multiplied by.
+{%- for i in range(key.scales) %}
+    sum_{{i}} = tl.zeros([BLOCK_R], tl.float32)
+{%- for block, pieces in key.of_scale(i)|groupby("block") %}
+    sum_{{i}} += tl.sum({% for piece in pieces %}{{ " + " if not loop.first }}q_{{piece.name}}.to(tl.float32){% endfor %}, {{T_AXIS}})
+{%- endfor %}
+{%- endfor %}
+{%- endif %}
 {%- if key.offset %}
     # What the keys' offset adds to each scale's sub-dots.
 {%- for i in range(key.scales) %}
@@ -310,9 +329,9 @@ RECENT = r"""
 {%- endfilter %}
 {%- endif %}
 {%- endfor %}
-        for step in tl.range(0, tl.cdiv(tl.minimum(tl.maximum(visible - base, 0), rows), BLOCK_T), num_stages=1):
+        for step in tl.range(0, tl.cdiv(tl.minimum(tl.maximum(visible - base, 0), rows), BLOCK_N), num_stages=2):
 {%- filter indent(4) %}
-        j = step * BLOCK_T + t_i
+        j = step * BLOCK_N + tl.arange(0, BLOCK_N)
         t = base + j
         live = (j < rows) & (t >= 0) & (t < visible){% if HAS_LO and ONE_QUERY %} & (t >= lo){% endif %}
 
