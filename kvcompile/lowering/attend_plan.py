@@ -21,7 +21,7 @@ import functools
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.bit_tricks import find_normal, find_trick, looked_up
+from kvcompile.lowering.bit_tricks import find_trick, looked_up
 from kvcompile.lowering.expressions import TRITON_TYPES, triton_expression
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
@@ -174,9 +174,9 @@ class SlotPlan:
         """The pieces that share one scale."""
         return tuple(piece for piece in self.pieces if piece.scale == scale)
 
-    def offsets_of(self, scale: int) -> tuple[int, ...]:
-        """The different offsets of the pieces that share one scale."""
-        return tuple(sorted({piece.offset for piece in self.of_scale(scale)}))
+    def powers_of(self, scale: int) -> tuple[int, ...]:
+        """The different powers of the pieces that share one scale."""
+        return tuple(sorted({piece.power for piece in self.of_scale(scale)}))
 
     @property
     def spans(self) -> tuple[tuple[int, ...], ...]:
@@ -251,11 +251,10 @@ def slot_plan(
                     # Values come out halved, as what they are multiplied by.
                     unpacked = looked_up(part, byte, centered), int(centered), 0
                 elif decode is Decode.SHIFTED:
-                    trick = find_normal(fmt, part, byte)
+                    trick = find_trick(fmt, part, byte)
                     assert trick is not None
                     text = trick.packed_scaled("{word}", "{scale}", "{zero}") if packed else trick.triton("{word}", False)
-                    # Half of the scale makes up for the two that codes stand in.
-                    unpacked = text, trick.power + 1, trick.offset
+                    unpacked = text, trick.power, 0
                 else:
                     unpacked = _expression(fmt, part, byte, pair, packed, dtype, centered)
                 scale = first // fmt.group if grouped and fmt.scaled else 0
@@ -282,12 +281,12 @@ def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: b
     words = dim // fmt.parts
     pairs = tall > 0 and wide and dtype == torch.float16 and words % 2 == 0
     places = [(part, byte) for part in range(fmt.parts) for byte in range(2)]
-    if role is Role.KEY and pairs and fmt.zeros and fmt.group == 1 and fmt.block >= tall:
-        tricks = [find_trick(fmt, *place) for place in places]
-        if all(trick is not None and trick.offset == 0 for trick in tricks):
-            return Decode.FOLDED
-    even = pairs and fmt.zeros and fmt.block == 1 and all(edge % 2 == 0 for edge in _edges(fmt, words))
-    if role is Role.VALUE and even and all(find_normal(fmt, *place) is not None for place in places):
+    tricks = [find_trick(fmt, *place) for place in places]
+    if not (pairs and fmt.zeros and all(trick is not None and trick.offset == 0 for trick in tricks)):
+        return Decode.ELEMENTS
+    if role is Role.KEY and fmt.group == 1 and fmt.block >= tall:
+        return Decode.FOLDED
+    if role is Role.VALUE and fmt.block == 1 and all(edge % 2 == 0 for edge in _edges(fmt, words)):
         return Decode.SHIFTED
     return Decode.ELEMENTS
 

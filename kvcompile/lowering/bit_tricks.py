@@ -27,8 +27,7 @@ from kvcompile.types import KernelFormat
 class BitTrick:
     """value = float16 of ((fields of the word >> shift) ^ flip) * 2**power - offset.
 
-    ``fields`` are (left shift, or right where negative, mask after it); ``shift`` (right, or left where negative)
-    comes first and is shared by parts of one byte.
+    ``fields`` are (left shift, or right where negative, mask after it); ``shift`` (right) comes first and is shared by parts of one byte.
     """
 
     shift: int
@@ -107,16 +106,13 @@ def multiplied(one: str, other: str) -> str:
     return _assembly("mul.rn.f16x2 $0, $1, $2;", [one, other], "tl.float16")
 
 
-def halved(values: str) -> str:
-    """Half of a float16 block; what a compiler must compute, it pairs once and not again wherever it is used."""
-    return _assembly("mov.b32 $0, 0x38003800; mul.rn.f16x2 $0, $1, $0;", [values], "tl.float16")
+def scaled_by(values: str, factor: str, octaves: int = 0) -> str:
+    """A float16 block times a scalar, then times 2**octaves, in float16.
 
-
-def shifted_zeros(zeros: str, scales: str, unit: int) -> str:
-    """zeros / unit - scales."""
-    bits = int(torch.tensor(1.0 / unit, dtype=torch.float16).view(torch.int16).item())
-    body = f".reg .b32 t, u; mov.b32 t, {_twice(bits)}; neg.f16x2 u, $2; fma.rn.f16x2 $0, $1, t, u;"
-    return _assembly(body, [zeros, scales], "tl.float16")
+    What a compiler must compute it pairs once, and not again at every use.
+    """
+    more = f" mov.b32 t, {_twice((15 + octaves) << 10)}; mul.rn.f16x2 $0, $0, t;" if octaves else ""
+    return _assembly(f".reg .b32 t; mul.rn.f16x2 $0, $1, $2;{more}", [values, factor], "tl.float16")
 
 
 def lane_table(pointer: str, stride: str) -> str:
@@ -170,31 +166,9 @@ def _candidates(byte: int) -> Iterator[BitTrick]:
     yield BitTrick(0, ((8, 0x8000), (7, 0x3F80)), 0, 0, 8) if byte == 0 else BitTrick(0, ((0, 0x8000), (-1, 0x3F80)), 0, 0, 8)
 
 
-def _normal_candidates() -> Iterator[BitTrick]:
-    """A field in the top of the mantissa of two: 2 + code * 2**-power, with 2**power at most twice the number of codes.
-
-    The places that need no shift come first, then shifts that other parts of a word can share.
-    """
-    for bits in (4, 3, 2, 1):
-        for shift in (0, 4, -4, 8, -8, *range(-7, 15)):
-            for low in range(10 - bits, 7 - bits, -1):
-                # Several fields of one word end at the same shift: which one is meant is found by trying.
-                yield BitTrick(shift, ((0, ((1 << bits) - 1) << low),), 0x4000, 0, 9 - low)
-
-
 @functools.lru_cache(maxsize=256)
 def find_trick(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
     """A trick that equals ``unpack(word, part)`` for all 256 words in byte ``byte``, or None."""
-    return _first_equal(fmt, part, byte, _candidates(byte))
-
-
-@functools.lru_cache(maxsize=256)
-def find_normal(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
-    """The same, where unpacked numbers must be float16 normals near two: they can be scaled in float16 as they are."""
-    return _first_equal(fmt, part, byte, _normal_candidates())
-
-
-def _first_equal(fmt: KernelFormat, part: int, byte: int, candidates: Iterator[BitTrick]) -> BitTrick | None:
     if fmt.word_dtype.itemsize != 1 or fmt.word_dtype.is_floating_point:
         return None
     words = torch.arange(256, dtype=torch.int32)
@@ -202,7 +176,7 @@ def _first_equal(fmt: KernelFormat, part: int, byte: int, candidates: Iterator[B
     finite = eager.isfinite()
     # The other byte of the word must not show: it is filled with both extremes.
     both = [(words << 8) | other if byte else words | (other << 8) for other in (0, 0xFF, 0x5A)]
-    for trick in candidates:
+    for trick in _candidates(byte):
         biased = dataclasses.replace(trick, offset=int((trick.evaluate(both[0]) - eager)[0].item()))
         if all(torch.equal(biased.evaluate(side, beside)[finite], eager[finite]) for side in both for beside in (0, 0xFFFF)):
             return biased

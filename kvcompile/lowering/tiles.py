@@ -18,6 +18,9 @@ DECODE_ROWS = 32
 PROGRAMS_PER_MULTIPROCESSOR = {4: 4, 2: 8, 1: 8}
 """Programs to aim for on each multiprocessor, by warps a program."""
 
+SHIFTED_PROGRAMS = 12
+"""The same where values are decoded by one multiply-add: tiles of 32 tokens hold 168 registers a thread."""
+
 ONE_PASS = 64
 """Splits that Inductor merges in one pass over registers."""
 
@@ -90,7 +93,10 @@ def splits_for(config: AttendConfig, rows: int, pairs: int, multiprocessors: int
     own = int(config.beside.recent)
     if rows > DECODE_ROWS and programs >= multiprocessors:
         return 1 + own
-    wanted = multiprocessors * PROGRAMS_PER_MULTIPROCESSOR.get(config.tile.num_warps, 2) // programs
+    resident = PROGRAMS_PER_MULTIPROCESSOR.get(config.tile.num_warps, 2)
+    if config.tile.num_warps == 1 and config.plans[1].shifted:
+        resident = SHIFTED_PROGRAMS
+    wanted = multiprocessors * resident // programs
     most = ONE_PASS if tokens <= SHORT else MAX_SPLITS.get(config.tile.num_warps, ONE_PASS)
     splits = max(1 + own, min(most, wanted + own))
     # The merge folds whole halves.

@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 from kvcompile import schemes
 from kvcompile.lowering import ops
 from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks, plane_names, plans
-from kvcompile.lowering.bit_tricks import halved, lane_table, multiplied, shifted_zeros
+from kvcompile.lowering.bit_tricks import lane_table, multiplied, scaled_by
 from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, splits_for, writes_directly
 from kvcompile.lowering.triton_source import LOG2E, SOURCE
 from kvcompile.types import Role, SlotSpec
@@ -41,7 +41,7 @@ def attend_grid(batch: Any, kv_heads: Any, rows: Any, meta: dict[str, Any], *, c
 
 attend_template = TritonTemplate(name="kvcompile_attend", grid=attend_grid, source=SOURCE)
 # The template asks for both slots' plans while it is rendered.
-attend_template.template.globals |= {"plans": plans, "multiplied": multiplied, "halved": halved, "lane_table": lane_table, "shifted_zeros": shifted_zeros}
+attend_template.template.globals |= {"plans": plans, "lane_table": lane_table, "multiplied": multiplied, "scaled_by": scaled_by}
 
 
 def lower_attend_cuda(

@@ -9,9 +9,10 @@ float16. The zero points add q . zero to every score of the tile: sixteen equal 
 accumulator starts from its result. Queries are at most one, so their products with any scale are finite; products
 below 2^-14 lose bits, which is why parts whose codes stand more than two octaves apart have accumulators of their own.
 
-SHIFTED values. A code in the top of the mantissa of two is 2 + 2 code / u; scale / 2 * that + (zero / u - scale) is the value
-over u, by one fused multiply-add on two elements, finite for all finite scales and zero points. It is exact to half a
-unit of float16 of the value, and of u * scale, which is at most four times the group's range.
+SHIFTED values. code * scale + zero point is one fused multiply-add on two elements. One power of two a tile brings its
+largest scale to 2^14, where codes that are float16 subnormals become normal numbers, and the probabilities give it
+back. Nothing but that instruction rounds: codes put in the top of a mantissa, 1 + code / u, need no power of two, but round
+zero / u - scale, the same for a whole group; over 131072 tokens of noise that was 2% of what remained of it.
 
 What Triton does not know to be a load may be repeated in whatever layout its use wants. So the queries of FOLDED keys
 are loaded by an instruction of their own: they are needed as operands of the tensor cores, to be multiplied there.
@@ -250,6 +251,12 @@ SCORES = r"""
 """
 
 VALUES = r"""
+{%- macro half_power(exponent) -%}
+(({{exponent}}) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+{%- endmacro %}
+{%- macro scaled(values, factor, octaves) -%}
+{{ scaled_by(values, factor, octaves) if PACKED else "%s * %s%s" % (values, factor, " * %s" % 2.0 ** octaves if octaves else "") }}
+{%- endmacro %}
 {%- macro load_values(full) %}
 {%- for chunk in value.chunks %}
 {{- load_chunk("v", "v_base", "V_WORDS", value, chunk, TOKENS_FIRST, full) }}
@@ -288,28 +295,45 @@ VALUES = r"""
         vs_{{i}} = tl.where(valid, vs_{{i}}, 0.0)
         vz_{{i}} = tl.where(valid, vz_{{i}}, 0.0)
 {%- endfor %}
+{%- if not value.tabled %}
+        # The exponent of the tile's largest scale, or of its zero points less nine: what is NaN stays so.
+        v_top = tl.maximum(tl.abs(vz_0) * 0.001953125, vs_0)
+{%- for i in range(1, value.scales) %}
+        v_top = tl.maximum(v_top, tl.maximum(tl.abs(vz_{{i}}) * 0.001953125, vs_{{i}}))
+{%- endfor %}
+        v_place = tl.minimum(tl.max((v_top.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 0) >> 10, 29)
+        norm = (v_place - 15).to(tl.float32)
+        v_shrink = {{half_power("142 - v_place")}}
+{%- endif %}
 {%- for i in range(value.scales) %}
 {%- if value.tabled %}
-        vz_{{i}}_0 = {{halved("vz_%d" % i)}}
+        vz_{{i}}_1 = {{scaled("vz_%d" % i, "tl.full([], 0.5, tl.float16)", 0)}}
+        vs_{{i}} = {{scaled("vs_%d" % i, "tl.full([], 0.5, tl.float16)", 0)}}
+{%- else %}
+{%- for power in value.powers_of(i) %}
+        vz_{{i}}_{{power}} = {{scaled("vz_%d" % i, half_power("%d - v_place" % (156 - power)), 0)}}
+{%- endfor %}
+        vs_{{i}} = {{scaled("vs_%d" % i, "v_shrink", 14)}}
 {%- endif %}
-{%- for offset in value.offsets_of(i) if not value.tabled %}
-        vz_{{i}}_{{offset}} = {{ shifted_zeros("vz_%d" % i, "vs_%d" % i, offset) if PACKED else "vz_%d * %s - vs_%d" % (i, 1.0 / offset, i) }}
 {%- endfor %}
-        vs_{{i}} = {{ halved("vs_%d" % i) if PACKED else "vs_%d * 0.5" % i }}
-{%- endfor %}
+{%- if value.tabled %}
         m_new = tl.maximum(m, tl.max(scores, 0))
+{%- else %}
+        m_new = tl.maximum(m, tl.max(scores, 0) + norm)
+{%- endif %}
 {%- else %}
         m_new = tl.maximum(m, tl.max(scores, {{T_AXIS}}))
 {%- endif %}
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
 {%- if value.shifted %}
         # Up to 2^14, so that float16 holds what is 2^-38 of the largest; m gives it back at the end.
-        p = tl.exp2(scores - (m_safe - 14.0)[None, :])
+        p = tl.exp2(scores - (m_safe - {{ "14.0" if value.tabled else "(norm + 14.0)" }})[None, :])
 {%- else %}
         p = tl.exp2(scores - {{row("m_safe")}})
 {%- endif %}
         alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(p, {{T_AXIS}})
+        l = l * alpha + tl.sum(p, {{T_AXIS}}){% if value.shifted and not value.tabled %} * ((142 - v_place) << 23).to(tl.float32, bitcast=True){% endif %}
+
         m = m_new
 {%- if not value.by_token %}
         weight = p.to({{value.dot_type}})
@@ -334,10 +358,10 @@ VALUES = r"""
 {%- elif value.shifted %}
 {%- if PACKED %}
 {%- set shape = "[%d, BLOCK_T]" % piece.block %}
-        element = {{piece.unpack("v_" + piece.chunk.name, "tl.broadcast_to(vs_%d[None, :], %s)" % (piece.scale, shape), "tl.broadcast_to(vz_%d_%d[None, :], %s)" % (piece.scale, piece.offset, shape), "v_table_%d" % piece.scale)}}
+        element = {{piece.unpack("v_" + piece.chunk.name, "tl.broadcast_to(vs_%d[None, :], %s)" % (piece.scale, shape), "tl.broadcast_to(vz_%d_%d[None, :], %s)" % (piece.scale, piece.power, shape), "v_table_%d" % piece.scale)}}
 {%- else %}
         # Rounded once, as the fused instruction does.
-        element = ({{element}}.to(tl.float32) * vs_{{piece.scale}}[None, :] + vz_{{piece.scale}}_{{piece.offset}}[None, :]).to(tl.float16)
+        element = ({{element}}.to(tl.float32) * vs_{{piece.scale}}[None, :] + vz_{{piece.scale}}_{{piece.power}}[None, :]).to(tl.float16)
 {%- endif %}
 {%- elif value.lifted %}
         element = {{element}} * lift_{{piece.scale}}{{token}}

@@ -292,7 +292,7 @@ EPILOGUE = r"""
     o_c = {{channel("(%d + %d * %s)" % (piece.first, piece.step, columns))}}
     o_ok = {{row("o_row")}}{% if piece.chunk.padded %} & {{channel("(%s < %d)" % (columns, piece.chunk.count))}}{% else %} & (o_c >= 0){% endif %}
 
-    o_val = acc_{{piece.name}}{% if piece.power %} * {{2.0 ** (piece.power - (14 if value.lifted else 0))}}{% endif %}{% if DIRECT %} * {{row("inverse")}}{% endif %}
+    o_val = acc_{{piece.name}}{% if piece.power %} * {{2.0 ** (piece.power - (14 if value.lifted or value.decode.name == 'SHIFTED' else 0))}}{% endif %}{% if DIRECT %} * {{row("inverse")}}{% endif %}
 
 {%- set shape = (piece.chunk.block|string, "BLOCK_R") if TOKENS_FIRST else ("BLOCK_R", piece.chunk.block|string) %}
     {{store_output(axes, "o_val", "o_ok", val_shape=shape)}}

@@ -1,0 +1,156 @@
+"""The printed PTX of every piece of every slot, run in numpy on pairs of words, equals the scheme's eager ``unpack``."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from kvcompile import schemes
+from kvcompile.lowering.attend_plan import SlotPlan, slot_plan
+from kvcompile.lowering.bit_tricks import looked_up, multiplied, scaled_by
+from kvcompile.types import Role, SlotSpec
+
+CODED = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)")
+TABLE = np.linspace(-3, 5, 16).astype(np.float16)
+
+
+def halves(words: np.ndarray) -> np.ndarray:
+    """uint32 -> float16 [..., 2], the low half first."""
+    return words.astype("<u4").view("<f2").reshape(*words.shape, 2)
+
+
+def packed(values: np.ndarray) -> np.ndarray:
+    """float16 [..., 2] -> uint32."""
+    return np.ascontiguousarray(values.astype("<f2")).view("<u4")[..., 0]
+
+
+def permuted(a: np.ndarray, b: np.ndarray, selector: int) -> np.ndarray:
+    """prmt.b32 without sign replication."""
+    either = np.stack([(side >> shift) & 255 for side in (a, b) for shift in (0, 8, 16, 24)])
+    return sum(either[(selector >> (4 * place)) & 7] << np.uint32(8 * place) for place in range(4)).astype(np.uint32)
+
+
+def step(name: str, x: list[np.ndarray]) -> np.ndarray:
+    """One instruction on uint32 operands."""
+    if name in {"shr.b32", "shl.b32"}:
+        return x[0] >> x[1] if name == "shr.b32" else x[0] << x[1]
+    if name == "lop3.b32":
+        assert int(x[3].flat[0]) == 0x6A
+        return (x[0] & x[1]) ^ x[2]
+    if name == "prmt.b32":
+        return permuted(x[0], x[1], int(x[2].flat[0]))
+    if name == "shfl.sync.idx.b32":
+        # Every lane holds the table twice; the source lane is the low five bits.
+        assert int(x[2].flat[0]) == 31
+        return TABLE.view(np.uint16)[(x[1] & 31) % 16].astype(np.uint32) * np.uint32(0x10001)
+    values = [halves(one).astype(np.float64) for one in x]
+    if name == "sub.f16x2":
+        return packed(values[0] - values[1])
+    if name == "mul.rn.f16x2":
+        return packed(values[0] * values[1])
+    if name == "fma.rn.f16x2":
+        return packed(values[0] * values[1] + values[2])
+    raise AssertionError(f"no such instruction here: {name}")
+
+
+def assembly(text: str, constraints: str, operands: list[np.ndarray], dtype: str, is_pure: bool, pack: int) -> np.ndarray:
+    """tl.inline_asm_elementwise on pairs."""
+    assert is_pure and pack == 2
+    # A 32-bit operand takes one register for each of the pair.
+    named = [np.asarray(one, np.uint32) for one in operands]
+    if "shfl" in text:
+        named.insert(1, named[1])
+    assert len(constraints.split(",")) == 1 + len(named), constraints
+    registers = {f"${index + 1}": one for index, one in enumerate(named)}
+    for statement in filter(None, (part.strip() for part in text.strip("{} ").split(";"))):
+        name, _, rest = statement.partition(" ")
+        if name == ".reg":
+            continue
+        target, *sources = (part.strip() for part in rest.split(","))
+        values = [registers[s] if s in registers else np.asarray(int(s, 0), np.uint32) for s in sources]
+        registers[target] = values[0] if name == "mov.b32" else step(name, values)
+    return registers["$0"] + np.zeros_like(named[0])
+
+
+TL = types.SimpleNamespace(inline_asm_elementwise=assembly, float16="float16", uint16="uint16")
+
+
+def run(text: str, **names: np.ndarray) -> np.ndarray:
+    return eval(text, {"tl": TL}, names)
+
+
+def pairs(count: int = 4096) -> np.ndarray:
+    """All 16-bit words, each beside a random neighbor, on either side."""
+    generator = np.random.default_rng(0)
+    every, other = np.arange(65536, dtype=np.uint32), generator.integers(0, 65536, 65536, dtype=np.uint32)
+    words = np.concatenate([every | (other << 16), other | (every << 16)])
+    return words[generator.permutation(words.size)[:count]]
+
+
+def eager(plan: SlotPlan, scheme: str, role: Role, index: int, words: np.ndarray) -> np.ndarray:
+    """What piece ``index`` of a chunk of two view words holds, [..., 2]."""
+    fmt = schemes.parse(scheme).format(SlotSpec(1, plan.dim, torch.uint8, role))
+    part, byte = divmod(index, 2)
+    both = np.stack([(words >> (16 * word + 8 * byte)) & 255 for word in range(2)], -1).astype(np.uint8)
+    return fmt.unpack(torch.from_numpy(both).view(fmt.word_dtype), part).double().numpy()
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("scheme", CODED)
+def test_packed_pieces_equal_eager(scheme: str, role: Role) -> None:
+    word = schemes.parse(scheme).format(SlotSpec(1, 128, torch.uint8, role)).word_dtype
+    plan = slot_plan(scheme, role, 128, word, torch.bfloat16, wide=True, packed=True)
+    assert plan.words_per_view == 2
+    words = pairs()
+    one, nothing = packed(np.ones(2)), packed(np.zeros(2))
+    for index, piece in enumerate(piece for piece in plan.pieces if piece.chunk == plan.chunks[0]):
+        wanted = eager(plan, scheme, role, index, words)
+        found = halves(run(piece.unpack("word", "one", "nothing"), word=words, one=one, nothing=nothing)).astype(np.float64)
+        offset = plan.offset if plan.by_token else 0
+        finite = np.isfinite(wanted)
+        assert finite.mean() > 0.9
+        assert np.array_equal((found * 2.0**piece.power - offset)[finite], wanted[finite]), piece
+
+
+@pytest.mark.parametrize("scheme", ["kivi", "kivi(bits=4)"])
+def test_shifted_values_round_once(scheme: str) -> None:
+    """Scale and zero point as the kernel prepares them: a tile's power of two, then one fused multiply-add."""
+    plan = slot_plan(scheme, Role.VALUE, 128, torch.uint8, torch.bfloat16, wide=True, packed=True)
+    generator = np.random.default_rng(1)
+    words = pairs()
+    for magnitude in (1e-4, 1.0, 5000.0):
+        scale = (generator.random((words.size, 2)) * magnitude + magnitude / 8).astype(np.float16)
+        zero = (generator.standard_normal((words.size, 2)) * magnitude * 4).astype(np.float16)
+        place = (np.maximum(scale, np.abs(zero) * np.float16(2.0**-9)).max().view(np.int16) & 0x7FFF) >> 10
+        for index, piece in enumerate(piece for piece in plan.pieces if piece.chunk == plan.chunks[0]):
+            factor, factor_z = (packed(np.full(2, 2.0**power)) for power in (15.0 - place, 29.0 - place - piece.power))
+            s = run(scaled_by("scale", "factor", 14), scale=packed(scale), factor=factor)
+            z = run(scaled_by("zero", "factor"), zero=packed(zero), factor=factor_z)
+            found = halves(run(piece.unpack("word", "s", "z"), word=words, s=s, z=z)).astype(np.float64)
+            exact = eager(plan, scheme, Role.VALUE, index, words) * scale.astype(np.float64) + zero
+            unit = 2.0 ** (29.0 - place - piece.power)
+            allowed = np.maximum(np.abs(exact) * 2.0**-11, 2.0**-25 / unit) * 1.001
+            assert np.isfinite(found).all()
+            # Scales and zero points below float16's normal range lose bits of their own when they are small beside the tile's largest.
+            assert np.abs(found / unit - exact).max() <= allowed.max() * 4
+            assert (np.abs(found / unit - exact) <= allowed * 1.01 + np.abs(exact).max() * 2.0**-17).all()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("part", "byte"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_lookup_takes_the_nibble_of_either_word(part: int, byte: int, scaled: bool) -> None:
+    words = pairs()
+    text = looked_up(part, byte, scaled)
+    for name in ("word", "table", "scale", "zero"):
+        text = text.replace(f"{{{name}}}", name)
+    found = halves(run(text, word=words, table=np.zeros_like(words), scale=packed(np.full(2, 2.0)), zero=packed(np.full(2, 0.5))))
+    index = np.stack([(words >> (16 * word + 8 * byte + 4 * part)) & 15 for word in range(2)], -1)
+    assert np.array_equal(found, (TABLE[index] * 2 + np.float16(0.5)) if scaled else TABLE[index])
+
+
+def test_products_are_elementwise() -> None:
+    a, b = np.float16([1.5, -2.0]), np.float16([4.0, 0.25])
+    assert np.array_equal(halves(run(multiplied("a", "b"), a=packed(a), b=packed(b))), a * b)
