@@ -309,8 +309,8 @@ def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> Sl
         for chunk in chunks for part in range(fmt.parts)
     )
     return SlotPlan(
-        role, dim, query, fmt.word_dtype, 1, Decode.ELEMENTS, False, fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, 0, 0, False,
-        fmt.group, fmt.block, fmt.levels, fmt.segments, tuple(chunks), pieces,
+        role, dim, query, fmt.word_dtype, 1, Decode.ELEMENTS, False, fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, 0, 0,
+        False, fmt.group, fmt.block, fmt.levels, fmt.segments, tuple(chunks), pieces,
     )
 
 

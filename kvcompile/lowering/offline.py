@@ -136,7 +136,8 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     template = environment.from_string(SOURCE)
     text = template.render(
-        plans=plans, lane_table=lane_table, multiplied=multiplied, scaled_by=scaled_by, def_kernel=def_kernel, size=size, stride=stride, store_output=store_output, **config.options()
+        plans=plans, lane_table=lane_table, multiplied=multiplied, scaled_by=scaled_by, def_kernel=def_kernel, size=size, stride=stride,
+        store_output=store_output, **config.options(),
     )
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 

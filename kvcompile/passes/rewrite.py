@@ -28,7 +28,7 @@ from kvcompile.passes.masks import hiding
 from kvcompile.passes.origin import from_origin, padded_rows, padding, shown
 from kvcompile.passes.plan import DTYPES, Plan, SitePlan, SlotPlan
 from kvcompile.passes.shapes import hint, op_name, size_along, value_of
-from kvcompile.passes.sites import Limit, LimitKind, MaskKind, Position, SlotKind
+from kvcompile.passes.sites import Limit, LimitKind, Position, SlotKind
 from kvcompile.passes.strides import free_strides
 from kvcompile.passes.teach import teach
 from kvcompile.passes.turning import Turning
