@@ -129,8 +129,8 @@ class AnglesChanged(KvcompileError):
 
 class AnglesUnknown(KvcompileError):
     template = (
-        "expected the angles of the rotary embedding, found a cache of keys before RoPE that no compiled call has used since it was "
-        "loaded; call the compiled model with it before reading its values"
+        "expected the angles of the rotary embedding, found {length} cached keys before RoPE that no compiled call has used since they "
+        "were loaded; call the compiled model with it before reading its values"
     )
 
 

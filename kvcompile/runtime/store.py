@@ -111,7 +111,7 @@ class Store:
     def _turned(self, keys: torch.Tensor) -> torch.Tensor:
         """Keys that are stored before RoPE as the model's."""
         if self.rotary is None:
-            raise AnglesUnknown
+            raise AnglesUnknown(length=keys.shape[2])
         place = torch.arange(keys.shape[2], device=self.device).unsqueeze(0)
         return self.rotary.turned(keys, place if self.origin is None else place - self.origin[:, None])
 
