@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from kvcompile.errors import CacheMutated
 from kvcompile.runtime.state import CacheState
@@ -67,6 +69,10 @@ class CompressedCache(torch.Tensor):
             if found is not NotImplemented:
                 return found
         return _outside(func, name, args, dict(kwargs))
+
+
+# Called from code that Dynamo gave up on, this is a frame that Dynamo would compile for itself, as if it were the model's.
+set_code_exec_strategy(CompressedCache.__torch_function__.__func__.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 
 def _exposed(item: Any) -> Any:
