@@ -72,7 +72,8 @@ class CompressedCache(torch.Tensor):
 
 
 # Called from code that Dynamo gave up on, this is a frame that Dynamo would compile for itself, as if it were the model's.
-set_code_exec_strategy(CompressedCache.__torch_function__.__func__.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+_ENTRY = CompressedCache.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
+set_code_exec_strategy(_ENTRY, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 
 def _exposed(item: Any) -> Any:
