@@ -60,3 +60,30 @@ def test_cut_in_two() -> None:
     assert report.refusals
     assert all("read but not written in this graph" in item.reason and "graph break" in item.reason for item in report.refusals)
     assert all("test_graph_breaks.py" in item.line and item.advice for item in report.refusals)
+
+
+class Asked(torch.nn.Module):
+    """What a decoder does around its layers, in a frame that is left to Python while the frames that it calls are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Broken("nowhere")
+        self.lengths: list[int] = []
+
+    @torch._dynamo.disable(recursive=False)
+    def ask(self) -> None:
+        held = self.layer.k_cache.numel()
+        self.lengths.append(held + self.layer.k_cache.shape[2])
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        self.ask()
+        return self.layer(x, pos)
+
+
+def test_a_cache_is_asked_outside_of_compiled_frames() -> None:
+    torch.manual_seed(0)
+    module, backend = Asked().eval(), kvcompile.backend("dense", inner="eager")
+    with torch.no_grad():
+        by_position(module, torch.compile(module, backend=backend), inputs(module, (7, 1, 1)))
+    assert backend.report().sites
+    assert module.lengths == [module.layer.capacity * (1 + module.layer.batch * module.layer.kv * module.layer.dim)] * 3
