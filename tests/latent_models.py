@@ -253,6 +253,53 @@ def _two_projections(m: Read, q: torch.Tensor, latent: torch.Tensor, rope: torch
     return m.attend(q, *m.expand(latent @ (torch.eye(m.rank) * 2), rope), pos)
 
 
+def _token_weight(m: Read, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    weight = m.up.weight[None] * torch.linspace(0.5, 1.5, latent.shape[1])[:, None, None]
+    made = torch.einsum("btr,tcr->btc", latent, weight).view(*latent.shape[:2], m.heads, -1).transpose(1, 2)
+    nope, values = made.split([NOPE, VALUE], dim=-1)
+    return m.attend(q, torch.cat([nope, rope.unsqueeze(1).expand(-1, m.heads, -1, -1)], dim=-1), values, pos)
+
+
+def _made_in_place(m: Read, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    made = m.up(latent)
+    nope, values = made.view(*latent.shape[:2], m.heads, -1).transpose(1, 2).split([NOPE, VALUE], dim=-1)
+    made.clamp_(min=0)
+    return m.attend(q, torch.cat([nope, rope.unsqueeze(1).expand(-1, m.heads, -1, -1)], dim=-1), values, pos)
+
+
+def _weight_in_place(m: Read, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    weight = m.up.weight * 2
+    made = F.linear(latent, weight).view(*latent.shape[:2], m.heads, -1).transpose(1, 2)
+    weight.zero_()
+    nope, values = made.split([NOPE, VALUE], dim=-1)
+    return m.attend(q, torch.cat([nope, rope.unsqueeze(1).expand(-1, m.heads, -1, -1)], dim=-1), values, pos)
+
+
+def _one_token_patched(m: Read, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """One channel of one token is something else: no sampled element need be it."""
+    keys, values = m.expand(latent, rope)
+    whole = torch.empty_like(keys)
+    whole[:] = keys
+    whole[:, 1:2, 37:38, 5:6] = 0.0 * whole[:, :1, :1, :1]
+    return m.attend(q, whole, values, pos)
+
+
+def _returned(m: Read, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    keys, values = m.expand(latent, rope)
+    m.seen = values
+    return m.attend(q, keys, values, pos)
+
+
+class Before(TwoBuffers):
+    """Keys and values are made before the new latents are written."""
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q_nope, q_rope, latent, rope = self.parts(x, pos)
+        keys, values = self.expand(self.latents, self.ropes)
+        self.write(latent, rope, pos)
+        return self.attend(torch.cat([q_nope, q_rope], -1), keys, values, pos)
+
+
 LATENT_CASES = (
     Case("latent-two-buffers", TwoBuffers, by_position),
     Case("latent-filled", Filled, by_position),
@@ -264,10 +311,16 @@ LATENT_CASES = (
     Case("latent-keys-are-values", KeysAreValues, by_position, sizes={"kv": 2}),
     Case("latent-bias", biased, by_position, refused="a bias is added"),
     read("latent-normed-after", _normed, "passes through layer_norm"),
-    read("latent-activated", _activated, "made from the cache rather than read"),
+    read("latent-activated", _activated, "by another operation than a view, here by relu"),
     read("latent-read-twice", _read_twice, "also read by mean"),
     read("latent-keys-elsewhere", _keys_elsewhere, "also read by amax"),
     read("latent-expansion-elsewhere", _expansion_elsewhere, "also read by std"),
     read("latent-weight-by-row", _query_weight, "no matrix of its own for each head"),
+    read("latent-weight-by-token", _token_weight, "no matrix of its own for each head"),
     read("latent-two-projections", _two_projections, "passes through matmul"),
+    read("latent-made-in-place", _made_in_place, "changed in place by clamp_"),
+    read("latent-weight-in-place", _weight_in_place, "changed in place by zero_"),
+    read("latent-one-token-patched", _one_token_patched, "put together in a way that is not known"),
+    read("latent-made-and-returned", _returned, "returned to the caller"),
+    Case("latent-made-before", Before, by_position, refused="a copy of the cache made before the write"),
 )

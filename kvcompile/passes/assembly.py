@@ -21,11 +21,15 @@ from torch import fx
 from kvcompile.passes import slots
 from kvcompile.passes.caches import cache_behind
 from kvcompile.passes.effects import Effects
+from kvcompile.passes.made import between, is_scratch
 from kvcompile.passes.patterns.projections import Side, sides
 from kvcompile.passes.patterns.views import region
 from kvcompile.passes.pullback import JOINS, Coords, Trail, factor, sample, step, trace
-from kvcompile.passes.shapes import bind, is_tensor, op_name, operand, sizes
-from kvcompile.passes.sites import Assembly, Attention, Miss, Projection, Slot, SlotKind, Stripe, WeightDim
+from kvcompile.passes.shapes import bind, op_name, operand, sizes
+from kvcompile.passes.sites import Assembly, Attention, Miss, Slot, SlotKind, Stripe
+from kvcompile.passes.weight_forms import projection
+
+WHOLE_RUNS = "join whole runs of channels with torch.cat, or copy them into slices of a fresh tensor"
 
 
 class _Split(Exception):
@@ -72,11 +76,13 @@ def assemble(attention: Attention, effects: Effects, plain: Miss | slots.NoCache
     """
     try:
         found = _assembly(attention, effects)
-    except slots.NoCache:
-        raise plain from None
+    except slots.NoCache as none:
+        # Behind joins and projections, the operation that stands in the way.
+        further = isinstance(plain, slots.NoCache) and cache_behind(none.base, effects) is not None
+        raise none if further else plain from None
     except Miss as miss:
         operands = (attention.k, attention.v)
-        filled = any(_is_scratch(trace(node, lambda base: False).base, effects) for node in operands)
+        filled = any(is_scratch(trace(node, lambda base: False).base, effects) for node in operands)
         cached = any(cache_behind(node, effects) is not None for node in operands)
         raise miss if cached and (filled or isinstance(plain, slots.NoCache)) else plain from None
     if len(found.keys) == 1 and not any(stripe.projection for stripe in (*found.keys, found.value)) and not _overlap(found):
@@ -95,20 +101,32 @@ def _assembly(attention: Attention, effects: Effects) -> Assembly:
     keys = _stripes(attention.k, attention.k_roles, attention.output, effects)
     value = _stripes(attention.v, attention.v_roles, attention.output, effects)
     if len(value) != 1:
-        raise Miss("the values are put together from several parts", attention.v)
+        raise Miss(
+            "the values are put together from several parts", attention.v,
+            advice="make all channels of the values from one cache by one weight",
+        )
     stripes = (*keys, *value)
     heads = {stripe.projection.heads for stripe in stripes if stripe.projection is not None}
     own = {stripe.slot.heads for stripe in stripes}
     if len(heads) > 1:
-        raise Miss("keys and values are made for different numbers of heads", attention.output)
+        raise Miss("keys and values are made for different numbers of heads", attention.output, advice="make both for the same heads")
     if len(own) > 1 or (heads and own != {1}):
-        raise Miss("what keys and values are made from has several heads of its own", attention.output)
+        raise Miss(
+            "what keys and values are made from has several heads of its own", attention.output,
+            advice="cache one latent for all heads, or the keys and values themselves",
+        )
     if any(stripe.slot.tiled for stripe in stripes):
-        raise Miss("parts that keys are put together from are repeated over the query heads in another order", attention.k)
+        raise Miss(
+            "parts that keys are put together from are repeated over the query heads in another order", attention.k,
+            advice="repeat heads with repeat_interleave or expand",
+        )
     if len({(stripe.slot.root, stripe.slot.axes.select) for stripe in keys}) > 2:
-        raise Miss("keys are put together from more than two caches", attention.k)
-    between = _between((attention.k, attention.v), stripes, effects)
-    return Assembly(keys, value[0], heads.pop() if heads else own.pop(), frozenset(between))
+        raise Miss(
+            "keys are put together from more than two caches", attention.k,
+            advice="cache a latent and one rotary part, or all parts in one tensor",
+        )
+    cached = {node for stripe in stripes for node in effects.family(stripe.slot.root)}
+    return Assembly(keys, value[0], heads.pop() if heads else own.pop(), between((attention.k, attention.v), cached, effects))
 
 
 def _stripes(node: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> tuple[Stripe, ...]:
@@ -126,7 +144,7 @@ def _stripes(node: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects:
             return tuple(found)
         except _Split as split:
             if split.cuts <= edges:
-                raise Miss("keys or values are put together in a way that is not known", node) from None
+                raise Miss("keys or values are put together in a way that is not known", node, advice=WHOLE_RUNS) from None
             edges |= split.cuts
 
 
@@ -143,7 +161,7 @@ def _stripe(run: _Run, start: int, count: int) -> Stripe:
     try:
         # The latent's channels stand where the operand's stood.
         inside = replace(run, here=run.with_channels(data.coords[:, data.summed]))
-        slot, first = _slot(Trail(latent, there, inside.here, tuple(further)), inside)
+        slot, first = _slot(Trail(latent, there, inside.here, (*path, node, *further)), inside)
     except slots.NoCache:
         if cache_behind(latent, run.effects) is None:
             raise
@@ -152,14 +170,22 @@ def _stripe(run: _Run, start: int, count: int) -> Stripe:
             advice="cache what is projected: apply norms and activations before the write",
         ) from None
     if _cached(weight, run):
-        raise Miss("keys or values are a product of two caches", node)
-    return Stripe(start, count, slot, first, _projection(weight, run, slot, data.inner, count), factor(path) * factor(further))
+        raise Miss("keys or values are a product of two tensors that are both written in this call", node, advice="use fixed weights")
+    if changed := run.effects.writes_between(weight.node, node, run.attention):
+        raise Miss(
+            f"the weight that makes keys or values is changed in place by {op_name(changed[0])} before the attention", changed[0],
+            advice="change the weight before the call, or a copy of it",
+        )
+    heads, head = _heads(run, slot)
+    made_by = projection(weight, heads, head, run.channel - run.channel.min(), data.inner, count)
+    return Stripe(start, count, slot, first, made_by, factor(path) * factor(further))
 
 
 def _cached(side: Side, run: _Run) -> bool:
     """Whether an operand of a projection is made from a cache."""
     base = trace(side.node, lambda node: op_name(node) in JOINS).base
-    return base in run.effects.writes or op_name(base) in JOINS or cache_behind(base, run.effects) is not None
+    filled = base in run.effects.writes and (base.op == "placeholder" or op_name(base) in slots.MAKERS)
+    return filled or op_name(base) in JOINS or cache_behind(base, run.effects) is not None
 
 
 def _follow(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords, list[fx.Node]]:
@@ -170,8 +196,10 @@ def _follow(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords, 
             moved = None if _grows(node, coords, run) else _through_join(node, coords, run)
         else:
             moved = step(node, coords, scales=True)
-        if moved is None and _is_scratch(node, run.effects):
-            moved = _through_writes(node, coords, run)
+        if moved is None and is_scratch(node, run.effects):
+            # Made when it may be, it holds what was copied there last.
+            node, coords = _through_writes(node, coords, run)
+            continue
         if moved is None:
             return node, coords, path
         path.append(node)
@@ -190,7 +218,7 @@ def _cuts(column: np.ndarray, run: _Run, edges: list[int], node: fx.Node) -> set
     """The operand's channels at which a column crosses one of ``edges``."""
     shift = column - run.channel
     if not (shift == shift[0]).all():
-        raise Miss("keys or values are put together in a way that is not known", node)
+        raise Miss("keys or values are put together in a way that is not known", node, advice=WHOLE_RUNS)
     moved = {edge - int(shift[0]) for edge in edges}
     return {edge for edge in moved if run.channel.min() < edge <= run.channel.max()}
 
@@ -205,29 +233,22 @@ def _through_join(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Co
     raise _Split(_cuts(coords[:, dim], run, edges.tolist(), node))
 
 
-def _is_scratch(node: fx.Node, effects: Effects) -> bool:
-    """A tensor that is made in this graph, filled by copies, and not returned."""
-    writes = effects.writes.get(node, ())
-    if op_name(node) not in slots.MAKERS or not writes or effects.outputs_of(effects.family(node)):
-        return False
-    return all(op_name(write) == "copy_" for write in writes)
-
-
 def _through_writes(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords]:
     """From elements of a fresh tensor to the elements that were copied there last."""
     for write in reversed(run.effects.writes[node]):
         if run.effects.order[write] > run.effects.order[run.attention]:
-            raise Miss("what attention reads is written to after it", write)
+            raise Miss("what attention reads is written to after it", write, advice="write first, then attend")
         covered = region(operand(write), node)
         inside = covered.inside(coords)
         if inside.all():
             source = operand(write, 1)
             return source, covered.source(coords, sizes(source))
-        if inside.any():
+        if inside.any() or covered.meets(coords):
             for dim, (first, count) in covered.bounds.items():
                 if not ((coords[:, dim] >= first) & (coords[:, dim] < first + count)).all():
                     raise _Split(_cuts(coords[:, dim], run, [first, first + count], write))
-    raise Miss("attention reads a fresh tensor that is not filled", node)
+            raise Miss("keys or values are put together in a way that is not known", write, advice=WHOLE_RUNS)
+    raise Miss("attention reads a fresh tensor that is not filled", node, advice="write all its channels before attention reads it")
 
 
 def _slot(trail: Trail, run: _Run) -> tuple[Slot, int]:
@@ -250,39 +271,6 @@ def _slot(trail: Trail, run: _Run) -> tuple[Slot, int]:
     return slot, first
 
 
-def _projection(weight: Side, run: _Run, slot: Slot, inner: int, count: int) -> Projection:
-    """Which matrix each head has: the weight's coordinates as forms of head and channel."""
-    heads, column = _heads(run, slot)
-    channel = run.channel - run.channel.min()
-    for kept in (n for n in range(1, heads + 1) if heads % n == 0):
-        forms = [
-            WeightDim(summed=True) if dim == weight.summed else _form(weight.coords[:, dim], column // (heads // kept), channel)
-            for dim in range(weight.coords.shape[1])
-        ]
-        known = tuple(form for form in forms if form is not None)
-        if len(known) == len(forms) and _one_block(known, sizes(weight.node), kept, count):
-            return Projection(weight.node, known, kept, count, inner)
-    raise Miss(
-        "keys or values are made from the cache by a weight that is no matrix of its own for each head", weight.node,
-        advice="make the channels of a head from neighboring rows of the weight",
-    )
-
-
-def _one_block(forms: tuple[WeightDim, ...], shape: tuple[int, ...], heads: int, channels: int) -> bool:
-    """Whether heads and channels run along one dim of the weight each, or along one together, without gaps."""
-    by_head = [form for form in forms if form.head]
-    by_channel = [form for form in forms if form.channel]
-    if len(by_head) != (heads > 1) or len(by_channel) != (channels > 1):
-        return False
-    for form, size in zip(forms, shape, strict=True):
-        low, high = sorted((form.head, form.channel))
-        if low < 0 or (high and not low and high != 1) or (low and (low != 1 or size % high)):
-            return False
-        if low and form.start % high + (channels if form.head > form.channel else heads) > high:
-            return False
-    return True
-
-
 def _heads(run: _Run, slot: Slot) -> tuple[int, np.ndarray]:
     """How many heads an operand has, and the head of every sample."""
     for role in ("K", "H"):
@@ -295,36 +283,3 @@ def _heads(run: _Run, slot: Slot) -> tuple[int, np.ndarray]:
         heads = sizes(run.node)[dim] // slot.batch
         return heads, run.here[:, dim] % heads
     return 1, np.zeros(len(run.here), dtype=np.int64)
-
-
-def _form(column: np.ndarray, head: np.ndarray, channel: np.ndarray) -> WeightDim | None:
-    """column = a * head + b * channel + c, or None where it is no such form."""
-    rows = np.stack([head, channel, np.ones_like(head)], axis=1).astype(float)
-    found, *_ = np.linalg.lstsq(rows, column.astype(float), rcond=None)
-    a, b, c = (round(float(value)) for value in found)
-    return WeightDim(a, b, c) if (a * head + b * channel + c == column).all() else None
-
-
-def _between(operands: tuple[fx.Node, ...], stripes: tuple[Stripe, ...], effects: Effects) -> set[fx.Node]:
-    """The nodes between the cache and the operands that carry cached values, the operands among them."""
-    cached = {node for stripe in stripes for node in effects.family(stripe.slot.root)}
-    behind: set[fx.Node] = set()
-    stack = [node for node in operands if node not in cached]
-    while stack:
-        node = stack.pop()
-        if node in behind:
-            continue
-        behind.add(node)
-        writes = effects.writes.get(effects.root.get(node, node), ()) if is_tensor(node) else ()
-        stack += [item for item in (*node.all_input_nodes, *writes) if item not in cached]
-    carrying: set[fx.Node] = set()
-    roots: set[fx.Node] = set()
-    ordered = sorted(behind, key=lambda item: effects.order[item])
-    # A view of a fresh tensor may stand before the write that brings cached values into it: hence twice.
-    for node in (*ordered, *ordered):
-        carries = any(item in cached or item in carrying for item in node.all_input_nodes) or effects.root.get(node) in roots
-        if carries and not op_name(node).startswith("sym_"):
-            carrying.add(node)
-            if op_name(node) == "copy_":
-                roots.add(effects.root.get(operand(node), operand(node)))
-    return carrying

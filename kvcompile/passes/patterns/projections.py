@@ -70,4 +70,5 @@ def sides(node: fx.Node, coords: Coords) -> tuple[Side, Side] | None:
 
 
 def _drawn(size: int, count: int) -> np.ndarray:
-    return np.random.default_rng(1).integers(0, size, count)
+    """Random channels, the first and the last among them."""
+    return np.concatenate([[0, size - 1], np.random.default_rng(1).integers(0, size, count)])[:count]

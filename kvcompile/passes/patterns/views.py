@@ -58,6 +58,11 @@ class Region:
             found &= (coords[:, dim] >= first) & (coords[:, dim] < first + count)
         return found
 
+    def meets(self, coords: Coords) -> bool:
+        """Whether the box around elements of the tensor has a part in the region, sampled or not."""
+        low, high = coords.min(0), coords.max(0)
+        return all(low[dim] < first + count and high[dim] >= first for dim, (first, count) in self.bounds.items())
+
     def source(self, coords: Coords, shape: tuple[int, ...]) -> Coords:
         """Elements of what was written, of ``shape`` broadcast to the view, for elements of the tensor."""
         dest = np.stack([coords[:, dim] - self.bounds[dim][0] for _, dim in sorted(self.dims.items())], axis=1)
