@@ -26,6 +26,7 @@ from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
 from kvcompile.passes.mask_operands import bias_of, sinks_of
 from kvcompile.passes.masks import hiding
+from kvcompile.passes.new_tokens import new_tokens
 from kvcompile.passes.origin import from_origin, padded_rows, padding, shown
 from kvcompile.passes.plan import DTYPES, Plan, SitePlan, SlotPlan
 from kvcompile.passes.shapes import hint, op_name, size_along, value_of
@@ -180,43 +181,6 @@ class _Rewriter:
             index = emit.call(aten.unsqueeze.default, index, 1)
         return index if where.rows else emit.call(aten.unsqueeze.default, index, 0)
 
-    def source(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
-        """The new keys or values as [B, K, S, D]."""
-        axes, write = slot.slot.axes, slot.slot.write
-        node = self._broadcast(emit, slot)
-        roles: list[str] = []
-        outside = dict(write.select)
-        wanted = dict(axes.select)
-        position = 0
-        for dim in write.dims:
-            label = axes.labels[dim]
-            if not label:
-                node = emit.call(aten.select.int, node, position, wanted.get(dim, outside.get(dim, 0)))
-                continue
-            if len(label) == 2:
-                inner = slot.spec.head_dim if label[1] == "D" else slot.spec.heads
-                node = emit.call(aten.unflatten.int, node, position, [-1, inner])
-                position += 1
-            position += 1
-            roles += ["S" if role == "T" else role for role in label]
-        if value_of(write.values).dtype != slot.spec.dtype:
-            node = emit.call(aten.to.dtype, node, slot.spec.dtype)
-        return emit.arrange(node, roles, ("B", "K", "S", "D"))
-
-    def _broadcast(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
-        """The written values with every dim of the place that they are written to."""
-        write = slot.slot.write
-        node, seen = self.env[write.values], value_of(write.values).shape
-        missing = len(write.dims) - len(seen)
-        for _ in range(missing):
-            node = emit.call(aten.unsqueeze.default, node, 0)
-        full = [write.count if dim == write.token_dim else value_of(slot.slot.root).shape[dim] for dim in write.dims]
-        given = [1] * missing + [hint(size) for size in seen]
-        if all(have == hint(want) for have, want in zip(given, full, strict=True)):
-            return node
-        wanted = [emit.size(want) if have != hint(want) else -1 for have, want in zip(given, full, strict=True)]
-        return emit.call(aten.expand.default, node, wanted)
-
     def limit(self, emit: Emitter, limit: Limit, item: SitePlan, count: Any) -> fx.Node:
         """A position limit as int64 [1 or B, S]."""
         kind = limit.kind
@@ -301,7 +265,7 @@ class _Rewriter:
         planes, write = self.plane_nodes(slot), slot.slot.write
         emit = Emitter(self.graph, self.env[write.node], self.symbol)
         self.device = value_of(write.values).device
-        source = self.source(emit, slot)
+        source = new_tokens(emit, self.env, slot)
         position = self.position(emit, slot)
         if late is not None:
             # What was written is what was there at the write.
