@@ -68,6 +68,15 @@ def test_schemes_are_near_the_module(name: str, scheme: str) -> None:
     assert 0 < run(case, kvcompile.backend(scheme, inner="eager", strict=True), (7, *[1] * 8, 4, 1)) <= bound
 
 
+@pytest.mark.parametrize("name", ["latent-two-buffers", "latent-one-buffer"])
+def test_inductor(name: str) -> None:
+    """Two stores read as one key, and one store read as keys and as values."""
+    case = next(case for case in REWRITTEN if case.name == name)
+    backend = kvcompile.backend("dense", strict=True)
+    assert run(case, backend, (7, 1, 1, 1)) <= 2e-6
+    assert backend.report().sites
+
+
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_refused_for_its_reason_and_right(case: Case) -> None:
     backend = kvcompile.backend("int4", inner="eager")
