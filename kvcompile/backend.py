@@ -199,15 +199,14 @@ class _Compilation:
         effects = matched.effects
         started = time.perf_counter()
         first = rewrite(captured, planned, Variant.PAST, effects)
-        by_root = {(item.site.key.root, item.site.key.axes.select): item for item in planned.sites}
-        by_root |= {(item.site.value.root, item.site.value.axes.select): item for item in planned.sites}
+        by_root = {(slot.root, slot.axes.select): item for item in planned.sites for slot in item.site.slots}
         sites = [by_root[binding.plan.slot.root, binding.part] for binding in first.bindings]
         groups = group_bindings(
             first.bindings, [item.site for item in sites], [_reach(item) for item in sites], [limits_of(item.site) for item in sites]
         )
         index = {group.root: position for position, group in enumerate(groups)}
-        pairs = tuple((index[item.site.key.root], index[item.site.value.root]) for item in planned.sites)
-        used = {part.slot.placeholder for item in planned.sites for part in (item.key, item.value)}
+        pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
+        used = {part.slot.placeholder for item in planned.sites for part in item.parts}
         decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
         _refuse_writes(captured, effects, decode)
         positions = positions_of(captured, planned, effects)

@@ -50,7 +50,7 @@ def _site(item: SitePlan) -> str:
         ("v", _typed(attention.v, attention.v_roles)),
         ("mask", _mask(site.bounds)),
     ])
-    return "\n".join([*lines, *_slot(item.key), *_slot(item.value)])
+    return "\n".join([*lines, *(line for part in item.parts for line in _slot(part))])
 
 
 def _slot(part: SlotPlan) -> list[str]:

@@ -113,14 +113,16 @@ def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
     site = item.site
     at = {BATCH: site.key.batch, TOKENS: tokens if tokens is not None else site.key.capacity}
     schemes = [short_scheme(item.key.scheme), short_scheme(item.value.scheme)]
-    warnings = {part.scheme.warning for part in (item.key, item.value) if part.scheme.warning}
-    bits = (item.key.scheme.bits_per_value(item.key.spec) + item.value.scheme.bits_per_value(item.value.spec)) / 2
+    warnings = {part.scheme.warning for part in item.parts if part.scheme.warning}
+    keys = [part for part in (item.key, item.more) if part is not None]
+    width = sum(part.spec.head_dim for part in item.parts)
+    bits = sum(part.scheme.bits_per_value(part.spec) * part.spec.head_dim for part in item.parts) / width
     return SiteReport(
         site.path, site.line, site.attention.idiom, site.key.write.idiom, CACHES[site.key.kind], describe(site.bounds),
-        f"{site.heads}/{site.key.heads} x {site.key.head_dim}",
+        f"{site.heads}/{site.key.heads} x {'+'.join(str(part.spec.head_dim) for part in keys)}",
         schemes[0] if schemes[0] == schemes[1] else f"keys {schemes[0]}, values {schemes[1]}",
-        bits, int((item.key.bytes_before + item.value.bytes_before).subs(at)),
-        int((item.key.bytes_after + item.value.bytes_after).subs(at)), tuple(sorted(warnings)), hint(site.tokens),
+        bits, int(sum(part.bytes_before for part in item.parts).subs(at)), int(sum(part.bytes_after for part in item.parts).subs(at)),
+        tuple(sorted(warnings)), hint(site.tokens),
     )
 
 

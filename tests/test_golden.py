@@ -12,6 +12,7 @@ import pytest
 import torch
 from e2e_models import CASES, Case, inputs
 from graph_text import graph_text, stable_symbols
+from latent_models import LATENT_CASES
 from torch import fx
 
 import kvcompile
@@ -23,11 +24,12 @@ VERSION = "2.13"
 IDIOMS = (
     "tril-mask", "index-copy-attribute", "transposed-keys", "narrow", "slice-assign", "combined-one-write", "combined-two-writes",
     "per-row", "flat-bmm", "multi-query-einsum", "grouped-einsum", "grouped-matmul", "concatenated", "concatenated-time-first", "lists",
-    "softcap", "sinks", "alibi-baddbmm", "hand-softmax", "keys-first", "tiled", "functional", "copied-back", "row-scatter", "learned-scale",
+    "softcap", "sinks", "alibi-baddbmm", "hand-softmax", "keys-first", "tiled", "functional", "copied-back", "row-scatter",
+    "latent-filled", "latent-one-buffer", "learned-scale",
 )
 """One name a way to write, to group, to spell or to mask; the last one is refused."""
 
-GOLDENS = [next(case for case in CASES if case.name == name) for name in IDIOMS]
+GOLDENS = [next(case for case in (*CASES, *LATENT_CASES) if case.name == name) for name in IDIOMS]
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 

@@ -192,14 +192,6 @@ def test_tokens_not_from_the_first(caplog: pytest.LogCaptureFixture) -> None:
     refused(use, "no plain view of the whole cache", caplog)
 
 
-def test_keys_read_as_values(caplog: pytest.LogCaptureFixture) -> None:
-    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        m.write(k, v, pos)
-        return m.attend(q, m.k_cache, m.k_cache, pos) + 0 * v.sum()
-
-    refused(use, "keys and values are the same cache entries", caplog)
-
-
 def test_weights_are_read_by_more_than_the_values(caplog: pytest.LogCaptureFixture) -> None:
     def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         m.write(k, v, pos)

@@ -17,7 +17,10 @@ from kvcompile.lowering import ops
 from kvcompile.types import Role, SlotSpec
 
 PLAIN = 13
-"""Operands of ``attend`` without the optional ones: recent tokens, their base, rotation."""
+"""Operands of ``attend`` without the optional ones: recent tokens, their base, rotation, more keys."""
+
+MORE = 16
+"""Where the planes of more keys stand among the operands behind q."""
 
 
 def _plain(q: Any, operands: tuple[Any, ...]) -> bool:
@@ -34,10 +37,11 @@ def _plain(q: Any, operands: tuple[Any, ...]) -> bool:
 
 def _lower_attend(q: Any, *operands: Any) -> Any:
     device = q.get_device().type
-    if device == "cuda":
+    if device == "cuda" and not any(operands[MORE:]):
         from kvcompile.lowering.triton_attend import lower_attend_cuda
         from kvcompile.lowering.triton_prefill import lower_prefill
 
+        operands = operands[:MORE]
         many = lower_prefill(q, *operands)
         return lower_attend_cuda(q, *operands) if many is None else many
     if device == "cpu" and _plain(q, operands):

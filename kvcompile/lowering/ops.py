@@ -26,6 +26,8 @@ Operands of ``attend``
     rotation    None or cos and sin, each float [1 or B, T', Dr]: keys, decoded and recent, are stored before RoPE, and
                 their first Dr channels are rotated by their position here: channel c < Dr / 2 pairs with
                 c + Dr / 2 (``interleaved``: 2i with 2i + 1): k * cos + rotated(k) * sin; T' covers every visible token
+    more        None or the planes of a second key store, whose ``more_dim`` channels stand behind those of ``keys``
+                (the rotary part beside a latent); recent keys have the channels of both
     scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
     result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do
 
@@ -56,7 +58,8 @@ LIBRARY.define("unrotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> 
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
-    " Tensor[]? recent=None, Tensor? base=None, Tensor[]? rotation=None, bool interleaved=False) -> Tensor"
+    " Tensor[]? recent=None, Tensor? base=None, Tensor[]? rotation=None, bool interleaved=False,"
+    " Tensor[]? more=None, str more_scheme='', SymInt more_dim=0) -> Tensor"
 )
 
 
@@ -163,12 +166,13 @@ def attend_body(
     lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
     key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
     recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None, rotation: Sequence[torch.Tensor] | None = None,
-    interleaved: bool = False, compute: torch.dtype = torch.float32,
+    interleaved: bool = False, more: Sequence[torch.Tensor] | None = None, more_scheme: str = "", more_dim: int = 0,
+    compute: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The definition of ``attend`` in ``compute`` precision; decodes one kv head at a time."""
     B, H, S, D = q.shape
     ks, vs = schemes.parse(key_scheme), schemes.parse(value_scheme)
-    key_slot = slot_spec(keys, D, Role.KEY)
+    key_slot = slot_spec(keys, D - more_dim, Role.KEY)
     value_slot = slot_spec(values, value_dim, Role.VALUE)
     K = keys[0].shape[2]
     G = H // K
@@ -176,6 +180,9 @@ def attend_body(
     for head in range(K):
         one = slice(head, head + 1)
         k = ks.decode(decodable(ks, keys, key_slot, one), key_slot).to(compute)
+        if more:
+            ms, more_slot = schemes.parse(more_scheme), slot_spec(list(more), more_dim, Role.KEY)
+            k = torch.cat((k, ms.decode(decodable(ms, more, more_slot, one), more_slot).to(compute)), dim=-1)
         v = vs.decode(decodable(vs, values, value_slot, one), value_slot).to(compute)
         tokens = k.shape[2]
         if recent:
@@ -228,7 +235,7 @@ def attend_meta(
     lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
     key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
     recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None, rotation: Sequence[torch.Tensor] | None = None,
-    interleaved: bool = False,
+    interleaved: bool = False, more: Sequence[torch.Tensor] | None = None, more_scheme: str = "", more_dim: int = 0,
 ) -> torch.Tensor:
     """Shape of the result, [B, H, S, Dv] in q's dtype, contiguous."""
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], value_dim)

@@ -20,13 +20,14 @@ REACH = 40
 
 
 def _is_cache(node: fx.Node, effects: Effects) -> bool:
-    """A floating tensor of three dims or more that is written piece by piece here, or returned one piece longer."""
+    """A floating tensor of three dims or more that is written piece by piece here, or returned one piece longer, whole or in part."""
     if not is_tensor(node) or value_of(node).dim() < 3 or not value_of(node).dtype.is_floating_point:
         return False
     root = effects.root.get(node, node)
     if root.op == "placeholder":
         return any(op_name(write) in IN_PLACE for write in effects.writes.get(root, ()))
-    if op_name(root) not in FUNCTIONAL or not effects.outputs_of({root}):
+    # What is returned may be a view of it: a window, or all of it behind a transpose.
+    if op_name(root) not in FUNCTIONAL or not effects.outputs_of(effects.family(root)):
         return False
     operands = root.all_input_nodes
     return any(effects.root.get(item, item).op == "placeholder" and is_tensor(item) and value_of(item).dim() >= 3 for item in operands)

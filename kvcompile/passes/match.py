@@ -14,12 +14,13 @@ from torch import fx
 
 from kvcompile.passes import masks, slots, soundness
 from kvcompile.passes.advice import made_from
+from kvcompile.passes.assembly import assemble
 from kvcompile.passes.caches import cache_behind, cut_short, unrecognised
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.patterns import sdpa, softmax
 from kvcompile.passes.shapes import hint, module_path, op_name, size_along, sizes, source_line
-from kvcompile.passes.sites import Attention, Miss, Refusal, Site, Slot, SlotKind, Stage
+from kvcompile.passes.sites import Assembly, Attention, Miss, Refusal, Site, Slot, SlotKind, Stage
 
 ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
     sdpa.recognise,
@@ -89,26 +90,59 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
     return heads, heads // key.heads
 
 
-def _compose(attention: Attention, effects: Effects, index: int) -> Site:
-    soundness.private(attention, effects)
-    soundness.unchanged_operands(attention, effects)
+def _check_assembly(attention: Attention, assembly: Assembly) -> tuple[int, int]:
+    """(query heads, queries a head that the attention spells) of a site whose keys and values are made from its slots."""
+    found = [slot for slot in assembly.slots if slot is not None]
+    for fact, of in (("cached in different ways", lambda slot: slot.kind), ("caches of different batch sizes", lambda slot: slot.batch),
+                     ("caches of different lengths", lambda slot: slot.capacity)):
+        if len({of(slot) for slot in found}) > 1:
+            raise Miss(
+                f"the parts that keys and values are made from are {fact}", *[slot.root for slot in found],
+                advice="cache all parts alike, or in one tensor",
+            )
+    heads = _heads(attention, found[0].batch)
+    if heads % assembly.heads:
+        raise Miss(f"{heads} query heads over {assembly.heads} kv heads", attention.output, advice="use a multiple of the kv heads")
+    named = dict(zip(attention.q_roles, sizes(attention.q), strict=True))
+    kept = dict(zip(attention.k_roles, sizes(attention.k), strict=True))
+    if attention.folded > 1:
+        return heads, attention.folded
+    return heads, named["G"] if "G" in named else heads // kept["K"] if "K" in kept else 1
+
+
+def _plain(attention: Attention, effects: Effects) -> tuple[Attention, tuple[Slot, Slot], tuple[int, int]]:
+    """The attention, its key and value slot, and (query heads, group size), where keys and values are what is cached."""
     key = slots.find(attention.k, attention.k_roles, attention.output, effects)
     value = slots.find(attention.v, attention.v_roles, attention.output, effects)
-    for slot in (key, value):
-        soundness.unchanged_write(slot.write, attention.output, effects)
-    heads, groups = _check_pair(attention, key, value)
+    found = _check_pair(attention, key, value)
     if value.factor != 1.0:
         raise Miss(
             "the cached values are multiplied by a number after they are read", value.root,
             advice="multiply the attention's result, or the values before they are written",
         )
-    attention = replace(_tiled(attention) if key.tiled else attention, scale=attention.scale * key.factor)
+    return replace(_tiled(attention) if key.tiled else attention, scale=attention.scale * key.factor), (key, value), found
+
+
+def _compose(attention: Attention, effects: Effects, index: int) -> Site:
+    soundness.private(attention, effects)
+    soundness.unchanged_operands(attention, effects)
+    more: Slot | None = None
+    assembly: Assembly | None = None
+    try:
+        attention, (key, value), (heads, groups) = _plain(attention, effects)
+    except (Miss, slots.NoCache) as plain:
+        assembly = assemble(attention, effects, plain)
+        key, value, more = assembly.slots
+        heads, groups = _check_assembly(attention, assembly)
+        attention = replace(attention, idiom=f"{attention.idiom} over a latent")
+    for slot in (key, value, *([more] if more is not None else [])):
+        soundness.unchanged_write(slot.write, attention.output, effects)
     bounds = masks.normalise(attention, effects)
     tokens = hint(size_along(attention.q, attention.q_roles, "S", attention.folded))
     soundness.one_sink_a_head(attention)
     node = attention.output
     return Site(
-        index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k
+        index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k, more, assembly,
     )
 
 
@@ -143,19 +177,27 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
     """The sites whose cache is read by something else than the sites themselves."""
     by_root: dict[fx.Node, list[Site]] = defaultdict(list)
     for site in sites:
-        for slot in (site.key, site.value):
+        for slot in site.slots:
             if site not in by_root[slot.root]:
                 by_root[slot.root].append(site)
     refused: dict[Site, Miss] = {}
     for root, users in by_root.items():
         allowed = {node for site in users for node in site.attention.nodes}
-        slots_here = [slot for site in users for slot in (site.key, site.value) if slot.root is root]
+        slots_here = [slot for site in users for slot in site.slots if slot.root is root]
         allowed |= {node for slot in slots_here for node in (slot.write.node, *slot.write.via)}
         allowed.add(effects.output)
-        # Where keys are scaled on their way, the scaled copy counts as the cache too.
+        # Where keys are scaled or made on their way, what comes of it counts as the cache too.
         family = effects.family(root)
-        copies = {node for slot in slots_here for node in slot.path} - family
+        copies = {node for slot in slots_here for node in slot.path}
+        copies |= {node for site in users if site.assembly is not None for node in site.assembly.between}
+        copies -= family
         allowed |= copies
+        if returned := [node for node in copies if effects.output in node.users]:
+            miss = Miss(
+                "keys or values that are made from the cache are returned to the caller", *returned,
+                advice="return the cache itself, or nothing",
+            )
+            refused.update({site: miss for site in users if site.assembly is not None})
         readers = effects.readers(root) | {user for node in copies for user in node.users}
         for reader in readers - allowed:
             for site in users:
@@ -169,7 +211,7 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
 
 
 def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> dict[Site, Miss]:
-    slot = site.key if site.key.root is root else site.value
+    slot = next(slot for slot in site.slots if slot.root is root)
     returned = effects.outputs_of(effects.family(root))
     if set(returned) - set(slot.outputs):
         return {site: Miss("a view of the cache is returned to the caller", root, advice="return the cache itself or nothing")}
@@ -193,7 +235,7 @@ def _filled_elsewhere(sites: list[Site], captured: Captured) -> dict[Site, Miss]
             "stands behind a graph break)", slot.root,
             advice="compile the call that fills the cache as well, and keep the write and the attention in one graph",
         )
-        for site in sites for slot in (site.key, site.value) if slot.kind is SlotKind.READ and slot.root not in compressed
+        for site in sites for slot in site.slots if slot.kind is SlotKind.READ and slot.root not in compressed
     }
 
 
@@ -205,7 +247,7 @@ def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
             "no tensor owns the cache's memory alone (it is a view, a parameter or a subclass, or something else holds a view of it)",
             slot.root, advice="keep the cache in a plain tensor or a registered buffer of its own, and no view of it from call to call",
         )
-        for site in sites for slot in (site.key, site.value) if slot.kind is SlotKind.BUFFER and slot.placeholder in borrowed
+        for site in sites for slot in site.slots if slot.kind is SlotKind.BUFFER and slot.placeholder in borrowed
     }
 
 
@@ -253,6 +295,7 @@ def match(captured: Captured) -> Matched:
     # A softmax inside of a larger one (weights that are masked and divided by their sum again) is part of that one's attention.
     inside = {node for site in sites for node in site.attention.nodes}
     refusals = [refusal for node, refusal in missed if node not in inside]
+    spoken |= {node for site in sites if site.assembly is not None for node in site.assembly.between}
     refusals += [refuse(_unrecognised(product), product) for product in unrecognised(captured, effects, spoken)]
     rejected = {**_sole_readers(sites, effects), **_borrowed(sites, captured), **_filled_elsewhere(sites, captured)}
     refusals += [refuse(miss, site.attention.output, site.attention.idiom) for site, miss in rejected.items()]

@@ -106,11 +106,18 @@ class SlotPlan:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """One site with both its slots planned."""
+    """One site with its slots planned; key and value are one plan where a latent serves as both."""
 
     site: Site
     key: SlotPlan
     value: SlotPlan
+    more: SlotPlan | None = None
+
+    @property
+    def parts(self) -> tuple[SlotPlan, ...]:
+        """The plans of the slots, each once."""
+        distinct = (self.key,) if self.value is self.key else (self.key, self.value)
+        return distinct if self.more is None else (*distinct, self.more)
 
 
 @dataclass(frozen=True)
@@ -123,12 +130,12 @@ class Plan:
     @property
     def bytes_after(self) -> sympy.Expr:
         """Announced bytes of all stores."""
-        return sum((part.bytes_after for site in self.sites for part in (site.key, site.value)), sympy.Integer(0))
+        return sum((part.bytes_after for site in self.sites for part in site.parts), sympy.Integer(0))
 
     @property
     def bytes_before(self) -> sympy.Expr:
         """Bytes of the dense cache that is replaced."""
-        return sum((part.bytes_before for site in self.sites for part in (site.key, site.value)), sympy.Integer(0))
+        return sum((part.bytes_before for site in self.sites for part in site.parts), sympy.Integer(0))
 
 
 def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, effects: Effects) -> SlotPlan:
@@ -142,6 +149,23 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, effects: Eff
     return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window, rotation)
 
 
+def _site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
+    window = max(pair.k.window, pair.v.window)
+    if window and site.key.kind is SlotKind.READ:
+        raise WindowOnlyRead(window=window, path=site.path or "*")
+
+    def planned(slot: Slot, role: Role, chosen: Scheme) -> SlotPlan:
+        return _slot_plan(slot, role, chosen, window, effects)
+
+    if site.assembly is None:
+        return SitePlan(site, planned(site.key, Role.KEY, pair.k), planned(site.value, Role.VALUE, pair.v))
+    # What serves as keys and as values is stored once, by the scheme of the keys, the more sensitive half; in the
+    # form that values have (scales of its own for every token), as nothing is known of a latent's channels.
+    key = planned(site.key, Role.VALUE, pair.k)
+    more = None if site.more is None else planned(site.more, Role.VALUE, pair.k)
+    return SitePlan(site, key, key if site.value is site.key else planned(site.value, Role.VALUE, pair.v), more)
+
+
 def plan(matched: Matched, policy: Policy) -> Plan:
     """Give every site its schemes; a site that its scheme cannot hold becomes a refusal."""
     sites, refusals = [], list(matched.refusals)
@@ -150,14 +174,7 @@ def plan(matched: Matched, policy: Policy) -> Plan:
         try:
             if pair is None:
                 raise NotInPolicy(path=site.path)
-            window = max(pair.k.window, pair.v.window)
-            if window and site.key.kind is SlotKind.READ:
-                raise WindowOnlyRead(window=window, path=site.path or "*")
-            key, value = (
-                _slot_plan(slot, role, chosen, window, matched.effects)
-                for slot, role, chosen in ((site.key, Role.KEY, pair.k), (site.value, Role.VALUE, pair.v))
-            )
-            sites.append(SitePlan(site, key, value))
+            sites.append(_site_plan(site, pair, matched.effects))
         except Miss as miss:
             advice = "use the scheme without pre_rope for this layer"
             refusals.append(refuse(miss, site.attention.output, site.attention.idiom, Stage.PLAN, advice))
@@ -174,5 +191,5 @@ def plan(matched: Matched, policy: Policy) -> Plan:
 def _shares(site: Site, matched: Matched, planned: list[SitePlan]) -> bool:
     """Whether a cache tensor of ``site`` also serves a site that was refused: half a tensor cannot be freed."""
     refused = {other.index for other in matched.sites} - {item.site.index for item in planned}
-    roots = {site.key.root, site.value.root}
-    return any(roots & {other.key.root, other.value.root} for other in matched.sites if other.index in refused)
+    roots = {slot.root for slot in site.slots}
+    return any(roots & {slot.root for slot in other.slots} for other in matched.sites if other.index in refused)

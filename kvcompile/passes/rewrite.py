@@ -20,15 +20,17 @@ import torch
 from torch import fx
 
 from kvcompile.errors import Unsupported
+from kvcompile.passes import absorb
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
 from kvcompile.passes.mask_operands import bias_of, sinks_of
 from kvcompile.passes.masks import hiding
+from kvcompile.passes.new_tokens import new_tokens
 from kvcompile.passes.origin import from_origin, padded_rows, padding, shown
 from kvcompile.passes.plan import DTYPES, Plan, SitePlan, SlotPlan
 from kvcompile.passes.shapes import hint, op_name, size_along, value_of
-from kvcompile.passes.sites import Limit, LimitKind, Position, SlotKind
+from kvcompile.passes.sites import Limit, LimitKind, Position, Slot, SlotKind
 from kvcompile.passes.strides import free_strides
 from kvcompile.passes.teach import teach
 from kvcompile.passes.turning import Turning
@@ -109,7 +111,7 @@ class _Rewriter:
             seen = value_of(node)
             if isinstance(seen, torch.SymInt) and seen.node.expr == expr:
                 return self.env[node]
-        keep = {item.site.key.placeholder for item in self.plan.sites} | {item.site.value.placeholder for item in self.plan.sites}
+        keep = {slot.placeholder for item in self.plan.sites for slot in item.site.slots}
         for node in self.captured.graph.find_nodes(op="placeholder"):
             if isinstance(value_of(node), torch.Tensor) and node not in keep:
                 for dim, size in enumerate(value_of(node).shape):
@@ -178,43 +180,6 @@ class _Rewriter:
         if where.rows and seen.dim() == 1:
             index = emit.call(aten.unsqueeze.default, index, 1)
         return index if where.rows else emit.call(aten.unsqueeze.default, index, 0)
-
-    def source(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
-        """The new keys or values as [B, K, S, D]."""
-        axes, write = slot.slot.axes, slot.slot.write
-        node = self._broadcast(emit, slot)
-        roles: list[str] = []
-        outside = dict(write.select)
-        wanted = dict(axes.select)
-        position = 0
-        for dim in write.dims:
-            label = axes.labels[dim]
-            if not label:
-                node = emit.call(aten.select.int, node, position, wanted.get(dim, outside.get(dim, 0)))
-                continue
-            if len(label) == 2:
-                inner = slot.spec.head_dim if label[1] == "D" else slot.spec.heads
-                node = emit.call(aten.unflatten.int, node, position, [-1, inner])
-                position += 1
-            position += 1
-            roles += ["S" if role == "T" else role for role in label]
-        if value_of(write.values).dtype != slot.spec.dtype:
-            node = emit.call(aten.to.dtype, node, slot.spec.dtype)
-        return emit.arrange(node, roles, ("B", "K", "S", "D"))
-
-    def _broadcast(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
-        """The written values with every dim of the place that they are written to."""
-        write = slot.slot.write
-        node, seen = self.env[write.values], value_of(write.values).shape
-        missing = len(write.dims) - len(seen)
-        for _ in range(missing):
-            node = emit.call(aten.unsqueeze.default, node, 0)
-        full = [write.count if dim == write.token_dim else value_of(slot.slot.root).shape[dim] for dim in write.dims]
-        given = [1] * missing + [hint(size) for size in seen]
-        if all(have == hint(want) for have, want in zip(given, full, strict=True)):
-            return node
-        wanted = [emit.size(want) if have != hint(want) else -1 for have, want in zip(given, full, strict=True)]
-        return emit.call(aten.expand.default, node, wanted)
 
     def limit(self, emit: Emitter, limit: Limit, item: SitePlan, count: Any) -> fx.Node:
         """A position limit as int64 [1 or B, S]."""
@@ -300,7 +265,7 @@ class _Rewriter:
         planes, write = self.plane_nodes(slot), slot.slot.write
         emit = Emitter(self.graph, self.env[write.node], self.symbol)
         self.device = value_of(write.values).device
-        source = self.source(emit, slot)
+        source = new_tokens(emit, self.env, slot)
         position = self.position(emit, slot)
         if late is not None:
             # What was written is what was there at the write.
@@ -326,10 +291,16 @@ class _Rewriter:
             dtype = torch.float32
             q = emit.call(aten.to.dtype, q, dtype)
         count = size_along(attention.q, attention.q_roles, "S", attention.folded)
-        fresh = self._fresh(item.key)
+        fresh, made = self._fresh(item.key), site.assembly
         keys, values = self._read(item.key), self._read(item.value)
         schemes = item.key.scheme.spell(), item.value.scheme.spell()
-        if fresh:
+        grouped, value_dim = site.groups > 1, item.value.spec.head_dim
+        if fresh and made is not None:
+            new_k, new_v = (absorb.expanded(emit, self.env, of, self._new, dtype, made.heads) for of in (made.keys, (made.value,)))
+            grouped, value_dim = site.heads > made.heads, made.value.count
+        elif made is not None:
+            q = absorb.queries(emit, self.env, q, dtype, made.keys, site.read_as_keys, site.heads)
+        elif fresh:
             if self._learns(item.key) and (site.key.root, site.key.axes.select) not in self.sources:
                 teach(emit, self.env, item, q, self.plane_nodes(item.key), self.tokens(item.key))
             # As the cache rounds them, then as the attention takes them: a cache may be kept in another precision than it is used in.
@@ -337,12 +308,13 @@ class _Rewriter:
                 part if slot.spec.dtype == dtype else emit.call(aten.to.dtype, part, dtype)
                 for slot in (item.key, item.value) for part in [self.append(slot, emit)]
             )
+        if fresh:
             keys, values = [emit.call(aten.unsqueeze.default, new_k, 0)], [emit.call(aten.unsqueeze.default, new_v, 0)]
             schemes = DENSE, DENSE
         if fresh and self._plain_causal(item):
             out = emit.call(
                 aten.scaled_dot_product_attention.default, q, new_k, new_v, None, 0.0, hint(count) > 1,
-                scale=attention.scale, enable_gqa=site.groups > 1,
+                scale=attention.scale, enable_gqa=grouped,
             )
         else:
             hi = self.limit(emit, site.bounds.hi, item, count)
@@ -355,8 +327,10 @@ class _Rewriter:
                 hi, lo, keep, bias = from_origin(emit, origin, self.device, site.bounds, hi, lo, keep, bias)
             out = emit.call(
                 torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item),
-                *schemes, attention.scale, attention.softcap, item.value.spec.head_dim, *([] if fresh else self._beside(emit, item)),
+                *schemes, attention.scale, attention.softcap, value_dim, *([] if fresh else self._beside(emit, item)),
             )
+        if made is not None and not fresh:
+            out = absorb.result(emit, self.env, out, dtype, made.value, site.heads)
         old = self.env[attention.output]
         if value_of(attention.output).dtype != dtype:
             out = emit.call(aten.to.dtype, out, value_of(attention.output).dtype)
@@ -365,6 +339,10 @@ class _Rewriter:
         # The next attention may take this one's result as its queries.
         self.env[attention.output] = new
         free_strides(new)
+
+    def _new(self, slot: Slot) -> fx.Node:
+        """The new tokens of a slot whose append stands in the graph."""
+        return self.sources[slot.root, slot.axes.select]
 
     def _fresh(self, slot: SlotPlan) -> bool:
         """Whether what reads the slot attends to the tokens of this call alone."""
@@ -382,7 +360,7 @@ class _Rewriter:
     def _append_window(self, emit: Emitter, slot: SlotPlan, source: fx.Node, position: fx.Node) -> None:
         """Append to a store with a window, at the write, or where its rows' padding is known if that is later."""
         key = slot.slot.root, slot.slot.axes.select
-        site = next(item.site for item in self.plan.sites for part in (item.key, item.value) if part is slot)
+        site = next(item.site for item in self.plan.sites for part in item.parts if part is slot)
         terms = padding(site.bounds)
         if terms and max(self.effects.order[term.node] for term in terms) > self.effects.order[slot.slot.write.node]:
             # The position is taken where the write stood: its counter may have moved on by then.
@@ -398,16 +376,22 @@ class _Rewriter:
         self.recent[key] = Recent(tokens, start, used if origin is not None else None)
 
     def _beside(self, emit: Emitter, item: SitePlan) -> list[Any]:
-        """The optional operands: the newest tokens and where they begin, and the angles that turn keys stored before RoPE."""
-        turned = self.turning.operands(emit, item.key)
-        return [*(self._recent(emit, item) or ([None, None] if turned else [])), *turned]
+        """The optional operands: the newest tokens and where they begin, the angles that turn keys stored before RoPE, more keys."""
+        recent, turned = self._recent(emit, item), self.turning.operands(emit, item.key)
+        if item.more is not None:
+            more = [self._read(item.more), item.more.scheme.spell(), item.more.spec.head_dim]
+            return [*(recent or [None, None]), *(turned or [None, False]), *more]
+        return [*(recent or ([None, None] if turned else [])), *turned]
 
     def _recent(self, emit: Emitter, item: SitePlan) -> list[Any]:
         """The newest tokens of a site with a window, and the position of the first of them."""
         if not item.key.window:
             return []
         key, value = (self.recent[part.slot.root, part.slot.axes.select] for part in (item.key, item.value))
-        return [[key.tokens, value.tokens], emit.call(aten.sub.Scalar, key.start, item.key.window)]
+        keys = key.tokens
+        if item.more is not None:
+            keys = emit.call(aten.cat.default, [keys, self.recent[item.more.slot.root, item.more.slot.axes.select].tokens], -1)
+        return [[keys, value.tokens], emit.call(aten.sub.Scalar, key.start, item.key.window)]
 
     def _plain_causal(self, item: SitePlan) -> bool:
         """Whether attention over the fresh tokens is what flash attention does by itself."""
@@ -421,7 +405,7 @@ class _Rewriter:
     def run(self) -> Rewritten:
         """Rewrite all sites, then drop what nobody needs any more."""
         # In the order of the writes, so that what one append computes (positions) stands before the next.
-        slots = [part for item in self.plan.sites for part in (item.key, item.value)]
+        slots = [part for item in self.plan.sites for part in item.parts]
         for part in sorted(slots, key=lambda part: self.effects.order[part.slot.write.node]):
             self.plane_nodes(part)
             if part.slot.kind is not SlotKind.READ and not self._learns(part):
@@ -451,18 +435,19 @@ class _Rewriter:
     def _roots(self) -> set[fx.Node]:
         found = set()
         for item in self.plan.sites:
-            for part in (item.key, item.value):
+            for part in item.parts:
                 found |= {part.slot.root, part.slot.placeholder or part.slot.root}
         return found
 
     def _gone(self, placeholder: fx.Node) -> bool:
         return any(
-            placeholder is part.slot.placeholder for item in self.plan.sites for part in (item.key, item.value)
+            placeholder is part.slot.placeholder for item in self.plan.sites for part in item.parts
         )
 
     def _clean(self) -> None:
         """Erase what is dead; the rewritten slots' own writes and steps in place on scores count as dead, every other write stays."""
-        writes = {self.env[part.slot.write.node] for item in self.plan.sites for part in (item.key, item.value)}
+        writes = {self.env[part.slot.write.node] for item in self.plan.sites for part in item.parts}
+        writes |= {self.env[node] for item in self.plan.sites if item.site.assembly for node in item.site.assembly.between}
         writes |= {self.env[node] for item in self.plan.sites for node in item.site.attention.nodes}
         for node in reversed(list(self.graph.nodes)):
             if node.op in {"placeholder", "output"} or node.users:

@@ -147,6 +147,64 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class WeightDim:
+    """How one dim of a weight runs: index = head * h + channel * c + start; or it is the dim that is summed over."""
+
+    head: int = 0
+    channel: int = 0
+    start: int = 0
+    summed: bool = False
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Channels made from a latent by a matrix for each head: ``weight`` holds ``heads`` matrices [channels, inner]."""
+
+    weight: fx.Node
+    dims: tuple[WeightDim, ...]
+    heads: int
+    channels: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """Channels ``start`` .. ``start + count`` of an attention operand and what they are made from.
+
+    ``first`` is the first channel of the slot that takes part. Without a projection the channels are the slot's
+    own, the same for all heads that share a kv head. ``factor`` is a number they are multiplied with.
+    """
+
+    start: int
+    count: int
+    slot: Slot
+    first: int = 0
+    projection: Projection | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Keys and values that are made from cached latents: stripes of channels, in order; ``heads`` of them are made."""
+
+    keys: tuple[Stripe, ...]
+    value: Stripe
+    heads: int
+    between: frozenset[fx.Node] = field(compare=False, repr=False)
+    """Every node that stands between the cache and the attention, which alone reads it."""
+
+    @property
+    def slots(self) -> tuple[Slot, Slot, Slot | None]:
+        """The key slot, the value slot, and the slot whose channels stand behind the key slot's."""
+        found = {(stripe.slot.root, stripe.slot.axes.select): stripe.slot for stripe in self.keys}
+        value = self.value.slot
+        # What is both comes first: its channels are then the value's too.
+        first = found.pop((value.root, value.axes.select), None)
+        ordered = [*([first] if first is not None else []), *found.values()]
+        return ordered[0], value if first is None else first, ordered[1] if len(ordered) > 1 else None
+
+
+@dataclass(frozen=True)
 class Bounds:
     """The mask in normal form: arithmetic on positions, and carried tensors for whatever is left."""
 
@@ -194,6 +252,21 @@ class Site:
     groups: int
     tokens: int
     read: fx.Node
+    more: Slot | None = None
+    """A second slot whose channels stand behind the key slot's: the rotary part of a latent cache."""
+    assembly: Assembly | None = None
+    """How keys and values are made, where they are not what the cache holds; key and value slot may then be one."""
+
+    @property
+    def read_as_keys(self) -> tuple[Slot, ...]:
+        """The slots whose channels, one after another, are what queries are multiplied with."""
+        return (self.key,) if self.more is None else (self.key, self.more)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots that the site reads, each once."""
+        found = {(slot.root, slot.axes.select): slot for slot in (self.key, self.value, self.more) if slot is not None}
+        return tuple(found.values())
 
 
 @dataclass(frozen=True)

@@ -149,15 +149,24 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) 
     return Axes(tuple(label or () for label in labels), tuple(select))
 
 
-def axes_of(trail: Trail, roles: tuple[str, ...], operand: fx.Node, token_dim: int) -> tuple[Axes, int, bool]:
+@dataclass(frozen=True)
+class Read:
+    """What is read at the end of a trail: a tensor with a role and a size for every dim, of which ``trail.here`` are samples."""
+
+    operand: fx.Node
+    roles: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def axes_of(trail: Trail, read: Read, token_dim: int) -> tuple[Axes, int, bool]:
     """The root's layout, its number of kv heads and whether they are tiled; raises Miss where the operand is no plain view of the cache."""
     base = sizes(trail.base)
-    columns = _columns(trail, roles, sizes(operand))
+    columns = _columns(trail, read.roles, read.shape)
     for reading in _candidates(columns, base):
         axes = _label(trail, base, reading.columns, token_dim)
         if axes is not None:
             return axes, reading.columns["K"][1], reading.tiled
-    raise no_plain_view(trail, columns, operand, token_dim)
+    raise no_plain_view(trail, columns, read.operand, token_dim)
 
 
 def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effects) -> Write:
@@ -193,42 +202,43 @@ def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effect
 
 def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> Slot:
     """The slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it."""
-    trail = _through_writes(operand)
+    return behind(_through_writes(operand), Read(operand, roles, sizes(operand)), attention, effects)
+
+
+def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
+    """The slot at the end of a trail; raises Miss, or NoCache where the trail ends at no cache."""
     root = trail.base
     if op_name(root) in {"cat", "concat", "concatenate"}:
-        return _concatenated(root, trail, roles, operand, effects)
+        return _concatenated(root, trail, read, effects)
     if op_name(root) in UPDATES:
-        return _updated(root, trail, roles, operand, effects)
+        return _updated(root, trail, read, effects)
     if root.op == "placeholder" and not effects.writes.get(root):
-        return _only_read(root, trail, roles, operand)
+        return _only_read(root, trail, read)
     if root.op == "placeholder":
         write = _find_write(root, trail, attention, effects)
-        axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+        axes, heads, tiled = axes_of(trail, read, write.token_dim)
         return _slot(SlotKind.BUFFER, root, root, (), axes, heads, write, trail, tiled)
     if op_name(root) in MAKERS:
         write = _find_write(root, trail, attention, effects)
         outputs = _returned(root, effects)
         if not outputs:
             raise NoCache(root)
-        axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+        axes, heads, tiled = axes_of(trail, read, write.token_dim)
         return _slot(SlotKind.BORN_BUFFER, root, None, outputs, axes, heads, write, trail, tiled)
     raise NoCache(root)
 
 
-def _only_read(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.Node) -> Slot:
+def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
     """A cache that another call fills and this one reads, as the keys and values of what is attended across to."""
-    tokens = trail.here[:, roles.index("T")]
-    dims = [
-        dim for dim, size in enumerate(sizes(root))
-        if (trail.there[:, dim] == tokens).all() and size == sizes(operand)[roles.index("T")]
-    ]
+    tokens, count = trail.here[:, read.roles.index("T")], read.shape[read.roles.index("T")]
+    dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
     if not dims:
         raise Miss(
             "the cache is only read in this graph, and not from its first token to its last", root,
             advice="write the tokens in the compiled call that attends to them, or read the whole cache",
         )
     write = Write("not written here", root, root, root, (), dims[0], Position(), 0)
-    axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+    axes, heads, tiled = axes_of(trail, read, write.token_dim)
     return _slot(SlotKind.READ, root, root, (), axes, heads, write, trail, tiled)
 
 
@@ -243,7 +253,7 @@ def _returned(root: fx.Node, effects: Effects) -> tuple[int, ...]:
     return effects.outputs_of(found)
 
 
-def _updated(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.Node, effects: Effects) -> Slot:
+def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
     """A cache that is updated out of place and given back to the caller."""
     found = update(root)
     assert found is not None
@@ -261,17 +271,17 @@ def _updated(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.No
             "the cache is updated out of place, and the result is not returned as it is", root,
             advice="return the updated cache and pass it to the next call, or write in place with index_copy_",
         )
-    axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+    axes, heads, tiled = axes_of(trail, read, write.token_dim)
     return _slot(SlotKind.UPDATED, root, past, outputs, axes, heads, write, trail, tiled)
 
 
-def _concatenated(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: fx.Node, effects: Effects) -> Slot:
+def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
     past, write = concatenation(root)
     outputs = _returned(root, effects)
     if past is None:
         if not outputs:
             raise NoCache(root)
-        axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+        axes, heads, tiled = axes_of(trail, read, write.token_dim)
         return _slot(SlotKind.BORN_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
     origin = effects.root[past]
     if origin.op != "placeholder":
@@ -286,7 +296,7 @@ def _concatenated(root: fx.Node, trail: Trail, roles: tuple[str, ...], operand: 
             "the concatenated cache is not returned as it is (a window of it, or nothing, is kept)", root,
             advice="return the concatenated keys and values, or use a static cache",
         )
-    axes, heads, tiled = axes_of(trail, roles, operand, write.token_dim)
+    axes, heads, tiled = axes_of(trail, read, write.token_dim)
     return _slot(SlotKind.CONCAT, root, origin, outputs, axes, heads, write, trail, tiled)
 
 

@@ -130,7 +130,7 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
     nodes: dict[fx.Node, tuple[str, ...]] = {}
     counts: dict[fx.Node, Any] = {}
     for item in planned.sites:
-        for part in (item.key, item.value):
+        for part in item.parts:
             position = part.slot.write.position
             if position.index is not None:
                 nodes.setdefault(position.index, _write_roles(position))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from torch import fx
 
-from kvcompile.passes.pullback import trace
+from kvcompile.passes.pullback import Coords, trace
 from kvcompile.passes.shapes import bind, op_name, operand, sizes
 from kvcompile.passes.sites import Miss
 
@@ -40,6 +42,40 @@ def along(dest: fx.Node, root: fx.Node) -> tuple[dict[int, int], dict[int, int],
     if len(dims) != len(shape):
         raise Miss("the write goes through a view that adds dims to the cache", dest, advice=PLAIN)
     return dims, fixed, offsets
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a tensor that a view of it covers: the view's dims -> the tensor's, and (first, count) of the tensor's dims."""
+
+    dims: dict[int, int]
+    bounds: dict[int, tuple[int, int]]
+
+    def inside(self, coords: Coords) -> np.ndarray:
+        """Which elements of the tensor lie in the region."""
+        found = np.ones(len(coords), dtype=bool)
+        for dim, (first, count) in self.bounds.items():
+            found &= (coords[:, dim] >= first) & (coords[:, dim] < first + count)
+        return found
+
+    def meets(self, coords: Coords) -> bool:
+        """Whether the box around elements of the tensor has a part in the region, sampled or not."""
+        low, high = coords.min(0), coords.max(0)
+        return all(low[dim] < first + count and high[dim] >= first for dim, (first, count) in self.bounds.items())
+
+    def source(self, coords: Coords, shape: tuple[int, ...]) -> Coords:
+        """Elements of what was written, of ``shape`` broadcast to the view, for elements of the tensor."""
+        dest = np.stack([coords[:, dim] - self.bounds[dim][0] for _, dim in sorted(self.dims.items())], axis=1)
+        kept = dest[:, dest.shape[1] - len(shape) :].copy()
+        kept[:, [dim for dim, size in enumerate(shape) if size == 1]] = 0
+        return kept
+
+
+def region(dest: fx.Node, root: fx.Node) -> Region:
+    """Which part of ``root`` a view of it is; raises Miss where that is no block."""
+    dims, fixed, offsets = along(dest, root)
+    bounds = {dim: (offsets[dim], sizes(dest)[d]) for d, dim in dims.items()}
+    return Region(dims, {**bounds, **{dim: (index, 1) for dim, index in fixed.items()}})
 
 
 def whole(dest: fx.Node, root: fx.Node, dims: dict[int, int], offsets: dict[int, int], token_dim: int, ranged: bool = False) -> None:
