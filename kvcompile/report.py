@@ -17,7 +17,7 @@ from rich.text import Text
 from kvcompile.passes.masks import describe
 from kvcompile.passes.plan import BATCH, TOKENS, Plan, SitePlan
 from kvcompile.passes.shapes import hint
-from kvcompile.passes.sites import Refusal, SlotKind
+from kvcompile.passes.sites import Refusal, Slot, SlotKind
 from kvcompile.schemes import Scheme
 
 LONGEST_PATH = 36
@@ -108,6 +108,12 @@ def short_scheme(scheme: Scheme) -> str:
     return f"{scheme.name}({','.join(changed)})" if changed else scheme.name
 
 
+def _cache(slot: Slot) -> str:
+    """How a cache is held, in words."""
+    words = CACHES[slot.kind]
+    return words if slot.ring is None else f"{words}, newest {slot.ring.slots}"
+
+
 def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
     """A planned site as a report row; bytes for the captured batch and ``tokens`` (else the captured length)."""
     site = item.site
@@ -116,7 +122,7 @@ def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
     warnings = {part.scheme.warning for part in (item.key, item.value) if part.scheme.warning}
     bits = (item.key.scheme.bits_per_value(item.key.spec) + item.value.scheme.bits_per_value(item.value.spec)) / 2
     return SiteReport(
-        site.path, site.line, site.attention.idiom, site.key.write.idiom, CACHES[site.key.kind], describe(site.bounds),
+        site.path, site.line, site.attention.idiom, site.key.write.idiom, _cache(site.key), describe(site.bounds),
         f"{site.heads}/{site.key.heads} x {site.key.head_dim}",
         schemes[0] if schemes[0] == schemes[1] else f"keys {schemes[0]}, values {schemes[1]}",
         bits, int((item.key.bytes_before + item.value.bytes_before).subs(at)),

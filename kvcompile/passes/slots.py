@@ -6,11 +6,12 @@ Nothing is assumed about the order of the dims, about a combined K/V tensor or a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
 
+from kvcompile.passes import rings
 from kvcompile.passes.advice import no_plain_view
 from kvcompile.passes.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.patterns.functional import UPDATES, copied_back, update
@@ -195,6 +196,11 @@ def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: 
     """The slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it."""
     trail = _through_writes(operand)
     root = trail.base
+    window = rings.find(trail, roles, operand, attention, effects)
+    if window is not None:
+        axes, heads, tiled = axes_of(window.trail, roles, operand, window.write.token_dim)
+        slot = _slot(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
+        return replace(slot, ring=window.ring)
     if op_name(root) in {"cat", "concat", "concatenate"}:
         return _concatenated(root, trail, roles, operand, effects)
     if op_name(root) in UPDATES:
