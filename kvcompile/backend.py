@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from kvcompile.passes.sites import LimitKind, Refusal, SlotKind, Stage
 from kvcompile.passes.verify import verify
 from kvcompile.report import GraphReport, Report, graph_report
 from kvcompile.runtime import handle as handles
-from kvcompile.runtime.bound import BoundGraph, group_bindings
+from kvcompile.runtime.bound import BoundGraph
+from kvcompile.runtime.groups import group_bindings
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.positions import limits_of, positions_of
 from kvcompile.settings import Inner, Settings
@@ -235,7 +236,7 @@ class _Compilation:
         if variant not in made:
             made[variant] = rewrite(captured, planned, variant, effects)
         rewritten = made[variant]
-        fakes, symbol = _fakes(captured, rewritten)
+        fakes, symbols = _fakes(captured, rewritten)
         _mark(captured, rewritten)
         if self.settings.verify:
             verify(rewritten, captured, fakes)
@@ -244,11 +245,11 @@ class _Compilation:
         self.report.pass_seconds += time.perf_counter() - started
         started = time.perf_counter()
         key = f"{self.owner.policy.spell()}:{variant.value}"
-        print_key = fingerprint(rewritten.module, fakes, symbol, f"{key}:{self.salt}")
+        print_key = fingerprint(rewritten.module, fakes, symbols, f"{key}:{self.salt}")
         compiled = self.owner.compiled.get(print_key) if print_key is not None else None
         if compiled is None:
             compiled = self._inner(rewritten.module, fakes, captured.fake_mode, key)
-            _forget_guards(captured, symbol)
+            _forget_guards(captured, symbols)
             if print_key is not None:
                 self.owner.compiled[print_key] = compiled
         self.report.variants = (*self.report.variants, variant.value)
@@ -278,28 +279,32 @@ def _reach(item: SitePlan) -> Any:
     return 0
 
 
-def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], Any]:
-    """Fake values of the rewritten graph's inputs; planes share one symbolic number of pages."""
+def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], dict[Any, str]]:
+    """(fake values of the rewritten graph's inputs, a name for each symbol of ours): stores that grow alike share one number of pages."""
     mode = captured.fake_mode
-    pages: Any = PAGES_HINT
-    symbol = None
-    if mode.shape_env is not None:
-        # Named by the variant, not counted: a graph has a shape environment of its own, and a name that depended on
-        # what was compiled before would miss Inductor's cache on disk.
-        source = ConstantSource(f"kvcompile_pages_{rewritten.variant.value}")
-        symbol = mode.shape_env.create_symbol(PAGES_HINT, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        pages = mode.shape_env.create_symintnode(symbol, hint=PAGES_HINT, source=source)
+    pages: dict[int | None, Any] = {}
+    symbols: dict[Any, str] = {}
     planes = []
+    for end in dict.fromkeys(item.plan.end for item in rewritten.bindings):
+        pages[end] = PAGES_HINT
+        if mode.shape_env is not None:
+            # Named by the variant, not counted: a graph has a shape environment of its own, and a name that depended on
+            # what was compiled before would miss Inductor's cache on disk.
+            source = ConstantSource(f"kvcompile_pages_{rewritten.variant.value}" + (f"_{end}" if end is not None else ""))
+            symbol = mode.shape_env.create_symbol(PAGES_HINT, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+            symbols[symbol] = f"N{end if end is not None else ''}"
+            pages[end] = mode.shape_env.create_symintnode(symbol, hint=PAGES_HINT, source=source)
     with mode:
         for item in rewritten.bindings:
             slot = item.plan.slot
             root = value_of(slot.root)
             batch = root.shape[slot.axes.labels.index(("B",))] if ("B",) in slot.axes.labels else 1
             planes += [
-                torch.empty(spec.shape(pages, batch, item.plan.spec.heads), dtype=spec.dtype, device=root.device)
+                torch.empty(spec.shape(pages[item.plan.end], batch, item.plan.spec.heads), dtype=spec.dtype, device=root.device)
                 for spec in item.plan.layout.planes
             ]
-    return (*[captured.fakes[index] for index in rewritten.kept], *planes), symbol
+        planes += [torch.empty(1, dtype=torch.int64, device=planes[0].device) for _ in rewritten.cursors]
+    return (*[captured.fakes[index] for index in rewritten.kept], *planes), symbols
 
 
 def _mark(captured: Captured, rewritten: Rewritten) -> None:
@@ -316,17 +321,20 @@ def _mark(captured: Captured, rewritten: Rewritten) -> None:
         node._dynamo_source = getattr(old, "_dynamo_source", None)  # type: ignore[attr-defined]
         if "tensor_dict" in old.meta:
             node.meta["tensor_dict"] = old.meta["tensor_dict"]
-    for node in placeholders[len(rewritten.kept) :]:
+    own = placeholders[len(rewritten.kept) :]
+    for node in own:
         node._dynamo_source = None  # type: ignore[attr-defined]
+    # Cursors are made anew for every call.
+    for node in own[: len(own) - len(rewritten.cursors)]:
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
-def _forget_guards(captured: Captured, symbol: Any) -> None:
-    """The number of pages is ours: no guard on it may reach Dynamo, which does not know the symbol."""
+def _forget_guards(captured: Captured, symbols: Collection[Any]) -> None:
+    """The numbers of pages are ours: no guard on them may reach Dynamo, which does not know the symbols."""
     env = captured.fake_mode.shape_env
-    if env is None or symbol is None:
+    if env is None or not symbols:
         return
-    ours = [guard for guard in env.guards if symbol in guard.expr.free_symbols]
+    ours = [guard for guard in env.guards if guard.expr.free_symbols & set(symbols)]
     for guard in ours:
         log.debug("a guard on the number of pages is dropped: %s", guard.expr)
         env.guards.remove(guard)

@@ -62,6 +62,13 @@ class UnsupportedDtype(SchemeError):
     template = "expected a cache of dtype {known}, found {dtype}; cast the model to one of these dtypes"
 
 
+class RingNeedsTokens(SchemeError):
+    template = (
+        "expected a scheme that encodes every token by itself for a cache that keeps its newest {slots} tokens, found {scheme!r}, which "
+        "{why}; use dense, int8, int4 or fp8 for this layer"
+    )
+
+
 class BadSetting(KvcompileError, ValueError):
     template = "kvcompile.backend expects {setting} to be {expected}, found {found!r}; pass one of these or leave it out"
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from kvcompile.passes.masks import describe
 from kvcompile.passes.plan import BATCH, TOKENS, Plan, SitePlan
 from kvcompile.passes.shapes import hint
-from kvcompile.passes.sites import Refusal, SlotKind
+from kvcompile.passes.sites import Refusal, Slot, SlotKind
 from kvcompile.schemes import Scheme
 
 LONGEST_PATH = 36
@@ -108,6 +108,12 @@ def short_scheme(scheme: Scheme) -> str:
     return f"{scheme.name}({','.join(changed)})" if changed else scheme.name
 
 
+def _cache(slot: Slot) -> str:
+    """How a cache is held, in words."""
+    words = CACHES[slot.kind]
+    return words if slot.ring is None else f"{words}, newest {slot.ring.slots}"
+
+
 def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
     """A planned site as a report row; bytes for the captured batch and ``tokens`` (else the captured length)."""
     site = item.site
@@ -118,7 +124,7 @@ def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
     width = sum(part.spec.head_dim for part in item.parts)
     bits = sum(part.scheme.bits_per_value(part.spec) * part.spec.head_dim for part in item.parts) / width
     return SiteReport(
-        site.path, site.line, site.attention.idiom, site.key.write.idiom, CACHES[site.key.kind], describe(site.bounds),
+        site.path, site.line, site.attention.idiom, site.key.write.idiom, _cache(site.key), describe(site.bounds),
         f"{site.heads}/{site.key.heads} x {'+'.join(str(part.spec.head_dim) for part in keys)}",
         schemes[0] if schemes[0] == schemes[1] else f"keys {schemes[0]}, values {schemes[1]}",
         bits, int(sum(part.bytes_before for part in item.parts).subs(at)), int(sum(part.bytes_after for part in item.parts).subs(at)),

@@ -60,7 +60,8 @@ ALLOWED = {
     "kvcompile.passes": ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes"),
     "kvcompile.lowering": ("kvcompile.types", "kvcompile.errors", "kvcompile.settings", "kvcompile.schemes", "kvcompile.lowering"),
     "kvcompile.runtime": (
-        "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.ops", "kvcompile.runtime",
+        "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.ops",
+        "kvcompile.lowering.rings", "kvcompile.runtime",
     ),
     "kvcompile.report": ("kvcompile.types", "kvcompile.passes", "kvcompile.schemes"),
 }

@@ -118,7 +118,7 @@ def result_missing(graph: fx.Graph) -> None:
         (two_appends, "one append into every plane"),
         (no_append, "one append into every plane"),
         (append_too_late, "every attend comes after the append of its tokens"),
-        (plane_missing, "as many inputs as kept arguments and planes"),
+        (plane_missing, "as many inputs as kept arguments, planes and cursors"),
         (dtype_changed, "a result of torch.float32"),
         (shape_changed, "a result of torch.float32"),
         (result_missing, "as many results as before"),

@@ -24,7 +24,7 @@ from kvcompile.settings import Inner, Settings
 Compiled = Callable[..., Any]
 
 BODIES: dict[Any, Callable[..., Any]] = {
-    ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body,
+    ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
 }
 
 

@@ -11,7 +11,7 @@ one recorded CUDA graph.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from kvcompile.lowering import ops  # noqa: F401 - defines the operation named n
 EXPOSE = torch.ops.kvcompile.expose
 
 
-def _describe(value: Any, pages: Any) -> str | None:
-    """An input's metadata as text; None where it has symbols other than the number of pages."""
+def _describe(value: Any, pages: Mapping[Any, str]) -> str | None:
+    """An input's metadata as text; None where it has symbols other than numbers of pages."""
     if isinstance(value, torch.SymInt):
         return None
     if not isinstance(value, torch.Tensor):
@@ -32,8 +32,8 @@ def _describe(value: Any, pages: Any) -> str | None:
     for size in (*value.shape, *value.stride()):
         if isinstance(size, int):
             texts.append(str(size))
-        elif size.node.expr.free_symbols == {pages}:
-            texts.append("N")
+        elif len(own := size.node.expr.free_symbols) == 1 and own <= set(pages):
+            texts.append(pages[next(iter(own))])
         else:
             return None
     return f"{value.dtype}{value.device}[{','.join(texts)}]"
@@ -76,7 +76,7 @@ def identities(examples: Sequence[Any]) -> str:
     return ",".join(_identity(value) for value in examples if isinstance(value, torch.Tensor))
 
 
-def fingerprint(module: fx.GraphModule, fakes: Sequence[Any], pages: Any, key: str) -> str | None:
+def fingerprint(module: fx.GraphModule, fakes: Sequence[Any], pages: Mapping[Any, str], key: str) -> str | None:
     """A key under which a compiled graph may be reused; None where it may not."""
     digest = hashlib.sha256(key.encode())
     names: dict[fx.Node, str] = {}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
 from kvcompile.passes.emit import Emitter, aten
+from kvcompile.passes.masks import hiding
+from kvcompile.passes.origin import shown
 from kvcompile.passes.plan import SitePlan
 from kvcompile.passes.shapes import sizes, value_of
-from kvcompile.passes.sites import MaskKind
+from kvcompile.passes.sites import MaskKind, Site
 
 
 def bias_of(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan) -> fx.Node | None:
@@ -46,6 +50,23 @@ def _floats(emit: Emitter, node: fx.Node, boolean: bool) -> fx.Node:
         return node
     zero = emit.call(aten.zeros_like.default, node, dtype=torch.float32)
     return emit.call(aten.masked_fill.Scalar, zero, emit.call(aten.logical_not.default, node), float("-inf"))
+
+
+def last_seen(emit: Emitter, env: dict[fx.Node, fx.Node], site: Site, device: torch.device) -> fx.Node | None:
+    """The last position that the carried masks let each query see, int64 [1 or B, 1 or S]: what is behind is never read."""
+    found: list[fx.Node] = []
+    for term in hiding(site.bounds):
+        node = shown(emit, env, term, site)
+        length = value_of(term.node).shape[term.roles.index("T")]
+        behind = emit.call(aten.arange.start, 1, emit.call(operator.add, emit.size(length), 1), dtype=torch.int64, device=device)
+        last = emit.call(aten.amax.default, emit.call(aten.mul.Tensor, node, behind), [1, 3])
+        found.append(emit.call(aten.sub.Scalar, last, 1))
+    if not found:
+        return None
+    node = found[0]
+    for other in found[1:]:
+        node = emit.call(aten.minimum.default, node, other)
+    return node
 
 
 def sinks_of(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan) -> fx.Node | None:

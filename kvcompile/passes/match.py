@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from kvcompile.passes import masks, slots, soundness
+from kvcompile.passes import masks, rings, slots, soundness
 from kvcompile.passes.advice import made_from
 from kvcompile.passes.assembly import assemble
 from kvcompile.passes.caches import cache_behind, cut_short, unrecognised
@@ -20,7 +20,7 @@ from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.patterns import sdpa, softmax
 from kvcompile.passes.shapes import hint, module_path, op_name, size_along, sizes, source_line
-from kvcompile.passes.sites import Assembly, Attention, Miss, Refusal, Site, Slot, SlotKind, Stage
+from kvcompile.passes.sites import Assembly, Attention, Miss, Refusal, Ring, Site, Slot, SlotKind, Stage
 
 ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
     sdpa.recognise,
@@ -83,11 +83,20 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
             "the heads of keys and values are repeated in different orders", key.root, value.root,
             advice="repeat both with repeat_interleave, or both with repeat",
         )
-    if key.capacity != value.capacity:
+    if key.capacity != value.capacity or not _alike(key.ring, value.ring):
         raise Miss(
             "the key and the value cache hold different numbers of tokens", key.root, value.root, advice="give both the same capacity",
         )
     return heads, heads // key.heads
+
+
+def _alike(key: Ring | None, value: Ring | None) -> bool:
+    """Whether keys and values keep the same newest tokens."""
+    if key is None or value is None:
+        return key is value
+    return key.slots == value.slots and all(
+        hint(a or 0) == hint(b or 0) for a, b in ((key.past, value.past), (key.keep, value.keep), (key.end, value.end))
+    )
 
 
 def _check_assembly(attention: Attention, assembly: Assembly) -> tuple[int, int]:
@@ -198,7 +207,10 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
                 advice="return the cache itself, or nothing",
             )
             refused.update({site: miss for site in users if site.assembly is not None})
-        readers = effects.readers(root) | {user for node in copies for user in node.users}
+        if any(slot.ring is not None for slot in slots_here):
+            readers = set(rings.strangers(slots_here, allowed))
+        else:
+            readers = effects.readers(root) | {user for node in copies for user in node.users}
         for reader in readers - allowed:
             for site in users:
                 refused[site] = Miss(
@@ -212,10 +224,10 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
 
 def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> dict[Site, Miss]:
     slot = next(slot for slot in site.slots if slot.root is root)
-    returned = effects.outputs_of(effects.family(root))
+    returned = effects.outputs_of(effects.family(root) if slot.ring is None else slot.ring.chain)
     if set(returned) - set(slot.outputs):
         return {site: Miss("a view of the cache is returned to the caller", root, advice="return the cache itself or nothing")}
-    if slot.placeholder is not None and slot.placeholder is not root:
+    if slot.placeholder is not None and slot.placeholder is not root and slot.ring is None:
         others = effects.readers(slot.placeholder) - {root}
         if others:
             reader = next(iter(others))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from kvcompile.errors import BadPolicy, NotInPolicy, SchemeError, UnsupportedDtype, WindowOnlyRead
+from kvcompile.errors import BadPolicy, NotInPolicy, RingNeedsTokens, SchemeError, UnsupportedDtype, WindowOnlyRead
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.match import Matched, refuse
 from kvcompile.passes.rope import Rotation, recognise
@@ -92,16 +92,28 @@ class SlotPlan:
     """The rotary embedding of keys that are stored before it."""
 
     @property
+    def end(self) -> int | None:
+        """What the store grows up to, a constant or None for no end: stores with the same end have the same number of pages."""
+        slot = self.slot
+        if slot.ring is not None:
+            return slot.ring.slots
+        size = value_of(slot.root).shape[slot.axes.token_dim]
+        buffer = slot.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED}
+        return size if buffer and isinstance(size, int) else None
+
+    @property
     def bytes_after(self) -> sympy.Expr:
         """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages."""
-        pages = sympy.ceiling(TOKENS / PAGE)
+        ring = self.slot.ring
+        pages = sympy.ceiling((sympy.Min(TOKENS, ring.slots) if ring is not None else TOKENS) / PAGE)
         per_row = pages * self.layout.bytes_per_page + self.layout.bytes_per_row
         return self.spec.heads * (BATCH * per_row + self.layout.bytes_per_head)
 
     @property
     def bytes_before(self) -> sympy.Expr:
         """Bytes of the dense slot for as many tokens."""
-        return BATCH * TOKENS * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
+        tokens = sympy.Min(TOKENS, self.slot.ring.slots) if self.slot.ring is not None else TOKENS
+        return BATCH * tokens * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -138,15 +150,38 @@ class Plan:
         return sum((part.bytes_before for site in self.sites for part in site.parts), sympy.Integer(0))
 
 
-def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, effects: Effects) -> SlotPlan:
+def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, rolling: int | None, effects: Effects) -> SlotPlan:
     scheme = chosen.of(role)
     spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
     if spec.dtype not in DTYPES:
         raise UnsupportedDtype(known=[str(dtype).removeprefix("torch.") for dtype in DTYPES], dtype=spec.dtype)
     scheme.check(spec)
     layout = scheme.layout(spec)
+    if rolling is not None:
+        _check_ring(rolling, scheme, layout)
     rotation = recognise(slot, effects) if scheme.pre_rope else None
     return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window, rotation)
+
+
+def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
+    """Raise where a cache of ``slots`` places that are written over again meets a scheme that needs its tokens in their order."""
+    why = None
+    if not scheme.by_token:
+        why = "encodes blocks of consecutive tokens, and each new token would be written over one of the oldest block"
+    elif layout.encoded != len(layout.planes):
+        why = "keeps tokens or tables beside its codes, which do not go around with them"
+    elif scheme.pre_rope:
+        why = "stores keys turned back by their place in the cache, which is not their position once places are written over again"
+    if why is not None:
+        raise RingNeedsTokens(slots=slots, scheme=scheme.spell(), why=why)
+
+
+def _rolls(site: Site) -> int | None:
+    """The capacity of a buffer that is no longer than the window of its mask: once it is full, its tokens will be moved."""
+    hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
+    if lo is None or slot.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER} or (hi.kind, hi.node) != (lo.kind, lo.node):
+        return None
+    return slot.capacity if hi.symbols == lo.symbols and hi.offset - lo.offset + 1 >= slot.capacity else None
 
 
 def _site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
@@ -154,8 +189,10 @@ def _site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     if window and site.key.kind is SlotKind.READ:
         raise WindowOnlyRead(window=window, path=site.path or "*")
 
+    rolling = site.key.ring.slots if site.key.ring is not None else _rolls(site)
+
     def planned(slot: Slot, role: Role, chosen: Scheme) -> SlotPlan:
-        return _slot_plan(slot, role, chosen, window, effects)
+        return _slot_plan(slot, role, chosen, window, rolling, effects)
 
     if site.assembly is None:
         return SitePlan(site, planned(site.key, Role.KEY, pair.k), planned(site.value, Role.VALUE, pair.v))

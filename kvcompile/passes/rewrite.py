@@ -19,19 +19,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.errors import Unsupported
 from kvcompile.passes import absorb
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, written_arguments
 from kvcompile.passes.emit import Emitter, aten
-from kvcompile.passes.mask_operands import bias_of, sinks_of
-from kvcompile.passes.masks import hiding
+from kvcompile.passes.mask_operands import bias_of, last_seen, sinks_of
 from kvcompile.passes.new_tokens import new_tokens
-from kvcompile.passes.origin import from_origin, padded_rows, padding, shown
+from kvcompile.passes.origin import from_origin, padded_rows, padding
 from kvcompile.passes.plan import DTYPES, Plan, SitePlan, SlotPlan
+from kvcompile.passes.reach import exceeds
+from kvcompile.passes.ring_rewrite import Rings, covered
 from kvcompile.passes.shapes import hint, op_name, size_along, value_of
 from kvcompile.passes.sites import Limit, LimitKind, Position, Slot, SlotKind
 from kvcompile.passes.strides import free_strides
+from kvcompile.passes.symbols import Symbols
 from kvcompile.passes.teach import teach
 from kvcompile.passes.turning import Turning
 
@@ -71,6 +72,8 @@ class Rewritten:
     bindings: tuple[Binding, ...]
     dropped_outputs: tuple[int, ...]
     results: int
+    cursors: tuple[int, ...] = ()
+    """The ring sizes whose cursors come behind the planes."""
 
 
 @dataclass(frozen=True)
@@ -98,41 +101,10 @@ class _Rewriter:
         self.origins: dict[Any, fx.Node] = {}
         self.turning = Turning(self.env, self.planes, variant is Variant.FRESH)
         self.bindings: list[Binding] = []
+        self.rings = Rings(self.graph)
+        gone = {slot.placeholder for item in plan.sites for slot in item.site.slots}
+        self.symbol = Symbols(captured, self.graph, self.env, gone).of
         self.device = torch.device("cpu")
-
-    # --- sizes -----------------------------------------------------------------------------------
-
-    def symbol(self, value: Any) -> Any:
-        """The graph value of a symbolic size: a SymInt placeholder, or the size of a tensor that stays."""
-        expr = value.node.expr if isinstance(value, torch.SymInt) else value
-        if expr.is_number:
-            return int(expr)
-        for node in self.captured.graph.find_nodes(op="placeholder"):
-            seen = value_of(node)
-            if isinstance(seen, torch.SymInt) and seen.node.expr == expr:
-                return self.env[node]
-        keep = {slot.placeholder for item in self.plan.sites for slot in item.site.slots}
-        for node in self.captured.graph.find_nodes(op="placeholder"):
-            if isinstance(value_of(node), torch.Tensor) and node not in keep:
-                for dim, size in enumerate(value_of(node).shape):
-                    if isinstance(size, torch.SymInt) and size.node.expr == expr:
-                        return self._early(aten.sym_size.int, self.env[node], dim)
-        if expr.is_Add:
-            parts = [self.symbol(part) for part in expr.args]
-            total = parts[0]
-            for part in parts[1:]:
-                total = self._early(operator.add, total, part)
-            return total
-        raise Unsupported(
-            expected="a symbolic size that is an input of the graph", found=str(expr), where="the captured graph",
-            todo="please report this model; mark the batch size static as a workaround",
-        )
-
-    def _early(self, target: Any, *args: Any) -> fx.Node:
-        """A node ahead of all others, so that every later one may use it."""
-        anchor = next(node for node in self.graph.nodes if node.op != "placeholder")
-        with self.graph.inserting_before(anchor):
-            return self.graph.call_function(target, args)
 
     # --- operands --------------------------------------------------------------------------------
 
@@ -203,7 +175,8 @@ class _Rewriter:
             return emit.constant_limit(count, self._less_one(emit, self.tokens(item.key)), self.device)
         length = value_of(item.site.attention.k).shape[item.site.attention.k_roles.index("T")]
         whole = emit.constant_limit(count, self._less_one(emit, length), self.device)
-        seen = self._last_seen(emit, item) if item.site.key.kind in {SlotKind.BUFFER, SlotKind.UPDATED} else None
+        buffer = item.site.key.kind in {SlotKind.BUFFER, SlotKind.UPDATED} and item.site.key.ring is None
+        seen = last_seen(emit, self.env, item.site, self.device) if buffer else None
         return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
 
     def _offset(self, emit: Emitter, limit: Limit) -> Any:
@@ -213,22 +186,6 @@ class _Rewriter:
             part = self.env[node] if coefficient == 1 else emit.call(operator.mul, self.env[node], coefficient)
             total = part if isinstance(total, int) and total == 0 else emit.call(operator.add, part, total)
         return total
-
-    def _last_seen(self, emit: Emitter, item: SitePlan) -> fx.Node | None:
-        """The last position that the carried masks let each query see, int64 [1 or B, 1 or S]: what is behind is never read."""
-        found: list[fx.Node] = []
-        for term in hiding(item.site.bounds):
-            node = shown(emit, self.env, term, item.site)
-            length = value_of(term.node).shape[term.roles.index("T")]
-            behind = emit.call(aten.arange.start, 1, emit.call(operator.add, emit.size(length), 1), dtype=torch.int64, device=self.device)
-            last = emit.call(aten.amax.default, emit.call(aten.mul.Tensor, node, behind), [1, 3])
-            found.append(emit.call(aten.sub.Scalar, last, 1))
-        if not found:
-            return None
-        node = found[0]
-        for other in found[1:]:
-            node = emit.call(aten.minimum.default, node, other)
-        return node
 
     @staticmethod
     def _less_one(emit: Emitter, value: Any) -> Any:
@@ -263,9 +220,13 @@ class _Rewriter:
         if key in self.sources:
             return self.sources[key]
         planes, write = self.plane_nodes(slot), slot.slot.write
-        emit = Emitter(self.graph, self.env[write.node], self.symbol)
+        emit = Emitter(self.graph, self.env[write.at], self.symbol)
         self.device = value_of(write.values).device
         source = new_tokens(emit, self.env, slot)
+        if slot.slot.ring is not None:
+            self.rings.append(emit, slot, source, planes, self.device, self.variant is Variant.FRESH)
+            self.sources[key] = source
+            return source
         position = self.position(emit, slot)
         if late is not None:
             # What was written is what was there at the write.
@@ -317,14 +278,25 @@ class _Rewriter:
                 scale=attention.scale, enable_gqa=grouped,
             )
         else:
-            hi = self.limit(emit, site.bounds.hi, item, count)
-            lo = self.limit(emit, site.bounds.lo, item, count) if site.bounds.lo is not None else None
+            ring = site.key.ring
+            rolled = ring is not None and not fresh and self.rings.rolled(item.key)
+            hi, lo = (
+                self.limit(emit, limit, item, count) if limit is not None and not (rolled and covered(site, limit)) else None
+                for limit in (site.bounds.hi, site.bounds.lo)
+            )
             keep = emit.arrange(self.env[site.bounds.keep[0]], site.bounds.keep[1], ("B", "T")) if site.bounds.keep else None
             if keep is not None and value_of(site.bounds.keep[0]).dtype != torch.bool:  # type: ignore[index]
                 keep = emit.call(aten.to.dtype, keep, torch.bool)
             bias = bias_of(emit, self.env, item)
+            if hi is not None and ring is None and not fresh and exceeds(site):
+                length = value_of(attention.k).shape[attention.k_roles.index("T")]
+                hi = emit.call(aten.clamp_max.default, hi, self._less_one(emit, length))
             if not fresh and item.key.window and (origin := self.recent[site.key.root, site.key.axes.select].origin) is not None:
+                assert hi is not None
                 hi, lo, keep, bias = from_origin(emit, origin, self.device, site.bounds, hi, lo, keep, bias)
+            if rolled:
+                hi, bias = self.rings.mask(emit, item, hi, lo, keep, bias, self.device)
+                lo = keep = None
             out = emit.call(
                 torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item),
                 *schemes, attention.scale, attention.softcap, value_dim, *([] if fresh else self._beside(emit, item)),
@@ -346,8 +318,8 @@ class _Rewriter:
 
     def _fresh(self, slot: SlotPlan) -> bool:
         """Whether what reads the slot attends to the tokens of this call alone."""
-        kind = slot.slot.kind
-        return kind is not SlotKind.READ and (self.variant is Variant.FRESH or kind in BORN)
+        kind, ring = slot.slot.kind, slot.slot.ring
+        return kind is not SlotKind.READ and (self.variant is Variant.FRESH or kind in BORN or (ring is not None and ring.refilled))
 
     def _learns(self, slot: SlotPlan) -> bool:
         """Whether the queries of this call make planes of the slot."""
@@ -355,7 +327,8 @@ class _Rewriter:
 
     def _read(self, slot: SlotPlan) -> list[fx.Node]:
         """The planes that attention reads."""
-        return self.plane_nodes(slot)[: slot.scheme.format(slot.spec).planes]
+        planes = self.rings.linear.get((slot.slot.root, slot.slot.axes.select)) or self.plane_nodes(slot)
+        return planes[: slot.scheme.format(slot.spec).planes]
 
     def _append_window(self, emit: Emitter, slot: SlotPlan, source: fx.Node, position: fx.Node) -> None:
         """Append to a store with a window, at the write, or where its rows' padding is known if that is later."""
@@ -397,7 +370,10 @@ class _Rewriter:
         """Whether attention over the fresh tokens is what flash attention does by itself."""
         bounds, attention = item.site.bounds, item.site.attention
         hi = bounds.hi
-        own = hi.kind in {LimitKind.OWN, LimitKind.NODE} and hi.offset == 0 and not hi.symbols
+        # Nothing says where a window that is filled anew begins; elsewhere the runtime has looked (see ``limit``).
+        refilled = item.key.slot.ring is not None and self.variant is not Variant.FRESH
+        counted = {LimitKind.OWN} if refilled else {LimitKind.OWN, LimitKind.NODE}
+        own = hi.kind in counted and hi.offset == 0 and not hi.symbols
         alone = item.site.tokens == 1 and hi.kind is LimitKind.CONST and hi.offset == 0 and not hi.symbols
         limits_only = not bounds.carried and bounds.lo is None and bounds.keep is None
         return (own or alone) and limits_only and not attention.softcap and attention.sinks is None
@@ -406,7 +382,7 @@ class _Rewriter:
         """Rewrite all sites, then drop what nobody needs any more."""
         # In the order of the writes, so that what one append computes (positions) stands before the next.
         slots = [part for item in self.plan.sites for part in item.parts]
-        for part in sorted(slots, key=lambda part: self.effects.order[part.slot.write.node]):
+        for part in sorted(slots, key=lambda part: self.effects.order[part.slot.write.at]):
             self.plane_nodes(part)
             if part.slot.kind is not SlotKind.READ and not self._learns(part):
                 self.append(part)
@@ -417,18 +393,20 @@ class _Rewriter:
         returned = list(self.out.args[0])  # type: ignore[arg-type]
         self.out.args = (tuple(item for index, item in enumerate(returned) if index not in dropped),)
         self._clean()
+        cursors = self.rings.settle()
         kept = tuple(i.index for i in self.captured.inputs if not self._gone(i.node))
         for entry in self.captured.inputs:
             if self._gone(entry.node):
                 self.graph.erase_node(self.env[entry.node])
         module = fx.GraphModule(self.captured.module, self.graph)
         self.graph.lint()
-        return Rewritten(module, self.variant, kept, tuple(self.bindings), dropped, len(returned))
+        return Rewritten(module, self.variant, kept, tuple(self.bindings), dropped, len(returned), cursors)
 
     def _detach_sizes(self) -> None:
         """Sizes that are asked of what leaves the graph come from the graph's own symbols instead."""
+        roots, chains = self._roots(), self._chains()
         for old in list(self.captured.graph.nodes):
-            if op_name(old) != "sym_size" or self.effects.root.get(old.args[0]) not in self._roots():
+            if op_name(old) != "sym_size" or (self.effects.root.get(old.args[0]) not in roots and old.args[0] not in chains):
                 continue
             self.env[old].replace_all_uses_with(self.symbol(value_of(old)))
 
@@ -438,6 +416,11 @@ class _Rewriter:
             for part in item.parts:
                 found |= {part.slot.root, part.slot.placeholder or part.slot.root}
         return found
+
+    def _chains(self) -> set[fx.Node]:
+        """What leads from the past and the new tokens of a ring to what is read and kept of them."""
+        parts = [part.slot for item in self.plan.sites for part in item.parts]
+        return {node for slot in parts if slot.ring is not None for node in slot.ring.chain}
 
     def _gone(self, placeholder: fx.Node) -> bool:
         return any(
@@ -449,6 +432,7 @@ class _Rewriter:
         writes = {self.env[part.slot.write.node] for item in self.plan.sites for part in item.parts}
         writes |= {self.env[node] for item in self.plan.sites if item.site.assembly for node in item.site.assembly.between}
         writes |= {self.env[node] for item in self.plan.sites for node in item.site.attention.nodes}
+        writes |= {self.env[node] for node in self._chains()}
         for node in reversed(list(self.graph.nodes)):
             if node.op in {"placeholder", "output"} or node.users:
                 continue

@@ -110,6 +110,35 @@ class Write:
     """The root's dim whose entries have positions of their own."""
     via: tuple[fx.Node, ...] = ()
     """Nodes that make the new cache out of the old one before the write; they are gone with it."""
+    anchor: fx.Node | None = None
+    """Where the tokens are written in the rewritten graph: ahead of this node, else of ``node``."""
+
+    @property
+    def at(self) -> fx.Node:
+        """The node ahead of which the rewritten graph writes."""
+        return self.anchor if self.anchor is not None else self.node
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a cache keeps that keeps only its newest tokens.
+
+    The graph lines tokens up: some of the past, then the new ones. Attention reads the line's last ``past`` + new
+    tokens, the cache keeps its last ``keep``. Encoded, the token at position p lies in slot p % ``slots``, so that
+    nothing ever moves. ``end``: where the past that is lined up ends among the tokens that the cache tensor shows;
+    None where nothing of it is lined up, and what the cache held before is gone.
+    """
+
+    slots: int
+    past: Any
+    keep: Any
+    end: Any
+    chain: tuple[fx.Node, ...] = field(repr=False)
+
+    @property
+    def refilled(self) -> bool:
+        """Whether attention reads the new tokens alone and the cache is filled anew."""
+        return self.end is None
 
 
 @dataclass(frozen=True)
@@ -144,6 +173,7 @@ class Slot:
     """What the attention multiplies the cached values with, after it reads them."""
     tiled: bool = False
     """Whether query head h reads kv head h % K (heads repeated as a whole) rather than h // G."""
+    ring: Ring | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ Nothing is assumed about the order of the dims, about a combined K/V tensor or a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
 
+from kvcompile.passes import rings
 from kvcompile.passes.advice import no_plain_view
 from kvcompile.passes.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.patterns.functional import UPDATES, copied_back, update
@@ -202,7 +203,13 @@ def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effect
 
 def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> Slot:
     """The slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it."""
-    return behind(_through_writes(operand), Read(operand, roles, sizes(operand)), attention, effects)
+    trail, read = _through_writes(operand), Read(operand, roles, sizes(operand))
+    window = rings.find(trail, roles, operand, attention, effects)
+    if window is not None:
+        axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
+        slot = _slot(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
+        return replace(slot, ring=window.ring)
+    return behind(trail, read, attention, effects)
 
 
 def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:

@@ -3,7 +3,7 @@
 New keys are turned back by the angles of their place in the store, which counts from the row's first token, and
 attention turns what it reads by the same angles; so neither needs to know the caller's positions, one table
 serves all rows and layers, and the model's own keys come back exactly (``runtime.rotary`` says more). The table
-is made once a call for all layers, for as many places as the stores have room for.
+is made once a call for all layers that grow alike, for as many places as the stores have room for.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Turning:
         """The operands of attend that turn what is stored: the tables of every place, and how channels are paired."""
         if slot.rotation is None:
             return []
-        plane = next(iter(self.planes.values()))[0]
-        key = "all"
+        plane = self.planes[slot.slot.root, slot.slot.axes.select][0]
+        # Stores that grow alike have as many places.
+        key = "all", slot.end
         if key not in self.places:
             count = emit.call(operator.mul, emit.call(aten.sym_size.int, plane, 0), PAGE)
             self.places[key] = emit.positions(count, 0, value_of(slot.slot.root).device)

@@ -1,8 +1,9 @@
 """Verify: re-derive from the rewritten graph alone what soundness needs; a fact that is gone is an error.
 
 Checked on the rewritten graph, not on what the rewriter believes: no node reads or writes a cache
-tensor any more, every plane is written by exactly one append and read by attends only after it, what is
-learned stands before that append, planes are never returned, and every result has the shape and dtype that the captured graph gave it.
+tensor any more, every plane is written by exactly one append and read by attends only after it (a ring may be
+unrolled before), what is learned stands before that append, planes are never returned, and every result has the
+shape and dtype that the captured graph gave it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvcompile.passes.rewrite import Rewritten
 from kvcompile.passes.shapes import op_name, source_line
 from kvcompile.passes.sites import SlotKind
 
-APPENDS, ATTEND, LEARN = {"kvcompile::append", "kvcompile::append_window"}, "kvcompile::attend", "kvcompile::learn"
+APPENDS, ATTEND = {"kvcompile::append", "kvcompile::append_window"}, "kvcompile::attend"
+LEARN, UNROLL = "kvcompile::learn", "kvcompile::unroll"
 
 
 def _name(node: fx.Node) -> str:
@@ -34,9 +36,9 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     graph = rewritten.module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))
     count = sum(len(binding.plan.layout.planes) for binding in rewritten.bindings)
-    if len(placeholders) != len(rewritten.kept) + count:
-        _fail("as many inputs as kept arguments and planes", len(placeholders))
-    planes = placeholders[len(rewritten.kept) :]
+    if len(placeholders) != len(rewritten.kept) + count + len(rewritten.cursors):
+        _fail("as many inputs as kept arguments, planes and cursors", len(placeholders))
+    planes = placeholders[len(rewritten.kept) : len(rewritten.kept) + count]
     read_only = [binding for binding in rewritten.bindings if binding.plan.slot.kind is SlotKind.READ]
     unwritten = {planes[item.first_plane + index] for item in read_only for index in range(len(item.plan.layout.planes))}
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -45,7 +47,8 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         writers = [user for user in plane.users if _name(user) in APPENDS]
         readers = [user for user in plane.users if _name(user) == ATTEND]
         learned = [user for user in plane.users if _name(user) == LEARN]
-        known = {*writers, *readers, *learned}
+        copies = [user for user in plane.users if _name(user) == UNROLL]
+        known = {*writers, *readers, *learned, *copies}
         others = [user for user in plane.users if user not in known and not _asks(user, name, writers, order)]
         if plane in unwritten and writers:
             _fail("no append into a plane of a cache that is only read", f"{len(writers)} appends into {plane.name}")
@@ -60,6 +63,9 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         late = [reader for reader in readers if order[reader] < order[writers[0]]]
         if late:
             _fail("every attend comes after the append of its tokens", late[0].format_node(), late[0])
+        early = [copy for copy in copies if order[copy] > order[writers[0]]]
+        if early:
+            _fail("a ring is unrolled before it is written to", early[0].format_node(), early[0])
     _same_results(rewritten, captured, fakes)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,68 +20,19 @@ from kvcompile.errors import CacheFull, CacheStale, LengthsDiffer, PositionsUnkn
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant
 from kvcompile.passes.rope import Rotation
-from kvcompile.passes.shapes import source_line, value_of
-from kvcompile.passes.sites import Limit, Site, SlotKind
+from kvcompile.passes.shapes import value_of
+from kvcompile.passes.sites import Ring, SlotKind
 from kvcompile.runtime import handle as handles
+from kvcompile.runtime import rings
+from kvcompile.runtime.groups import Group, SizeReader
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.positions import Found, Positions
 from kvcompile.runtime.rotary import Rotary, RotaryReader
 from kvcompile.runtime.state import CacheState, bring
-from kvcompile.runtime.steady import Steady
+from kvcompile.runtime.steady import Row, Steady
 from kvcompile.runtime.store import Store, StoreSpec
 
 log = logging.getLogger(__name__)
-
-
-class SizeReader:
-    """Evaluates the captured graph's symbolic sizes from the arguments of a call."""
-
-    def __init__(self, captured: Captured) -> None:
-        self.where: dict[Any, tuple[int, int | None]] = {}
-        for index, fake in enumerate(captured.fakes):
-            if isinstance(fake, torch.SymInt):
-                self.where.setdefault(fake.node.expr, (index, None))
-            elif isinstance(fake, torch.Tensor):
-                for dim, size in enumerate(fake.shape):
-                    if isinstance(size, torch.SymInt):
-                        self.where.setdefault(size.node.expr, (index, dim))
-
-    def read(self, size: Any, args: tuple[Any, ...]) -> int:
-        """A size as a plain int for this call."""
-        if isinstance(size, int):
-            return size
-        values = {}
-        for symbol in size.node.expr.free_symbols:
-            index, dim = self.where[symbol]
-            values[symbol] = int(args[index]) if dim is None else args[index].shape[dim]
-        return int(size.node.expr.xreplace(values))
-
-
-@dataclass(frozen=True)
-class Group:
-    """The slots that live in one cache tensor: an argument of the call, or a result that this graph makes."""
-
-    kind: SlotKind
-    argument: int | None
-    outputs: tuple[int, ...]
-    bindings: tuple[Binding, ...]
-    root: fx.Node = field(repr=False)
-    where: str
-    reach: tuple[Any, ...]
-    """Numbers of tokens, int or symbolic, that its attentions read whatever was written."""
-    limits: tuple[Limit, ...] = ()
-    site: Site = field(repr=False, kw_only=True)
-    """Any of the attentions that read it."""
-
-    @property
-    def first(self) -> Binding:
-        """Any of the slots: they share tokens and batch rows."""
-        return self.bindings[0]
-
-    @property
-    def token_dim(self) -> int:
-        """The dim of the cache tensor that tokens run along."""
-        return self.first.plan.slot.axes.token_dim
 
 
 @dataclass
@@ -115,7 +66,8 @@ class BoundGraph:
         self.trusted = all(
             group.kind is SlotKind.BUFFER and isinstance(group.first.plan.slot.write.count, int)
             and isinstance(value_of(group.root).shape[group.token_dim], int) and all(isinstance(size, int) for size in group.reach)
-            and (index := group.first.plan.slot.write.position.index) is not None and (counted or value_of(index).device.type != "cpu")
+            and (group.goes_on or ((index := group.first.plan.slot.write.position.index) is not None
+                                     and (counted or value_of(index).device.type != "cpu")))
             for group in groups
         )
         self.written = tuple(index for index, group in enumerate(groups) if group.kind is not SlotKind.READ)
@@ -135,6 +87,7 @@ class BoundGraph:
     def _new_state(self, group: Group, batch: int, device: torch.device, args: tuple[Any, ...]) -> CacheState:
         stores = {item.part: Store(self._spec(item), batch, device, 0, self._rotary(item, args)) for item in group.bindings}
         state = CacheState({item.part: item.plan.slot.axes for item in group.bindings}, stores)
+        state.ring = group.ring.slots if group.ring is not None else None
         self.live.add(state)
         return state
 
@@ -157,7 +110,11 @@ class BoundGraph:
         if group.kind is SlotKind.UPDATED and not tensor._length and state.length:
             # Another sequence from the same empty cache: the two have nothing in common.
             return self._new_state(group, self.sizes.read(self._batch(group), args), tensor.device, args)
-        state.resume(tensor._length, tensor._epoch)
+        seen = handles.shown(tensor)
+        state.resume(tensor._length, tensor._epoch, seen)
+        state, length = rings.fitted(state, group.ring, tensor._length, seen)
+        if state is not tensor._kv:
+            handles.rebind(tensor, state, length)
         self.live.add(state)
         return state
 
@@ -175,6 +132,8 @@ class BoundGraph:
             prior = tensor.shape[group.token_dim]
         else:
             prior = self._prior(group, args, found)
+        if group.ring is not None and prior > group.ring.slots:
+            rings.check_past(CacheState({}, {}), group.ring, prior, prior, False, group.where)
         owned = handles.can_take_over(tensor)
         if not owned and group.kind is SlotKind.BUFFER:
             raise Unsupported(
@@ -187,7 +146,7 @@ class BoundGraph:
         batch = tensor.shape[labels.index(("B",))] if ("B",) in labels else 1
         state = self._new_state(group, batch, tensor.device, args)
         capacity = tensor.shape[group.token_dim] if group.kind in {SlotKind.BUFFER, SlotKind.UPDATED} else None
-        kept = prior if capacity is None else min(max(prior, self._reach(group, args)), capacity)
+        kept = prior if capacity is None or group.ring is not None else min(max(prior, self._reach(group, args)), capacity)
         for item in group.bindings:
             store = state.stores[item.part]
             if kept:
@@ -195,7 +154,7 @@ class BoundGraph:
                 dense = bring(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
                 origin = found().origin(group.site) if item.plan.window else None
                 store.adopt(dense[:, :, :kept], origin)
-        state.length = prior
+        state.length = state.top = prior
         if kept:
             self._untaught(group, "arrived filled")
         if owned:
@@ -205,6 +164,8 @@ class BoundGraph:
     def _prior(self, group: Group, args: tuple[Any, ...], found: Callable[[], Found]) -> int:
         """Tokens that a filled buffer holds before this call's write."""
         position = group.first.plan.slot.write.position
+        if group.ring is not None:
+            return self.sizes.read(group.ring.end, args) if not group.ring.refilled else 0
         if position.index is None:
             return self._offset(position.offset, args)
         # What the mask lets the new tokens see is there too, even where the write goes somewhere below it.
@@ -232,6 +193,8 @@ class BoundGraph:
 
     def _start(self, group: Group, state: CacheState, args: tuple[Any, ...], found: Callable[[], Found]) -> int:
         """Where this call's tokens go; on a GPU a buffer in use is trusted to be written in order, without a wait."""
+        if group.ring is not None and group.kind not in BORN:
+            return self._ring_start(group, group.ring, state, args)
         if group.kind is SlotKind.CONCAT:
             tensor = args[group.argument]  # type: ignore[index]
             return tensor._length if handles.is_handle(tensor) else state.length
@@ -248,6 +211,18 @@ class BoundGraph:
             return length
         # On a GPU this waits, once the tokens counted fill the cache: it is full, or its caller started again.
         return self._first(group, args, found())
+
+    def _ring_start(self, group: Group, ring: Ring, state: CacheState, args: tuple[Any, ...]) -> int:
+        """The position of the first new token in a ring: behind the past that is lined up with it."""
+        if ring.refilled:
+            return 0
+        tensor = args[group.argument]  # type: ignore[index]
+        length = tensor._length if handles.is_handle(tensor) else state.length
+        start = length - min(length, tensor.shape[group.token_dim]) + self.sizes.read(ring.end, args)
+        past = self.sizes.read(ring.past, args)
+        one = self.sizes.read(group.first.plan.slot.write.count, args) == 1
+        rings.check_past(state, ring, start, past, one, group.where)
+        return start
 
     def _prepare(self, args: tuple[Any, ...], found: Callable[[], Found]) -> _Call:
         states, starts, counts = [], [], []
@@ -280,14 +255,16 @@ class BoundGraph:
 
     def _variant(self, call: _Call, args: tuple[Any, ...], found: Callable[[], Found]) -> Variant:
         """FRESH where every store is empty, the new tokens are the first ones, in order, and nothing behind them is read."""
-        if self.with_past or not self.written:
+        rolls = any(group.ring is not None and not group.ring.refilled for group in self.groups)
+        if self.with_past or not self.written or rolls:
             return Variant.PAST
         written = [(self.groups[index], call.states[index], call.starts[index], call.counts[index]) for index in self.written]
         beyond = any(self._reach(group, args) > count for group, _, _, count in written)
         if beyond and not self.born_only:
             return Variant.PAST
         once = max(count for *_, count in written) == 1 and not self.learners
-        if not self.born_only and (any(state.length for _, state, _, _ in written) or once):
+        filled = any(state.length for group, state, _, _ in written if group.ring is None)
+        if not self.born_only and (filled or once):
             return Variant.PAST
         if beyond:
             raise Unsupported(
@@ -308,21 +285,33 @@ class BoundGraph:
         return max(self.sizes.read(size, args) for size in group.reach)
 
     def _make_room(self, call: _Call, args: tuple[Any, ...]) -> None:
-        """Enough pages in every store; all stores of a graph have the same number of pages."""
-        pages = 2
+        """Enough pages in every store; all stores of a graph that grow alike have the same number of pages."""
+        pages: dict[int | None, int] = {}
         for group, state, start, count in zip(self.groups, call.states, call.starts, call.counts, strict=True):
             capacity = None
-            if group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED}:
+            if group.ring is not None:
+                capacity = group.ring.slots
+            elif group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED}:
                 capacity = self._capacity(group, args)
                 if count > capacity:
                     raise CacheFull(needed=start + count, capacity=capacity, where=group.where)
-            needed = max(start + count, self._reach(group, args))
+            needed = max(start + count, self._reach(group, args) if group.ring is None else 0)
             if capacity is not None:
                 needed = min(needed, capacity)
-            pages = max(pages, self.growth.pages(needed, capacity), *(store.pages for store in state.stores.values()))
-        for state in call.states:
+            end = group.first.plan.end
+            pages[end] = max(pages.get(end, rings.LEAST_PAGES), self.growth.pages(needed, capacity), state.pages)
+        for group, state in zip(self.groups, call.states, strict=True):
             for store in state.stores.values():
-                store.reserve(pages)
+                store.reserve(pages[group.first.plan.end])
+
+    def _cursors(self, rewritten: Rewritten, call: _Call) -> list[torch.Tensor]:
+        starts: dict[int, int] = {}
+        for group, start in zip(self.groups, call.starts, strict=True):
+            if group.ring is not None and not group.ring.refilled:
+                rings.one_start(starts, group.ring, start, group.where)
+        if not rewritten.cursors:
+            return []
+        return rings.cursors(rewritten.cursors, starts, value_of(self.groups[0].root).device)
 
     def __call__(self, *args: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -335,7 +324,8 @@ class BoundGraph:
             self.steady = None
         if self.steady is not None and (settled := self.steady.ready(args)) is not None:
             rewritten, compiled = self.variants[Variant.PAST]
-            results = compiled(*[args[index] for index in rewritten.kept], *self.steady.planes(settled))
+            planes, cursors = self.steady.planes(settled), self.steady.cursors(settled, rewritten.cursors)
+            results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors)
             self.steady.commit(settled, args)
             return tuple(results)
         shapes = [tuple(args[group.argument].shape) if group.argument is not None else None for group in self.groups]
@@ -357,7 +347,7 @@ class BoundGraph:
         planes = [
             plane for item in rewritten.bindings for plane in by_root[item.plan.slot.root, item.part].planes
         ]
-        results = list(compiled(*[args[index] for index in rewritten.kept], *planes))
+        results = list(compiled(*[args[index] for index in rewritten.kept], *planes, *self._cursors(rewritten, call)))
         self._settle(call, args, rewritten)
         return self._commit(call, args, shapes, results, rewritten)
 
@@ -376,7 +366,10 @@ class BoundGraph:
         if rewritten.variant is not Variant.PAST or not self.trusted:
             return
         if self.steady is None:
-            rows = [(g.argument or 0, self._capacity(g, args), n) for g, n in zip(self.groups, call.counts, strict=True)]
+            rows = [
+                Row(g.argument or 0, self._capacity(g, args), n, g.ring.slots if g.ring is not None else 0)
+                for g, n in zip(self.groups, call.counts, strict=True)
+            ]
             self.steady = Steady.of(rows, [group.root for group in self.groups], self.pairs, rewritten)
         self.steady.settle(call.states)
 
@@ -385,7 +378,15 @@ class BoundGraph:
         for group, state, start, count, shape in zip(self.groups, call.states, call.starts, call.counts, shapes, strict=True):
             if group.kind is SlotKind.READ:
                 continue
-            if group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
+            if group.ring is not None and (group.ring.refilled or group.kind is SlotKind.BUFFER):
+                keep = self.sizes.read(group.ring.keep, args)
+                state.epoch += 1
+                state.length = keep if group.ring.refilled else start + count
+                state.top = state.length if group.ring.refilled else max(state.top, state.length)
+                if group.argument is not None:
+                    tensor = args[group.argument]
+                    tensor._length, tensor._epoch = state.length, state.epoch
+            elif group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
                 capacity = self._capacity(group, args)
                 state.epoch += 1
                 state.length = min(max(state.length, start + count), capacity)
@@ -411,30 +412,10 @@ class BoundGraph:
         if shape is None:
             shape = tuple(self.sizes.read(size, args) for size in fake.shape)
         if group.kind in {SlotKind.CONCAT, SlotKind.BORN_CONCAT}:
-            shape = tuple(state.length if dim == group.token_dim else size for dim, size in enumerate(shape))
+            length = state.length if group.ring is None else self.sizes.read(group.ring.keep, args)
+            shape = tuple(length if dim == group.token_dim else size for dim, size in enumerate(shape))
         return handles.make(state, shape, fake.dtype, fake.device)
 
 
 def _nowhere() -> Found:
     return Found({})
-
-
-def group_bindings(
-    bindings: tuple[Binding, ...], sites: Sequence[Site], reach: Sequence[Any], limits: Sequence[tuple[Limit, ...]]
-) -> tuple[Group, ...]:
-    """Bindings grouped by the cache tensor that they live in; ``reach`` and ``limits`` of each binding's site."""
-    by_root: dict[fx.Node, list[int]] = {}
-    for index, item in enumerate(bindings):
-        by_root.setdefault(item.plan.slot.root, []).append(index)
-    groups = []
-    for root, members in by_root.items():
-        slot = bindings[members[0]].plan.slot
-        groups.append(Group(
-            slot.kind, bindings[members[0]].argument, bindings[members[0]].outputs, tuple(bindings[index] for index in members), root,
-            source_line(slot.write.node), tuple(reach[index] for index in members),
-            tuple(limit for index in members for limit in limits[index]), site=sites[members[0]],
-        ))
-    return tuple(groups)
-
-
-__all__ = ["BoundGraph", "Group", "SizeReader", "group_bindings"]

@@ -132,6 +132,11 @@ def _holders(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 
+def rebind(handle: CompressedCache, state: CacheState, length: int) -> None:
+    """Let a handle show the last of ``length`` tokens of another state."""
+    _attach(handle, state, length)
+
+
 def _attach(handle: CompressedCache, state: CacheState, length: int) -> None:
     handle._kv, handle._length, handle._epoch = state, length, state.epoch
 
@@ -149,9 +154,18 @@ def decoded(value: torch.Tensor) -> torch.Tensor:
     """A dense copy of what a compressed cache tensor stands for; any other tensor as it is."""
     if not isinstance(value, CompressedCache):
         return value
-    value._kv.resume(value._length, value._epoch)
+    _resume(value)
     with torch._C.DisableTorchFunctionSubclass():
         return value._kv.dense(tuple(value.shape), value._length)
+
+
+def shown(handle: CompressedCache) -> int:
+    """How many tokens a handle shows: the last ones before its length."""
+    return min(handle._length, handle.shape[next(iter(handle._kv.axes.values())).token_dim])
+
+
+def _resume(handle: CompressedCache) -> None:
+    handle._kv.resume(handle._length, handle._epoch, shown(handle))
 
 
 def _derived(handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int) -> CompressedCache:
@@ -164,7 +178,7 @@ def _batch_dim(handle: CompressedCache) -> int | None:
 
 
 def _rows(handle: CompressedCache, rows: torch.Tensor) -> CompressedCache:
-    handle._kv.resume(handle._length, handle._epoch)
+    _resume(handle)
     dim = _batch_dim(handle)
     state = handle._kv.mapped(lambda store: store.select_rows(rows))
     state.length = handle._length
@@ -217,17 +231,23 @@ def _getitem(handle: CompressedCache, index: Any) -> Any:
     if dim == axes.token_dim and isinstance(item, slice):
         start, stop, step = item.indices(handle.shape[dim])
         if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim]:
-            handle._kv.resume(handle._length, handle._epoch)
+            _resume(handle)
             shape = list(handle.shape)
             shape[dim] = stop
             made = _derived(handle, handle._kv, tuple(shape), stop)
             made._epoch = handle._epoch
             return made
+        if step == 1 and start < stop and shown(handle) == handle.shape[dim] and handle._kv.by_token:
+            _resume(handle)
+            shape = list(handle.shape)
+            shape[dim] = stop - start
+            moved = handle._kv.moved(handle._length - shown(handle) + start, stop - start, None)
+            return _derived(handle, moved, tuple(shape), stop - start)
     return NotImplemented
 
 
 def _copy(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
-    handle._kv.resume(handle._length, handle._epoch)
+    _resume(handle)
     state = handle._kv.mapped(lambda store: store.clone())
     state.length = handle._length
     return _derived(handle, state, tuple(handle.shape), handle._length)
@@ -250,12 +270,15 @@ def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reduce(handle: CompressedCache, protocol: int) -> Any:
-    handle._kv.resume(handle._length, handle._epoch)
+    _resume(handle)
     parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
-    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length)
+    ring = handle._kv.ring, handle._kv.top
+    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *ring)
 
 
-def rebuild(axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int) -> CompressedCache:
+def rebuild(
+    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, ring: int | None = None, top: int = 0
+) -> CompressedCache:
     """A handle from what pickling kept: planes and layout, codes as they were."""
     from kvcompile.runtime.store import Store
 
@@ -263,7 +286,8 @@ def rebuild(axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, d
     for part, (spec, planes) in parts.items():
         stores[part] = Store.holding(spec, list(planes))
     del device
-    state = CacheState(axes, stores, length)
+    state = CacheState(axes, stores, length, ring=ring)
+    state.top = max(top, length)
     return make(state, shape, dtype, next(iter(stores.values())).device, length)
 
 

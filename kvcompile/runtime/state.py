@@ -7,6 +7,7 @@ the writes, and a tensor is valid as long as nothing was written below its lengt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +28,20 @@ class CacheState:
     stores: dict[Part, Store]
     length: int = 0
     epoch: int = 0
+    ring: int | None = None
+    """The number of slots that tokens go around in; None where every token has its own."""
 
     def __post_init__(self) -> None:
         self.rollbacks: list[tuple[int, int]] = []
+        # The position behind the last token that was ever written: in a ring it says which older ones are gone.
+        self.top = self.length
         # The graphs whose checks this state has passed; see ``steady``.
         self.settled: set[object] = set()
 
-    def resume(self, length: int, epoch: int) -> None:
-        """Continue from a tensor of ``length`` tokens seen at ``epoch``; raises CacheStale where it was overwritten."""
+    def resume(self, length: int, epoch: int, shown: int = 0) -> None:
+        """Continue from a tensor of ``length`` tokens that shows the last ``shown``, seen at ``epoch``; CacheStale if overwritten."""
+        if self.ring is not None and length - shown < self.top - self.ring:
+            raise CacheStale(length=length)
         if epoch != self.epoch and any(at > epoch and start < length for at, start in self.rollbacks):
             raise CacheStale(length=length)
 
@@ -46,6 +53,7 @@ class CacheState:
                 self.rollbacks.pop()
             self.rollbacks.append((self.epoch, start))
         self.length = start + tokens
+        self.top = max(self.top, self.length)
 
     def rewind(self, wanted: int) -> None:
         """Bring the stores back to ``wanted`` tokens before others are written behind them; raises WindowPassed."""
@@ -55,22 +63,46 @@ class CacheState:
     def clear(self) -> None:
         """Forget all tokens."""
         self.advance(0, 0)
+        self.top = 0
         for store in self.stores.values():
             store.clear()
 
     @property
+    def device(self) -> torch.device:
+        """Where the stores are."""
+        return next(iter(self.stores.values())).device
+
+    @property
+    def pages(self) -> int:
+        """Pages of each store."""
+        return next(iter(self.stores.values())).pages
+
+    @property
     def room(self) -> int:
         """Tokens that the stores have pages for."""
-        return next(iter(self.stores.values())).pages * PAGE
+        return self.pages * PAGE
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, all stores."""
         return sum(store.nbytes for store in self.stores.values())
 
+    @property
+    def by_token(self) -> bool:
+        """Whether every token's codes stand alone, so that some of them can be taken."""
+        return all(store.spec.scheme.alone for store in self.stores.values())
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no token was ever written over an older one: then its slot is its position, ring or not."""
+        return self.ring is None or self.top <= self.ring
+
     def dense(self, shape: tuple[int, ...], length: int) -> torch.Tensor:
         """The decoded cache tensor of ``shape``; what was never written is zero."""
         first = next(iter(self.stores.values()))
+        shown = min(length, shape[next(iter(self.axes.values())).token_dim])
+        if length > shown or not self.in_order:
+            return self.moved(length - shown, shown, None).dense(shape, shown)
         result = torch.zeros(shape, dtype=first.spec.slot.dtype, device=first.device)
         for part, store in self.stores.items():
             tokens = min(length, shape[self.axes[part].token_dim])
@@ -78,10 +110,17 @@ class CacheState:
                 place(store.decode(min(tokens, store.pages * PAGE), self.length), result, self.axes[part])
         return result
 
-    def mapped(self, change: object) -> CacheState:
+    def mapped(self, change: Callable[[Store], Store]) -> CacheState:
         """A new state whose stores are ``change(store)``."""
-        stores = {part: change(store) for part, store in self.stores.items()}  # type: ignore[operator]
-        return CacheState(self.axes, stores, self.length)
+        stores = {part: change(store) for part, store in self.stores.items()}
+        made = CacheState(self.axes, stores, self.length, ring=self.ring)
+        made.top = self.top
+        return made
+
+    def moved(self, first: int, count: int, slots: int | None) -> CacheState:
+        """A new state, a ring of ``slots`` or none, whose first tokens are the ``count`` from position ``first`` on: codes as they are."""
+        stores = {part: store.gathered(first, count, self.ring) for part, store in self.stores.items()}
+        return CacheState(self.axes, stores, count, ring=slots)
 
 
 def bring(dense: torch.Tensor, axes: Axes, heads: int, head_dim: int) -> torch.Tensor:

@@ -15,20 +15,31 @@ from typing import Any
 import torch
 
 from kvcompile.passes.rewrite import Rewritten
+from kvcompile.runtime import rings
 from kvcompile.runtime.handle import CompressedCache
 from kvcompile.runtime.state import CacheState, Part
 
 
+@dataclass(frozen=True)
+class Row:
+    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its ring, 0 where it is none."""
+
+    argument: int
+    capacity: int
+    count: int
+    slots: int
+
+
 @dataclass(frozen=True, eq=False)
 class Steady:
-    """One graph's steady step: (argument, capacity, new tokens) of each cache tensor, and the order of the planes."""
+    """One graph's steady step: its cache tensors, and the order of the planes."""
 
-    rows: tuple[tuple[int, int, int], ...]
+    rows: tuple[Row, ...]
     order: tuple[tuple[int, Part], ...]
     pairs: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(rows: Sequence[tuple[int, int, int]], roots: Sequence[Any], pairs: tuple[tuple[int, int], ...], rewritten: Rewritten) -> Steady:
+    def of(rows: Sequence[Row], roots: Sequence[Any], pairs: tuple[tuple[int, int], ...], rewritten: Rewritten) -> Steady:
         """From the groups' rows and roots and the rewritten graph's bindings."""
         place = {root: index for index, root in enumerate(roots)}
         return Steady(tuple(rows), tuple((place[item.plan.slot.root], item.part) for item in rewritten.bindings), pairs)
@@ -41,17 +52,25 @@ class Steady:
     def ready(self, args: tuple[Any, ...]) -> list[CacheState] | None:
         """The states of a call that needs no check and no room; None where the long way must be taken."""
         states = []
-        room = -1
-        for argument, capacity, count in self.rows:
-            tensor = args[argument]
+        rooms: dict[int, int] = {}
+        cursors: dict[int, int] = {}
+        for row in self.rows:
+            tensor = args[row.argument]
             if type(tensor) is not CompressedCache:
                 return None
             state = tensor._kv
             if self not in state.settled or not state.length or tensor._length != state.length:
                 return None
-            if room < 0:
-                room = state.room
-            if state.room != room or state.length + count > min(room, capacity):
+            room = state.room
+            if rooms.setdefault(row.slots or row.capacity, room) != room:
+                return None
+            if row.slots:
+                slot = state.length % row.slots
+                if state.ring != row.slots or state.length < row.capacity or room < row.slots:
+                    return None
+                if cursors.setdefault(row.slots, slot) != slot:
+                    return None
+            elif state.length + row.count > min(room, row.capacity) or not state.in_order:
                 return None
             states.append(state)
         if any(states[key].length != states[value].length for key, value in self.pairs):
@@ -62,10 +81,18 @@ class Steady:
         """The planes in the order of the graph's inputs."""
         return [plane for index, part in self.order for plane in states[index].stores[part].planes]
 
+    def cursors(self, states: Sequence[CacheState], sizes: tuple[int, ...]) -> list[torch.Tensor]:
+        """The slot of the next token of each ring size."""
+        if not sizes:
+            return []
+        starts = {row.slots: state.length for row, state in zip(self.rows, states, strict=True)}
+        return rings.cursors(sizes, starts, states[0].device)
+
     def commit(self, states: Sequence[CacheState], args: tuple[Any, ...]) -> None:
         """Count the new tokens."""
-        for (argument, _, count), state in zip(self.rows, states, strict=True):
+        for row, state in zip(self.rows, states, strict=True):
             state.epoch += 1
-            state.length += count
-            tensor = args[argument]
+            state.length += row.count
+            state.top = max(state.top, state.length)
+            tensor = args[row.argument]
             tensor._length, tensor._epoch = state.length, state.epoch

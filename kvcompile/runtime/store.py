@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.errors import AnglesUnknown, WindowPassed
-from kvcompile.lowering.ops import append_body, append_window_body, decodable
+from kvcompile.lowering.ops import append_body, append_window_body, decodable, write_rows
+from kvcompile.lowering.rings import taken
 from kvcompile.runtime.rotary import Rotary
 from kvcompile.schemes import Scheme
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
@@ -186,6 +187,18 @@ class Store:
                 plane.clone() if spec.extent is Extent.BATCH else plane.index_select(1, rows.to(plane.device))
                 for plane, spec in self._described()
             ], self.rotary)
+
+    def gathered(self, first: int, count: int, slots: int | None) -> Store:
+        """A new store whose first ``count`` tokens are those from position ``first`` on, in this one's ring of ``slots`` or none."""
+        made = Store(self.spec, self.batch, self.device, pages_for(count), self.rotary)
+        if not count:
+            return made
+        self.reserve(pages_for(first + count if slots is None else min(first + count, slots)))
+        at, place = torch.arange(first, first + count, device=self.device), torch.arange(count, device=self.device).unsqueeze(0)
+        with _ordinary():
+            for plane, target in zip(self.planes, made.planes, strict=True):
+                write_rows(target, taken(plane, at if slots is None else at % slots), place)
+        return made
 
     def clone(self) -> Store:
         """A new store with the same content."""

@@ -73,6 +73,11 @@ class Scheme(abc.ABC):
         return self.block == 1
 
     @property
+    def alone(self) -> bool:
+        """Whether a token's codes mean the same wherever they lie in a store, whatever lies beside them."""
+        return self.by_token and not self.window and not self.learned and not self.pre_rope
+
+    @property
     def block(self) -> int:
         """How many consecutive tokens are encoded together, once all of them are there; divides ``window``."""
         return 1

@@ -1,0 +1,35 @@
+"""``unroll``: the codes of a ring in the order of its tokens, for attention of several new tokens.
+
+The token at position p of a ring of n slots lies in slot p % n. Codes are copied as they are; the new tokens'
+codes come behind them, so that attention sees one row of tokens: the past that it reads, then the new ones.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile import schemes
+
+
+def taken(plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The rows of a plane [N, B, K, R, width] in the given slots, [B, K, n, width]."""
+    # Advanced indices around slices come first in the result.
+    return plane[slots // plane.shape[3], :, :, slots % plane.shape[3]].permute(1, 2, 0, 3)
+
+
+def unroll_body(
+    x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str
+) -> list[torch.Tensor]:
+    """[1, B, K, past + S, width] of each plane: the ``past`` tokens before the cursor, then x [B, K, S, D] encoded."""
+    held = (cursor - past + torch.arange(past, device=cursor.device)) % slots
+    made = []
+    for plane, rows in zip(planes, schemes.parse(scheme).encode(x), strict=True):
+        made.append(torch.cat([taken(plane, held), rows.to(plane.dtype)], 2).unsqueeze(0))
+    return made
+
+
+def unroll_meta(
+    x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str
+) -> list[torch.Tensor]:
+    """Shapes of the results."""
+    return [plane.new_empty(1, plane.shape[1], plane.shape[2], past + x.shape[2], plane.shape[4]) for plane in planes]

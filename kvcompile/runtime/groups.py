@@ -1,0 +1,97 @@
+"""Groups: the slots of a graph by the cache tensor that they live in, and the sizes of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.rewrite import Binding
+from kvcompile.passes.shapes import source_line, value_of
+from kvcompile.passes.sites import Limit, Ring, Site, SlotKind
+
+
+class SizeReader:
+    """Evaluates the captured graph's symbolic sizes from the arguments of a call."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.where: dict[Any, tuple[int, int | None]] = {}
+        for index, fake in enumerate(captured.fakes):
+            if isinstance(fake, torch.SymInt):
+                self.where.setdefault(fake.node.expr, (index, None))
+            elif isinstance(fake, torch.Tensor):
+                for dim, size in enumerate(fake.shape):
+                    if isinstance(size, torch.SymInt):
+                        self.where.setdefault(size.node.expr, (index, dim))
+
+    def read(self, size: Any, args: tuple[Any, ...]) -> int:
+        """A size as a plain int for this call."""
+        if isinstance(size, int):
+            return size
+        values = {}
+        for symbol in size.node.expr.free_symbols:
+            index, dim = self.where[symbol]
+            values[symbol] = int(args[index]) if dim is None else args[index].shape[dim]
+        return int(size.node.expr.xreplace(values))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The slots that live in one cache tensor: an argument of the call, or a result that this graph makes."""
+
+    kind: SlotKind
+    argument: int | None
+    outputs: tuple[int, ...]
+    bindings: tuple[Binding, ...]
+    root: fx.Node = field(repr=False)
+    where: str
+    reach: tuple[Any, ...]
+    """Numbers of tokens, int or symbolic, that its attentions read whatever was written."""
+    limits: tuple[Limit, ...] = ()
+    site: Site = field(repr=False, kw_only=True)
+    """Any of the attentions that read it."""
+
+    @property
+    def first(self) -> Binding:
+        """Any of the slots: they share tokens and batch rows."""
+        return self.bindings[0]
+
+    @property
+    def token_dim(self) -> int:
+        """The dim of the cache tensor that tokens run along."""
+        return self.first.plan.slot.axes.token_dim
+
+    @property
+    def ring(self) -> Ring | None:
+        """What the cache keeps, where it keeps only its newest tokens."""
+        return self.first.plan.slot.ring
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a ring's tokens follow the last one in every call: all that its buffer shows is lined up with them."""
+        ring = self.ring
+        if ring is None or ring.refilled or not isinstance(ring.end, int):
+            return False
+        return bool(ring.end == value_of(self.root).shape[self.token_dim])
+
+
+def group_bindings(
+    bindings: tuple[Binding, ...], sites: Sequence[Site], reach: Sequence[Any], limits: Sequence[tuple[Limit, ...]]
+) -> tuple[Group, ...]:
+    """Bindings grouped by the cache tensor that they live in; ``reach`` and ``limits`` of each binding's site."""
+    by_root: dict[fx.Node, list[int]] = {}
+    for index, item in enumerate(bindings):
+        by_root.setdefault(item.plan.slot.root, []).append(index)
+    groups = []
+    for root, members in by_root.items():
+        slot = bindings[members[0]].plan.slot
+        groups.append(Group(
+            slot.kind, bindings[members[0]].argument, bindings[members[0]].outputs, tuple(bindings[index] for index in members), root,
+            source_line(slot.write.node), tuple(reach[index] for index in members),
+            tuple(limit for index in members for limit in limits[index]), site=sites[members[0]],
+        ))
+    return tuple(groups)
