@@ -125,6 +125,50 @@ class OneBufferAbsorbed(OneBuffer):
         return self.finish(torch.einsum("bhsr,hdr->bhsd", y, by_head[:, NOPE:]))
 
 
+class TwoProducts(TwoBuffers):
+    """Absorbed by the author, with the scores of latent and rotary part added: two products, two caches, the latent as values."""
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q_nope, q_rope, latent, rope = (item.transpose(1, 2) if item.dim() == 4 else item for item in self.parts(x, pos))
+        self.write(latent, rope, pos)
+        by_head = self.up.weight.view(self.heads, NOPE + VALUE, self.rank)
+        q = torch.einsum("bshd,hdr->bshr", q_nope, by_head[:, :NOPE])
+        scores = torch.einsum("bshr,btr->bsht", q, self.latents) + torch.einsum("bshc,btc->bsht", q_rope, self.ropes)
+        scores = scores * (NOPE + ROTARY) ** -0.5
+        scores = scores + torch.where(visible(pos, self.capacity), 0.0, float("-inf"))[:, None]
+        y = torch.einsum("bsht,btr->bshr", scores.softmax(-1), self.latents)
+        return self.finish(torch.einsum("bshr,hdr->bhsd", y, by_head[:, NOPE:]))
+
+
+class KeysAreValues(Attention):
+    """Values are the cached keys."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim, names=("cache",))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, _ = (item.transpose(1, 2) for item in self.project(x))
+        self.cache[:, :, pos] = k
+        y = F.scaled_dot_product_attention(q, self.cache, self.cache, attn_mask=visible(pos, self.capacity), enable_gqa=True)
+        return self.close(y)
+
+
+class RelativeScores(KeysAreValues):
+    """A second product that is no product with cached keys: it stays what is added to the scores."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.places = nn.Parameter(torch.randn(self.batch, self.heads, self.capacity, self.dim) / 5)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, _ = (item.transpose(1, 2) for item in self.project(x))
+        self.cache[:, :, pos] = k
+        keys = self.cache.repeat_interleave(self.heads // self.kv, 1)
+        scores = (q @ keys.mT + q @ self.places.mT) * 0.3
+        return self.close(scores.masked_fill(~visible(pos, self.capacity), float("-inf")).softmax(-1) @ keys)
+
+
 class Einsums(Latent):
     """No rotary part: keys and values by two einsums of one latent, whose weights are [H, r, D] and [D, H, r]."""
 
@@ -191,20 +235,6 @@ class Read(TwoBuffers):
         q_nope, q_rope, latent, rope = self.parts(x, pos)
         self.write(latent, rope, pos)
         return self.use(self, torch.cat([q_nope, q_rope], -1), self.latents, self.ropes, pos)
-
-
-class KeysAreValues(Attention):
-    """Values are the cached keys."""
-
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim, names=("cache",))
-
-    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, _ = (item.transpose(1, 2) for item in self.project(x))
-        self.cache[:, :, pos] = k
-        y = F.scaled_dot_product_attention(q, self.cache, self.cache, attn_mask=visible(pos, self.capacity), enable_gqa=True)
-        return self.close(y)
 
 
 def biased(**sizes: int) -> nn.Module:
@@ -305,10 +335,12 @@ LATENT_CASES = (
     Case("latent-filled", Filled, by_position),
     Case("latent-one-buffer", OneBuffer, by_offset),
     Case("latent-one-buffer-absorbed", OneBufferAbsorbed, by_offset),
+    Case("latent-two-products", TwoProducts, by_position),
     Case("latent-einsums", Einsums, by_position),
     Case("latent-grouped", Grouped, by_position),
     Case("latent-grown", Grown, returned(None)),
     Case("latent-keys-are-values", KeysAreValues, by_position, sizes={"kv": 2}),
+    Case("latent-relative-scores", RelativeScores, by_position, sizes={"kv": 2}),
     Case("latent-bias", biased, by_position, refused="a bias is added"),
     read("latent-normed-after", _normed, "passes through layer_norm"),
     read("latent-activated", _activated, "by another operation than a view, here by relu"),

@@ -58,7 +58,8 @@ def _narrow(emit: Emitter, node: fx.Node, dim: int, start: int, count: int, size
     return node if (start, count) == (0, size) else emit.call(aten.slice.Tensor, node, dim, start, start + count)
 
 
-def _scaled(emit: Emitter, node: fx.Node, factor: float) -> fx.Node:
+def scaled(emit: Emitter, node: fx.Node, factor: float) -> fx.Node:
+    """A node times a number."""
     return node if factor == 1.0 else emit.call(aten.mul.Scalar, node, factor)
 
 
@@ -87,7 +88,7 @@ def queries(
         for stripe in stripes:
             if not _same(stripe.slot, slot):
                 continue
-            part, size = _scaled(emit, _narrow(emit, q, 3, stripe.start, stripe.count, width), stripe.factor), stripe.count
+            part, size = scaled(emit, _narrow(emit, q, 3, stripe.start, stripe.count, width), stripe.factor), stripe.count
             if stripe.projection is not None:
                 groups = heads // stripe.projection.heads
                 part = _by_head(emit, part, matrices(emit, env, stripe.projection, dtype), groups, "d,dr")
@@ -122,7 +123,7 @@ def result(emit: Emitter, env: Env, out: fx.Node, dtype: torch.dtype, value: Str
     if value.projection is not None:
         groups = heads // value.projection.heads
         out = _by_head(emit, out, matrices(emit, env, value.projection, dtype), groups, "r,dr")
-    return _scaled(emit, out, value.factor)
+    return scaled(emit, out, value.factor)
 
 
 def expanded(emit: Emitter, env: Env, stripes: tuple[Stripe, ...], new: New, dtype: torch.dtype, heads: int) -> fx.Node:
@@ -138,5 +139,5 @@ def expanded(emit: Emitter, env: Env, stripes: tuple[Stripe, ...], new: New, dty
             part = emit.call(aten.einsum.default, "bsr,hdr->bhsd", [latent, matrices(emit, env, stripe.projection, dtype)])
         elif stripe.slot.heads != heads:
             part = emit.call(aten.expand.default, part, [-1, heads, -1, -1])
-        parts.append(_scaled(emit, part, stripe.factor))
+        parts.append(scaled(emit, part, stripe.factor))
     return parts[0] if len(parts) == 1 else emit.call(aten.cat.default, parts, -1)

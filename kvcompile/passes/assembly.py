@@ -99,6 +99,13 @@ def _overlap(found: Assembly) -> bool:
 
 def _assembly(attention: Attention, effects: Effects) -> Assembly:
     keys = _stripes(attention.k, attention.k_roles, attention.output, effects)
+    operands = [attention.k, attention.v]
+    if attention.beside is not None:
+        # More channels, behind the others'.
+        first = sizes(attention.k)[attention.k_roles.index("D")]
+        more = _stripes(attention.beside.k, attention.beside.k_roles, attention.output, effects)
+        keys = (*keys, *(replace(stripe, start=stripe.start + first) for stripe in more))
+        operands.append(attention.beside.k)
     value = _stripes(attention.v, attention.v_roles, attention.output, effects)
     if len(value) != 1:
         raise Miss(
@@ -126,7 +133,7 @@ def _assembly(attention: Attention, effects: Effects) -> Assembly:
             advice="cache a latent and one rotary part, or all parts in one tensor",
         )
     cached = {node for stripe in stripes for node in effects.family(stripe.slot.root)}
-    return Assembly(keys, value[0], heads.pop() if heads else own.pop(), between((attention.k, attention.v), cached, effects))
+    return Assembly(keys, value[0], heads.pop() if heads else own.pop(), between(tuple(operands), cached, effects))
 
 
 def _stripes(node: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> tuple[Stripe, ...]:
@@ -263,12 +270,25 @@ def _slot(trail: Trail, run: _Run) -> tuple[Slot, int]:
             column, first = trail.there[:, dim], int(shift[0])
             shape[run.channel_dim] = size
             break
-    # Heads may share what is cached, however the operand names them.
-    read = slots.Read(run.node, tuple({"K": "H", "BK": "BH"}.get(role, role) for role in run.roles), tuple(shape))
-    slot = slots.behind(replace(trail, here=run.with_channels(column)), read, run.attention, run.effects)
+    slot = _shared(replace(trail, here=run.with_channels(column)), tuple(shape), run)
     if slot.kind is SlotKind.READ:
         raise slots.NoCache(trail.base)
     return slot, first
+
+
+def _shared(trail: Trail, shape: tuple[int, ...], run: _Run) -> Slot:
+    """The slot at the end of a trail: of heads of its own, or of one head that all heads share, however the operand names them."""
+
+    def behind(names: dict[str, str]) -> Slot:
+        read = slots.Read(run.node, tuple(names.get(role, role) for role in run.roles), shape)
+        return slots.behind(trail, read, run.attention, run.effects)
+
+    try:
+        return behind({"K": "H"})
+    except Miss:
+        if "BK" not in run.roles:
+            raise
+        return behind({"BK": "BH"})
 
 
 def _heads(run: _Run, slot: Slot) -> tuple[int, np.ndarray]:

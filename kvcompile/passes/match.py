@@ -121,6 +121,11 @@ def _check_assembly(attention: Attention, assembly: Assembly) -> tuple[int, int]
 
 def _plain(attention: Attention, effects: Effects) -> tuple[Attention, tuple[Slot, Slot], tuple[int, int]]:
     """The attention, its key and value slot, and (query heads, group size), where keys and values are what is cached."""
+    if attention.beside is not None:
+        raise Miss(
+            "the scores are a sum of two products, of which not both are with what is cached", attention.beside.k,
+            advice="cache the keys of both, or concatenate queries and keys and take one product",
+        )
     key = slots.find(attention.k, attention.k_roles, attention.output, effects)
     value = slots.find(attention.v, attention.v_roles, attention.output, effects)
     found = _check_pair(attention, key, value)

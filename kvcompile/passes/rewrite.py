@@ -246,6 +246,9 @@ class _Rewriter:
         emit = Emitter(self.graph, self.env[site.attention.output], self.symbol)
         attention = site.attention
         q = emit.heads(self.env[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
+        if attention.beside is not None:
+            more = emit.heads(self.env[attention.beside.q], attention.beside.q_roles, ("S", "D"), site.heads, site.groups)
+            q = emit.call(aten.cat.default, [q, absorb.scaled(emit, more, attention.beside.factor)], -1)
         dtype = value_of(attention.q).dtype
         if dtype not in DTYPES:
             # Double precision: no kernel has it, and a cache holds none.

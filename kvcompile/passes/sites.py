@@ -48,6 +48,17 @@ class MaskTerm:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A second product of queries and keys, over channels of its own, whose scores are added times ``factor`` to the first's."""
+
+    q: fx.Node
+    q_roles: tuple[str, ...]
+    k: fx.Node
+    k_roles: tuple[str, ...]
+    factor: float
+
+
+@dataclass(frozen=True)
 class Attention:
     """One attention, whatever spelled it: operands with the role of every dim.
 
@@ -74,6 +85,8 @@ class Attention:
     sink_roles: tuple[str, ...] = ()
     folded: int = 1
     """Query heads that are flattened into the dim of the new tokens."""
+    beside: Beside | None = None
+    """More channels of queries and keys: the rotary part, where the author multiplies it apart from the latent."""
     others: tuple[Attention, ...] = field(default=(), repr=False)
 
 

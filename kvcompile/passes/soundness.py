@@ -29,6 +29,8 @@ def _first_use(node: fx.Node, nodes: Iterable[fx.Node], effects: Effects) -> fx.
 def unchanged_operands(attention: Attention, effects: Effects) -> None:
     """Raise Miss where the queries, a mask or the sinks are written in place while the attention is computed."""
     named = [("queries", attention.q), *(("a mask", term.node) for term in attention.masks)]
+    if attention.beside is not None:
+        named.append(("queries", attention.beside.q))
     if attention.sinks is not None:
         named.append(("sinks", attention.sinks))
     for name, node in named:

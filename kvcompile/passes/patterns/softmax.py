@@ -16,6 +16,7 @@ from kvcompile.passes.patterns import weights
 from kvcompile.passes.patterns.products import Product, product
 from kvcompile.passes.patterns.roles import Dims, Letters, Naming, readings
 from kvcompile.passes.patterns.steps import STEPS, TURNS, VIEWS, Scores, Term, scores_operand, viewed
+from kvcompile.passes.patterns.sums import beside
 from kvcompile.passes.shapes import IDENTITIES, bind, op_name, sizes
 from kvcompile.passes.sites import Attention, MaskKind, MaskTerm, Miss
 
@@ -114,9 +115,15 @@ def recognise(node: fx.Node) -> Attention | None:
     if len(tokens) != 1 or (state.sinks is not None and found.dim != len(state.dims) - 1):
         raise Miss("the softmax is over no single dim of cached tokens", node, advice="take the softmax over the cached tokens, dim=-1")
     path, last, side, weight_dims = _forward(node, state.dims, state)
-    nodes = (first.node, *(step for step, _ in steps), *found.nodes, *path, last.node)
+    more = state.beside.nodes if state.beside is not None else ()
+    nodes = (first.node, *more, *(step for step, _ in steps), *found.nodes, *path, last.node)
     key, named = readings(first, letters, tokens[0])
     made = list(_attentions(state, first, key, named, last, side, weight_dims, tuple(dict.fromkeys(nodes))))
+    if state.instead is not None and not state.cap:
+        term = replace(state.instead, factor=state.instead.factor * state.scale)
+        plain = replace(state, beside=None, masks=[*state.masks, term])
+        without = tuple(dict.fromkeys(item for item in nodes if item not in more))
+        made += _attentions(plain, first, key, readings(first, letters, tokens[0])[1], last, side, weight_dims, without)
     return replace(made[0], others=tuple(made[1:]))
 
 
@@ -138,18 +145,23 @@ def _attentions(
     settle = state.letters.settled
     spelled = lambda letters: settle(tuple((letter,) if letter else () for letter in letters))  # noqa: E731
     placed = lambda letters: tuple(at.get(letter, ("value channels",)) if letter else () for letter in letters)  # noqa: E731
+    token = next(iter(set(first.operands()[key][1]) & set(first.letters) - set(first.operands()[1 - key][1])), "")
     for reading in named:
         naming = Naming({**reading.names, "value channels": "D"})
         terms = tuple(_term(term, naming, settle) for term in state.masks)
         q_roles = naming.roles(spelled(query_letters))
         own = next((letter for letter, role in naming.names.items() if role == "S"), None)
         together = next((size for role, size in zip(q_roles, sizes(queries), strict=True) if "S" in role and len(role) > 1), None)
+        folded = together // state.letters.size[own] if together is not None and own is not None else 1
+        more = beside(state.beside, first, token, naming) if state.beside is not None else None
+        if more is not None and folded > 1:
+            raise Miss("a sum of two products over queries whose heads are flattened into the tokens", last.node, advice="keep them apart")
         yield Attention(
             op_name(first.node) + "-softmax-" + op_name(last.node), last.node, nodes,
             queries, q_roles, keys, naming.roles(spelled(key_letters)), values, naming.roles(placed(value_letters)),
             naming.roles(placed(last.letters)), state.scale, state.cap, terms, False, state.sinks,
             naming.roles(settle(state.sink_dims)) if state.sinks is not None else (),
-            together // state.letters.size[own] if together is not None and own is not None else 1,
+            folded, more,
         )
 
 

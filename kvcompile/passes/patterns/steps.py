@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from kvcompile.passes.constants import constant
 from kvcompile.passes.patterns.products import NAMES, Product
 from kvcompile.passes.patterns.roles import Dims, Letters
+from kvcompile.passes.patterns.sums import Summand, summand
 from kvcompile.passes.shapes import IDENTITIES, bind, is_tensor, op_name, operand, sizes
 from kvcompile.passes.sites import MaskKind, Miss
 
@@ -43,6 +44,10 @@ class Scores:
     sinks: fx.Node | None = None
     sinks_first: bool = False
     sink_dims: Dims = ()
+    beside: Summand | None = None
+    """A second product that is added, relative to the first before any scale: more channels of queries and keys."""
+    instead: Term | None = None
+    """The same sum read as a mask, where the second product is none with cached keys."""
 
     def mask(self, node: fx.Node, kind: MaskKind, factor: float = 1.0) -> None:
         """Add one mask operand, its dims aligned right with the scores', times a number where it is added."""
@@ -139,9 +144,21 @@ def _add(state: Scores, node: fx.Node, carried: fx.Node) -> None:
     if not is_tensor(other):
         raise Miss("a number is added to the scores", node, advice="leave it out: the softmax does not see it")
     factor = float(bind(node).get("alpha", 1))
+    more = summand(other, state.product) if _bare(state) and factor == 1.0 else None
+    if more is not None:
+        state.beside = replace(more, factor=more.factor / state.scale)
+        state.mask(other, MaskKind.ADD, 1 / state.scale)
+        state.instead = state.masks.pop()
+        return
     if other is node.args[0] and factor != 1.0:
         raise Miss("the scores are added to a mask times a number", node, advice="scale the scores before they are added")
     state.mask(other, MaskKind.ADD, factor)
+
+
+def _bare(state: Scores) -> bool:
+    """Whether the scores are still a product times a number."""
+    whole = state.dims == tuple((letter,) if letter else () for letter in state.product.letters)
+    return whole and not state.masks and not state.cap and not state.capping and state.beside is None
 
 
 def _fill(state: Scores, node: fx.Node, carried: fx.Node) -> None:
