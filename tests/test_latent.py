@@ -47,8 +47,9 @@ def test_dense_equals_the_module(case: Case) -> None:
     assert backend.report().sites and not backend.report().refusals
 
 
-@pytest.mark.parametrize("case", REWRITTEN, ids=str)
-def test_one_row(case: Case) -> None:
+@pytest.mark.parametrize("name", ["latent-two-buffers", "latent-one-buffer", "latent-two-products", "latent-grown"])
+def test_one_row(name: str) -> None:
+    case = next(case for case in REWRITTEN if case.name == name)
     backend = kvcompile.backend("dense", inner="eager", strict=True)
     assert run(case, backend, batch=1) <= 2e-6
     assert backend.report().sites
@@ -60,8 +61,11 @@ def test_bfloat16(name: str) -> None:
     assert run(case, kvcompile.backend("dense", inner="eager", strict=True), dtype=torch.bfloat16) <= 2e-2
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8", "int4(group=8)", "kivi(bits=4,group=8,window=8)"])
-@pytest.mark.parametrize("name", ["latent-two-buffers", "latent-one-buffer", "latent-grown"])
+@pytest.mark.parametrize(("name", "scheme"), [
+    *(("latent-two-buffers", scheme) for scheme in ("int8", "fp8", "int4(group=8)", "kivi(bits=4,group=8,window=8)")),
+    ("latent-one-buffer", "int8"), ("latent-two-products", "int8"), ("latent-grown", "int8"),
+    ("latent-grown", "kivi(bits=4,group=8,window=8)"),
+])
 def test_schemes_are_near_the_module(name: str, scheme: str) -> None:
     case = next(case for case in REWRITTEN if case.name == name)
     bound = {"int8": 0.02, "fp8": 0.06}.get(scheme, 0.2)
@@ -151,9 +155,9 @@ def compare(model: Any, compiled: Any, kind: str, rows: int, steps: int = 16) ->
     return worst, cache
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize(("kind", "attention", "rows"), [
+    ("static", "sdpa", 3), ("static", "eager", 1), ("dynamic", "sdpa", 1), ("dynamic", "eager", 3),
+])
 def test_logits(kind: str, attention: str, rows: int) -> None:
     model, backend = deepseek(attention), kvcompile.backend("dense", inner="eager", strict=True)
     worst, _ = compare(model, torch.compile(model, backend=backend, fullgraph=True), kind, rows)

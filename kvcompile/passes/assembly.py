@@ -21,8 +21,8 @@ from torch import fx
 from kvcompile.passes import slots
 from kvcompile.passes.caches import cache_behind
 from kvcompile.passes.effects import Effects
-from kvcompile.passes.made import between, is_scratch
-from kvcompile.passes.patterns.projections import Side, sides
+from kvcompile.passes.made import between, is_cached, is_scratch
+from kvcompile.passes.patterns.projections import sides
 from kvcompile.passes.patterns.views import region
 from kvcompile.passes.pullback import JOINS, Coords, Trail, factor, sample, step, trace
 from kvcompile.passes.shapes import bind, op_name, operand, sizes
@@ -161,9 +161,9 @@ def _stripe(run: _Run, start: int, count: int) -> Stripe:
     if made is None:
         slot, first = _slot(Trail(node, coords, run.here, tuple(path)), run)
         return Stripe(start, count, slot, first, factor=factor(path))
-    if not any(_cached(side, run) for side in made):
+    if not any(is_cached(side.node, run.effects) for side in made):
         raise slots.NoCache(node)
-    data, weight = made if _cached(made[0], run) else made[::-1]
+    data, weight = made if is_cached(made[0].node, run.effects) else made[::-1]
     latent, there, further = _follow(data.node, data.coords, run)
     try:
         # The latent's channels stand where the operand's stood.
@@ -176,7 +176,7 @@ def _stripe(run: _Run, start: int, count: int) -> Stripe:
             f"the cached latent passes through {op_name(latent) or latent.op} before keys or values are made from it", latent,
             advice="cache what is projected: apply norms and activations before the write",
         ) from None
-    if _cached(weight, run):
+    if is_cached(weight.node, run.effects):
         raise Miss("keys or values are a product of two tensors that are both written in this call", node, advice="use fixed weights")
     if changed := run.effects.writes_between(weight.node, node, run.attention):
         raise Miss(
@@ -186,13 +186,6 @@ def _stripe(run: _Run, start: int, count: int) -> Stripe:
     heads, head = _heads(run, slot)
     made_by = projection(weight, heads, head, run.channel - run.channel.min(), data.inner, count)
     return Stripe(start, count, slot, first, made_by, factor(path) * factor(further))
-
-
-def _cached(side: Side, run: _Run) -> bool:
-    """Whether an operand of a projection is made from a cache."""
-    base = trace(side.node, lambda node: op_name(node) in JOINS).base
-    filled = base in run.effects.writes and (base.op == "placeholder" or op_name(base) in slots.MAKERS)
-    return filled or op_name(base) in JOINS or cache_behind(base, run.effects) is not None
 
 
 def _follow(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords, list[fx.Node]]:

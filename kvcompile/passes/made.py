@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from kvcompile.passes.caches import cache_behind
 from kvcompile.passes.effects import Effects, written_arguments
+from kvcompile.passes.pullback import JOINS, trace
 from kvcompile.passes.shapes import is_tensor, op_name, operand
 from kvcompile.passes.sites import Miss
 from kvcompile.passes.slots import MAKERS
@@ -16,6 +18,13 @@ def is_scratch(node: fx.Node, effects: Effects) -> bool:
     if op_name(node) not in MAKERS or not writes or effects.outputs_of(effects.family(node)):
         return False
     return all(op_name(write) == "copy_" for write in writes)
+
+
+def is_cached(node: fx.Node, effects: Effects) -> bool:
+    """Whether an operand of a projection is made from a cache."""
+    base = trace(node, lambda item: op_name(item) in JOINS).base
+    filled = base in effects.writes and (base.op == "placeholder" or op_name(base) in MAKERS)
+    return filled or op_name(base) in JOINS or cache_behind(base, effects) is not None
 
 
 def between(operands: tuple[fx.Node, ...], cached: set[fx.Node], effects: Effects) -> frozenset[fx.Node]:
