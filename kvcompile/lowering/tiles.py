@@ -21,6 +21,9 @@ PROGRAMS_PER_MULTIPROCESSOR = {4: 4, 2: 8, 1: 8}
 SHIFTED_PROGRAMS = 12
 """The same where values are decoded by one multiply-add: tiles of 32 tokens hold 168 registers a thread."""
 
+LATENT = 256
+"""Channels above which a tile of tokens is no head's but a latent's, and shared memory decides alone (compiled, never timed)."""
+
 ONE_PASS = 64
 """Splits that Inductor merges in one pass over registers."""
 
@@ -48,6 +51,8 @@ def _decode_tiles(base: AttendConfig, rows: int) -> list[Tile]:
     key, value = base.plans
     wide, tall = Tile(128, block_r, True, 4, 2), Tile(64, block_r, True, 4, 3)
     single = [Tile(64, block_r, True, 1, 3), Tile(64, block_r, True, 1, 2)]
+    if max(base.key_dim, base.value_dim) > LATENT:
+        return [Tile(32 if base.dtype.itemsize == 2 else 16, block_r, True, 4, 2)]
     if base.dtype.itemsize > 2 or max(base.key_dim, base.value_dim) > 128:
         # Float32 or large heads: shared memory is what runs out.
         return [Tile(64, block_r, True, 4, 2), Tile(32, block_r, True, 4, 2), Tile(32, block_r, True, 2, 2)]
@@ -64,6 +69,8 @@ def _decode_tiles(base: AttendConfig, rows: int) -> list[Tile]:
 
 
 def _extend_tiles(base: AttendConfig, rows: int) -> list[Tile]:
+    if max(base.key_dim, base.value_dim) > LATENT:
+        return [Tile(32 if base.dtype.itemsize == 2 else 16, 32, False, 4, 2)]
     if base.dtype.itemsize > 2 or max(base.key_dim, base.value_dim) > 128:
         return [Tile(32, 64, False, 4, 2), Tile(64, 32, False, 4, 2)]
     key, value = base.plans
