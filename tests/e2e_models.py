@@ -304,7 +304,7 @@ CASES = (
     Case("row-scatter", RowScattered, by_row),
     Case("not-given-back", NotGivenBack, by_position, refused="not returned as it is"),
     Case("block-table", BlockTable, by_position, refused="gathers from the cache (a block table"),
-    Case("rolled", Rolled, alone, refused="token range"),
+    Case("rolled", Rolled, alone),
     Case("latent", LatentKeys, by_position),
     Case("scratch-copy", ScratchCopy, by_position, refused="a copy of the cache"),
     Case("probed", Probed, by_position, refused="also read by"),

@@ -146,11 +146,11 @@ def test_cache_scaled_in_place(caplog: pytest.LogCaptureFixture) -> None:
     refused(use, "the cache is written by mul_", caplog)
 
 
-def test_rolled_cache(caplog: pytest.LogCaptureFixture) -> None:
+def test_cache_rolled_the_other_way(caplog: pytest.LogCaptureFixture) -> None:
     def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        last = pos.new_full((1,), m.capacity - 1)
-        m.k_cache.copy_(m.k_cache.roll(-1, 2).index_copy_(2, last, k[:, :, -1:]))
-        m.v_cache.copy_(m.v_cache.roll(-1, 2).index_copy_(2, last, v[:, :, -1:]))
+        first = pos.new_zeros(1)
+        m.k_cache.copy_(m.k_cache.roll(1, 2).index_copy_(2, first, k[:, :, -1:]))
+        m.v_cache.copy_(m.v_cache.roll(1, 2).index_copy_(2, first, v[:, :, -1:]))
         return m.close(F.scaled_dot_product_attention(q, m.k_cache, m.v_cache))
 
     refused(use, "token ranges", caplog)

@@ -228,16 +228,33 @@ def test_speculation_crops_what_was_recorded() -> None:
     assert torch.equal(model.generate(words, **options), expected)
 
 
-def test_schemes_that_need_blocks_are_refused() -> None:
-    model = mistral()
-    for kind in KINDS:
+@pytest.mark.parametrize(("scheme", "why"), [
+    ("kivi", "blocks of consecutive tokens"), ("squat(group=16,window=32,subblock=8,rank=4)", "blocks of consecutive tokens"),
+    ("dense(pre_rope=True)", "turned back by their place in the cache"),
+])
+def test_schemes_that_need_the_order_of_tokens_are_refused(scheme: str, why: str) -> None:
+    for kind, attention in (("static", "sdpa"), ("dynamic", "sdpa"), ("static", "eager")):
         torch._dynamo.reset()
-        backend = kvcompile.backend("kivi", inner="eager")
+        model, backend = mistral(attention=attention), kvcompile.backend(scheme, inner="eager")
         errors, cache = differences(model, torch.compile(model, backend=backend), kind, (10, 1, 1, 1, 1))
         assert max(errors) <= 1e-6
         assert backend.report().sites == 0
-        assert all("keeps its newest 12 tokens" in item.reason for item in backend.report().refusals)
+        assert all("keeps its newest 12 tokens" in item.reason and why in item.reason for item in backend.report().refusals)
         assert type(cache.layers[0].keys) is torch.Tensor
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [("static", (9, 1, 1, 1, 1, 1)), ("dynamic", (20, 1, 1, 4, 1))])
+def test_rings_beside_schemes_that_need_the_order_of_tokens(kind: str, chunks: tuple[int, ...]) -> None:
+    for scheme in ("dense(pre_rope=True)", "squat(group=16,window=32,subblock=8,rank=4)"):
+        torch._dynamo.reset()
+        model, backend = gemma(), eager({"*layers.0*": "dense", "*": scheme})
+        errors, cache = differences(model, torch.compile(model, backend=backend), kind, chunks)
+        # Fewer tokens than squat keeps exact.
+        assert max(errors) <= 1e-6
+        assert backend.report().sites == 2 * len(backend.graphs)
+        assert not backend.report().untaught
+        assert cache.layers[0].keys._kv.ring == 12
+        assert cache.layers[1].keys._kv.ring is None
 
 
 # --- hand-written ---------------------------------------------------------------------------------------

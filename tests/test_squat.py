@@ -470,7 +470,7 @@ def test_a_filled_cache_has_no_queries_and_that_is_said(caplog: pytest.LogCaptur
         text = text or str(backend.report())
     assert torch.equal(*results), "the codes are kivi's"
     said = [record.getMessage() for record in caplog.records if "squat learns from the queries" in record.getMessage()]
-    assert len(said) == 1 and "arrived filled" in said[0] and "e2e_models.py" in said[0]
+    assert len(said) == 1 and "arrived filled" in said[0] and "e2e_layers.py" in said[0]
     assert "1 live key store never saw the queries" in text and "lam=0" in text
 
 
