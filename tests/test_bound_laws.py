@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry import amax_of, bound_of, each_variant, fitting, round_trip
+from registry import amax_of, bound_of, each_bounded, each_variant, fitting, round_trip
 
 from kvcompile.schemes import Scheme
 from kvcompile.types import SlotSpec
@@ -53,7 +53,7 @@ def within(scheme: Scheme, spec: SlotSpec, row: np.ndarray, dtype: torch.dtype =
     assert fine.all(), f"channel {at}: {float(x.flatten()[at])!r} became {float(found.flatten()[at])!r}, amax {float(amax.flatten()[at])!r}"
 
 
-@each_variant
+@each_bounded
 def test_any_floats(scheme: Scheme) -> None:
     spec = fitting(scheme, heads=1)
 
@@ -65,7 +65,7 @@ def test_any_floats(scheme: Scheme) -> None:
     law()
 
 
-@each_variant
+@each_bounded
 def test_one_outlier_in_any_magnitude(scheme: Scheme) -> None:
     spec = fitting(scheme, heads=1)
 
@@ -77,7 +77,7 @@ def test_one_outlier_in_any_magnitude(scheme: Scheme) -> None:
     law()
 
 
-@each_variant
+@each_bounded
 def test_ties(scheme: Scheme) -> None:
     spec = fitting(scheme, heads=1)
 
