@@ -6,9 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
+from kvcompile import schemes
 from kvcompile.cli import main
 from kvcompile.cli.architectures import WITH_ENCODER, names
+from kvcompile.cli.control import rounded
 from kvcompile.cli.survey import Survey, conduct
 from kvcompile.cli.survey_table import markdown, summary, tally, verdict
 from kvcompile.cli.trial import DENSE_BOUND, Case, Outcome, Settings
@@ -49,6 +52,17 @@ def test_names_are_there_once_and_mark_encoders() -> None:
     found = names()
     assert len(found) == len(set(found)) > 150
     assert {"llama", "gpt2", "bart", "bart" + WITH_ENCODER, "t5" + WITH_ENCODER} <= set(found)
+
+
+def test_the_control_rounds_what_enters_a_cache() -> None:
+    from transformers import DynamicCache
+
+    scheme = schemes.parse("int8")
+    x = torch.randn(1, 2, 3, 32, generator=torch.Generator().manual_seed(0))
+    with rounded(scheme):
+        key, value = DynamicCache().update(x, 2 * x, 0)
+    assert torch.equal(value, 2 * key) and 0 < (key - x).abs().max() < 0.05
+    assert torch.equal(DynamicCache().update(x, x, 0)[0], x)
 
 
 @pytest.mark.parametrize(("kind", "field", "kept"), [

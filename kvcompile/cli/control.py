@@ -1,0 +1,37 @@
+"""Control: how far the logits of an uncompiled model move when what enters its cache is rounded as a scheme rounds it.
+
+A model of random weights may be as sensitive as it likes (a router of experts turns a rounding into another expert), so a
+large error of a scheme proves a wrong rewriting only where the model itself stands the same rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kvcompile.schemes import Scheme
+from kvcompile.types import Role, SlotSpec
+
+
+def _round_trip(scheme: Scheme, x_BKSD: torch.Tensor, role: Role) -> torch.Tensor:
+    spec, half = SlotSpec(x_BKSD.shape[1], x_BKSD.shape[3], x_BKSD.dtype, role), scheme.of(role)
+    return half.decode(half.encode(x_BKSD), spec).to(x_BKSD.dtype)
+
+
+@contextlib.contextmanager
+def rounded(scheme: Scheme) -> Iterator[None]:
+    """Every cache of transformers takes keys and values [B, K, S, D] as a token-wise scheme's codes would give them back."""
+    from transformers import Cache
+
+    plain = Cache.update
+
+    def update(self: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        key, value = (_round_trip(scheme, x, role) for x, role in zip((key_states, value_states), Role, strict=True))
+        return plain(self, key, value, layer_idx, *args, **kwargs)
+
+    with unittest.mock.patch.object(Cache, "update", update):
+        yield
