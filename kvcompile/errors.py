@@ -40,6 +40,20 @@ class HeadDimNotDivisible(SchemeError):
     )
 
 
+class NotInCompiler(SchemeError):
+    template = (
+        "expected a scheme that the compiler can put into a graph, found {name!r}, which exists as an encoding and as an eager "
+        "definition only; choose one of {known}"
+    )
+
+
+class Tier2Missing(KvcompileError):
+    template = (
+        "certified attention needs the originals of all {expected} pages of codes, found {found} pages of {what}; "
+        "make room in tier 2 before the step, or use a scheme without certificates"
+    )
+
+
 class WindowOnlyRead(SchemeError):
     template = (
         "expected a scheme without a window of newest tokens for a cache that is only read here, found a window of {window} tokens; "

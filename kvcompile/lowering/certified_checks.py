@@ -1,0 +1,50 @@
+"""The checks that send a head, or all heads of a batch row, to the originals. Every comparison fails on NaN."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.lowering.bound_printer import aten
+from kvcompile.lowering.certified_blocks import Deviations, Masses, blocks, norms
+from kvcompile.lowering.certified_promotion import descending
+from kvcompile.schemes import bounds
+
+# Printed once, at import: Dynamo then sees plain functions.
+_consistent = aten(bounds.CONSISTENT)
+_largest_log_mass = aten(bounds.LARGEST_LOG_MASS)
+
+NONE = float("-inf")
+
+
+def rank_fails(
+    coded: Masses, exact: Masses, delta: Deviations, known: torch.Tensor, tail: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Theorem 7, two flags [B, K, Q]: the leading ``rank`` blocks of ``known`` ones differ; a block of the ``tail`` may be among them.
+
+    ``known``: blocks whose keys are exact, in full precision or promoted, of which ``exact`` has the masses.
+    """
+    by_codes, by_originals = torch.where(known, coded.log, NONE), torch.where(known, exact.log, NONE)
+    if not known.shape[-1]:
+        nothing = torch.zeros(known.shape[:-1], dtype=torch.bool, device=known.device)
+        return nothing, nothing
+    leading = min(rank, known.shape[-1])
+    first, second = descending(by_codes).block[..., :leading], descending(by_originals).block[..., :leading]
+    last = second[..., -1:]
+    least = by_originals.gather(-1, last) - delta.originals.gather(-1, last)
+    upper = torch.where(tail, _largest_log_mass(log_mass=coded.log, delta=delta.codes), NONE)
+    return (first != second).any(-1), ~(upper.amax(-1) <= least.squeeze(-1))
+
+
+def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, visible: torch.Tensor, guard: float) -> torch.Tensor:
+    """Theorem 8, for each block [B, K, Q, N]: a token's two logits are further apart than they can be."""
+    apart = blocks(torch.where(visible, exact - coded, 0)).abs().amax(-1).to(torch.float64)
+    return ~(apart <= _consistent(delta=delta.codes, own=delta.originals, guard=guard))
+
+
+def notes_differ(
+    decoded: torch.Tensor, originals: torch.Tensor, notes: tuple[torch.Tensor, torch.Tensor], of: torch.Tensor
+) -> torch.Tensor:
+    """For each block [B, K, N]: the norms that ``notes`` has (of residuals, of originals) are below those of the tokens ``of``."""
+    residual, size = notes
+    fine = norms(originals.to(torch.float64) - decoded.to(torch.float64), of) <= residual
+    return ~(fine & (norms(originals, of) <= size))

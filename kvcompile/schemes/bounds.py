@@ -1,0 +1,186 @@
+"""The bounds of certified attention, as sympy expressions: the one source of kernels, reports and documents.
+
+Each ``Bound`` says what it bounds, why it holds and in which direction it must be rounded. What evaluates one
+(``lowering.bound_printer``) adds the rounding errors of its own arithmetic outwards, so that what is printed
+for a machine still bounds. Source: "Runtime-Certified Bounded-Error Quantized Attention", sections 4 to 6,
+appendix A; where its forms are loose or do not hold as they stand, what follows is ours.
+
+Setting, of one query of one head. The exact logits are s_t, those that the kernel computed s'_t, and
+|s'_t - s_t| <= Delta_b for the tokens of block b. Softmax weights a_t and a'_t, block masses rho_b and rho'_b;
+rho' is known, rho is not. A sink is a token of value zero whose logit is exact.
+
+Theorem 1 (deviation of a logit; the source's equation 8 and the form below it). A key channel decodes within
+    radius_c = step_c / 2 + rounding of its original, so |s'_t - s_t| <= scale * sum_c |q_c| radius_c; and by
+    Cauchy-Schwarz <= scale * |q|_2 * kappa_b with kappa_b = max_t |k_t - decoded k_t|_2, measured when the block is
+    encoded. Neither is always the smaller (spread-out queries: the second, since the errors of the channels of one
+    token are not all at their largest), so the smaller one is taken. Softcap is 1-Lipschitz and a bias cancels.
+    Delta_b stays a number of its block: the source takes the largest of all blocks.
+
+Theorem 2 (key error, centered; replaces the source's equation 15). Let eps_t = exp(s_t - s'_t) - 1 and
+    m' = sum_t a'_t V_t. Then a_t = a'_t (1 + eps_t) / R with R = 1 + sum_t a'_t eps_t, and so EXACTLY
+        sum_t (a_t - a'_t) V_t = (1 / R) sum_t a'_t eps_t (V_t - m'),
+    where tokens with an exact logit drop out of the sum. Hence
+        E_key <= sum_b rho'_b (exp(Delta_b) - 1) (nu_b + |m'|) / sum_b rho'_b exp(-Delta_b),
+    with |m'| <= |O_quant| + E_val, which is known; nu_b the largest norm of the block's values.
+    The source has 2 Vmax exp(2 Delta) alpha (exp(2 Delta) - 1), alpha being the mass that the tail had when every
+    block was scored in int8. Ours is never above it (|m'| <= Vmax, and the mass that the tail has in the end is at
+    most exp(Delta) alpha), and is a quarter of it where |m'| is small beside Vmax and Delta is small.
+
+Theorem 3 (total variation). TV(a, a') <= tanh(max_b Delta_b / 2), and TV(a, a') <= sum_b rho'_b (exp(Delta_b) - 1);
+    E_key <= 2 Vmax TV (the source's theorem 4.3). Proof: the ratios a_t / a'_t lie in [m, M] with M / m <= exp(2 Delta),
+    since ALL of them share R. With ratio M on a set of a'-mass p and m on the rest, TV = p (M - 1), p M + (1 - p) m = 1,
+    which is largest at p = 1 / (1 + exp(Delta)), where it is (exp(Delta) - 1) / (exp(Delta) + 1). Second form: if R >= 1
+    the positive part of a - a' is at most sum a'_t (exp(Delta_b) - 1); if R < 1 that of a' - a is at most
+    sum a'_t (1 - exp(-Delta_b)), which is smaller.
+    The source's lemma A.2 has tanh(Delta) and calls it attained: its extremal ratios exp(+-2 Delta) are not those of
+    any logits within Delta (a factor of 2 for small Delta). Lemma A.3's alpha (exp(2 Delta) - 1) is loose likewise.
+
+Theorem 4 (range). |O_ref - m'| <= Vmax + |m'|, whatever the logits: so no bound on the key error is ever above this.
+
+Theorem 5 (value error; the source's corollary 4.2). E_val <= sum_b rho'_b eta_b, eta_b = max_t |V_t - decoded V_t|_2,
+    zero where original values are used.
+
+Vmax: the source takes it over the blocks that have a nu_b, which the trailing partial block has not; but key error
+    moves mass onto those tokens too. Ours is over every visible token.
+
+Theorem 6 (arithmetic). What float32 adds: n-term dot products are within n u sum |q_c k_c| of the exact ones, in any
+    order of summation; this is part of Delta_b, for exact keys as well. exp(s' - m) is relatively within
+    (|s' - m| + 8) u, sum_t x_t exp(-x_t) over a block is at most 16 / e, and a block's partial output within
+    chain u sum a'_t |V_t|: ACCUMULATION. The output is rounded to the model's dtype: OUTPUT_ROUNDING.
+    The source leaves all of this out, so its certificate need not bound what its kernel returns where a block is exact.
+
+Theorem 7 (ranking). The exact log-mass of a block lies within Delta_b of the one from computed logits; so a tail block
+    whose log-mass + Delta_b is not above the r-th largest log-mass of blocks with exact keys is not among the top r.
+    The source uses the largest Delta of all blocks here too.
+
+Theorem 8 (consistency). Where both logits of a token are known, |s' - s| <= Delta_b + the rounding of both: a
+    violation proves that the planes are not what was encoded. Checked blocks whose stored norms are also at least
+    what the originals have satisfy every assumption above, corrupted or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import sympy
+
+
+class Rise(sympy.Function):
+    """1 - exp(-x), which is computed without cancellation; x >= 0."""
+
+    is_nonnegative = True
+
+    def _eval_rewrite_as_exp(self, x: sympy.Expr, **_: object) -> sympy.Expr:
+        return 1 - sympy.exp(-x)
+
+
+class Outward(enum.Enum):
+    """Where a bound may be moved by rounding."""
+
+    UP = "up"
+    DOWN = "down"
+
+
+class Over(enum.Enum):
+    """What an expression is evaluated for, and summed over where a sum of it is used."""
+
+    CHANNEL = "channel"
+    BLOCK = "block"
+    HEAD = "head"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """An expression that bounds something, from which side, for what, and by which theorem of the module's docstring."""
+
+    name: str
+    expression: sympy.Expr
+    outward: Outward
+    over: Over
+    theorem: str
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of what it is computed from, in order."""
+        return tuple(sorted(symbol.name for symbol in self.expression.free_symbols))
+
+
+def _symbols(text: str) -> tuple[sympy.Symbol, ...]:
+    return sympy.symbols(text, nonnegative=True)
+
+
+UNIT = sympy.Float(2.0**-24)
+"""Unit roundoff of float32."""
+
+TINY = sympy.Float(2.0**-116)
+"""Above whatever a few hundred flushed denormals of float32 add up to."""
+
+STEP, ZERO, SCALE = _symbols("step zero scale")
+"""A key channel's scale, the magnitude of its zero point; what multiplies q . k (its magnitude)."""
+
+QUERY_NORM, KAPPA, MU, CHANNELS, TERMS, PEAK, CAP = _symbols("query_norm kappa mu channels terms peak cap")
+"""|q|_2; the block's largest |k - decoded k|_2 and |k|_2; sum_c |q_c| radius_c; terms of a dot product;
+the largest |score| that has weight, where a bias is added, else 0; the softcap, 0 for none."""
+
+GAP = sympy.Symbol("gap", real=True)
+WEIGHT, DELTA, NU, ETA, CENTER, VMAX = _symbols("weight delta nu eta center vmax")
+"""gap and weight: sum_{t in b} exp(s'_t - m) = weight * exp(gap), gap the block's largest logit less the head's."""
+
+KEY_SUM, SHIFT, DELTA_MAX, VALUE_SUM, CHAIN, NORM, OUT_UNIT, OUT_TINY = _symbols(
+    "key_sum shift delta_max value_sum chain norm out_unit out_tiny"
+)
+LEAST, TOTAL = sympy.symbols("least total", positive=True)
+
+LOG_MASS = sympy.Symbol("log_mass", real=True)
+OWN, GUARD, TAIL = _symbols("own guard tail")
+"""own: the rounding of a logit with exact keys."""
+
+RADIUS = Bound(
+    "radius", STEP / 2 + sympy.Float(2.0**-20) * (ZERO + 128 * STEP) + TINY, Outward.UP, Over.CHANNEL,
+    "1: half a step; float32 rounding of (k - zero) / step, of code * step + zero and of the zero point, all below 2^-20 of their operands",
+)
+ROUNDING = Bound(
+    "rounding", sympy.Float(1.01) * UNIT * (TERMS * SCALE * QUERY_NORM * (MU + KAPPA) + 4 * PEAK + 16 * CAP) + TINY * (1 + SCALE),
+    Outward.UP, Over.BLOCK, "6: n-term dot product by Cauchy-Schwarz, addition of a bias, tanh of a softcap",
+)
+DEVIATION = Bound(
+    "deviation", sympy.Min(SCALE * CHANNELS, SCALE * QUERY_NORM * KAPPA) + ROUNDING.expression, Outward.UP, Over.BLOCK,
+    "1 and 6: Delta_b of a block whose keys are codes",
+)
+KEY_TERM = Bound(
+    "key_term", WEIGHT * sympy.exp(GAP + DELTA) * Rise(DELTA) * (NU + CENTER), Outward.UP, Over.BLOCK,
+    "2: numerator, times the common exp(m); exp(Delta) (1 - exp(-Delta)) is exp(Delta) - 1 without cancellation",
+)
+LEAST_TERM = Bound("least_term", WEIGHT * sympy.exp(GAP - DELTA), Outward.DOWN, Over.BLOCK, "2: denominator, R at least")
+SHIFT_TERM = Bound("shift_term", WEIGHT * sympy.exp(GAP + DELTA) * Rise(DELTA), Outward.UP, Over.BLOCK, "3: numerator of the second form")
+TOTAL_TERM = Bound("total_term", WEIGHT * sympy.exp(GAP), Outward.DOWN, Over.BLOCK, "5: mass of a block before normalization")
+VALUE_TERM = Bound("value_term", WEIGHT * sympy.exp(GAP) * ETA, Outward.UP, Over.BLOCK, "5: numerator")
+ACCUMULATION_TERM = Bound(
+    "accumulation_term", WEIGHT * sympy.exp(GAP) * UNIT * (CHAIN + 2 * sympy.Abs(GAP)) * (NU + ETA + VMAX), Outward.UP, Over.BLOCK,
+    "6: numerator; chain: rounding steps between a product and the output, and those of exp",
+)
+KEY = Bound(
+    "key", sympy.Min(KEY_SUM / LEAST, 2 * VMAX * sympy.Min(SHIFT / TOTAL, sympy.tanh(DELTA_MAX / 2)), VMAX + CENTER) + TINY,
+    Outward.UP, Over.HEAD, "2, 3 and 4: the least of the centered bound, twice Vmax times the total variation, and the range",
+)
+VALUE = Bound("value", VALUE_SUM / TOTAL, Outward.UP, Over.HEAD, "5")
+CENTER_NORM = Bound(
+    "center_norm", sympy.Min(NORM + VALUE_SUM, VMAX), Outward.UP, Over.HEAD, "2: |m'| <= |O_quant| + E_val + rounding, and <= Vmax"
+)
+ACCUMULATION = Bound("accumulation", VALUE_SUM / TOTAL + TINY, Outward.UP, Over.HEAD, "6")
+OUTPUT_ROUNDING = Bound("output_rounding", OUT_UNIT * NORM + OUT_TINY, Outward.UP, Over.HEAD, "6: unit roundoff of the output's dtype")
+LARGEST_LOG_MASS = Bound("largest_log_mass", LOG_MASS + DELTA, Outward.UP, Over.BLOCK, "7")
+CONSISTENT = Bound("consistent", DELTA + OWN + GUARD, Outward.UP, Over.BLOCK, "8")
+
+BOUNDS: tuple[Bound, ...] = (
+    RADIUS, ROUNDING, DEVIATION, KEY_TERM, LEAST_TERM, SHIFT_TERM, TOTAL_TERM, VALUE_TERM, ACCUMULATION_TERM, KEY, VALUE, CENTER_NORM,
+    ACCUMULATION, OUTPUT_ROUNDING, LARGEST_LOG_MASS, CONSISTENT,
+)
+"""Everything that a certificate is made of."""
+
+SOURCE_KEY = 2 * VMAX * sympy.exp(2 * DELTA_MAX) * TAIL * (sympy.exp(2 * DELTA_MAX) - 1)
+"""The source's equation 15, tail: the mass of the unpromoted blocks as int8 scores alone estimate it. For comparison only."""
+
+SOURCE_KEY_PRINTED = SOURCE_KEY * sympy.exp(DELTA_MAX)
+"""The source's equation 12: what its implementation reports, with room for a query in int8 that it does not use."""

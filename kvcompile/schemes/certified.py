@@ -1,0 +1,155 @@
+"""certified: int8 keys and int4 values whose error is known at run time ("Runtime-Certified Bounded-Error Quantized Attention", 2.3).
+
+Keys: eight bits per channel of a block of 16 tokens, affine, step = (max - min) / 255, zero = min + 128 step, float32.
+Values: four bits per token in groups of 16 channels, with float16 scale and zero point, as ``kivi`` makes them.
+Each block has two notes: keys kappa = max_t |k - decoded|_2 and mu = max_t |k|_2, values eta = max_t |v - decoded|_2 and
+nu = max_t |v|_2, of the ORIGINALS and of what decodes in float32, rounded up. The newest 16 tokens stay in full precision,
+which always covers the block that is not whole yet. The originals (tier 2) are a dense store of their own.
+
+What differs from the source, and why:
+
+* kappa and mu: the source has neither. With kappa Cauchy-Schwarz gives a smaller bound on a logit's error for most
+  queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. 1 byte a token and head for all notes.
+* The value's zero point is rounded down and its scale up, so that rounding them never clips.
+* A step is rounded like any float32 number and clipping by that is part of the announced radius; the source assumes none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import ClassVar
+
+import sympy
+import torch
+
+from kvcompile.schemes.asymmetric import Axis, Kivi
+from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
+from kvcompile.schemes.dense import Dense
+from kvcompile.types import PAGE, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
+
+BLOCK = 16
+"""Tokens of a block."""
+
+
+class Half(enum.Enum):
+    """Which half of an attention a certified scheme encodes; ``auto`` is settled by ``of``."""
+
+    AUTO = "auto"
+    KEY = "key"
+    VALUE = "value"
+
+
+class Tier2(enum.Enum):
+    """Where the originals lie: in pinned host memory, or beside the codes."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+def _as_integer(words: torch.Tensor, part: int) -> torch.Tensor:
+    del part
+    return words.to(torch.float32)
+
+
+def largest_norm(x_BKSD: torch.Tensor) -> torch.Tensor:
+    """max_t |x_t|_2 of each block, float32 [B, K, S / 16], never below the exact one; NaN and Inf become NaN."""
+    norms = torch.linalg.vector_norm(x_BKSD.to(torch.float64), dim=-1).unflatten(-1, (-1, BLOCK)).amax(-1)
+    # The margin also covers a float64 norm that is summed in another order when it is checked.
+    above = (norms * (1 + 2.0**-22) + 2.0**-149).to(torch.float32)
+    return torch.where(torch.isfinite(above), torch.where(norms == 0, 0, above), float("nan"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Certified(Scheme):
+    """Codes with the norms that certificates need; the originals stay in tier 2."""
+
+    group: int = 16
+    tier2: Tier2 = Tier2.HOST
+    half: Half = Half.AUTO
+
+    name: ClassVar[str] = "certified"
+    source: ClassVar[str] = "Runtime-Certified Bounded-Error Quantized Attention, sections 2.3 and 3.1"
+    window = BLOCK
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.group, int) and 8 <= self.group <= PAGE and PAGE % self.group == 0, self.name, "group",
+            f"a power of two from 8 to {PAGE}", self.group, "16 is the setting of the source",
+        )
+        require(isinstance(self.tier2, Tier2), self.name, "tier2", "host or device", self.tier2, "host is the setting of the source")
+        require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
+
+    def of(self, role: Role) -> Certified:
+        half = self.half if self.half is not Half.AUTO else Half.KEY if role is Role.KEY else Half.VALUE
+        return dataclasses.replace(self, half=half)
+
+    @property
+    def block(self) -> int:
+        return BLOCK
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(torch.float16).max / 2
+
+    @property
+    def values(self) -> Kivi:
+        """What encodes values."""
+        return Kivi(bits=4, group=self.group, window=max(self.group, BLOCK), axis=Axis.TOKEN)
+
+    def _is_keys(self, slot: SlotSpec) -> bool:
+        return self.of(slot.role).half is Half.KEY
+
+    def check(self, slot: SlotSpec) -> None:
+        if not self._is_keys(slot):
+            require_divides(self.group, slot, self.name, "group")
+
+    def layout(self, slot: SlotSpec) -> Layout:
+        rows = PAGE // BLOCK
+        notes = PlaneSpec("notes", torch.float32, 2, rows)
+        if self._is_keys(slot):
+            own: tuple[PlaneSpec, ...] = (
+                PlaneSpec("codes", torch.int8, slot.head_dim), PlaneSpec("scales", torch.float32, slot.head_dim, rows),
+                PlaneSpec("zeros", torch.float32, slot.head_dim, rows),
+            )
+        else:
+            own = self.values.layout(slot).planes[:3]
+        return Layout((*own, notes)).windowed(slot, self.window)
+
+    def originals(self, slot: SlotSpec) -> Layout:
+        """Tier 2: every token as the model made it."""
+        return Dense().layout(slot)
+
+    def format(self, slot: SlotSpec) -> KernelFormat:
+        if not self._is_keys(slot):
+            return self.values.format(slot)
+        return KernelFormat(torch.int8, 1, 1, True, _as_integer, block=BLOCK, zeros=True)
+
+    def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
+        del fixed
+        assert self.half is not Half.AUTO, "the role is not known here: call of(role) first"
+        x = x_BKSD.to(torch.float32)
+        role = Role.KEY if self.half is Half.KEY else Role.VALUE
+        coded = self._encode_keys(x) if role is Role.KEY else self.values.encode(x)
+        decoded = self.decode(coded, SlotSpec(x.shape[1], x.shape[3], x.dtype, role))
+        # In float64: the difference of two float32 numbers is exact there, or close to it.
+        residual = x.to(torch.float64) - decoded.to(torch.float64)
+        return *coded, torch.stack([largest_norm(residual), largest_norm(x)], dim=-1)
+
+    def _encode_keys(self, x: torch.Tensor) -> Planes:
+        grouped = x.unflatten(2, (-1, BLOCK))
+        low, high = grouped.amin(3), grouped.amax(3)
+        step = (high - low) / 255
+        zero = low + 128 * step
+        # What is not finite spoils the whole channel of the block: its scale is NaN.
+        step = torch.where(torch.isfinite(zero) & torch.isfinite(high - low), step, float("nan"))
+        apart = grouped - zero.unsqueeze(3)
+        codes = torch.round(apart / torch.where(step == 0, 1, step).unsqueeze(3))
+        # A channel of zero range has the codes zero, and its zero point is its value.
+        codes = torch.where((step == 0).unsqueeze(3), 0, codes).clamp(-128, 127).nan_to_num()
+        return codes.to(torch.int8).flatten(2, 3), step, zero
+
+    def bound(self, slot: SlotSpec) -> sympy.Expr | None:
+        if not self._is_keys(slot):
+            return self.values.bound(slot)
+        return SPREAD / 510 + (AMAX + SPREAD) * sympy.Float(2.0**-20) + sympy.Float(2.0**-116)

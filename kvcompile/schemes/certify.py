@@ -1,0 +1,141 @@
+"""Certify: what a certificate may be at most, and what happens where it is more.
+
+The policy of the source's table 2, and its hard budgets. It is data of the compiled graph, never a branch of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import Any
+
+from kvcompile.schemes.base import require
+
+NAME = "certify"
+
+
+class Fallback(enum.Enum):
+    """What happens to a head whose checks fail: it is computed from the originals, or only said."""
+
+    DENSE = "dense"
+    REPORT = "report"
+
+
+def _number(value: object, low: float, high: float) -> bool:
+    """Whether a real number, not a bool, lies in [low, high]."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+@dataclasses.dataclass(frozen=True)
+class Certify:
+    """Promotion, budgets and checks of certified attention; the defaults are the source's.
+
+    ``tau_cov``       blocks are promoted to original keys until they hold this share of the estimated mass
+    ``k_min, k_max``  how many blocks at least and at most
+    ``widen``         how often ``k_max`` may be doubled to bring the key bound under ``key_budget`` (rung 1)
+    ``key_budget``    the key bound at most; ``inf`` for none
+    ``v_tol``         original values for blocks that may add more than this (rung 2); ``inf`` for none
+    ``value_budget``  the value bound at most, by promoting further blocks, the largest first; ``inf`` for none
+    ``rank``          how many leading blocks must agree under codes and originals (rung 3); 0 turns the check off
+    ``guard``         how far beyond its bound a logit may be before the planes count as damaged (rung 4)
+    ``explore``       share of the other blocks that are compared with their originals at every step
+    ``fallback``      "dense": a head that fails is computed from the originals; "report": it is only counted
+    """
+
+    tau_cov: float = 0.995
+    k_min: int = 2
+    k_max: int = 128
+    widen: int = 1
+    key_budget: float = math.inf
+    v_tol: float = 0.05
+    value_budget: float = math.inf
+    rank: int = 1
+    guard: float = 1e-6
+    explore: float = 0.0
+    fallback: Fallback = Fallback.DENSE
+
+    def __post_init__(self) -> None:
+        if self.fallback in [each.value for each in Fallback]:
+            object.__setattr__(self, "fallback", Fallback(self.fallback))
+        most = 2**31
+        least_max = self.k_min if isinstance(self.k_min, int) else 0
+        whole = (("k_min", 0, most), ("k_max", least_max, most), ("widen", 0, 16), ("rank", 0, 64))
+        real = {"tau_cov": 1.0, "explore": 1.0, "guard": math.inf, "key_budget": math.inf, "v_tol": math.inf, "value_budget": math.inf}
+        for option, low, high in whole:
+            value: object = getattr(self, option)
+            fine = isinstance(value, int) and _number(value, low, high)
+            require(fine, NAME, option, f"a whole number from {low} to {high}", value, "the source has k_min=2, k_max=128, rank=1")
+        for option, limit in real.items():
+            value = getattr(self, option)
+            require(_number(value, 0.0, limit), NAME, option, f"a number from 0 to {limit}", value, "leave it out for the source's setting")
+        require(isinstance(self.fallback, Fallback), NAME, "fallback", "'dense' or 'report'", self.fallback, "'dense' keeps the contract")
+
+    def spell(self) -> str:
+        """The policy as text that ``parse_policy`` reads back; the operand of the op."""
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return ",".join(f"{name}={getattr(value, 'value', value)!r}" for name, value in values).replace("'", "")
+
+
+def parse_policy(text: str) -> Certify:
+    """What ``Certify.spell`` wrote."""
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Certify)}
+    items = (item.partition("=") for item in filter(None, text.split(",")))
+    return Certify(**{name: kinds[name](value) for name, _, value in items})
+
+
+class Figure(enum.IntEnum):
+    """The columns of a step's certificate, float32 [B, H, S, figures]; bounds are rounded up."""
+
+    CANDIDATE_KEY = 0
+    CANDIDATE_VALUE = 1
+    CANDIDATE_ARITHMETIC = 2
+    KEY = 3
+    """Of what is returned, zero where that is dense; with VALUE and ARITHMETIC it bounds the distance to the exact result."""
+    VALUE = 4
+    ARITHMETIC = 5
+    DELTA = 6
+    """The largest deviation of a logit in any block of codes."""
+    TAIL = 7
+    """The mass that int8 scores alone put on the blocks which kept codes as keys: the source's estimated tail mass."""
+
+
+class Count(enum.IntEnum):
+    """The columns of a step's counters, int32 [B, H, S, counts]."""
+
+    BLOCKS = 0
+    """Visible blocks of codes."""
+    KEYS = 1
+    VALUES = 2
+    EXPLORED = 3
+    RUNG = 4
+    CAUSES = 5
+
+
+class Rung(enum.IntEnum):
+    """How far a head went, in the source's numbers."""
+
+    PLAIN = 0
+    WIDENED = 1
+    VALUES = 2
+    HEAD = 3
+    """This head is computed from the originals."""
+    LAYER = 4
+    """All heads of this batch row are."""
+
+
+class Cause(enum.IntFlag):
+    """Why a head failed; bits of ``Count.CAUSES``."""
+
+    RANK = 1
+    BOUNDARY = 2
+    BUDGET = 4
+    NOT_FINITE = 8
+    DAMAGED = 16
+
+
+EXACT = Certify(tau_cov=1.0, k_min=2**31, k_max=2**31, v_tol=0.0, value_budget=0.0)
+"""Every block by its originals."""
+
+NAIVE = Certify(tau_cov=0.0, k_min=0, k_max=0, widen=0, v_tol=math.inf, rank=0, fallback=Fallback.REPORT)
+"""Codes alone with all checks off: the source's naive baseline."""
