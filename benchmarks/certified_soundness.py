@@ -55,7 +55,7 @@ class Cache:
             scheme = Certified(group=group).of(role)
             filled = torch.nn.functional.pad(x[:, :, :whole], (0, 0, 0, pages * PAGE - whole))
             encoded = []
-            for plane in scheme.encode(filled):
+            for plane in scheme.encode(filled)[:4]:
                 written = plane.shape[2] * whole // (pages * PAGE)
                 if poison:
                     plane[:, :, written:] = float("nan") if plane.is_floating_point() else 0x5A

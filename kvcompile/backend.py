@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import weakref
@@ -17,14 +18,15 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from kvcompile.errors import CacheMutated, SiteRefused
+from kvcompile.errors import BadSetting, CacheMutated, SiteRefused
+from kvcompile.lowering.certified_telemetry import Telemetry
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.reuse import call_key, fingerprint, identities
 from kvcompile.passes.capture import Captured, capture
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.masks import hiding
 from kvcompile.passes.match import Matched, match
-from kvcompile.passes.plan import Plan, Policy, SitePlan, plan, policy_of
+from kvcompile.passes.plan import Pair, Plan, Policy, SitePlan, plan, policy_of
 from kvcompile.passes.rewrite import Rewritten, Variant, rewrite
 from kvcompile.passes.shapes import source_line, value_of
 from kvcompile.passes.sites import LimitKind, Refusal, SlotKind, Stage
@@ -35,6 +37,7 @@ from kvcompile.runtime.bound import BoundGraph
 from kvcompile.runtime.groups import group_bindings
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.positions import limits_of, positions_of
+from kvcompile.schemes import Certified, Certify, Scheme
 from kvcompile.settings import Inner, Settings
 
 log = logging.getLogger(__name__)
@@ -78,6 +81,12 @@ class Backend:
                 report.dense += tokens * store.batch * store.spec.slot.heads * store.spec.slot.head_dim * store.spec.slot.dtype.itemsize
                 report.untaught += bool(tokens) and store.untaught
         return report
+
+    def telemetry(self) -> Telemetry:
+        """What certified attention did in the caches that live now, all layers together; waits for the device."""
+        stores = [store for state in list(self.live) for store in state.stores.values()]
+        planes = [(plane, spec) for store in stores for plane, spec in zip(store.planes, store.spec.layout.planes, strict=True)]
+        return Telemetry.of(plane for plane, spec in planes if spec.name == "telemetry")
 
 
 class _Compilation:
@@ -340,14 +349,27 @@ def _forget_guards(captured: Captured, symbols: Collection[Any]) -> None:
         env.guards.remove(guard)
 
 
+def _certifying(policy: Policy, certify: object) -> Policy:
+    """The policy with ``certify`` as the option of its certified schemes; raises BadSetting where it has none."""
+    pairs = [pair for _, pair in policy.rules]
+    if not isinstance(certify, Certify) or not any(isinstance(pair.k, Certified) for pair in pairs):
+        raise BadSetting(setting="certify", expected="a Certify, with the scheme 'certified' for some layers", found=certify)
+
+    def given(scheme: Scheme) -> Scheme:
+        return dataclasses.replace(scheme, certify=certify.spell()) if isinstance(scheme, Certified) else scheme
+
+    return Policy(tuple((glob, Pair(given(pair.k), given(pair.v))) for glob, pair in policy.rules))
+
+
 def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,
-            options: Mapping[str, Any] | None = None, reserve: int = 256) -> Backend:
+            options: Mapping[str, Any] | None = None, reserve: int = 256, certify: Certify | None = None) -> Backend:
     """A Dynamo backend that stores KV caches as ``scheme`` says.
 
     ``scheme``: a name ("int4"), a spelled scheme ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or
     {glob over module paths: any of these}. ``inner``: "inductor", "aot_eager" or "eager" compiles the
     rewritten graph. ``strict``: raise SiteRefused instead of leaving an attention dense. ``mode`` and
     ``options`` go to Inductor (torch.compile's own arguments win). ``reserve``: the least tokens a store
-    holds. Raises a SchemeError before anything is compiled.
+    holds. ``certify``: budgets and checks of the scheme "certified". Raises a SchemeError before anything is compiled.
     """
-    return Backend(policy_of(scheme), Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve))
+    policy = policy_of(scheme) if certify is None else _certifying(policy_of(scheme), certify)
+    return Backend(policy, Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve))

@@ -40,17 +40,24 @@ class HeadDimNotDivisible(SchemeError):
     )
 
 
-class NotInCompiler(SchemeError):
-    template = (
-        "expected a scheme that the compiler can put into a graph, found {name!r}, which exists as an encoding and as an eager "
-        "definition only; choose one of {known}"
-    )
-
-
 class Tier2Missing(KvcompileError):
     template = (
         "certified attention needs the originals of all {expected} pages of codes, found {found} pages of {what}; "
         "make room in tier 2 before the step, or use a scheme without certificates"
+    )
+
+
+class HalfCertified(SchemeError):
+    template = (
+        "expected keys and values of one attention both in the scheme 'certified', found {keys!r} and {values!r} for {path!r}; "
+        "choose it for both, since one certificate covers their product"
+    )
+
+
+class LatentNotCertified(SchemeError):
+    template = (
+        "expected keys and values that are cached as attention takes them, for the scheme 'certified', found ones that are made from a "
+        "cached latent; give {path!r} a scheme such as 'int8' in a per-layer policy"
     )
 
 

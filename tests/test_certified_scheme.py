@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from registry import DTYPES, bound_of, normal, round_trip, slot
 
-from kvcompile.errors import BadOption, HeadDimNotDivisible, NotInCompiler
+from kvcompile.errors import BadOption, HeadDimNotDivisible
 from kvcompile.lowering.bound_printer import aten
-from kvcompile.schemes import bounds, make, parse
-from kvcompile.schemes.certified import BLOCK, Certified, Half, Tier2
+from kvcompile.schemes import bounds, parse
+from kvcompile.schemes.certified import BLOCK, ORIGINALS, Certified, Half, Tier2
 from kvcompile.schemes.certify import EXACT, NAIVE, Certify, Fallback, parse_policy
 from kvcompile.types import PAGE, Role
+
+NOTES = 3
+"""Which plane."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +52,7 @@ def test_a_key_channel_is_within_its_printed_radius(seed: int, power: int, offse
     if not torch.isfinite(x * 4).all():
         return
     scheme = Certified().of(Role.KEY)
-    codes, step, zero, _ = scheme.encode(x)
+    codes, step, zero, _, _ = scheme.encode(x)
     error = (round_trip(scheme, x, slot(2, 16)) - x.to(torch.float64)).abs()
     radius = aten(bounds.RADIUS)(step=step, zero=zero.abs()).repeat_interleave(BLOCK, 2)
     assert (error <= radius).all()
@@ -59,7 +62,7 @@ def test_a_key_channel_is_within_its_printed_radius(seed: int, power: int, offse
 def test_radius_is_not_vacuous() -> None:
     x = normal(4, 8, 256, 64)
     scheme = Certified().of(Role.KEY)
-    _, step, zero, _ = scheme.encode(x)
+    _, step, zero, _, _ = scheme.encode(x)
     radius = aten(bounds.RADIUS)(step=step, zero=zero.abs()).repeat_interleave(BLOCK, 2)
     assert ((round_trip(scheme, x, slot(8, 64)) - x).abs() / radius).max() > 0.99
 
@@ -70,7 +73,7 @@ def test_notes_are_not_below_the_norms_and_hardly_above(role: Role, dtype: torch
     scheme, spec = Certified().of(role), slot(2, 32, dtype, role)
     for seed in range(10):
         x = awkward(role, seed, dtype)
-        notes = scheme.encode(x)[-1].to(torch.float64)
+        notes = scheme.encode(x)[NOTES].to(torch.float64)
         residual = x.to(torch.float64) - round_trip(scheme, x, spec)
         for note, of in zip(notes.unbind(-1), (residual, x.to(torch.float64)), strict=True):
             norm = torch.linalg.vector_norm(of, dim=-1).unflatten(-1, (-1, BLOCK)).amax(-1)
@@ -83,22 +86,23 @@ def test_what_is_not_finite_never_becomes_a_number(role: Role) -> None:
         x = normal(1, 1, 32, 16)
         x[0, 0, 3, 5] = bad
         scheme = Certified().of(role)
-        decoded, notes = round_trip(scheme, x, slot(1, 16, role=role)), scheme.encode(x)[-1]
+        decoded, notes = round_trip(scheme, x, slot(1, 16, role=role)), scheme.encode(x)[NOTES]
         assert not torch.isfinite(decoded[0, 0, 3, 5])
         assert torch.isnan(notes[0, 0, 0]).all() and torch.isfinite(notes[0, 0, 1]).all()
 
 
 def test_bytes_are_the_sources_and_one_more_for_all_notes() -> None:
-    """The source counts 288 bytes a token and head at D = 128, without its annotation; notes are 16 bytes a block."""
+    """The source counts 288 bytes a token and head at D = 128, without its annotation; notes are 16 bytes a block. And the originals."""
     layouts = [Certified().layout(slot(8, 128, torch.bfloat16, role)) for role in Role]
-    assert sum(layout.bytes_per_page for layout in layouts) == 289 * PAGE
+    assert sum(layout.bytes_per_page for layout in layouts) == (289 + 512) * PAGE
     for layout, role in zip(layouts, Role, strict=True):
         encoded = Certified().of(role).encode(normal(1, 8, PAGE, 128, dtype=torch.bfloat16))
         assert sum(plane.nbytes for plane in encoded) == 8 * layout.bytes_per_page
         for plane, announced in zip(encoded, layout.planes, strict=False):
             assert (plane.dtype, plane.shape[2:]) == (announced.dtype, (announced.rows, announced.width))
-        assert Certified().originals(slot(8, 128, torch.bfloat16, role)).bytes_per_page == 256 * PAGE
-        assert [plane.name for plane in layout.planes[layout.encoded :]] == ["window", "clock"]
+        assert layout.planes[layout.encoded - 1].name == ORIGINALS
+        names = [plane.name for plane in layout.planes[layout.encoded :]]
+        assert names == ["window", "clock", "telemetry"][: 3 if role is Role.KEY else 2]
         assert next(plane.rows for plane in layout.planes if plane.name == "window") == BLOCK
 
 
@@ -109,18 +113,19 @@ def test_values_need_whole_groups() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    for options in ({"group": 7}, {"group": 0}, {"group": 128}, {"tier2": "disk"}, {"half": 3}):
+    for options in (
+        {"group": 7}, {"group": 0}, {"group": 128}, {"tier2": "disk"}, {"tier2": Tier2.HOST}, {"half": 3}, {"certify": ""},
+        {"certify": "v_tol"}, {"certify": "v_tol:-1"}, {"certify": "hope:1"}, {"certify": "k_min:x"},
+    ):
         with pytest.raises(BadOption):
             Certified(**options)  # type: ignore[arg-type]
     assert Certified().of(Role.VALUE).half is Half.VALUE and Certified(tier2=Tier2.DEVICE).of(Role.KEY).tier2 is Tier2.DEVICE
 
 
-def test_the_compiler_does_not_take_it_yet() -> None:
-    for name in ("certified", "certified(group=16)"):
-        with pytest.raises(NotInCompiler, match=r"eager definition only"):
-            parse(name)
-    with pytest.raises(NotInCompiler):
-        make("certified")
+def test_a_policy_is_an_option_of_the_scheme() -> None:
+    made = parse("certified(certify=v_tol:0.02/rank:0)")
+    assert isinstance(made, Certified) and parse_policy(made.certify) == Certify(v_tol=0.02, rank=0)
+    assert parse(made.spell()) == made
 
 
 @pytest.mark.parametrize("policy", [

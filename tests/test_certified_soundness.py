@@ -26,6 +26,8 @@ from benchmarks.certified_soundness import (
     Shape,
     Step,
     Tally,
+    constant,
+    denormal,
     distance,
     gaussian,
     judge,
@@ -172,6 +174,25 @@ def test_one_magnitude_throughout(value: float) -> None:
         for policy in (NOTHING, Certify(), EXACT, NAIVE):
             step, k, v = made.step(policy, dtype)
             assert judge(step, k, v).violations == 0
+
+
+@pytest.mark.parametrize("case", [denormal, gaussian, constant], ids=lambda case: case.__name__)
+def test_denormals_may_be_flushed(case: Callable[[Draw, Shape], Inputs]) -> None:
+    """As code that is compiled with fast arithmetic leaves the processor, and as some devices are."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        for number in range(6):
+            inputs = case(Draw(number), Shape(S=8))
+            if number % 2:
+                inputs.v *= 2.0**-120
+            step, k, v = inputs.step(NOTHING if number < 4 else Certify(), torch.float32)
+            output, figures, _ = step.run()
+            torch.set_flush_denormal(False)
+            assert (distance(output, step.exact(k, v)) <= returned(figures)).all()
+            torch.set_flush_denormal(True)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_certificates_are_those_of_what_is_returned() -> None:

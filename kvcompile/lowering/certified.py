@@ -28,7 +28,6 @@ import torch
 
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering import certificate as certificates
-from kvcompile.lowering.bound_printer import up32
 from kvcompile.lowering.certificate import Certificate, Sum, Values
 from kvcompile.lowering.certified_blocks import (
     Deviations,
@@ -45,10 +44,11 @@ from kvcompile.lowering.certified_blocks import (
     notes_of,
 )
 from kvcompile.lowering.certified_checks import logits_differ, notes_differ, rank_fails
-from kvcompile.lowering.certified_promotion import Promoted, promote_keys, promote_values
+from kvcompile.lowering.certified_promotion import promote_keys, promote_values
+from kvcompile.lowering.certified_telemetry import counts_of, figures_of
 from kvcompile.lowering.ops import LIBRARY, _padded, as_tokens, attend_body, visible, with_recent
 from kvcompile.schemes.certified import BLOCK, Certified
-from kvcompile.schemes.certify import Cause, Certify, Count, Fallback, Figure, Rung, parse_policy
+from kvcompile.schemes.certify import Cause, Certify, Count, Fallback, Figure, parse_policy
 from kvcompile.types import Role, SlotSpec
 
 LIBRARY.define(
@@ -173,8 +173,8 @@ def certified_step(
 
     falls = (causes != 0) if rules.fallback is Fallback.DENSE else torch.zeros_like(causes, dtype=torch.bool)
     result = torch.where(falls.unsqueeze(-1), by_heads, output.to(q.dtype))
-    figures = _figures(certificate, falls, dense_arithmetic, torch.where(codes, delta.codes, 0).amax(-1), promoted.tail)
-    counts = _counts(codes, promoted, original_values & codes & ~promoted.explored, falls, causes)
+    figures = figures_of(certificate, falls, dense_arithmetic, torch.where(codes, delta.codes, 0).amax(-1), promoted.tail)
+    counts = counts_of(codes, promoted, original_values & codes & ~promoted.explored, falls, causes)
     return tuple(x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (result, figures, counts))  # type: ignore[return-value]
 
 
@@ -260,32 +260,6 @@ def _dense_arithmetic(
         certificates.CHAIN + 2.0 * k.shape[2],
     )
     return found.key + found.arithmetic
-
-
-def _figures(
-    candidate: Certificate, falls: torch.Tensor, dense: torch.Tensor, delta: torch.Tensor, tail: torch.Tensor
-) -> torch.Tensor:
-    """The columns of ``Figure``."""
-    key, value, arithmetic = (up32(x) for x in candidate)
-    columns = {
-        Figure.CANDIDATE_KEY: key, Figure.CANDIDATE_VALUE: value, Figure.CANDIDATE_ARITHMETIC: arithmetic,
-        Figure.KEY: torch.where(falls, 0, key), Figure.VALUE: torch.where(falls, 0, value),
-        Figure.ARITHMETIC: torch.where(falls, up32(dense), arithmetic), Figure.DELTA: up32(delta), Figure.TAIL: up32(tail),
-    }
-    return torch.stack([columns[figure] for figure in Figure], dim=-1)
-
-
-def _counts(codes: torch.Tensor, promoted: Promoted, values: torch.Tensor, falls: torch.Tensor, causes: torch.Tensor) -> torch.Tensor:
-    """The columns of ``Count``."""
-    rung = torch.where(promoted.widened, int(Rung.WIDENED), int(Rung.PLAIN))
-    rung = torch.where(values.any(-1), int(Rung.VALUES), rung)
-    rung = torch.where(falls, int(Rung.HEAD), rung)
-    rung = torch.where(falls & ((causes & int(Cause.DAMAGED)) != 0), int(Rung.LAYER), rung)
-    columns = {
-        Count.BLOCKS: codes.sum(-1), Count.KEYS: promoted.keys.sum(-1), Count.VALUES: values.sum(-1),
-        Count.EXPLORED: promoted.explored.sum(-1), Count.RUNG: rung, Count.CAUSES: causes,
-    }
-    return torch.stack([columns[count].to(torch.int32) for count in Count], dim=-1)
 
 
 def certified_attend_meta(

@@ -17,11 +17,14 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcompile.errors import BadSetting
-from kvcompile.lowering import inductor, ops
+from kvcompile.lowering import certified_site, inductor, ops
 from kvcompile.lowering.cache_key import CacheKey
 from kvcompile.settings import Inner, Settings
 
 Compiled = Callable[..., Any]
+
+KEPT = (ops.attend, certified_site.certified_site)
+"""Operations of rewritten graphs that stay what they are until they are lowered; the second has no template yet."""
 
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import sympy
 import torch
 
-from kvcompile.errors import BadPolicy, NotInPolicy, RingNeedsTokens, SchemeError, UnsupportedDtype, WindowOnlyRead
+from kvcompile.errors import (
+    BadPolicy,
+    HalfCertified,
+    LatentNotCertified,
+    NotInPolicy,
+    RingNeedsTokens,
+    SchemeError,
+    UnsupportedDtype,
+    WindowOnlyRead,
+)
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.match import Matched, refuse
 from kvcompile.passes.rope import Rotation, recognise
@@ -176,6 +185,14 @@ def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
         raise RingNeedsTokens(slots=slots, scheme=scheme.spell(), why=why)
 
 
+def _check_certified(site: Site, pair: Pair) -> None:
+    """Raise where a certificate could not cover both halves of an attention."""
+    if pair.k != pair.v:
+        raise HalfCertified(keys=pair.k.spell(), values=pair.v.spell(), path=site.path or "*")
+    if site.assembly is not None:
+        raise LatentNotCertified(path=site.path or "*")
+
+
 def _rolls(site: Site) -> int | None:
     """The capacity of a buffer that is no longer than the window of its mask: once it is full, its tokens will be moved."""
     hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
@@ -189,6 +206,8 @@ def _site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     if window and site.key.kind is SlotKind.READ:
         raise WindowOnlyRead(window=window, path=site.path or "*")
 
+    if pair.k.certified or pair.v.certified:
+        _check_certified(site, pair)
     rolling = site.key.ring.slots if site.key.ring is not None else _rolls(site)
 
     def planned(slot: Slot, role: Role, chosen: Scheme) -> SlotPlan:

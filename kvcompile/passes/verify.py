@@ -19,7 +19,7 @@ from kvcompile.passes.rewrite import Rewritten
 from kvcompile.passes.shapes import op_name, source_line
 from kvcompile.passes.sites import SlotKind
 
-APPENDS, ATTEND = {"kvcompile::append", "kvcompile::append_window"}, "kvcompile::attend"
+APPENDS, ATTENDS = {"kvcompile::append", "kvcompile::append_window"}, {"kvcompile::attend", "kvcompile::certified_site"}
 LEARN, UNROLL = "kvcompile::learn", "kvcompile::unroll"
 
 
@@ -45,7 +45,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     names = [spec.name for binding in rewritten.bindings for spec in binding.plan.layout.planes]
     for plane, name in zip(planes, names, strict=True):
         writers = [user for user in plane.users if _name(user) in APPENDS]
-        readers = [user for user in plane.users if _name(user) == ATTEND]
+        readers = [user for user in plane.users if _name(user) in ATTENDS]
         learned = [user for user in plane.users if _name(user) == LEARN]
         copies = [user for user in plane.users if _name(user) == UNROLL]
         known = {*writers, *readers, *learned, *copies}

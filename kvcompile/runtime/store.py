@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.errors import AnglesUnknown, WindowPassed
-from kvcompile.lowering.ops import append_body, append_window_body, decodable, write_rows
+from kvcompile.lowering.ops import append_body, append_window_body, as_tokens, decodable, write_rows
 from kvcompile.lowering.rings import taken
 from kvcompile.runtime.rotary import Rotary
 from kvcompile.schemes import Scheme
+from kvcompile.schemes.certified import ORIGINALS
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 ADOPT_TOKENS = 4096
@@ -103,11 +104,17 @@ class Store:
     def decode(self, tokens: int, length: int) -> torch.Tensor:
         """The first ``tokens`` of the ``length`` tokens written, as dense [B, K, T, D] in the model's dtype."""
         pages = min(pages_for(tokens), self.pages)
-        grown = [plane[:pages] if spec.extent is Extent.TOKENS else plane for plane, spec in self._described()]
-        planes = decodable(self.spec.scheme, grown, self.spec.slot, slice(None))
-        values = self.spec.scheme.decode(planes, self.spec.slot)[:, :, :tokens].to(self.spec.slot.dtype)
+        values = self._values(0, pages)[:, :, :tokens].to(self.spec.slot.dtype)
         values = values if self.window is None else self._in_place(values, length)
         return self._turned(values) if self.spec.scheme.pre_rope else values
+
+    def _values(self, first: int, last: int) -> torch.Tensor:
+        """Tokens of pages [first, last) as [B, K, T, D], from the originals where the store has them."""
+        originals = [plane[first:last] for plane, spec in self._described() if spec.name == ORIGINALS]
+        if originals:
+            return as_tokens(originals[0])
+        grown = [plane[first:last] if spec.extent is Extent.TOKENS else plane for plane, spec in self._described()]
+        return self.spec.scheme.decode(decodable(self.spec.scheme, grown, self.spec.slot, slice(None)), self.spec.slot)
 
     def _turned(self, keys: torch.Tensor) -> torch.Tensor:
         """Keys that are stored before RoPE as the model's."""
@@ -146,9 +153,8 @@ class Store:
         newest = (before[:, None] - 1) - (before[:, None] - 1 - slot) % size
         older = (now[:, None] - 1) - (now[:, None] - 1 - slot) % size
         first, pages = max(0, int(older.min())) // PAGE, pages_for(int(now.max()))
-        grown = [plane[first:pages] if spec.extent is Extent.TOKENS else plane for plane, spec in self._described()]
         if pages > first:
-            values = self.spec.scheme.decode(decodable(self.spec.scheme, grown, self.spec.slot, slice(None)), self.spec.slot)
+            values = self._values(first, pages)
             at = (older - first * PAGE).clamp(0, values.shape[2] - 1)[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
             refill = ((newest >= now[:, None]) & (older >= 0))[:, None, :, None]
             window.copy_(torch.where(refill, values.gather(2, at).to(window.dtype), window))

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import BadOption, NotInCompiler, UnknownOption, UnknownScheme
+from kvcompile.errors import BadOption, UnknownOption, UnknownScheme
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
+from kvcompile.schemes.certified import Certified
+from kvcompile.schemes.certify import Certify
 from kvcompile.schemes.dense import Dense
 from kvcompile.schemes.squat import Squat
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
@@ -24,12 +26,10 @@ SCHEMES: tuple[type[Scheme], ...] = (
     Fp8,
     Kivi,
     Squat,
+    Certified,
 )
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
-
-NOT_IN_COMPILER = ("certified",)
-"""Schemes with an eager definition whose graphs cannot be compiled yet; choosing one is refused."""
 
 
 def _option(scheme: type[Scheme], name: str, text: object) -> object:
@@ -59,8 +59,6 @@ def _option(scheme: type[Scheme], name: str, text: object) -> object:
 
 def make(name: str, **options: object) -> Scheme:
     """A scheme by name with options; raises UnknownScheme, UnknownOption or BadOption."""
-    if name in NOT_IN_COMPILER:
-        raise NotInCompiler(name=name, known=list(BY_NAME))
     if name not in BY_NAME:
         near = difflib.get_close_matches(name, BY_NAME, n=1)
         raise UnknownScheme(known=list(BY_NAME), name=name, hint=f"; did you mean {near[0]!r}?" if near else "")
@@ -81,4 +79,7 @@ def parse(text: str) -> Scheme:
     return make(name.strip(), **options)
 
 
-__all__ = ["AMAX", "BY_NAME", "SCHEMES", "SPREAD", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Planes", "Scheme", "Squat", "make", "parse"]
+__all__ = [
+    "AMAX", "BY_NAME", "SCHEMES", "SPREAD", "Certified", "Certify", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Planes", "Scheme", "Squat",
+    "make", "parse",
+]

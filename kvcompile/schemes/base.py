@@ -39,6 +39,8 @@ class Scheme(abc.ABC):
     """Names of the fixed planes that ``learn`` makes."""
     pre_rope = False
     """Whether keys are stored as they are before their rotary embedding, which attention then applies; an option."""
+    certified: ClassVar[bool] = False
+    """Whether attention over its planes is ``kvcompile::certified_site``: both halves of a site are, or none."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
 
@@ -61,6 +63,10 @@ class Scheme(abc.ABC):
     @abc.abstractmethod
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` and ``SPREAD`` of its group; None where none holds."""
+
+    def planes_read(self, slot: SlotSpec) -> int:
+        """How many of the planes attention reads, the first ones; more than a kernel decodes where originals are among them."""
+        return self.format(slot).planes
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:

@@ -4,13 +4,14 @@ Keys: eight bits per channel of a block of 16 tokens, affine, step = (max - min)
 Values: four bits per token in groups of 16 channels, with float16 scale and zero point, as ``kivi`` makes them.
 Each block has two notes: keys kappa = max_t |k - decoded|_2 and mu = max_t |k|_2, values eta = max_t |v - decoded|_2 and
 nu = max_t |v|_2, of the ORIGINALS and of what decodes in float32, rounded up. The newest 16 tokens stay in full precision,
-which always covers the block that is not whole yet. The originals (tier 2) are a dense store of their own.
+which always covers the block that is not whole yet. The originals (tier 2) are the last plane that grows.
 
 What differs from the source, and why:
 
 * kappa and mu: the source has neither. With kappa Cauchy-Schwarz gives a smaller bound on a logit's error for most
   queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. 1 byte a token and head for all notes.
 * The value's zero point is rounded down and its scale up, so that rounding them never clips.
+* Tier 2 lies beside the codes for now (``tier2=device``): pinned host memory is refused until kernels read and write it.
 * A step is rounded like any float32 number and clipping by that is part of the announced radius; the source assumes none.
 """
 
@@ -25,11 +26,18 @@ import torch
 
 from kvcompile.schemes.asymmetric import Axis, Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
-from kvcompile.schemes.dense import Dense
-from kvcompile.types import PAGE, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
+from kvcompile.schemes.certify import DEFAULTS, parse_policy
+from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
 
 BLOCK = 16
 """Tokens of a block."""
+
+
+ORIGINALS = "originals"
+"""The name of the plane that holds every token as the model made it: tier 2."""
+
+TELEMETRY = 32
+"""Accumulators of each kv head and row; ``lowering.certified_telemetry`` names them."""
 
 
 class Half(enum.Enum):
@@ -65,19 +73,31 @@ class Certified(Scheme):
     """Codes with the norms that certificates need; the originals stay in tier 2."""
 
     group: int = 16
-    tier2: Tier2 = Tier2.HOST
+    tier2: Tier2 = Tier2.DEVICE
+    certify: str = DEFAULTS
     half: Half = Half.AUTO
 
     name: ClassVar[str] = "certified"
     source: ClassVar[str] = "Runtime-Certified Bounded-Error Quantized Attention, sections 2.3 and 3.1"
     window = BLOCK
+    certified: ClassVar[bool] = True
+    warning: ClassVar[str | None] = (
+        "certified keeps the originals beside the codes and has no kernel yet: it certifies every step, and saves neither memory nor time"
+    )
 
     def __post_init__(self) -> None:
         require(
             isinstance(self.group, int) and 8 <= self.group <= PAGE and PAGE % self.group == 0, self.name, "group",
             f"a power of two from 8 to {PAGE}", self.group, "16 is the setting of the source",
         )
-        require(isinstance(self.tier2, Tier2), self.name, "tier2", "host or device", self.tier2, "host is the setting of the source")
+        require(
+            self.tier2 is Tier2.DEVICE, self.name, "tier2", "device (pinned host memory is not available yet)", self.tier2,
+            "leave it out",
+        )
+        require(isinstance(self.certify, str) and bool(self.certify), self.name, "certify", "text like v_tol:0.02/rank:1", self.certify,
+                "leave it out for the source's policy, or pass backend(certify=Certify(...))")
+        if self.certify != DEFAULTS:
+            parse_policy(self.certify)
         require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
 
     def of(self, role: Role) -> Certified:
@@ -90,7 +110,7 @@ class Certified(Scheme):
 
     @property
     def largest(self) -> float:
-        return torch.finfo(torch.float16).max / 2
+        return self.values.largest
 
     @property
     def values(self) -> Kivi:
@@ -114,11 +134,13 @@ class Certified(Scheme):
             )
         else:
             own = self.values.layout(slot).planes[:3]
-        return Layout((*own, notes)).windowed(slot, self.window)
+        layout = Layout((*own, notes, PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim))).windowed(slot, self.window)
+        if not self._is_keys(slot):
+            return layout
+        return Layout((*layout.planes, PlaneSpec("telemetry", torch.float64, TELEMETRY, 1, Extent.ROW)))
 
-    def originals(self, slot: SlotSpec) -> Layout:
-        """Tier 2: every token as the model made it."""
-        return Dense().layout(slot)
+    def planes_read(self, slot: SlotSpec) -> int:
+        return self.layout(slot).encoded
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         if not self._is_keys(slot):
@@ -134,7 +156,7 @@ class Certified(Scheme):
         decoded = self.decode(coded, SlotSpec(x.shape[1], x.shape[3], x.dtype, role))
         # In float64: the difference of two float32 numbers is exact there, or close to it.
         residual = x.to(torch.float64) - decoded.to(torch.float64)
-        return *coded, torch.stack([largest_norm(residual), largest_norm(x)], dim=-1)
+        return *coded, torch.stack([largest_norm(residual), largest_norm(x)], dim=-1), x_BKSD
 
     def _encode_keys(self, x: torch.Tensor) -> Planes:
         grouped = x.unflatten(2, (-1, BLOCK))

@@ -14,6 +14,9 @@ from kvcompile.schemes.base import require
 
 NAME = "certify"
 
+DEFAULTS = "default"
+"""The spelling of the source's policy."""
+
 
 class Fallback(enum.Enum):
     """What happens to a head whose checks fail: it is computed from the originals, or only said."""
@@ -56,8 +59,9 @@ class Certify:
     fallback: Fallback = Fallback.DENSE
 
     def __post_init__(self) -> None:
-        if self.fallback in [each.value for each in Fallback]:
-            object.__setattr__(self, "fallback", Fallback(self.fallback))
+        named: object = self.fallback
+        if named in [each.value for each in Fallback]:
+            object.__setattr__(self, "fallback", Fallback(named))
         most = 2**31
         least_max = self.k_min if isinstance(self.k_min, int) else 0
         whole = (("k_min", 0, most), ("k_max", least_max, most), ("widen", 0, 16), ("rank", 0, 64))
@@ -72,16 +76,24 @@ class Certify:
         require(isinstance(self.fallback, Fallback), NAME, "fallback", "'dense' or 'report'", self.fallback, "'dense' keeps the contract")
 
     def spell(self) -> str:
-        """The policy as text that ``parse_policy`` reads back; the operand of the op."""
-        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return ",".join(f"{name}={getattr(value, 'value', value)!r}" for name, value in values).replace("'", "")
+        """What differs from the defaults, as text that ``parse_policy`` reads back; the operand of the op."""
+        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
+        changed = (f"{field.name}:{getattr(value, 'value', value)}" for field, value in values if value != field.default)
+        return "/".join(changed) or DEFAULTS
 
 
 def parse_policy(text: str) -> Certify:
-    """What ``Certify.spell`` wrote."""
+    """What ``Certify.spell`` wrote: ``v_tol:0.02/rank:0``; raises BadOption."""
     kinds: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Certify)}
-    items = (item.partition("=") for item in filter(None, text.split(",")))
-    return Certify(**{name: kinds[name](value) for name, _, value in items})
+    found = {}
+    for item in text.split("/") if text != DEFAULTS else ():
+        name, _, value = (part.strip() for part in item.partition(":"))
+        try:
+            found[name] = kinds[name](value)
+        except (KeyError, ValueError):
+            known = ", ".join(kinds)
+            require(False, NAME, repr(name), f"one of {known}, as name:value with '/' between them", item, "leave out what is the default")
+    return Certify(**found)
 
 
 class Figure(enum.IntEnum):

@@ -1,0 +1,58 @@
+"""``kvcompile::certified_site``: certified attention as it stands in a compiled graph, with its telemetry.
+
+The operands of ``attend``, all planes that grow (codes, scales, zeros, notes, originals), the newest tokens, and the telemetry plane,
+which every step adds to. The policy is the keys' scheme's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from kvcompile import schemes
+from kvcompile.lowering.certified import certified_step
+from kvcompile.lowering.certified_telemetry import accumulate
+from kvcompile.lowering.ops import LIBRARY
+from kvcompile.schemes.certified import Certified, Half
+from kvcompile.schemes.certify import parse_policy
+
+LIBRARY.define(
+    "certified_site(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
+    " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[] recent, Tensor base,"
+    " Tensor(a!) telemetry) -> Tensor"
+)
+
+
+def certified_site_body(
+    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
+    keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float,
+    softcap: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, telemetry: torch.Tensor,
+) -> torch.Tensor:
+    """The definition: ``certified_attend`` at the step that the telemetry counts, which it adds to."""
+    scheme = schemes.parse(key_scheme)
+    assert isinstance(scheme, Certified)
+    clock = telemetry[0, :1, 0, 0, 0].to(torch.int64)
+    rules, originals = parse_policy(scheme.certify), [keys[4], values[4]]
+    both = dataclasses.replace(scheme, half=Half.AUTO)
+    output, figures, counts = certified_step(
+        rules, both, q, keys[:4], values[:4], originals, hi, lo, keep, bias, sinks, clock, scale, softcap, value_dim, recent, base
+    )
+    accumulate(telemetry, figures, counts)
+    return output
+
+
+def certified_site_meta(
+    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
+    keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float,
+    softcap: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, telemetry: torch.Tensor,
+) -> torch.Tensor:
+    """Shape of the result."""
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], value_dim)
+
+
+LIBRARY.impl("certified_site", certified_site_body, "CompositeExplicitAutograd")
+LIBRARY.impl("certified_site", certified_site_meta, "Meta")
+
+certified_site = torch.ops.kvcompile.certified_site.default

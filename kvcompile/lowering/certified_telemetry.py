@@ -1,0 +1,109 @@
+"""Telemetry of certified attention: what a step says of itself, accumulated in a plane that the host reads on request.
+
+A plane [1, B, K, 1, 32] of float64: steps, head-steps, the sum and the largest of every ``Figure``, and how often every
+``Count``, ``Rung`` and ``Cause`` was. The step number is also the clock that exploration draws by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.lowering.bound_printer import up32
+from kvcompile.lowering.certificate import Certificate
+from kvcompile.lowering.certified_promotion import Promoted
+from kvcompile.schemes.certified import TELEMETRY
+from kvcompile.schemes.certify import Cause, Count, Figure, Rung
+
+COUNTED = (Count.BLOCKS, Count.KEYS, Count.VALUES, Count.EXPLORED)
+
+COLUMNS: tuple[str, ...] = (
+    "steps", "head_steps", *(f"sum_{figure.name.lower()}" for figure in Figure), *(f"most_{figure.name.lower()}" for figure in Figure),
+    *(f"{count.name.lower()}" for count in COUNTED), *(f"rung_{rung.name.lower()}" for rung in Rung),
+    *(f"cause_{cause.name.lower()}" for cause in Cause if cause.name),
+)
+"""The accumulators, in order; ``sum_`` and the counters add up, ``most_`` is the largest."""
+
+MOST = tuple(name.startswith("most_") for name in COLUMNS)
+
+
+def figures_of(
+    candidate: Certificate, falls: torch.Tensor, dense: torch.Tensor, delta: torch.Tensor, tail: torch.Tensor
+) -> torch.Tensor:
+    """The columns of ``Figure``, of the candidates and of what is returned: a head that ``falls`` back has the arithmetic of ``dense``."""
+    key, value, arithmetic = (up32(x) for x in candidate)
+    columns = {
+        Figure.CANDIDATE_KEY: key, Figure.CANDIDATE_VALUE: value, Figure.CANDIDATE_ARITHMETIC: arithmetic,
+        Figure.KEY: torch.where(falls, 0, key), Figure.VALUE: torch.where(falls, 0, value),
+        Figure.ARITHMETIC: torch.where(falls, up32(dense), arithmetic), Figure.DELTA: up32(delta), Figure.TAIL: up32(tail),
+    }
+    return torch.stack([columns[figure] for figure in Figure], dim=-1)
+
+
+def counts_of(codes: torch.Tensor, promoted: Promoted, values: torch.Tensor, falls: torch.Tensor, causes: torch.Tensor) -> torch.Tensor:
+    """The columns of ``Count``."""
+    rung = torch.where(promoted.widened, int(Rung.WIDENED), int(Rung.PLAIN))
+    rung = torch.where(values.any(-1), int(Rung.VALUES), rung)
+    rung = torch.where(falls, int(Rung.HEAD), rung)
+    rung = torch.where(falls & ((causes & int(Cause.DAMAGED)) != 0), int(Rung.LAYER), rung)
+    columns = {
+        Count.BLOCKS: codes.sum(-1), Count.KEYS: promoted.keys.sum(-1), Count.VALUES: values.sum(-1),
+        Count.EXPLORED: promoted.explored.sum(-1), Count.RUNG: rung, Count.CAUSES: causes,
+    }
+    return torch.stack([columns[count].to(torch.int32) for count in Count], dim=-1)
+
+
+def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Tensor) -> None:
+    """Add one step's figures and counters [B, H, S, ...] to the plane, in place. A figure that is no number counts as infinite."""
+    K = telemetry.shape[2]
+    by_head = figures.to(torch.float64).nan_to_num(torch.inf, torch.inf).unflatten(1, (K, -1)).flatten(2, 3)
+    counted = counts.unflatten(1, (K, -1)).flatten(2, 3)
+    rung, causes = counted[..., Count.RUNG], counted[..., Count.CAUSES]
+    one = torch.ones_like(rung[..., :1], dtype=torch.float64)
+    columns = [one[..., 0], rung.new_full((), rung.shape[-1], dtype=torch.float64).expand_as(one[..., 0])]
+    columns += [by_head[..., figure].sum(-1) for figure in Figure]
+    columns += [by_head[..., figure].amax(-1) for figure in Figure]
+    columns += [counted[..., count].sum(-1).to(torch.float64) for count in COUNTED]
+    columns += [(rung == int(each)).sum(-1).to(torch.float64) for each in Rung]
+    columns += [((causes & int(each)) != 0).sum(-1).to(torch.float64) for each in Cause if each.name]
+    new = torch.nn.functional.pad(torch.stack(columns, dim=-1), (0, TELEMETRY - len(columns)))
+    held = telemetry[0, :, :, 0]
+    most = torch.tensor([*MOST, *[False] * (TELEMETRY - len(MOST))], device=held.device)
+    held.copy_(torch.where(most, torch.maximum(held, new), held + new))
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """What certified attention did, over some layers, rows and heads."""
+
+    values: dict[str, float]
+
+    @staticmethod
+    def of(planes: Iterable[torch.Tensor]) -> Telemetry:
+        """From telemetry planes; waits for their devices."""
+        read = [plane[0, :, :, 0, : len(COLUMNS)].flatten(0, 1).cpu() for plane in planes]
+        rows = torch.cat([*read, torch.zeros(1, len(COLUMNS), dtype=torch.float64)])
+        joined = torch.where(torch.tensor(MOST), rows.amax(0), rows.sum(0))
+        return Telemetry(dict(zip(COLUMNS, joined.tolist(), strict=True)))
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+    def mean(self, figure: Figure) -> float:
+        """The mean of a figure over head-steps."""
+        return self[f"sum_{figure.name.lower()}"] / max(1.0, self["head_steps"])
+
+    def __str__(self) -> str:
+        steps = max(1.0, self["head_steps"])
+        lines = [f"{self['head_steps']:,.0f} head-steps"]
+        for figure in Figure:
+            if figure not in {Figure.DELTA, Figure.TAIL}:
+                name = figure.name.lower()
+                lines.append(f"  {name.replace('_', ' '):22}mean {self.mean(figure):.3g}, most {self['most_' + name]:.3g}")
+        blocks = max(1.0, self["blocks"])
+        shares = (f"{name} {self[name] / blocks:.1%}" for name in ("keys", "values", "explored"))
+        lines.append(f"  blocks from originals: {', '.join(shares)}")
+        lines += [f"  {rung.name.lower():22}{self['rung_' + rung.name.lower()] / steps:.2%}" for rung in Rung]
+        return "\n".join(lines)

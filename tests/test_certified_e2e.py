@@ -1,0 +1,169 @@
+"""Certified attention in compiled models: rewritten sites, originals and telemetry in the store, answers within their certificates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import kvcompile
+from kvcompile.errors import BadSetting, HalfCertified
+from kvcompile.lowering.certified_telemetry import COLUMNS, Telemetry, accumulate
+from kvcompile.passes.plan import policy_of
+from kvcompile.schemes.certified import ORIGINALS, TELEMETRY, Certified
+from kvcompile.schemes.certify import EXACT, Certify, Count, Figure, Rung
+
+pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo"), pytest.mark.compile]
+
+B, H, K, D, CAPACITY = 2, 4, 2, 32, 192
+
+
+class Layer(nn.Module):
+    """Attention over a static cache, one for all calls."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.qkv = nn.Linear(64, (H + 2 * K) * D)
+        self.register_buffer("keys", torch.zeros(B, K, CAPACITY, D))
+        self.register_buffer("values", torch.zeros(B, K, CAPACITY, D))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, D)).transpose(1, 2).split([H, K, K], 1)
+        self.keys.index_copy_(2, pos, k)
+        self.values.index_copy_(2, pos, v)
+        mask = torch.arange(CAPACITY) <= pos[:, None]
+        return sdpa(q * 3, self.keys, self.values, attn_mask=mask, enable_gqa=True)
+
+
+def tokens(count: int) -> torch.Tensor:
+    """Inputs of ``count`` tokens."""
+    return torch.randn(B, count, 64, generator=torch.Generator().manual_seed(5))
+
+
+def steps(layer: Any, x: torch.Tensor, prefill: int) -> list[torch.Tensor]:
+    """Prefill, then one token a call."""
+    with torch.no_grad():
+        out = [layer(x[:, :prefill], torch.arange(prefill))]
+        out += [layer(x[:, at : at + 1], torch.tensor([at])) for at in range(prefill, x.shape[1])]
+    return out
+
+
+def compiled(policy: Certify | None = None, inner: str = "eager") -> tuple[kvcompile.Backend, Layer, Any]:
+    """A backend, a layer, and the layer compiled with it."""
+    backend = kvcompile.backend(scheme="certified", certify=policy, inner=inner, strict=True)
+    layer = Layer()
+    return backend, layer, torch.compile(layer, backend=backend, fullgraph=True)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_every_step_is_within_what_telemetry_says(inner: str) -> None:
+    x = tokens(110)
+    wanted = steps(Layer(), x, 90)
+    backend, _, layer = compiled(Certify(tau_cov=0.5, k_min=0, k_max=1, widen=0, rank=0, v_tol=math.inf), inner)
+    got = steps(layer, x, 90)
+    assert torch.allclose(got[0], wanted[0], atol=1e-5), "prefill reads the new tokens as they are"
+    errors = torch.stack([(a - b).double().norm(dim=-1).flatten() for a, b in zip(got[1:], wanted[1:], strict=True)])
+    told = backend.telemetry()
+    most = sum(told[f"most_{name}"] for name in ("key", "value", "arithmetic"))
+    assert 1e-4 < errors.max() <= most < 3
+    assert told["head_steps"] == 20 * B * H and told["steps"] == 20 * B * K
+    assert told["rung_plain"] + told["rung_widened"] + told["rung_values"] == told["head_steps"]
+    assert 0 < told["keys"] < told["blocks"] and told["values"] == 0
+    assert "head-steps" in str(told)
+
+
+def test_with_everything_from_the_originals_it_is_the_dense_model() -> None:
+    x = tokens(100)
+    wanted = steps(Layer(), x, 60)
+    _, _, layer = compiled(EXACT)
+    for got, want in zip(steps(layer, x, 60), wanted, strict=True):
+        assert torch.allclose(got, want, atol=2e-5)
+
+
+def test_a_budget_of_zero_makes_every_head_dense() -> None:
+    x = tokens(70)
+    wanted = steps(Layer(), x, 60)
+    backend, _, layer = compiled(Certify(key_budget=0.0, k_max=2, widen=0))
+    for got, want in zip(steps(layer, x, 60), wanted, strict=True):
+        assert torch.allclose(got, want, atol=1e-5)
+    told = backend.telemetry()
+    assert told["rung_head"] == told["head_steps"] > 0
+    assert told["most_key"] < 1e-30 and told["most_candidate_key"] > 0
+
+
+def test_planes_announced_are_planes_held_and_originals_are_what_was_written() -> None:
+    x = tokens(85)
+    dense = Layer()
+    steps(dense, x, 70)
+    backend, layer, run = compiled()
+    steps(run, x, 70)
+    report = backend.report()
+    assert report.allocated == report.announced > 0
+    assert "saves neither memory nor time" in " ".join(str(report).split())
+    for cache, original in ((layer.keys, dense.keys), (layer.values, dense.values)):
+        assert torch.allclose(kvcompile.decoded(cache)[:, :, :85], original[:, :, :85], atol=1e-5)
+        names = [plane.name for store in cache._kv.stores.values() for plane in store.spec.layout.planes]
+        assert ORIGINALS in names
+
+
+def test_going_back_keeps_certificates_true() -> None:
+    """After a rollback the window is filled from the originals: exact tokens stay exact."""
+    x = tokens(100)
+    dense, (backend, _, run) = Layer(), compiled(EXACT)
+    for layer in (dense, run):
+        steps(layer, x, 96)
+    with torch.no_grad():
+        for at in (96, 97, 98):
+            got, want = (layer(x[:, at - 40 : at - 39], torch.tensor([at])) for layer in (run, dense))
+            assert torch.allclose(got, want, atol=2e-5)
+    assert backend.telemetry()["cause_damaged"] == 0
+
+
+@pytest.mark.slow
+def test_inductor_runs_the_eager_definition() -> None:
+    x = tokens(75)
+    wanted = steps(Layer(), x, 70)
+    backend, _, layer = compiled(inner="inductor")
+    got = steps(layer, x, 70)
+    errors = torch.stack([(a - b).double().norm(dim=-1).flatten() for a, b in zip(got[1:], wanted[1:], strict=True)])
+    told = backend.telemetry()
+    assert errors.max() <= sum(told[f"most_{name}"] for name in ("key", "value", "arithmetic"))
+    assert told["head_steps"] == 5 * B * H
+
+
+def test_policies_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(BadSetting, match="certify"):
+        kvcompile.backend(scheme="int8", certify=Certify())
+    with pytest.raises(BadSetting, match="certify"):
+        kvcompile.backend(scheme="certified", certify=0.1)  # type: ignore[arg-type]
+    made = policy_of("certified(certify=v_tol:0.5)").rules[0][1].k
+    assert isinstance(made, Certified)
+    backend = kvcompile.backend(scheme={"k": "certified", "v": "int8"}, strict=True)
+    with pytest.raises(Exception, match="both in the scheme 'certified'"):
+        steps(torch.compile(Layer(), backend=backend), tokens(20), 18)
+    assert issubclass(HalfCertified, kvcompile.KvcompileError)
+
+
+def test_telemetry_adds_up() -> None:
+    plane = torch.zeros(1, 2, 2, 1, TELEMETRY, dtype=torch.float64)
+    figures = torch.rand(2, 4, 3, len(Figure))
+    counts = torch.randint(0, 3, (2, 4, 3, len(Count)), dtype=torch.int32)
+    counts[..., Count.RUNG] = torch.randint(0, 5, (2, 4, 3))
+    for _ in range(3):
+        accumulate(plane, figures, counts)
+    told = Telemetry.of([plane, plane])
+    assert told["head_steps"] == 2 * 3 * 24 and len(COLUMNS) <= TELEMETRY
+    assert told.mean(Figure.KEY) == pytest.approx(float(figures[..., Figure.KEY].mean()), rel=1e-6)
+    assert told["most_value"] == pytest.approx(float(figures[..., Figure.VALUE].max()))
+    assert told["values"] == 6 * int(counts[..., Count.VALUES].sum())
+    assert [told[f"rung_{rung.name.lower()}"] for rung in Rung] == [6 * int((counts[..., Count.RUNG] == rung).sum()) for rung in Rung]
+    assert Telemetry.of([])["head_steps"] == 0
+    figures[0, 0, 0, Figure.CANDIDATE_KEY] = math.nan
+    accumulate(plane, figures, counts)
+    assert Telemetry.of([plane])["most_candidate_key"] == math.inf
