@@ -1,4 +1,4 @@
-"""Rewrite: every planned site becomes ``kvcompile::append`` + ``kvcompile::attend`` on store planes.
+"""Rewrite: every planned site becomes ``kvcompile::append`` + ``kvcompile::attend`` on store planes (certified: ``certified_site``).
 
 The planes are new placeholders behind the old ones; the cache tensor itself leaves the graph. Two
 variants of one graph exist, because whether anything is cached yet is known on the host before the
@@ -300,9 +300,13 @@ class _Rewriter:
             if rolled:
                 hi, bias = self.rings.mask(emit, item, hi, lo, keep, bias, self.device)
                 lo = keep = None
+            certified = item.key.scheme.certified and not fresh
             out = emit.call(
-                torch.ops.kvcompile.attend.default, q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item),
-                *schemes, attention.scale, attention.softcap, value_dim, *([] if fresh else self._beside(emit, item)),
+                torch.ops.kvcompile.certified_site.default if certified else torch.ops.kvcompile.attend.default,
+                q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item), *schemes, attention.scale, attention.softcap,
+                value_dim, *([] if fresh else self._beside(emit, item)),
+                # The telemetry is the last plane of the keys.
+                *(self.plane_nodes(item.key)[-1:] if certified else []),
             )
         if made is not None and not fresh:
             out = absorb.result(emit, self.env, out, dtype, made.value, site.heads)
@@ -331,7 +335,7 @@ class _Rewriter:
     def _read(self, slot: SlotPlan) -> list[fx.Node]:
         """The planes that attention reads."""
         planes = self.rings.linear.get((slot.slot.root, slot.slot.axes.select)) or self.plane_nodes(slot)
-        return planes[: slot.scheme.format(slot.spec).planes]
+        return planes[: slot.scheme.planes_read(slot.spec)]
 
     def _append_window(self, emit: Emitter, slot: SlotPlan, source: fx.Node, position: fx.Node) -> None:
         """Append to a store with a window, at the write, or where its rows' padding is known if that is later."""
