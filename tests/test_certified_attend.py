@@ -15,8 +15,9 @@ from benchmarks.certified_soundness import Cache, Draw, Inputs, Shape, Step, dis
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering.certified import certified_attend, certified_attend_body, certified_step
 from kvcompile.lowering.certified_promotion import above, chance, descending
+from kvcompile.lowering.certified_telemetry import accumulate
 from kvcompile.lowering.windows import append_window_body
-from kvcompile.schemes.certified import BLOCK, Certified
+from kvcompile.schemes.certified import BLOCK, TELEMETRY, Certified
 from kvcompile.schemes.certify import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
 from kvcompile.types import PAGE, Role, SlotSpec
 
@@ -310,6 +311,10 @@ def test_no_branch_and_no_sync_depends_on_data() -> None:
     graph = make_fx(body_of(step), tracing_mode="symbolic")(*operands(step))
     assert not [node for node in graph.graph.nodes if "aten.item" in str(node.target) or "_local_scalar" in str(node.target)]
     assert not [node for node in graph.graph.nodes if "nonzero" in str(node.target)]
+    # A tensor made from numbers on the host would be copied to the device in every step, and stop a CUDA graph.
+    counted = make_fx(accumulate)(torch.zeros(1, 1, 2, 1, TELEMETRY, dtype=torch.float64), *step.run()[1:])
+    for node in (*graph.graph.nodes, *counted.graph.nodes):
+        assert "lift_fresh" not in str(node.target) and "_tensor_constant" not in str(node.target), node.format_node()
     other = dataclasses.replace(needle(Draw(15), Shape(B=1, H=4, K=2, S=1, D=32, T=150)).step(step.policy, torch.float32)[0], clock=7)
     for got, wanted in zip(graph(*operands(other)), other.run(), strict=True):
         assert torch.equal(got, wanted)

@@ -70,7 +70,9 @@ def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Ten
     columns += [((causes & int(each)) != 0).sum(-1).to(torch.float64) for each in Cause if each.name]
     new = torch.nn.functional.pad(torch.stack(columns, dim=-1), (0, TELEMETRY - len(columns)))
     held = telemetry[0, :, :, 0]
-    most = torch.tensor([*MOST, *[False] * (TELEMETRY - len(MOST))], device=held.device)
+    # Not a tensor made from a list: that is a copy from the host, which no CUDA graph can hold.
+    column = torch.arange(TELEMETRY, device=held.device)
+    most = (column >= MOST.index(True)) & (column < MOST.index(True) + sum(MOST))
     held.copy_(torch.where(most, torch.maximum(held, new), held + new))
 
 
