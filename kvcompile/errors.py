@@ -54,6 +54,13 @@ class HalfCertified(SchemeError):
     )
 
 
+class NotBounded(SchemeError):
+    template = (
+        "expected a scheme whose decode error is bounded by what it stores, for a certificate, found {scheme!r}, which moves keys by more; "
+        "choose another scheme, or leave the certificate out"
+    )
+
+
 class LatentNotCertified(SchemeError):
     template = (
         "expected keys and values that are cached as attention takes them, for the scheme 'certified', found ones that are made from a "

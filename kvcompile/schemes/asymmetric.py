@@ -24,7 +24,9 @@ from typing import Any, ClassVar
 import sympy
 import torch
 
+from kvcompile.schemes import bounds
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
+from kvcompile.schemes.bounds import STEP, ZERO
 from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY, rounded_up
 from kvcompile.types import PAGE, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
@@ -183,6 +185,11 @@ class Kivi(Scheme):
         codes = torch.round((grouped - zero.to(torch.float32)) / torch.where(step == 0, torch.ones_like(step), step))
         codes = codes.clamp(0, 2**self.bits - 1).nan_to_num().to(torch.int32).flatten(dim - 1, dim)
         return codes, scale.squeeze(dim), zero.squeeze(dim)
+
+    def radius(self, slot: SlotSpec) -> sympy.Expr | None:
+        del slot
+        # Half a step, and float32 rounding of x - zero, of the quotient and of code * scale + zero.
+        return STEP / 2 + (ZERO + 2 * (2**self.bits - 1) * STEP) * sympy.Float(2.0**-21) + bounds.TINY
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         del slot

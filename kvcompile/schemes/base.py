@@ -68,6 +68,11 @@ class Scheme(abc.ABC):
         """How many of the planes attention reads, the first ones; more than a kernel decodes where originals are among them."""
         return self.format(slot).planes
 
+    def radius(self, slot: SlotSpec) -> sympy.Expr | None:
+        """The same bound by what is stored: ``bounds.STEP``, a channel's scale, and ``bounds.ZERO``, the magnitude of its zero point."""
+        del slot
+        return None
+
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
         """The settings that every test of all schemes runs with: the default, then one per option that matters."""

@@ -47,5 +47,8 @@ class Dense(Scheme):
         del fixed
         return (x_BKSD,)
 
+    def radius(self, slot: SlotSpec) -> sympy.Expr:
+        return sympy.Integer(0)
+
     def bound(self, slot: SlotSpec) -> sympy.Expr:
         return sympy.Integer(0)

@@ -174,6 +174,9 @@ class Squat(Kivi):
         """Scales or zero points [B, K, S / group, D] as float32 [B, K, S, D]."""
         return plane.to(torch.float32).repeat_interleave(self.group, dim=-2)
 
+    def radius(self, slot: SlotSpec) -> sympy.Expr | None:
+        return None if self.learns(slot) else super().radius(slot)
+
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         """None where queries move the keys: the movement depends on them, not on the group's values alone.
 

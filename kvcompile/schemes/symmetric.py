@@ -18,6 +18,8 @@ import sympy
 import torch
 
 from kvcompile.schemes.base import AMAX, Planes, Scheme, require, require_divides
+from kvcompile.schemes.bounds import STEP
+from kvcompile.schemes.bounds import TINY as TINIEST
 from kvcompile.types import Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -139,6 +141,22 @@ class Symmetric(Scheme):
         scaled = (grouped / scale.to(torch.float32)).flatten(-2)
         return self.pack(scaled), scale.squeeze(-1)
 
+    reach: ClassVar[sympy.Expr] = sympy.Rational(1, 2)
+    """Half the distance between neighboring codes, in scales."""
+
+    @property
+    def per_scale(self) -> sympy.Expr:
+        """The error of a channel at most, in stored scales: and float32 rounding of x / scale and of code * scale (2 units at qmax)."""
+        return self.reach + sympy.Float(self.qmax * 2.0**-22)
+
+    def radius(self, slot: SlotSpec) -> sympy.Expr | None:
+        del slot
+        return STEP * self.per_scale + TINIEST
+
+    def bound(self, slot: SlotSpec) -> sympy.Expr:
+        del slot
+        return self.largest_scale() * self.per_scale
+
     def largest_scale(self) -> sympy.Expr:
         """The stored scale at most, given AMAX: rounded up by one unit in the last place, or to the floor."""
         ulp, tiny = SCALE_ULP[self.scale_dtype], TINY[self.scale_dtype]
@@ -164,10 +182,6 @@ class Int8(Symmetric):
     def pack(self, scaled: torch.Tensor) -> torch.Tensor:
         return torch.round(scaled).clamp(-127, 127).to(torch.int8)
 
-    def bound(self, slot: SlotSpec) -> sympy.Expr:
-        # Half a step, plus float32 rounding of x / scale and of code * scale (2 units at qmax).
-        return self.largest_scale() * (sympy.Rational(1, 2) + sympy.Float(self.qmax * 2.0**-22))
-
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Symmetric):
@@ -188,9 +202,6 @@ class Int4(Symmetric):
         low, high = codes.chunk(2, dim=-1)
         return low | (high << 4)
 
-    def bound(self, slot: SlotSpec) -> sympy.Expr:
-        return self.largest_scale() * (sympy.Rational(1, 2) + sympy.Float(self.qmax * 2.0**-22))
-
 
 @dataclasses.dataclass(frozen=True)
 class Fp8(Symmetric):
@@ -198,6 +209,8 @@ class Fp8(Symmetric):
 
     name: ClassVar[str] = "fp8"
     qmax: ClassVar[float] = 448.0
+    # Scaled values reach 448, where neighboring floats are 32 apart.
+    reach: ClassVar[sympy.Expr] = sympy.Integer(16)
     bits: ClassVar[int] = 8
 
     def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
@@ -206,8 +219,3 @@ class Fp8(Symmetric):
 
     def pack(self, scaled: torch.Tensor) -> torch.Tensor:
         return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-
-    def bound(self, slot: SlotSpec) -> sympy.Expr:
-        # Scaled values reach 448, where neighboring floats are 32 apart: half of that, plus float32 rounding
-        # of x / scale and of code * scale (2 units at qmax).
-        return self.largest_scale() * (16 + sympy.Float(self.qmax * 2.0**-22))

@@ -1,0 +1,105 @@
+"""Certificates of schemes that keep no originals: report only, there is nothing to fall back to.
+
+Every token is a block of its own. How far a channel may be from its original is the scheme's ``radius``, by the scales and
+zero points that are stored; so a logit deviates by sum_c |q_c| radius_c, and a value by the norm of its radius. The
+theorems are those of ``schemes.bounds``. The arithmetic covers float32 sums in any order, which is what the eager definition of ``attend``
+does: a kernel that multiplies in a narrower type has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcompile.errors import NotBounded
+from kvcompile.lowering import certificate as certificates
+from kvcompile.lowering.bound_printer import aten
+from kvcompile.lowering.certificate import Certificate, Sum, Values, norm
+from kvcompile.lowering.certified_blocks import Scores, by_queries, gaps
+from kvcompile.lowering.ops import _padded, decodable, visible, with_recent
+from kvcompile.schemes import Scheme, bounds
+from kvcompile.schemes.base import _spread
+from kvcompile.schemes.bounds import Bound, Outward, Over
+from kvcompile.types import Role, SlotSpec
+
+_center_norm = aten(bounds.CENTER_NORM)
+_deviation = aten(bounds.DEVIATION)
+_rounding = aten(bounds.ROUNDING)
+
+
+def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """What codes stand for, and how far every channel may be from its original; float32 [B, K, T, D]. Raises NotBounded."""
+    expression = scheme.radius(slot)
+    if expression is None:
+        raise NotBounded(scheme=scheme.spell())
+    tokens, fmt = decodable(scheme, planes, slot, slice(None)), scheme.format(slot)
+    values = scheme.decode(tokens, slot)
+    if not fmt.scaled:
+        return values, torch.zeros_like(values)
+    bound = Bound(f"radius of {scheme.name}", expression, Outward.UP, Over.CHANNEL, "1")
+    stored = {"step": _spread(tokens[1], fmt).abs()}
+    if fmt.zeros:
+        stored["zero"] = _spread(tokens[2], fmt).abs()
+    return values, aten(bound)(**stored)
+
+
+def report_step(
+    key_scheme: Scheme, value_scheme: Scheme, output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None,
+    sinks: torch.Tensor | None, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
+    base: torch.Tensor | None = None,
+) -> Certificate:
+    """The certificate of what ``attend`` gave for these operands, each bound float64 [B, H, S]."""
+    B, H, S, D = q.shape
+    K = keys[0].shape[2]
+    heads = (K, H // K)
+    k, key_radius = decoded_with_radius(key_scheme, keys, SlotSpec(K, D, q.dtype, Role.KEY))
+    v, value_radius = decoded_with_radius(value_scheme, values, SlotSpec(K, value_dim, q.dtype, Role.VALUE))
+    T = k.shape[2]
+    mask = by_queries(visible(hi, lo, keep, T), heads, S)
+    extra = None
+    if bias is not None and bias.dtype == torch.bool:
+        mask = mask & by_queries(_padded(bias, T, False), heads, S)
+    elif bias is not None:
+        extra = by_queries(_padded(bias.to(torch.float32), T, float("-inf")), heads, S)
+        mask = mask & ~torch.isneginf(extra)
+    mask = mask.expand(B, -1, -1, -1)
+    if recent:
+        assert base is not None
+        exact = (torch.arange(T, device=q.device) >= base[:, None])[:, None, :, None]
+        k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
+        key_radius, value_radius = torch.where(exact, 0, key_radius), torch.where(exact, 0, value_radius)
+    seen = mask.any(2)[..., None]
+    k, v, key_radius, value_radius = (torch.where(seen, x, 0) for x in (k, v, key_radius, value_radius))
+
+    query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
+    scores = Scores(query, mask, extra, scale, softcap)
+    logits = scores.logits(scores.products(k))
+    live = mask.expand(B, K, -1, -1)
+    sink = None if sinks is None else sinks.to(torch.float32).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
+    top = logits.amax(-1) if sink is None else torch.maximum(logits.amax(-1), sink)
+    top = torch.where(torch.isneginf(top), 0, top)
+    own = 0.0 if sink is None else torch.exp(sink.to(torch.float64) - top.to(torch.float64))
+    softmax = Sum(gaps(logits, top, live), live.to(torch.float64), own)
+
+    kappa = norm(key_radius).unsqueeze(2)
+    common = dict(query_norm=norm(query).unsqueeze(-1), scale=abs(scale), terms=float(D + 4), cap=softcap)
+    channels = (query.abs() @ key_radius.transpose(-1, -2)).to(torch.float64)
+    delta = _deviation(channels=channels, kappa=kappa, mu=norm(k).unsqueeze(2), peak=0.0, **common)
+    if extra is not None:
+        # As in ``certified_blocks.biased``.
+        peak = top.abs().to(torch.float64).unsqueeze(-1) + 200.0
+        delta = delta + _rounding(kappa=0.0, mu=0.0, query_norm=0.0, scale=0.0, terms=0.0, cap=0.0, peak=peak)
+    delta = torch.where(live, delta, 0)
+    eta = torch.where(live, norm(value_radius).unsqueeze(2), 0)
+    known = Values(torch.where(live, norm(v).unsqueeze(2), 0) + eta, eta)
+
+    size = norm(output).unflatten(1, heads).flatten(2, 3)
+    value = certificates.total(certificates.value_terms(softmax, eta))
+    added = certificates.accumulation(softmax, known, certificates.CHAIN + 2.0 * T)
+    # The output is rounded already: its exact norm is below this.
+    rounded = certificates.output_rounding(2 * size, q.dtype, value_dim)
+    center = _center_norm(norm=size + rounded, value_sum=value + added, vmax=known.vmax)
+    found = Certificate(certificates.key_bound(softmax, delta, known, center), value, added + rounded)
+    return Certificate(*(bound.unflatten(2, (heads[1], S)).flatten(1, 2) for bound in found))

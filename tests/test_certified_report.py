@@ -1,0 +1,88 @@
+"""Certificates of schemes without originals: no head-step of any bounded scheme is further from float64 than what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from registry import VARIANTS, bound_of, fitting, round_trip, slot, whole_blocks
+
+from benchmarks.certified_soundness import CASES, Draw, Inputs, Shape, distance, paged
+from kvcompile.errors import NotBounded
+from kvcompile.lowering.bound_printer import aten
+from kvcompile.lowering.certified_report import decoded_with_radius, report_step
+from kvcompile.lowering.ops import attend_body
+from kvcompile.schemes import Scheme, parse
+from kvcompile.schemes.bounds import Bound, Outward, Over
+from kvcompile.schemes.certify import Certify
+from kvcompile.types import PAGE, Role
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCHEMES = ("dense", "int8", "fp8", "int4", "int8(scale_dtype=bfloat16)", "int4(group=16)", "kivi", "kivi(bits=4)", "kivi(bits=3)")
+PAIRS = (*((name, name) for name in SCHEMES), ("fp8", "int4"), ("int8", "kivi"))
+
+
+def planes_of(scheme: Scheme, x_BKTD: torch.Tensor) -> list[torch.Tensor]:
+    """Encoded whole pages."""
+    pages = x_BKTD.shape[2] // PAGE
+    return [paged(plane, pages) for plane in scheme.encode(x_BKTD)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_no_head_step_is_beyond_what_is_reported(case: Callable[[Draw, Shape], Inputs]) -> None:
+    shape, nearest, head_steps = Shape(B=2, H=4, K=2, S=16, D=64, T=192), 0.0, 0
+    for number, (dtype, exact) in enumerate((d, e) for d in (torch.float32, torch.bfloat16) for e in (0, 40)):
+        inputs = case(Draw(number), shape)
+        for keys_by, values_by in PAIRS:
+            step, k, v = inputs.step(Certify(), dtype)
+            ks, vs = parse(keys_by).of(Role.KEY), parse(values_by).of(Role.VALUE)
+            keys, values = planes_of(ks, k), planes_of(vs, v)
+            recent, base = None, None
+            if exact:
+                base = torch.tensor([shape.T - exact])
+                recent = [k[:, :, -exact:], v[:, :, -exact:]]
+                for plane in (keys[0], values[0]):
+                    # Whole blocks behind the last one that any token is read from.
+                    plane[-1, :, :, 32:] = 0 if not plane.is_floating_point() else float("nan")
+            fixed = step.bias, step.sinks
+            common = (step.hi, step.lo, step.keep, *fixed)
+            output = attend_body(step.q, keys, values, *common, ks.spell(), vs.spell(), step.scale, step.softcap, shape.D, recent, base)
+            found = report_step(ks, vs, output, step.q, keys, values, *common, step.scale, step.softcap, shape.D, recent, base)
+            bound, error = sum(found), distance(output, step.exact(k, v))
+            fine = (error <= bound) | ~torch.isfinite(output).all(-1)
+            assert fine.all(), f"{keys_by}, {values_by}, {dtype}: {int((~fine).sum())} head-steps"
+            assert torch.isfinite(bound[torch.isfinite(output).all(-1)]).all()
+            nearest = max(nearest, float(torch.where(torch.isfinite(error), error / bound, 0).max()))
+            head_steps += error.numel()
+    assert head_steps == 4 * len(PAIRS) * 2 * 4 * 16
+    assert nearest > 0.02, "certificates that nothing comes near prove little"
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in VARIANTS if not scheme.certified], ids=lambda scheme: scheme.spell())
+def test_a_radius_by_what_is_stored_bounds_and_is_not_above_the_announced_bound(scheme: Scheme) -> None:
+    """The announced bound allows for any rounding of the scale; the radius knows the scale."""
+    spec = fitting(scheme)
+    if scheme.radius(spec) is None:
+        assert scheme.bound(spec) is None
+        with pytest.raises(NotBounded, match="another scheme"):
+            decoded_with_radius(scheme, [], spec)
+        return
+    x = whole_blocks(scheme, Draw(3).normal(2, spec.heads, 4 * PAGE, spec.head_dim) * 10 ** (4 * Draw(4).uniform(2, spec.heads, 1, 1) - 2))
+    if not scheme.format(spec).scaled:
+        return
+    planes = planes_of(scheme, x)
+    decoded, radius = decoded_with_radius(scheme, planes, spec)
+    error = (decoded.to(torch.float64) - x.to(torch.float64)).abs()
+    assert (error <= radius).all() and torch.equal(decoded.to(torch.float64), round_trip(scheme, x, spec))
+    assert (radius <= bound_of(scheme, x, spec) * (1 + 1e-4) + 1e-30).all()
+    assert (error / radius).max() > 0.9
+
+
+def test_a_radius_that_is_too_small_would_be_noticed() -> None:
+    scheme, spec = parse("int4"), slot(2, 64)
+    x = Draw(5).normal(1, 2, PAGE, 64)
+    decoded, radius = decoded_with_radius(scheme, planes_of(scheme, x), spec)
+    assert ((decoded - x).abs() > 0.9 * radius).any()
+    assert aten(Bound("any", scheme.radius(spec), Outward.UP, Over.CHANNEL, "1"))(step=torch.ones(())) >= 0.5
