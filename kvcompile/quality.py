@@ -22,6 +22,7 @@ from rich.table import Table
 
 from kvcompile.backend import backend
 from kvcompile.errors import TargetError
+from kvcompile.lowering.certified_telemetry import COLUMNS, Telemetry
 from kvcompile.report import short_scheme, size_text
 from kvcompile.schemes import parse
 from kvcompile.targets import Options, resolve, static_cache
@@ -89,11 +90,13 @@ class Quality:
     cache_bytes: int
     dense_bytes: int
     seconds: float
+    telemetry: Telemetry
+    """What certified attention did while the text was decoded; no head-steps for other schemes."""
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        shares = {name: getattr(self, name).plain() for name in ("agreement", *TASKS)}
-        return {**{name: value for name, value in vars(self).items() if name not in shares}, **shares}
+        made = {name: getattr(self, name).plain() for name in ("agreement", *TASKS)} | {"telemetry": self.telemetry.values}
+        return {**{name: value for name, value in vars(self).items() if name not in made}, **made}
 
 
 class Bench:
@@ -140,14 +143,14 @@ class Bench:
         compiled = torch.compile(self.model, backend=owner)
         cache = self.cache()
         found = self._decode(compiled, cache)
-        live = owner.report()
+        live, telemetry = owner.report(), owner.telemetry()
         same = found.argmax(-1) == self.reference.argmax(-1)
         kl = torch.nn.functional.kl_div(found, self.reference, log_target=True, reduction="sum") / same.numel()
         del cache
         shares = {task: self._answers(compiled, task) for task in self.questions}
         return Quality(
             label or str(scheme), self._bits(found), Share(int(same.sum()), same.numel()), float(kl), **shares,
-            cache_bytes=live.allocated, dense_bytes=live.dense, seconds=time.perf_counter() - started,
+            cache_bytes=live.allocated, dense_bytes=live.dense, seconds=time.perf_counter() - started, telemetry=telemetry,
         )
 
     def _decode(self, model: Callable[..., Any], cache: Any) -> torch.Tensor:
@@ -169,6 +172,32 @@ class Bench:
 def labels(names: Sequence[str]) -> list[tuple[str, str]]:
     """(spelled scheme, label) of each name; raises a SchemeError before anything runs."""
     return [(name, short_scheme(parse(name))) for name in names]
+
+
+def telemetry_table(rows: Sequence[Quality]) -> Table:
+    """Bounds before and after the fallback, and how often each rung and cause was; after the source's tables 11, 12 and 15."""
+    table = Table(
+        title="certified attention while the texts were decoded", title_justify="left", title_style="bold",
+        caption="bounds: mean and largest over head-steps; rungs and causes: share of head-steps; blocks: share of visible blocks of codes",
+        caption_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False,
+    )
+    shown = [row for row in rows if row.telemetry["head_steps"]]
+    table.add_column("")
+    for row in shown:
+        table.add_column(row.scheme, justify="right", overflow="fold")
+    told = [row.telemetry for row in shown]
+    table.add_row("head-steps", *(f"{each['head_steps']:,.0f}" for each in told))
+    for name in COLUMNS:
+        label = name.replace("_", " ")
+        if name.startswith("sum_"):
+            figure = name.removeprefix("sum_")
+            bounds = (f"{each[name] / each['head_steps']:.2g}, {each['most_' + figure]:.2g}" for each in told)
+            table.add_row(figure.replace("_", " "), *bounds)
+        elif name.startswith(("rung_", "cause_")):
+            table.add_row(label, *(f"{each[name] / each['head_steps']:.2%}" for each in told))
+        elif name in {"keys", "values", "explored"}:
+            table.add_row(f"{label} from originals", *(f"{each[name] / max(1.0, each['blocks']):.1%}" for each in told))
+    return table
 
 
 def quality_table(rows: Sequence[Quality], effort: Effort, reference_bits: float, dtype: str) -> Table:

@@ -112,6 +112,7 @@ def _eval_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_count, default=1, help="CPU threads (default 1: tinylm is too small for more)")
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--telemetry", action="store_true", help="also print what certified attention did, bounds and fallbacks")
     parser.set_defaults(run=_eval)
 
 
@@ -214,7 +215,7 @@ def _schemes(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from kvcompile.quality import QUICK, Bench, Effort, Quality, labels, quality_table
+    from kvcompile.quality import QUICK, Bench, Effort, Quality, labels, quality_table, telemetry_table
 
     asked = {name: getattr(arguments, name) for name in ("context", "questions", "inner") if getattr(arguments, name) is not None}
     effort = dataclasses.replace(QUICK if arguments.quick else Effort(), **asked)
@@ -230,6 +231,8 @@ def _eval(arguments: argparse.Namespace) -> int:
         console.file.write(json.dumps(_as_json(rows, effort, bench.reference_bits(), arguments.device), indent=2) + "\n")
     else:
         console.print(quality_table(rows, effort, bench.reference_bits(), bench.dtype))
+        if arguments.telemetry:
+            console.print(telemetry_table(rows))
     return 0
 
 
