@@ -81,8 +81,9 @@ def kernel_text(rewritten: Rewritten, plan: Plan) -> str:
     counts = Counter(op_name(node) for node in rewritten.module.graph.nodes)
     device = value_of(rewritten.bindings[0].plan.slot.root).device.type
     # Other attentions of the graph may be SDPA too; of the sites it is those that have no attend.
+    certified = counts["certified_site"]
     made = (
-        (counts["attend"], f"attend ({TEMPLATES.get(device, 'eager body')})"),
-        (len(plan.sites) - counts["attend"], "scaled_dot_product_attention"), (counts["append"], "append (fused by Inductor)"),
+        (counts["attend"], f"attend ({TEMPLATES.get(device, 'eager body')})"), (certified, "certified_site (eager body)"),
+        (len(plan.sites) - counts["attend"] - certified, "scaled_dot_product_attention"), (counts["append"], "append (fused by Inductor)"),
     )
     return ", ".join(f"{count} x {name}" for count, name in made if count)

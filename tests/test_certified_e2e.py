@@ -137,6 +137,13 @@ def test_inductor_runs_the_eager_definition() -> None:
     assert told["head_steps"] == 5 * B * H
 
 
+def test_explain_says_that_there_is_no_kernel() -> None:
+    x = tokens(20)
+    with torch.no_grad():
+        told = str(kvcompile.explain(Layer(), (x[:, :1], torch.tensor([3])), scheme="certified"))
+    assert "1 x certified_site (eager body)" in " ".join(told.split())
+
+
 def test_policies_that_make_no_sense_are_refused() -> None:
     with pytest.raises(BadSetting, match="certify"):
         kvcompile.backend(scheme="int8", certify=Certify())

@@ -13,7 +13,7 @@ from registry import DTYPES, bound_of, normal, round_trip, slot
 from kvcompile.errors import BadOption, HeadDimNotDivisible
 from kvcompile.lowering.bound_printer import aten
 from kvcompile.schemes import bounds, parse
-from kvcompile.schemes.certified import BLOCK, ORIGINALS, Certified, Half, Tier2
+from kvcompile.schemes.certified import BLOCK, ORIGINALS, Certified, Half
 from kvcompile.schemes.certify import EXACT, NAIVE, Certify, Fallback, parse_policy
 from kvcompile.types import PAGE, Role
 
@@ -114,12 +114,12 @@ def test_values_need_whole_groups() -> None:
 
 def test_bad_options_are_refused() -> None:
     for options in (
-        {"group": 7}, {"group": 0}, {"group": 128}, {"tier2": "disk"}, {"tier2": Tier2.HOST}, {"half": 3}, {"certify": ""},
+        {"group": 7}, {"group": 0}, {"group": 128}, {"half": 3}, {"certify": ""},
         {"certify": "v_tol"}, {"certify": "v_tol:-1"}, {"certify": "hope:1"}, {"certify": "k_min:x"},
     ):
         with pytest.raises(BadOption):
             Certified(**options)  # type: ignore[arg-type]
-    assert Certified().of(Role.VALUE).half is Half.VALUE and Certified(tier2=Tier2.DEVICE).of(Role.KEY).tier2 is Tier2.DEVICE
+    assert Certified().of(Role.VALUE).half is Half.VALUE and Certified(half=Half.VALUE).of(Role.KEY).half is Half.VALUE
 
 
 def test_a_policy_is_an_option_of_the_scheme() -> None:

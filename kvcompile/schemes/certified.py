@@ -11,7 +11,7 @@ What differs from the source, and why:
 * kappa and mu: the source has neither. With kappa Cauchy-Schwarz gives a smaller bound on a logit's error for most
   queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. 1 byte a token and head for all notes.
 * The value's zero point is rounded down and its scale up, so that rounding them never clips.
-* Tier 2 lies beside the codes for now (``tier2=device``): pinned host memory is refused until kernels read and write it.
+* Tier 2 lies beside the codes, and is no option yet: pinned host memory needs kernels that read and write it.
 * A step is rounded like any float32 number and clipping by that is part of the announced radius; the source assumes none.
 """
 
@@ -48,13 +48,6 @@ class Half(enum.Enum):
     VALUE = "value"
 
 
-class Tier2(enum.Enum):
-    """Where the originals lie: in pinned host memory, or beside the codes."""
-
-    HOST = "host"
-    DEVICE = "device"
-
-
 def _as_integer(words: torch.Tensor, part: int) -> torch.Tensor:
     del part
     return words.to(torch.float32)
@@ -73,7 +66,6 @@ class Certified(Scheme):
     """Codes with the norms that certificates need; the originals stay in tier 2."""
 
     group: int = 16
-    tier2: Tier2 = Tier2.DEVICE
     certify: str = DEFAULTS
     half: Half = Half.AUTO
 
@@ -89,10 +81,6 @@ class Certified(Scheme):
         require(
             isinstance(self.group, int) and 8 <= self.group <= PAGE and PAGE % self.group == 0, self.name, "group",
             f"a power of two from 8 to {PAGE}", self.group, "16 is the setting of the source",
-        )
-        require(
-            self.tier2 is Tier2.DEVICE, self.name, "tier2", "device (pinned host memory is not available yet)", self.tier2,
-            "leave it out",
         )
         require(isinstance(self.certify, str) and bool(self.certify), self.name, "certify", "text like v_tol:0.02/rank:1", self.certify,
                 "leave it out for the source's policy, or pass backend(certify=Certify(...))")
