@@ -87,7 +87,7 @@ def test_unknown_name_lists_the_known() -> None:
     assert "did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("found", [None, 4, 2.5, [], ["int8"], {}, {"k": "int8"}, object()], ids=repr)
+@pytest.mark.parametrize("found", [None, 4, 2.5, [], ["int8"], {}, {"k": "int8"}, object()], ids=lambda found: type(found).__name__)
 def test_what_is_no_policy(found: object) -> None:
     if isinstance(found, dict) and found:
         # A glob named "k" is a policy, if an odd one.
