@@ -13,8 +13,11 @@ MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# Side by side where pytest-xdist could be had; the suite is the same without it.
+PARALLEL = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4')
+
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -28,6 +31,7 @@ $(READY): pyproject.toml
 	  echo 'kvcompile needs Python 3.11 or newer, found none: install one, or say make PYTHON=/path/to/python' >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet '$(TORCH)' --editable '.[dev]'
+	-$(BIN)/python -m pip install --quiet 'pytest-xdist>=3.6'
 	@touch $@
 
 clean:

@@ -50,7 +50,9 @@ def failing(): return Cached(), (torch.randn(1, 2, 4, 64),)
 
 
 @pytest.fixture(autouse=True)
-def _clean(fresh_dynamo: None) -> Iterator[None]:
+def _clean(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Tests in parallel run in processes that are told the width of the terminal.
+    monkeypatch.delenv("COLUMNS", raising=False)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
