@@ -36,17 +36,17 @@ from kvcompile.lowering.certified_blocks import (
     Scores,
     biased,
     blocks,
-    by_queries,
     deviations,
     gaps,
     masses,
     norms,
     notes_of,
+    visible_to_queries,
 )
 from kvcompile.lowering.certified_checks import logits_differ, notes_differ, rank_fails
 from kvcompile.lowering.certified_promotion import promote_keys, promote_values
 from kvcompile.lowering.certified_telemetry import counts_of, figures_of
-from kvcompile.lowering.ops import LIBRARY, _padded, as_tokens, attend_body, visible, with_recent
+from kvcompile.lowering.ops import LIBRARY, as_tokens, attend_body, with_recent
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import Cause, Certify, Count, Fallback, Figure, parse_policy
 from kvcompile.types import Role, SlotSpec
@@ -183,15 +183,7 @@ def _sight(
     bias: torch.Tensor | None, base: torch.Tensor | None, tokens: int,
 ) -> tuple[Sight, torch.Tensor | None]:
     """What each query sees, and the bias that its logits get, [B or 1, 1 or K, Q, T]."""
-    S = q.shape[2]
-    mask = by_queries(visible(hi, lo, keep, tokens), heads, S)
-    extra = None
-    if bias is not None and bias.dtype == torch.bool:
-        mask = mask & by_queries(_padded(bias, tokens, False), heads, S)
-    elif bias is not None:
-        extra = by_queries(_padded(bias.to(torch.float32), tokens, float("-inf")), heads, S)
-        mask = mask & ~torch.isneginf(extra)
-    mask = mask.expand(q.shape[0], -1, -1, -1)
+    mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, tokens)
     place = torch.arange(tokens, device=q.device)
     behind = place < tokens if base is None else place < base[:, None]
     behind = behind.expand(q.shape[0], -1)[:, None]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kvcompile.lowering.bound_printer import aten
+from kvcompile.lowering.ops import _padded, visible
 from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK
 
@@ -153,3 +154,19 @@ def by_queries(x: torch.Tensor, heads: Sequence[int], queries: int) -> torch.Ten
     if x.shape[1] == 1:
         return x.unsqueeze(1).expand(-1, 1, G, -1, -1).flatten(2, 3)
     return x.unflatten(1, (K, G)).flatten(2, 3)
+
+
+def visible_to_queries(
+    q: torch.Tensor, heads: tuple[int, int], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None,
+    bias: torch.Tensor | None, tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What each query sees, bool [B, 1 or K, Q, T], and the bias that its logits get, float32 [B or 1, 1 or K, Q, T]."""
+    S = q.shape[2]
+    mask = by_queries(visible(hi, lo, keep, tokens), heads, S)
+    extra = None
+    if bias is not None and bias.dtype == torch.bool:
+        mask = mask & by_queries(_padded(bias, tokens, False), heads, S)
+    elif bias is not None:
+        extra = by_queries(_padded(bias.to(torch.float32), tokens, float("-inf")), heads, S)
+        mask = mask & ~torch.isneginf(extra)
+    return mask.expand(q.shape[0], -1, -1, -1), extra

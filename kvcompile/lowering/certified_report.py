@@ -16,8 +16,8 @@ from kvcompile.errors import NotBounded
 from kvcompile.lowering import certificate as certificates
 from kvcompile.lowering.bound_printer import aten
 from kvcompile.lowering.certificate import Certificate, Sum, Values, norm
-from kvcompile.lowering.certified_blocks import Scores, by_queries, gaps
-from kvcompile.lowering.ops import _padded, decodable, visible, with_recent
+from kvcompile.lowering.certified_blocks import Scores, gaps, visible_to_queries
+from kvcompile.lowering.ops import decodable, with_recent
 from kvcompile.schemes import Scheme, bounds
 from kvcompile.schemes.base import _spread
 from kvcompile.schemes.bounds import Bound, Outward, Over
@@ -57,14 +57,7 @@ def report_step(
     k, key_radius = decoded_with_radius(key_scheme, keys, SlotSpec(K, D, q.dtype, Role.KEY))
     v, value_radius = decoded_with_radius(value_scheme, values, SlotSpec(K, value_dim, q.dtype, Role.VALUE))
     T = k.shape[2]
-    mask = by_queries(visible(hi, lo, keep, T), heads, S)
-    extra = None
-    if bias is not None and bias.dtype == torch.bool:
-        mask = mask & by_queries(_padded(bias, T, False), heads, S)
-    elif bias is not None:
-        extra = by_queries(_padded(bias.to(torch.float32), T, float("-inf")), heads, S)
-        mask = mask & ~torch.isneginf(extra)
-    mask = mask.expand(B, -1, -1, -1)
+    mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, T)
     if recent:
         assert base is not None
         exact = (torch.arange(T, device=q.device) >= base[:, None])[:, None, :, None]

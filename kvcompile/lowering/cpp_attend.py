@@ -24,6 +24,7 @@ from torch._inductor.virtualized import V
 
 from kvcompile import schemes
 from kvcompile.lowering import cpp_kernel, cpp_matrix, cpp_run, cpp_source, cpp_vectors
+from kvcompile.lowering.buffers import realize, static
 from kvcompile.lowering.expressions import CPP_TYPES
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
@@ -46,7 +47,7 @@ class Side:
     def source(self, name: str) -> str:
         """The C++ struct."""
         scale = self.planes[1].get_dtype() if self.fmt.scaled else None
-        words = V.graph.sizevars.guard_int(self.planes[0].get_size()[-1])
+        words = static(self.planes[0].get_size()[-1])
         step = self.planes[0].get_stride()[-2]
         row_step = int(step) if isinstance(step, (int, sympy.Integer)) else 0
         return cpp_vectors.side_source(name, self.fmt, words, row_step, scale, cpp_matrix.unpacks_to_bfloat16(self.fmt))
@@ -79,7 +80,6 @@ def lower_attend_cpu(
     key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int | sympy.Expr,
 ) -> ir.TensorBox:
     """One template buffer, [B, H, S, Dv] in q's dtype, contiguous."""
-    static = V.graph.sizevars.guard_int
     batch, heads, queries, head_dim = q.get_size()
     kv_heads, width_v = static(keys[0].get_size()[2]), static(value_dim)
     operands = Operands(
@@ -95,20 +95,13 @@ def lower_attend_cpu(
     return template.buffer()
 
 
-def realize(box: ir.TensorBox) -> ir.IRNode:
-    """A buffer or a strided view of one with its strides settled; copies only what no strides can describe."""
-    node = ir.ExternKernel.realize_input(box)
-    node.freeze_layout()
-    return node
-
-
 def _maybe(box: ir.TensorBox | None) -> ir.IRNode | None:
     return None if box is None else realize(box)
 
 
 def _side(planes: Sequence[ir.TensorBox], spelled: str, head_dim: int, role: Role) -> Side:
     scheme = schemes.parse(spelled)
-    heads = V.graph.sizevars.guard_int(planes[0].get_size()[2])
+    heads = static(planes[0].get_size()[2])
     fmt = scheme.format(SlotSpec(heads, head_dim, planes[0].get_dtype(), role))
     return Side(tuple(realize(plane) for plane in planes), fmt, scheme.spell())
 

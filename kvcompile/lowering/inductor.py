@@ -10,10 +10,10 @@ import functools
 from typing import Any
 
 from torch._inductor.lowering import fallback_handler, register_lowering
-from torch._inductor.virtualized import V
 
 from kvcompile import schemes
 from kvcompile.lowering import ops
+from kvcompile.lowering.buffers import static
 from kvcompile.types import Role, SlotSpec
 
 PLAIN = 13
@@ -26,7 +26,6 @@ MORE = 16
 def _plain(q: Any, operands: tuple[Any, ...]) -> bool:
     """Whether the C++ template knows all of this attention: token-wise symmetric codes, nothing beside the planes."""
     spelled, values = operands[7:9], operands[1]
-    static = V.graph.sizevars.guard_int
     heads, dims = static(values[0].get_size()[2]), (q.get_size()[-1], operands[11])
     for text, role, dim in zip(spelled, Role, dims, strict=True):
         slot = SlotSpec(heads, static(dim), values[0].get_dtype(), role)

@@ -15,15 +15,15 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import config as inductor_config
-from torch._inductor.ir import ExternKernel, FixedLayout, FlexibleLayout
+from torch._inductor.ir import FixedLayout, FlexibleLayout
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
-from torch._inductor.virtualized import V
 
 from kvcompile import schemes
 from kvcompile.lowering import ops
 from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks, plane_names, plans
 from kvcompile.lowering.bit_tricks import lane_table, multiplied, scaled_by
+from kvcompile.lowering.buffers import equals, examples, hint, multiple, realize, static, varies
 from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, splits_for, writes_directly
 from kvcompile.lowering.triton_source import LOG2E, SOURCE
 from kvcompile.types import Role, SlotSpec
@@ -53,13 +53,13 @@ def lower_attend_cuda(
         q, keys, values, hi, lo, keep, bias, sinks, key_scheme, value_scheme, scale, softcap, value_dim, recent, base, rotation,
         interleaved,
     )
-    page_rows = _static(keys[0].get_size()[3])
-    paged = not _is(keys[0].get_size()[0], 1)
+    page_rows = static(keys[0].get_size()[3])
+    paged = not equals(keys[0].get_size()[0], 1)
     if q.get_dtype() not in QUERY_DTYPES or (paged and page_rows & (page_rows - 1)):
         return fallback_handler(ops.attend)(*arguments)
 
     B, H, S, D = q.get_size()
-    H, K, D, Dv = (_static(x) for x in (H, keys[0].get_size()[2], D, value_dim))
+    H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, value_dim))
     nodes = {"Q": q, "HI": hi, "LO": lo, "KEEP": keep, "BIAS": bias, "SINKS": sinks, "BASE": base}
     nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
     formats = []
@@ -67,19 +67,19 @@ def lower_attend_cuda(
         fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
         formats.append(fmt)
         nodes |= plane_names(letter, planes, fmt)
-    nodes = {name: _realized(node) for name, node in nodes.items() if node is not None}
+    nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
     B, _, S, _ = nodes["Q"].get_size()
-    rows_hint = _hint(S) * (H // K)
+    rows_hint = hint(S) * (H // K)
     packs = [_scale_pack(nodes, letter) for letter in "KV"]
     beside = Beside(
-        bool(recent), recent is not None and not _is(nodes["BASE"].get_size()[0], 1),
-        _static(nodes["COS"].get_size()[2]) if rotation else 0, bool(interleaved),
-        rotation is not None and not _is(nodes["COS"].get_size()[0], 1),
+        bool(recent), recent is not None and not equals(nodes["BASE"].get_size()[0], 1),
+        static(nodes["COS"].get_size()[2]) if rotation else 0, bool(interleaved),
+        rotation is not None and not equals(nodes["COS"].get_size()[0], 1),
     )
     config = AttendConfig(
         key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale),
-        float(softcap), _is(S, 1), _masks(lo, keep, bias, sinks, hi), beside, page_rows if paged else 1, paged,
-        wide_keys=_multiple(nodes["K_WORDS"], 2), wide_values=_multiple(nodes["V_WORDS"], 2),
+        float(softcap), equals(S, 1), _masks(lo, keep, bias, sinks, hi), beside, page_rows if paged else 1, paged,
+        wide_keys=multiple(nodes["K_WORDS"], 2), wide_values=multiple(nodes["V_WORDS"], 2),
         key_scale_pack=packs[0], value_scale_pack=packs[1],
         key_generic=not formats[0].symmetric and not _paired(nodes),
         value_generic=not formats[1].symmetric and not _half(nodes, "V"),
@@ -88,8 +88,8 @@ def lower_attend_cuda(
     device = q.get_device()
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     configs = choose_tiles(config, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune))
-    tokens_hint = _hint(keys[0].get_size()[0]) * page_rows
-    splits = splits_for(configs[0], rows_hint, _hint(B) * K, multiprocessors, tokens_hint)
+    tokens_hint = hint(keys[0].get_size()[0]) * page_rows
+    splits = splits_for(configs[0], rows_hint, hint(B) * K, multiprocessors, tokens_hint)
     direct = writes_directly(configs[0], splits)
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
     layout = FixedLayout(
@@ -103,8 +103,10 @@ def lower_attend_cuda(
             choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],
             num_warps=config.tile.num_warps, num_stages=config.tile.num_stages, **config.options(),
         )
+    # Every position in use, so that choices differ by the work they do.
+    in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "BASE": tokens_hint - 1}
     chosen = autotune_select_algorithm(
-        "kvcompile_attend", choices, inputs, layout, input_gen_fns=_examples(config.operands, nodes["K_WORDS"])
+        "kvcompile_attend", choices, inputs, layout, input_gen_fns=examples(config.operands, in_use)
     )
     # torch 2.12 began to return the choice beside the node.
     partial = chosen[0] if isinstance(chosen, tuple) else chosen
@@ -155,34 +157,6 @@ class _Lowered:
         return lowerings[op](*args)
 
 
-def _realized(node: Any) -> Any:
-    """A buffer with fixed strides, as the template prints them."""
-    node = ExternKernel.realize_input(node)
-    node.freeze_layout()
-    return node
-
-
-def _static(size: Any) -> int:
-    """A size that must be a constant; guards where it arrives as a symbol under dynamic=True."""
-    return int(V.graph.sizevars.guard_int(size))
-
-
-def _is(size: Any, value: int) -> bool:
-    return bool(V.graph.sizevars.statically_known_equals(size, value))
-
-
-def _hint(size: Any) -> int:
-    """A plausible value, without a guard; only tuning depends on it."""
-    return int(V.graph.sizevars.optimization_hint(size, fallback=1))
-
-
-def _multiple(node: Any, count: int) -> bool:
-    """Whether ``count`` neighbors may be loaded as one word: dense rows at offsets that ``count`` divides."""
-    *outer, inner = node.get_stride()
-    every = (node.get_size()[-1], node.get_layout().offset, *outer)
-    return _is(inner, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, count) for x in every)
-
-
 def _half(nodes: dict[str, Any], letter: str) -> list[Any]:
     """The scales and zero points of a slot where all of them are float16, as the packed ways of decoding need them."""
     found = [nodes[name] for name in (f"{letter}_SCALES", f"{letter}_ZEROS") if name in nodes]
@@ -192,7 +166,7 @@ def _half(nodes: dict[str, Any], letter: str) -> list[Any]:
 def _paired(nodes: dict[str, Any]) -> bool:
     """Whether neighboring scales of the keys can be loaded as one word, as folding them into the queries needs it."""
     found = _half(nodes, "K")
-    return bool(found) and all(_multiple(node, 2) for node in found)
+    return bool(found) and all(multiple(node, 2) for node in found)
 
 
 def _scale_pack(nodes: dict[str, Any], letter: str) -> int:
@@ -201,14 +175,11 @@ def _scale_pack(nodes: dict[str, Any], letter: str) -> int:
     if not found:
         return 1
     scales = found[0].get_size()[-1]
-    fits = _is(scales, 2) or _is(scales, 4)
-    return int(scales) if fits and all(_multiple(node, int(scales)) for node in found) else 1
+    fits = equals(scales, 2) or equals(scales, 4)
+    return int(scales) if fits and all(multiple(node, int(scales)) for node in found) else 1
 
 
 def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any) -> Masks:
-    def varies(node: Any, axis: int) -> bool:
-        return node is not None and not _is(node.get_size()[axis], 1)
-
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.get_dtype() == torch.bool else Bias.ADDED
     return Masks(
         lo is not None, keep is not None, kind, sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
@@ -216,16 +187,3 @@ def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any) -> Masks:
     )
 
 
-def _examples(operands: tuple[str, ...], words: Any) -> dict[int, Callable[[Any], torch.Tensor]]:
-    """Operands to tune with: every position in use, so that choices differ by the work they do."""
-    pages, rows = (_hint(words.get_size()[axis]) for axis in (0, 3))
-
-    def filled(value: int) -> Callable[[Any], torch.Tensor]:
-        def make(node: Any) -> torch.Tensor:
-            size = [_hint(extent) for extent in node.get_size()]
-            return torch.full(size, value, dtype=node.get_dtype(), device=node.get_device())
-
-        return make
-
-    values = {"HI": pages * rows - 1, "LO": 0, "KEEP": 1, "BASE": pages * rows - 1}
-    return {index: filled(values[name]) for index, name in enumerate(operands) if name in values}

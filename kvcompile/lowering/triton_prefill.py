@@ -6,7 +6,7 @@ then read them from shared memory, where a conversion in the kernel would hold t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -14,25 +14,19 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.ir import FixedLayout, FlexibleLayout
 from torch._inductor.lowering import lowerings
-from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
-from torch._inductor.virtualized import V
+from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
 
 from kvcompile.lowering.attend_config import Bias, Masks
+from kvcompile.lowering.buffers import equals, examples, hint, multiple, realize, static, varies
 from kvcompile.lowering.prefill_config import SMALLEST, PrefillConfig, slots
 from kvcompile.lowering.prefill_source import SOURCE
 from kvcompile.lowering.prefill_tiles import FEWEST_ROWS, choose_tiles, splits_for
-from kvcompile.lowering.triton_attend import merge
+from kvcompile.lowering.triton_attend import attend_grid, merge
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-@SymbolicGridFn
-def prefill_grid(batch: Any, kv_heads: Any, rows: Any, meta: dict[str, Any], *, cdiv: Callable[[Any, Any], Any]) -> tuple:
-    """(tiles of rows, batch times kv heads, splits)."""
-    return (cdiv(rows, meta["BLOCK_R"]), batch * kv_heads, meta["SPLITS"])
-
-
-prefill_template = TritonTemplate(name="kvcompile_prefill", grid=prefill_grid, source=SOURCE)
+prefill_template = TritonTemplate(name="kvcompile_prefill", grid=attend_grid, source=SOURCE)
 # The template asks for both slots while it is rendered.
 prefill_template.template.globals["slots"] = slots
 
@@ -46,16 +40,16 @@ def lower_prefill(
     del interleaved
     B, H, S, D = q.get_size()
     kv_heads = keys[0].get_size()[2]
-    rows = _hint(S) * _hint(H) // _hint(kv_heads)
-    if rotation or bias is not None or rows < FEWEST_ROWS or _is(S, 1):
+    rows = hint(S) * hint(H) // hint(kv_heads)
+    if rotation or bias is not None or rows < FEWEST_ROWS or equals(S, 1):
         return None
-    H, K, D, Dv = (_static(x) for x in (H, kv_heads, D, value_dim))
-    page_rows = _static(keys[0].get_size()[3]) if not _is(keys[0].get_size()[0], 1) else 1
+    H, K, D, Dv = (static(x) for x in (H, kv_heads, D, value_dim))
+    page_rows = static(keys[0].get_size()[3]) if not equals(keys[0].get_size()[0], 1) else 1
     paged = page_rows > 1
     config = PrefillConfig(
         key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale), float(softcap),
-        Masks(lo is not None, keep is not None, Bias.NONE, sinks is not None, _varies(hi), _varies(lo), _varies(keep)), page_rows, paged,
-        recent=bool(recent), base_per_batch=base is not None and not _is(base.get_size()[0], 1), packed=torch.version.hip is None,
+        Masks(lo is not None, keep is not None, Bias.NONE, sinks is not None, varies(hi), varies(lo), varies(keep)), page_rows, paged,
+        recent=bool(recent), base_per_batch=varies(base), packed=torch.version.hip is None,
     )
     if not config.fits or (paged and page_rows & (page_rows - 1)):
         return None
@@ -67,8 +61,8 @@ def lower_prefill(
     configs = choose_tiles(config, rows, properties.shared_memory_per_block_optin, bool(inductor_config.max_autotune))
     if not configs:
         return None
-    tokens = _hint(keys[0].get_size()[0]) * _hint(keys[0].get_size()[3])
-    splits = splits_for(configs[0], rows, _hint(B) * K, properties.multi_processor_count, tokens)
+    tokens = hint(keys[0].get_size()[0]) * hint(keys[0].get_size()[3])
+    splits = splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens)
     size = [B, H, S, Dv] if splits == 1 else [splits, B, H, S, Dv + 2]
     layout = FixedLayout(device, q.get_dtype() if splits == 1 else torch.float32, size, list(FlexibleLayout.contiguous_strides(size)))
     choices: list[Any] = []
@@ -79,8 +73,9 @@ def lower_prefill(
             choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],
             num_warps=made.tile.num_warps, num_stages=made.tile.num_stages, **made.options(),
         )
-    examples = _examples(made.operands, nodes["K_WORDS"])
-    chosen = autotune_select_algorithm("kvcompile_prefill", choices, inputs, layout, input_gen_fns=examples)
+    # Every position in use, so that choices differ by the work they do.
+    in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
+    chosen = autotune_select_algorithm("kvcompile_prefill", choices, inputs, layout, input_gen_fns=examples(made.operands, in_use))
     # torch 2.12 began to return the choice beside the node.
     partial = chosen[0] if isinstance(chosen, tuple) else chosen
     return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
@@ -99,10 +94,10 @@ def _operands(
             nodes[f"{letter}_ZEROS"] = planes[2]
     if recent:
         nodes["RECENT_K"], nodes["RECENT_V"] = recent
-    nodes["Q"] = nodes["Q_RAW"] = _realized(q)
+    nodes["Q"] = nodes["Q_RAW"] = realize(q)
     if key.scaled:
         nodes["Q"], nodes["Q_SCALES"] = _normalized(q)
-    return {name: _realized(node) for name, node in nodes.items() if node is not None}
+    return {name: realize(node) for name, node in nodes.items() if node is not None}
 
 
 def _normalized(q: Any) -> tuple[Any, Any]:
@@ -121,58 +116,11 @@ def _normalized(q: Any) -> tuple[Any, Any]:
 def _loadable(config: PrefillConfig, nodes: dict[str, Any]) -> bool:
     """Whether words lie so that pairs of bytes load as one, and rows of scales without gaps."""
     for letter, slot in zip("KV", config.slots, strict=True):
-        if slot.scaled and not _pairs(nodes[f"{letter}_WORDS"]):
+        if slot.scaled and not multiple(nodes[f"{letter}_WORDS"], 2):
             return False
         for name in (f"{letter}_SCALES", f"{letter}_ZEROS"):
-            if name in nodes and not _is(nodes[name].get_stride()[-1], 1):
+            if name in nodes and not equals(nodes[name].get_stride()[-1], 1):
                 return False
     return True
 
 
-def _pairs(node: Any) -> bool:
-    *outer, inner = node.get_stride()
-    every = (node.get_size()[-1], node.get_layout().offset, *outer)
-    return _is(inner, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, 2) for x in every)
-
-
-def _realized(node: Any) -> Any:
-    """A buffer with fixed strides, as the template prints them."""
-    from torch._inductor.ir import ExternKernel
-
-    node = ExternKernel.realize_input(node)
-    node.freeze_layout()
-    return node
-
-
-def _static(size: Any) -> int:
-    """A size that must be a constant; guards where it arrives as a symbol under dynamic=True."""
-    return int(V.graph.sizevars.guard_int(size))
-
-
-def _is(size: Any, value: int) -> bool:
-    return bool(V.graph.sizevars.statically_known_equals(size, value))
-
-
-def _hint(size: Any) -> int:
-    """A plausible value, without a guard; only tuning depends on it."""
-    return int(V.graph.sizevars.optimization_hint(size, fallback=1))
-
-
-def _varies(node: Any) -> bool:
-    """Whether a mask operand has a row for each batch row."""
-    return node is not None and not _is(node.get_size()[0], 1)
-
-
-def _examples(operands: tuple[str, ...], words: Any) -> dict[int, Callable[[Any], torch.Tensor]]:
-    """Operands to tune with: every position in use, so that choices differ by the work they do."""
-    tokens = _hint(words.get_size()[0]) * _hint(words.get_size()[3])
-
-    def filled(value: int) -> Callable[[Any], torch.Tensor]:
-        def make(node: Any) -> torch.Tensor:
-            size = [_hint(extent) for extent in node.get_size()]
-            return torch.full(size, value, dtype=node.get_dtype(), device=node.get_device())
-
-        return make
-
-    values = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
-    return {index: filled(values[name]) for index, name in enumerate(operands) if name in values}
