@@ -6,6 +6,7 @@ we could think of, each with a ``drive`` that feeds it chunks of a sequence and 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -176,6 +177,18 @@ class Case:
         """The module in a dtype, in eval mode, weights from a fixed seed."""
         torch.manual_seed(0)
         return self.build(**{**self.sizes, **sizes}).to(dtype).eval()
+
+    def error(
+        self, backend: Callable[..., Any], dtype: torch.dtype = torch.float32, chunks: Sequence[int] = CHUNKS, **sizes: int
+    ) -> float:
+        """The largest difference between the compiled module and the module itself over all its results."""
+        module = self.make(dtype, **sizes)
+        plain = copy.deepcopy(module)
+        given = inputs(module, chunks, dtype)
+        with torch.no_grad():
+            expected = self.drive(plain, plain, given)
+            found = self.drive(module, torch.compile(module, backend=backend, fullgraph=True), given)
+        return max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True))
 
 
 def inputs(module: nn.Module, chunks: Sequence[int] = CHUNKS, dtype: torch.dtype = torch.float32, seed: int = 1) -> list[torch.Tensor]:

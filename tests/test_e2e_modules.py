@@ -7,11 +7,10 @@ import gc
 
 import pytest
 import torch
-from e2e_models import CASES, CHUNKS, Case, inputs
+from e2e_models import CASES, Case, inputs
 from torch import nn
 
 import kvcompile
-from kvcompile.backend import Backend
 
 BY_NAME = {case.name: case for case in CASES}
 REWRITTEN = [case for case in CASES if not case.refused]
@@ -25,21 +24,10 @@ def _fresh(one_thread: None, fresh_dynamo: None) -> None:
     """Small tensors on one thread, nothing compiled before."""
 
 
-def run(case: Case, backend: Backend, dtype: torch.dtype = torch.float32, chunks: tuple[int, ...] = CHUNKS, **sizes: int) -> float:
-    """The largest difference between a compiled module and the module itself over all its results."""
-    module = case.make(dtype, **sizes)
-    plain = copy.deepcopy(module)
-    given = inputs(module, chunks, dtype)
-    with torch.no_grad():
-        expected = case.drive(plain, plain, given)
-        found = case.drive(module, torch.compile(module, backend=backend, fullgraph=True), given)
-    return max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True))
-
-
 @pytest.mark.parametrize("case", REWRITTEN, ids=str)
 def test_dense_equals_the_module(case: Case) -> None:
     backend = kvcompile.backend("dense", inner="eager", strict=True)
-    assert run(case, backend) <= TOLERANCE[torch.float32]
+    assert case.error(backend) <= TOLERANCE[torch.float32]
     report = backend.report()
     assert report.sites and not report.refusals
 
@@ -49,14 +37,14 @@ def test_dense_equals_the_module(case: Case) -> None:
 def test_schemes_are_near_the_module(name: str, scheme: str) -> None:
     bound = {"int8": 0.01, "fp8": 0.05, "int4": 0.15}[scheme]
     sizes = {"dim": 32}
-    error = run(BY_NAME[name], kvcompile.backend(scheme, inner="eager", strict=True), **sizes)
+    error = BY_NAME[name].error(kvcompile.backend(scheme, inner="eager", strict=True), **sizes)
     assert 0 < error <= bound
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_refused_for_its_reason_and_right(case: Case) -> None:
     backend = kvcompile.backend("int4", inner="eager")
-    assert run(case, backend) == 0.0
+    assert case.error(backend) == 0.0
     report = backend.report()
     assert report.sites == 0 and report.allocated == 0
     assert any(case.refused in item.reason for item in report.refusals), [str(item) for item in report.refusals]
@@ -66,20 +54,20 @@ def test_refused_for_its_reason_and_right(case: Case) -> None:
 @pytest.mark.parametrize("name", ["tril-mask", "combined-middle", "per-row", "lists", "flat-bmm", "concatenated", "row-slice"])
 def test_one_row(name: str) -> None:
     """With one row the row dim disappears from written values and tells nothing when layouts are read."""
-    assert run(BY_NAME[name], kvcompile.backend("dense", inner="eager", strict=True), batch=1) <= TOLERANCE[torch.float32]
+    assert BY_NAME[name].error(kvcompile.backend("dense", inner="eager", strict=True), batch=1) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["index-copy-attribute", "combined-two-writes", "flat-bmm", "concatenated-time-first", "transposed-keys"])
 def test_dims_of_equal_size(name: str) -> None:
     """Rows, heads and channels of the same number, and a capacity that equals the channels."""
     sizes = {"batch": 4, "heads": 4, "dim": 16, "capacity": 16}
-    assert run(BY_NAME[name], kvcompile.backend("dense", inner="eager", strict=True), **sizes) <= TOLERANCE[torch.float32]
+    assert BY_NAME[name].error(kvcompile.backend("dense", inner="eager", strict=True), **sizes) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["tril-mask", "grouped-einsum", "additive"])
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    assert run(BY_NAME[name], kvcompile.backend("dense", inner="eager", strict=True), dtype) <= TOLERANCE[dtype]
+    assert BY_NAME[name].error(kvcompile.backend("dense", inner="eager", strict=True), dtype) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("name", ["tril-mask", "narrow", "concatenated", "per-row"])
@@ -119,7 +107,7 @@ def test_the_buffer_is_gone_and_pages_follow_the_length() -> None:
 def test_a_carried_mask_limits_what_is_read() -> None:
     """Where the mask is a tensor over the whole capacity, the last token that each query sees is computed from it."""
     backend = kvcompile.backend("dense", inner="eager", strict=True)
-    assert run(BY_NAME["tril-mask"], backend) <= TOLERANCE[torch.float32]
+    assert BY_NAME["tril-mask"].error(backend) <= TOLERANCE[torch.float32]
     rewritten = backend.stages[-1]["past"].module.graph
     attend = next(node for node in rewritten.nodes if node.target is torch.ops.kvcompile.attend.default)
     limit = attend.args[3]
@@ -199,9 +187,9 @@ def test_caches_that_are_views_stay_dense() -> None:
 @pytest.mark.parametrize("name", ["tril-mask", "narrow", "concatenated", "sinks", "combined-one-write"])
 def test_inductor(name: str) -> None:
     backend = kvcompile.backend("int8", strict=True)
-    reference = run(BY_NAME[name], kvcompile.backend("int8", inner="eager", strict=True), chunks=(7, 1, 1, 4, 1))
+    reference = BY_NAME[name].error(kvcompile.backend("int8", inner="eager", strict=True), chunks=(7, 1, 1, 4, 1))
     torch._dynamo.reset()
-    error = run(BY_NAME[name], backend, chunks=(7, 1, 1, 4, 1))
+    error = BY_NAME[name].error(backend, chunks=(7, 1, 1, 4, 1))
     assert abs(error - reference) <= 1e-3
 
 

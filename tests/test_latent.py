@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from e2e_models import CHUNKS, Case, cache_of, inputs, prompt
+from e2e_models import Case, cache_of, inputs, prompt
 from latent_models import LATENT_CASES, RANK, ROTARY
 
 import kvcompile
-from kvcompile.backend import Backend
 from kvcompile.types import PAGE
 
 REWRITTEN = [case for case in LATENT_CASES if not case.refused]
@@ -23,17 +21,6 @@ def _fresh(one_thread: None, fresh_dynamo: None) -> None:
     """Small tensors on one thread, nothing compiled before."""
 
 
-def run(case: Case, backend: Backend, chunks: tuple[int, ...] = CHUNKS, dtype: torch.dtype = torch.float32, **sizes: int) -> float:
-    """The largest difference between a compiled module and the module itself over all its results."""
-    module = case.make(dtype, **sizes)
-    plain = copy.deepcopy(module)
-    given = inputs(module, chunks, dtype)
-    with torch.no_grad():
-        expected = case.drive(plain, plain, given)
-        found = case.drive(module, torch.compile(module, backend=backend, fullgraph=True), given)
-    return max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True))
-
-
 def held(tensor: torch.Tensor) -> int:
     """Bytes that the caller's tensor itself keeps alive."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -43,7 +30,7 @@ def held(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("case", REWRITTEN, ids=str)
 def test_dense_equals_the_module(case: Case) -> None:
     backend = kvcompile.backend("dense", inner="eager", strict=True)
-    assert run(case, backend) <= 2e-6
+    assert case.error(backend) <= 2e-6
     assert backend.report().sites and not backend.report().refusals
 
 
@@ -51,14 +38,14 @@ def test_dense_equals_the_module(case: Case) -> None:
 def test_one_row(name: str) -> None:
     case = next(case for case in REWRITTEN if case.name == name)
     backend = kvcompile.backend("dense", inner="eager", strict=True)
-    assert run(case, backend, batch=1) <= 2e-6
+    assert case.error(backend, batch=1) <= 2e-6
     assert backend.report().sites
 
 
 @pytest.mark.parametrize("name", ["latent-two-buffers", "latent-one-buffer", "latent-grown"])
 def test_bfloat16(name: str) -> None:
     case = next(case for case in REWRITTEN if case.name == name)
-    assert run(case, kvcompile.backend("dense", inner="eager", strict=True), dtype=torch.bfloat16) <= 2e-2
+    assert case.error(kvcompile.backend("dense", inner="eager", strict=True), dtype=torch.bfloat16) <= 2e-2
 
 
 @pytest.mark.parametrize(("name", "scheme"), [
@@ -69,7 +56,7 @@ def test_bfloat16(name: str) -> None:
 def test_schemes_are_near_the_module(name: str, scheme: str) -> None:
     case = next(case for case in REWRITTEN if case.name == name)
     bound = {"int8": 0.02, "fp8": 0.06}.get(scheme, 0.2)
-    assert 0 < run(case, kvcompile.backend(scheme, inner="eager", strict=True), (7, *[1] * 8, 4, 1)) <= bound
+    assert 0 < case.error(kvcompile.backend(scheme, inner="eager", strict=True), chunks=(7, *[1] * 8, 4, 1)) <= bound
 
 
 @pytest.mark.parametrize("name", ["latent-two-buffers", "latent-one-buffer"])
@@ -77,14 +64,14 @@ def test_inductor(name: str) -> None:
     """Two stores read as one key, and one store read as keys and as values."""
     case = next(case for case in REWRITTEN if case.name == name)
     backend = kvcompile.backend("dense", strict=True)
-    assert run(case, backend, (7, 1, 1, 1)) <= 2e-6
+    assert case.error(backend, chunks=(7, 1, 1, 1)) <= 2e-6
     assert backend.report().sites
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_refused_for_its_reason_and_right(case: Case) -> None:
     backend = kvcompile.backend("int4", inner="eager")
-    assert run(case, backend) == 0.0
+    assert case.error(backend) == 0.0
     report = backend.report()
     assert report.sites == 0 and report.allocated == 0
     assert any(case.refused in item.reason for item in report.refusals), [str(item) for item in report.refusals]
@@ -109,14 +96,14 @@ def test_the_latent_is_stored_once() -> None:
 def test_what_the_author_absorbed_is_one_store() -> None:
     backend = kvcompile.backend("int8", inner="eager", strict=True)
     case = next(case for case in LATENT_CASES if case.name == "latent-one-buffer-absorbed")
-    run(case, backend)
+    case.error(backend)
     report = backend.report()
     assert report.graphs[-1].sites[0].bytes_before == 2 * 96 * (RANK + ROTARY) * 4
 
 
 def test_a_scheme_that_does_not_fit_the_rotary_part_refuses_the_site() -> None:
     backend = kvcompile.backend("int4", inner="eager")
-    assert run(LATENT_CASES[0], backend) == 0.0
+    assert LATENT_CASES[0].error(backend) == 0.0
     assert all("group" in item.reason and item.stage.value == "plan" for item in backend.report().refusals)
     assert backend.report().refusals
 
