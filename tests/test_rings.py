@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from e2e_models import Attention, Case, buffers, cache_of, inputs, prompt
 from ring_models import CHUNKS, RING_CASES, WINDOW
-from test_e2e_modules import run
 
 import kvcompile
 from kvcompile.backend import Backend
@@ -263,18 +262,18 @@ def test_rings_beside_schemes_that_need_the_order_of_tokens(kind: str, chunks: t
 @pytest.mark.parametrize("case", RING_CASES, ids=str)
 def test_hand_written_windows(case: Case) -> None:
     backend = eager()
-    assert run(case, backend, chunks=CHUNKS) <= 1e-6
+    assert case.error(backend, chunks=CHUNKS) <= 1e-6
     assert backend.report().sites == len(backend.graphs)
 
 
 @pytest.mark.parametrize("name", ["roll-and-put", "concatenated-back", "sliced", "sliced-later"])
 def test_hand_written_windows_compressed(name: str) -> None:
-    assert 0 < run(BY_NAME[name], eager("int8"), chunks=CHUNKS) <= 0.01
+    assert 0 < BY_NAME[name].error(eager("int8"), chunks=CHUNKS) <= 0.01
 
 
 def test_one_row() -> None:
     for name in ("roll-and-put", "combined-roll", "sliced-later"):
-        assert run(BY_NAME[name], eager(), chunks=CHUNKS, batch=1) <= 1e-6
+        assert BY_NAME[name].error(eager(), chunks=CHUNKS, batch=1) <= 1e-6
 
 
 @pytest.mark.compile
