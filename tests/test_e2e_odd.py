@@ -238,7 +238,8 @@ def test_query_heads_that_go_round_the_kv_heads(body: Body) -> None:
 
 @pytest.mark.parametrize(("body", "reason", "kv"), [
     (read_too_early, "after the attention", 4), (written_twice, "2 times", 4),
-    (half_the_channels, "no plain view", 4), (heads_flipped, "made from the cache", 4), (heads_tiled_and_blocked, "in different orders", 2),
+    (half_the_channels, "entries are read by attention", 4), (heads_flipped, "made from the cache", 4),
+    (heads_tiled_and_blocked, "in different orders", 2),
     (normed_on_read, "made from the cache", 4), (cleared_inside, "zero_", 4),
 ], ids=lambda item: getattr(item, "__name__", ""))
 def test_odd_and_refused(body: Body, reason: str, kv: int) -> None:

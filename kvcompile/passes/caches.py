@@ -12,7 +12,7 @@ from kvcompile.passes.pullback import trace
 from kvcompile.passes.shapes import is_tensor, op_name, sizes, value_of
 
 PROJECTIONS = {"linear", "mm", "addmm", "embedding", "conv1d", "conv2d", "convolution"}
-PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "flex_attention"}
 FUNCTIONAL = {"index_copy", "index_put", "scatter", "slice_scatter", "select_scatter", "where", "cat"}
 CHOICES = {"topk", "sort", "argsort", "kthvalue", "argmax"}
 LIMIT = 400

@@ -19,6 +19,10 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from kvcompile.passes.flex import Stays
+from kvcompile.passes.retrace import Retrace
+from kvcompile.passes.stacked import join_stacked
+
 log = logging.getLogger(__name__)
 
 RUNTIME = str(Path(__file__).resolve().parent.parent / "runtime")
@@ -77,15 +81,6 @@ def _fakify(mode: FakeTensorMode, value: object, compressed: bool) -> object:
         return mode.from_tensor(value, symbolic_context=symbolic, source=source)
 
 
-class _Unwrapping(fx.Interpreter):
-    """Runs Dynamo's graph with every ``expose`` of a compressed cache as that cache itself, so that aliases are seen."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(target, "overloadpacket", target) is torch.ops.kvcompile.expose:
-            return args[0]
-        return super().call_function(target, args, kwargs)
-
-
 def _without_our_frames(trace: str) -> str:
     """A stack trace without the frames of a compressed cache's dispatch, so that the model's line is the innermost."""
     mark = "  File "
@@ -105,11 +100,24 @@ def capture(
     ]
     fakes = tuple(_fakify(mode, value, flag) for value, flag in zip(example_inputs, flags, strict=True))
 
-    def run(*args: object) -> object:
-        return _Unwrapping(gm).run(*args, enable_io_processing=False)
+    def traced(spell_out: bool) -> fx.GraphModule:
+        with mode:
+            again = Retrace(gm, spell_out)
 
-    with mode, fx.traceback.preserve_node_meta():
-        module = make_fx(run, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes)
+            def run(*args: object) -> object:
+                return again.run(*args, enable_io_processing=False)
+
+            with fx.traceback.preserve_node_meta():
+                return make_fx(run, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes)
+
+    try:
+        module = traced(spell_out=True)
+    except Stays:
+        log.debug("flex attention stays as it is", exc_info=True)
+        module = traced(spell_out=False)
+    with mode:
+        join_stacked(module.graph)
+    module.recompile()
     for node in module.graph.nodes:
         if node.meta.get("stack_trace"):
             node.meta["stack_trace"] = _without_our_frames(node.meta["stack_trace"])

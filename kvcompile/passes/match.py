@@ -6,13 +6,14 @@ only a site if nobody but its attentions reads the cache.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from kvcompile.passes import masks, rings, slots, soundness
+from kvcompile.passes import flex, masks, rings, slots, soundness
 from kvcompile.passes.advice import made_from
 from kvcompile.passes.assembly import assemble
 from kvcompile.passes.caches import cache_behind, cut_short, unrecognised
@@ -20,7 +21,7 @@ from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.patterns import sdpa, softmax
 from kvcompile.passes.shapes import hint, module_path, op_name, size_along, sizes, source_line
-from kvcompile.passes.sites import Assembly, Attention, Miss, Refusal, Ring, Site, Slot, SlotKind, Stage
+from kvcompile.passes.sites import Assembly, Attention, Axes, Miss, Refusal, Ring, Site, Slot, SlotKind, Stage
 
 ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
     sdpa.recognise,
@@ -73,7 +74,7 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
         raise Miss(
             "the key and the value cache have different heads or batch sizes", key.root, value.root, advice="give both the same heads",
         )
-    if key.root is value.root and key.axes.select == value.axes.select:
+    if key.root is value.root and _overlap(key.axes, value.axes):
         raise Miss("keys and values are the same cache entries", key.root, advice="cache keys and values apart")
     heads = _heads(attention, key.batch)
     if heads % key.heads:
@@ -88,6 +89,16 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
             "the key and the value cache hold different numbers of tokens", key.root, value.root, advice="give both the same capacity",
         )
     return heads, heads // key.heads
+
+
+def _overlap(key: Axes, value: Axes) -> bool:
+    """Whether two parts of one cache tensor have entries in common."""
+    places = [(dict(axes.select), dict(axes.counts)) for axes in (key, value)]
+    (one, some), (other, more) = places
+    apart = [
+        one[dim] + some.get(dim, 1) <= other[dim] or other[dim] + more.get(dim, 1) <= one[dim] for dim in one if dim in other
+    ]
+    return not any(apart)
 
 
 def _alike(key: Ring | None, value: Ring | None) -> bool:
@@ -224,7 +235,21 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
                 )
         for site in users:
             refused.update(_extra(site, root, users, effects))
+        if (lost := _left_over(root, slots_here)) is not None:
+            refused.update(dict.fromkeys(users, lost))
     return refused
+
+
+def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
+    """Why a cache tensor cannot be stored where no attention reads some of it: that would be lost."""
+    parts = {slot.axes.select: slot for slot in read if slot.axes.select and slot.ring is None}
+    held = sum(slot.batch * slot.heads * slot.capacity * slot.head_dim for slot in parts.values())
+    if not parts or held == math.prod(sizes(root)):
+        return None
+    return Miss(
+        f"{held} of the cache tensor's {math.prod(sizes(root))} entries are read by attention in this graph", root,
+        advice="keep keys and values, and each graph's layers, in tensors of their own",
+    )
 
 
 def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> dict[Site, Miss]:
@@ -269,6 +294,11 @@ def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
 
 
 def _unrecognised(product: fx.Node) -> Miss:
+    if op_name(product) == flex.NAME:
+        return Miss(
+            "the cache is read by flex_attention, whose score or mask function could not be run over whole index grids", product,
+            advice="write score_mod and mask_mod in operations that broadcast, or use scaled_dot_product_attention",
+        )
     if cut_short(product):
         return Miss(
             f"the cache is read by {op_name(product)}, whose result leaves this graph before it meets a softmax and the values: a graph "

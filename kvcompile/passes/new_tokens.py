@@ -17,13 +17,15 @@ def new_tokens(emit: Emitter, env: Env, slot: SlotPlan) -> fx.Node:
     node = _broadcast(emit, env, slot)
     roles: list[str] = []
     outside = dict(write.select)
-    wanted = dict(axes.select)
+    wanted, counts = dict(axes.select), dict(axes.counts)
     position = 0
     for dim in write.dims:
         label = axes.labels[dim]
         if not label:
             node = emit.call(aten.select.int, node, position, wanted.get(dim, outside.get(dim, 0)))
             continue
+        if dim in counts:
+            node = emit.call(aten.slice.Tensor, node, position, wanted[dim], wanted[dim] + counts[dim])
         if len(label) == 2:
             inner = slot.spec.head_dim if label[1] == "D" else slot.spec.heads
             node = emit.call(aten.unflatten.int, node, position, [-1, inner])

@@ -171,6 +171,8 @@ def _samples(slot: Slot) -> tuple[Coords, np.ndarray, int]:
             coords[:, place] = fixed.get(dim, 0)
         for role in label:
             coords[:, place] = coords[:, place] * size[role] + column[role]
+        if label and dim in dict(slot.axes.counts):
+            coords[:, place] += fixed[dim]
     return coords, column["S"], len(grid) // slot.head_dim
 
 

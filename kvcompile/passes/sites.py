@@ -160,6 +160,8 @@ class Axes:
 
     labels: tuple[tuple[str, ...], ...]
     select: tuple[tuple[int, int], ...] = ()
+    counts: tuple[tuple[int, int], ...] = ()
+    """(dim, how many) of dims that hold more heads or channels than these: they begin at the dim's index in ``select``."""
 
     @property
     def token_dim(self) -> int:

@@ -113,7 +113,7 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) 
     if not (trail.there[:, token_dim] == token).all():
         return None
     labels[token_dim] = ("T",)
-    select = []
+    select, counts = [], []
     for dim, size in enumerate(base):
         if labels[dim] is not None or size == 1:
             continue
@@ -131,6 +131,18 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) 
             labels[dim] = pairs[0]
             left.pop(pairs[0][0]), left.pop(pairs[0][1])
             continue
+        parts = [
+            (role, n, shift[0]) for role, (values, n) in left.items() for shift in [column - values]
+            if role in {"K", "D"} and 1 < n < size and (shift == shift[0]).all()
+        ]
+        if parts:
+            # Keys and values side by side in one dim.
+            (part, n, first), *_ = parts
+            labels[dim] = (part,)
+            select.append((dim, int(first)))
+            counts.append((dim, n))
+            left.pop(part)
+            continue
         if (column == column[0]).all():
             labels[dim] = ()
             select.append((dim, int(column[0])))
@@ -147,7 +159,7 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) 
             if role is None:
                 select.append((dim, 0))
     # A role of size one that no dim stands for is still there, as nothing.
-    return Axes(tuple(label or () for label in labels), tuple(select))
+    return Axes(tuple(label or () for label in labels), tuple(select), tuple(counts))
 
 
 @dataclass(frozen=True)
@@ -224,7 +236,7 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
     if root.op == "placeholder":
         write = _find_write(root, trail, attention, effects)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
-        return _slot(SlotKind.BUFFER, root, root, (), axes, heads, write, trail, tiled)
+        return _slot(SlotKind.BUFFER, root, root, _returned(root, effects, itself=True), axes, heads, write, trail, tiled)
     if op_name(root) in MAKERS:
         write = _find_write(root, trail, attention, effects)
         outputs = _returned(root, effects)
@@ -249,11 +261,14 @@ def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
     return _slot(SlotKind.READ, root, root, (), axes, heads, write, trail, tiled)
 
 
-def _returned(root: fx.Node, effects: Effects) -> tuple[int, ...]:
-    """The results of the graph that are the root element by element: itself, or copies of it, but no transposed or partial views."""
+def _returned(root: fx.Node, effects: Effects, itself: bool = False) -> tuple[int, ...]:
+    """The results of the graph that are the root element by element: itself, or copies of it, but no transposed or partial views.
+
+    With ``itself`` no copies: what is given back is the memory that came in (``index_copy_``'s result, a cast to its own dtype).
+    """
     found = []
     for node in effects.family(root):
-        if effects.output in node.users and sizes(node) == sizes(root):
+        if effects.output in node.users and sizes(node) == sizes(root) and (not itself or same_memory(node, root)):
             trail = trace(node, lambda item: item is root)
             if trail.base is root and (trail.here == trail.there).all():
                 found.append(node)
@@ -315,7 +330,8 @@ def _slot(
         raise Miss(
             "the write has positions of their own for something other than batch rows", write.node, advice="give every row its positions",
         )
-    shape = sizes(root)
+    held = dict(axes.counts)
+    shape = [held.get(dim, size) for dim, size in enumerate(sizes(root))]
     size = {"B": 1, "K": heads}
     for dim, label in enumerate(axes.labels):
         if len(label) == 1:

@@ -71,6 +71,10 @@ class BoundGraph:
             for group in groups
         )
         self.written = tuple(index for index, group in enumerate(groups) if group.kind is not SlotKind.READ)
+        self.returned = tuple(
+            (output, group.argument) for group in groups if group.kind is SlotKind.BUFFER and group.argument is not None
+            for output in group.outputs
+        )
         self.born_only = bool(self.written) and all(groups[index].kind in BORN for index in self.written)
         self.with_past = any(group.kind is SlotKind.CONCAT for group in groups)
         self.learners = tuple(
@@ -327,7 +331,7 @@ class BoundGraph:
             planes, cursors = self.steady.planes(settled), self.steady.cursors(settled, rewritten.cursors)
             results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors)
             self.steady.commit(settled, args)
-            return tuple(results)
+            return self._results(results, self._given_back(args), rewritten)
         shapes = [tuple(args[group.argument].shape) if group.argument is not None else None for group in self.groups]
         found = self.positions.once(args) if self.positions is not None else _nowhere
         call = self._prepare(args, found)
@@ -400,8 +404,17 @@ class BoundGraph:
                 state.length = length
             else:
                 state.advance(start, count)
-            for output in group.outputs:
-                made[output] = self._handle(group, state, shape, args)
+            if group.kind is not SlotKind.BUFFER:
+                made.update((output, self._handle(group, state, shape, args)) for output in group.outputs)
+        return self._results(results, {**made, **self._given_back(args)}, rewritten)
+
+    def _given_back(self, args: tuple[Any, ...]) -> dict[int, Any]:
+        """By result the buffers that the graph returns as they came in."""
+        return {output: args[argument] for output, argument in self.returned}
+
+    @staticmethod
+    def _results(results: Any, made: dict[int, Any], rewritten: Rewritten) -> tuple[Any, ...]:
+        """What compiled code gave, with the caches among it."""
         if not made:
             return tuple(results)
         rest = iter(results)

@@ -154,12 +154,13 @@ def place(x_BKTD: torch.Tensor, dense: torch.Tensor, axes: Axes) -> None:
 
 
 def _selected(dense: torch.Tensor, axes: Axes) -> tuple[torch.Tensor, list[tuple[str, ...]]]:
-    fixed = dict(axes.select)
+    fixed, counts = dict(axes.select), dict(axes.counts)
     view = dense
     roles: list[tuple[str, ...]] = []
     for dim in range(len(axes.labels) - 1, -1, -1):
         if axes.labels[dim]:
             roles.insert(0, axes.labels[dim])
+            view = view.narrow(dim, fixed[dim], counts[dim]) if dim in counts else view
         else:
             view = view.select(dim, fixed.get(dim, 0))
     return view, roles

@@ -1,0 +1,99 @@
+"""Stacked caches in the form that recognisers know: one concatenation of the whole tensor.
+
+    past_k, past_v = past.unbind(0)                          present = cat([past, stack([k, v])], 3)
+    k, v = cat([past_k, k], 2), cat([past_v, v], 2)    is    k, v = present[0], present[1]
+    present = stack([k, v])
+
+which older GPT models write. The parts that are concatenated one by one become views of the one tensor that is returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, sizes, value_of
+
+aten = torch.ops.aten
+CONCATENATIONS = {"cat", "concat", "concatenate"}
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """One part of a stacked past with new tokens behind it: the past's tensor, the part's dim and index, the new tokens, their dim."""
+
+    past: fx.Node
+    dim: int
+    index: int
+    new: fx.Node
+    token_dim: int
+
+
+def _part(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """(tensor, dim, index) that a node is one entry of."""
+    if op_name(node) == "select":
+        arguments = bind(node)
+        source, index = arguments["self"], arguments["index"]
+        return (source, arguments["dim"] % len(sizes(source)), hint(index) % sizes(source)[arguments["dim"]])
+    if op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) and op_name(node.args[0]) == "unbind":
+        arguments = bind(node.args[0])
+        source = arguments["self"]
+        return (source, arguments["dim"] % len(sizes(source)), hint(node.args[1]) % sizes(source)[arguments["dim"]])
+    return None
+
+
+def _grown(node: fx.Node) -> _Grown | None:
+    if op_name(node) not in CONCATENATIONS:
+        return None
+    parts = bind(node)["tensors"]
+    if len(parts) != 2 or not all(is_tensor(part) for part in parts):
+        return None
+    found, rank = _part(parts[0]), len(sizes(node))
+    return None if found is None else _Grown(*found, parts[1], bind(node)["dim"] % rank)
+
+
+def join_stacked(graph: fx.Graph) -> None:
+    """Turn every stack of parts that each grew by new tokens into one concatenation, in place."""
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if op_name(node) != "stack":
+            continue
+        parts, dim = bind(node)["tensors"], bind(node)["dim"] % len(sizes(node))
+        grown = [_grown(part) for part in parts]
+        first = grown[0]
+        if first is None or [
+            (item.past, item.dim, item.index, item.token_dim) for item in grown if item is not None
+        ] != [(first.past, dim, at, first.token_dim) for at in range(len(parts))] or sizes(first.past)[dim] != len(parts):
+            continue
+        last = max(parts, key=lambda part: order[part])
+        if any(order[user] < order[last] for part in parts for user in part.users):
+            continue
+        _join(graph, node, dim, [item for item in grown if item is not None], parts, last)
+
+
+def _join(graph: fx.Graph, stack: fx.Node, dim: int, grown: list[_Grown], parts: list[fx.Node], last: fx.Node) -> None:
+    first = grown[0]
+    token_dim = first.token_dim + (first.token_dim >= dim)
+
+    def call(target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.meta = {key: value for key, value in stack.meta.items() if key not in {"val", "tensor_meta"}}
+        made.meta["val"] = target(*fx.node.map_arg(args, value_of))
+        return made
+
+    with graph.inserting_after(last):
+        # Behind ``last`` in this order: each is inserted after the one before.
+        new = call(aten.stack.default, [item.new for item in grown], dim)
+    with graph.inserting_after(new):
+        whole = call(aten.cat.default, [first.past, new], token_dim)
+    for at, part in enumerate(parts):
+        with graph.inserting_after(whole):
+            view = call(aten.select.int, whole, dim, at)
+        part.replace_all_uses_with(view)
+    stack.replace_all_uses_with(whole)
+    graph.erase_node(stack)
+    for part in parts:
+        graph.erase_node(part)

@@ -1,0 +1,296 @@
+"""What published code does beside the plain idioms: casts of the cache, stacked and fused caches, flex attention, ``vmap`` next door."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from e2e_models import CHUNKS, Attention, Case, buffers, by_offset, by_position, inputs, returned, visible
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import kvcompile
+from kvcompile.passes.retrace import Retrace
+
+
+@pytest.fixture(autouse=True)
+def _fresh(one_thread: None, fresh_dynamo: None) -> None:
+    """Small tensors on one thread, nothing compiled before."""
+
+
+class CastInPlace(Attention):
+    """Meta's Llama: the cache is cast to the queries' dtype, which it has, and kept; the mask is built with triu and hstack."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 2, **sizes})
+        buffers(self, self.batch, self.capacity, self.kv, self.dim)
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = self.project(x)
+        rows, count = x.shape[:2]
+        self.k_cache, self.v_cache = self.k_cache.to(q), self.v_cache.to(q)
+        self.k_cache[:rows, start : start + count] = k
+        self.v_cache[:rows, start : start + count] = v
+        keys, values = (
+            item[:rows, : start + count].repeat_interleave(self.heads // self.kv, 2).transpose(1, 2)
+            for item in (self.k_cache, self.v_cache)
+        )
+        scores = q.transpose(1, 2) @ keys.transpose(2, 3) / math.sqrt(self.dim)
+        if count > 1:
+            mask = torch.triu(torch.full((count, count), float("-inf")), diagonal=1)
+            scores = scores + torch.hstack([torch.zeros((count, start)), mask]).type_as(x)
+        return self.close(F.softmax(scores.float(), dim=-1).type_as(x) @ values)
+
+
+class Stacked(Attention):
+    """Old GPT-2: keys and values grow one by one and are returned stacked."""
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        if past is not None:
+            past_k, past_v = past.unbind(0)
+            k, v = torch.cat([past_k, k], -2), torch.cat([past_v, v], -2)
+        total, count = k.shape[-2], x.shape[1]
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.dim)
+        mask = torch.ones(count, total, dtype=torch.bool).tril(total - count)
+        weights = torch.softmax(torch.where(mask, scores, torch.finfo(scores.dtype).min), -1)
+        return self.close(weights @ v), torch.stack((k, v))
+
+
+class SideBySide(Attention):
+    """Keys and values in one concatenated tensor, side by side in the channels."""
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        both = torch.cat([k, v], -1)
+        if past is not None:
+            both = torch.cat([past, both], 2)
+        k, v = both.split(self.dim, -1)
+        mask = torch.ones(x.shape[1], k.shape[2], dtype=torch.bool).tril(k.shape[2] - x.shape[1])
+        return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)), both
+
+
+class FusedHeads(Attention):
+    """One buffer [B, C, 2 K, D]: the heads of the keys, then those of the values."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 2, **sizes})
+        buffers(self, self.batch, self.capacity, 2 * self.kv, self.dim, names=["cache"])
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        self.cache[:, pos] = torch.cat([k, v], 2)
+        k, v = (item.transpose(1, 2) for item in (self.cache[:, :, : self.kv], self.cache[:, :, self.kv :]))
+        return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible(pos, self.capacity), enable_gqa=True))
+
+
+class Uneven(Attention):
+    """One buffer of keys of 16 and values of 8 channels; ``extra``: and 4 channels that no attention reads."""
+
+    extra = 0
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.v, self.o = nn.Linear(self.width, self.kv * 8, bias=False), nn.Linear(self.heads * 8, self.width, bias=False)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim + 8 + self.extra, names=["cache"])
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.cache[:, :, pos] = torch.cat([k, v, k[..., : self.extra]], -1)
+        k, v = self.cache[..., : self.dim], self.cache[..., self.dim : self.dim + 8]
+        return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=visible(pos, self.capacity)))
+
+
+class PartUnread(Uneven):
+    """Some channels are read by no attention."""
+
+    extra = 4
+
+
+class Shaped(Attention):
+    """T5's old bias: a table of distances, and a mask made of zeros that are shaped like the scores."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+        self.table = nn.Embedding(32, self.heads)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.k_cache[:, :, pos], self.v_cache[:, :, pos] = k, v
+        far = (pos[:, None] - torch.arange(self.capacity)).clamp(0, 31)
+        scores = q @ self.k_cache.mT + self.table(far).permute(2, 0, 1)[None]
+        scores = scores + torch.zeros_like(scores).masked_fill(~visible(pos, self.capacity), -1e9)
+        return self.close(scores.softmax(-1) @ self.v_cache)
+
+
+class Flex(Attention):
+    """flex_attention over a buffer: what decides is ``mod`` (module, scores..., indices) -> score."""
+
+    def __init__(self, mod: Callable[..., torch.Tensor], **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+        self.mod = mod
+        self.register_buffer("slopes", torch.linspace(0.1, 0.4, self.heads))
+        self.register_buffer("start", torch.tensor([0, 2]))
+
+    def fill(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        """Write the new tokens; the queries."""
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        self.k_cache.index_copy_(2, pos, k)
+        self.v_cache.index_copy_(2, pos, v)
+        return q
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q = self.fill(x, pos)
+
+        def score(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return self.mod(self, score, b, h, pos[i], j)
+
+        return self.close(flex_attention(q, self.k_cache, self.v_cache, score_mod=score))
+
+
+def causal_score(m: Flex, score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, at: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    return torch.where(j <= at, score, -float("inf"))
+
+
+def biased_score(m: Flex, score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, at: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    seen = (j <= at) & ((j >= m.start[b]) | (j == at))
+    return torch.where(seen, score + m.slopes[h] * (j - at), -float("inf"))
+
+
+class FlexBlocks(Flex):
+    """A block mask from outside, and grouped heads."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(causal_score, **{"kv": 2, **sizes})
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor, blocks: Any) -> torch.Tensor:  # type: ignore[override]
+        q = self.fill(x, pos)
+        return self.close(flex_attention(q, self.k_cache, self.v_cache, block_mask=blocks, enable_gqa=True))
+
+
+class FlexSum(Flex):
+    """What is returned is scaled by the log of the sum, as attention sinks are spelled with flex attention."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(causal_score, **sizes)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q = self.fill(x, pos)
+        y, total = flex_attention(
+            q, self.k_cache, self.v_cache, score_mod=lambda s, b, h, i, j: torch.where(j <= pos[i], s, -float("inf")), return_lse=True,
+        )
+        return self.close(y * torch.sigmoid(total)[..., None])
+
+
+class NextDoor(Flex):
+    """A function under ``vmap`` in the same graph as a cache."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(causal_score, **sizes)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        gates = torch.vmap(lambda row: torch.vmap(lambda token: torch.outer(token, token).diagonal().cumsum(0))(row))(x)
+        q = self.fill(x + gates.softmax(-1), pos)
+        return self.close(F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity)))
+
+
+def with_blocks(module: nn.Module, call: Callable[..., Any], chunks: Any) -> list[torch.Tensor]:
+    """forward(x, pos, block mask)."""
+
+    def step(x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        capacity = module.capacity
+        return call(x, pos, create_block_mask(
+            lambda b, h, i, j: j <= pos[i], None, None, len(pos), capacity, device="cpu", BLOCK_SIZE=32,  # type: ignore[arg-type]
+        ))
+
+    return by_position(module, step, chunks)
+
+
+CASES = (
+    Case("cast-in-place", CastInPlace, by_offset),
+    Case("stacked", Stacked, returned(None)),
+    Case("side-by-side", SideBySide, returned(None)),
+    Case("fused-heads", FusedHeads, by_position),
+    Case("uneven", Uneven, by_position),
+    Case("shaped-like-scores", Shaped, by_position),
+    Case("flex-causal", lambda **given: Flex(causal_score, **given), by_position),
+    Case("flex-biased", lambda **given: Flex(biased_score, **given), by_position),
+    Case("flex-blocks", FlexBlocks, with_blocks),
+    Case("next-door", NextDoor, by_position),
+    Case("part-unread", PartUnread, by_position, refused="entries are read by attention"),
+    Case("flex-sum", FlexSum, by_position, refused="also read by logsumexp"),
+)
+REWRITTEN = [case for case in CASES if not case.refused]
+
+
+@pytest.mark.parametrize("case", REWRITTEN, ids=str)
+def test_dense_equals_the_module(case: Case) -> None:
+    backend = kvcompile.backend("dense", inner="eager", strict=True)
+    assert case.error(backend) <= 2e-6
+    report = backend.report()
+    assert report.sites >= len(backend.graphs) - 1 and report.sites and not report.refusals
+
+
+@pytest.mark.parametrize("case", [case for case in REWRITTEN if case.name in {"stacked", "uneven", "fused-heads", "flex-biased"}], ids=str)
+def test_int8_is_near_the_module(case: Case) -> None:
+    # Eight channels to a scale where the values have eight.
+    assert 0 < case.error(kvcompile.backend("int8", inner="eager", strict=True)) <= 0.01
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=str)
+def test_refused_for_its_reason_and_right(case: Case) -> None:
+    backend = kvcompile.backend("int8", inner="eager")
+    assert case.error(backend) <= 2e-6
+    report = backend.report()
+    assert report.sites == 0 and report.allocated == 0
+    assert any(case.refused in item.reason for item in report.refusals), [str(item) for item in report.refusals]
+
+
+def test_flex_attention_that_does_not_work_on_grids_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its functions cannot be run over whole index grids it stays one operation, and the report says that it reads a cache."""
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no grids")
+
+    monkeypatch.setattr("kvcompile.passes.flex.explicit", fails)
+    case = next(case for case in CASES if case.name == "flex-causal")
+    backend = kvcompile.backend("int8", inner="eager")
+    assert case.error(backend) == 0.0
+    assert backend.report().sites == 0
+    assert any("flex_attention" in item.reason for item in backend.report().refusals)
+
+
+def test_a_cast_buffer_is_given_back_itself() -> None:
+    """What a call returns for a buffer that it wrote is that buffer, step after step, compressed or not."""
+    case = next(case for case in CASES if case.name == "cast-in-place")
+    module = case.make()
+    call = torch.compile(module, backend=kvcompile.backend("int8", inner="eager", strict=True), fullgraph=True)
+    with torch.no_grad():
+        seen = []
+        for start, x in zip((0, 7, 8, 9), inputs(module, CHUNKS[:4]), strict=True):
+            call(x, start)
+            seen.append(module.k_cache)
+    assert all(item is seen[0] for item in seen)
+    assert type(seen[0]).__name__ != "Tensor"
+
+
+def test_what_makes_a_block_mask_is_left_out() -> None:
+    """Dynamo's graph makes the empty block mask under ``vmap``; once flex attention is spelled out nothing reads it."""
+    case = next(case for case in CASES if case.name == "flex-causal")
+    left: list[int] = []
+
+    def look(graph: torch.fx.GraphModule, args: Any) -> Any:
+        left.append(len(Retrace(graph).left_out))
+        return graph.forward
+
+    module = case.make()
+    with torch.no_grad():
+        torch.compile(copy.deepcopy(module), backend=look)(inputs(module)[0], torch.arange(CHUNKS[0]))
+    assert left == [left[0]] and left[0] > 10
