@@ -75,6 +75,13 @@ class WindowOnlyRead(SchemeError):
     )
 
 
+class WindowReadLate(SchemeError):
+    template = (
+        "expected a scheme without a window of newest tokens for a cache that is written after its attention, found a window of {window} "
+        "tokens, which is a step's own; give {path!r} a scheme such as 'int8' in a per-layer policy, or write first, then attend"
+    )
+
+
 class BadPolicy(SchemeError):
     template = (
         "a per-layer policy maps module-path globs to schemes and needs at least one entry, found {found!r}; "

@@ -201,6 +201,33 @@ class NextDoor(Flex):
         return self.close(F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity)))
 
 
+class ReadLater(Attention):
+    """A buffer is written after the attention, which sees the steps before this one."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        before = (torch.arange(self.capacity) < pos[0]) | (torch.arange(self.capacity) == 0)
+        y = F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=before.expand(len(pos), -1))
+        self.k_cache.index_copy_(2, pos, k)
+        self.v_cache.index_copy_(2, pos, v)
+        return self.close(y)
+
+
+class GrownLater(Attention):
+    """The past is attended to as it came in, and returned with the new tokens behind it."""
+
+    def forward(self, x: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None = None) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        if past is None:
+            return self.close(F.scaled_dot_product_attention(q, k, v, is_causal=True)), (k, v)
+        grown = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        return self.close(F.scaled_dot_product_attention(q, *past)), grown
+
+
 def with_blocks(module: nn.Module, call: Callable[..., Any], chunks: Any) -> list[torch.Tensor]:
     """forward(x, pos, block mask)."""
 
@@ -224,10 +251,13 @@ CASES = (
     Case("flex-biased", lambda **given: Flex(biased_score, **given), by_position),
     Case("flex-blocks", FlexBlocks, with_blocks),
     Case("next-door", NextDoor, by_position),
+    Case("read-later", ReadLater, by_position),
+    Case("grown-later", GrownLater, returned(None)),
     Case("part-unread", PartUnread, by_position, refused="entries are read by attention"),
     Case("flex-sum", FlexSum, by_position, refused="also read by logsumexp"),
 )
 REWRITTEN = [case for case in CASES if not case.refused]
+COMPRESSED = {"stacked", "uneven", "fused-heads", "flex-biased", "read-later", "grown-later"}
 
 
 @pytest.mark.parametrize("case", REWRITTEN, ids=str)
@@ -238,7 +268,7 @@ def test_dense_equals_the_module(case: Case) -> None:
     assert report.sites >= len(backend.graphs) - 1 and report.sites and not report.refusals
 
 
-@pytest.mark.parametrize("case", [case for case in REWRITTEN if case.name in {"stacked", "uneven", "fused-heads", "flex-biased"}], ids=str)
+@pytest.mark.parametrize("case", [case for case in REWRITTEN if case.name in COMPRESSED], ids=str)
 def test_int8_is_near_the_module(case: Case) -> None:
     # Eight channels to a scale where the values have eight.
     assert 0 < case.error(kvcompile.backend("int8", inner="eager", strict=True)) <= 0.01
@@ -279,6 +309,14 @@ def test_a_cast_buffer_is_given_back_itself() -> None:
             seen.append(module.k_cache)
     assert all(item is seen[0] for item in seen)
     assert type(seen[0]).__name__ != "Tensor"
+
+
+@pytest.mark.parametrize("name", ["read-later", "grown-later"])
+def test_a_window_of_the_newest_tokens_cannot_be_read_late(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    backend = kvcompile.backend("kivi", inner="eager")
+    assert case.error(backend) == 0.0
+    assert any("written after its attention" in item.reason for item in backend.report().refusals)
 
 
 def test_what_makes_a_block_mask_is_left_out() -> None:

@@ -235,7 +235,13 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
                 )
         for site in users:
             refused.update(_extra(site, root, users, effects))
-        if (lost := _left_over(root, slots_here)) is not None:
+        lost = _left_over(root, slots_here)
+        if lost is None and len({slot.write.late for slot in slots_here}) > 1:
+            lost = Miss(
+                "one attention reads the cache before its new tokens are written and another one after", root,
+                advice="write the new tokens first, then attend",
+            )
+        if lost is not None:
             refused.update(dict.fromkeys(users, lost))
     return refused
 
@@ -259,6 +265,8 @@ def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> di
         return {site: Miss("a view of the cache is returned to the caller", root, advice="return the cache itself or nothing")}
     if slot.placeholder is not None and slot.placeholder is not root and slot.ring is None:
         others = effects.readers(slot.placeholder) - {root}
+        if slot.write.late:
+            others -= {node for other in users for node in other.attention.nodes}
         if others:
             reader = next(iter(others))
             return {site: Miss(f"the past is also read by {op_name(reader) or reader.op}", reader)}

@@ -23,6 +23,7 @@ from kvcompile.errors import (
     SchemeError,
     UnsupportedDtype,
     WindowOnlyRead,
+    WindowReadLate,
 )
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.match import Matched, refuse
@@ -205,7 +206,8 @@ def _site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     window = max(pair.k.window, pair.v.window)
     if window and site.key.kind is SlotKind.READ:
         raise WindowOnlyRead(window=window, path=site.path or "*")
-
+    if window and any(slot.write.late for slot in site.slots):
+        raise WindowReadLate(window=window, path=site.path or "*")
     if pair.k.certified or pair.v.certified:
         _check_certified(site, pair)
     rolling = site.key.ring.slots if site.key.ring is not None else _rolls(site)

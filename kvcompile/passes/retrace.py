@@ -41,6 +41,7 @@ class Retrace(fx.Interpreter):
         self.results: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        """One node; a region's at its first."""
         if n in self.left_out:
             return None
         if n in self.mapped:
@@ -54,6 +55,7 @@ class Retrace(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call, in the form that recognisers read."""
         if getattr(target, "overloadpacket", target) is torch.ops.kvcompile.expose:
             return args[0]
         if self.spell_out and flex.is_flex(target):

@@ -125,6 +125,8 @@ class Write:
     """Nodes that make the new cache out of the old one before the write; they are gone with it."""
     anchor: fx.Node | None = None
     """Where the tokens are written in the rewritten graph: ahead of this node, else of ``node``."""
+    late: bool = False
+    """Whether the attention reads what was there before: the new tokens are read in the next call."""
 
     @property
     def at(self) -> fx.Node:

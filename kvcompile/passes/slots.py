@@ -205,7 +205,7 @@ def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effect
             advice="write into the cache itself, or update it out of place with cache.index_copy(...) and return the result",
         )
     if effects.order[write.node] > effects.order[attention]:
-        raise Miss("the cache is written after the attention that reads it", write.node, advice="write the new tokens first, then attend")
+        return replace(write, late=True)
     for node in trail.path:
         early = effects.order[node] < effects.order[write.node]
         if early and is_tensor(node) and not same_memory(node, root):
@@ -232,7 +232,7 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
     if op_name(root) in UPDATES:
         return _updated(root, trail, read, effects)
     if root.op == "placeholder" and not effects.writes.get(root):
-        return _only_read(root, trail, read)
+        return _grown_later(root, trail, read, effects) or _only_read(root, trail, read)
     if root.op == "placeholder":
         write = _find_write(root, trail, attention, effects)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
@@ -245,6 +245,19 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
         return _slot(SlotKind.BORN_BUFFER, root, None, outputs, axes, heads, write, trail, tiled)
     raise NoCache(root)
+
+
+def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot | None:
+    """A past that is read as it came in, and returned with the new tokens behind it: they are read in the next call."""
+    for node in past.users:
+        if op_name(node) not in {"cat", "concat", "concatenate"}:
+            continue
+        found, write = concatenation(node)
+        outputs = _returned(node, effects)
+        if found is past and outputs:
+            axes, heads, tiled = axes_of(trail, read, write.token_dim)
+            return _slot(SlotKind.CONCAT, node, past, outputs, axes, heads, replace(write, late=True), trail, tiled)
+    return None
 
 
 def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:

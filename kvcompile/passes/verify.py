@@ -1,9 +1,9 @@
 """Verify: re-derive from the rewritten graph alone what soundness needs; a fact that is gone is an error.
 
 Checked on the rewritten graph, not on what the rewriter believes: no node reads or writes a cache
-tensor any more, every plane is written by exactly one append and read by attends only after it (a ring may be
-unrolled before), what is learned stands before that append, planes are never returned, and every result has the
-shape and dtype that the captured graph gave it.
+tensor any more, every plane is written by exactly one append and read by attends only after it (or, where the model
+wrote after it attended, only before; a ring may be unrolled before), what is learned stands before that append, planes
+are never returned, and every result has the shape and dtype that the captured graph gave it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 
 from kvcompile.errors import VerificationFailed
 from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewrite import Rewritten
+from kvcompile.passes.rewrite import Binding, Rewritten
 from kvcompile.passes.shapes import op_name, source_line
 from kvcompile.passes.sites import SlotKind
 
@@ -40,7 +40,11 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         _fail("as many inputs as kept arguments, planes and cursors", len(placeholders))
     planes = placeholders[len(rewritten.kept) : len(rewritten.kept) + count]
     read_only = [binding for binding in rewritten.bindings if binding.plan.slot.kind is SlotKind.READ]
-    unwritten = {planes[item.first_plane + index] for item in read_only for index in range(len(item.plan.layout.planes))}
+    unwritten = _planes(read_only, planes)
+    late = [binding for binding in rewritten.bindings if binding.plan.slot.write.late]
+    # What is concatenated grows behind the limit of such an attention, wherever that stands.
+    either = _planes([binding for binding in late if binding.plan.slot.kind is SlotKind.CONCAT], planes)
+    before = _planes(late, planes)
     order = {node: index for index, node in enumerate(graph.nodes)}
     names = [spec.name for binding in rewritten.bindings for spec in binding.plan.layout.planes]
     for plane, name in zip(planes, names, strict=True):
@@ -60,13 +64,19 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
             continue
         if len(learned) > 1 or any(order[node] > order[writers[0]] for node in learned):
             _fail("a plane is learned once, before the append that encodes with it", learned[-1].format_node(), learned[-1])
-        late = [reader for reader in readers if order[reader] < order[writers[0]]]
-        if late:
-            _fail("every attend comes after the append of its tokens", late[0].format_node(), late[0])
+        wrong = [reader for reader in readers if (order[reader] < order[writers[0]]) != (plane in before)]
+        if wrong and plane not in either:
+            place = "ahead of the append of tokens that the next call reads" if plane in before else "after the append of its tokens"
+            _fail(f"every attend comes {place}", wrong[0].format_node(), wrong[0])
         early = [copy for copy in copies if order[copy] > order[writers[0]]]
         if early:
             _fail("a ring is unrolled before it is written to", early[0].format_node(), early[0])
     _same_results(rewritten, captured, fakes)
+
+
+def _planes(bindings: list[Binding], planes: list[fx.Node]) -> set[fx.Node]:
+    """The planes of some bindings."""
+    return {planes[item.first_plane + index] for item in bindings for index in range(len(item.plan.layout.planes))}
 
 
 def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node, int]) -> bool:

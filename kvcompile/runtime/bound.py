@@ -76,7 +76,8 @@ class BoundGraph:
             for output in group.outputs
         )
         self.born_only = bool(self.written) and all(groups[index].kind in BORN for index in self.written)
-        self.with_past = any(group.kind is SlotKind.CONCAT for group in groups)
+        late = any(item.plan.slot.write.late for group in groups for item in group.bindings)
+        self.with_past = late or any(group.kind is SlotKind.CONCAT for group in groups)
         self.learners = tuple(
             index for index in self.written if any(item.plan.scheme.learns(item.plan.spec) for item in groups[index].bindings)
         )
