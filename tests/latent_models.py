@@ -224,6 +224,26 @@ class Grown(Latent):
         return self.attend(torch.cat([q_nope, q_rope], -1), *self.expand(latent, rope), pos), (latent, rope)
 
 
+class Rolled(Latent):
+    """Latents and rotary parts of the newest tokens only: the oldest are moved out at every call."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{**sizes, "capacity": 12})
+        buffers(self, self.batch, self.capacity, self.rank, names=("latents",))
+        buffers(self, self.batch, self.capacity, ROTARY, names=("ropes",))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        count = x.shape[1]
+        q_nope, q_rope, *new = self.parts(x, pos)
+        for cache, part in zip((self.latents, self.ropes), new, strict=True):
+            cache.copy_(torch.cat([cache[:, count:], part], 1))
+        # The age of every place, and of every query, counted from the newest token.
+        age, own = self.capacity - 1 - torch.arange(self.capacity), count - 1 - torch.arange(count)
+        seen = (age >= own[:, None]) & (age <= pos[-1])
+        keys, values = self.expand(self.latents, self.ropes)
+        return self.finish(F.scaled_dot_product_attention(torch.cat([q_nope, q_rope], -1), keys, values, attn_mask=seen))
+
+
 class Read(TwoBuffers):
     """What a test reads or changes in addition: ``use(module, q, latent, rope, pos)`` gives the result."""
 
@@ -339,6 +359,7 @@ LATENT_CASES = (
     Case("latent-einsums", Einsums, by_position),
     Case("latent-grouped", Grouped, by_position),
     Case("latent-grown", Grown, returned(None)),
+    Case("latent-rolled", Rolled, by_position),
     Case("latent-keys-are-values", KeysAreValues, by_position, sizes={"kv": 2}),
     Case("latent-relative-scores", RelativeScores, by_position, sizes={"kv": 2}),
     Case("latent-bias", biased, by_position, refused="a bias is added"),

@@ -51,7 +51,7 @@ def test_bfloat16(name: str) -> None:
 @pytest.mark.parametrize(("name", "scheme"), [
     *(("latent-two-buffers", scheme) for scheme in ("int8", "fp8", "int4(group=8)", "kivi(bits=4,group=8,window=8)")),
     ("latent-one-buffer", "int8"), ("latent-two-products", "int8"), ("latent-grown", "int8"),
-    ("latent-grown", "kivi(bits=4,group=8,window=8)"),
+    ("latent-grown", "kivi(bits=4,group=8,window=8)"), ("latent-rolled", "int8"),
 ])
 def test_schemes_are_near_the_module(name: str, scheme: str) -> None:
     case = next(case for case in REWRITTEN if case.name == name)

@@ -274,7 +274,7 @@ def _shared(trail: Trail, shape: tuple[int, ...], run: _Run) -> Slot:
 
     def behind(names: dict[str, str]) -> Slot:
         read = slots.Read(run.node, tuple(names.get(role, role) for role in run.roles), shape)
-        return slots.behind(trail, read, run.attention, run.effects)
+        return slots.at(trail, read, run.attention, run.effects)
 
     try:
         return behind({"K": "H"})

@@ -215,8 +215,12 @@ def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effect
 
 def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> Slot:
     """The slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it."""
-    trail, read = _through_writes(operand), Read(operand, roles, sizes(operand))
-    window = rings.find(trail, roles, operand, attention, effects)
+    return at(_through_writes(operand), Read(operand, roles, sizes(operand)), attention, effects)
+
+
+def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
+    """The slot at the end of a trail, a window of the newest tokens or all of them; raises Miss, or NoCache where there is none."""
+    window = rings.find(trail, read.roles, read.operand, attention, effects)
     if window is not None:
         axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
         slot = _slot(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
@@ -225,7 +229,7 @@ def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: 
 
 
 def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
-    """The slot at the end of a trail; raises Miss, or NoCache where the trail ends at no cache."""
+    """The slot at the end of a trail that keeps every token; raises Miss, or NoCache where the trail ends at no cache."""
     root = trail.base
     if op_name(root) in {"cat", "concat", "concatenate"}:
         return _concatenated(root, trail, read, effects)
