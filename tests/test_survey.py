@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from kvcompile import schemes
 from kvcompile.cli import main
 from kvcompile.cli.architectures import WITH_ENCODER, names
 from kvcompile.cli.control import rounded
-from kvcompile.cli.survey import Survey, conduct
+from kvcompile.cli.survey import Survey, conduct, read_cases, untried
 from kvcompile.cli.survey_table import markdown, summary, tally, verdict
 from kvcompile.cli.trial import DENSE_BOUND, Case, Outcome, Settings
 from kvcompile.shrink import tiny_config
@@ -46,6 +47,22 @@ def test_an_architecture_that_takes_too_long_ends_alone() -> None:
     found = list(conduct(Survey(("llama",), ("dynamic", "static"), ("eager",), QUICK, timeout=0.0)))
     assert [case.outcome for case in found[0]] == [Outcome.FAILED.value] * 2
     assert all("not done after" in case.detail for case in found[0])
+
+
+def test_what_is_known_is_not_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "known.json"
+    path.write_text(json.dumps([replace(GOOD, architecture="llama").plain()]))
+    known = read_cases(path)
+    assert [(case.architecture, case.outcome) for case in known] == [("llama", Outcome.REWRITTEN.value)]
+    assert untried(("llama", "gpt2"), ("static",), ("sdpa",), known) == ("gpt2",)
+    assert untried(("llama",), ("static", "dynamic"), ("sdpa",), known) == ("llama",)
+    page = tmp_path / "page.md"
+    assert main([
+        "survey", "--archs", "llama", "--caches", "static", "--attention", "sdpa", "--known", str(path), "--markdown", str(page),
+    ]) == 0
+    assert "| llama | rewritten at every site |" in page.read_text()
+    assert main(["survey", "--known", str(page)]) == 2
+    assert "no JSON of an earlier survey" in capsys.readouterr().err
 
 
 def test_names_are_there_once_and_mark_encoders() -> None:

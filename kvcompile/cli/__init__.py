@@ -97,6 +97,7 @@ def _survey_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=_count, default=2, help="layers of each model, and one of each kind (default 2)")
     parser.add_argument("--jobs", type=_count, default=1, help="architectures at a time (default 1)")
     parser.add_argument("--timeout", type=_count, default=900, help="seconds for an architecture (default 900)")
+    parser.add_argument("--known", type=_split, default=[], metavar="A,B", help="JSON of earlier runs, whose cases are not tried again")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every case as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     parser.set_defaults(run=_survey)
@@ -238,9 +239,9 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _survey(arguments: argparse.Namespace) -> int:
     from kvcompile.cli.architectures import names
-    from kvcompile.cli.survey import Survey, conduct
+    from kvcompile.cli.survey import Survey, conduct, untried
     from kvcompile.cli.survey_table import markdown, survey_table
-    from kvcompile.cli.trial import Case, Settings
+    from kvcompile.cli.trial import Settings
 
     known = names()
     strange = sorted(set(arguments.archs) - set(known))
@@ -249,10 +250,9 @@ def _survey(arguments: argparse.Namespace) -> int:
         raise TargetError(found=strange[0], why="transformers has no such architecture" + (f", did you mean {near}?" if near else ""))
     policy_of(arguments.scheme)
     settings = Settings(arguments.scheme, tuple(int(item) for item in arguments.rows), steps=arguments.steps, layers=arguments.layers)
-    survey = Survey(
-        tuple(arguments.archs or known), tuple(arguments.caches), tuple(arguments.attention), settings, arguments.timeout, arguments.jobs
-    )
-    done: list[Case] = []
+    done = [case for path in arguments.known for case in _known_cases(path)]
+    waiting = untried(arguments.archs or known, arguments.caches, arguments.attention, done)
+    survey = Survey(waiting, tuple(arguments.caches), tuple(arguments.attention), settings, arguments.timeout, arguments.jobs)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("survey", total=len(survey.architectures))
         for cases in conduct(survey, lambda name: progress.update(task, description=name)):
@@ -265,6 +265,15 @@ def _survey(arguments: argparse.Namespace) -> int:
         arguments.markdown.write_text(markdown(done, survey))
     _console().print(survey_table(done))
     return 0
+
+
+def _known_cases(path: str) -> list[Any]:
+    from kvcompile.cli.survey import read_cases
+
+    try:
+        return read_cases(Path(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise TargetError(found=path, why=f"it is no JSON of an earlier survey: {error}") from error
 
 
 def _as_json(rows: Sequence[Any], effort: Any, reference_bits: float, device: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ done; one that crashes or outlasts its time loses only the cases that it had not
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvcompile.cli.trial import Case, Outcome, Settings, cases
@@ -39,6 +41,21 @@ class _Job:
     pipe: Any
     started: float
     done: list[Case] = field(default_factory=list)
+
+
+def read_cases(path: Path) -> list[Case]:
+    """The cases that an earlier survey wrote as JSON; raises OSError, ValueError or TypeError where the file holds none."""
+    return [Case(**row) for row in json.loads(path.read_text())]
+
+
+def untried(
+    architectures: Sequence[str], caches: Sequence[str], attentions: Sequence[str], done: Sequence[Case]
+) -> tuple[str, ...]:
+    """The architectures of which not every case is among those that are ``done``."""
+    tried = {(case.architecture, case.cache, case.attention) for case in done}
+    return tuple(
+        name for name in architectures if any((name, cache, attention) not in tried for cache in caches for attention in attentions)
+    )
 
 
 def _work(pipe: Any, name: str, caches: Sequence[str], attentions: Sequence[str], settings: Settings) -> None:
