@@ -228,6 +228,51 @@ class GrownLater(Attention):
         return self.close(F.scaled_dot_product_attention(q, *past)), grown
 
 
+class Prefix(Attention):
+    """The filled part of a buffer joined to the new tokens, which are written into it before or after the attention."""
+
+    def __init__(self, late: bool, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+        self.late = late
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        count = x.shape[1]
+        keys, values = torch.cat([self.k_cache[:, :, :start], k], 2), torch.cat([self.v_cache[:, :, :start], v], 2)
+        mask = torch.ones(count, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - count)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask) if self.late else None
+        self.k_cache[:, :, start : start + count] = k
+        self.v_cache[:, :, start : start + count] = v
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask) if y is None else y)
+
+
+class SplitLater(Attention):
+    """Heads are split from the channels after the cache is read, by methods that are written in Python."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.capacity, 2 * self.width, names=["cache"])
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        self.cache[:, pos] = torch.cat([self.k(x), self.v(x)], -1)
+        q, k, v = (item.unflatten(-1, (self.heads, -1)).transpose(1, 2) for item in (self.q(x), *self.cache.split(self.width, -1)))
+        return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=visible(pos, self.capacity)))
+
+
+class Unflattened(Attention):
+    """A buffer [B, C, K * D] that is unflattened as it is read."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.capacity, self.width)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        self.k_cache[:, pos], self.v_cache[:, pos] = self.k(x), self.v(x)
+        q, k, v = (item.unflatten(-1, (self.heads, -1)).transpose(1, 2) for item in (self.q(x), self.k_cache, self.v_cache))
+        return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=visible(pos, self.capacity)))
+
+
 def with_blocks(module: nn.Module, call: Callable[..., Any], chunks: Any) -> list[torch.Tensor]:
     """forward(x, pos, block mask)."""
 
@@ -252,12 +297,16 @@ CASES = (
     Case("flex-blocks", FlexBlocks, with_blocks),
     Case("next-door", NextDoor, by_position),
     Case("read-later", ReadLater, by_position),
+    Case("prefix-early", lambda **given: Prefix(False, **given), by_offset),
+    Case("prefix-late", lambda **given: Prefix(True, **given), by_offset),
+    Case("split-later", SplitLater, by_position),
+    Case("unflattened", Unflattened, by_position),
     Case("grown-later", GrownLater, returned(None)),
     Case("part-unread", PartUnread, by_position, refused="entries are read by attention"),
     Case("flex-sum", FlexSum, by_position, refused="also read by logsumexp"),
 )
 REWRITTEN = [case for case in CASES if not case.refused]
-COMPRESSED = {"stacked", "uneven", "fused-heads", "flex-biased", "read-later", "grown-later"}
+COMPRESSED = {"stacked", "uneven", "fused-heads", "flex-biased", "read-later", "grown-later", "prefix-late"}
 
 
 @pytest.mark.parametrize("case", REWRITTEN, ids=str)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.passes.flex import Stays
+from kvcompile.passes.prefix import join_prefixes
 from kvcompile.passes.retrace import Retrace
 from kvcompile.passes.stacked import join_stacked
 
@@ -117,6 +118,7 @@ def capture(
         module = traced(spell_out=False)
     with mode:
         join_stacked(module.graph)
+        join_prefixes(module.graph)
     module.recompile()
     for node in module.graph.nodes:
         if node.meta.get("stack_trace"):

@@ -16,6 +16,9 @@ from torch import fx
 from kvcompile.passes.pullback import STEPS
 from kvcompile.passes.shapes import IDENTITIES, is_tensor, op_name
 
+PLURAL = {"unbind", "split", "split_with_sizes", "chunk", "tensor_split"}
+"""Operators that give several views of one tensor."""
+
 
 def _schema(node: fx.Node) -> torch.FunctionSchema | None:
     target = node.target
@@ -45,7 +48,7 @@ def view_parent(node: fx.Node) -> fx.Node | None:
     name = op_name(node)
     first = node.args[0]
     if name == "getitem":
-        if isinstance(first, fx.Node) and op_name(first) in {"unbind", "split", "split_with_sizes", "chunk"}:
+        if isinstance(first, fx.Node) and op_name(first) in PLURAL:
             return first.args[0] if is_tensor(first.args[0]) else None
         return None
     if not is_tensor(first):
@@ -82,11 +85,10 @@ class Effects:
     def readers(self, root: fx.Node) -> set[fx.Node]:
         """The nodes that consume elements of ``root`` and are no views of it; the output node among them."""
         family = self.family(root)
-        plural = {"unbind", "split", "split_with_sizes", "chunk"}
         found = set()
         for node in family:
             for user in node.users:
-                if user in family or op_name(user) in plural or op_name(user) in {"sym_size", "sym_stride", "sym_numel"}:
+                if user in family or op_name(user) in PLURAL or op_name(user) in {"sym_size", "sym_stride", "sym_numel"}:
                     continue
                 found.add(user)
         return found

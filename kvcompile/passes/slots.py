@@ -131,17 +131,12 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) 
             labels[dim] = pairs[0]
             left.pop(pairs[0][0]), left.pop(pairs[0][1])
             continue
-        parts = [
-            (role, n, shift[0]) for role, (values, n) in left.items() for shift in [column - values]
-            if role in {"K", "D"} and 1 < n < size and (shift == shift[0]).all()
-        ]
-        if parts:
-            # Keys and values side by side in one dim.
-            (part, n, first), *_ = parts
-            labels[dim] = (part,)
-            select.append((dim, int(first)))
-            counts.append((dim, n))
-            left.pop(part)
+        beside = _beside(column, size, left)
+        if beside is not None:
+            labels[dim], first, count = beside
+            select.append((dim, first))
+            counts.append((dim, count))
+            left = {role: value for role, value in left.items() if role not in beside[0]}
             continue
         if (column == column[0]).all():
             labels[dim] = ()
@@ -160,6 +155,19 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) 
                 select.append((dim, 0))
     # A role of size one that no dim stands for is still there, as nothing.
     return Axes(tuple(label or () for label in labels), tuple(select), tuple(counts))
+
+
+def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ...], int, int] | None:
+    """(roles, first entry, how many) where a dim holds heads or channels, or both, beside others: keys and values in one dim."""
+    candidates: list[tuple[tuple[str, ...], np.ndarray, int]] = [((role,), *left[role]) for role in ("K", "D") if role in left]
+    if {"K", "D"} <= left.keys():
+        (heads, outer), (channels, inner) = left["K"], left["D"]
+        candidates.append((("K", "D"), heads * inner + channels, outer * inner))
+    for roles, values, count in candidates:
+        shift = column - values
+        if 1 < count < size and (shift == shift[0]).all():
+            return roles, int(shift[0]), count
+    return None
 
 
 @dataclass(frozen=True)

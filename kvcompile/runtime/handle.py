@@ -70,6 +70,20 @@ class CompressedCache(torch.Tensor):
                 return found
         return _outside(func, name, args, dict(kwargs))
 
+    # Tensor's own are written in Python: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
+
+    def split(self, split_size: Any, dim: int = 0) -> Any:
+        """As ``torch.Tensor.split``."""
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.kvcompile.expose(self).split(split_size, dim)
+        return torch.Tensor.split(self, split_size, dim)
+
+    def unflatten(self, dim: Any, sizes: Any) -> Any:
+        """As ``torch.Tensor.unflatten``."""
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.kvcompile.expose(self).unflatten(dim, sizes)
+        return torch.Tensor.unflatten(self, dim, sizes)
+
 
 # Called from code that Dynamo gave up on, this is a frame that Dynamo would compile for itself, as if it were the model's.
 _ENTRY = CompressedCache.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
