@@ -279,7 +279,8 @@ def _refuse_writes(captured: Captured, effects: Effects, given: tuple[int, ...])
 def _reach(item: SitePlan) -> Any:
     """How many tokens a buffer's attention may read beyond what was written; 0 where its mask says no more than that."""
     bounds, attention = item.site.bounds, item.site.attention
-    if item.site.key.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.READ, SlotKind.UPDATED}:
+    slot = item.site.key
+    if slot.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.READ, SlotKind.UPDATED} or slot.table is not None:
         return 0
     if bounds.hi.kind is LimitKind.CONST:
         return bounds.hi.offset + 1 + sum(coefficient * value_of(node) for node, coefficient in bounds.hi.symbols)

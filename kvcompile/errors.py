@@ -104,6 +104,13 @@ class RingNeedsTokens(SchemeError):
     )
 
 
+class TableNeedsTokens(SchemeError):
+    template = (
+        "expected a scheme that encodes every token by itself for a cache that is read through a gather, found {scheme!r}, which {why}; "
+        "use dense, int8, int4 or fp8 for this layer"
+    )
+
+
 class BadSetting(KvcompileError, ValueError):
     template = "kvcompile.backend expects {setting} to be {expected}, found {found!r}; pass one of these or leave it out"
 

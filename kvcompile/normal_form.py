@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from kvcompile.passes.places import Places
 from kvcompile.passes.plan import Plan, SitePlan, SlotPlan
 from kvcompile.passes.shapes import hint, value_of
 from kvcompile.passes.sites import Bounds, Limit, LimitKind, MaskKind, Position
@@ -61,13 +62,27 @@ def _slot(part: SlotPlan) -> list[str]:
     tokens = labels[write.token_dim] if write.token_dim < len(labels) else "T"
     planes = ", ".join(f"{plane.name} {str(plane.dtype).removeprefix('torch.')} x {plane.width}" for plane in part.layout.planes)
     new = f"new tokens %{write.values.name} along {tokens}, {_position(write.position)}"
+    if write.places is not None:
+        new = f"new tokens %{write.values.name} at the places {_places(write.places)}"
     facts = [
         ("cache", f"{comes}{slot.kind.value}{leaves}"),
         ("layout", _typed(slot.root, labels)),
         ("write", f"%{write.node.name}, spelled as {write.idiom}: {new}"),
+        *([("read", f"%{slot.table.gather.name}, of each row the places {_places(slot.table.places)}")] if slot.table is not None else []),
         ("stored as", f"{part.scheme.spell()}: {planes} a token and head"),
     ]
     return [f"  {part.role.value}", *(f"    {name:{WIDTH - 2}} {text}" for name, text in facts)]
+
+
+def _places(places: Places) -> str:
+    """A sum of index tensors and running indices, each times its weight."""
+    terms = []
+    for item in places.picked:
+        named = {"T": "t", "N": f"t // {item.every}", "O": f"t % {item.every}", "BT": "b, t", "BN": f"b, t // {item.every}"}
+        terms.append((item.weight, f"%{item.node.name}[{', '.join(named.get(role, role.lower()) for role in item.roles if role)}]"))
+    terms += [(run.weight, f"{run.role.lower()} % {run.size}" if run.role == "T" else run.role.lower()) for run in places.running]
+    words = [name if weight == 1 else f"{weight} x {name}" for weight, name in terms]
+    return " + ".join([*words, *([str(places.first)] if places.first else [])])
 
 
 def _position(position: Position) -> str:

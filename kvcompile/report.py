@@ -111,6 +111,8 @@ def short_scheme(scheme: Scheme) -> str:
 def _cache(slot: Slot) -> str:
     """How a cache is held, in words."""
     words = CACHES[slot.kind]
+    if slot.table is not None:
+        return f"{words}, read through a gather"
     return words if slot.ring is None else f"{words}, newest {slot.ring.slots}"
 
 

@@ -316,7 +316,7 @@ CASES = (
     Case("rows-and-one-position", RowsAndOnePosition, by_position),
     Case("row-scatter", RowScattered, by_row),
     Case("not-given-back", NotGivenBack, by_position, refused="not returned as it is"),
-    Case("block-table", BlockTable, by_position, refused="gathers from the cache (a block table"),
+    Case("block-table", BlockTable, by_position),
     Case("rolled", Rolled, alone),
     Case("latent", LatentKeys, by_position),
     Case("scratch-copy", ScratchCopy, by_position, refused="a copy of the cache"),

@@ -13,6 +13,7 @@ import torch
 from e2e_models import CASES, Case, inputs
 from graph_text import graph_text, stable_symbols
 from latent_models import LATENT_CASES
+from paged_models import PAGED_CASES, PagedCase
 from torch import fx
 
 import kvcompile
@@ -25,11 +26,11 @@ IDIOMS = (
     "tril-mask", "index-copy-attribute", "transposed-keys", "narrow", "slice-assign", "combined-one-write", "combined-two-writes",
     "per-row", "flat-bmm", "multi-query-einsum", "grouped-einsum", "grouped-matmul", "concatenated", "concatenated-time-first", "lists",
     "softcap", "sinks", "alibi-baddbmm", "hand-softmax", "keys-first", "tiled", "functional", "copied-back", "row-scatter",
-    "latent-filled", "latent-one-buffer", "latent-two-products", "learned-scale",
+    "latent-filled", "latent-one-buffer", "latent-two-products", "block-table", "rows-of-requests", "learned-scale",
 )
 """One name a way to write, to group, to spell or to mask; the last one is refused."""
 
-GOLDENS = [next(case for case in (*CASES, *LATENT_CASES) if case.name == name) for name in IDIOMS]
+GOLDENS = [next(case for case in (*CASES, *LATENT_CASES, *PAGED_CASES) if case.name == name) for name in IDIOMS]
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -44,13 +45,14 @@ class Shapes(fx.Interpreter):
         return value
 
 
-def compiled_by(case: Case) -> kvcompile.Backend:
+def compiled_by(case: Case | PagedCase) -> kvcompile.Backend:
     """A backend that has seen a prefill and a few decode steps."""
     module = case.make()
     owner = kvcompile.backend("int8", inner="eager")
     compiled = torch.compile(module, backend=owner, fullgraph=True)
     with torch.no_grad():
-        case.drive(module, compiled, inputs(module, (7, 1, 1, 1)))
+        given = (7, 1, 1, 1) if isinstance(case, PagedCase) else inputs(module, (7, 1, 1, 1))
+        case.drive(module, compiled, given)
     return owner
 
 
@@ -65,7 +67,7 @@ def rewritten(stage: dict[str, Any], title: str) -> list[str]:
     return parts
 
 
-def described(case: Case) -> str:
+def described(case: Case | PagedCase) -> str:
     """The decode graph as captured, its sites or refusals, and what decode and prefill became."""
     owner = compiled_by(case)
     prefill, decode, report = owner.stages[0], owner.stages[-1], owner.report().graphs[-1]
@@ -88,7 +90,7 @@ def ours(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", GOLDENS, ids=str)
-def test_golden(case: Case, accept: bool) -> None:
+def test_golden(case: Case | PagedCase, accept: bool) -> None:
     found = described(case)
     path = GOLDEN / f"{case.name}.txt"
     if accept:

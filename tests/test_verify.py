@@ -110,11 +110,25 @@ def result_missing(graph: fx.Graph) -> None:
     output(graph).args = ([],)
 
 
+def test_a_gather_ahead_of_its_append_fails() -> None:
+    case = next(case for case in CASES if case.name == "block-table")
+    module, owner = case.make(), kvcompile.backend("int8", inner="eager", strict=True)
+    with torch.no_grad():
+        case.drive(module, torch.compile(module, backend=owner), inputs(module, (7,)))
+    verify(*broken(owner.stages[-1], lambda graph: None))
+
+    def late(graph: fx.Graph) -> None:
+        named(graph, "gather")[0].append(named(graph, "append")[0])
+
+    with pytest.raises(VerificationFailed, match="every gather comes after the append of its tokens"):
+        verify(*broken(owner.stages[-1], late))
+
+
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        (extra_reader, "only learn, append and attend touch a plane"),
-        (plane_returned, "only learn, append and attend touch a plane"),
+        (extra_reader, "only learn, append, gather and attend touch a plane"),
+        (plane_returned, "only learn, append, gather and attend touch a plane"),
         (two_appends, "one append into every plane"),
         (no_append, "one append into every plane"),
         (append_too_late, "every attend comes after the append of its tokens"),

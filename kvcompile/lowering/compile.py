@@ -28,6 +28,7 @@ KEPT = (ops.attend, certified_site.certified_site)
 
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
+    ops.gather: ops.gather_body,
 }
 
 

@@ -5,6 +5,7 @@
 ``kvcompile::learn``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
 ``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
 ``kvcompile::unroll``  copies the codes of a ring's newest tokens, then of new ones, in the order of the tokens (``rings.py``).
+``kvcompile::gather``  copies the codes of tokens by the numbers of their places in a store of one row (``places.py``).
 ``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
 
 The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what
@@ -46,6 +47,7 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.errors import ForeignBackend
+from kvcompile.lowering.places import gather_body, gather_meta
 from kvcompile.lowering.rings import unroll_body, unroll_meta
 from kvcompile.lowering.windows import append_window_body, append_window_meta
 from kvcompile.types import Role, SlotSpec
@@ -58,6 +60,7 @@ LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor?
 LIBRARY.define("learn(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 LIBRARY.define("unrotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
 LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme) -> Tensor[]")
+LIBRARY.define("gather(Tensor[] planes, Tensor places, SymInt head_dim, str scheme) -> Tensor[]")
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
@@ -275,6 +278,8 @@ LIBRARY.impl("append_window", append_window_body, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_meta, "Meta")
 LIBRARY.impl("unroll", unroll_body, "CompositeExplicitAutograd")
 LIBRARY.impl("unroll", unroll_meta, "Meta")
+LIBRARY.impl("gather", gather_body, "CompositeExplicitAutograd")
+LIBRARY.impl("gather", gather_meta, "Meta")
 LIBRARY.impl("append", _append_meta, "Meta")
 LIBRARY.impl("unrotate", unrotate_body, "CompositeExplicitAutograd")
 LIBRARY.impl("unrotate", _unrotate_meta, "Meta")
@@ -286,4 +291,5 @@ append_window = torch.ops.kvcompile.append_window.default
 learn = torch.ops.kvcompile.learn.default
 unrotate = torch.ops.kvcompile.unrotate.default
 unroll = torch.ops.kvcompile.unroll.default
+gather = torch.ops.kvcompile.gather.default
 attend = torch.ops.kvcompile.attend.default

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from torch import fx
 
+from kvcompile.passes.patterns.gathers import GATHERS
 from kvcompile.passes.pullback import Trail
 from kvcompile.passes.shapes import op_name, sizes
 from kvcompile.passes.sites import Miss
 
-GATHERS = {"index", "index_select", "embedding", "gather", "take_along_dim", "_unsafe_index"}
 MIXES = {"linear", "mm", "addmm", "matmul", "bmm", "einsum"}
 NAMES = {"B": "batch rows", "K": "kv heads", "T": "tokens", "D": "channels"}
 WHOLE = "read the cache from its first token, all rows and channels, heads in order"
@@ -20,8 +20,9 @@ def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
     name = op_name(base)
     if name in GATHERS:
         return Miss(
-            f"the attention reads what {name} gathers from the cache (a block table, or rows or heads in an order of their own)",
-            base or behind, advice="keep each sequence's tokens in one row of the cache, [B, K, T, D], and write them at their positions",
+            f"the attention reads what {name} gathers from the cache, and not whole tokens from places of a tensor written in place",
+            base or behind,
+            advice="gather tokens, blocks of tokens or rows, all heads and channels of them, from the tensor that the call writes to",
         )
     if name in MIXES:
         what, advice = "projected", "cache the projected keys and values, which is what attention reads"

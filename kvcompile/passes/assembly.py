@@ -25,6 +25,7 @@ from kvcompile.passes.made import between, is_cached, is_scratch
 from kvcompile.passes.patterns.projections import sides
 from kvcompile.passes.patterns.views import region
 from kvcompile.passes.pullback import JOINS, Coords, Trail, factor, sample, step, trace
+from kvcompile.passes.readings import Read
 from kvcompile.passes.shapes import bind, op_name, operand, sizes
 from kvcompile.passes.sites import Assembly, Attention, Miss, Slot, SlotKind, Stripe
 from kvcompile.passes.weight_forms import projection
@@ -273,7 +274,7 @@ def _shared(trail: Trail, shape: tuple[int, ...], run: _Run) -> Slot:
     """The slot at the end of a trail: of heads of its own, or of one head that all heads share, however the operand names them."""
 
     def behind(names: dict[str, str]) -> Slot:
-        read = slots.Read(run.node, tuple(names.get(role, role) for role in run.roles), shape)
+        read = Read(run.node, tuple(names.get(role, role) for role in run.roles), shape)
         return slots.at(trail, read, run.attention, run.effects)
 
     try:

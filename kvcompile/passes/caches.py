@@ -6,10 +6,11 @@ from torch import fx
 
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects
+from kvcompile.passes.patterns.gathers import GATHERS
 from kvcompile.passes.patterns.weights import SOFTMAX
 from kvcompile.passes.patterns.writes import IN_PLACE
 from kvcompile.passes.pullback import trace
-from kvcompile.passes.shapes import is_tensor, op_name, sizes, value_of
+from kvcompile.passes.shapes import bind, is_tensor, op_name, sizes, value_of
 
 PROJECTIONS = {"linear", "mm", "addmm", "embedding", "conv1d", "conv2d", "convolution"}
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "flex_attention"}
@@ -46,6 +47,8 @@ def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
             return current
         if op_name(current) in PROJECTIONS:
             base = trace(current.args[0], lambda item: False).base  # type: ignore[arg-type]
+            if op_name(base) in GATHERS:
+                base = bind(base).get("self") or base
             if is_tensor(base) and _is_cache(base, effects):
                 return base
             continue

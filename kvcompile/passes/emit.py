@@ -5,7 +5,7 @@ Everything is built from roles, with sizes left symbolic: permutes, unflattens w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class Emitter:
 
     def heads(self, node: fx.Node, roles: Sequence[str], rest: Sequence[str], heads: int, groups: int) -> fx.Node:
         """To [B, H, *rest] from any mix of B, H, K, G, flattened or not; broadcasts B and H where missing."""
-        node, current = self._apart(node, roles, {"H": heads, "K": heads // groups, "G": groups})
+        node, current = self.apart(node, roles, {"H": heads, "K": heads // groups, "G": groups})
         if not {"K", "G"} & set(current):
             return self.arrange(node, current, ["B", "H", *rest])
         node = self.arrange(node, current, ["B", "K", "G", *rest])
@@ -84,7 +84,7 @@ class Emitter:
             node = self.call(aten.expand.default, node, [-1, heads // groups, groups, *[-1] * len(rest)])
         return self.call(aten.flatten.using_ints, node, 1, 2)
 
-    def _apart(self, node: fx.Node, roles: Sequence[str], known: dict[str, int]) -> tuple[fx.Node, list[str]]:
+    def apart(self, node: fx.Node, roles: Sequence[str], known: Mapping[str, Any]) -> tuple[fx.Node, list[str]]:
         """Flattened dims as dims of their own; of one dim at most one role's size may be unknown."""
         current = list(roles)
         for dim in range(len(current) - 1, -1, -1):

@@ -207,6 +207,9 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
                 by_root[slot.root].append(site)
     refused: dict[Site, Miss] = {}
     for root, users in by_root.items():
+        if len({slot.table is None for site in users for slot in site.slots if slot.root is root}) > 1:
+            miss = Miss("one attention gathers from the cache, another one reads it as it lies", root, advice="read it in one way")
+            refused.update(dict.fromkeys(users, miss))
         allowed = {node for site in users for node in site.attention.nodes}
         slots_here = [slot for site in users for slot in site.slots if slot.root is root]
         allowed |= {node for slot in slots_here for node in (slot.write.node, *slot.write.via)}
@@ -222,7 +225,8 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
                 "keys or values that are made from the cache are returned to the caller", *returned,
                 advice="return the cache itself, or nothing",
             )
-            refused.update({site: miss for site in users if site.assembly is not None})
+            gathered = any(slot.table is not None for slot in slots_here)
+            refused.update({site: miss for site in users if site.assembly is not None or gathered})
         if any(slot.ring is not None for slot in slots_here):
             readers = set(rings.strangers(slots_here, allowed))
         else:
@@ -249,7 +253,8 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
 def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
     """Why a cache tensor cannot be stored where no attention reads some of it: that would be lost."""
     parts = {slot.axes.select: slot for slot in read if slot.axes.select and slot.ring is None}
-    held = sum(slot.batch * slot.heads * slot.capacity * slot.head_dim for slot in parts.values())
+    tokens = {at: slot.batch * slot.capacity if slot.table is None else slot.axes.room(sizes(root)) for at, slot in parts.items()}
+    held = sum(tokens[at] * slot.heads * slot.head_dim for at, slot in parts.items())
     if not parts or held == math.prod(sizes(root)):
         return None
     return Miss(
@@ -271,7 +276,7 @@ def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> di
             reader = next(iter(others))
             return {site: Miss(f"the past is also read by {op_name(reader) or reader.op}", reader)}
     one_write = len(users) > 1 and len({s.key.write.node for s in users}) == 1
-    if one_write and any(s.bounds.hi.kind is not site.bounds.hi.kind for s in users):
+    if one_write and slot.table is None and any(s.bounds.hi.kind is not site.bounds.hi.kind for s in users):
         return {site: Miss("several attentions with different masks share one cache", root)}
     return {}
 

@@ -21,6 +21,7 @@ from kvcompile.errors import (
     NotInPolicy,
     RingNeedsTokens,
     SchemeError,
+    TableNeedsTokens,
     UnsupportedDtype,
     WindowOnlyRead,
     WindowReadLate,
@@ -107,23 +108,33 @@ class SlotPlan:
         slot = self.slot
         if slot.ring is not None:
             return slot.ring.slots
-        size = value_of(slot.root).shape[slot.axes.token_dim]
+        size = slot.axes.room(value_of(slot.root).shape)
         buffer = slot.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED}
         return size if buffer and isinstance(size, int) else None
 
     @property
     def bytes_after(self) -> sympy.Expr:
         """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages."""
-        ring = self.slot.ring
-        pages = sympy.ceiling((sympy.Min(TOKENS, ring.slots) if ring is not None else TOKENS) / PAGE)
+        pages = sympy.ceiling(self._tokens / PAGE)
         per_row = pages * self.layout.bytes_per_page + self.layout.bytes_per_row
-        return self.spec.heads * (BATCH * per_row + self.layout.bytes_per_head)
+        return self.spec.heads * (self._rows * per_row + self.layout.bytes_per_head)
 
     @property
     def bytes_before(self) -> sympy.Expr:
         """Bytes of the dense slot for as many tokens."""
-        tokens = sympy.Min(TOKENS, self.slot.ring.slots) if self.slot.ring is not None else TOKENS
-        return BATCH * tokens * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
+        return self._rows * self._tokens * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
+
+    @property
+    def _rows(self) -> sympy.Expr:
+        """Rows that are stored: a pool is one, whatever the batch."""
+        return BATCH if self.slot.table is None else sympy.Integer(1)
+
+    @property
+    def _tokens(self) -> sympy.Expr:
+        """Tokens that are stored of ``TOKENS`` in use; a pool holds all its places from the start."""
+        if self.slot.table is not None:
+            return sympy.Integer(self.slot.axes.room(value_of(self.slot.root).shape))
+        return TOKENS if self.slot.ring is None else sympy.Min(TOKENS, self.slot.ring.slots)
 
 
 @dataclass(frozen=True)
@@ -167,10 +178,25 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, rolling: int
         raise UnsupportedDtype(known=[str(dtype).removeprefix("torch.") for dtype in DTYPES], dtype=spec.dtype)
     scheme.check(spec)
     layout = scheme.layout(spec)
-    if rolling is not None:
+    if slot.table is not None:
+        _check_table(scheme, layout)
+    elif rolling is not None:
         _check_ring(rolling, scheme, layout)
     rotation = recognise(slot, effects) if scheme.pre_rope else None
     return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window, rotation)
+
+
+def _check_table(scheme: Scheme, layout: Layout) -> None:
+    """Raise where tokens that lie at any place meet a scheme that needs them in their order."""
+    why = None
+    if not scheme.by_token:
+        why = "encodes blocks of consecutive tokens, and those of a sequence lie at places of their own"
+    elif layout.encoded != len(layout.planes):
+        why = "keeps tokens or tables beside its codes, which cannot be gathered with them"
+    elif scheme.pre_rope:
+        why = "stores keys turned back by their place in the cache, which is not their position"
+    if why is not None:
+        raise TableNeedsTokens(scheme=scheme.spell(), why=why)
 
 
 def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:

@@ -30,9 +30,10 @@ from kvcompile.passes.plan import DTYPES, Plan, SitePlan, SlotPlan
 from kvcompile.passes.reach import exceeds
 from kvcompile.passes.ring_rewrite import Rings, covered
 from kvcompile.passes.shapes import hint, op_name, size_along, value_of
-from kvcompile.passes.sites import Limit, LimitKind, Position, Slot, SlotKind
+from kvcompile.passes.sites import Limit, LimitKind, Position, Site, Slot, SlotKind
 from kvcompile.passes.strides import free_strides
 from kvcompile.passes.symbols import Symbols
+from kvcompile.passes.table_rewrite import Pools, rows_of
 from kvcompile.passes.teach import teach
 from kvcompile.passes.turning import Turning
 
@@ -102,6 +103,7 @@ class _Rewriter:
         self.turning = Turning(self.env, self.planes, variant is Variant.FRESH)
         self.bindings: list[Binding] = []
         self.rings = Rings(self.graph)
+        self.pools = Pools(self.env, effects)
         gone = {slot.placeholder for item in plan.sites for slot in item.site.slots}
         self.symbol = Symbols(captured, self.graph, self.env, gone).of
         self.device = torch.device("cpu")
@@ -156,7 +158,7 @@ class _Rewriter:
     def limit(self, emit: Emitter, limit: Limit, item: SitePlan, count: Any) -> fx.Node:
         """A position limit as int64 [1 or B, S]."""
         kind = limit.kind
-        read = item.site.key.kind is SlotKind.READ
+        read = item.site.key.kind is SlotKind.READ or item.site.key.table is not None
         if limit.node is not None and (read or self.variant is not Variant.FRESH):
             node = self.env[limit.node]
             if value_of(limit.node).dtype != torch.int64:
@@ -222,6 +224,11 @@ class _Rewriter:
         planes, write = self.plane_nodes(slot), slot.slot.write
         emit = Emitter(self.graph, self.env[write.at], self.symbol)
         self.device = value_of(write.values).device
+        if write.places is not None:
+            source, where = self.pools.new_tokens(emit, slot), self.pools.written(emit, slot, self.device)
+            emit.call(torch.ops.kvcompile.append.default, source, planes, where, slot.scheme.spell())
+            self.sources[key] = source
+            return source
         source = new_tokens(emit, self.env, slot)
         if slot.slot.ring is not None:
             self.rings.append(emit, slot, source, planes, self.device, self.variant is Variant.FRESH)
@@ -256,7 +263,7 @@ class _Rewriter:
             q = emit.call(aten.to.dtype, q, dtype)
         count = size_along(attention.q, attention.q_roles, "S", attention.folded)
         fresh, made = self._fresh(item.key), site.assembly
-        keys, values = self._read(item.key), self._read(item.value)
+        keys, values = self._read(item.key, site), self._read(item.value, site)
         schemes = item.key.scheme.spell(), item.value.scheme.spell()
         grouped, value_dim = site.groups > 1, item.value.spec.head_dim
         if fresh and made is not None:
@@ -326,16 +333,22 @@ class _Rewriter:
     def _fresh(self, slot: SlotPlan) -> bool:
         """Whether what reads the slot attends to the tokens of this call alone."""
         kind, ring = slot.slot.kind, slot.slot.ring
+        if slot.slot.table is not None:
+            return False
         return kind is not SlotKind.READ and (self.variant is Variant.FRESH or kind in BORN or (ring is not None and ring.refilled))
 
     def _learns(self, slot: SlotPlan) -> bool:
         """Whether the queries of this call make planes of the slot."""
         return self._fresh(slot) and slot.scheme.learns(slot.spec)
 
-    def _read(self, slot: SlotPlan) -> list[fx.Node]:
-        """The planes that attention reads."""
+    def _read(self, slot: SlotPlan, site: Site | None = None) -> list[fx.Node]:
+        """The planes that attention reads, gathered for the rows of a ``site`` where they are a pool's."""
         planes = self.rings.linear.get((slot.slot.root, slot.slot.axes.select)) or self.plane_nodes(slot)
-        return planes[: slot.scheme.planes_read(slot.spec)]
+        planes = planes[: slot.scheme.planes_read(slot.spec)]
+        if slot.slot.table is None or site is None:
+            return planes
+        emit = Emitter(self.graph, self.env[slot.slot.table.gather], self.symbol)
+        return self.pools.gathered(emit, slot, planes, self.device, rows_of(site))
 
     def _append_window(self, emit: Emitter, slot: SlotPlan, source: fx.Node, position: fx.Node) -> None:
         """Append to a store with a window, at the write, or where its rows' padding is known if that is later."""
@@ -359,7 +372,7 @@ class _Rewriter:
         """The optional operands: the newest tokens and where they begin, the angles that turn keys stored before RoPE, more keys."""
         recent, turned = self._recent(emit, item), self.turning.operands(emit, item.key)
         if item.more is not None:
-            more = [self._read(item.more), item.more.scheme.spell(), item.more.spec.head_dim]
+            more = [self._read(item.more, item.site), item.more.scheme.spell(), item.more.spec.head_dim]
             return [*(recent or [None, None]), *(turned or [None, False]), *more]
         return [*(recent or ([None, None] if turned else [])), *turned]
 
@@ -425,9 +438,10 @@ class _Rewriter:
         return found
 
     def _chains(self) -> set[fx.Node]:
-        """What leads from the past and the new tokens of a ring to what is read and kept of them."""
+        """What leads from the past and the new tokens of a ring to what is read and kept of them, and what is gathered from a pool."""
         parts = [part.slot for item in self.plan.sites for part in item.parts]
-        return {node for slot in parts if slot.ring is not None for node in slot.ring.chain}
+        gathered = {node for slot in parts if slot.table is not None for node in slot.path if self.effects.root.get(node) is not slot.root}
+        return gathered | {node for slot in parts if slot.ring is not None for node in slot.ring.chain}
 
     def _gone(self, placeholder: fx.Node) -> bool:
         return any(

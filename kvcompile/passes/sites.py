@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+
+from kvcompile.passes.places import Places, Table
 
 
 class SlotKind(enum.Enum):
@@ -123,6 +127,8 @@ class Write:
     """The root's dim whose entries have positions of their own."""
     via: tuple[fx.Node, ...] = ()
     """Nodes that make the new cache out of the old one before the write; they are gone with it."""
+    places: Places | None = None
+    """Where a pool is written; the position then says nothing."""
     anchor: fx.Node | None = None
     """Where the tokens are written in the rewritten graph: ahead of this node, else of ``node``."""
     late: bool = False
@@ -164,11 +170,22 @@ class Axes:
     select: tuple[tuple[int, int], ...] = ()
     counts: tuple[tuple[int, int], ...] = ()
     """(dim, how many) of dims that hold more heads or channels than these: they begin at the dim's index in ``select``."""
+    pool: bool = False
+    """Whether the dims of tokens are places that are read through a gather: all of them together are one row of tokens."""
 
     @property
     def token_dim(self) -> int:
-        """The dim that tokens run along."""
+        """The dim that tokens run along, the first one of a pool."""
         return self.labels.index(("T",))
+
+    @property
+    def token_dims(self) -> tuple[int, ...]:
+        """The dims that tokens run along: one, or all dims of a pool's places."""
+        return tuple(dim for dim, label in enumerate(self.labels) if label == ("T",))
+
+    def room(self, shape: Sequence[Any]) -> Any:
+        """How many tokens a tensor of ``shape`` has places for."""
+        return math.prod(shape[dim] for dim in self.token_dims)
 
 
 @dataclass(frozen=True)
@@ -191,6 +208,8 @@ class Slot:
     tiled: bool = False
     """Whether query head h reads kv head h % K (heads repeated as a whole) rather than h // G."""
     ring: Ring | None = field(default=None, compare=False)
+    table: Table | None = None
+    """How a pool is read; its ``batch`` and ``capacity`` are those of what is gathered."""
 
 
 @dataclass(frozen=True)

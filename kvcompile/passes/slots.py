@@ -6,25 +6,24 @@ Nothing is assumed about the order of the dims, about a combined K/V tensor or a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from torch import fx
 
-from kvcompile.passes import rings
+from kvcompile.passes import rings, tables
 from kvcompile.passes.advice import no_plain_view
 from kvcompile.passes.effects import Effects, same_memory, written_arguments
+from kvcompile.passes.one_write import one_write
 from kvcompile.passes.patterns.functional import UPDATES, copied_back, update
 from kvcompile.passes.patterns.writes import concatenation, in_place
 from kvcompile.passes.pullback import Trail, factor, step, trace
-from kvcompile.passes.shapes import is_tensor, op_name, sizes
+from kvcompile.passes.readings import Columns, Read, candidates, columns_of
+from kvcompile.passes.shapes import op_name, sizes
 from kvcompile.passes.sites import Axes, Miss, Position, Slot, SlotKind, Write
 
 MAKERS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", "empty", "new_empty", "empty_like"}
 PAIRS = (("K", "D"), ("B", "K"))
-
-Columns = dict[str, tuple[np.ndarray, int]]
-"""By role the sampled coordinates along it, and its size."""
 
 
 class NoCache(Exception):
@@ -58,51 +57,6 @@ def _resume(node: fx.Node, trail: Trail) -> Trail:
         path.append(node)
         node, coords = moved
     return Trail(node, coords, trail.here, tuple(path))
-
-
-def _columns(trail: Trail, roles: tuple[str, ...], shape: tuple[int, ...]) -> Columns:
-    """The sampled column and the size of each role of the operand; flattened BH is split later."""
-    return {role: (trail.here[:, dim], shape[dim]) for dim, role in enumerate(roles) if role}
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One way to read the operand's dims: column and size of B, K, T and D, and whether the kv heads are tiled rather than repeated."""
-
-    columns: Columns
-    tiled: bool = False
-
-
-def _candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
-    """Every way to read batch and kv head off the operand's dims: H over all divisors, BH over all batch sizes."""
-    rest = {role: value for role, value in columns.items() if role in {"T", "D", "B", "K"}}
-    zero = np.zeros(len(next(iter(columns.values()))[0]), dtype=np.int64)
-    flat = next((role for role in columns if len(role) > 1), None)
-    if flat not in {None, "BH", "BK"}:
-        return []
-    if flat is not None:
-        column, size = columns[flat]
-        found = []
-        # A dim that is batch and kv heads in one is the batch where nothing says otherwise.
-        for batch in sorted({n for n in (*base, 1) if size % n == 0}, reverse=flat == "BK"):
-            heads = size // batch
-            outer = {**rest, "B": (column // heads, batch)}
-            if flat == "BK":
-                found.append(Reading({**outer, "K": (column % heads, heads)}))
-            else:
-                found += _grouped(outer, column % heads, heads)
-        return found
-    if "H" in columns:
-        column, heads = columns["H"]
-        return _grouped({"B": (zero, 1), **rest}, column, heads)
-    return [Reading({"B": (zero, 1), "K": (zero, 1), **rest})]
-
-
-def _grouped(rest: Columns, head: np.ndarray, heads: int) -> list[Reading]:
-    """Query head to kv head, over all divisors: repeated (h // G) first, then tiled (h % K)."""
-    counts = [kv for kv in range(heads, 0, -1) if heads % kv == 0]
-    repeated = [Reading({**rest, "K": (head // (heads // kv), kv)}) for kv in counts]
-    return repeated + [Reading({**rest, "K": (head % kv, kv)}, tiled=True) for kv in counts if 1 < kv < heads]
 
 
 def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) -> Axes | None:
@@ -170,55 +124,19 @@ def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ..
     return None
 
 
-@dataclass(frozen=True)
-class Read:
-    """What is read at the end of a trail: a tensor with a role and a size for every dim, of which ``trail.here`` are samples."""
-
-    operand: fx.Node
-    roles: tuple[str, ...]
-    shape: tuple[int, ...]
-
-
 def axes_of(trail: Trail, read: Read, token_dim: int) -> tuple[Axes, int, bool]:
     """The root's layout, its number of kv heads and whether they are tiled; raises Miss where the operand is no plain view of the cache."""
     base = sizes(trail.base)
-    columns = _columns(trail, read.roles, read.shape)
-    for reading in _candidates(columns, base):
+    columns = columns_of(trail, read.roles, read.shape)
+    for reading in candidates(columns, base):
         axes = _label(trail, base, reading.columns, token_dim)
         if axes is not None:
             return axes, reading.columns["K"][1], reading.tiled
     raise no_plain_view(trail, columns, read.operand, token_dim)
 
 
-def _find_write(root: fx.Node, trail: Trail, attention: fx.Node, effects: Effects) -> Write:
-    """The one write into this part of the root; raises Miss where there is none, several, or one too late."""
-    writes = effects.writes.get(root, ())
-    hits = []
-    for node in writes:
-        write = (copied_back(node, root) if op_name(node) == "copy_" else None) or in_place(node, root)
-        fixed = dict(write.select)
-        if all((trail.there[:, dim] == index).all() for dim, index in fixed.items()):
-            hits.append(write)
-    if not hits:
-        raise Miss("no write goes to the part of the cache that attention reads", root, advice="write what is read in the same graph")
-    if len(hits) > 1:
-        raise Miss(
-            f"the cache is written {len(hits)} times before it is read", *[hit.node for hit in hits],
-            advice="write all new tokens of a call at once, after whatever changes them",
-        )
-    write = hits[0]
-    if not same_memory(written_arguments(write.node)[0], root):
-        raise Miss(
-            "the write goes to a copy of the cache", write.node,
-            advice="write into the cache itself, or update it out of place with cache.index_copy(...) and return the result",
-        )
-    if effects.order[write.node] > effects.order[attention]:
-        return replace(write, late=True)
-    for node in trail.path:
-        early = effects.order[node] < effects.order[write.node]
-        if early and is_tensor(node) and not same_memory(node, root):
-            raise Miss("the attention reads a copy of the cache made before the write", node, advice="read the cache after the write")
-    return write
+def _write(node: fx.Node, root: fx.Node) -> Write:
+    return (copied_back(node, root) if op_name(node) == "copy_" else None) or in_place(node, root)
 
 
 def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> Slot:
@@ -233,6 +151,9 @@ def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
         axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
         slot = _slot(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
         return replace(slot, ring=window.ring)
+    gathered = tables.find(trail, read, attention, effects)
+    if gathered is not None:
+        return replace(gathered, outputs=_returned(gathered.root, effects, itself=True))
     return behind(trail, read, attention, effects)
 
 
@@ -246,11 +167,11 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
     if root.op == "placeholder" and not effects.writes.get(root):
         return _grown_later(root, trail, read, effects) or _only_read(root, trail, read)
     if root.op == "placeholder":
-        write = _find_write(root, trail, attention, effects)
+        write = one_write(root, trail, attention, effects, _write)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
         return _slot(SlotKind.BUFFER, root, root, _returned(root, effects, itself=True), axes, heads, write, trail, tiled)
     if op_name(root) in MAKERS:
-        write = _find_write(root, trail, attention, effects)
+        write = one_write(root, trail, attention, effects, _write)
         outputs = _returned(root, effects)
         if not outputs:
             raise NoCache(root)

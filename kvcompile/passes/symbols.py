@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import Captured
@@ -41,8 +42,13 @@ class Symbols:
             for part in parts[1:]:
                 total = self._early(operator.add, total, part)
             return total
-        if expr.is_Mul and expr.args[0].is_number:
-            return self._early(operator.mul, self.of(expr / expr.args[0]), int(expr.args[0]))
+        if expr.is_Mul:
+            total = self.of(expr.args[0])
+            for part in expr.args[1:]:
+                total = self._early(operator.mul, self.of(part), total)
+            return total
+        if isinstance(expr, FloorDiv):
+            return self._early(operator.floordiv, *(self.of(part) for part in expr.args))
         raise Unsupported(
             expected="a symbolic size that is an input of the graph", found=str(expr), where="the captured graph",
             todo="please report this model; mark the batch size static as a workaround",

@@ -1,9 +1,9 @@
 """Verify: re-derive from the rewritten graph alone what soundness needs; a fact that is gone is an error.
 
 Checked on the rewritten graph, not on what the rewriter believes: no node reads or writes a cache
-tensor any more, every plane is written by exactly one append and read by attends only after it (or, where the model
-wrote after it attended, only before; a ring may be unrolled before), what is learned stands before that append, planes
-are never returned, and every result has the shape and dtype that the captured graph gave it.
+tensor any more, every plane is written by exactly one append and read by attends and gathers only after it (or, where
+the model wrote after it attended, only before; a ring may be unrolled before), what is learned stands before that
+append, planes are never returned, and every result has the shape and dtype that the captured graph gave it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcompile.passes.shapes import op_name, source_line
 from kvcompile.passes.sites import SlotKind
 
 APPENDS, ATTENDS = {"kvcompile::append", "kvcompile::append_window"}, {"kvcompile::attend", "kvcompile::certified_site"}
-LEARN, UNROLL = "kvcompile::learn", "kvcompile::unroll"
+LEARN, UNROLL, GATHER = "kvcompile::learn", "kvcompile::unroll", "kvcompile::gather"
 
 
 def _name(node: fx.Node) -> str:
@@ -49,7 +49,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     names = [spec.name for binding in rewritten.bindings for spec in binding.plan.layout.planes]
     for plane, name in zip(planes, names, strict=True):
         writers = [user for user in plane.users if _name(user) in APPENDS]
-        readers = [user for user in plane.users if _name(user) in ATTENDS]
+        readers = [user for user in plane.users if _name(user) in ATTENDS or _name(user) == GATHER]
         learned = [user for user in plane.users if _name(user) == LEARN]
         copies = [user for user in plane.users if _name(user) == UNROLL]
         known = {*writers, *readers, *learned, *copies}
@@ -59,7 +59,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         if plane not in unwritten and len(writers) != 1:
             _fail("one append into every plane", f"{len(writers)} appends into {plane.name}")
         if others:
-            _fail("only learn, append and attend touch a plane", others[0].format_node(), others[0])
+            _fail("only learn, append, gather and attend touch a plane", others[0].format_node(), others[0])
         if not writers:
             continue
         if len(learned) > 1 or any(order[node] > order[writers[0]] for node in learned):
@@ -67,7 +67,8 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         wrong = [reader for reader in readers if (order[reader] < order[writers[0]]) != (plane in before)]
         if wrong and plane not in either:
             place = "ahead of the append of tokens that the next call reads" if plane in before else "after the append of its tokens"
-            _fail(f"every attend comes {place}", wrong[0].format_node(), wrong[0])
+            what = "gather" if _name(wrong[0]) == GATHER else "attend"
+            _fail(f"every {what} comes {place}", wrong[0].format_node(), wrong[0])
         early = [copy for copy in copies if order[copy] > order[writers[0]]]
         if early:
             _fail("a ring is unrolled before it is written to", early[0].format_node(), early[0])

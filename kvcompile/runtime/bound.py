@@ -8,6 +8,7 @@ adopting a cache that arrives filled, and the first write into an empty one.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from kvcompile.passes.rope import Rotation
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import Ring, SlotKind
 from kvcompile.runtime import handle as handles
-from kvcompile.runtime import rings
+from kvcompile.runtime import pools, rings
 from kvcompile.runtime.groups import Group, SizeReader
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.positions import Found, Positions
@@ -66,7 +67,7 @@ class BoundGraph:
         self.trusted = all(
             group.kind is SlotKind.BUFFER and isinstance(group.first.plan.slot.write.count, int)
             and isinstance(value_of(group.root).shape[group.token_dim], int) and all(isinstance(size, int) for size in group.reach)
-            and (group.goes_on or ((index := group.first.plan.slot.write.position.index) is not None
+            and (group.pool or group.goes_on or ((index := group.first.plan.slot.write.position.index) is not None
                                      and (counted or value_of(index).device.type != "cpu")))
             for group in groups
         )
@@ -105,6 +106,7 @@ class BoundGraph:
         if not handles.is_handle(tensor):
             return self._adopt(group, tensor, args, found)
         state = tensor._kv
+        pools.check(group, state)
         for item in group.bindings:
             store = state.stores.get(item.part)
             if store is None or store.spec != self._spec(item):
@@ -133,7 +135,7 @@ class BoundGraph:
 
     def _adopt(self, group: Group, tensor: torch.Tensor, args: tuple[Any, ...], found: Callable[[], Found]) -> CacheState:
         """Encode a dense cache that arrives from outside, then free it: one cache tensor at a time."""
-        if group.kind in {SlotKind.CONCAT, SlotKind.READ}:
+        if group.kind in {SlotKind.CONCAT, SlotKind.READ} or group.pool:
             prior = tensor.shape[group.token_dim]
         else:
             prior = self._prior(group, args, found)
@@ -152,6 +154,10 @@ class BoundGraph:
         state = self._new_state(group, batch, tensor.device, args)
         capacity = tensor.shape[group.token_dim] if group.kind in {SlotKind.BUFFER, SlotKind.UPDATED} else None
         kept = prior if capacity is None or group.ring is not None else min(max(prior, self._reach(group, args)), capacity)
+        if group.pool:
+            pools.adopt(group, tensor, state)
+            handles.take_over(tensor, state)
+            return state
         for item in group.bindings:
             store = state.stores[item.part]
             if kept:
@@ -186,7 +192,8 @@ class BoundGraph:
         return first
 
     def _capacity(self, group: Group, args: tuple[Any, ...]) -> int:
-        return self.sizes.read(value_of(group.root).shape[group.token_dim], args)
+        shape = value_of(group.root).shape
+        return math.prod(self.sizes.read(shape[dim], args) for dim in group.first.plan.slot.axes.token_dims)
 
     def _offset(self, offset: fx.Node | int, args: tuple[Any, ...]) -> int:
         if isinstance(offset, int):
@@ -204,7 +211,7 @@ class BoundGraph:
             tensor = args[group.argument]  # type: ignore[index]
             return tensor._length if handles.is_handle(tensor) else state.length
         position = group.first.plan.slot.write.position
-        if group.kind is SlotKind.READ:
+        if group.kind is SlotKind.READ or group.pool:
             return 0
         if group.kind not in {SlotKind.BUFFER, SlotKind.UPDATED}:
             return state.length
@@ -234,7 +241,8 @@ class BoundGraph:
         for group in self.groups:
             state = self._state(group, args, found)
             start = self._start(group, state, args, found)
-            count = self.sizes.read(group.first.plan.slot.write.count, args)
+            # Any place of a pool may be written.
+            count = self._capacity(group, args) if group.pool else self.sizes.read(group.first.plan.slot.write.count, args)
             if group.kind is SlotKind.UPDATED:
                 self._branched(group, state, start, args)
             states.append(state)
@@ -260,7 +268,7 @@ class BoundGraph:
 
     def _variant(self, call: _Call, args: tuple[Any, ...], found: Callable[[], Found]) -> Variant:
         """FRESH where every store is empty, the new tokens are the first ones, in order, and nothing behind them is read."""
-        rolls = any(group.ring is not None and not group.ring.refilled for group in self.groups)
+        rolls = any(group.pool or (group.ring is not None and not group.ring.refilled) for group in self.groups)
         if self.with_past or not self.written or rolls:
             return Variant.PAST
         written = [(self.groups[index], call.states[index], call.starts[index], call.counts[index]) for index in self.written]
@@ -372,7 +380,7 @@ class BoundGraph:
             return
         if self.steady is None:
             rows = [
-                Row(g.argument or 0, self._capacity(g, args), n, g.ring.slots if g.ring is not None else 0)
+                Row(g.argument or 0, self._capacity(g, args), 0 if g.pool else n, g.ring.slots if g.ring is not None else 0)
                 for g, n in zip(self.groups, call.counts, strict=True)
             ]
             self.steady = Steady.of(rows, [group.root for group in self.groups], self.pairs, rewritten)

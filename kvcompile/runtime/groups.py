@@ -71,6 +71,11 @@ class Group:
         return self.first.plan.slot.ring
 
     @property
+    def pool(self) -> bool:
+        """Whether it is read through a gather: any place may have been written, so all of them are held."""
+        return self.first.plan.slot.table is not None
+
+    @property
     def goes_on(self) -> bool:
         """Whether a ring's tokens follow the last one in every call: all that its buffer shows is lined up with them."""
         ring = self.ring

@@ -175,7 +175,7 @@ def decoded(value: torch.Tensor) -> torch.Tensor:
 
 def shown(handle: CompressedCache) -> int:
     """How many tokens a handle shows: the last ones before its length."""
-    return min(handle._length, handle.shape[next(iter(handle._kv.axes.values())).token_dim])
+    return min(handle._length, next(iter(handle._kv.axes.values())).room(handle.shape))
 
 
 def _resume(handle: CompressedCache) -> None:
@@ -242,7 +242,7 @@ def _getitem(handle: CompressedCache, index: Any) -> Any:
             return _rows(handle, torch.arange(handle.shape[dim], device=handle.device)[item])
         return NotImplemented
     axes = next(iter(handle._kv.axes.values()))
-    if dim == axes.token_dim and isinstance(item, slice):
+    if dim == axes.token_dim and isinstance(item, slice) and not axes.pool:
         start, stop, step = item.indices(handle.shape[dim])
         if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim]:
             _resume(handle)

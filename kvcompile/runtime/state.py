@@ -100,12 +100,12 @@ class CacheState:
     def dense(self, shape: tuple[int, ...], length: int) -> torch.Tensor:
         """The decoded cache tensor of ``shape``; what was never written is zero."""
         first = next(iter(self.stores.values()))
-        shown = min(length, shape[next(iter(self.axes.values())).token_dim])
+        shown = min(length, next(iter(self.axes.values())).room(shape))
         if length > shown or not self.in_order:
             return self.moved(length - shown, shown, None).dense(shape, shown)
         result = torch.zeros(shape, dtype=first.spec.slot.dtype, device=first.device)
         for part, store in self.stores.items():
-            tokens = min(length, shape[self.axes[part].token_dim])
+            tokens = min(length, self.axes[part].room(shape))
             if tokens:
                 place(store.decode(min(tokens, store.pages * PAGE), self.length), result, self.axes[part])
         return result
@@ -124,14 +124,16 @@ class CacheState:
 
 
 def bring(dense: torch.Tensor, axes: Axes, heads: int, head_dim: int) -> torch.Tensor:
-    """One part of a cache tensor as a [B, K, T, D] view."""
+    """One part of a cache tensor as [B, K, T, D]; a view, but for a pool whose places do not lie side by side."""
     view, roles = _selected(dense, axes)
     for dim in range(len(roles) - 1, -1, -1):
         if len(roles[dim]) == 2:
             inner = head_dim if roles[dim][1] == "D" else heads
             view = view.unflatten(dim, (-1, inner))
     flat = [role for label in roles for role in label]
-    view = view.permute([flat.index(role) for role in ("B", "K", "T", "D") if role in flat])
+    view = view.permute(_order(flat))
+    first = sum(role in flat for role in ("B", "K"))
+    view = view.flatten(first, first + flat.count("T") - 1)
     for dim, role in enumerate(("B", "K", "T", "D")):
         if role not in flat:
             view = view.unsqueeze(dim)
@@ -139,18 +141,27 @@ def bring(dense: torch.Tensor, axes: Axes, heads: int, head_dim: int) -> torch.T
 
 
 def place(x_BKTD: torch.Tensor, dense: torch.Tensor, axes: Axes) -> None:
-    """Write [B, K, T, D] into the first T tokens of its part of a dense cache tensor."""
+    """Write [B, K, T, D] into the first T tokens of its part of a dense cache tensor; all of them, where it is a pool."""
     view, roles = _selected(dense, axes)
-    token_dim = roles.index(("T",))
-    view = view.narrow(token_dim, 0, x_BKTD.shape[2])
-    flat = [role for label in roles for role in label]
+    token_dims = [dim for dim, label in enumerate(roles) if label == ("T",)]
     x = x_BKTD
-    for dim, role in reversed(list(enumerate(("B", "K", "T", "D")))):
-        if role not in flat:
+    if len(token_dims) == 1:
+        view = view.narrow(token_dims[0], 0, x.shape[2])
+    else:
+        x = x.unflatten(2, [view.shape[dim] for dim in token_dims])
+    flat = [role for label in roles for role in label]
+    given = ["B", "K", *["T"] * len(token_dims), "D"]
+    for dim in range(len(given) - 1, -1, -1):
+        if given[dim] not in flat:
             x = x.squeeze(dim)
-    present: list[str] = [role for role in ("B", "K", "T", "D") if role in flat]
-    x = x.permute([present.index(role) for role in flat])
+    # The inverse of the order that ``bring`` gives the dims.
+    x = x.permute(sorted(range(len(flat)), key=_order(flat).__getitem__))
     view.copy_(x.reshape(view.shape))
+
+
+def _order(flat: list[str]) -> list[int]:
+    """The dims of a cache tensor in the order B, K, T (all of them), D."""
+    return [dim for role in ("B", "K", "T", "D") for dim, found in enumerate(flat) if found == role]
 
 
 def _selected(dense: torch.Tensor, axes: Axes) -> tuple[torch.Tensor, list[tuple[str, ...]]]:

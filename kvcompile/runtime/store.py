@@ -75,13 +75,13 @@ class Store:
             del plane
         self.pages = pages
 
-    def adopt(self, x_BKTD: torch.Tensor, origin: torch.Tensor | None = None) -> None:
-        """Encode a filled dense slot, from its first token, in bounded steps; ``origin`` [B]: first tokens that are no padding."""
+    def adopt(self, x_BKTD: torch.Tensor, origin: torch.Tensor | None = None, first: int = 0) -> None:
+        """Encode a filled dense slot, from token ``first`` on, in bounded steps; ``origin`` [B]: first tokens that are no padding."""
         tokens = x_BKTD.shape[2]
         spelled = self.spec.scheme.spell()
         for start in range(0, tokens, ADOPT_TOKENS):
             part = x_BKTD[:, :, start : start + ADOPT_TOKENS]
-            pos = torch.arange(start, start + part.shape[2], device=self.device).unsqueeze(0)
+            pos = torch.arange(first + start, first + start + part.shape[2], device=self.device).unsqueeze(0)
             if self.rotary is not None:
                 part = self.rotary.turned_back(part, pos if origin is None else pos - origin[:, None])
             if self.window is None:

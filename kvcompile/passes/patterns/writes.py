@@ -72,8 +72,8 @@ def index_put(node: fx.Node, root: fx.Node) -> Write:
         result = [*rest[: used[0]], *front, *rest[used[0] :]] if adjacent else [*front, *rest]
         if not is_row_index(indices[row_dim], sizes(dest)[row_dim]):
             raise Miss(
-                "the write's row index is not arange(batch) (rows of the cache are assigned to requests)", indices[row_dim],
-                advice="keep request b in row b of the cache: cache[torch.arange(B)[:, None], :, pos] = x",
+                "the write's row index is not arange(batch) (rows of the cache are assigned to requests), and the cache is read as it lies",
+                indices[row_dim], advice="read the rows of the requests, cache[rows], or keep request b in row b of the cache",
             )
         return Write(
             "index_put_ by row", node, root, values, tuple(dims[dim] for dim in result), dims[token_dim],
