@@ -146,7 +146,7 @@ def certified_step(
     nu = torch.where(live, notes.nu.unsqueeze(2), 0)
     promoted = promote_keys(coded, delta, live, codes, nu, sink, clock, rules)
     mixed = Masses(*(torch.where(promoted.read, new, old) for new, old in zip(exact, coded, strict=True)))
-    softmax, top = _softmax(mixed, live, sink)
+    softmax, top = softmax_of(mixed, live, sink)
     left = torch.where(codes & ~promoted.read, delta.codes, delta.originals)
     eta = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
     original_values = promote_values(certificates.value_terms(softmax, eta), rules)
@@ -158,7 +158,7 @@ def certified_step(
     certificate = certificates.certificate(softmax, left, Values(nu, eta), output, q.dtype)
 
     known = live & (sight.alone.unsqueeze(2) | promoted.read)
-    causes = _causes(certificate, coded, exact, delta, known, codes & ~promoted.read, rules)
+    causes = causes_of(certificate, coded, exact, delta, known, codes & ~promoted.read, rules)
     # Before a bias: a large one would round both logits by more than the keys' codes could.
     damaged = logits_differ(products.coded, products.exact, of_products, sight.from_codes, rules.guard) & promoted.read
     own = sight.from_codes.any(2)
@@ -197,7 +197,7 @@ def logits_of(read: torch.Tensor, logits: Tokens) -> torch.Tensor:
     return torch.where(read.unsqueeze(-1), blocks(logits.exact), blocks(logits.coded))
 
 
-def _softmax(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple[Sum, torch.Tensor]:
+def softmax_of(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple[Sum, torch.Tensor]:
     """The masses relative to the largest logit, and that logit [B, K, Q]."""
     top = of.peak.amax(-1)
     top = top if sink is None else torch.maximum(top, sink)
@@ -223,7 +223,7 @@ def _output(
     return torch.where((mass == 0).unsqueeze(-1), 0, summed / mass.unsqueeze(-1))
 
 
-def _causes(
+def causes_of(
     certificate: Certificate, coded: Masses, exact: Masses, delta: Deviations, known: torch.Tensor, tail: torch.Tensor, rules: Certify
 ) -> torch.Tensor:
     """Why a head fails, int64 [B, K, Q] of ``Cause`` bits."""
@@ -244,7 +244,7 @@ def _dense_arithmetic(
     everywhere = torch.ones((), dtype=torch.bool, device=k.device)
     nu, mu = norms(v, everywhere), norms(k, everywhere)
     none, steps = torch.zeros_like(mu), torch.zeros_like(k[:, :, ::BLOCK])
-    softmax, top = _softmax(masses(logits), live, sink)
+    softmax, top = softmax_of(masses(logits), live, sink)
     own = deviations(scores, steps, steps, Notes(none, mu, none, nu), live, torch.zeros_like(mu, dtype=torch.bool))
     delta = biased(own.originals, live, top) if has_bias else own.originals
     found = certificates.certificate(

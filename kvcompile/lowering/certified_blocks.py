@@ -116,14 +116,19 @@ def deviations(
     """Theorems 1 and 6. ``steps`` and ``zeros`` [B, K, N, D] of the key codes; blocks that are not ``live`` deviate by nothing."""
     radius = _radius(step=steps, zero=zeros.abs())
     radius = torch.where(live.any(2).unsqueeze(-1), radius, 0)
-    channels = (scores.query.abs() @ radius.transpose(-1, -2)).to(torch.float64)
-    query_norm = torch.linalg.vector_norm(scores.query.to(torch.float64), dim=-1).unsqueeze(-1) * (1 + 2.0**-40)
+    channels = scores.query.abs() @ radius.transpose(-1, -2)
+    return block_deviations(scores.query, channels, notes, live, alone, scores.scale, scores.softcap)
+
+
+def block_deviations(
+    query: torch.Tensor, channels: torch.Tensor, notes: Notes, live: torch.Tensor, alone: torch.Tensor, scale: float, softcap: float
+) -> Deviations:
+    """The same from ``channels`` [B, K, Q, N], sum_c |q_c| radius_c of each block; ``query`` float32 [B, K, Q, D]."""
+    query_norm = torch.linalg.vector_norm(query.to(torch.float64), dim=-1).unsqueeze(-1) * (1 + 2.0**-40)
     kappa, mu = notes.kappa.unsqueeze(2), notes.mu.unsqueeze(2)
-    common = dict(
-        query_norm=query_norm, mu=mu, scale=abs(scores.scale), terms=float(scores.query.shape[-1] + 4), cap=scores.softcap,
-    )
+    common = dict(query_norm=query_norm, mu=mu, scale=abs(scale), terms=float(query.shape[-1] + 4), cap=softcap)
     originals = _rounding(kappa=torch.zeros_like(kappa), peak=0.0, **common)
-    codes = _deviation(kappa=kappa, peak=0.0, channels=channels, **common)
+    codes = _deviation(kappa=kappa, peak=0.0, channels=channels.to(torch.float64), **common)
     codes = torch.where(alone.unsqueeze(2), originals, codes)
     return Deviations(torch.where(live, codes, 0), torch.where(live, originals, 0))
 

@@ -6,7 +6,7 @@ import torch
 
 from kvcompile.lowering.bound_printer import aten
 from kvcompile.lowering.certified_blocks import Deviations, Masses, blocks, norms
-from kvcompile.lowering.certified_promotion import descending
+from kvcompile.lowering.certified_promotion import leading
 from kvcompile.schemes import bounds
 
 # Printed once, at import: Dynamo then sees plain functions.
@@ -27,8 +27,7 @@ def rank_fails(
     if not known.shape[-1]:
         nothing = torch.zeros(known.shape[:-1], dtype=torch.bool, device=known.device)
         return nothing, nothing
-    leading = min(rank, known.shape[-1])
-    first, second = descending(by_codes).block[..., :leading], descending(by_originals).block[..., :leading]
+    first, second = leading(by_codes, rank), leading(by_originals, rank)
     last = second[..., -1:]
     least = by_originals.gather(-1, last) - delta.originals.gather(-1, last)
     upper = torch.where(tail, _largest_log_mass(log_mass=coded.log, delta=delta.codes), NONE)
@@ -37,8 +36,12 @@ def rank_fails(
 
 def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, visible: torch.Tensor, guard: float) -> torch.Tensor:
     """Theorem 8, for each block [B, K, Q, N]: a token's two logits are further apart than they can be."""
-    apart = blocks(torch.where(visible, exact - coded, 0)).abs().amax(-1).to(torch.float64)
-    return ~(apart <= _consistent(delta=delta.codes, own=delta.originals, guard=guard))
+    return too_far(blocks(torch.where(visible, exact - coded, 0)).abs().amax(-1), delta, guard)
+
+
+def too_far(apart: torch.Tensor, delta: Deviations, guard: float) -> torch.Tensor:
+    """The same from the largest distance of two logits in each block."""
+    return ~(apart.to(torch.float64) <= _consistent(delta=delta.codes, own=delta.originals, guard=guard))
 
 
 def notes_differ(

@@ -24,6 +24,9 @@ _least_term = aten(bounds.LEAST_TERM)
 ALL = 2.0**-40
 """By how much sums of shares may be off."""
 
+FEW, BEHIND = 4, -1e300
+"""Up to so many leading blocks are found one by one; where those without mass stand, before the ones that are found already."""
+
 
 class Order(NamedTuple):
     """Blocks in descending order of something: who stands at each place, and at which place each stands."""
@@ -72,6 +75,24 @@ def promote_keys(
     then, up to k_max * 2^widen, until the key bound fits its budget whatever the promoted blocks' exact masses are: theorem 2
     with the least total over every block's deviation. So one widening does what doubling until it fits does, with no more blocks.
     """
+    share, terms = wanted(coded, delta, live, codes, nu, sinks)
+    held = torch.where(codes, share, 0)
+    # Blocks that are no candidates stand behind all that are.
+    order = descending(torch.where(codes, share, -1))
+    # The shares of all blocks may add up to a little more than one.
+    covered = above(order, held, 1 - policy.tau_cov + ALL) if policy.tau_cov < 1 else codes.sum(-1, keepdim=True)
+    narrow = covered.clamp(policy.k_min, policy.k_max)
+    wide = above(order, terms, policy.key_budget).clamp(max=policy.k_max << policy.widen)
+    count = torch.maximum(narrow, wide)
+    keys = (order.place < count) & codes
+    explored = codes & ~keys & (chance(clock, codes) < policy.explore)
+    return Promoted(keys, explored, (wide > narrow).squeeze(-1), total(torch.where(codes & ~keys & ~explored, share, 0)))
+
+
+def wanted(
+    coded: Masses, delta: Deviations, live: torch.Tensor, codes: torch.Tensor, nu: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a block is promoted for, float64 [B, K, Q, N]: its estimated share of the mass, and what it may add to the key bound."""
     peak = coded.peak.amax(-1)
     peak = peak if sinks is None else torch.maximum(peak, sinks)
     top = torch.where(torch.isneginf(peak), 0, peak)
@@ -79,21 +100,28 @@ def promote_keys(
     mass = weight * torch.exp(gap)
     everything = total(mass) + (0.0 if sinks is None else torch.exp(sinks.to(torch.float64) - top.to(torch.float64)))
     share = mass / everything.clamp(min=LEAST_NORMAL).unsqueeze(-1)
-    held = torch.where(codes, share, 0)
-    # Blocks that are no candidates stand behind all that are.
-    order = descending(torch.where(codes, share, -1))
-    # The shares of all blocks may add up to a little more than one.
-    covered = above(order, held, 1 - policy.tau_cov + ALL) if policy.tau_cov < 1 else codes.sum(-1, keepdim=True)
-    narrow = covered.clamp(policy.k_min, policy.k_max)
     block = dict(weight=weight, gap=gap, delta=torch.where(codes, delta.codes, delta.originals))
     least = total(_least_term(**block)).clamp(min=LEAST_NORMAL).unsqueeze(-1)
-    vmax = nu.amax(-1, keepdim=True)
-    terms = torch.where(codes, _key_term(nu=nu, center=vmax, **block), 0)
-    wide = above(order, terms / least, policy.key_budget).clamp(max=policy.k_max << policy.widen)
-    count = torch.maximum(narrow, wide)
-    keys = (order.place < count) & codes
-    explored = codes & ~keys & (chance(clock, codes) < policy.explore)
-    return Promoted(keys, explored, (wide > narrow).squeeze(-1), total(torch.where(codes & ~keys & ~explored, share, 0)))
+    terms = torch.where(codes, _key_term(nu=nu, center=nu.amax(-1, keepdim=True), **block), 0)
+    return share, terms / least
+
+
+def leading(amounts: torch.Tensor, count: int) -> torch.Tensor:
+    """The blocks of the ``count`` largest amounts, [..., count]; equal ones in the order of their blocks, what is no number first.
+
+    A few passes over the blocks where few are asked for, in place of a sort.
+    """
+    count = min(count, amounts.shape[-1])
+    if count > FEW:
+        return descending(amounts).block[..., :count]
+    amounts = amounts.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=BEHIND)
+    block = torch.arange(amounts.shape[-1], device=amounts.device)
+    found = []
+    for _ in range(count):
+        first = torch.where(amounts == amounts.amax(-1, keepdim=True), block, amounts.shape[-1]).amin(-1, keepdim=True)
+        found.append(first)
+        amounts = torch.where(block == first, float("-inf"), amounts)
+    return torch.cat(found, -1)
 
 
 def promote_values(terms: torch.Tensor, policy: Certify) -> torch.Tensor:

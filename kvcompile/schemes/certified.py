@@ -1,6 +1,8 @@
 """certified: int8 keys and int4 values whose error is known at run time ("Runtime-Certified Bounded-Error Quantized Attention", 2.3).
 
 Keys: eight bits per channel of a block of 16 tokens, affine, step = (max - min) / 255, zero = min + 128 step, float32.
+Steps have 16 significant bits, rounded up, so that code * step is exact: the notes then hold for every decoder, whether it adds the
+zero point by a fused instruction or not.
 Values: four bits per token in groups of 16 channels, with float16 scale and zero point, as ``kivi`` makes them.
 Each block has two notes: keys kappa = max_t |k - decoded|_2 and mu = max_t |k|_2, values eta = max_t |v - decoded|_2 and
 nu = max_t |v|_2, of the ORIGINALS and of what decodes in float32, rounded up. The newest 16 tokens stay in full precision,
@@ -12,7 +14,7 @@ What differs from the source, and why:
   queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. 1 byte a token and head for all notes.
 * The value's zero point is rounded down and its scale up, so that rounding them never clips.
 * Tier 2 lies beside the codes, and is no option yet: pinned host memory needs kernels that read and write it.
-* A step is rounded like any float32 number and clipping by that is part of the announced radius; the source assumes none.
+* A quotient is rounded like any float32 number and clipping by that is part of the announced radius; the source assumes none.
 """
 
 from __future__ import annotations
@@ -59,6 +61,11 @@ def largest_norm(x_BKSD: torch.Tensor) -> torch.Tensor:
     # The margin also covers a float64 norm that is summed in another order when it is checked.
     above = (norms * (1 + 2.0**-22) + 2.0**-149).to(torch.float32)
     return torch.where(torch.isfinite(above), torch.where(norms == 0, 0, above), float("nan"))
+
+
+def _sixteen_bits(x: torch.Tensor) -> torch.Tensor:
+    """The least float32 number of 16 significant bits that is not below a nonnegative x; what is not finite stays so."""
+    return ((x.view(torch.int32) + 0xFF) & ~0xFF).view(torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +156,7 @@ class Certified(Scheme):
     def _encode_keys(self, x: torch.Tensor) -> Planes:
         grouped = x.unflatten(2, (-1, BLOCK))
         low, high = grouped.amin(3), grouped.amax(3)
-        step = (high - low) / 255
+        step = _sixteen_bits((high - low) / 255)
         zero = low + 128 * step
         # What is not finite spoils the whole channel of the block: its scale is NaN.
         step = torch.where(torch.isfinite(zero) & torch.isfinite(high - low), step, float("nan"))
