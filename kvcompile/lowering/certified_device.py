@@ -38,9 +38,12 @@ from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import Cause, Certify, Fallback
 
-SCORE_BLOCKS, EXACT_BLOCKS, ROW_TILE, OWN_TILE, CHUNK = 4, 8, 4, 1, 2048
-"""Blocks a program of ``score`` and of ``exact``; rows of ``score`` and ``mix``, and where ``mix`` reads originals; blocks that
-``choose`` compares at once. Not tuned."""
+SPAN, SUM_BLOCKS, EXACT_BLOCKS, CHUNK = 8, 64, 8, 2048
+"""Blocks of a program of ``score``, ``sums`` and ``exact``, and those that ``choose`` compares at once. Chosen by instruction counts and
+registers of what is compiled, never timed; so are the next two."""
+
+ROW_TILE, OWN_TILE = 4, 1
+"""Rows of a program of ``score`` and ``mix``, and where ``mix`` reads originals."""
 
 MOST_ROWS = 16
 """Rows of a kv head up to which kernels are used: they are unrolled."""
@@ -147,10 +150,14 @@ def certified_by_kernels(
     logits, (peak, weight, channels) = floats(B, K, Q, N * BLOCK), (floats(B, K, Q, N) for _ in range(3))
     stored = floats(B, K, N, 4)
     launch(
-        kernels.score, (-(-N // SCORE_BLOCKS), B * K, tiles), q, *keys[:4], values[3], new_k, new_v, hi, low, base, logits, peak, weight,
-        channels, stored, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *keys[3].stride()[:3], *values[3].stride()[:3],
-        *new_k.stride()[:3], *new_v.stride()[:3], *positions, N, new_k.shape[2], float(scale), warps=4, D=D, DV=value_dim,
-        TILE=min(ROW_TILE, Q), NB=SCORE_BLOCKS, PER_PAGE=page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], **sizes,
+        kernels.score, (-(-N // SPAN) + 1, B * K, tiles), q, *keys[:3], new_k, hi, low, base, logits, channels, *q.stride()[:3],
+        *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3], *positions, N, new_k.shape[2], float(scale), warps=1, D=D,
+        TILE=min(ROW_TILE, 1 << (Q - 1).bit_length()), SPAN=SPAN, PER_PAGE=page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], **sizes,
+    )
+    launch(
+        kernels.sums, (-(-N // SUM_BLOCKS), B * K, Q), logits, keys[3], values[3], new_k, new_v, hi, low, base, peak, weight, stored,
+        *keys[3].stride()[:3], *values[3].stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], *positions, N, new_k.shape[2], warps=4,
+        D=D, DV=value_dim, K=K, S=S, S2=sizes["S2"], NB=SUM_BLOCKS, ROWS=Q, PER_PAGE=page // BLOCK, HAS_LO=sizes["HAS_LO"],
     )
 
     first = torch.arange(N, device=q.device) * BLOCK

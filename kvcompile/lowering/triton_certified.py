@@ -3,7 +3,8 @@
 Plain float32 multiply-adds and no tensor cores: a certificate needs products whose rounding is known, with few rows (G = H / K) they
 cost what unpacking costs, and a dot product of 16-bit operands would have to be repeated for every limb of what has more bits.
 
-    score       int8 keys once: every row's logits, and of each block its largest, the sum of exp relative to it, sum_c |q_c| radius_c
+    score       int8 keys once: every row's logits, and of each block sum_c |q_c| radius_c
+    sums        of each block the largest logit and the sum of exp relative to it; the notes, also of what the window covers
     exact       original keys of the blocks that some row's flags ask for: their logits over the old ones, and the same sums; what the
                 consistency check compares
     mix         int4 values once, with weights from the logits as they stand then; original values where flags ask for them
@@ -77,116 +78,151 @@ def norm_above(square):
 
 
 @triton.jit
-def score_tile(
-    Q, CODES, STEPS, ZEROS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, HI, LO, LOGITS, PEAK, WEIGHT, CHANNELS, NOTES,
-    q_s, codes_n, steps_n, key_notes_n, value_notes_n, rk_t, rv_t, hi_s, lo_s, blocks, newest, scale, n0, start, last, base, pair, r0,
-    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NB: tl.constexpr,
-    PER_PAGE: tl.constexpr, HAS_LO: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
-    WINDOW: tl.constexpr, q_h,
+def beside(columns, COUNT: tl.constexpr):
+    """One, two or four vectors as the columns of a matrix, which is stored at once."""
+    if COUNT == 1:
+        return columns[0][:, None]
+    elif COUNT == 2:
+        return tl.join(columns[0], columns[1])
+    else:
+        pairs = tl.join(tl.join(columns[0], columns[2]), tl.join(columns[1], columns[3]))
+        return tl.reshape(pairs, [pairs.shape[0], 4])
+
+
+@triton.jit
+def score_block(
+    queries, lows, highs, CODES, STEPS, ZEROS, RECENT_K, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest, scale, n, base, heads,
+    r0, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PER_PAGE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr,
+    OF_ONE: tl.constexpr, WINDOW: tl.constexpr,
 ):
-    """NB blocks from n0 on, TILE rows from r0 on; pointers stand at their batch row and head. WINDOW: some tokens are not codes.
+    """One block, TILE rows from r0 on. WINDOW: tokens from ``base`` on are not codes.
 
     The codes are loaded last: all that is calculated with them then has their layout, and not that of what is multiplied with them.
     """
-    n = n0 + tl.arange(0, NB)
-    here = n * BLOCK <= last
     page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
     j = tl.arange(0, BLOCK)
-    c = tl.arange(0, D)[None, None, :]
-    t = n[:, None] * BLOCK + j[None, :]
-    queries = ()
-    for i in tl.static_range(TILE):
-        r = tl.minimum(r0 + i, ROWS - 1)
-        queries = queries + (tl.load(Q + (r // S) * q_h + (r % S) * q_s + c).to(tl.float32),)
-
-    note = page * key_notes_n + row * 2
-    kappa = tl.load(KEY_NOTES + note, mask=here, other=0.0)
-    mu = tl.load(KEY_NOTES + note + 1, mask=here, other=0.0)
-    note = page * value_notes_n + row * 2
-    eta = tl.load(VALUE_NOTES + note, mask=here, other=0.0)
-    nu = tl.load(VALUE_NOTES + note + 1, mask=here, other=0.0)
+    c = tl.arange(0, D)[None, :]
+    t = n * BLOCK + j
     if WINDOW:
-        in_window = ((t >= base) & (t < base + newest))[:, :, None]
-        from_window = (t - base)[:, :, None]
-        new = tl.load(RECENT_K + from_window * rk_t + c, mask=in_window, other=0.0).to(tl.float32)
-        v = tl.load(RECENT_V + from_window * rv_t + tl.arange(0, DV)[None, None, :], mask=in_window, other=0.0).to(tl.float32)
-        alone = n * BLOCK >= base
-        seen = (t >= start) & (t <= last)
-        kappa = tl.where(alone, 0.0, kappa)
-        eta = tl.where(alone, 0.0, eta)
-        mu = tl.where(alone, norm_above(tl.max(tl.where(seen, tl.sum(new * new, 2), 0.0), 1)), mu)
-        nu = tl.where(alone, norm_above(tl.max(tl.where(seen, tl.sum(v * v, 2), 0.0), 1)), nu)
-    if r0 == 0:
-        slot = NOTES + (pair * blocks + n) * 4
-        tl.store(slot, kappa, mask=here)
-        tl.store(slot + 1, mu, mask=here)
-        tl.store(slot + 2, eta, mask=here)
-        tl.store(slot + 3, nu, mask=here)
-
-    per_block = (page * steps_n + row * D)[:, None, None] + c
-    step = tl.load(STEPS + per_block, mask=here[:, None, None], other=0.0)
-    zero = tl.load(ZEROS + per_block, mask=here[:, None, None], other=0.0)
-    at = CODES + (page * codes_n + row * (BLOCK * D))[:, None, None] + (j[None, :, None] * D + c)
-    codes = tl.load(at, mask=here[:, None, None], other=0)
+        in_window = (t >= base) & (t < base + newest)
+        new = tl.load(RECENT_K + (t - base)[:, None] * rk_t + c, mask=in_window[:, None], other=0.0).to(tl.float32)
+    step = tl.load(STEPS + page * steps_n + row * D + c)
+    zero = tl.load(ZEROS + page * steps_n + row * D + c)
+    codes = tl.load(CODES + page * codes_n + row * (BLOCK * D) + j[:, None] * D + c)
     # The product is exact, since steps have 16 bits: fused or not, this is what the scheme decodes.
     k = codes.to(tl.float32) * step + zero
     if WINDOW:
-        k = tl.where((t >= base)[:, :, None], new, k)
+        k = tl.where((t >= base)[:, None], new, k)
     radius = step * OF_STEP + tl.abs(zero) * OF_ZERO + OF_ONE
+    logits = ()
+    reach = ()
     for i in tl.static_range(TILE):
-        r = r0 + i
-        if r < ROWS:
-            low, high = of_row(HI, LO, r % S, hi_s, lo_s, blocks * BLOCK, HAS_LO)
-            logit = tl.sum(k * queries[i], 2) * scale
-            logit = tl.where((t >= low) & (t <= high), logit, float("-inf"))
-            peak = tl.max(logit, 1)
-            top = tl.where(peak == float("-inf"), 0.0, peak)
-            weight = tl.sum(exp_of(logit - top[:, None]), 1)
-            channels = tl.max(tl.sum(tl.abs(queries[i]) * radius, 2), 1)
-            out = (pair.to(tl.int64) * ROWS + r) * blocks
-            tl.store(LOGITS + out * BLOCK + t, logit, mask=here[:, None])
-            tl.store(PEAK + out + n, peak, mask=here)
-            tl.store(WEIGHT + out + n, weight, mask=here)
-            tl.store(CHANNELS + out + n, channels, mask=here)
+        seen = (t >= lows[i]) & (t <= highs[i])
+        logits = logits + (tl.where(seen, tl.sum(k * queries[i], 1) * scale, float("-inf")),)
+        reach = reach + (tl.sum(tl.abs(queries[i]) * radius, 1),)
+    rows = r0 + tl.arange(0, TILE)
+    out = (heads + rows) * blocks + n
+    tl.store(LOGITS + out[None, :] * BLOCK + j[:, None], beside(logits, TILE), mask=(rows < ROWS)[None, :])
+    tl.store(CHANNELS + out[None, :], beside(reach, TILE), mask=(rows < ROWS)[None, :])
 
 
 @triton.jit
 def score(
-    Q, CODES, STEPS, ZEROS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, HI, LO, BASE, LOGITS, PEAK, WEIGHT, CHANNELS, NOTES,
-    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, key_notes_n, key_notes_b, key_notes_h, value_notes_n,
-    value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t, hi_b, hi_s, lo_b, lo_s, base_b, blocks, newest, scale,
-    D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
-    NB: tl.constexpr, PER_PAGE: tl.constexpr, HAS_LO: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
+    Q, CODES, STEPS, ZEROS, RECENT_K, HI, LO, BASE, LOGITS, CHANNELS,
+    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, rk_b, rk_h, rk_t, hi_b, hi_s, lo_b, lo_s, base_b, blocks, newest,
+    scale,
+    D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
+    PER_PAGE: tl.constexpr, HAS_LO: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
 ):
-    """NB blocks of one kv head, TILE rows: logits, sums of blocks, norms."""
+    """SPAN blocks of one kv head, TILE rows: logits, and sum_c |q_c| radius_c. The last program of a head has the window's blocks."""
+    pair = tl.program_id(1)
+    b = (pair // K).to(tl.int64)
+    h = (pair % K).to(tl.int64)
+    ROWS: tl.constexpr = G * S
+    heads = pair.to(tl.int64) * ROWS
+    r0 = tl.program_id(2) * TILE
+    start, last = sight(HI + b * hi_b, LO + b * lo_b, hi_s, lo_s, blocks * BLOCK, S, S2, HAS_LO)
+    base = whole_until(BASE, b, base_b)
+    whole = tl.minimum(base // BLOCK, last // BLOCK + 1)
+    queries = ()
+    lows = ()
+    highs = ()
+    for i in tl.static_range(TILE):
+        r = tl.minimum(r0 + i, ROWS - 1)
+        at = Q + b * q_b + (h * G + r // S) * q_h + (r % S) * q_s
+        queries = queries + (tl.load(at + tl.arange(0, D)[None, :]).to(tl.float32),)
+        low, high = of_row(HI + b * hi_b, LO + b * lo_b, r % S, hi_s, lo_s, blocks * BLOCK, HAS_LO)
+        lows = lows + (low,)
+        highs = highs + (high,)
+    codes = CODES + b * codes_b + h * codes_h
+    scales = b * steps_b + h * steps_h
+    new = RECENT_K + b * rk_b + h * rk_h
+    if tl.program_id(0) < tl.num_programs(0) - 1:
+        n0 = tl.maximum(tl.program_id(0) * SPAN, start // BLOCK)
+        n1 = tl.minimum(tl.program_id(0) * SPAN + SPAN, whole)
+        for step in tl.range(0, tl.maximum(n1 - n0, 0)):
+            score_block(
+                queries, lows, highs, codes, STEPS + scales, ZEROS + scales, new, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest,
+                scale, n0 + step, base, heads, r0, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, False,
+            )
+    else:
+        n0 = tl.maximum(base // BLOCK, start // BLOCK)
+        for step in range(0, tl.maximum(last // BLOCK + 1 - n0, 0)):
+            score_block(
+                queries, lows, highs, codes, STEPS + scales, ZEROS + scales, new, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest,
+                scale, n0 + step, base, heads, r0, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, True,
+            )
+
+
+@triton.jit
+def sums(
+    LOGITS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, HI, LO, BASE, PEAK, WEIGHT, NOTES,
+    key_notes_n, key_notes_b, key_notes_h, value_notes_n, value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t, hi_b, hi_s,
+    lo_b, lo_s, base_b, blocks, newest,
+    D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, NB: tl.constexpr, ROWS: tl.constexpr,
+    PER_PAGE: tl.constexpr, HAS_LO: tl.constexpr,
+):
+    """NB blocks of one kv head and one row: the largest logit of each, and the sum of exp relative to it. The first row's program
+    also gathers the notes kappa, mu, eta, nu, and measures mu and nu of blocks that the window covers whole."""
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
     h = (pair % K).to(tl.int64)
     start, last = sight(HI + b * hi_b, LO + b * lo_b, hi_s, lo_s, blocks * BLOCK, S, S2, HAS_LO)
     n0 = tl.program_id(0) * NB
     if (n0 * BLOCK <= last) & ((n0 + NB) * BLOCK > start):
-        base = whole_until(BASE, b, base_b)
-        q = Q + b * q_b + h * G * q_h
-        codes = CODES + b * codes_b + h * codes_h
-        scales = b * steps_b + h * steps_h
-        key_notes = KEY_NOTES + b * key_notes_b + h * key_notes_h
-        value_notes = VALUE_NOTES + b * value_notes_b + h * value_notes_h
-        new_k = RECENT_K + b * rk_b + h * rk_h
-        new_v = RECENT_V + b * rv_b + h * rv_h
-        if (n0 + NB) * BLOCK > base:
-            score_tile(
-                q, codes, STEPS + scales, ZEROS + scales, key_notes, value_notes, new_k, new_v, HI + b * hi_b, LO + b * lo_b, LOGITS, PEAK,
-                WEIGHT, CHANNELS, NOTES, q_s, codes_n, steps_n, key_notes_n, value_notes_n, rk_t, rv_t, hi_s, lo_s, blocks, newest, scale,
-                n0, start, last, base, pair, tl.program_id(2) * TILE, D, DV, S, G * S, TILE, NB, PER_PAGE, HAS_LO, OF_STEP, OF_ZERO,
-                OF_ONE, True, q_h,
-            )
-        else:
-            score_tile(
-                q, codes, STEPS + scales, ZEROS + scales, key_notes, value_notes, new_k, new_v, HI + b * hi_b, LO + b * lo_b, LOGITS, PEAK,
-                WEIGHT, CHANNELS, NOTES, q_s, codes_n, steps_n, key_notes_n, value_notes_n, rk_t, rv_t, hi_s, lo_s, blocks, newest, scale,
-                n0, start, last, base, pair, tl.program_id(2) * TILE, D, DV, S, G * S, TILE, NB, PER_PAGE, HAS_LO, OF_STEP, OF_ZERO,
-                OF_ONE, False, q_h,
-            )
+        n = n0 + tl.arange(0, NB)
+        here = (n * BLOCK <= last) & ((n + 1) * BLOCK > start)
+        out = (pair.to(tl.int64) * ROWS + tl.program_id(2)) * blocks
+        at = (out + n)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        logit = tl.load(LOGITS + at, mask=here[:, None], other=float("-inf"))
+        peak = tl.max(logit, 1)
+        top = tl.where(peak == float("-inf"), 0.0, peak)
+        tl.store(PEAK + out + n, peak, mask=here)
+        tl.store(WEIGHT + out + n, tl.sum(exp_of(logit - top[:, None]), 1), mask=here)
+        if tl.program_id(2) == 0:
+            base = whole_until(BASE, b, base_b)
+            page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
+            alone = n * BLOCK >= base
+            stored = here & (alone == 0)
+            key_note = KEY_NOTES + b * key_notes_b + h * key_notes_h + page * key_notes_n + row * 2
+            value_note = VALUE_NOTES + b * value_notes_b + h * value_notes_h + page * value_notes_n + row * 2
+            slot = NOTES + (pair * blocks + n) * 4
+            tl.store(slot, tl.load(key_note, mask=stored, other=0.0), mask=here)
+            tl.store(slot + 1, tl.load(key_note + 1, mask=stored, other=0.0), mask=stored)
+            tl.store(slot + 2, tl.load(value_note, mask=stored, other=0.0), mask=here)
+            tl.store(slot + 3, tl.load(value_note + 1, mask=stored, other=0.0), mask=stored)
+            if (n0 + NB) * BLOCK > base:
+                first = tl.maximum((base + BLOCK - 1) // BLOCK, n0)
+                for step in range(0, tl.maximum(tl.minimum(last // BLOCK + 1, n0 + NB) - first, 0)):
+                    t = (first + step) * BLOCK + tl.arange(0, BLOCK)
+                    seen = ((t >= start) & (t <= last) & (t < base + newest))[:, None]
+                    from_k = RECENT_K + b * rk_b + h * rk_h + (t - base)[:, None] * rk_t + tl.arange(0, D)[None, :]
+                    from_v = RECENT_V + b * rv_b + h * rv_h + (t - base)[:, None] * rv_t + tl.arange(0, DV)[None, :]
+                    k = tl.load(from_k, mask=seen, other=0.0).to(tl.float32)
+                    v = tl.load(from_v, mask=seen, other=0.0).to(tl.float32)
+                    place = NOTES + (pair * blocks + first + step) * 4
+                    tl.store(place + 1, norm_above(tl.max(tl.sum(k * k, 1), 0)))
+                    tl.store(place + 3, norm_above(tl.max(tl.sum(v * v, 1), 0)))
 
 
 @triton.jit
@@ -283,13 +319,15 @@ def mix_codes(
     CODES, STEPS, ZEROS, LOGITS, TOP, READ, OUT, codes_n, steps_n, blocks, start, stop, n_first, n_stop, heads, r0,
     DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Blocks of codes from n_first on, but for those that are flagged. Sixteen tokens a turn, of which a thread has two."""
+    """Blocks of codes from n_first on, but for those that are flagged. Sixteen tokens a turn, of which a thread has two.
+
+    Sums stay apart for eight tokens until the end, so that a turn is multiply-adds alone.
+    """
     HALF: tl.constexpr = DV // 2
     RUNS: tl.constexpr = HALF // GROUP
-    u = tl.arange(0, 2)[:, None, None, None]
-    lane = tl.arange(0, 8)[None, :, None, None]
-    run = tl.arange(0, RUNS)[None, None, :, None]
-    c = tl.arange(0, GROUP)[None, None, None, :]
+    lane = tl.arange(0, 8)[:, None, None]
+    run = tl.arange(0, RUNS)[None, :, None]
+    c = tl.arange(0, GROUP)[None, None, :]
     low_sums = ()
     high_sums = ()
     for _i in tl.static_range(TILE):
@@ -297,32 +335,33 @@ def mix_codes(
         high_sums = high_sums + (tl.zeros([8, RUNS, GROUP], tl.float32),)
     for step in tl.range(0, tl.maximum(n_stop - n_first, 0)):
         n = n_first + step
-        t = n * BLOCK + u * 8 + lane
-        seen = (t >= start) & (t < stop)
         page = (n * BLOCK // PAGE).to(tl.int64)
-        in_page = t % PAGE
-        weights = ()
-        for i in tl.static_range(TILE):
-            r = heads + tl.minimum(r0 + i, ROWS - 1)
-            taken = tl.load(READ + r * blocks + n)
-            logit = tl.load(LOGITS + r * blocks * BLOCK + t, mask=seen & (taken == 0), other=float("-inf"))
-            weights = weights + (exp_of(logit - tl.load(TOP + r)),)
-        scale_at = page * steps_n + in_page * (2 * RUNS) + run
-        low_step = tl.load(STEPS + scale_at, mask=seen, other=0.0).to(tl.float32)
-        low_zero = tl.load(ZEROS + scale_at, mask=seen, other=0.0).to(tl.float32)
-        high_step = tl.load(STEPS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
-        high_zero = tl.load(ZEROS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
-        # Loaded last, for the same reason as keys.
-        words = tl.load(CODES + page * codes_n + in_page * HALF + (run * GROUP + c), mask=seen, other=0)
-        low_v = (words & 15).to(tl.float32) * low_step + low_zero
-        high_v = (words >> 4).to(tl.float32) * high_step + high_zero
-        new_low = ()
-        new_high = ()
-        for i in tl.static_range(TILE):
-            new_low = new_low + (low_sums[i] + tl.sum(low_v * weights[i], 0),)
-            new_high = new_high + (high_sums[i] + tl.sum(high_v * weights[i], 0),)
-        low_sums = new_low
-        high_sums = new_high
+        for half in tl.static_range(2):
+            t = n * BLOCK + half * 8 + lane
+            seen = (t >= start) & (t < stop)
+            in_page = t % PAGE
+            weights = ()
+            for i in tl.static_range(TILE):
+                r = heads + tl.minimum(r0 + i, ROWS - 1)
+                taken = tl.load(READ + r * blocks + n)
+                logit = tl.load(LOGITS + r * blocks * BLOCK + t, mask=seen & (taken == 0), other=float("-inf"))
+                weights = weights + (exp_of(logit - tl.load(TOP + r)),)
+            scale_at = page * steps_n + in_page * (2 * RUNS) + run
+            low_step = tl.load(STEPS + scale_at, mask=seen, other=0.0).to(tl.float32)
+            low_zero = tl.load(ZEROS + scale_at, mask=seen, other=0.0).to(tl.float32)
+            high_step = tl.load(STEPS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
+            high_zero = tl.load(ZEROS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
+            # Loaded last, for the same reason as keys.
+            words = tl.load(CODES + page * codes_n + in_page * HALF + (run * GROUP + c), mask=seen, other=0)
+            low_v = (words & 15).to(tl.float32) * low_step + low_zero
+            high_v = (words >> 4).to(tl.float32) * high_step + high_zero
+            new_low = ()
+            new_high = ()
+            for i in tl.static_range(TILE):
+                new_low = new_low + (low_sums[i] + low_v * weights[i],)
+                new_high = new_high + (high_sums[i] + high_v * weights[i],)
+            low_sums = new_low
+            high_sums = new_high
     to = tl.arange(0, RUNS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for i in tl.static_range(TILE):
         if r0 + i < ROWS:
