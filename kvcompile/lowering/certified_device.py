@@ -114,11 +114,6 @@ class _Launch(NamedTuple):
         made[grid](*operands, **constants)  # type: ignore[index]
 
 
-def _strides(x: torch.Tensor, *axes: int) -> tuple[int, ...]:
-    """Strides along axes, 0 where the tensor is broadcast along one."""
-    return tuple(0 if x.shape[axis] == 1 else x.stride(axis) for axis in axes)
-
-
 def certified_by_kernels(
     rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
     originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
@@ -136,13 +131,15 @@ def certified_by_kernels(
     launch = _Launch(q.device.type == "cuda", N, Q, heads, S)
     q = q if q.stride(-1) == 1 else q.contiguous()
     new_k, new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in recent)
-    low = hi if lo is None else lo
     tiles, own_tiles, page = -(-Q // ROW_TILE), -(-Q // OWN_TILE), keys[0].shape[3]
     if splits is None:
         splits = max(1, min(SPLITS, PROGRAMS // (B * K * tiles)))
     share = -(-N // splits)
-    positions = (*_strides(hi, 0, 1), *_strides(low, 0, 1), *_strides(base, 0))
-    sizes = dict(K=K, G=heads[1], S=S, S2=1 << (S - 1).bit_length(), HAS_LO=lo is not None)
+    sizes = dict(K=K, G=heads[1], S=S, S2=1 << (S - 1).bit_length())
+
+    last = hi.expand(B, S).clamp(max=N * BLOCK - 1)
+    least = torch.zeros_like(last) if lo is None else lo.expand(B, S).clamp(0, N * BLOCK)
+    at = torch.cat([last, least, base.expand(B).clamp(-(2**30), N * BLOCK).unsqueeze(-1)], 1).to(torch.int32)
 
     def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -150,18 +147,18 @@ def certified_by_kernels(
     logits, (peak, weight, channels) = floats(B, K, Q, N * BLOCK), (floats(B, K, Q, N) for _ in range(3))
     stored = floats(B, K, N, 4)
     launch(
-        kernels.score, (-(-N // SPAN) + 1, B * K, tiles), q, *keys[:3], new_k, hi, low, base, logits, channels, *q.stride()[:3],
-        *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3], *positions, N, new_k.shape[2], float(scale), warps=1, D=D,
+        kernels.score, (-(-N // SPAN) + 1, B * K, tiles), q, *keys[:3], new_k, at, logits, channels, *q.stride()[:3],
+        *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3], N, new_k.shape[2], float(scale), warps=1, D=D,
         TILE=min(ROW_TILE, 1 << (Q - 1).bit_length()), SPAN=SPAN, PER_PAGE=page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], **sizes,
     )
     launch(
-        kernels.sums, (-(-N // SUM_BLOCKS), B * K, Q), logits, keys[3], values[3], new_k, new_v, hi, low, base, peak, weight, stored,
-        *keys[3].stride()[:3], *values[3].stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], *positions, N, new_k.shape[2], warps=4,
-        D=D, DV=value_dim, K=K, S=S, S2=sizes["S2"], NB=SUM_BLOCKS, ROWS=Q, PER_PAGE=page // BLOCK, HAS_LO=sizes["HAS_LO"],
+        kernels.sums, (-(-N // SUM_BLOCKS), B * K, Q), logits, keys[3], values[3], new_k, new_v, at, peak, weight, stored,
+        *keys[3].stride()[:3], *values[3].stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], N, new_k.shape[2], warps=4,
+        D=D, DV=value_dim, K=K, S=S, S2=sizes["S2"], NB=SUM_BLOCKS, ROWS=Q, PER_PAGE=page // BLOCK,
     )
 
     first = torch.arange(N, device=q.device) * BLOCK
-    ends = [x.expand(B, S)[:, None, None, :].expand(-1, -1, heads[1], -1).flatten(2, 3).unsqueeze(-1) for x in (hi, low)]
+    ends = [x[:, None, None, :].expand(-1, -1, heads[1], -1).flatten(2, 3).unsqueeze(-1) for x in (last, least)]
     live = first <= ends[0]
     if lo is not None:
         live = live & (first + BLOCK > ends[1])
@@ -184,9 +181,8 @@ def certified_by_kernels(
         sums, moved = (floats(B, K, Q, N), floats(B, K, Q, N)), floats(B, K, Q, N)
         squares = floats(B, K, N, dtype=torch.float64), floats(B, K, N, dtype=torch.float64)
         launch(
-            kernels.exact, (-(-N // EXACT_BLOCKS), B * K), q, *keys[:3], originals[0], asked.to(torch.int8).contiguous(), hi, low, base,
-            logits, *sums, moved, *squares, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *originals[0].stride()[:4],
-            *positions, N, originals[0].shape[3], float(scale), warps=4, D=D, NB=EXACT_BLOCKS, PER_PAGE=page // BLOCK, ALL=everything,
+            kernels.exact, (-(-N // EXACT_BLOCKS), B * K), q, *keys[:3], originals[0], asked.to(torch.int8).contiguous(), at, logits, *sums, moved, *squares, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *originals[0].stride()[:4],
+            N, originals[0].shape[3], float(scale), warps=4, D=D, NB=EXACT_BLOCKS, PER_PAGE=page // BLOCK, ALL=everything,
             **sizes,
         )
         return Masses(*sums), moved, *squares
@@ -198,8 +194,8 @@ def certified_by_kernels(
         squares = floats(B, K, N, dtype=torch.float64), floats(B, K, N, dtype=torch.float64)
         launch(
             kernels.mix, (coded_splits + splits, B * K, own_tiles), *values[:3], originals[1], new_v, logits, top.contiguous(),
-            asked.to(torch.int8).contiguous(), hi, low, base, parts, *squares, *values[0].stride()[:3], *values[1].stride()[:3],
-            *originals[1].stride()[:4], *new_v.stride()[:3], *positions, N, originals[1].shape[3], new_v.shape[2], coded_splits, share,
+            asked.to(torch.int8).contiguous(), at, parts, *squares, *values[0].stride()[:3], *values[1].stride()[:3],
+            *originals[1].stride()[:4], *new_v.stride()[:3], N, originals[1].shape[3], new_v.shape[2], coded_splits, share,
             share, warps=1, DV=value_dim, GROUP=scheme.group, TILE=min(ROW_TILE, Q), OWN_TILE=OWN_TILE,
             NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=page, ALL=everything, **sizes,
         )

@@ -15,7 +15,8 @@ ever subtracted: a correction (exact minus coded) of promoted blocks would cance
 well. A logit is overwritten where its block is promoted, and the weights of all tokens are made from one maximum, so splits add up.
 
 Blocks are flagged, not listed: programs look at the flags of their blocks and end where none is set, so nobody has to compact anything.
-Rows r = g * S + s of a kv head. All block arrays [B, K, rows, N] are contiguous; what is not visible in them is never written.
+AT, int32 [B, 2 S + 1]: of each batch row the last position that each query sees, the first one, and the first that the window has, all
+within the planes. Rows r = g * S + s of a kv head. All block arrays [B, K, rows, N] are contiguous; what is not visible in them is never written.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -43,32 +44,12 @@ def exp_of(x):
 
 
 @triton.jit
-def sight(HI, LO, hi_s, lo_s, tokens, S: tl.constexpr, S2: tl.constexpr, HAS_LO: tl.constexpr):
-    """The first and the last position that any query of a batch row sees."""
+def sight(AT, S: tl.constexpr, S2: tl.constexpr):
+    """The first and the last position that any query of a batch row sees, and the first one that the window has. AT: see the module."""
     s = tl.arange(0, S2)
-    last = tl.minimum(tl.max(tl.load(HI + s * hi_s, mask=s < S, other=-1), 0), tokens - 1).to(tl.int32)
-    if HAS_LO:
-        first = tl.maximum(tl.min(tl.load(LO + s * lo_s, mask=s < S, other=2147483647), 0), 0).to(tl.int32)
-    else:
-        first = last * 0
-    return first, last
-
-
-@triton.jit
-def of_row(HI, LO, s, hi_s, lo_s, tokens, HAS_LO: tl.constexpr):
-    """The same of query s."""
-    last = tl.minimum(tl.load(HI + s * hi_s), tokens - 1).to(tl.int32)
-    if HAS_LO:
-        first = tl.minimum(tl.maximum(tl.load(LO + s * lo_s), 0), tokens).to(tl.int32)
-    else:
-        first = last * 0
-    return first, last
-
-
-@triton.jit
-def whole_until(BASE, b, base_b):
-    """From which position on tokens come from the window; far below zero is as good as zero."""
-    return tl.maximum(tl.load(BASE + b * base_b), 0).to(tl.int32)
+    last = tl.max(tl.load(AT + s, mask=s < S, other=-1), 0)
+    first = tl.min(tl.load(AT + S + s, mask=s < S, other=2147483647), 0)
+    return first, last, tl.load(AT + 2 * S)
 
 
 @triton.jit
@@ -128,11 +109,11 @@ def score_block(
 
 @triton.jit
 def score(
-    Q, CODES, STEPS, ZEROS, RECENT_K, HI, LO, BASE, LOGITS, CHANNELS,
-    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, rk_b, rk_h, rk_t, hi_b, hi_s, lo_b, lo_s, base_b, blocks, newest,
+    Q, CODES, STEPS, ZEROS, RECENT_K, AT, LOGITS, CHANNELS,
+    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, rk_b, rk_h, rk_t, blocks, newest,
     scale,
     D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
-    PER_PAGE: tl.constexpr, HAS_LO: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
+    PER_PAGE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
 ):
     """SPAN blocks of one kv head, TILE rows: logits, and sum_c |q_c| radius_c. The last program of a head has the window's blocks."""
     pair = tl.program_id(1)
@@ -141,8 +122,7 @@ def score(
     ROWS: tl.constexpr = G * S
     heads = pair.to(tl.int64) * ROWS
     r0 = tl.program_id(2) * TILE
-    start, last = sight(HI + b * hi_b, LO + b * lo_b, hi_s, lo_s, blocks * BLOCK, S, S2, HAS_LO)
-    base = whole_until(BASE, b, base_b)
+    start, last, base = sight(AT + b * (2 * S + 1), S, S2)
     whole = tl.minimum(base // BLOCK, last // BLOCK + 1)
     queries = ()
     lows = ()
@@ -151,9 +131,8 @@ def score(
         r = tl.minimum(r0 + i, ROWS - 1)
         at = Q + b * q_b + (h * G + r // S) * q_h + (r % S) * q_s
         queries = queries + (tl.load(at + tl.arange(0, D)[None, :]).to(tl.float32),)
-        low, high = of_row(HI + b * hi_b, LO + b * lo_b, r % S, hi_s, lo_s, blocks * BLOCK, HAS_LO)
-        lows = lows + (low,)
-        highs = highs + (high,)
+        highs = highs + (tl.load(AT + b * (2 * S + 1) + r % S),)
+        lows = lows + (tl.load(AT + b * (2 * S + 1) + S + r % S),)
     codes = CODES + b * codes_b + h * codes_h
     scales = b * steps_b + h * steps_h
     new = RECENT_K + b * rk_b + h * rk_h
@@ -176,18 +155,17 @@ def score(
 
 @triton.jit
 def sums(
-    LOGITS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, HI, LO, BASE, PEAK, WEIGHT, NOTES,
-    key_notes_n, key_notes_b, key_notes_h, value_notes_n, value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t, hi_b, hi_s,
-    lo_b, lo_s, base_b, blocks, newest,
+    LOGITS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, AT, PEAK, WEIGHT, NOTES,
+    key_notes_n, key_notes_b, key_notes_h, value_notes_n, value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t, blocks, newest,
     D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, NB: tl.constexpr, ROWS: tl.constexpr,
-    PER_PAGE: tl.constexpr, HAS_LO: tl.constexpr,
+    PER_PAGE: tl.constexpr,
 ):
     """NB blocks of one kv head and one row: the largest logit of each, and the sum of exp relative to it. The first row's program
     also gathers the notes kappa, mu, eta, nu, and measures mu and nu of blocks that the window covers whole."""
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
     h = (pair % K).to(tl.int64)
-    start, last = sight(HI + b * hi_b, LO + b * lo_b, hi_s, lo_s, blocks * BLOCK, S, S2, HAS_LO)
+    start, last, base = sight(AT + b * (2 * S + 1), S, S2)
     n0 = tl.program_id(0) * NB
     if (n0 * BLOCK <= last) & ((n0 + NB) * BLOCK > start):
         n = n0 + tl.arange(0, NB)
@@ -200,7 +178,6 @@ def sums(
         tl.store(PEAK + out + n, peak, mask=here)
         tl.store(WEIGHT + out + n, tl.sum(exp_of(logit - top[:, None]), 1), mask=here)
         if tl.program_id(2) == 0:
-            base = whole_until(BASE, b, base_b)
             page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
             alone = n * BLOCK >= base
             stored = here & (alone == 0)
@@ -234,18 +211,16 @@ def largest_square(x):
 
 @triton.jit
 def exact(
-    Q, CODES, STEPS, ZEROS, ORIGINALS, READ, HI, LO, BASE, LOGITS, PEAK, WEIGHT, APART, RESIDUAL, SIZE,
-    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, hi_b, hi_s, lo_b, lo_s,
-    base_b, blocks, page_tokens, scale,
+    Q, CODES, STEPS, ZEROS, ORIGINALS, READ, AT, LOGITS, PEAK, WEIGHT, APART, RESIDUAL, SIZE,
+    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, blocks, page_tokens, scale,
     D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, NB: tl.constexpr, PER_PAGE: tl.constexpr,
-    HAS_LO: tl.constexpr, ALL: tl.constexpr,
+    ALL: tl.constexpr,
 ):
     """NB blocks of one kv head: those that some row's flag READ [B, K, rows, N] asks for (ALL: READ [B, K, rows], all of its blocks)."""
     b = (tl.program_id(1) // K).to(tl.int64)
     h = (tl.program_id(1) % K).to(tl.int64)
     tokens = blocks * BLOCK
-    start, last = sight(HI + b * hi_b, LO + b * lo_b, hi_s, lo_s, tokens, S, S2, HAS_LO)
-    base = whole_until(BASE, b, base_b)
+    start, last, base = sight(AT + b * (2 * S + 1), S, S2)
     n0 = tl.program_id(0) * NB
     heads = tl.program_id(1).to(tl.int64) * (G * S)
     nb = tl.arange(0, NB)
@@ -286,7 +261,8 @@ def exact(
                 flag = tl.load(READ + (heads + r) * blocks + n) != 0
             if flag:
                 q = tl.load(Q + b * q_b + (h * G + r // S) * q_h + (r % S) * q_s + c).to(tl.float32)
-                low, high = of_row(HI + b * hi_b, LO + b * lo_b, r % S, hi_s, lo_s, tokens, HAS_LO)
+                high = tl.load(AT + b * (2 * S + 1) + r % S)
+                low = tl.load(AT + b * (2 * S + 1) + S + r % S)
                 at = LOGITS + (heads + r) * tokens + t
                 old = tl.load(at)
                 seen = (t >= low) & (t <= high)
@@ -462,11 +438,10 @@ def mix_exact(
 
 @triton.jit
 def mix(
-    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, HI, LO, BASE, OUT, RESIDUAL, SIZE,
-    codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t, hi_b, hi_s, lo_b, lo_s,
-    base_b, blocks, page_tokens, newest, splits, share, own_share,
+    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, AT, OUT, RESIDUAL, SIZE,
+    codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t, blocks, page_tokens, newest, splits, share, own_share,
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
-    OWN_TILE: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, HAS_LO: tl.constexpr, ALL: tl.constexpr,
+    OWN_TILE: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, ALL: tl.constexpr,
 ):
     """sum_t exp(logit - TOP) v_t, [splits + own splits, B, K, rows, DV], of one kv head and a tile of rows.
 
@@ -480,8 +455,7 @@ def mix(
     ROWS: tl.constexpr = G * S
     split = tl.program_id(0)
     heads = pair.to(tl.int64) * ROWS
-    start, last = sight(HI + b * hi_b, LO + b * lo_b, hi_s, lo_s, blocks * BLOCK, S, S2, HAS_LO)
-    base = whole_until(BASE, b, base_b)
+    start, last, base = sight(AT + b * (2 * S + 1), S, S2)
     stop = tl.minimum(last + 1, base)
     n_end = (stop + BLOCK - 1) // BLOCK
     out = OUT + (split * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
