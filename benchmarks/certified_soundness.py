@@ -1,11 +1,14 @@
 """Soundness of certified attention, counted: head-steps whose distance to float64 is above their certificate.
 
-    python benchmarks/certified_soundness.py [--trials N] [--device cpu|cuda] [--seed N] [--json FILE]
+    python benchmarks/certified_soundness.py [--trials N] [--device cpu|cuda] [--kernels] [--seed N] [--json FILE]
 
 Every case (gaussian, ties, outlier channels, keys and values whose rounding errors all point one way, ...) runs with every policy
 and dtype in turn until N head-steps are done. The reference is attention over the originals in float64; a head-step counts as a
 violation where |output - reference|_2 is above the certificate that was returned with it, and also where a dense one is not what the
 scheme ``dense`` gives, bit for bit. Exits with 1 on any violation. ``tests/test_certified_soundness.py`` runs the same trials.
+
+``--kernels`` tries the CUDA kernels in place of the definition, on shapes and cases that they know; a dense head-step is then held to its
+certificate alone. TRITON_INTERPRET=1 runs them on a CPU, slowly.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from pathlib import Path
 import torch
 
 from kvcompile.lowering.certified import certified_attend_body
+from kvcompile.lowering.certified_device import certified_by_kernels, kernel_gap
 from kvcompile.lowering.ops import attend_body
 from kvcompile.schemes.certified import BLOCK, Certified
-from kvcompile.schemes.certify import EXACT, NAIVE, Certify, Count, Fallback, Figure, Rung
+from kvcompile.schemes.certify import EXACT, NAIVE, Certify, Count, Fallback, Figure, Rung, parse_policy
 from kvcompile.types import PAGE, Role
 
 
@@ -331,6 +335,19 @@ CASES: tuple[Callable[[Draw, Shape], Inputs], ...] = (
     gaussian, outliers, ties, equal_blocks, needle, mixed_scales, huge, denormal, constant, one_way_keys, one_way_values, masked,
 )
 
+def padded(draw: Draw, s: Shape) -> Inputs:
+    """Left padding, and a sink in some of the draws: what the kernels know of ``masked``."""
+    made = gaussian(draw, s)
+    first = (draw.uniform(s.B, 1) * (s.T - s.S)).to(torch.int64)
+    made.more["lo"] = first.expand(-1, s.S)
+    if bool(draw.uniform(1) < 0.5):
+        made.more["sinks"] = draw.normal(s.H) * 3
+    return made
+
+
+KERNEL_CASES = (*(case for case in CASES if case is not masked), padded)
+"""Those that the kernels know."""
+
 POLICIES: dict[str, Certify] = {
     "default": Certify(),
     "naive": NAIVE,
@@ -363,29 +380,46 @@ class Tally:
             setattr(self, field.name, max(mine, theirs) if field.name == "closest" else mine + theirs)
 
 
-def judge(step: Step, k: torch.Tensor, v: torch.Tensor) -> Tally:
-    """One step against float64, and its dense results against the scheme ``dense``."""
-    output, figures, counts = step.run()
+def by_kernels(
+    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], originals: list[torch.Tensor], hi: torch.Tensor,
+    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
+    policy: str, group: int, scale: float, softcap: float, value_dim: int, recent: list[torch.Tensor], base: torch.Tensor,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operation ``certified_attend`` by kernels alone: raises where they do not know the attention."""
+    gap = kernel_gap(q, keys, values, keep, bias, group, softcap, value_dim, recent)
+    if gap is not None:
+        raise ValueError(f"expected an attention that the kernels know, found {gap}")
+    rules, scheme = parse_policy(policy), Certified(group=group)
+    return certified_by_kernels(rules, scheme, q, keys, values, originals, hi, lo, sinks, clock, scale, value_dim, recent, base, splits)
+
+
+def judge(step: Step, k: torch.Tensor, v: torch.Tensor, run: object = None) -> Tally:
+    """One step against float64, and its dense results against the scheme ``dense``; with ``run`` for the definition, float64 alone."""
+    output, figures, counts = step.run(run)
     error, bound = distance(output, step.exact(k, v)), returned(figures)
     dense = counts[..., Count.RUNG] >= Rung.HEAD
     # A result that is no number claims nothing; what must not be is a number beyond its bound, or a bound that is no number on one.
     finite = torch.isfinite(output).all(-1)
     fine = torch.where(finite, error <= bound, dense | (step.policy.fallback is Fallback.REPORT))
-    same = (output == step.dense()) | (torch.isnan(output) & torch.isnan(step.dense()))
-    fine = fine & (~dense | same.all(-1))
+    if run is None:
+        same = (output == step.dense()) | (torch.isnan(output) & torch.isnan(step.dense()))
+        fine = fine & (~dense | same.all(-1))
     ratio = torch.where(finite & ~dense, error / bound, 0)
     return Tally(error.numel(), int((~fine).sum()), int(dense.sum()), int((~finite).sum()), float(ratio.max()))
 
 
-def trials(shape: Shape, seed: int, device: str = "cpu") -> Iterator[tuple[str, str, torch.dtype, Tally]]:
+def trials(
+    shape: Shape, seed: int, device: str = "cpu", run: object = None, cases: Sequence[Callable[[Draw, Shape], Inputs]] = CASES
+) -> Iterator[tuple[str, str, torch.dtype, Tally]]:
     """Every case with every policy and dtype, again and again with other numbers."""
     for number in itertools.count(seed):
-        for case in CASES:
+        for case in cases:
             for dtype in DTYPES:
                 inputs = case(Draw(number, device), shape)
                 for name, policy in POLICIES.items():
                     step, k, v = inputs.step(policy, dtype, clock=number)
-                    yield case.__name__, name, dtype, judge(step, k, v)
+                    yield case.__name__, name, dtype, judge(step, k, v, run)
 
 
 def main() -> int:
@@ -393,12 +427,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trials", type=int, default=1_000_000, help="head-steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernels", action="store_true", help="the kernels in place of the definition")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     shapes = (Shape(), Shape(K=8, S=8, D=64, T=333), Shape(B=1, H=4, K=1, S=16, D=128, T=1000), Shape(B=3, H=6, K=2, S=1, D=80, T=47))
     began, found, whole = time.perf_counter(), {}, Tally()
-    streams = [trials(shape, arguments.seed, arguments.device) for shape in shapes]
+    if arguments.kernels:
+        shapes = (
+            Shape(B=64, S=4, T=120), Shape(B=16, H=32, K=8, S=1, D=64, T=333), Shape(B=4, H=32, K=8, S=4, D=128, T=1000),
+            Shape(B=8, H=14, K=2, S=2, D=64, T=50), Shape(B=2, H=32, K=8, S=1, D=128, T=5000),
+        )
+    own = dict(run=by_kernels, cases=KERNEL_CASES) if arguments.kernels else {}
+    streams = [trials(shape, arguments.seed, arguments.device, **own) for shape in shapes]
     while whole.head_steps < arguments.trials:
         for stream in streams:
             case, _, dtype, tally = next(stream)
@@ -408,11 +449,12 @@ def main() -> int:
     for (case, dtype), tally in found.items():
         numbers = f"{tally.head_steps:12,}{tally.violations:12,}{tally.dense:10,}{tally.not_finite:12,}{tally.closest:10.3f}"
         print(f"{case:16}{dtype:10}{numbers}")
-    print(f"{whole.violations} violations in {whole.head_steps:,} head-steps, {time.perf_counter() - began:.0f} s on {arguments.device}")
+    where = f"on {arguments.device}" + ", by kernels" * arguments.kernels
+    print(f"{whole.violations} violations in {whole.head_steps:,} head-steps, {time.perf_counter() - began:.0f} s {where}")
     if arguments.json:
         arguments.json.write_text(json.dumps({
             "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu", "torch": torch.__version__,
-            "total": dataclasses.asdict(whole), "seed": arguments.seed,
+            "kernels": arguments.kernels, "total": dataclasses.asdict(whole), "seed": arguments.seed,
             "cases": [{"case": case, "dtype": dtype, **dataclasses.asdict(tally)} for (case, dtype), tally in found.items()],
         }, indent=1))
     return int(whole.violations > 0)

@@ -95,7 +95,7 @@ def _linear() -> tuple[float, float, float]:
 RADIUS = _linear()
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """What all kernels of a step share."""
 
     cuda: bool
@@ -121,6 +121,7 @@ def certified_by_kernels(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, figures and counters of ``certified_attend``, for what ``kernel_gap`` lets through."""
     from kvcompile.lowering import triton_certified as kernels
+    from kvcompile.lowering.triton_mix import mix
 
     B, H, S, D = q.shape
     K = keys[0].shape[2]
@@ -128,7 +129,7 @@ def certified_by_kernels(
     for plane, what in zip(originals, ("original keys", "original values"), strict=True):
         if plane.shape[0] < keys[0].shape[0]:
             raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
-    launch = _Launch(q.device.type == "cuda", N, Q, heads, S)
+    launch = Launch(q.device.type == "cuda", N, Q, heads, S)
     q = q if q.stride(-1) == 1 else q.contiguous()
     new_k, new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in recent)
     tiles, own_tiles, page = -(-Q // ROW_TILE), -(-Q // OWN_TILE), keys[0].shape[3]
@@ -149,7 +150,8 @@ def certified_by_kernels(
     launch(
         kernels.score, (-(-N // SPAN) + 1, B * K, tiles), q, *keys[:3], new_k, at, logits, channels, *q.stride()[:3],
         *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3], N, new_k.shape[2], float(scale), warps=1, D=D,
-        TILE=min(ROW_TILE, 1 << (Q - 1).bit_length()), SPAN=SPAN, PER_PAGE=page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], **sizes,
+        TILE=min(ROW_TILE, 1 << (Q - 1).bit_length()), SPAN=SPAN, PER_PAGE=page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1],
+        OF_ONE=RADIUS[2], **sizes,
     )
     launch(
         kernels.sums, (-(-N // SUM_BLOCKS), B * K, Q), logits, keys[3], values[3], new_k, new_v, at, peak, weight, stored,
@@ -181,9 +183,9 @@ def certified_by_kernels(
         sums, moved = (floats(B, K, Q, N), floats(B, K, Q, N)), floats(B, K, Q, N)
         squares = floats(B, K, N, dtype=torch.float64), floats(B, K, N, dtype=torch.float64)
         launch(
-            kernels.exact, (-(-N // EXACT_BLOCKS), B * K), q, *keys[:3], originals[0], asked.to(torch.int8).contiguous(), at, logits, *sums, moved, *squares, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *originals[0].stride()[:4],
-            N, originals[0].shape[3], float(scale), warps=4, D=D, NB=EXACT_BLOCKS, PER_PAGE=page // BLOCK, ALL=everything,
-            **sizes,
+            kernels.exact, (-(-N // EXACT_BLOCKS), B * K), q, *keys[:3], originals[0], asked.to(torch.int8).contiguous(), at,
+            logits, *sums, moved, *squares, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *originals[0].stride()[:4], N,
+            originals[0].shape[3], float(scale), warps=4, D=D, NB=EXACT_BLOCKS, PER_PAGE=page // BLOCK, ALL=everything, **sizes,
         )
         return Masses(*sums), moved, *squares
 
@@ -193,7 +195,7 @@ def certified_by_kernels(
         parts = floats(coded_splits + splits, B, K, Q, value_dim)
         squares = floats(B, K, N, dtype=torch.float64), floats(B, K, N, dtype=torch.float64)
         launch(
-            kernels.mix, (coded_splits + splits, B * K, own_tiles), *values[:3], originals[1], new_v, logits, top.contiguous(),
+            mix, (coded_splits + splits, B * K, own_tiles), *values[:3], originals[1], new_v, logits, top.contiguous(),
             asked.to(torch.int8).contiguous(), at, parts, *squares, *values[0].stride()[:3], *values[1].stride()[:3],
             *originals[1].stride()[:4], *new_v.stride()[:3], N, originals[1].shape[3], new_v.shape[2], coded_splits, share,
             share, warps=1, DV=value_dim, GROUP=scheme.group, TILE=min(ROW_TILE, Q), OWN_TILE=OWN_TILE,
@@ -268,7 +270,7 @@ def _beyond(squares: Sequence[torch.Tensor], notes: tuple[torch.Tensor, torch.Te
 
 
 def _promote(
-    launch: _Launch, coded: Masses, delta: Deviations, live: torch.Tensor, codes: torch.Tensor, nu: torch.Tensor,
+    launch: Launch, coded: Masses, delta: Deviations, live: torch.Tensor, codes: torch.Tensor, nu: torch.Tensor,
     sinks: torch.Tensor | None, clock: torch.Tensor, policy: Certify,
 ) -> Promoted:
     """``certified_promotion.promote_keys`` without a sort."""
@@ -284,7 +286,7 @@ def _promote(
     return Promoted(keys, explored, widened, total(torch.where(codes & ~keys & ~explored, share, 0)))
 
 
-def _promote_values(launch: _Launch, terms: torch.Tensor, policy: Certify) -> torch.Tensor:
+def _promote_values(launch: Launch, terms: torch.Tensor, policy: Certify) -> torch.Tensor:
     """``certified_promotion.promote_values`` without a sort."""
     local = ~(terms <= policy.v_tol)
     if math.isinf(policy.value_budget):
@@ -296,18 +298,18 @@ def _promote_values(launch: _Launch, terms: torch.Tensor, policy: Certify) -> to
 
 
 def _choose(
-    launch: _Launch, order: torch.Tensor, amounts: torch.Tensor, budget: float | None, limits: tuple[int, int],
+    launch: Launch, order: torch.Tensor, amounts: torch.Tensor, budget: float | None, limits: tuple[int, int],
     more: torch.Tensor | None = None, more_budget: float = math.inf, most: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``triton_certified.choose`` for all heads: flags [B, K, Q, N], and [B, K, Q] where ``more`` asked for more than the rest."""
-    from kvcompile.lowering import triton_certified as kernels
+    """``triton_choose.choose`` for all heads: flags [B, K, Q, N], and [B, K, Q] where ``more`` asked for more than the rest."""
+    from kvcompile.lowering.triton_choose import choose
 
     widen = more is not None and not math.isinf(more_budget)
     chosen = torch.empty(order.shape, dtype=torch.int8, device=order.device)
     widened = torch.zeros(order.shape[:-1], dtype=torch.int8, device=order.device)
-    second = amounts if more is None else more
+    second = more if widen and more is not None else amounts
     launch(
-        kernels.choose, (math.prod(order.shape[:-1]),), order.to(torch.float32).contiguous(), amounts.contiguous(), second.contiguous(),
+        choose, (math.prod(order.shape[:-1]),), order.to(torch.float32).contiguous(), amounts.contiguous(), second.contiguous(),
         chosen, widened, launch.blocks, *limits, most, warps=16, FIRST_BUDGET=0.0 if budget is None else budget * INSIDE,
         SECOND_BUDGET=more_budget * INSIDE if widen else 0.0, CHUNK=CHUNK, COVER=budget is not None, WIDEN=widen,
     )

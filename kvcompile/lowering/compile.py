@@ -24,16 +24,17 @@ from kvcompile.settings import Inner, Settings
 Compiled = Callable[..., Any]
 
 KEPT = (ops.attend, certified_site.certified_site)
-"""Operations of rewritten graphs that stay what they are until they are lowered; the second has no template yet."""
+"""Operations of rewritten graphs that stay what they are until they are lowered; the second one's kernels are nodes of their own."""
 
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
     ops.gather: ops.gather_body,
+    certified_site.certified_site: certified_site.certified_site_traced,
 }
 
 
 def inline_append(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with every ``append``, ``append_window`` and ``unrotate`` as a call of its eager body."""
+    """The same graph with every operation that is traced through as a call of its body."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, env)

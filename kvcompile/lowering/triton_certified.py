@@ -7,8 +7,8 @@ cost what unpacking costs, and a dot product of 16-bit operands would have to be
     sums        of each block the largest logit and the sum of exp relative to it; the notes, also of what the window covers
     exact       original keys of the blocks that some row's flags ask for: their logits over the old ones, and the same sums; what the
                 consistency check compares
-    mix         int4 values once, with weights from the logits as they stand then; original values where flags ask for them
-    choose      which blocks stand first in descending order of an amount until what is left fits a budget, without sorting
+    mix         (``triton_mix``) int4 values once, with weights from the logits as they stand then; originals where flags ask for them
+    choose      (``triton_choose``) which blocks stand first in descending order of an amount until the rest fits a budget
 
 Logits stay in memory between ``score`` and ``mix``: 4 bytes a token and row, an eighth of tier 1 at four rows. In return nothing is
 ever subtracted: a correction (exact minus coded) of promoted blocks would cancel, and its rounding would have to be certified as
@@ -16,11 +16,11 @@ well. A logit is overwritten where its block is promoted, and the weights of all
 
 Blocks are flagged, not listed: programs look at the flags of their blocks and end where none is set, so nobody has to compact anything.
 AT, int32 [B, 2 S + 1]: of each batch row the last position that each query sees, the first one, and the first that the window has, all
-within the planes. Rows r = g * S + s of a kv head. All block arrays [B, K, rows, N] are contiguous; what is not visible in them is never written.
+within the planes. Rows r = g * S + s of a kv head. All block arrays [B, K, rows, N] are contiguous; what nobody sees is never written.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913, RET505, RUF005 - kernels: operands are pointers and constants in capitals, tuples grow in loops.
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def score(
             )
     else:
         n0 = tl.maximum(base // BLOCK, start // BLOCK)
-        for step in range(0, tl.maximum(last // BLOCK + 1 - n0, 0)):
+        for step in range(tl.maximum(last // BLOCK + 1 - n0, 0)):
             score_block(
                 queries, lows, highs, codes, STEPS + scales, ZEROS + scales, new, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest,
                 scale, n0 + step, base, heads, r0, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, True,
@@ -161,7 +161,8 @@ def sums(
     PER_PAGE: tl.constexpr,
 ):
     """NB blocks of one kv head and one row: the largest logit of each, and the sum of exp relative to it. The first row's program
-    also gathers the notes kappa, mu, eta, nu, and measures mu and nu of blocks that the window covers whole."""
+    also gathers the notes kappa, mu, eta, nu, and measures mu and nu of blocks that the window covers whole.
+    """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
     h = (pair % K).to(tl.int64)
@@ -190,7 +191,7 @@ def sums(
             tl.store(slot + 3, tl.load(value_note + 1, mask=stored, other=0.0), mask=stored)
             if (n0 + NB) * BLOCK > base:
                 first = tl.maximum((base + BLOCK - 1) // BLOCK, n0)
-                for step in range(0, tl.maximum(tl.minimum(last // BLOCK + 1, n0 + NB) - first, 0)):
+                for step in range(tl.maximum(tl.minimum(last // BLOCK + 1, n0 + NB) - first, 0)):
                     t = (first + step) * BLOCK + tl.arange(0, BLOCK)
                     seen = ((t >= start) & (t <= last) & (t < base + newest))[:, None]
                     from_k = RECENT_K + b * rk_b + h * rk_h + (t - base)[:, None] * rk_t + tl.arange(0, D)[None, :]
@@ -235,7 +236,7 @@ def exact(
             pending = tl.where(inside & (asked != 0), 1, pending)
     j = tl.arange(0, BLOCK)
     c = tl.arange(0, D)[None, :]
-    for _turn in range(0, tl.sum(pending, 0)):
+    for _turn in range(tl.sum(pending, 0)):
         first = tl.min(tl.where(pending != 0, nb, NB), 0)
         pending = tl.where(nb == first, 0, pending)
         n = n0 + first
@@ -279,285 +280,3 @@ def exact(
                     moved = tl.abs(found - old)
                     moved = tl.where(moved == moved, moved, float("inf"))
                     tl.store(APART + (heads + r) * blocks + n, tl.max(tl.where(seen & coded, moved, 0.0), 0))
-
-
-@triton.jit
-def largest_run_square(low, high):
-    """``largest_square`` of tokens in two halves, [16, runs, channels of a run] each."""
-    low = low.to(tl.float64)
-    high = high.to(tl.float64)
-    square = tl.sum(tl.sum(low * low + high * high, 2), 1)
-    return tl.max(tl.where(square == square, square, float("inf")), 0)
-
-
-@triton.jit
-def mix_codes(
-    CODES, STEPS, ZEROS, LOGITS, TOP, READ, OUT, codes_n, steps_n, blocks, start, stop, n_first, n_stop, heads, r0,
-    DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
-):
-    """Blocks of codes from n_first on, but for those that are flagged. Sixteen tokens a turn, of which a thread has two.
-
-    Sums stay apart for eight tokens until the end, so that a turn is multiply-adds alone.
-    """
-    HALF: tl.constexpr = DV // 2
-    RUNS: tl.constexpr = HALF // GROUP
-    lane = tl.arange(0, 8)[:, None, None]
-    run = tl.arange(0, RUNS)[None, :, None]
-    c = tl.arange(0, GROUP)[None, None, :]
-    low_sums = ()
-    high_sums = ()
-    for _i in tl.static_range(TILE):
-        low_sums = low_sums + (tl.zeros([8, RUNS, GROUP], tl.float32),)
-        high_sums = high_sums + (tl.zeros([8, RUNS, GROUP], tl.float32),)
-    for step in tl.range(0, tl.maximum(n_stop - n_first, 0)):
-        n = n_first + step
-        page = (n * BLOCK // PAGE).to(tl.int64)
-        for half in tl.static_range(2):
-            t = n * BLOCK + half * 8 + lane
-            seen = (t >= start) & (t < stop)
-            in_page = t % PAGE
-            weights = ()
-            for i in tl.static_range(TILE):
-                r = heads + tl.minimum(r0 + i, ROWS - 1)
-                taken = tl.load(READ + r * blocks + n)
-                logit = tl.load(LOGITS + r * blocks * BLOCK + t, mask=seen & (taken == 0), other=float("-inf"))
-                weights = weights + (exp_of(logit - tl.load(TOP + r)),)
-            scale_at = page * steps_n + in_page * (2 * RUNS) + run
-            low_step = tl.load(STEPS + scale_at, mask=seen, other=0.0).to(tl.float32)
-            low_zero = tl.load(ZEROS + scale_at, mask=seen, other=0.0).to(tl.float32)
-            high_step = tl.load(STEPS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
-            high_zero = tl.load(ZEROS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
-            # Loaded last, for the same reason as keys.
-            words = tl.load(CODES + page * codes_n + in_page * HALF + (run * GROUP + c), mask=seen, other=0)
-            low_v = (words & 15).to(tl.float32) * low_step + low_zero
-            high_v = (words >> 4).to(tl.float32) * high_step + high_zero
-            new_low = ()
-            new_high = ()
-            for i in tl.static_range(TILE):
-                new_low = new_low + (low_sums[i] + low_v * weights[i],)
-                new_high = new_high + (high_sums[i] + high_v * weights[i],)
-            low_sums = new_low
-            high_sums = new_high
-    to = tl.arange(0, RUNS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    for i in tl.static_range(TILE):
-        if r0 + i < ROWS:
-            tl.store(OUT + (r0 + i) * DV + to, tl.sum(low_sums[i], 0))
-            tl.store(OUT + (r0 + i) * DV + HALF + to, tl.sum(high_sums[i], 0))
-
-
-@triton.jit
-def mix_exact(
-    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, OUT, RESIDUAL, SIZE, codes_n, steps_n, from_n, from_t, rv_t,
-    blocks, page_tokens, newest, start, last, base, n_first, n_stop, heads, r0, window,
-    DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr,
-    ALL: tl.constexpr,
-):
-    """Flagged blocks from n_first on by their original values (ALL: every block, for rows that are flagged); ``window``: the newest tokens."""
-    HALF: tl.constexpr = DV // 2
-    RUNS: tl.constexpr = HALF // GROUP
-    j = tl.arange(0, BLOCK)[:, None, None]
-    run = tl.arange(0, RUNS)[None, :, None]
-    c = run * GROUP + tl.arange(0, GROUP)[None, None, :]
-    sixteen = tl.arange(0, 16)
-    low_sums = ()
-    high_sums = ()
-    for _i in tl.static_range(TILE):
-        low_sums = low_sums + (tl.zeros([RUNS, GROUP], tl.float32),)
-        high_sums = high_sums + (tl.zeros([RUNS, GROUP], tl.float32),)
-    for first in range(n_first, n_stop, 16):
-        pending = (first + sixteen < n_stop).to(tl.int32)
-        if not ALL:
-            asked = pending * 0
-            for i in tl.static_range(TILE):
-                r = heads + tl.minimum(r0 + i, ROWS - 1)
-                flags = tl.load(READ + r * blocks + first + sixteen, mask=pending != 0, other=0)
-                asked = tl.where(flags != 0, 1, asked)
-            pending = asked
-        for _turn in range(0, tl.sum(pending, 0)):
-            which = tl.min(tl.where(pending != 0, sixteen, 16), 0)
-            pending = tl.where(sixteen == which, 0, pending)
-            n = first + which
-            t = n * BLOCK + j
-            seen = (t >= start) & (t <= last) & (t < base)
-            weights = ()
-            for i in tl.static_range(TILE):
-                r = heads + tl.minimum(r0 + i, ROWS - 1)
-                if ALL:
-                    mine = tl.load(READ + r) != 0
-                else:
-                    mine = tl.load(READ + r * blocks + n) != 0
-                logit = tl.load(LOGITS + r * blocks * BLOCK + t, mask=seen & mine, other=float("-inf"))
-                weights = weights + (exp_of(logit - tl.load(TOP + r)),)
-            here = ORIGINALS + (t // page_tokens).to(tl.int64) * from_n + (t % page_tokens) * from_t
-            low_v = tl.load(here + c, mask=seen, other=0.0).to(tl.float32)
-            high_v = tl.load(here + HALF + c, mask=seen, other=0.0).to(tl.float32)
-            new_low = ()
-            new_high = ()
-            for i in tl.static_range(TILE):
-                new_low = new_low + (low_sums[i] + tl.sum(low_v * weights[i], 0),)
-                new_high = new_high + (high_sums[i] + tl.sum(high_v * weights[i], 0),)
-            low_sums = new_low
-            high_sums = new_high
-            tl.store(SIZE + n, largest_run_square(low_v, high_v))
-            if not ALL:
-                in_page = t % PAGE
-                page = (n * BLOCK // PAGE).to(tl.int64)
-                scale_at = page * steps_n + in_page * (2 * RUNS) + run
-                low_step = tl.load(STEPS + scale_at, mask=seen, other=0.0).to(tl.float32)
-                low_zero = tl.load(ZEROS + scale_at, mask=seen, other=0.0).to(tl.float32)
-                high_step = tl.load(STEPS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
-                high_zero = tl.load(ZEROS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
-                words = tl.load(CODES + page * codes_n + in_page * HALF + c, mask=seen, other=0)
-                low_away = low_v.to(tl.float64) - ((words & 15).to(tl.float32) * low_step + low_zero).to(tl.float64)
-                high_away = high_v.to(tl.float64) - ((words >> 4).to(tl.float32) * high_step + high_zero).to(tl.float64)
-                tl.store(RESIDUAL + n, largest_run_square(low_away, high_away))
-    if window:
-        row = tl.arange(0, NEWEST)[:, None, None]
-        t = base + row
-        seen = (t >= start) & (t <= last) & (row < newest)
-        weights = ()
-        for i in tl.static_range(TILE):
-            r = heads + tl.minimum(r0 + i, ROWS - 1)
-            logit = tl.load(LOGITS + r * blocks * BLOCK + t, mask=seen, other=float("-inf"))
-            weights = weights + (exp_of(logit - tl.load(TOP + r)),)
-        low_v = tl.load(RECENT_V + row * rv_t + c, mask=seen, other=0.0).to(tl.float32)
-        high_v = tl.load(RECENT_V + row * rv_t + HALF + c, mask=seen, other=0.0).to(tl.float32)
-        new_low = ()
-        new_high = ()
-        for i in tl.static_range(TILE):
-            new_low = new_low + (low_sums[i] + tl.sum(low_v * weights[i], 0),)
-            new_high = new_high + (high_sums[i] + tl.sum(high_v * weights[i], 0),)
-        low_sums = new_low
-        high_sums = new_high
-    to = tl.arange(0, RUNS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    for i in tl.static_range(TILE):
-        if r0 + i < ROWS:
-            tl.store(OUT + (r0 + i) * DV + to, low_sums[i])
-            tl.store(OUT + (r0 + i) * DV + HALF + to, high_sums[i])
-
-
-@triton.jit
-def mix(
-    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, AT, OUT, RESIDUAL, SIZE,
-    codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t, blocks, page_tokens, newest, splits, share, own_share,
-    DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
-    OWN_TILE: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, ALL: tl.constexpr,
-):
-    """sum_t exp(logit - TOP) v_t, [splits + own splits, B, K, rows, DV], of one kv head and a tile of rows.
-
-    The first ``splits`` programs of a head have ``share`` blocks of codes each, the others ``own_share`` blocks whose originals may be
-    wanted, the last one the newest tokens too. READ as in ``exact``; where ALL there are only the others, and rows that are not
-    flagged are left out. Channels of a word's two codes are half a head apart.
-    """
-    pair = tl.program_id(1)
-    b = (pair // K).to(tl.int64)
-    h = (pair % K).to(tl.int64)
-    ROWS: tl.constexpr = G * S
-    split = tl.program_id(0)
-    heads = pair.to(tl.int64) * ROWS
-    start, last, base = sight(AT + b * (2 * S + 1), S, S2)
-    stop = tl.minimum(last + 1, base)
-    n_end = (stop + BLOCK - 1) // BLOCK
-    out = OUT + (split * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
-    codes = CODES + b * codes_b + h * codes_h
-    scales = b * steps_b + h * steps_h
-    if split < splits:
-        r0 = tl.program_id(2) * TILE
-        if r0 < ROWS:
-            n_first = start // BLOCK + split * share
-            mix_codes(
-                codes, STEPS + scales, ZEROS + scales, LOGITS, TOP, READ, out, codes_n, steps_n, blocks, start, stop, n_first,
-                tl.minimum(n_first + share, n_end), heads, r0, DV, GROUP, ROWS, TILE, PAGE,
-            )
-    else:
-        r0 = tl.program_id(2) * OWN_TILE
-        n_first = start // BLOCK + (split - splits) * own_share
-        n_stop = tl.minimum(n_first + own_share, n_end)
-        window = split == tl.num_programs(0) - 1
-        if ALL:
-            anybody = 0
-            for i in tl.static_range(OWN_TILE):
-                anybody += tl.load(READ + heads + tl.minimum(r0 + i, ROWS - 1)).to(tl.int32)
-            n_stop = tl.where(anybody != 0, n_stop, n_first)
-            window = window & (anybody != 0)
-        mix_exact(
-            codes, STEPS + scales, ZEROS + scales, ORIGINALS + b * from_b + h * from_h, RECENT_V + b * rv_b + h * rv_h, LOGITS, TOP, READ,
-            out, RESIDUAL + pair * blocks, SIZE + pair * blocks, codes_n, steps_n, from_n, from_t, rv_t, blocks, page_tokens, newest,
-            start, last, base, n_first, n_stop, heads, r0, window, DV, GROUP, ROWS, OWN_TILE, NEWEST, PAGE, ALL,
-        )
-
-
-@triton.jit
-def choose(
-    ORDER, FIRST, SECOND, CHOSEN, WIDENED, blocks, least, most, most_widened,
-    FIRST_BUDGET: tl.constexpr, SECOND_BUDGET: tl.constexpr, CHUNK: tl.constexpr, COVER: tl.constexpr, WIDEN: tl.constexpr,
-):
-    """The leading blocks of one head in descending order of ORDER, float32 (below zero: no candidate), as flags.
-
-    As many as must leave so that FIRST, float64, adds up to at most FIRST_BUDGET over the rest, from ``least`` to ``most``; or, where
-    more (WIDEN), the same of SECOND, up to ``most_widened``. COVER is off where all must leave. Nonnegative floats are ordered
-    as their bits are: the place in the order is found four bits at a time, from sums over what lies below sixteen thresholds.
-    Budgets are constants, since an operand would be float32.
-    """
-    row = tl.program_id(0).to(tl.int64) * blocks
-    digit = tl.arange(0, 16)
-    i = tl.arange(0, CHUNK)
-    candidates = 0
-    for first in range(0, blocks, CHUNK):
-        inside = first + i < blocks
-        candidates += tl.sum((tl.load(ORDER + row + first + i, mask=inside, other=-1.0) >= 0).to(tl.int32), 0)
-
-    narrow = candidates
-    if COVER:
-        narrow = standing(ORDER, FIRST, row, blocks, FIRST_BUDGET, digit, i, CHUNK)
-    count = tl.minimum(tl.maximum(narrow, least), most)
-    if WIDEN:
-        wide = tl.minimum(standing(ORDER, SECOND, row, blocks, SECOND_BUDGET, digit, i, CHUNK), most_widened)
-        tl.store(WIDENED + tl.program_id(0), (wide > count).to(tl.int8))
-        count = tl.maximum(count, wide)
-    count = tl.minimum(count, candidates)
-
-    # The largest bits that at least ``count`` candidates reach.
-    edge = 0
-    for shift in range(28, -4, -4):
-        reach = edge + (digit << shift)
-        held = digit * 0
-        for first in range(0, blocks, CHUNK):
-            bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-            held += tl.sum(((bits[None, :] >= reach[:, None]) & (bits >= 0)[None, :]).to(tl.int32), 1)
-        fits = (held >= count) & (reach >= 0)
-        edge += (tl.max(tl.where(fits, digit, 0), 0)) << shift
-
-    above = 0
-    for first in range(0, blocks, CHUNK):
-        bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-        above += tl.sum((bits > edge).to(tl.int32), 0)
-    # Equal ones in the order of their blocks.
-    left = count - above
-    for first in range(0, blocks, CHUNK):
-        bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-        equal = (bits == edge).to(tl.int32)
-        rank = tl.cumsum(equal, 0) - equal
-        tl.store(CHOSEN + row + first + i, ((bits > edge) | ((equal != 0) & (rank < left))).to(tl.int8), mask=first + i < blocks)
-        left -= tl.sum(equal, 0)
-
-
-@triton.jit
-def standing(ORDER, AMOUNT, row, blocks, BUDGET: tl.constexpr, digit, i, CHUNK: tl.constexpr):
-    """How many candidates stand above the longest tail whose amounts add up to at most BUDGET; equal ones leave together."""
-    edge = 0
-    for shift in range(28, -4, -4):
-        reach = edge + (digit << shift)
-        below = (digit * 0).to(tl.float64)
-        for first in range(0, blocks, CHUNK):
-            inside = first + i < blocks
-            bits = tl.load(ORDER + row + first + i, mask=inside, other=-1.0).to(tl.int32, bitcast=True)
-            amount = tl.load(AMOUNT + row + first + i, mask=inside, other=0.0)
-            below += tl.sum(tl.where((bits[None, :] < reach[:, None]) & (bits >= 0)[None, :], amount[None, :], 0.0), 1)
-        fits = (below <= BUDGET) & (reach >= 0)
-        edge += (tl.max(tl.where(fits, digit, 0), 0)) << shift
-    count = 0
-    for first in range(0, blocks, CHUNK):
-        bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-        count += tl.sum((bits >= tl.maximum(edge, 0)).to(tl.int32), 0)
-    return count

@@ -1,0 +1,244 @@
+"""The kernels of certified attention in Triton's interpreter against the definition and float64, traced, and compiled offline.
+
+The interpreter must be chosen before triton is imported, so the comparison runs in a subprocess of this very file.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks.certified_soundness import (
+    POLICIES,
+    Cache,
+    Draw,
+    Inputs,
+    Shape,
+    Step,
+    by_kernels,
+    denormal,
+    distance,
+    equal_blocks,
+    flipped,
+    gaussian,
+    needle,
+    one_way_keys,
+    one_way_values,
+    outliers,
+    padded,
+    returned,
+    ties,
+)
+from kvcompile.errors import Tier2Missing
+from kvcompile.lowering import certified_device
+from kvcompile.schemes.certified import BLOCK, Certified
+from kvcompile.schemes.certify import Cause, Certify, Count, Figure, Rung
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def near(mine: torch.Tensor, wanted: torch.Tensor, relative: float) -> bool:
+    """Whether figures agree but for the order of their sums; what is not finite agrees with what is not."""
+    fine = (mine - wanted).abs() <= relative * wanted.abs() + 1e-12
+    return bool((fine | ~(torch.isfinite(mine) | torch.isfinite(wanted))).all())
+
+
+def compare(step: Step, k: torch.Tensor, v: torch.Tensor, name: str, splits: int = 3) -> torch.Tensor:
+    """Kernels against the definition and float64; the counters."""
+
+    def run(*operands: Any) -> Any:
+        return by_kernels(*operands, splits)
+
+    (output, figures, counts), (mine, own_figures, own_counts) = step.run(), step.run(run)
+    assert torch.equal(own_counts, counts), (name, own_counts[(own_counts != counts).any(-1)], counts[(own_counts != counts).any(-1)])
+    bounds = [Figure.CANDIDATE_KEY, Figure.CANDIDATE_VALUE, Figure.KEY, Figure.VALUE, Figure.DELTA, Figure.TAIL]
+    # The key bound's center has the arithmetic in it, which is not the definition's.
+    assert near(own_figures[..., bounds], figures[..., bounds], 2e-2), (name, own_figures, figures)
+    exact = step.exact(k, v)
+    finite = torch.isfinite(mine).all(-1)
+    error, bound = distance(mine, exact), returned(own_figures)
+    assert (torch.where(finite, error <= bound, counts[..., Count.RUNG] >= Rung.HEAD)).all(), (name, error, bound)
+    apart = distance(mine, output.to(torch.float64))
+    both = finite & torch.isfinite(output).all(-1)
+    assert (~both | (apart <= 0.02 * bound + 1e-30) | (apart <= 4e-3 * exact.norm(dim=-1))).all(), (name, apart, bound)
+    return counts
+
+
+def early(length: int) -> None:
+    """A row that is hardly longer than its window, which begins before the first position."""
+    made = gaussian(Draw(5), Shape(B=2, H=4, K=2, S=1, D=32, T=length))
+    cache = Cache.of(made.k, made.v)
+    before = torch.randn(2, 2, 17, 32, generator=torch.Generator().manual_seed(length))
+    recent = [torch.cat([before, x], 2)[:, :, length : length + 17] for x in (made.k, made.v)]
+    cache = dataclasses.replace(cache, recent=recent, base=torch.tensor([length - 17] * 2))
+    step = Step(made.q, cache, 0.2, Certify(tau_cov=0.5, k_min=1, explore=0.3))
+    counts = compare(step, made.k, made.v, f"early {length}")
+    assert (counts[..., Count.BLOCKS] == max(0, -(-(length - 17) // BLOCK))).all()
+
+
+def damaged() -> None:
+    """One flipped bit in a plane that every block is compared with: the same rungs and causes as the definition's."""
+    shape, caught = Shape(B=1, H=2, K=1, S=2, D=32, T=80), 0
+    for seed, (side, plane, bit) in enumerate([("keys", 0, 6), ("keys", 1, 22), ("keys", 2, 26), ("keys", 3, 25), ("values", 0, 7),
+                                               ("values", 1, 13), ("values", 3, 25)]):
+        step, k, v = gaussian(Draw(seed), shape).step(Certify(explore=1.0, rank=0), F32)
+        planes = list(getattr(step.cache, side))
+        planes[plane] = flipped(planes[plane], (0, 0, 0, 1, seed % 2), bit)
+        cache = dataclasses.replace(step.cache, **{side: planes})
+        counts = compare(dataclasses.replace(step, cache=cache), k, v, f"flipped {side} {plane}")
+        caught += bool((counts[..., Count.CAUSES] & int(Cause.DAMAGED)).any())
+    assert caught >= 4, "a flip that nobody notices proves nothing"
+
+
+def interpreted() -> None:
+    """Everything that needs the interpreter."""
+    early(3), early(18), early(40)
+    damaged()
+    small = Shape(B=2, H=4, K=2, S=1, D=32, T=120)
+    both = Certify(tau_cov=0.7, k_min=0, k_max=2, widen=2, key_budget=0.05, v_tol=math.inf, value_budget=0.05, explore=0.1, rank=2)
+    wide = Certify(tau_cov=0.0, k_min=0, k_max=2, widen=3, key_budget=0.3, v_tol=math.inf, rank=0)
+    rungs: collections.Counter[int] = collections.Counter()
+    for number, (made, shape, policy, dtype) in enumerate([
+        (gaussian, small, POLICIES["default"], BF16), (gaussian, small, wide, F32), (needle, small, both, F16),
+        (gaussian, small, POLICIES["naive"], F32), (gaussian, small, POLICIES["exact"], BF16), (padded, small, both, F32),
+        (padded, dataclasses.replace(small, S=3), POLICIES["default"], BF16), (ties, small, POLICIES["value budget"], F32),
+        (gaussian, Shape(B=1, H=7, K=1, S=1, D=64, T=200), POLICIES["explore"], BF16),
+        (outliers, Shape(B=1, H=4, K=1, S=1, D=128, T=140), POLICIES["key budget"], BF16),
+        (equal_blocks, small, POLICIES["few keys"], F32), (one_way_keys, small, POLICIES["report"], F32),
+        (one_way_values, small, POLICIES["value budget"], BF16), (denormal, small, POLICIES["exact"], F32),
+    ]):
+        inputs: Inputs = made(Draw(number + 1), shape)
+        step, k, v = inputs.step(policy, dtype, clock=number)
+        counts = compare(step, k, v, f"{made.__name__} {policy.spell()} {dtype}", splits=1 + number % 3)
+        rungs.update(counts[..., Count.RUNG].flatten().tolist())
+    assert {int(Rung.PLAIN), int(Rung.WIDENED), int(Rung.VALUES), int(Rung.HEAD)} <= set(rungs), rungs
+
+
+@pytest.mark.timeout(600)
+def test_the_kernels_decide_as_the_definition_and_stay_within_their_certificates() -> None:
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_what_the_kernels_do_not_know_is_said() -> None:
+    step, _, _ = gaussian(Draw(1), Shape(S=1, T=40)).step(Certify(), F32)
+    cache = step.cache
+
+    def gap(q: torch.Tensor = step.q, **changes: Any) -> str | None:
+        given = dict(keep=None, bias=None, group=16, softcap=0.0, value_dim=32, recent=cache.recent) | changes
+        return certified_device.kernel_gap(q, cache.keys, cache.values, **given)  # type: ignore[arg-type]
+
+    assert gap() is None
+    assert "softcap" in str(gap(softcap=3.0)) and "bias" in str(gap(bias=torch.zeros(1, 1, 1, 40)))
+    assert "newest tokens" in str(gap(recent=None))
+    assert "20 rows" in str(gap(step.q.expand(-1, -1, 5, -1)))
+    assert "channels" in str(gap(value_dim=80)) and "channels" in str(gap(group=32))
+
+
+def test_tier_2_that_is_short_is_an_error() -> None:
+    step, _, _ = gaussian(Draw(1), Shape(S=1, T=100)).step(Certify(), F32)
+    short = dataclasses.replace(step.cache, originals=[plane[:1] for plane in step.cache.originals])
+    with pytest.raises(Tier2Missing):
+        dataclasses.replace(step, cache=short).run(by_kernels)
+
+
+def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
+    from kvcompile.lowering.bound_printer import aten
+    from kvcompile.schemes import bounds
+
+    step, zero = torch.rand(1000) * 10, torch.rand(1000) * 100
+    printed = aten(bounds.RADIUS)(step=step, zero=zero)
+    linear = step * certified_device.RADIUS[0] + zero * certified_device.RADIUS[1] + certified_device.RADIUS[2]
+    assert (linear >= printed * (1 - 2.0**-22)).all() and (linear <= printed * (1 + 2.0**-18)).all()
+
+
+def test_a_step_is_traced_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiled graph holds: seven kernels, nothing that reads data; tracing would raise on a number taken to the host."""
+    pytest.importorskip("triton")
+
+    class Wrapped(certified_device.Launch):
+        def __new__(cls, cuda: bool, *rest: Any) -> Any:
+            del cuda
+            return super().__new__(cls, True, *rest)
+
+    monkeypatch.setattr(certified_device, "Launch", Wrapped)
+    step, _, _ = gaussian(Draw(1), Shape(S=1, T=333, D=64)).step(Certify(), BF16)
+    cache = step.cache
+
+    def run(q: torch.Tensor, keys: list, values: list, originals: list, hi: torch.Tensor, clock: torch.Tensor, recent: list,
+            base: torch.Tensor) -> Any:
+        return certified_device.certified_by_kernels(
+            Certify(), Certified(), q, keys, values, originals, hi, None, None, clock, 0.1, 64, recent, base
+        )
+
+    mode = FakeTensorMode()
+
+    def faked(x: Any) -> Any:
+        return [faked(item) for item in x] if isinstance(x, list) else mode.from_tensor(x)
+
+    operands = [faked(x) for x in (
+        step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([1]), cache.recent, cache.base,
+    )]
+    with mode:
+        traced = make_fx(run)(*operands)
+    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    assert len(kernels) == 7
+
+
+COMMON = dict(K=8, G=4, S=1, S2=1)
+KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "score": (1, dict(COMMON, D=128, TILE=4, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30)),
+    "sums": (4, dict(D=128, DV=128, K=8, S=1, S2=1, NB=64, ROWS=4, PER_PAGE=4)),
+    "exact": (4, dict(COMMON, D=128, NB=8, PER_PAGE=4, ALL=False)),
+    "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, OWN_TILE=1, NEWEST=32, PAGE=64, ALL=False)),
+    "choose": (16, dict(FIRST_BUDGET=0.005, SECOND_BUDGET=1.0, CHUNK=2048, COVER=True, WIDEN=True)),
+}
+POINTERS = {
+    "Q": "*bf16", "CODES": "*i8", "STEPS": "*fp32", "ZEROS": "*fp32", "KEY_NOTES": "*fp32", "VALUE_NOTES": "*fp32", "RECENT_K": "*bf16",
+    "RECENT_V": "*bf16", "AT": "*i32", "ORIGINALS": "*bf16", "READ": "*i8", "RESIDUAL": "*fp64", "SIZE": "*fp64", "ORDER": "*fp32",
+    "FIRST": "*fp64", "SECOND": "*fp64", "CHOSEN": "*i8", "WIDENED": "*i8", "LOGITS": "*fp32", "PEAK": "*fp32", "WEIGHT": "*fp32",
+    "CHANNELS": "*fp32", "NOTES": "*fp32", "APART": "*fp32", "TOP": "*fp32", "OUT": "*fp32", "scale": "fp32",
+}
+OF_VALUES = {"CODES": "*u8", "STEPS": "*fp16", "ZEROS": "*fp16"}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernels_compile_offline(capability: int, name: str) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kvcompile.lowering import triton_certified, triton_choose, triton_mix
+
+    modules = {"mix": triton_mix, "choose": triton_choose}
+    kernel, (warps, constants) = getattr(modules.get(name, triton_certified), name), KERNELS[name]
+    pointers = POINTERS | (OF_VALUES if name == "mix" else {})
+    signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(kernel.arg_names) if signature[each].startswith("*")}
+    source = ASTSource(
+        kernel, signature, constexprs={(kernel.arg_names.index(each),): value for each, value in constants.items()}, attrs=aligned
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    assert compiled.asm["cubin"]
+
+
+if __name__ == "__main__":
+    interpreted()
