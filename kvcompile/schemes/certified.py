@@ -81,7 +81,8 @@ class Certified(Scheme):
     window = BLOCK
     certified: ClassVar[bool] = True
     warning: ClassVar[str | None] = (
-        "certified keeps the originals beside the codes and has no kernel yet: it certifies every step, and saves neither memory nor time"
+        "certified keeps the originals beside the codes, so it saves no memory; its kernels are for CUDA and were never timed, and "
+        "elsewhere every step reads everything"
     )
 
     def __post_init__(self) -> None:

@@ -1,0 +1,156 @@
+"""One new token of certified attention by its kernels: whole, by phases, and against the scheme ``dense``; correctness first.
+
+    python benchmarks/certified.py [--json FILE] [--tokens 8192,65536,131072] [--policy SPELLING] [--tier2 device,host] [--sharp X]
+
+H=32 query heads, K=8 kv heads, D=128, bfloat16, one row. Times are medians over CUDA-graph replays of what Inductor makes of one layer's
+attention. Phases are the device times of its kernels as torch's profiler sees them: those of ``triton_certified`` by name, and
+"algebra", everything that Inductor made. ``host``: the originals lie in pinned host memory, which the kernels read where they are.
+
+``--dense-step`` takes the ms of a whole dense step at each length (from benchmarks/step.py); the ratio of steps of 32 layers is then
+reported, which may be 1.3. Random keys spread attention over everything; ``--sharp`` multiplies the queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import pathlib
+import sys
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks.attention import attend_call, graph_ms
+from benchmarks.certified_soundness import Cache, Step, by_kernels, distance, returned
+from kvcompile.lowering.certified_site import certified_site_traced
+from kvcompile.schemes.certified import TELEMETRY
+from kvcompile.schemes.certify import Certify, Count, parse_policy
+
+H, K, D, LAYERS = 32, 8, 128, 32
+PHASES = ("score", "sums", "choose", "exact", "mix")
+
+
+def host_view(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers in pinned host memory, as a CUDA tensor that aliases it."""
+    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+
+    class Alias:
+        def __init__(self) -> None:
+            self.__cuda_array_interface__ = dict(
+                shape=tuple(pinned.shape), typestr="<i2", data=(pinned.data_ptr(), False), version=3, strides=None
+            )
+
+    view = torch.as_tensor(Alias(), device="cuda").view(x.dtype)
+    # Whoever holds the view holds the memory.
+    view.pinned = pinned  # type: ignore[attr-defined]
+    assert view.data_ptr() == pinned.data_ptr()
+    return view
+
+
+def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Step, torch.Tensor, torch.Tensor]:
+    """A step over random keys and values, the newest 17 of which are in the window as after one append."""
+    draw = torch.Generator("cuda").manual_seed(tokens)
+    length = tokens - 8
+    q = (torch.randn(1, H, 1, D, generator=draw, device="cuda") * sharp).to(torch.bfloat16)
+    k, v = (torch.randn(1, K, length, D, generator=draw, device="cuda").to(torch.bfloat16) for _ in range(2))
+    cache = Cache.of(k, v, poison=False)
+    cache.recent = [x[:, :, -17:].contiguous() for x in (k, v)]
+    cache.base = torch.tensor([length - 17], device="cuda")
+    if tier2 == "host":
+        cache.originals = [host_view(plane) for plane in cache.originals]
+    return Step(q, cache, D**-0.5, policy), k, v
+
+
+def operands(step: Step) -> list[Any]:
+    """Those of ``certified_site``."""
+    cache, spelled = step.cache, f"certified(certify={step.policy.spell()})"
+    telemetry = torch.zeros(1, 1, K, 1, TELEMETRY, dtype=torch.float64, device="cuda")
+    return [
+        step.q, [*cache.keys, cache.originals[0]], [*cache.values, cache.originals[1]], step.hi, None, None, None, None, spelled, spelled,
+        step.scale, 0.0, D, cache.recent, cache.base, telemetry,
+    ]
+
+
+def phases(call: Any, steps: int = 10) -> dict[str, float]:
+    """Device ms a step by kernel, and how many kernels a step has."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        for _ in range(steps):
+            call()
+        torch.cuda.synchronize()
+    found: dict[str, float] = collections.defaultdict(float)
+    for event in seen.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = next((phase for phase in PHASES if event.name == phase or event.name.startswith(phase + "_")), "algebra")
+            found[name] += event.device_time / steps / 1e3
+            found["kernels"] += 1 / steps
+    return dict(found)
+
+
+def measure(tokens: int, policy: Certify, tier2: str, sharp: float, dense_ms: float) -> dict[str, Any]:
+    """One row; ends the benchmark where a result is not within its certificate."""
+    step, k, v = step_of(tokens, policy, tier2, sharp)
+    _, figures, counts = step.run(by_kernels)
+    given = operands(step)
+    torch._dynamo.reset()
+    run = torch.compile(certified_site_traced, fullgraph=True)
+    found = run(*given)
+    error, bound = distance(found, step.exact(k, v)), returned(figures)
+    if not (error <= 1.01 * bound + 1e-6).all():
+        raise SystemExit(f"certified at {tokens} tokens is beyond its certificate: {error.max():.3g} against {bound.max():.3g}; no times")
+    del k, v
+    ms = graph_ms(lambda: run(*given))
+    blocks = counts[..., Count.BLOCKS].sum().item()
+    read = (counts[..., Count.KEYS] + counts[..., Count.EXPLORED]).sum().item()
+    originals = (counts[..., Count.VALUES] + counts[..., Count.EXPLORED]).sum().item()
+    return {
+        "tokens": tokens, "tier2": tier2, "policy": policy.spell(), "sharp": sharp, "ms": ms, "dense_ms": dense_ms, "ratio": ms / dense_ms,
+        "phases_ms": phases(lambda: run(*given)), "keys_share": read / blocks, "values_share": originals / blocks,
+        "rungs": torch.bincount(counts[..., Count.RUNG].flatten().long(), minlength=5).tolist(),
+        "certificate_mean": bound.mean().item(), "error_mean": error.mean().item(),
+        "tier1_bytes": sum(plane.nbytes for plane in (*step.cache.keys, *step.cache.values)),
+        "tier2_bytes_read_at_most": (read + originals) * 16 * D * 2,
+    }
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tokens", default="8192,65536,131072")
+    parser.add_argument("--policy", action="append", help="as Certify.spell writes it; may be given more than once")
+    parser.add_argument("--tier2", default="device,host")
+    parser.add_argument("--sharp", type=float, default=3.0)
+    parser.add_argument("--dense-step", default="", help="ms of a dense step at each length, with commas")
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    steps = [float(x) for x in options.dense_step.split(",") if x]
+    rows: list[dict[str, Any]] = []
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for index, tokens in enumerate(int(x) for x in options.tokens.split(",")):
+        torch._dynamo.reset()
+        dense, *_ = attend_call("dense", 1, tokens, None)
+        dense_ms = graph_ms(dense)
+        for policy in map(parse_policy, options.policy or ["default"]):
+            for tier2 in options.tier2.split(","):
+                row = measure(tokens, policy, tier2, options.sharp, dense_ms)
+                if steps:
+                    row["step_ratio"] = 1 + LAYERS * (row["ms"] - dense_ms) / steps[index]
+                rows.append(row)
+                parts = ", ".join(f"{name} {value:.3f}" for name, value in sorted(row["phases_ms"].items()))
+                print(f"{tokens:7,} {tier2:7}{row['policy']:20} {row['ms']:.3f} ms, dense {dense_ms:.3f} ({row['ratio']:.2f}x); {parts}")
+                print(f"        keys {row['keys_share']:.2%}, values {row['values_share']:.2%}, rungs {row['rungs']}"
+                      + (f", step {row['step_ratio']:.2f}x" if steps else ""))
+                torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
