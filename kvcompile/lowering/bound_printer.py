@@ -1,4 +1,4 @@
-"""Prints the sympy bounds as ATen functions whose results stay bounds: every rounding error is added outwards.
+"""Prints the sympy bounds as ATen and Triton functions whose results stay bounds: every rounding error is added outwards.
 
 The relative error of evaluating an expression is derived from the expression itself, node by node, for the
 unit roundoff of the dtype it is evaluated in: sums of nonnegative terms and products add up, exp multiplies the error
@@ -115,6 +115,22 @@ class _Aten(StrPrinter):
         return repr(float(expr))
 
 
+class _Triton(_Aten):
+    """The same in Triton; NaN stays, as it does in ATen."""
+
+    def _call(self, name: str, expression: sympy.Expr) -> str:
+        if name == "tanh":
+            raise UnprintableBound(found=f"{expression} in Triton")
+        return f"tl.{name}({self._print(expression.args[0])})"
+
+    def _print_Rise(self, expr: sympy.Expr) -> str:  # noqa: N802
+        return f"rise({self._print(expr.args[0])})"
+
+    def _nested(self, name: str, expression: sympy.Expr) -> str:
+        nan = "propagate_nan=tl.PropagateNan.ALL"
+        return functools.reduce(lambda left, right: f"tl.{name}({left}, {right}, {nan})", map(self._print, expression.args))
+
+
 def dtype_of(bound: Bound) -> torch.dtype:
     """What a bound is evaluated in: float32 where there is one value a channel, else float64."""
     return torch.float32 if bound.over is Over.CHANNEL else torch.float64
@@ -136,10 +152,21 @@ def slack(bound: Bound) -> float:
 
 def aten_source(bound: Bound) -> str:
     """The Python expression that evaluates a bound, moved outwards."""
-    text = _Aten().doprint(bound.expression)
+    return _outward(bound, _Aten(), "abs")
+
+
+def triton_source(bound: Bound) -> str:
+    """A Triton function of the bound's arguments, in order: tensors of ``dtype_of`` or numbers."""
+    if dtype_of(bound) is not torch.float64:
+        raise UnprintableBound(found=f"{bound.name} in float32, which kernels take as constants")
+    return f"@triton.jit\ndef {bound.name}({', '.join(bound.arguments)}):\n    return {_outward(bound, _Triton(), 'tl.abs')}\n"
+
+
+def _outward(bound: Bound, printer: StrPrinter, magnitude: str) -> str:
+    text = printer.doprint(bound.expression)
     if _signed(bound):
         unit = UNITS[dtype_of(bound)]
-        size = " + ".join(f"abs({_Aten().doprint(term)})" for term in bound.expression.args)
+        size = " + ".join(f"{magnitude}({printer.doprint(term)})" for term in bound.expression.args)
         text, margin = f"({text})", f"{8 * unit!r} * ({size})"
         return f"{text} + {margin}" if bound.outward is Outward.UP else f"{text} - {margin}"
     moved = slack(bound) if bound.outward is Outward.UP else -slack(bound)

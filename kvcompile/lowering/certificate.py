@@ -27,6 +27,9 @@ _value_term = aten(bounds.VALUE_TERM)
 CHAIN = 64.0
 """Rounding steps between a product and the output where a block's 16 products are added first and blocks in float64; exp's too."""
 
+OUTWARD = 1 + 2.0**-50
+"""Covers a float64 product and a sum."""
+
 LEAST_NORMAL = 1e-300
 """Below any sum that is not zero: a head that sees nothing divides zero by it."""
 
@@ -100,6 +103,22 @@ class Certificate(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     arithmetic: torch.Tensor
+
+
+def from_sums(of: dict[str, torch.Tensor], output: torch.Tensor, dtype: torch.dtype) -> Certificate:
+    """The same from sums over blocks, float64 [B, K, Q]: the columns of ``triton_tally``.
+
+    Terms are linear in the center and in the largest norm, which are known last.
+    """
+    value = _value(value_sum=of["value"], total=of["total"])
+    added = _accumulation(value_sum=(of["own_values"] + of["largest"] * of["all_values"]) * OUTWARD, total=of["total"])
+    size = norm(output)
+    center = _center_norm(norm=size, value_sum=value + added, vmax=of["vmax"])
+    key = _key(
+        key_sum=(of["key"] + center * of["shift"]) * OUTWARD, least=of["least"], shift=of["shift"], total=of["total"],
+        delta_max=of["delta"], vmax=of["vmax"], center=center,
+    )
+    return Certificate(key, value, added + output_rounding(size, dtype, output.shape[-1]))
 
 
 def certificate(

@@ -28,7 +28,7 @@ import torch
 
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering import certificate as certificates
-from kvcompile.lowering.certificate import Certificate, Sum, Values
+from kvcompile.lowering.certificate import Sum, Values
 from kvcompile.lowering.certified_blocks import (
     Deviations,
     Masses,
@@ -43,9 +43,9 @@ from kvcompile.lowering.certified_blocks import (
     notes_of,
     visible_to_queries,
 )
-from kvcompile.lowering.certified_checks import logits_differ, notes_differ, rank_fails
+from kvcompile.lowering.certified_checks import causes_of, logits_differ, notes_differ, rank_fails, ranked
 from kvcompile.lowering.certified_promotion import promote_keys, promote_values
-from kvcompile.lowering.certified_telemetry import counts_of, figures_of
+from kvcompile.lowering.certified_telemetry import Counted, counts_of, figures_of
 from kvcompile.lowering.ops import LIBRARY, as_tokens, attend_body, with_recent
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import Cause, Certify, Count, Fallback, Figure, parse_policy
@@ -146,7 +146,7 @@ def certified_step(
     nu = torch.where(live, notes.nu.unsqueeze(2), 0)
     promoted = promote_keys(coded, delta, live, codes, nu, sink, clock, rules)
     mixed = Masses(*(torch.where(promoted.read, new, old) for new, old in zip(exact, coded, strict=True)))
-    softmax, top = softmax_of(mixed, live, sink)
+    softmax, top = _softmax(mixed, live, sink)
     left = torch.where(codes & ~promoted.read, delta.codes, delta.originals)
     eta = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
     original_values = promote_values(certificates.value_terms(softmax, eta), rules)
@@ -158,7 +158,9 @@ def certified_step(
     certificate = certificates.certificate(softmax, left, Values(nu, eta), output, q.dtype)
 
     known = live & (sight.alone.unsqueeze(2) | promoted.read)
-    causes = causes_of(certificate, coded, exact, delta, known, codes & ~promoted.read, rules)
+    causes = causes_of(certificate, rules)
+    if rules.rank:
+        causes = causes | ranked(*rank_fails(coded, exact, delta, known, codes & ~promoted.read, rules.rank))
     # Before a bias: a large one would round both logits by more than the keys' codes could.
     damaged = logits_differ(products.coded, products.exact, of_products, sight.from_codes, rules.guard) & promoted.read
     own = sight.from_codes.any(2)
@@ -174,7 +176,9 @@ def certified_step(
     falls = (causes != 0) if rules.fallback is Fallback.DENSE else torch.zeros_like(causes, dtype=torch.bool)
     result = torch.where(falls.unsqueeze(-1), by_heads, output.to(q.dtype))
     figures = figures_of(certificate, falls, dense_arithmetic, torch.where(codes, delta.codes, 0).amax(-1), promoted.tail)
-    counts = counts_of(codes, promoted, original_values & codes & ~promoted.explored, falls, causes)
+    own_values = original_values & codes & ~promoted.explored
+    counted = Counted(*(x.sum(-1) for x in (codes, promoted.keys, own_values, promoted.explored)))
+    counts = counts_of(counted, promoted.widened, falls, causes)
     return tuple(x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (result, figures, counts))  # type: ignore[return-value]
 
 
@@ -197,7 +201,7 @@ def logits_of(read: torch.Tensor, logits: Tokens) -> torch.Tensor:
     return torch.where(read.unsqueeze(-1), blocks(logits.exact), blocks(logits.coded))
 
 
-def softmax_of(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple[Sum, torch.Tensor]:
+def _softmax(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple[Sum, torch.Tensor]:
     """The masses relative to the largest logit, and that logit [B, K, Q]."""
     top = of.peak.amax(-1)
     top = top if sink is None else torch.maximum(top, sink)
@@ -223,19 +227,6 @@ def _output(
     return torch.where((mass == 0).unsqueeze(-1), 0, summed / mass.unsqueeze(-1))
 
 
-def causes_of(
-    certificate: Certificate, coded: Masses, exact: Masses, delta: Deviations, known: torch.Tensor, tail: torch.Tensor, rules: Certify
-) -> torch.Tensor:
-    """Why a head fails, int64 [B, K, Q] of ``Cause`` bits."""
-    finite = torch.isfinite(certificate.key + certificate.value + certificate.arithmetic)
-    within = (certificate.key <= rules.key_budget) & (certificate.value <= rules.value_budget)
-    causes = torch.where(finite, 0, int(Cause.NOT_FINITE)) | torch.where(within | ~finite, 0, int(Cause.BUDGET))
-    if rules.rank:
-        disagree, entering = rank_fails(coded, exact, delta, known, tail, rules.rank)
-        causes = causes | torch.where(disagree, int(Cause.RANK), 0) | torch.where(entering, int(Cause.BOUNDARY), 0)
-    return causes
-
-
 def _dense_arithmetic(
     scores: Scores, logits: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, live: torch.Tensor,
     sink: torch.Tensor | None, dtype: torch.dtype, has_bias: bool,
@@ -244,7 +235,7 @@ def _dense_arithmetic(
     everywhere = torch.ones((), dtype=torch.bool, device=k.device)
     nu, mu = norms(v, everywhere), norms(k, everywhere)
     none, steps = torch.zeros_like(mu), torch.zeros_like(k[:, :, ::BLOCK])
-    softmax, top = softmax_of(masses(logits), live, sink)
+    softmax, top = _softmax(masses(logits), live, sink)
     own = deviations(scores, steps, steps, Notes(none, mu, none, nu), live, torch.zeros_like(mu, dtype=torch.bool))
     delta = biased(own.originals, live, top) if has_bias else own.originals
     found = certificates.certificate(

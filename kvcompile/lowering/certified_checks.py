@@ -5,15 +5,29 @@ from __future__ import annotations
 import torch
 
 from kvcompile.lowering.bound_printer import aten
+from kvcompile.lowering.certificate import Certificate
 from kvcompile.lowering.certified_blocks import Deviations, Masses, blocks, norms
 from kvcompile.lowering.certified_promotion import leading
 from kvcompile.schemes import bounds
+from kvcompile.schemes.certify import Cause, Certify
 
 # Printed once, at import: Dynamo then sees plain functions.
 _consistent = aten(bounds.CONSISTENT)
 _largest_log_mass = aten(bounds.LARGEST_LOG_MASS)
 
 NONE = float("-inf")
+
+
+def causes_of(certificate: Certificate, rules: Certify) -> torch.Tensor:
+    """Why a head fails by its certificate alone, int64 [B, K, Q] of ``Cause`` bits."""
+    finite = torch.isfinite(certificate.key + certificate.value + certificate.arithmetic)
+    within = (certificate.key <= rules.key_budget) & (certificate.value <= rules.value_budget)
+    return torch.where(finite, 0, int(Cause.NOT_FINITE)) | torch.where(within | ~finite, 0, int(Cause.BUDGET))
+
+
+def ranked(disagree: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:
+    """What ``rank_fails`` found, as bits."""
+    return torch.where(disagree, int(Cause.RANK), 0) | torch.where(entering, int(Cause.BOUNDARY), 0)
 
 
 def rank_fails(
@@ -36,12 +50,8 @@ def rank_fails(
 
 def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, visible: torch.Tensor, guard: float) -> torch.Tensor:
     """Theorem 8, for each block [B, K, Q, N]: a token's two logits are further apart than they can be."""
-    return too_far(blocks(torch.where(visible, exact - coded, 0)).abs().amax(-1), delta, guard)
-
-
-def too_far(apart: torch.Tensor, delta: Deviations, guard: float) -> torch.Tensor:
-    """The same from the largest distance of two logits in each block."""
-    return ~(apart.to(torch.float64) <= _consistent(delta=delta.codes, own=delta.originals, guard=guard))
+    apart = blocks(torch.where(visible, exact - coded, 0)).abs().amax(-1).to(torch.float64)
+    return ~(apart <= _consistent(delta=delta.codes, own=delta.originals, guard=guard))
 
 
 def notes_differ(

@@ -28,12 +28,10 @@ import torch
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering import certificate as certificates
 from kvcompile.lowering.bound_printer import slack
-from kvcompile.lowering.certificate import Sum, Values
-from kvcompile.lowering.certified import causes_of, softmax_of
-from kvcompile.lowering.certified_blocks import Deviations, Masses, Notes, block_deviations, total
-from kvcompile.lowering.certified_checks import too_far
-from kvcompile.lowering.certified_promotion import ALL, Promoted, chance, wanted
-from kvcompile.lowering.certified_telemetry import counts_of, figures_of
+from kvcompile.lowering.certified_blocks import Deviations, Masses, total
+from kvcompile.lowering.certified_checks import causes_of, rank_fails, ranked
+from kvcompile.lowering.certified_promotion import ALL, chance
+from kvcompile.lowering.certified_telemetry import Counted, counts_of, figures_of
 from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import Cause, Certify, Fallback
@@ -53,6 +51,9 @@ MOST = 2**30
 
 SPLITS = 128
 """Programs that share the values of a head of few rows and heads."""
+
+LARGEST = 1e308
+"""Stands for infinity in constants of kernels."""
 
 INSIDE = 1 - 2.0**-40
 """Budgets are kept by this much, so that the same sum in another order keeps them too."""
@@ -96,13 +97,9 @@ RADIUS = _linear()
 
 
 class Launch(NamedTuple):
-    """What all kernels of a step share."""
+    """How kernels are started."""
 
     cuda: bool
-    blocks: int
-    rows: int
-    heads: tuple[int, int]
-    queries: int
 
     def __call__(self, kernel: object, grid: tuple[int, ...], *operands: object, warps: int, **constants: object) -> None:
         """Run, in a graph as a node of it."""
@@ -120,197 +117,201 @@ def certified_by_kernels(
     scale: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, figures and counters of ``certified_attend``, for what ``kernel_gap`` lets through."""
-    from kvcompile.lowering import triton_certified as kernels
-    from kvcompile.lowering.triton_mix import mix
-
-    B, H, S, D = q.shape
-    K = keys[0].shape[2]
-    heads, Q, N = (K, H // K), H // K * S, keys[1].shape[0] * keys[1].shape[3]
+    B, _, S, _ = q.shape
     for plane, what in zip(originals, ("original keys", "original values"), strict=True):
         if plane.shape[0] < keys[0].shape[0]:
             raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
-    launch = Launch(q.device.type == "cuda", N, Q, heads, S)
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    new_k, new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in recent)
-    tiles, own_tiles, page = -(-Q // ROW_TILE), -(-Q // OWN_TILE), keys[0].shape[3]
-    if splits is None:
-        splits = max(1, min(SPLITS, PROGRAMS // (B * K * tiles)))
-    share = -(-N // splits)
-    sizes = dict(K=K, G=heads[1], S=S, S2=1 << (S - 1).bit_length())
+    run = DeviceStep(rules, scheme, q, keys, values, originals, hi, lo, sinks, scale, value_dim, recent, base, splits)
+    heads = run.heads
+    codes = run.score()
+    coded = Masses(run.peak, run.weight)
 
-    last = hi.expand(B, S).clamp(max=N * BLOCK - 1)
-    least = torch.zeros_like(last) if lo is None else lo.expand(B, S).clamp(0, N * BLOCK)
-    at = torch.cat([last, least, base.expand(B).clamp(-(2**30), N * BLOCK).unsqueeze(-1)], 1).to(torch.int32)
+    chosen, explored, widened, tail = run.choose(clock, codes)
+    read = chosen if explored is None else chosen | explored.to(torch.int8)
+    exact = run.exact(read, False)
+    original_values, sums = run.tally(exact, read, explored, False)
+    output = run.mix(original_values, exact.peak, False) / sums["mass"].clamp(min=certificates.LEAST_NORMAL).unsqueeze(-1)
+    certificate = certificates.from_sums(sums, output, q.dtype)
 
-    def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
-
-    logits, (peak, weight, channels) = floats(B, K, Q, N * BLOCK), (floats(B, K, Q, N) for _ in range(3))
-    stored = floats(B, K, N, 4)
-    launch(
-        kernels.score, (-(-N // SPAN) + 1, B * K, tiles), q, *keys[:3], new_k, at, logits, channels, *q.stride()[:3],
-        *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3], N, new_k.shape[2], float(scale), warps=1, D=D,
-        TILE=min(ROW_TILE, 1 << (Q - 1).bit_length()), SPAN=SPAN, PER_PAGE=page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1],
-        OF_ONE=RADIUS[2], **sizes,
-    )
-    launch(
-        kernels.sums, (-(-N // SUM_BLOCKS), B * K, Q), logits, keys[3], values[3], new_k, new_v, at, peak, weight, stored,
-        *keys[3].stride()[:3], *values[3].stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], N, new_k.shape[2], warps=4,
-        D=D, DV=value_dim, K=K, S=S, S2=sizes["S2"], NB=SUM_BLOCKS, ROWS=Q, PER_PAGE=page // BLOCK,
-    )
-
-    first = torch.arange(N, device=q.device) * BLOCK
-    ends = [x[:, None, None, :].expand(-1, -1, heads[1], -1).flatten(2, 3).unsqueeze(-1) for x in (last, least)]
-    live = first <= ends[0]
-    if lo is not None:
-        live = live & (first + BLOCK > ends[1])
-    live = live.expand(B, K, -1, -1)
-    alone = (first >= base[:, None])[:, None].expand(B, 1, -1)
-    codes = live & ~alone.unsqueeze(2)
-    coded = _of_live(live, peak, weight)
-    norms = torch.where(live.any(2).unsqueeze(-1), stored, 0).to(torch.float64)
-    notes = Notes(*norms.unbind(-1))
-    query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
-    sink = None if sinks is None else sinks.to(torch.float32).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
-
-    delta = block_deviations(query, torch.where(codes, channels, 0), notes, live, alone, scale, 0.0)
-    nu = torch.where(live, notes.nu.unsqueeze(2), 0)
-    promoted = _promote(launch, coded, delta, live, codes, nu, sink, clock, rules)
-    read = promoted.read
-
-    def from_originals(asked: torch.Tensor, everything: bool) -> tuple[Masses, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Exact masses where asked for, how far logits moved, and of each block the squares of residual and original norms."""
-        sums, moved = (floats(B, K, Q, N), floats(B, K, Q, N)), floats(B, K, Q, N)
-        squares = floats(B, K, N, dtype=torch.float64), floats(B, K, N, dtype=torch.float64)
-        launch(
-            kernels.exact, (-(-N // EXACT_BLOCKS), B * K), q, *keys[:3], originals[0], asked.to(torch.int8).contiguous(), at,
-            logits, *sums, moved, *squares, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *originals[0].stride()[:4], N,
-            originals[0].shape[3], float(scale), warps=4, D=D, NB=EXACT_BLOCKS, PER_PAGE=page // BLOCK, ALL=everything, **sizes,
-        )
-        return Masses(*sums), moved, *squares
-
-    def mixed_values(asked: torch.Tensor, top: torch.Tensor, everything: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """sum exp(logit - top) v, float64 [B, K, Q, Dv], and of each block the squares of residual and original norms."""
-        coded_splits = 0 if everything else splits
-        parts = floats(coded_splits + splits, B, K, Q, value_dim)
-        squares = floats(B, K, N, dtype=torch.float64), floats(B, K, N, dtype=torch.float64)
-        launch(
-            mix, (coded_splits + splits, B * K, own_tiles), *values[:3], originals[1], new_v, logits, top.contiguous(),
-            asked.to(torch.int8).contiguous(), at, parts, *squares, *values[0].stride()[:3], *values[1].stride()[:3],
-            *originals[1].stride()[:4], *new_v.stride()[:3], N, originals[1].shape[3], new_v.shape[2], coded_splits, share,
-            share, warps=1, DV=value_dim, GROUP=scheme.group, TILE=min(ROW_TILE, Q), OWN_TILE=OWN_TILE,
-            NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=page, ALL=everything, **sizes,
-        )
-        return parts.sum(0, dtype=torch.float64), *squares
-
-    exact, moved, *key_squares = from_originals(read, False)
-    mixed = Masses(torch.where(read, exact.peak, coded.peak), torch.where(read, exact.weight, coded.weight))
-    softmax, top = softmax_of(mixed, live, sink)
-    left = torch.where(codes & ~read, delta.codes, delta.originals)
-    eta = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
-    original_values = _promote_values(launch, certificates.value_terms(softmax, eta), rules)
-    eta = torch.where(original_values, 0, eta)
-    original_values = original_values | promoted.explored
-    summed, *value_squares = mixed_values(original_values, top, False)
-    output = _divided(summed, softmax)
-    chain = certificates.CHAIN + 1.0 * share
-    certificate = certificates.certificate(softmax, left, Values(nu, eta), output, q.dtype, chain)
-
-    known = live & (alone.unsqueeze(2) | read)
-    causes = causes_of(certificate, coded, mixed, delta, known, codes & ~read, rules)
-    damaged = too_far(moved, delta, rules.guard) & read
-    damaged = damaged | (read & _beyond(key_squares, (notes.kappa, notes.mu)).unsqueeze(2))
-    damaged = damaged | (original_values & _beyond(value_squares, (notes.eta, notes.nu)).unsqueeze(2))
-    causes = causes | torch.where((damaged & codes).flatten(1).any(1)[:, None, None], int(Cause.DAMAGED), 0)
+    causes = causes_of(certificate, rules)
+    if rules.rank == 1:
+        disagree, entering = sums["disagree"] != 0, sums["entering"] != 0
+        causes = causes | ranked(disagree, entering)
+    elif rules.rank:
+        mixed = Masses(torch.where(read != 0, exact.peak, coded.peak), torch.where(read != 0, exact.weight, coded.weight))
+        known = ~codes & torch.isfinite(coded.peak) | (read != 0)
+        causes = causes | ranked(*rank_fails(coded, mixed, Deviations(run.delta, run.own), known, codes & (read == 0), rules.rank))
+    row_damaged = (run.damaged.view(B, -1) != 0).any(1)[:, None, None]
+    causes = causes | torch.where(row_damaged, int(Cause.DAMAGED), 0)
 
     result, falls, dense_arithmetic = output, torch.zeros_like(causes, dtype=torch.bool), torch.zeros_like(certificate.arithmetic)
     if rules.fallback is Fallback.DENSE:
         falls = causes != 0
-        exact, _, _, key_square = from_originals(falls, True)
-        theirs = codes & falls.unsqueeze(-1)
-        mixed = Masses(torch.where(theirs, exact.peak, coded.peak), torch.where(theirs, exact.weight, coded.weight))
-        softmax, top = softmax_of(mixed, live, sink)
-        summed, _, value_square = mixed_values(falls, top, True)
-        dense = _divided(summed, softmax)
-        seen = codes.any(2)
-        mu, nu = (torch.where(seen, _norm(square), note) for square, note in ((key_square, notes.mu), (value_square, notes.nu)))
-        none = torch.zeros_like(mu)
-        own = block_deviations(query, torch.zeros_like(channels), Notes(none, mu, none, nu), live, alone, scale, 0.0).originals
-        found = certificates.certificate(
-            softmax, own, Values(torch.where(live, nu.unsqueeze(2), 0), torch.zeros_like(own)), dense, q.dtype, chain
-        )
+        asked = falls.to(torch.int8)
+        exact = run.exact(asked, True)
+        summed = run.mix(asked, exact.peak, True)
+        _, dense_sums = run.tally(exact, asked, None, True)
+        dense = summed / dense_sums["mass"].clamp(min=certificates.LEAST_NORMAL).unsqueeze(-1)
+        found = certificates.from_sums(dense_sums, dense, q.dtype)
         dense_arithmetic = found.key + found.arithmetic
         result = torch.where(falls.unsqueeze(-1), dense, output)
 
-    figures = figures_of(certificate, falls, dense_arithmetic, torch.where(codes, delta.codes, 0).amax(-1), promoted.tail)
-    counts = counts_of(codes, promoted, original_values & codes & ~promoted.explored, falls, causes)
+    figures = figures_of(certificate, falls, dense_arithmetic, sums["delta_codes"], tail)
+    explorers = torch.zeros_like(sums["keys"]) if explored is None else total(explored.to(torch.float64))
+    counted = Counted(sums["blocks"], sums["keys"] - explorers, sums["values"], explorers)
+    counts = counts_of(counted, widened != 0, falls, causes)
     results = (result.to(q.dtype), figures, counts)
     return tuple(x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in results)  # type: ignore[return-value]
 
 
-def _of_live(live: torch.Tensor, peak: torch.Tensor, weight: torch.Tensor) -> Masses:
-    """Sums that a kernel wrote of visible blocks; the others hold nothing."""
-    return Masses(torch.where(live, peak, float("-inf")), torch.where(live, weight, 0))
+class DeviceStep:
+    """The buffers of one step, and its kernels in the order in which they run."""
 
+    def __init__(
+        self, rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
+        originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, sinks: torch.Tensor | None, scale: float,
+        value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, splits: int | None,
+    ) -> None:
+        B, H, S, _ = q.shape
+        K = keys[0].shape[2]
+        self.rules, self.group, self.value_dim, self.scale = rules, scheme.group, value_dim, float(scale)
+        self.q = q if q.stride(-1) == 1 else q.contiguous()
+        self.keys, self.values, self.originals = keys, values, originals
+        self.new_k, self.new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in recent)
+        self.heads, self.blocks, self.page = (K, H // K), keys[1].shape[0] * keys[1].shape[3], keys[0].shape[3]
+        self.shape = (B, K, H // K * S)
+        Q, N = self.shape[2], self.blocks
+        self.tile = min(ROW_TILE, 1 << (Q - 1).bit_length())
+        self.tiles = -(-Q // self.tile)
+        self.splits = splits or max(1, min(SPLITS, PROGRAMS // (B * K * self.tiles)))
+        self.share = -(-N // self.splits)
+        self.sizes = dict(K=K, G=H // K, S=S)
+        self.launch = Launch(q.device.type == "cuda")
 
-def _divided(summed: torch.Tensor, softmax: Sum) -> torch.Tensor:
-    """The output: sums of values over the mass of all blocks."""
-    mass = total(softmax.weight * torch.exp(softmax.gap)) + softmax.sink
-    return torch.where((mass == 0).unsqueeze(-1), 0, summed / mass.unsqueeze(-1))
+        self.last = hi.expand(B, S).clamp(max=N * BLOCK - 1)
+        self.least = torch.zeros_like(self.last) if lo is None else lo.expand(B, S).clamp(0, N * BLOCK)
+        self.base = base
+        window = base.expand(B).clamp(-(2**30), N * BLOCK).unsqueeze(-1)
+        self.at = torch.cat([self.last, self.least, window], 1).to(torch.int32)
+        sink = self.q.new_full((H,), float("-inf"), dtype=torch.float32) if sinks is None else sinks.to(torch.float32)
+        self.sinks = sink.view(K, H // K, 1).expand(B, -1, -1, S).contiguous()
+        self.logits = self.floats(*self.shape, N * BLOCK)
+        self.peak, self.weight, self.channels = (self.floats(*self.shape, N) for _ in range(3))
+        self.delta, self.own, self.query_norm = self.doubles(*self.shape, N), self.doubles(*self.shape, N), self.doubles(*self.shape)
+        self.notes, self.key_size, self.value_size = self.floats(B, K, N, 4), self.doubles(B, K, N), self.doubles(B, K, N)
+        self.damaged = torch.zeros(B, K, dtype=torch.int8, device=q.device)
+        self.top = self.floats(*self.shape)
+        self.order, self.share_of, self.term = self.floats(*self.shape, N), self.doubles(*self.shape, N), self.doubles(*self.shape, N)
 
+    def floats(self, *shape: int) -> torch.Tensor:
+        """Uninitialized float32."""
+        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
-def _norm(square: torch.Tensor) -> torch.Tensor:
-    """A norm from its float64 square, not below the exact one."""
-    return torch.sqrt(square) * (1 + 2.0**-40)
+    def doubles(self, *shape: int) -> torch.Tensor:
+        """Uninitialized float64."""
+        return torch.empty(shape, dtype=torch.float64, device=self.q.device)
 
+    def flags(self) -> torch.Tensor:
+        """Uninitialized flags of all blocks."""
+        return torch.empty((*self.shape, self.blocks), dtype=torch.int8, device=self.q.device)
 
-def _beyond(squares: Sequence[torch.Tensor], notes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """For each block: the norms that ``notes`` has (of residuals, of originals) are below those that were found."""
-    return ~((_norm(squares[0]) <= notes[0]) & (_norm(squares[1]) <= notes[1]))
+    def score(self) -> torch.Tensor:
+        """Logits, sums of blocks, deviations and notes; which blocks each row sees that are codes, bool [B, K, Q, N]."""
+        from kvcompile.lowering import triton_certified as kernels
 
+        B, K, Q = self.shape
+        N, q, keys, new_k, new_v, key_notes, value_notes = (
+            self.blocks, self.q, self.keys, self.new_k, self.new_v, self.keys[3], self.values[3]
+        )
+        S = self.sizes["S"]
+        several = dict(self.sizes, S2=1 << (S - 1).bit_length())
+        self.launch(
+            kernels.score, (-(-N // SPAN) + 1, B * K, self.tiles), q, *keys[:3], new_k, self.at, self.logits, self.channels,
+            *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3], N, new_k.shape[2], self.scale, warps=1,
+            D=q.shape[3], TILE=self.tile, SPAN=SPAN, PER_PAGE=self.page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1],
+            OF_ONE=RADIUS[2], **several,
+        )
+        self.launch(
+            kernels.sums, (-(-N // SUM_BLOCKS), B * K, Q), q, self.logits, self.channels, key_notes, value_notes, new_k, new_v, self.at,
+            self.peak, self.weight, self.delta, self.own, self.notes, self.query_norm, *q.stride()[:3], *key_notes.stride()[:3],
+            *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], N, new_k.shape[2], warps=4, SCALE=abs(self.scale),
+            D=q.shape[3], DV=self.value_dim, NB=SUM_BLOCKS, PER_PAGE=self.page // BLOCK, **several,
+        )
+        first = torch.arange(N, device=q.device) * BLOCK
+        last, least = (
+            x[:, None, None, :].expand(-1, -1, self.heads[1], -1).flatten(2, 3).unsqueeze(-1) for x in (self.last, self.least)
+        )
+        seen = (first <= last) & (first + BLOCK > least) & (first < self.base[:, None])[:, None, None]
+        return seen.expand(*self.shape, -1)
 
-def _promote(
-    launch: Launch, coded: Masses, delta: Deviations, live: torch.Tensor, codes: torch.Tensor, nu: torch.Tensor,
-    sinks: torch.Tensor | None, clock: torch.Tensor, policy: Certify,
-) -> Promoted:
-    """``certified_promotion.promote_keys`` without a sort."""
-    share, terms = wanted(coded, delta, live, codes, nu, sinks)
-    chosen, widened = _choose(
-        launch, torch.where(codes, share, -1), share, 1 - policy.tau_cov + ALL if policy.tau_cov < 1 else None,
-        (min(policy.k_min, MOST), min(policy.k_max, MOST)), terms, policy.key_budget, min(policy.k_max << policy.widen, MOST),
-    )
-    keys = chosen & codes
-    explored = torch.zeros_like(keys)
-    if policy.explore:
-        explored = codes & ~keys & (chance(clock, codes) < policy.explore)
-    return Promoted(keys, explored, widened, total(torch.where(codes & ~keys & ~explored, share, 0)))
+    def choose(
+        self, clock: torch.Tensor, codes: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """``certified_promotion.promote_keys`` without a sort: flags of promoted blocks, those explored, whether widened, the tail."""
+        from kvcompile.lowering.triton_choose import choose
 
+        rules, chosen, stats = self.rules, self.flags(), self.doubles(*self.shape, 2)
+        widen = not math.isinf(rules.key_budget)
+        self.launch(
+            choose, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, self.order,
+            self.share_of, self.term, chosen, stats, self.blocks, warps=16, LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST),
+            MOST_WIDENED=min(rules.k_max << rules.widen, MOST), COVER=(1 - rules.tau_cov + ALL) * INSIDE if rules.tau_cov < 1 else -1.0,
+            BUDGET=rules.key_budget * INSIDE if widen else 0.0, WIDEN=widen, CHUNK=CHUNK, **self.sizes,
+        )
+        widened, tail = stats.unbind(-1)
+        if not rules.explore:
+            return chosen, None, widened, tail
+        explored = codes & (chosen == 0) & (chance(clock, codes) < rules.explore)
+        return chosen, explored, widened, total(torch.where(codes & (chosen == 0) & ~explored, self.share_of, 0))
 
-def _promote_values(launch: Launch, terms: torch.Tensor, policy: Certify) -> torch.Tensor:
-    """``certified_promotion.promote_values`` without a sort."""
-    local = ~(terms <= policy.v_tol)
-    if math.isinf(policy.value_budget):
-        return local
-    rest = torch.where(local, 0, terms)
-    # Rounded up: what is less than the least float32 number must not look like what adds nothing.
-    order = torch.where(rest > 0, rest + 2.0**-126, -1)
-    return local | (_choose(launch, order, rest, policy.value_budget, (0, MOST))[0] & (rest > 0))
+    def exact(self, asked: torch.Tensor, everything: bool) -> Masses:
+        """Exact masses where asked for, of blocks or (``everything``) of rows; logits there are exact from now on."""
+        from kvcompile.lowering.triton_certified import exact
 
+        B, K, _ = self.shape
+        q, keys, originals = self.q, self.keys, self.originals[0]
+        found = Masses(self.floats(*self.shape, self.blocks), self.floats(*self.shape, self.blocks))
+        self.launch(
+            exact, (-(-self.blocks // EXACT_BLOCKS), B * K), q, *keys[:3], originals, asked, self.at, self.notes, self.delta, self.own,
+            self.logits, *found, self.key_size, self.damaged, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3],
+            *originals.stride()[:4], self.blocks, originals.shape[3], self.scale, warps=4, GUARD=min(self.rules.guard, LARGEST),
+            D=q.shape[3], NB=EXACT_BLOCKS, PER_PAGE=self.page // BLOCK, ALL=everything, S2=1 << (self.sizes["S"] - 1).bit_length(),
+            **self.sizes,
+        )
+        return found
 
-def _choose(
-    launch: Launch, order: torch.Tensor, amounts: torch.Tensor, budget: float | None, limits: tuple[int, int],
-    more: torch.Tensor | None = None, more_budget: float = math.inf, most: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``triton_choose.choose`` for all heads: flags [B, K, Q, N], and [B, K, Q] where ``more`` asked for more than the rest."""
-    from kvcompile.lowering.triton_choose import choose
+    def tally(
+        self, exact: Masses, read: torch.Tensor, explored: torch.Tensor | None, everything: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Which blocks' values come from the originals, and the sums that a certificate is made of, [B, K, Q] each."""
+        from kvcompile.lowering.triton_tally import COLUMNS, WIDTH, tally
 
-    widen = more is not None and not math.isinf(more_budget)
-    chosen = torch.empty(order.shape, dtype=torch.int8, device=order.device)
-    widened = torch.zeros(order.shape[:-1], dtype=torch.int8, device=order.device)
-    second = more if widen and more is not None else amounts
-    launch(
-        choose, (math.prod(order.shape[:-1]),), order.to(torch.float32).contiguous(), amounts.contiguous(), second.contiguous(),
-        chosen, widened, launch.blocks, *limits, most, warps=16, FIRST_BUDGET=0.0 if budget is None else budget * INSIDE,
-        SECOND_BUDGET=more_budget * INSIDE if widen else 0.0, CHUNK=CHUNK, COVER=budget is not None, WIDEN=widen,
-    )
-    return chosen != 0, widened != 0
+        rules, values, sums = self.rules, self.flags(), self.doubles(*self.shape, WIDTH)
+        spend = not everything and not math.isinf(rules.value_budget)
+        self.launch(
+            tally, (math.prod(self.shape),), self.peak, self.weight, *exact, read, read if explored is None else explored.to(torch.int8),
+            self.delta, self.own, self.notes, self.key_size, self.value_size, self.query_norm, self.sinks, self.at, self.order, self.term,
+            values, self.top, sums, self.blocks, warps=16, V_TOL=min(rules.v_tol, LARGEST),
+            BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend, EXPLORE=explored is not None,
+            RANK=rules.rank == 1 and not everything, CHAIN=certificates.CHAIN + 1.0 * self.share, SCALE=abs(self.scale),
+            D=self.q.shape[3], CHUNK=CHUNK, WIDTH=WIDTH, ALL=everything, **self.sizes,
+        )
+        return values, dict(zip(COLUMNS, sums.unbind(-1), strict=True))
+
+    def mix(self, asked: torch.Tensor, exact_peak: torch.Tensor, everything: bool) -> torch.Tensor:
+        """sum exp(logit - top) v, float64 [B, K, Q, Dv]; original values where asked for, as in ``exact``."""
+        from kvcompile.lowering.triton_mix import mix
+
+        B, K, Q = self.shape
+        values, originals, new_v = self.values, self.originals[1], self.new_v
+        coded = 0 if everything else self.splits
+        parts = self.floats(coded + self.splits, *self.shape, self.value_dim)
+        self.launch(
+            mix, (coded + self.splits, B * K, -(-Q // OWN_TILE)), *values[:3], originals, new_v, self.logits, self.top, asked, self.peak,
+            exact_peak, self.sinks, self.at, self.notes, parts, self.value_size, self.damaged, *values[0].stride()[:3],
+            *values[1].stride()[:3], *originals.stride()[:4], *new_v.stride()[:3], self.blocks, originals.shape[3], new_v.shape[2], coded,
+            self.share, self.share, warps=1, DV=self.value_dim, GROUP=self.group, TILE=self.tile, OWN_TILE=OWN_TILE,
+            NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=self.page, ALL=everything,
+            S2=1 << (self.sizes["S"] - 1).bit_length(), **self.sizes,
+        )
+        return parts.sum(0, dtype=torch.float64)

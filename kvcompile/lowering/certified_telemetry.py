@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from kvcompile.lowering.bound_printer import up32
 from kvcompile.lowering.certificate import Certificate
-from kvcompile.lowering.certified_promotion import Promoted
 from kvcompile.schemes.certified import TELEMETRY
 from kvcompile.schemes.certify import Cause, Count, Figure, Rung
 
@@ -42,15 +42,24 @@ def figures_of(
     return torch.stack([columns[figure] for figure in Figure], dim=-1)
 
 
-def counts_of(codes: torch.Tensor, promoted: Promoted, values: torch.Tensor, falls: torch.Tensor, causes: torch.Tensor) -> torch.Tensor:
+class Counted(NamedTuple):
+    """Blocks of codes that a row sees, and how many of them were promoted, keys and values, and explored; [B, K, Q]."""
+
+    blocks: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    explored: torch.Tensor
+
+
+def counts_of(counted: Counted, widened: torch.Tensor, falls: torch.Tensor, causes: torch.Tensor) -> torch.Tensor:
     """The columns of ``Count``."""
-    rung = torch.where(promoted.widened, int(Rung.WIDENED), int(Rung.PLAIN))
-    rung = torch.where(values.any(-1), int(Rung.VALUES), rung)
+    rung = torch.where(widened, int(Rung.WIDENED), int(Rung.PLAIN))
+    rung = torch.where(counted.values > 0, int(Rung.VALUES), rung)
     rung = torch.where(falls, int(Rung.HEAD), rung)
     rung = torch.where(falls & ((causes & int(Cause.DAMAGED)) != 0), int(Rung.LAYER), rung)
     columns = {
-        Count.BLOCKS: codes.sum(-1), Count.KEYS: promoted.keys.sum(-1), Count.VALUES: values.sum(-1),
-        Count.EXPLORED: promoted.explored.sum(-1), Count.RUNG: rung, Count.CAUSES: causes,
+        Count.BLOCKS: counted.blocks, Count.KEYS: counted.keys, Count.VALUES: counted.values, Count.EXPLORED: counted.explored,
+        Count.RUNG: rung, Count.CAUSES: causes,
     }
     return torch.stack([columns[count].to(torch.int32) for count in Count], dim=-1)
 

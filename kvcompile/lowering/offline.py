@@ -147,12 +147,12 @@ def attend_source(config: AttendConfig, batch: int = 1, queries: int = 1) -> str
     return render(config, operands_for(config, batch, queries), output_for(config, batch, queries))
 
 
-def load_module(source: str) -> types.ModuleType:
+def load_module(source: str, kind: str = "attend") -> types.ModuleType:
     """The rendered module, imported from a file, as triton needs the text of its functions."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     folder = pathlib.Path(tempfile.gettempdir()) / f"kvcompile-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"attend_{digest}.py"
+    path = folder / f"{kind}_{digest}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

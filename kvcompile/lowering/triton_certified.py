@@ -4,7 +4,7 @@ Plain float32 multiply-adds and no tensor cores: a certificate needs products wh
 cost what unpacking costs, and a dot product of 16-bit operands would have to be repeated for every limb of what has more bits.
 
     score       int8 keys once: every row's logits, and of each block sum_c |q_c| radius_c
-    sums        of each block the largest logit and the sum of exp relative to it; the notes, also of what the window covers
+    sums        of each block the largest logit, the sum of exp relative to it and the deviation; the notes, also of the window's blocks
     exact       original keys of the blocks that some row's flags ask for: their logits over the old ones, and the same sums; what the
                 consistency check compares
     mix         (``triton_mix``) int4 values once, with weights from the logits as they stand then; originals where flags ask for them
@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kvcompile.lowering.triton_bounds import consistent, deviation, rounding
 
 BLOCK = tl.constexpr(16)
 LOG2E = tl.constexpr(1.4426950216293335)
@@ -155,52 +157,72 @@ def score(
 
 @triton.jit
 def sums(
-    LOGITS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, AT, PEAK, WEIGHT, NOTES,
-    key_notes_n, key_notes_b, key_notes_h, value_notes_n, value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t, blocks, newest,
-    D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, NB: tl.constexpr, ROWS: tl.constexpr,
-    PER_PAGE: tl.constexpr,
+    Q, LOGITS, CHANNELS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, AT, PEAK, WEIGHT, DELTA, OWN, NOTES, QUERY_NORM,
+    q_b, q_h, q_s, key_notes_n, key_notes_b, key_notes_h, value_notes_n, value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t,
+    blocks, newest,
+    SCALE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
+    NB: tl.constexpr, PER_PAGE: tl.constexpr,
 ):
-    """NB blocks of one kv head and one row: the largest logit of each, and the sum of exp relative to it. The first row's program
-    also gathers the notes kappa, mu, eta, nu, and measures mu and nu of blocks that the window covers whole.
+    """NB blocks of one kv head and one row: the largest logit of each, the sum of exp relative to it, how far logits may deviate.
+
+    Every block of the planes is written, those that the row does not see as nothing. The first row's program also gathers the notes
+    kappa, mu, eta, nu; mu and nu of blocks that the window covers whole are measured.
     """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
     h = (pair % K).to(tl.int64)
+    r = tl.program_id(2)
     start, last, base = sight(AT + b * (2 * S + 1), S, S2)
+    high = tl.load(AT + b * (2 * S + 1) + r % S)
+    low = tl.load(AT + b * (2 * S + 1) + S + r % S)
     n0 = tl.program_id(0) * NB
-    if (n0 * BLOCK <= last) & ((n0 + NB) * BLOCK > start):
-        n = n0 + tl.arange(0, NB)
-        here = (n * BLOCK <= last) & ((n + 1) * BLOCK > start)
-        out = (pair.to(tl.int64) * ROWS + tl.program_id(2)) * blocks
-        at = (out + n)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        logit = tl.load(LOGITS + at, mask=here[:, None], other=float("-inf"))
-        peak = tl.max(logit, 1)
-        top = tl.where(peak == float("-inf"), 0.0, peak)
-        tl.store(PEAK + out + n, peak, mask=here)
-        tl.store(WEIGHT + out + n, tl.sum(exp_of(logit - top[:, None]), 1), mask=here)
-        if tl.program_id(2) == 0:
-            page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
-            alone = n * BLOCK >= base
-            stored = here & (alone == 0)
-            key_note = KEY_NOTES + b * key_notes_b + h * key_notes_h + page * key_notes_n + row * 2
-            value_note = VALUE_NOTES + b * value_notes_b + h * value_notes_h + page * value_notes_n + row * 2
-            slot = NOTES + (pair * blocks + n) * 4
-            tl.store(slot, tl.load(key_note, mask=stored, other=0.0), mask=here)
-            tl.store(slot + 1, tl.load(key_note + 1, mask=stored, other=0.0), mask=stored)
-            tl.store(slot + 2, tl.load(value_note, mask=stored, other=0.0), mask=here)
-            tl.store(slot + 3, tl.load(value_note + 1, mask=stored, other=0.0), mask=stored)
-            if (n0 + NB) * BLOCK > base:
-                first = tl.maximum((base + BLOCK - 1) // BLOCK, n0)
-                for step in range(tl.maximum(tl.minimum(last // BLOCK + 1, n0 + NB) - first, 0)):
-                    t = (first + step) * BLOCK + tl.arange(0, BLOCK)
-                    seen = ((t >= start) & (t <= last) & (t < base + newest))[:, None]
-                    from_k = RECENT_K + b * rk_b + h * rk_h + (t - base)[:, None] * rk_t + tl.arange(0, D)[None, :]
-                    from_v = RECENT_V + b * rv_b + h * rv_h + (t - base)[:, None] * rv_t + tl.arange(0, DV)[None, :]
-                    k = tl.load(from_k, mask=seen, other=0.0).to(tl.float32)
-                    v = tl.load(from_v, mask=seen, other=0.0).to(tl.float32)
-                    place = NOTES + (pair * blocks + first + step) * 4
-                    tl.store(place + 1, norm_above(tl.max(tl.sum(k * k, 1), 0)))
-                    tl.store(place + 3, norm_above(tl.max(tl.sum(v * v, 1), 0)))
+    n = n0 + tl.arange(0, NB)
+    inside = n < blocks
+    anybody = inside & (n * BLOCK <= last) & ((n + 1) * BLOCK > start)
+    live = inside & (n * BLOCK <= high) & ((n + 1) * BLOCK > low)
+    out = (pair.to(tl.int64) * (G * S) + r) * blocks
+    logit = tl.load(LOGITS + (out + n)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], mask=live[:, None], other=float("-inf"))
+    peak = tl.max(logit, 1)
+    top = tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(PEAK + out + n, peak, mask=inside)
+    tl.store(WEIGHT + out + n, tl.sum(exp_of(logit - top[:, None]), 1), mask=inside)
+
+    page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
+    alone = n * BLOCK >= base
+    stored = anybody & (alone == 0)
+    key_note = KEY_NOTES + b * key_notes_b + h * key_notes_h + page * key_notes_n + row * 2
+    value_note = VALUE_NOTES + b * value_notes_b + h * value_notes_h + page * value_notes_n + row * 2
+    kappa = tl.load(key_note, mask=stored, other=0.0)
+    mu = tl.load(key_note + 1, mask=stored, other=0.0)
+    eta = tl.load(value_note, mask=stored, other=0.0)
+    nu = tl.load(value_note + 1, mask=stored, other=0.0)
+    if (n0 + NB) * BLOCK > base:
+        first = tl.maximum(tl.maximum(base + BLOCK - 1, 0) // BLOCK, n0)
+        for step in range(tl.maximum(tl.minimum(last // BLOCK + 1, n0 + NB) - first, 0)):
+            t = (first + step) * BLOCK + tl.arange(0, BLOCK)
+            seen = ((t >= start) & (t <= last) & (t < base + newest))[:, None]
+            from_k = RECENT_K + b * rk_b + h * rk_h + (t - base)[:, None] * rk_t + tl.arange(0, D)[None, :]
+            from_v = RECENT_V + b * rv_b + h * rv_h + (t - base)[:, None] * rv_t + tl.arange(0, DV)[None, :]
+            k = tl.load(from_k, mask=seen, other=0.0).to(tl.float32)
+            v = tl.load(from_v, mask=seen, other=0.0).to(tl.float32)
+            mu = tl.where(n == first + step, norm_above(tl.max(tl.sum(k * k, 1), 0)), mu)
+            nu = tl.where(n == first + step, norm_above(tl.max(tl.sum(v * v, 1), 0)), nu)
+    if r == 0:
+        slot = NOTES + (pair * blocks + n) * 4
+        tl.store(slot, kappa, mask=inside)
+        tl.store(slot + 1, mu, mask=inside)
+        tl.store(slot + 2, eta, mask=inside)
+        tl.store(slot + 3, nu, mask=inside)
+
+    q = tl.load(Q + b * q_b + (h * G + r // S) * q_h + (r % S) * q_s + tl.arange(0, D)).to(tl.float64)
+    query_norm = tl.sqrt(tl.sum(q * q, 0)) * (1.0 + 2.0**-40)
+    if n0 == 0:
+        tl.store(QUERY_NORM + pair * (G * S) + r, query_norm)
+    channels = tl.load(CHANNELS + out + n, mask=live & (alone == 0), other=0.0).to(tl.float64)
+    own = rounding(0.0, 0.0, mu.to(tl.float64), 0.0, query_norm, SCALE, D + 4.0)
+    delta = deviation(0.0, channels, kappa.to(tl.float64), mu.to(tl.float64), 0.0, query_norm, SCALE, D + 4.0)
+    tl.store(OWN + out + n, tl.where(live, own, 0.0), mask=inside)
+    tl.store(DELTA + out + n, tl.where(live, tl.where(alone, own, delta), 0.0), mask=inside)
 
 
 @triton.jit
@@ -211,11 +233,17 @@ def largest_square(x):
 
 
 @triton.jit
+def beyond(square, NOTE):
+    """Whether a norm, by its float64 square, is above what a note says; also where either is no number."""
+    return (tl.sqrt(square) * (1.0 + 2.0**-40) <= tl.load(NOTE).to(tl.float64)) == 0
+
+
+@triton.jit
 def exact(
-    Q, CODES, STEPS, ZEROS, ORIGINALS, READ, AT, LOGITS, PEAK, WEIGHT, APART, RESIDUAL, SIZE,
+    Q, CODES, STEPS, ZEROS, ORIGINALS, READ, AT, NOTES, DELTA, OWN, LOGITS, PEAK, WEIGHT, SIZE, DAMAGED,
     q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, blocks, page_tokens, scale,
-    D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, NB: tl.constexpr, PER_PAGE: tl.constexpr,
-    ALL: tl.constexpr,
+    GUARD: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, NB: tl.constexpr,
+    PER_PAGE: tl.constexpr, ALL: tl.constexpr,
 ):
     """NB blocks of one kv head: those that some row's flag READ [B, K, rows, N] asks for (ALL: READ [B, K, rows], all of its blocks)."""
     b = (tl.program_id(1) // K).to(tl.int64)
@@ -253,8 +281,10 @@ def exact(
             per_block = page * steps_n + b * steps_b + h * steps_h + row * D + c
             decoded = codes.to(tl.float32) * tl.load(STEPS + per_block) + tl.load(ZEROS + per_block)
             apart = k64 - tl.where(own[:, None], decoded, 0.0).to(tl.float64)
-            tl.store(RESIDUAL + place, largest_square(apart))
-        tl.store(SIZE + place, largest_square(k64))
+            if beyond(largest_square(apart), NOTES + place * 4) | beyond(largest_square(k64), NOTES + place * 4 + 1):
+                tl.store(DAMAGED + tl.program_id(1), 1)
+        else:
+            tl.store(SIZE + place, largest_square(k64))
         for r in tl.static_range(G * S):
             if ALL:
                 flag = tl.load(READ + heads + r) != 0
@@ -278,5 +308,8 @@ def exact(
                 tl.store(WEIGHT + (heads + r) * blocks + n, tl.sum(exp_of(new - top), 0))
                 if not ALL:
                     moved = tl.abs(found - old)
-                    moved = tl.where(moved == moved, moved, float("inf"))
-                    tl.store(APART + (heads + r) * blocks + n, tl.max(tl.where(seen & coded, moved, 0.0), 0))
+                    moved = tl.max(tl.where(seen & coded, tl.where(moved == moved, moved, float("inf")), 0.0), 0)
+                    at_block = (heads + r) * blocks + n
+                    most = consistent(tl.load(DELTA + at_block), GUARD, tl.load(OWN + at_block))
+                    if (moved.to(tl.float64) <= most) == 0:
+                        tl.store(DAMAGED + tl.program_id(1), 1)

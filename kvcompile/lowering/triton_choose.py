@@ -1,4 +1,4 @@
-"""Promotion without a sort, for certified attention: see ``triton_certified``."""
+"""Promotion of keys without a sort, for certified attention: see ``triton_certified``."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: ANN001, ANN202, N803, PLR0913, RUF005 - kernels: operands are pointers and constants in capitals, tuples grow in loops.
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kvcompile.lowering.triton_bounds import key_term, least_term
 
 
 @triton.jit
@@ -31,35 +33,8 @@ def standing(ORDER, AMOUNT, row, blocks, BUDGET: tl.constexpr, digit, i, CHUNK: 
 
 
 @triton.jit
-def choose(
-    ORDER, FIRST, SECOND, CHOSEN, WIDENED, blocks, least, most, most_widened,
-    FIRST_BUDGET: tl.constexpr, SECOND_BUDGET: tl.constexpr, CHUNK: tl.constexpr, COVER: tl.constexpr, WIDEN: tl.constexpr,
-):
-    """The leading blocks of one head in descending order of ORDER, float32 (below zero: no candidate), as flags.
-
-    As many as must leave so that FIRST, float64, adds up to at most FIRST_BUDGET over the rest, from ``least`` to ``most``; or, where
-    more (WIDEN), the same of SECOND, up to ``most_widened``. COVER is off where all must leave. Nonnegative floats are ordered
-    as their bits are: the place in the order is found four bits at a time, from sums over what lies below sixteen thresholds.
-    Budgets are constants, since an operand would be float32.
-    """
-    row = tl.program_id(0).to(tl.int64) * blocks
-    digit = tl.arange(0, 16)
-    i = tl.arange(0, CHUNK)
-    candidates = 0
-    for first in range(0, blocks, CHUNK):
-        inside = first + i < blocks
-        candidates += tl.sum((tl.load(ORDER + row + first + i, mask=inside, other=-1.0) >= 0).to(tl.int32), 0)
-
-    narrow = candidates
-    if COVER:
-        narrow = standing(ORDER, FIRST, row, blocks, FIRST_BUDGET, digit, i, CHUNK)
-    count = tl.minimum(tl.maximum(narrow, least), most)
-    if WIDEN:
-        wide = tl.minimum(standing(ORDER, SECOND, row, blocks, SECOND_BUDGET, digit, i, CHUNK), most_widened)
-        tl.store(WIDENED + tl.program_id(0), (wide > count).to(tl.int8))
-        count = tl.maximum(count, wide)
-    count = tl.minimum(count, candidates)
-
+def mark(ORDER, CHOSEN, row, blocks, count, digit, i, CHUNK: tl.constexpr):
+    """Flags of the ``count`` leading candidates; equal ones in the order of their blocks."""
     # The largest bits that at least ``count`` candidates reach.
     edge = 0
     for shift in range(28, -4, -4):
@@ -70,12 +45,10 @@ def choose(
             held += tl.sum(((bits[None, :] >= reach[:, None]) & (bits >= 0)[None, :]).to(tl.int32), 1)
         fits = (held >= count) & (reach >= 0)
         edge += (tl.max(tl.where(fits, digit, 0), 0)) << shift
-
     above = 0
     for first in range(0, blocks, CHUNK):
         bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
         above += tl.sum((bits > edge).to(tl.int32), 0)
-    # Equal ones in the order of their blocks.
     left = count - above
     for first in range(0, blocks, CHUNK):
         bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
@@ -83,3 +56,92 @@ def choose(
         rank = tl.cumsum(equal, 0) - equal
         tl.store(CHOSEN + row + first + i, ((bits > edge) | ((equal != 0) & (rank < left))).to(tl.int8), mask=first + i < blocks)
         left -= tl.sum(equal, 0)
+
+
+@triton.jit
+def gap_of(peak, top, live):
+    """How far a block's largest logit is below the head's, float64, and that nothing is there as a number whose exp is zero."""
+    apart = peak.to(tl.float64) - top.to(tl.float64)
+    return tl.where(live, tl.where(apart < -1e4, -1e4, apart), -1e4)
+
+
+@triton.jit
+def choose(
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, ORDER, SHARE, TERM, CHOSEN, STATS, blocks,
+    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Which blocks of one row's codes are promoted to original keys, as flags; STATS [rows, 2]: whether widened, the tail's mass.
+
+    As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST; or, where more
+    (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
+    ordered as their bits are: a place in the order is found four bits at a time, from sums over what lies below sixteen thresholds.
+    Budgets are constants, since an operand would be float32. ORDER (float32), SHARE and TERM (float64) are scratch.
+    """
+    r = tl.program_id(0)
+    row = r.to(tl.int64) * blocks
+    rows: tl.constexpr = G * S
+    at = AT + r // (rows * K) * (2 * S + 1)
+    base = tl.load(at + 2 * S)
+    high = tl.load(at + r % S)
+    low = tl.load(at + S + r % S)
+    nu_at = NOTES + (r // rows) * blocks * 4 + 3
+    digit = tl.arange(0, 16)
+    i = tl.arange(0, CHUNK)
+    sink = tl.load(SINKS + r)
+    top = sink
+    vmax = 0.0
+    candidates = 0
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
+        top = tl.maximum(top, tl.max(tl.load(PEAK + row + n, mask=live, other=float("-inf")), 0))
+        vmax = tl.maximum(vmax, tl.max(tl.load(nu_at + n * 4, mask=live, other=0.0), 0))
+        candidates += tl.sum((live & (n * 16 < base)).to(tl.int32), 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    everything = tl.exp(sink.to(tl.float64) - top.to(tl.float64))
+    least = everything * 0.0
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
+        gap = gap_of(tl.load(PEAK + row + n, mask=live, other=0.0), top, live)
+        weight = tl.load(WEIGHT + row + n, mask=live, other=0.0).to(tl.float64)
+        mass = weight * tl.exp(gap)
+        tl.store(SHARE + row + n, mass, mask=n < blocks)
+        everything += tl.sum(mass, 0)
+        if WIDEN:
+            delta = tl.load(DELTA + row + n, mask=live, other=0.0)
+            least += tl.sum(least_term(delta, gap, weight), 0)
+            nu = tl.load(nu_at + n * 4, mask=live, other=0.0).to(tl.float64)
+            tl.store(TERM + row + n, tl.where(n * 16 < base, key_term(vmax.to(tl.float64), delta, gap, nu, weight), 0.0), mask=n < blocks)
+    everything = tl.where(everything < 1e-300, 1e-300, everything)
+    least = tl.where(least < 1e-300, 1e-300, least)
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        coded = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low) & (n * 16 < base)
+        share = tl.load(SHARE + row + n, mask=n < blocks, other=0.0) / everything
+        tl.store(SHARE + row + n, share, mask=n < blocks)
+        tl.store(ORDER + row + n, tl.where(coded, share, -1.0).to(tl.float32), mask=n < blocks)
+        if WIDEN:
+            tl.store(TERM + row + n, tl.load(TERM + row + n, mask=n < blocks, other=0.0) / least, mask=n < blocks)
+    # Written by some threads of this program, read by others.
+    tl.debug_barrier()
+    narrow = candidates
+    if COVER >= 0:
+        narrow = standing(ORDER, SHARE, row, blocks, COVER, digit, i, CHUNK)
+    count = tl.minimum(tl.maximum(narrow, LEAST), MOST)
+    if WIDEN:
+        wide = tl.minimum(standing(ORDER, TERM, row, blocks, BUDGET, digit, i, CHUNK), MOST_WIDENED)
+        tl.store(STATS + r * 2, (wide > count).to(tl.float64))
+        count = tl.maximum(count, wide)
+    else:
+        tl.store(STATS + r * 2, 0.0)
+    mark(ORDER, CHOSEN, row, blocks, tl.minimum(count, candidates), digit, i, CHUNK)
+    tl.debug_barrier()
+    tail = everything * 0.0
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        coded = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low) & (n * 16 < base)
+        kept = coded & (tl.load(CHOSEN + row + n, mask=n < blocks, other=1) == 0)
+        tail += tl.sum(tl.load(SHARE + row + n, mask=kept, other=0.0), 0)
+    tl.store(STATS + r * 2 + 1, tail)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcompile.lowering.triton_certified import BLOCK, exp_of, sight
+from kvcompile.lowering.triton_certified import BLOCK, beyond, exp_of, sight
 
 
 @triton.jit
@@ -76,9 +76,23 @@ def mix_codes(
 
 
 @triton.jit
+def largest_logit(PEAK, EXACT, SINK, wanted, blocks, start, last, base):
+    """Of a row whose blocks of codes are taken from EXACT; a sink's included. Nothing is read where there is nothing to do."""
+    top = tl.load(SINK)
+    if wanted:
+        i = tl.arange(0, 512)
+        for first in range(0, blocks, 512):
+            n = first + i
+            exact = (n * BLOCK <= last) & (n * BLOCK + BLOCK > start) & (n * BLOCK < base)
+            peak = tl.load(PEAK + n, mask=(n < blocks) & (exact == 0), other=float("-inf"))
+            top = tl.maximum(top, tl.max(tl.maximum(peak, tl.load(EXACT + n, mask=(n < blocks) & exact, other=float("-inf"))), 0))
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
 def mix_exact(
-    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, OUT, RESIDUAL, SIZE, codes_n, steps_n, from_n, from_t, rv_t,
-    blocks, page_tokens, newest, start, last, base, n_first, n_stop, heads, r0, window,
+    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, PEAK, EXACT, SINKS, OUT, NOTES, SIZE, DAMAGED, codes_n, steps_n, from_n,
+    from_t, rv_t, blocks, page_tokens, newest, start, last, base, n_first, n_stop, heads, r0, window,
     DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr,
     ALL: tl.constexpr,
 ):
@@ -91,9 +105,16 @@ def mix_exact(
     sixteen = tl.arange(0, 16)
     low_sums = ()
     high_sums = ()
-    for _i in tl.static_range(TILE):
+    tops = ()
+    for i in tl.static_range(TILE):
         low_sums = low_sums + (tl.zeros([RUNS, GROUP], tl.float32),)
         high_sums = high_sums + (tl.zeros([RUNS, GROUP], tl.float32),)
+        r = heads + tl.minimum(r0 + i, ROWS - 1)
+        if ALL:
+            wanted = (n_stop > n_first) | window
+            tops = tops + (largest_logit(PEAK + r * blocks, EXACT + r * blocks, SINKS + r, wanted, blocks, start, last, base),)
+        else:
+            tops = tops + (tl.load(TOP + r),)
     for first in range(n_first, n_stop, 16):
         pending = (first + sixteen < n_stop).to(tl.int32)
         if not ALL:
@@ -117,7 +138,7 @@ def mix_exact(
                 else:
                     mine = tl.load(READ + r * blocks + n) != 0
                 logit = tl.load(LOGITS + r * blocks * BLOCK + t, mask=seen & mine, other=float("-inf"))
-                weights = weights + (exp_of(logit - tl.load(TOP + r)),)
+                weights = weights + (exp_of(logit - tops[i]),)
             here = ORIGINALS + (t // page_tokens).to(tl.int64) * from_n + (t % page_tokens) * from_t
             low_v = tl.load(here + c, mask=seen, other=0.0).to(tl.float32)
             high_v = tl.load(here + HALF + c, mask=seen, other=0.0).to(tl.float32)
@@ -128,8 +149,10 @@ def mix_exact(
                 new_high = new_high + (high_sums[i] + tl.sum(high_v * weights[i], 0),)
             low_sums = new_low
             high_sums = new_high
-            tl.store(SIZE + n, largest_run_square(low_v, high_v))
-            if not ALL:
+            size = largest_run_square(low_v, high_v)
+            if ALL:
+                tl.store(SIZE + n, size)
+            else:
                 in_page = t % PAGE
                 page = (n * BLOCK // PAGE).to(tl.int64)
                 scale_at = page * steps_n + in_page * (2 * RUNS) + run
@@ -140,7 +163,8 @@ def mix_exact(
                 words = tl.load(CODES + page * codes_n + in_page * HALF + c, mask=seen, other=0)
                 low_away = low_v.to(tl.float64) - ((words & 15).to(tl.float32) * low_step + low_zero).to(tl.float64)
                 high_away = high_v.to(tl.float64) - ((words >> 4).to(tl.float32) * high_step + high_zero).to(tl.float64)
-                tl.store(RESIDUAL + n, largest_run_square(low_away, high_away))
+                if beyond(largest_run_square(low_away, high_away), NOTES + n * 4 + 2) | beyond(size, NOTES + n * 4 + 3):
+                    tl.store(DAMAGED, 1)
     if window:
         row = tl.arange(0, NEWEST)[:, None, None]
         t = base + row
@@ -149,7 +173,7 @@ def mix_exact(
         for i in tl.static_range(TILE):
             r = heads + tl.minimum(r0 + i, ROWS - 1)
             logit = tl.load(LOGITS + r * blocks * BLOCK + t, mask=seen, other=float("-inf"))
-            weights = weights + (exp_of(logit - tl.load(TOP + r)),)
+            weights = weights + (exp_of(logit - tops[i]),)
         low_v = tl.load(RECENT_V + row * rv_t + c, mask=seen, other=0.0).to(tl.float32)
         high_v = tl.load(RECENT_V + row * rv_t + HALF + c, mask=seen, other=0.0).to(tl.float32)
         new_low = ()
@@ -168,7 +192,7 @@ def mix_exact(
 
 @triton.jit
 def mix(
-    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, AT, OUT, RESIDUAL, SIZE,
+    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, PEAK, EXACT, SINKS, AT, NOTES, OUT, SIZE, DAMAGED,
     codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t,
     blocks, page_tokens, newest, splits, share, own_share,
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
@@ -177,8 +201,8 @@ def mix(
     """sum_t exp(logit - TOP) v_t, [splits + own splits, B, K, rows, DV], of one kv head and a tile of rows.
 
     The first ``splits`` programs of a head have ``share`` blocks of codes each, the others ``own_share`` blocks whose originals may be
-    wanted, the last one the newest tokens too. READ as in ``exact``; where ALL there are only the others, and rows that are not
-    flagged are left out. Channels of a word's two codes are half a head apart.
+    wanted, the last one the newest tokens too. READ as in ``exact``; where ALL there are only the others, rows that are not
+    flagged are left out, and TOP is the largest of PEAK and, of codes, EXACT. Channels of a word's two codes are half a head apart.
     """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
@@ -213,6 +237,7 @@ def mix(
             window = window & (anybody != 0)
         mix_exact(
             codes, STEPS + scales, ZEROS + scales, ORIGINALS + b * from_b + h * from_h, RECENT_V + b * rv_b + h * rv_h, LOGITS, TOP, READ,
-            out, RESIDUAL + pair * blocks, SIZE + pair * blocks, codes_n, steps_n, from_n, from_t, rv_t, blocks, page_tokens, newest,
-            start, last, base, n_first, n_stop, heads, r0, window, DV, GROUP, ROWS, OWN_TILE, NEWEST, PAGE, ALL,
+            PEAK, EXACT, SINKS, out, NOTES + pair * blocks * 4, SIZE + pair * blocks, DAMAGED + pair, codes_n, steps_n, from_n, from_t,
+            rv_t, blocks, page_tokens, newest, start, last, base, n_first, n_stop, heads, r0, window, DV, GROUP, ROWS, OWN_TILE, NEWEST,
+            PAGE, ALL,
         )
