@@ -170,7 +170,7 @@ def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
 
 
 def test_a_step_is_traced_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiled graph holds: nine kernels, nothing that reads data; tracing would raise on a number taken to the host."""
+    """What a compiled graph holds: eleven kernels, nothing that reads data; tracing would raise on a number taken to the host."""
     pytest.importorskip("triton")
 
     class Wrapped(certified_device.Launch):
@@ -199,7 +199,7 @@ def test_a_step_is_traced_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     with mode:
         traced = make_fx(run)(*operands)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 9
+    assert len(kernels) == 11
 
 
 COMMON = dict(K=8, G=4, S=1, S2=1)
@@ -208,9 +208,13 @@ KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
     "sums": (4, dict(COMMON, SCALE=0.09, D=128, DV=128, NB=64, PER_PAGE=4)),
     "exact": (4, dict(COMMON, GUARD=1e-6, D=128, NB=8, PER_PAGE=4, ALL=False)),
     "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, OWN_TILE=1, NEWEST=32, PAGE=64, ALL=False)),
-    "choose": (16, dict(K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, CHUNK=2048)),
-    "tally": (16, dict(
-        K=8, G=4, S=1, V_TOL=0.05, BUDGET=0.1, SPEND=True, EXPLORE=True, RANK=True, SCALE=0.09, D=128, CHUNK=2048, WIDTH=17, ALL=False,
+    "choose": (16, dict(
+        K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, CHUNK=2048, WIDE=8192,
+    )),
+    "tally": (4, dict(K=8, G=4, S=1, RANK=True, SCALE=0.09, D=128, CHUNK=256, WIDTH=15, ALL=False)),
+    "tally_values": (4, dict(
+        K=8, G=4, S=1, V_TOL=0.05, BUDGET=0.1, SPEND=False, EXPLORE=True, CHUNK=256, WIDE=8192, CHUNKS2=32, WIDTH=15, OUT_WIDTH=5,
+        ALL=False,
     )),
 }
 POINTERS = {
@@ -219,7 +223,7 @@ POINTERS = {
     "SHARE": "*fp64", "TERM": "*fp64", "CHOSEN": "*i8", "STATS": "*fp64", "LOGITS": "*fp32", "PEAK": "*fp32", "WEIGHT": "*fp32",
     "CHANNELS": "*fp32", "NOTES": "*fp32", "TOP": "*fp32", "OUT": "*fp32", "DELTA": "*fp64", "OWN": "*fp64", "QUERY_NORM": "*fp64",
     "EXACT": "*fp32", "EXACT_PEAK": "*fp32", "EXACT_WEIGHT": "*fp32", "SINKS": "*fp32", "EXPLORED": "*i8", "KEY_SIZE": "*fp64",
-    "VALUE_SIZE": "*fp64", "VALUES": "*i8", "SUMS": "*fp64", "scale": "fp32", "CHAIN": "fp32",
+    "VALUE_SIZE": "*fp64", "VALUES": "*i8", "SUMS": "*fp64", "scale": "fp32", "chain": "fp32",
 }
 OF_VALUES = {"CODES": "*u8", "STEPS": "*fp16", "ZEROS": "*fp16"}
 
@@ -233,7 +237,7 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
 
     from kvcompile.lowering import triton_certified, triton_choose, triton_mix, triton_tally
 
-    modules = {"mix": triton_mix, "choose": triton_choose, "tally": triton_tally}
+    modules = {"mix": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally}
     kernel, (warps, constants) = getattr(modules.get(name, triton_certified), name), KERNELS[name]
     pointers = POINTERS | (OF_VALUES if name == "mix" else {})
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in kernel.arg_names}

@@ -1,16 +1,20 @@
 """``certified_attend`` by kernels: what ``certified.certified_step`` defines, with tier 2 read only where it is asked for.
 
-    1. ``score``: int8 keys once. Then, over [B, K, Q, N] blocks: deviations, shares, ``choose`` (promotion), exploration.
-    2. ``exact``: original keys of the blocks that are read, in place of their logits. Then the softmax, promotion of values.
-    3. ``mix``: int4 values once, original values where promoted. Then the certificate and the causes.
-    4. ``exact`` and ``mix`` again, with everything from the originals, for the heads that fall; whoever has none ends at once.
+    1. ``score`` reads the int8 keys once, ``sums`` makes blocks of logits, ``choose`` promotes keys; exploration is drawn here.
+    2. ``exact`` reads the original keys of what is read and puts their logits in place. ``tally`` adds up what a certificate is
+       made of, ``tally_values`` promotes values.
+    3. ``mix`` reads the int4 values once, and original values where promoted. The certificate and the causes are made here.
+    4. ``exact``, ``mix`` and the tallies again, with everything from the originals, for heads that fall; without one they end at once.
+
+What stands here as tensor code has one number a row, but for exploration and a ranking of more than one block.
 
 No branch depends on data, nothing comes to the host, every buffer's size is that of the planes: a CUDA graph can hold it.
 
 Every decision is the definition's, on logits and sums that were added in another order, except that blocks whose shares are equal as
-float32 numbers are promoted together where a budget draws the line between them (never beyond ``k_max``). What is certified is
-what was read, so more is sound. A head that falls is not what the scheme ``dense`` gives bit for bit: it is the same
-float32 attention over the originals in another order, within the certificate that comes with it.
+float32 numbers leave the tail together where a budget draws the line between them (never beyond ``k_max``). What is certified is
+what was read, so more is sound. Weights are relative to the largest logit by codes, or the largest exact one if that is above it.
+A head that falls is not what the scheme ``dense`` gives bit for bit: it is the same float32 attention over the originals in
+another order, within the certificate that comes with it, which the originals' own norms make.
 
 The arithmetic: logits as in the definition; a block's values in float32, a split's blocks one after the other, so the chain of roundings
 grows by a split's blocks; splits and masses in float64.
@@ -36,9 +40,9 @@ from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import Cause, Certify, Fallback
 
-SPAN, SUM_BLOCKS, EXACT_BLOCKS, CHUNK = 8, 64, 8, 2048
-"""Blocks of a program of ``score``, ``sums`` and ``exact``, and those that ``choose`` compares at once. Chosen by instruction counts and
-registers of what is compiled, never timed; so are the next two."""
+SPAN, SUM_BLOCKS, EXACT_BLOCKS, TALLY, CHUNK, WIDE = 8, 64, 8, 256, 2048, 8192
+"""Blocks of a program of ``score``, ``sums``, ``exact`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
+Chosen by instruction counts and registers of what is compiled, never timed; so are the next two."""
 
 ROW_TILE, OWN_TILE = 4, 1
 """Rows of a program of ``score`` and ``mix``, and where ``mix`` reads originals."""
@@ -129,14 +133,13 @@ def certified_by_kernels(
     chosen, explored, widened, tail = run.choose(clock, codes)
     read = chosen if explored is None else chosen | explored.to(torch.int8)
     exact = run.exact(read, False)
-    original_values, sums = run.tally(exact, read, explored, False)
+    original_values, sums = run.tally(exact, read, explored, run.top, False)
     output = run.mix(original_values, exact.peak, False) / sums["mass"].clamp(min=certificates.LEAST_NORMAL).unsqueeze(-1)
     certificate = certificates.from_sums(sums, output, q.dtype)
 
     causes = causes_of(certificate, rules)
     if rules.rank == 1:
-        disagree, entering = sums["disagree"] != 0, sums["entering"] != 0
-        causes = causes | ranked(disagree, entering)
+        causes = causes | ranked(*run.ranked(sums))
     elif rules.rank:
         mixed = Masses(torch.where(read != 0, exact.peak, coded.peak), torch.where(read != 0, exact.weight, coded.weight))
         known = ~codes & torch.isfinite(coded.peak) | (read != 0)
@@ -150,7 +153,7 @@ def certified_by_kernels(
         asked = falls.to(torch.int8)
         exact = run.exact(asked, True)
         summed = run.mix(asked, exact.peak, True)
-        _, dense_sums = run.tally(exact, asked, None, True)
+        _, dense_sums = run.tally(exact, asked, None, torch.empty_like(run.top), True)
         dense = summed / dense_sums["mass"].clamp(min=certificates.LEAST_NORMAL).unsqueeze(-1)
         found = certificates.from_sums(dense_sums, dense, q.dtype)
         dense_arithmetic = found.key + found.arithmetic
@@ -254,9 +257,10 @@ class DeviceStep:
         widen = not math.isinf(rules.key_budget)
         self.launch(
             choose, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, self.order,
-            self.share_of, self.term, chosen, stats, self.blocks, warps=16, LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST),
-            MOST_WIDENED=min(rules.k_max << rules.widen, MOST), COVER=(1 - rules.tau_cov + ALL) * INSIDE if rules.tau_cov < 1 else -1.0,
-            BUDGET=rules.key_budget * INSIDE if widen else 0.0, WIDEN=widen, CHUNK=CHUNK, **self.sizes,
+            self.share_of, self.term, chosen, self.top, stats, self.blocks, warps=16, LEAST=min(rules.k_min, MOST),
+            MOST=min(rules.k_max, MOST), MOST_WIDENED=min(rules.k_max << rules.widen, MOST),
+            COVER=(1 - rules.tau_cov + ALL) * INSIDE if rules.tau_cov < 1 else -1.0, BUDGET=rules.key_budget * INSIDE if widen else 0.0,
+            WIDEN=widen, CHUNK=CHUNK, WIDE=WIDE, **self.sizes,
         )
         widened, tail = stats.unbind(-1)
         if not rules.explore:
@@ -273,7 +277,7 @@ class DeviceStep:
         found = Masses(self.floats(*self.shape, self.blocks), self.floats(*self.shape, self.blocks))
         self.launch(
             exact, (-(-self.blocks // EXACT_BLOCKS), B * K), q, *keys[:3], originals, asked, self.at, self.notes, self.delta, self.own,
-            self.logits, *found, self.key_size, self.damaged, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3],
+            self.logits, *found, self.top, self.key_size, self.damaged, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3],
             *originals.stride()[:4], self.blocks, originals.shape[3], self.scale, warps=4, GUARD=min(self.rules.guard, LARGEST),
             D=q.shape[3], NB=EXACT_BLOCKS, PER_PAGE=self.page // BLOCK, ALL=everything, S2=1 << (self.sizes["S"] - 1).bit_length(),
             **self.sizes,
@@ -281,22 +285,54 @@ class DeviceStep:
         return found
 
     def tally(
-        self, exact: Masses, read: torch.Tensor, explored: torch.Tensor | None, everything: bool
+        self, exact: Masses, read: torch.Tensor, explored: torch.Tensor | None, top: torch.Tensor, everything: bool
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Which blocks' values come from the originals, and the sums that a certificate is made of, [B, K, Q] each."""
-        from kvcompile.lowering.triton_tally import COLUMNS, WIDTH, tally
+        from kvcompile.lowering import triton_tally as kernels
 
-        rules, values, sums = self.rules, self.flags(), self.doubles(*self.shape, WIDTH)
-        spend = not everything and not math.isinf(rules.value_budget)
+        rules, values, rows = self.rules, self.flags(), math.prod(self.shape)
+        chunks = -(-self.blocks // TALLY)
+        keys = self.doubles(*self.shape, chunks, len(kernels.COLUMNS))
         self.launch(
-            tally, (math.prod(self.shape),), self.peak, self.weight, *exact, read, read if explored is None else explored.to(torch.int8),
-            self.delta, self.own, self.notes, self.key_size, self.value_size, self.query_norm, self.sinks, self.at, self.order, self.term,
-            values, self.top, sums, self.blocks, warps=16, V_TOL=min(rules.v_tol, LARGEST),
-            BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend, EXPLORE=explored is not None,
-            RANK=rules.rank == 1 and not everything, CHAIN=certificates.CHAIN + 1.0 * self.share, SCALE=abs(self.scale),
-            D=self.q.shape[3], CHUNK=CHUNK, WIDTH=WIDTH, ALL=everything, **self.sizes,
+            kernels.tally, (chunks, rows), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes, self.key_size,
+            self.value_size, self.query_norm, self.sinks, self.at, top, keys, self.blocks, warps=4,
+            RANK=rules.rank == 1 and not everything, SCALE=abs(self.scale), D=self.q.shape[3], CHUNK=TALLY, WIDTH=len(kernels.COLUMNS),
+            ALL=everything, **self.sizes,
         )
-        return values, dict(zip(COLUMNS, sums.unbind(-1), strict=True))
+        spend = not everything and not math.isinf(rules.value_budget)
+        programs = 1 if spend else chunks
+        left = self.doubles(*self.shape, programs, len(kernels.VALUE_COLUMNS))
+        self.launch(
+            kernels.tally_values, (programs, rows), self.peak, self.weight, *exact, read,
+            read if explored is None else explored.to(torch.int8), self.notes, self.value_size, self.sinks, self.at, top, keys, self.order,
+            self.term, values, left, self.blocks, chunks, certificates.CHAIN + 1.0 * self.share, warps=16 if spend else 4,
+            V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
+            EXPLORE=explored is not None, CHUNK=CHUNK if spend else TALLY, WIDE=WIDE, CHUNKS2=1 << (chunks - 1).bit_length(),
+            WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything, **self.sizes,
+        )
+        return values, self.summed(keys, left, top)
+
+    def summed(self, keys: torch.Tensor, left: torch.Tensor, top: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What programs of ``tally`` and ``tally_values`` found, of all blocks and a sink together."""
+        from kvcompile.lowering import triton_tally as kernels
+
+        parts = dict(zip(kernels.COLUMNS, keys.unbind(-1), strict=True)) | dict(zip(kernels.VALUE_COLUMNS, left.unbind(-1), strict=True))
+        found = {name: parts[name].sum(-1) for name in (*kernels.ADDED, *kernels.VALUE_COLUMNS[:-1])}
+        found |= {name: parts[name].amax(-1) for name in (*kernels.LARGEST, kernels.VALUE_COLUMNS[-1])}
+        for name in kernels.PLACES:
+            most = name.removeprefix("first_")
+            found[name] = torch.where(parts[most] == found[most].unsqueeze(-1), parts[name], float(self.blocks)).amin(-1)
+        sink = torch.exp(self.sinks.view(self.shape).to(torch.float64) - top.to(torch.float64))
+        found["mass"] = found["mass"] + sink
+        for name in ("total", "least"):
+            found[name] = (found[name] + sink * (1 - 2.0**-20)).clamp(min=certificates.LEAST_NORMAL)
+        return found
+
+    def ranked(self, sums: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``certified_checks.rank_fails`` for one leading block, from what ``tally`` found."""
+        at = sums["first_by_exact"].to(torch.int64)
+        own = torch.where(at < self.blocks, self.own.gather(-1, at.clamp(max=self.blocks - 1).unsqueeze(-1)).squeeze(-1), 0)
+        return sums["first_by_codes"] != sums["first_by_exact"], ~(sums["upper"] <= sums["by_exact"] - own)
 
     def mix(self, asked: torch.Tensor, exact_peak: torch.Tensor, everything: bool) -> torch.Tensor:
         """sum exp(logit - top) v, float64 [B, K, Q, Dv]; original values where asked for, as in ``exact``."""

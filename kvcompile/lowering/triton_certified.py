@@ -9,6 +9,7 @@ cost what unpacking costs, and a dot product of 16-bit operands would have to be
                 consistency check compares
     mix         (``triton_mix``) int4 values once, with weights from the logits as they stand then; originals where flags ask for them
     choose      (``triton_choose``) which blocks stand first in descending order of an amount until the rest fits a budget
+    tally       (``triton_tally``) what a certificate is made of, and which values are promoted
 
 Logits stay in memory between ``score`` and ``mix``: 4 bytes a token and row, an eighth of tier 1 at four rows. In return nothing is
 ever subtracted: a correction (exact minus coded) of promoted blocks would cancel, and its rounding would have to be certified as
@@ -58,6 +59,20 @@ def sight(AT, S: tl.constexpr, S2: tl.constexpr):
 def norm_above(square):
     """The root of a float32 sum of squares, not below the exact one: of up to 1024 terms, some of which may have been flushed."""
     return tl.sqrt(square) * (1.0 + 2.0**-14) + 2.0**-57
+
+
+@triton.jit
+def largest_logit(PEAK, EXACT, SINK, wanted, blocks, start, last, base):
+    """Of a row whose blocks of codes are taken from EXACT; a sink's included. Nothing is read where there is nothing to do."""
+    top = tl.load(SINK)
+    if wanted:
+        i = tl.arange(0, 512)
+        for first in range(0, blocks, 512):
+            n = first + i
+            exact = (n * BLOCK <= last) & (n * BLOCK + BLOCK > start) & (n * BLOCK < base)
+            peak = tl.load(PEAK + n, mask=(n < blocks) & (exact == 0), other=float("-inf"))
+            top = tl.maximum(top, tl.max(tl.maximum(peak, tl.load(EXACT + n, mask=(n < blocks) & exact, other=float("-inf"))), 0))
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
@@ -240,7 +255,7 @@ def beyond(square, NOTE):
 
 @triton.jit
 def exact(
-    Q, CODES, STEPS, ZEROS, ORIGINALS, READ, AT, NOTES, DELTA, OWN, LOGITS, PEAK, WEIGHT, SIZE, DAMAGED,
+    Q, CODES, STEPS, ZEROS, ORIGINALS, READ, AT, NOTES, DELTA, OWN, LOGITS, PEAK, WEIGHT, TOP, SIZE, DAMAGED,
     q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, blocks, page_tokens, scale,
     GUARD: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, NB: tl.constexpr,
     PER_PAGE: tl.constexpr, ALL: tl.constexpr,
@@ -313,3 +328,6 @@ def exact(
                     most = consistent(tl.load(DELTA + at_block), GUARD, tl.load(OWN + at_block))
                     if (moved.to(tl.float64) <= most) == 0:
                         tl.store(DAMAGED + tl.program_id(1), 1)
+                    # Exact logits may be above all those by codes; whoever comes first, the largest stays.
+                    if peak > tl.load(TOP + heads + r):
+                        tl.atomic_max(TOP + heads + r, peak)

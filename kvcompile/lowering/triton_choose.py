@@ -12,45 +12,43 @@ from kvcompile.lowering.triton_bounds import key_term, least_term
 
 
 @triton.jit
-def standing(ORDER, AMOUNT, row, blocks, BUDGET: tl.constexpr, digit, i, CHUNK: tl.constexpr):
+def standing(ORDER, AMOUNT, row, blocks, BUDGET: tl.constexpr, WIDE: tl.constexpr):
     """How many candidates stand above the longest tail whose amounts add up to at most BUDGET; equal ones leave together."""
+    i = tl.arange(0, WIDE)
     edge = 0
-    for shift in range(28, -4, -4):
-        reach = edge + (digit << shift)
-        below = (digit * 0).to(tl.float64)
-        for first in range(0, blocks, CHUNK):
+    for shift in range(30, -1, -1):
+        reach = edge + (1 << shift)
+        below = tl.zeros([WIDE], tl.float64)
+        for first in range(0, blocks, WIDE):
             inside = first + i < blocks
             bits = tl.load(ORDER + row + first + i, mask=inside, other=-1.0).to(tl.int32, bitcast=True)
-            amount = tl.load(AMOUNT + row + first + i, mask=inside, other=0.0)
-            below += tl.sum(tl.where((bits[None, :] < reach[:, None]) & (bits >= 0)[None, :], amount[None, :], 0.0), 1)
-        fits = (below <= BUDGET) & (reach >= 0)
-        edge += (tl.max(tl.where(fits, digit, 0), 0)) << shift
-    count = 0
-    for first in range(0, blocks, CHUNK):
-        bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-        count += tl.sum((bits >= tl.maximum(edge, 0)).to(tl.int32), 0)
-    return count
+            below += tl.where((bits >= 0) & (bits < reach), tl.load(AMOUNT + row + first + i, mask=inside, other=0.0), 0.0)
+        edge = tl.where(tl.sum(below, 0) <= BUDGET, reach, edge)
+    return how_many(ORDER, row, blocks, edge, WIDE)
 
 
 @triton.jit
-def mark(ORDER, CHOSEN, row, blocks, count, digit, i, CHUNK: tl.constexpr):
+def how_many(ORDER, row, blocks, edge, WIDE: tl.constexpr):
+    """Candidates whose bits reach ``edge``, which is not negative."""
+    i = tl.arange(0, WIDE)
+    count = tl.zeros([WIDE], tl.int32)
+    for first in range(0, blocks, WIDE):
+        bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
+        count += (bits >= edge).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def mark(ORDER, CHOSEN, row, blocks, count, WIDE: tl.constexpr):
     """Flags of the ``count`` leading candidates; equal ones in the order of their blocks."""
+    i = tl.arange(0, WIDE)
     # The largest bits that at least ``count`` candidates reach.
     edge = 0
-    for shift in range(28, -4, -4):
-        reach = edge + (digit << shift)
-        held = digit * 0
-        for first in range(0, blocks, CHUNK):
-            bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-            held += tl.sum(((bits[None, :] >= reach[:, None]) & (bits >= 0)[None, :]).to(tl.int32), 1)
-        fits = (held >= count) & (reach >= 0)
-        edge += (tl.max(tl.where(fits, digit, 0), 0)) << shift
-    above = 0
-    for first in range(0, blocks, CHUNK):
-        bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-        above += tl.sum((bits > edge).to(tl.int32), 0)
-    left = count - above
-    for first in range(0, blocks, CHUNK):
+    for shift in range(30, -1, -1):
+        reach = edge + (1 << shift)
+        edge = tl.where(how_many(ORDER, row, blocks, reach, WIDE) >= count, reach, edge)
+    left = count - how_many(ORDER, row, blocks, edge + 1, WIDE)
+    for first in range(0, blocks, WIDE):
         bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
         equal = (bits == edge).to(tl.int32)
         rank = tl.cumsum(equal, 0) - equal
@@ -67,16 +65,18 @@ def gap_of(peak, top, live):
 
 @triton.jit
 def choose(
-    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, ORDER, SHARE, TERM, CHOSEN, STATS, blocks,
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, ORDER, SHARE, TERM, CHOSEN, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Which blocks of one row's codes are promoted to original keys, as flags; STATS [rows, 2]: whether widened, the tail's mass.
+    """Which blocks of one row's codes are promoted to original keys, as flags.
 
     As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST; or, where more
     (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
-    ordered as their bits are: a place in the order is found four bits at a time, from sums over what lies below sixteen thresholds.
-    Budgets are constants, since an operand would be float32. ORDER (float32), SHARE and TERM (float64) are scratch.
+    ordered as their bits are: a place in the order is found bit by bit, from the sum over what lies below. Budgets are constants,
+    since an operand would be float32. ORDER (float32), SHARE and TERM (float64) are scratch. STATS [rows, 2]: whether widened, the
+    tail's mass. TOP: the largest logit by codes, which ``exact`` may raise; what all weights are relative to from here on.
     """
     r = tl.program_id(0)
     row = r.to(tl.int64) * blocks
@@ -86,11 +86,11 @@ def choose(
     high = tl.load(at + r % S)
     low = tl.load(at + S + r % S)
     nu_at = NOTES + (r // rows) * blocks * 4 + 3
-    digit = tl.arange(0, 16)
     i = tl.arange(0, CHUNK)
     sink = tl.load(SINKS + r)
     top = sink
-    vmax = 0.0
+    vmax = sink * 0.0
+    vmax = tl.where(vmax == vmax, vmax, 0.0)
     candidates = 0
     for first in range(0, blocks, CHUNK):
         n = first + i
@@ -99,6 +99,7 @@ def choose(
         vmax = tl.maximum(vmax, tl.max(tl.load(nu_at + n * 4, mask=live, other=0.0), 0))
         candidates += tl.sum((live & (n * 16 < base)).to(tl.int32), 0)
     top = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(TOP + r, top)
     everything = tl.exp(sink.to(tl.float64) - top.to(tl.float64))
     least = everything * 0.0
     for first in range(0, blocks, CHUNK):
@@ -128,15 +129,15 @@ def choose(
     tl.debug_barrier()
     narrow = candidates
     if COVER >= 0:
-        narrow = standing(ORDER, SHARE, row, blocks, COVER, digit, i, CHUNK)
+        narrow = standing(ORDER, SHARE, row, blocks, COVER, WIDE)
     count = tl.minimum(tl.maximum(narrow, LEAST), MOST)
     if WIDEN:
-        wide = tl.minimum(standing(ORDER, TERM, row, blocks, BUDGET, digit, i, CHUNK), MOST_WIDENED)
+        wide = tl.minimum(standing(ORDER, TERM, row, blocks, BUDGET, WIDE), MOST_WIDENED)
         tl.store(STATS + r * 2, (wide > count).to(tl.float64))
         count = tl.maximum(count, wide)
     else:
         tl.store(STATS + r * 2, 0.0)
-    mark(ORDER, CHOSEN, row, blocks, tl.minimum(count, candidates), digit, i, CHUNK)
+    mark(ORDER, CHOSEN, row, blocks, tl.minimum(count, candidates), WIDE)
     tl.debug_barrier()
     tail = everything * 0.0
     for first in range(0, blocks, CHUNK):

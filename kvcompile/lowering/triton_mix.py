@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcompile.lowering.triton_certified import BLOCK, beyond, exp_of, sight
+from kvcompile.lowering.triton_certified import BLOCK, beyond, exp_of, largest_logit, sight
 
 
 @triton.jit
@@ -73,20 +73,6 @@ def mix_codes(
         if r0 + i < ROWS:
             tl.store(OUT + (r0 + i) * DV + to, tl.sum(low_sums[i], 0))
             tl.store(OUT + (r0 + i) * DV + HALF + to, tl.sum(high_sums[i], 0))
-
-
-@triton.jit
-def largest_logit(PEAK, EXACT, SINK, wanted, blocks, start, last, base):
-    """Of a row whose blocks of codes are taken from EXACT; a sink's included. Nothing is read where there is nothing to do."""
-    top = tl.load(SINK)
-    if wanted:
-        i = tl.arange(0, 512)
-        for first in range(0, blocks, 512):
-            n = first + i
-            exact = (n * BLOCK <= last) & (n * BLOCK + BLOCK > start) & (n * BLOCK < base)
-            peak = tl.load(PEAK + n, mask=(n < blocks) & (exact == 0), other=float("-inf"))
-            top = tl.maximum(top, tl.max(tl.maximum(peak, tl.load(EXACT + n, mask=(n < blocks) & exact, other=float("-inf"))), 0))
-    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
