@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -169,8 +170,12 @@ def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
     assert (linear >= printed * (1 - 2.0**-22)).all() and (linear <= printed * (1 + 2.0**-18)).all()
 
 
-def test_a_step_is_traced_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiled graph holds: eleven kernels, nothing that reads data; tracing would raise on a number taken to the host."""
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiled graph holds: eleven kernels, nothing that reads data; tracing would raise on a number taken to the host.
+
+    ``growing``: the number of pages is a symbol, on which nothing may depend but sizes and operands.
+    """
     pytest.importorskip("triton")
 
     class Wrapped(certified_device.Launch):
@@ -188,10 +193,14 @@ def test_a_step_is_traced_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> N
             Certify(), Certified(), q, keys, values, originals, hi, None, None, clock, 0.1, 64, recent, base
         )
 
-    mode = FakeTensorMode()
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
 
     def faked(x: Any) -> Any:
-        return [faked(item) for item in x] if isinstance(x, list) else mode.from_tensor(x)
+        if isinstance(x, list):
+            return [faked(item) for item in x]
+        sizes = [DimDynamic.DYNAMIC if growing and x.dim() == 5 and axis == 0 else DimDynamic.STATIC for axis in range(x.dim())]
+        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
     operands = [faked(x) for x in (
         step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([1]), cache.recent, cache.base,
@@ -200,20 +209,23 @@ def test_a_step_is_traced_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> N
         traced = make_fx(run)(*operands)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     assert len(kernels) == 11
+    pages = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
+    assert bool(pages) == growing
+    assert not [value for value in shapes.replacements.values() if value.is_number], "the number of pages was fixed"
 
 
 COMMON = dict(K=8, G=4, S=1, S2=1)
 KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "score": (1, dict(COMMON, D=128, TILE=4, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30)),
+    "score": (1, dict(COMMON, SCALE=0.09, D=128, TILE=4, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30)),
     "sums": (4, dict(COMMON, SCALE=0.09, D=128, DV=128, NB=64, PER_PAGE=4)),
-    "exact": (4, dict(COMMON, GUARD=1e-6, D=128, NB=8, PER_PAGE=4, ALL=False)),
+    "exact": (4, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, NB=8, PER_PAGE=4, ALL=False)),
     "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, OWN_TILE=1, NEWEST=32, PAGE=64, ALL=False)),
     "choose": (16, dict(
         K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, CHUNK=2048, WIDE=8192,
     )),
     "tally": (4, dict(K=8, G=4, S=1, RANK=True, SCALE=0.09, D=128, CHUNK=256, WIDTH=15, ALL=False)),
     "tally_values": (4, dict(
-        K=8, G=4, S=1, V_TOL=0.05, BUDGET=0.1, SPEND=False, EXPLORE=True, CHUNK=256, WIDE=8192, CHUNKS2=32, WIDTH=15, OUT_WIDTH=5,
+        K=8, G=4, S=1, CHAIN=64.0, V_TOL=0.05, BUDGET=0.1, SPEND=False, EXPLORE=True, CHUNK=256, WIDE=8192, WIDTH=15, OUT_WIDTH=5,
         ALL=False,
     )),
 }
@@ -223,7 +235,7 @@ POINTERS = {
     "SHARE": "*fp64", "TERM": "*fp64", "CHOSEN": "*i8", "STATS": "*fp64", "LOGITS": "*fp32", "PEAK": "*fp32", "WEIGHT": "*fp32",
     "CHANNELS": "*fp32", "NOTES": "*fp32", "TOP": "*fp32", "OUT": "*fp32", "DELTA": "*fp64", "OWN": "*fp64", "QUERY_NORM": "*fp64",
     "EXACT": "*fp32", "EXACT_PEAK": "*fp32", "EXACT_WEIGHT": "*fp32", "SINKS": "*fp32", "EXPLORED": "*i8", "KEY_SIZE": "*fp64",
-    "VALUE_SIZE": "*fp64", "VALUES": "*i8", "SUMS": "*fp64", "scale": "fp32", "chain": "fp32",
+    "VALUE_SIZE": "*fp64", "VALUES": "*i8", "SUMS": "*fp64",
 }
 OF_VALUES = {"CODES": "*u8", "STEPS": "*fp16", "ZEROS": "*fp16"}
 

@@ -80,7 +80,7 @@ def kernel_gap(
         return f"{rows} rows of queries a kv head, above {MOST_ROWS}"
     if D & (D - 1) or value_dim & (value_dim - 1) or D < BLOCK or value_dim < 2 * group:
         return f"{D} key channels and {value_dim} value channels: powers of two, and two groups of {group}, are known"
-    if page % BLOCK or any(plane.shape[3] != page for plane in values[:3]):
+    if not isinstance(page, int) or page % BLOCK or any(plane.shape[3] != page for plane in values[:3]):
         return f"pages of {page} rows that are not whole blocks of codes and values alike"
     if any(plane.stride(-1) != 1 or plane.stride(-2) != plane.shape[-1] for plane in (*keys[:4], *values[:4])):
         return "planes whose rows do not lie one after the other"
@@ -230,8 +230,8 @@ class DeviceStep:
         several = dict(self.sizes, S2=1 << (S - 1).bit_length())
         self.launch(
             kernels.score, (-(-N // SPAN) + 1, B * K, self.tiles), q, *keys[:3], new_k, self.at, self.logits, self.channels,
-            *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3], N, new_k.shape[2], self.scale, warps=1,
-            D=q.shape[3], TILE=self.tile, SPAN=SPAN, PER_PAGE=self.page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1],
+            *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3], N, new_k.shape[2], warps=1,
+            SCALE=self.scale, D=q.shape[3], TILE=self.tile, SPAN=SPAN, PER_PAGE=self.page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1],
             OF_ONE=RADIUS[2], **several,
         )
         self.launch(
@@ -278,7 +278,7 @@ class DeviceStep:
         self.launch(
             exact, (-(-self.blocks // EXACT_BLOCKS), B * K), q, *keys[:3], originals, asked, self.at, self.notes, self.delta, self.own,
             self.logits, *found, self.top, self.key_size, self.damaged, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3],
-            *originals.stride()[:4], self.blocks, originals.shape[3], self.scale, warps=4, GUARD=min(self.rules.guard, LARGEST),
+            *originals.stride()[:4], self.blocks, originals.shape[3], warps=4, SCALE=self.scale, GUARD=min(self.rules.guard, LARGEST),
             D=q.shape[3], NB=EXACT_BLOCKS, PER_PAGE=self.page // BLOCK, ALL=everything, S2=1 << (self.sizes["S"] - 1).bit_length(),
             **self.sizes,
         )
@@ -305,9 +305,9 @@ class DeviceStep:
         self.launch(
             kernels.tally_values, (programs, rows), self.peak, self.weight, *exact, read,
             read if explored is None else explored.to(torch.int8), self.notes, self.value_size, self.sinks, self.at, top, keys, self.order,
-            self.term, values, left, self.blocks, chunks, certificates.CHAIN + 1.0 * self.share, warps=16 if spend else 4,
+            self.term, values, left, self.blocks, chunks, self.share, warps=16 if spend else 4, CHAIN=certificates.CHAIN,
             V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
-            EXPLORE=explored is not None, CHUNK=CHUNK if spend else TALLY, WIDE=WIDE, CHUNKS2=1 << (chunks - 1).bit_length(),
+            EXPLORE=explored is not None, CHUNK=CHUNK if spend else TALLY, WIDE=WIDE,
             WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything, **self.sizes,
         )
         return values, self.summed(keys, left, top)
@@ -321,7 +321,7 @@ class DeviceStep:
         found |= {name: parts[name].amax(-1) for name in (*kernels.LARGEST, kernels.VALUE_COLUMNS[-1])}
         for name in kernels.PLACES:
             most = name.removeprefix("first_")
-            found[name] = torch.where(parts[most] == found[most].unsqueeze(-1), parts[name], float(self.blocks)).amin(-1)
+            found[name] = torch.where(parts[most] == found[most].unsqueeze(-1), parts[name], float(MOST)).amin(-1)
         sink = torch.exp(self.sinks.view(self.shape).to(torch.float64) - top.to(torch.float64))
         found["mass"] = found["mass"] + sink
         for name in ("total", "least"):

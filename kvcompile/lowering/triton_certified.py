@@ -89,8 +89,9 @@ def beside(columns, COUNT: tl.constexpr):
 
 @triton.jit
 def score_block(
-    queries, lows, highs, CODES, STEPS, ZEROS, RECENT_K, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest, scale, n, base, heads,
-    r0, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PER_PAGE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr,
+    queries, lows, highs, CODES, STEPS, ZEROS, RECENT_K, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest, n, base, heads, r0,
+    SCALE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PER_PAGE: tl.constexpr, OF_STEP: tl.constexpr,
+    OF_ZERO: tl.constexpr,
     OF_ONE: tl.constexpr, WINDOW: tl.constexpr,
 ):
     """One block, TILE rows from r0 on. WINDOW: tokens from ``base`` on are not codes.
@@ -116,7 +117,7 @@ def score_block(
     reach = ()
     for i in tl.static_range(TILE):
         seen = (t >= lows[i]) & (t <= highs[i])
-        logits = logits + (tl.where(seen, tl.sum(k * queries[i], 1) * scale, float("-inf")),)
+        logits = logits + (tl.where(seen, tl.sum(k * queries[i], 1) * SCALE, float("-inf")),)
         reach = reach + (tl.sum(tl.abs(queries[i]) * radius, 1),)
     rows = r0 + tl.arange(0, TILE)
     out = (heads + rows) * blocks + n
@@ -128,8 +129,8 @@ def score_block(
 def score(
     Q, CODES, STEPS, ZEROS, RECENT_K, AT, LOGITS, CHANNELS,
     q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, rk_b, rk_h, rk_t, blocks, newest,
-    scale,
-    D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
+    SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
+    SPAN: tl.constexpr,
     PER_PAGE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
 ):
     """SPAN blocks of one kv head, TILE rows: logits, and sum_c |q_c| radius_c. The last program of a head has the window's blocks."""
@@ -159,14 +160,14 @@ def score(
         for step in tl.range(0, tl.maximum(n1 - n0, 0)):
             score_block(
                 queries, lows, highs, codes, STEPS + scales, ZEROS + scales, new, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest,
-                scale, n0 + step, base, heads, r0, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, False,
+                n0 + step, base, heads, r0, SCALE, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, False,
             )
     else:
         n0 = tl.maximum(base // BLOCK, start // BLOCK)
         for step in range(tl.maximum(last // BLOCK + 1 - n0, 0)):
             score_block(
                 queries, lows, highs, codes, STEPS + scales, ZEROS + scales, new, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest,
-                scale, n0 + step, base, heads, r0, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, True,
+                n0 + step, base, heads, r0, SCALE, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, True,
             )
 
 
@@ -256,8 +257,9 @@ def beyond(square, NOTE):
 @triton.jit
 def exact(
     Q, CODES, STEPS, ZEROS, ORIGINALS, READ, AT, NOTES, DELTA, OWN, LOGITS, PEAK, WEIGHT, TOP, SIZE, DAMAGED,
-    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, blocks, page_tokens, scale,
-    GUARD: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, NB: tl.constexpr,
+    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, blocks, page_tokens,
+    SCALE: tl.constexpr, GUARD: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
+    NB: tl.constexpr,
     PER_PAGE: tl.constexpr, ALL: tl.constexpr,
 ):
     """NB blocks of one kv head: those that some row's flag READ [B, K, rows, N] asks for (ALL: READ [B, K, rows], all of its blocks)."""
@@ -312,7 +314,7 @@ def exact(
                 at = LOGITS + (heads + r) * tokens + t
                 old = tl.load(at)
                 seen = (t >= low) & (t <= high)
-                found = tl.sum(k * q, 1) * scale
+                found = tl.sum(k * q, 1) * SCALE
                 new = tl.where(seen, tl.where(coded, found, old), float("-inf"))
                 # Whoever reads a logit here has read it before any is written: the barrier of the sums below is not enough.
                 tl.debug_barrier()

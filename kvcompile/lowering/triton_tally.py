@@ -136,9 +136,10 @@ def tally(
 @triton.jit
 def tally_values(
     PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, EXPLORED, NOTES, VALUE_SIZE, SINKS, AT, TOP, SUMS, ORDER, TERM, VALUES, OUT,
-    blocks, chunks, chain,
-    V_TOL: tl.constexpr, BUDGET: tl.constexpr, SPEND: tl.constexpr, EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
-    S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, CHUNKS2: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    blocks, chunks, share,
+    CHAIN: tl.constexpr, V_TOL: tl.constexpr, BUDGET: tl.constexpr, SPEND: tl.constexpr, EXPLORE: tl.constexpr, K: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
     ALL: tl.constexpr,
 ):
     """CHUNK blocks of one row after ``tally``, or (SPEND) all of them.
@@ -160,8 +161,11 @@ def tally_values(
         if SPEND:
             end = blocks
         if not ALL:
-            part = tl.arange(0, CHUNKS2)
-            parts = tl.load(SUMS + (r.to(tl.int64) * chunks + part) * WIDTH + 1, mask=part < chunks, other=0.0)
+            part = tl.arange(0, 64)
+            parts = tl.zeros([64], tl.float64)
+            for first in range(0, chunks, 64):
+                at = SUMS + (r.to(tl.int64) * chunks + first + part) * WIDTH + 1
+                parts += tl.load(at, mask=first + part < chunks, other=0.0)
             total = tl.sum(parts, 0) + tl.exp(tl.load(SINKS + r).to(tl.float64) - top.to(tl.float64)) * (1.0 - 2.0**-20)
             total = tl.where(total < 1e-300, 1e-300, total)
         if SPEND:
@@ -184,6 +188,8 @@ def tally_values(
             tl.debug_barrier()
             mark(ORDER, VALUES, row, blocks, standing(ORDER, TERM, row, blocks, BUDGET, WIDE), WIDE)
             tl.debug_barrier()
+        # Roundings between a product and the output: a split adds its blocks one after the other.
+        chain = CHAIN + share.to(tl.float64)
         value_sum = tl.zeros([CHUNK], tl.float64)
         own_values = tl.zeros([CHUNK], tl.float64)
         all_values = tl.zeros([CHUNK], tl.float64)
