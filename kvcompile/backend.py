@@ -24,12 +24,12 @@ from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.reuse import call_key, fingerprint, identities
 from kvcompile.passes.capture import Captured, capture
 from kvcompile.passes.effects import Effects
-from kvcompile.passes.masks import hiding
 from kvcompile.passes.match import Matched, match
-from kvcompile.passes.plan import Pair, Plan, Policy, SitePlan, plan, policy_of
+from kvcompile.passes.plan import Pair, Plan, Policy, plan, policy_of
+from kvcompile.passes.reach import reach
 from kvcompile.passes.rewrite import Rewritten, Variant, rewrite
 from kvcompile.passes.shapes import source_line, value_of
-from kvcompile.passes.sites import LimitKind, Refusal, SlotKind, Stage
+from kvcompile.passes.sites import Refusal, Stage
 from kvcompile.passes.verify import verify
 from kvcompile.report import GraphReport, Report, graph_report
 from kvcompile.runtime import handle as handles
@@ -212,7 +212,7 @@ class _Compilation:
         by_root = {(slot.root, slot.axes.select): item for item in planned.sites for slot in item.site.slots}
         sites = [by_root[binding.plan.slot.root, binding.part] for binding in first.bindings]
         groups = group_bindings(
-            first.bindings, [item.site for item in sites], [_reach(item) for item in sites], [limits_of(item.site) for item in sites]
+            first.bindings, [item.site for item in sites], [reach(item.site) for item in sites], [limits_of(item.site) for item in sites]
         )
         index = {group.root: position for position, group in enumerate(groups)}
         pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
@@ -274,19 +274,6 @@ def _refuse_writes(captured: Captured, effects: Effects, given: tuple[int, ...])
                 found=f"a write at {source_line(effects.writes[entry.node][0])}, whose attention could not be rewritten (see the report),",
                 length="its", shape=tuple(value_of(entry.node).shape),
             )
-
-
-def _reach(item: SitePlan) -> Any:
-    """How many tokens a buffer's attention may read beyond what was written; 0 where its mask says no more than that."""
-    bounds, attention = item.site.bounds, item.site.attention
-    slot = item.site.key
-    if slot.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.READ, SlotKind.UPDATED} or slot.table is not None:
-        return 0
-    if bounds.hi.kind is LimitKind.CONST:
-        return bounds.hi.offset + 1 + sum(coefficient * value_of(node) for node, coefficient in bounds.hi.symbols)
-    if bounds.hi.kind is LimitKind.ALL and not hiding(bounds):
-        return value_of(attention.k).shape[attention.k_roles.index("T")]
-    return 0
 
 
 def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], dict[Any, str]]:

@@ -273,6 +273,24 @@ class Unflattened(Attention):
         return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=visible(pos, self.capacity)))
 
 
+class BornWhole(Attention):
+    """The first call makes its buffers; ``masked``: without a mask, attention would read places that nothing was written into."""
+
+    def __init__(self, masked: bool, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.masked = masked
+
+    def forward(self, x: torch.Tensor, past: Any = None) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        if past is None:
+            past = (*(torch.zeros(self.batch, self.kv, self.capacity, self.dim) for _ in range(2)), torch.zeros(1, dtype=torch.int64))
+        keys, values, length = past
+        pos = length + torch.arange(x.shape[1])
+        keys, values = keys.index_copy_(2, pos, k), values.index_copy_(2, pos, v)
+        mask = visible(pos, self.capacity) if self.masked else None
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)), (keys, values, length + x.shape[1])
+
+
 def with_blocks(module: nn.Module, call: Callable[..., Any], chunks: Any) -> list[torch.Tensor]:
     """forward(x, pos, block mask)."""
 
@@ -302,6 +320,7 @@ CASES = (
     Case("split-later", SplitLater, by_position),
     Case("unflattened", Unflattened, by_position),
     Case("grown-later", GrownLater, returned(None)),
+    Case("born-masked", lambda **given: BornWhole(True, **given), returned(None)),
     Case("part-unread", PartUnread, by_position, refused="entries are read by attention"),
     Case("flex-sum", FlexSum, by_position, refused="also read by logsumexp"),
 )
@@ -366,6 +385,15 @@ def test_a_window_of_the_newest_tokens_cannot_be_read_late(name: str) -> None:
     backend = kvcompile.backend("kivi", inner="eager")
     assert case.error(backend) == 0.0
     assert any("written after its attention" in item.reason for item in backend.report().refusals)
+
+
+def test_a_new_cache_that_is_read_whole_stays_dense_in_its_first_call() -> None:
+    """Zeros that nobody wrote take part in the softmax; a store does not hold them, so that call is left as it is."""
+    backend = kvcompile.backend("dense", inner="eager")
+    assert Case("born-whole", lambda **given: BornWhole(False, **given), returned(None)).error(backend) <= 2e-6
+    first, *later = backend.graphs
+    assert not first.sites and any("no token was written into" in item.reason for item in first.refusals)
+    assert all(graph.sites and not graph.refusals for graph in later)
 
 
 def test_what_makes_a_block_mask_is_left_out() -> None:

@@ -20,6 +20,7 @@ from kvcompile.passes.caches import cache_behind, cut_short, unrecognised
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.patterns import sdpa, softmax
+from kvcompile.passes.reach import reach
 from kvcompile.passes.shapes import hint, module_path, op_name, size_along, sizes, source_line
 from kvcompile.passes.sites import Assembly, Attention, Axes, Miss, Refusal, Ring, Site, Slot, SlotKind, Stage
 
@@ -166,9 +167,15 @@ def _compose(attention: Attention, effects: Effects, index: int) -> Site:
     tokens = hint(size_along(attention.q, attention.q_roles, "S", attention.folded))
     soundness.one_sink_a_head(attention)
     node = attention.output
-    return Site(
+    site = Site(
         index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k, more, assembly,
     )
+    if key.kind is SlotKind.BORN_BUFFER and key.ring is None and hint(reach(site)) > hint(key.write.count):
+        raise Miss(
+            "the attention reads places of a new cache that no token was written into", key.root,
+            advice="mask what is not written yet, as every call after the first needs as well",
+        )
+    return site
 
 
 def _best(attention: Attention, effects: Effects, index: int) -> Site:

@@ -1,4 +1,4 @@
-"""Reach: whether a mask's upper limit may name positions behind the tokens that attention reads.
+"""Reach: how far attention reads, and whether a mask's upper limit may name positions behind the tokens that it reads.
 
 The dense tensor ends there, so such a limit hides nothing. A store goes on to the end of its last page, where
 zeros lie that must never be attended to: a ring written by hand at ``position % capacity`` is masked by the
@@ -7,12 +7,27 @@ position, which grows past the capacity.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from kvcompile.passes.lines import at_most
+from kvcompile.passes.masks import hiding
 from kvcompile.passes.pullback import STEPS
 from kvcompile.passes.shapes import IDENTITIES, is_tensor, op_name, size_along, value_of
-from kvcompile.passes.sites import LimitKind, Site
+from kvcompile.passes.sites import LimitKind, Site, SlotKind
+
+
+def reach(site: Site) -> Any:
+    """How many tokens a buffer's attention may read whatever was written, int or symbolic; 0 where its mask says no more than that."""
+    bounds, attention, slot = site.bounds, site.attention, site.key
+    if slot.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.READ, SlotKind.UPDATED} or slot.table is not None:
+        return 0
+    if bounds.hi.kind is LimitKind.CONST:
+        return bounds.hi.offset + 1 + sum(coefficient * value_of(node) for node, coefficient in bounds.hi.symbols)
+    if bounds.hi.kind is LimitKind.ALL and not hiding(bounds):
+        return value_of(attention.k).shape[attention.k_roles.index("T")]
+    return 0
 
 
 def exceeds(site: Site) -> bool:
