@@ -273,6 +273,23 @@ class Unflattened(Attention):
         return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=visible(pos, self.capacity)))
 
 
+class LookedAt(Attention):
+    """Scores and weights are looked at for what the caller does not ask for."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor, outputs: bool = False) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        scores = (q @ keys.mT * self.dim**-0.5).masked_fill(~visible(pos, self.capacity), -torch.inf)
+        flat, weights = scores.view(-1, self.capacity), scores.softmax(-1)
+        mean = weights.mean(1)
+        y = self.close(weights @ values)
+        return (y, flat, mean) if outputs else y
+
+
 class BornWhole(Attention):
     """The first call makes its buffers; ``masked``: without a mask, attention would read places that nothing was written into."""
 
@@ -321,6 +338,7 @@ CASES = (
     Case("unflattened", Unflattened, by_position),
     Case("grown-later", GrownLater, returned(None)),
     Case("born-masked", lambda **given: BornWhole(True, **given), returned(None)),
+    Case("looked-at", LookedAt, by_position),
     Case("part-unread", PartUnread, by_position, refused="entries are read by attention"),
     Case("flex-sum", FlexSum, by_position, refused="also read by logsumexp"),
 )

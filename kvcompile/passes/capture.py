@@ -88,6 +88,12 @@ def _without_our_frames(trace: str) -> str:
     return mark.join(frame for frame in trace.split(mark) if not frame.startswith(f'"{RUNTIME}'))
 
 
+def _stays(node: fx.Node) -> bool:
+    """Whether a node stays where nothing reads its result: all but ATen operators that write to nothing."""
+    target = node.target
+    return node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or node.is_impure()
+
+
 def capture(
     gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False,
     owns_memory: Callable[[Any], bool] = lambda value: True,
@@ -116,6 +122,8 @@ def capture(
     except Stays:
         log.debug("flex attention stays as it is", exc_info=True)
         module = traced(spell_out=False)
+    # What nothing reads is no reader of scores or caches either.
+    module.graph.eliminate_dead_code(_stays)
     with mode:
         join_stacked(module.graph)
         join_prefixes(module.graph)
