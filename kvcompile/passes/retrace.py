@@ -10,7 +10,7 @@ What made a block mask that is then not read is left out.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch import fx
 from kvcompile.passes import flex
 from kvcompile.passes.vmapped import Region, regions
 
-SHAPED = {torch.zeros_like: 0, torch.ones_like: 1, torch.full_like: None}
-"""Makers of a tensor of another's sizes, and what they fill it with."""
+SHAPED: dict[Any, Callable[..., torch.Tensor]] = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.full_like: torch.full}
+"""Makers of a tensor of another's sizes, and those that take sizes."""
 
 
 class Retrace(fx.Interpreter):
@@ -64,9 +64,9 @@ class Retrace(fx.Interpreter):
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise flex.Stays from error
         if target in SHAPED and set(kwargs) <= {"dtype", "device"} and args and args[0].is_contiguous():
-            like, fill = args[0], SHAPED[target] if len(args) < 2 else args[1]
-            if fill is not None and len(args) == 1 + (SHAPED[target] is None):
-                return torch.full(like.shape, fill, **{"dtype": like.dtype, "device": like.device, **kwargs})
+            like, *fill = args
+            if len(fill) == (target is torch.full_like):
+                return SHAPED[target](like.shape, *fill, **{"dtype": like.dtype, "device": like.device, **kwargs})
         return super().call_function(target, args, kwargs)
 
 
