@@ -247,6 +247,33 @@ class Prefix(Attention):
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask) if y is None else y)
 
 
+class Changed(Prefix):
+    """The new keys change between the join and the write: the cache then holds others than this call attends to."""
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        count = x.shape[1]
+        keys, values = torch.cat([self.k_cache[:, :, :start], k], 2), torch.cat([self.v_cache[:, :, :start], v], 2)
+        mask = torch.ones(count, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - count)
+        k.mul_(0.5)
+        self.k_cache[:, :, start : start + count] = k
+        self.v_cache[:, :, start : start + count] = v
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+
+
+class StackedAndChanged(Attention):
+    """What is returned is changed once it was stacked; what is attended to is not."""
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> Any:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        if past is not None:
+            k, v = torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
+        present = torch.stack((k, v))
+        k.mul_(2.0)
+        mask = torch.ones(x.shape[1], k.shape[2], dtype=torch.bool).tril(k.shape[2] - x.shape[1])
+        return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)), present
+
+
 class SplitLater(Attention):
     """Heads are split from the channels after the cache is read, by methods that are written in Python."""
 
@@ -339,6 +366,8 @@ CASES = (
     Case("grown-later", GrownLater, returned(None)),
     Case("born-masked", lambda **given: BornWhole(True, **given), returned(None)),
     Case("looked-at", LookedAt, by_position),
+    Case("prefix-changed", lambda **given: Changed(False, **given), by_offset, refused="assembled, here by cat"),
+    Case("stacked-and-changed", StackedAndChanged, returned(None), refused="passes through other operations"),
     Case("part-unread", PartUnread, by_position, refused="entries are read by attention"),
     Case("flex-sum", FlexSum, by_position, refused="also read by logsumexp"),
 )

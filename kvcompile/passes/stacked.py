@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.passes.effects import analyse
 from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, sizes, value_of
 
 aten = torch.ops.aten
@@ -57,16 +58,20 @@ def _grown(node: fx.Node) -> _Grown | None:
 
 def join_stacked(graph: fx.Graph) -> None:
     """Turn every stack of parts that each grew by new tokens into one concatenation, in place."""
+    stacks = [node for node in graph.nodes if op_name(node) == "stack"]
+    effects = analyse(graph) if stacks else None
     order = {node: at for at, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        if op_name(node) != "stack":
-            continue
+    for node in stacks:
+        assert effects is not None
         parts, dim = bind(node)["tensors"], bind(node)["dim"] % len(sizes(node))
         grown = [_grown(part) for part in parts]
         first = grown[0]
         if first is None or [
             (item.past, item.dim, item.index, item.token_dim) for item in grown if item is not None
         ] != [(first.past, dim, at, first.token_dim) for at in range(len(parts))] or sizes(first.past)[dim] != len(parts):
+            continue
+        if any(effects.writes.get(effects.root.get(item, item)) for item in (first.past, *parts)):
+            # A view of the whole would see changes that a copy did not.
             continue
         last = max(parts, key=lambda part: order[part])
         if any(order[user] < order[last] for part in parts for user in part.users):
