@@ -37,6 +37,11 @@ class Attention(nn.Module):
         rows = x.shape[:2]
         return self.q(x).view(*rows, self.heads, -1), self.k(x).view(*rows, self.kv, -1), self.v(x).view(*rows, self.kv, -1)
 
+    def heads_first(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values as [B, heads, S, D]."""
+        q, k, v = self.project(x)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
     def close(self, y_BHSD: torch.Tensor) -> torch.Tensor:
         """Back to [B, S, width] through the output projection."""
         return self.o(y_BHSD.transpose(1, 2).flatten(2))
@@ -46,6 +51,14 @@ def buffers(module: nn.Module, *shape: int, names: Sequence[str] = ("k_cache", "
     """Register zero buffers."""
     for name in names:
         module.register_buffer(name, torch.zeros(shape))
+
+
+class Buffered(Attention):
+    """An attention over two registered buffers [B, K, C, D]."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch, self.kv, self.capacity, self.dim)
 
 
 def visible(pos: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -91,7 +104,7 @@ class TrilMask(Attention):
         self.register_buffer("causal", torch.tril(torch.ones(self.capacity, self.capacity, dtype=torch.bool)))
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.k_cache[:, :, pos] = k
         self.v_cache[:, :, pos] = v
         repeats = self.heads // self.kv
@@ -99,15 +112,11 @@ class TrilMask(Attention):
         return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=self.causal[None, None, pos]))
 
 
-class IndexCopyAttribute(Attention):
+class IndexCopyAttribute(Buffered):
     """``self.k_cache.index_copy_`` whose result is dropped: the read is of the attribute."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.k_cache.index_copy_(2, pos, k)
         self.v_cache.index_copy_(2, pos, v)
         scores = q @ self.k_cache.transpose(-1, -2) / math.sqrt(self.dim)
@@ -124,7 +133,7 @@ class Transposed(Attention):
         buffers(self, self.batch, self.kv, self.capacity, self.dim, names=("v_cache",))
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         keys = self.k_cache.index_copy_(3, pos, k.transpose(2, 3))
         values = self.v_cache.index_copy_(2, pos, v)
         scores = torch.where(visible(pos, self.capacity), (q * self.dim**-0.5) @ keys, -1e9)
@@ -151,15 +160,11 @@ class Narrow(Attention):
         return self.close(y)
 
 
-class SliceAssign(Attention):
+class SliceAssign(Buffered):
     """``cache[:, :, s:s + n] = k`` and a read of ``cache[:, :, :s + n]``, scores spelled out."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         count = x.shape[1]
         self.k_cache[:, :, start : start + count] = k
         self.v_cache[:, :, start : start + count] = v
@@ -178,7 +183,7 @@ class CombinedOneWrite(Attention):
         buffers(self, 2, self.batch, self.kv, self.capacity, self.dim, names=("cache",))
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.cache.index_copy_(3, pos, torch.stack([k, v]))
         keys, values = self.cache.unbind(0)
         mask = visible(pos, self.capacity)[None, None]
@@ -193,7 +198,7 @@ class CombinedTwoWrites(Attention):
         buffers(self, 2, self.batch, self.kv, self.capacity, self.dim, names=("cache",))
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.cache[0].index_copy_(2, pos, k)
         self.cache[1].index_copy_(2, pos, v)
         mask = visible(pos, self.capacity)[None, None]
@@ -216,12 +221,8 @@ class CombinedMiddle(Attention):
         return self.close(y)
 
 
-class PerRow(Attention):
+class PerRow(Buffered):
     """Every row of the batch at its own positions: ``cache[rows, :, pos] = k``."""
-
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
@@ -288,7 +289,7 @@ class GroupedMatmul(Attention):
         buffers(self, self.batch, self.kv, self.capacity, self.dim)
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
         scores = q.unflatten(1, (self.kv, -1)) @ keys[:, :, None].transpose(-1, -2)
         scores = torch.where(visible(pos, self.capacity), scores * self.dim**-0.5, torch.finfo(x.dtype).min)
@@ -299,7 +300,7 @@ class Concatenated(Attention):
     """nanoGPT with a cache: (k, v) come in, or None, and go out one chunk longer."""
 
     def forward(self, x: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None = None) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         total, count = k.shape[2], x.shape[1]
@@ -394,12 +395,8 @@ class RowSlice(Attention):
         return self.close(F.softmax(scores.float(), dim=-1).type_as(q) @ values.transpose(1, 2))
 
 
-class ScalarPosition(Attention):
+class ScalarPosition(Buffered):
     """One token at a time at a 0-dim position tensor."""
-
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
@@ -410,12 +407,8 @@ class ScalarPosition(Attention):
         return self.close(y)
 
 
-class RowDecode(Attention):
+class RowDecode(Buffered):
     """One token a row, every row at its own position: ``cache[rows, :, pos] = k``, all indices of rank 1."""
-
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
@@ -427,15 +420,11 @@ class RowDecode(Attention):
         return self.close(y)
 
 
-class Window(Attention):
+class Window(Buffered):
     """A sliding window as a mask over a full buffer."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
         t = torch.arange(self.capacity)
         mask = (t <= pos[:, None]) & (t > pos[:, None] - 5)
@@ -450,21 +439,17 @@ class Attribute(Attention):
         self.keys = self.values = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.keys = k if self.keys is None else torch.cat([self.keys, k], dim=2)
         self.values = v if self.values is None else torch.cat([self.values, v], dim=2)
         return self.close(F.scaled_dot_product_attention(q, self.keys, self.values))
 
 
-class Scattered(Attention):
+class Scattered(Buffered):
     """``cache.scatter_`` with an expanded index."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         index = pos[None, None, :, None].expand_as(k)
         self.k_cache.scatter_(2, index, k)
         self.v_cache.scatter_(2, index, v)
@@ -476,7 +461,7 @@ class Functional(Attention):
     """The cache is updated out of place and returned."""
 
     def forward(self, x: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], pos: torch.Tensor) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         keys, values = caches[0].index_copy(2, pos, k), caches[1].index_copy(2, pos, v)
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity))
         return self.close(y), (keys, values)
@@ -490,7 +475,7 @@ class Tiled(Attention):
         buffers(self, self.batch, self.kv, self.capacity, self.dim)
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
         keys, values = (cache.repeat(1, self.heads // self.kv, 1, 1) for cache in (keys, values))
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
@@ -500,7 +485,7 @@ class FunctionalScatter(Attention):
     """Out of place by scatter, one position a row and token expanded to all elements: what exporters like."""
 
     def forward(self, x: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], pos: torch.Tensor) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         index = pos.view(1, 1, -1, 1).repeat(x.shape[0], self.kv, 1, self.dim)
         keys, values = torch.scatter(caches[0], 2, index, k), torch.scatter(caches[1], 2, index, v)
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity))), (keys, values)
@@ -510,59 +495,43 @@ class SliceScattered(Attention):
     """Out of place by slice_scatter at an int offset."""
 
     def forward(self, x: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], start: int) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         end = start + x.shape[1]
         keys, values = torch.slice_scatter(caches[0], k, 2, start, end), torch.slice_scatter(caches[1], v, 2, start, end)
         mask = visible(torch.arange(start, end), self.capacity)
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)), (keys, values)
 
 
-class CopiedBack(Attention):
+class CopiedBack(Buffered):
     """Updated out of place, and copied into the buffer."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.k_cache.copy_(self.k_cache.index_copy(2, pos, k))
         self.v_cache.copy_(self.v_cache.index_copy(2, pos, v))
         return self.close(F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity)))
 
 
-class Reassigned(Attention):
+class Reassigned(Buffered):
     """``self.k_cache = self.k_cache.index_copy(...)``."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.k_cache, self.v_cache = self.k_cache.index_copy(2, pos, k), self.v_cache.index_copy(2, pos, v)
         return self.close(F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity)))
 
 
-class NotGivenBack(Attention):
+class NotGivenBack(Buffered):
     """Updated out of place, and forgotten: the next call does not see the new tokens."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         keys, values = self.k_cache.index_copy(2, pos, k), self.v_cache.index_copy(2, pos, v)
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
 
 
-class RowsAndOnePosition(Attention):
+class RowsAndOnePosition(Buffered):
     """``cache[rows[:, None], :, pos]`` with the same positions for all rows."""
-
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
@@ -609,15 +578,11 @@ class BlockTable(Attention):
         return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible(pos, self.capacity)))
 
 
-class Rolled(Attention):
+class Rolled(Buffered):
     """The newest tokens at the end of a rolling buffer."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         count = x.shape[1]
         self.k_cache.copy_(torch.cat([self.k_cache[:, :, count:], k], 2))
         self.v_cache.copy_(torch.cat([self.v_cache[:, :, count:], v], 2))
@@ -640,29 +605,21 @@ class LatentKeys(Attention):
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
 
 
-class ScratchCopy(Attention):
+class ScratchCopy(Buffered):
     """The new tokens are written into a copy: the next call does not see them."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         keys, values = self.k_cache.clone(), self.v_cache.clone()
         keys[:, :, pos], values[:, :, pos] = k, v
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
 
 
-class Probed(Attention):
+class Probed(Buffered):
     """The cache is also read by something that is no attention."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor, probe: bool = True) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
         y = self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
         return y + keys.norm() if probe else y

@@ -21,6 +21,7 @@ from e2e_layers import (  # noqa: F401 - tests take all models from here
     Attention,
     Attribute,
     BlockTable,
+    Buffered,
     Call,
     CombinedMiddle,
     CombinedOneWrite,

@@ -21,11 +21,6 @@ class Windowed(Attention):
     def __init__(self, **sizes: int) -> None:
         super().__init__(**{"capacity": WINDOW, **sizes})
 
-    def heads_first(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values as [B, heads, S, D]."""
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
-        return q, k, v
-
     def mask(self, start: int, count: int, length: int) -> torch.Tensor:
         """bool [S, length]: the window of ``count`` queries of which the first stands at ``start`` of ``length`` lined-up tokens."""
         t, s = torch.arange(length), torch.arange(start, start + count)

@@ -30,13 +30,8 @@ class Odd(Attention):
 
     def written(self, x: torch.Tensor, pos: torch.Tensor) -> Triple:
         """Queries, and the caches with the new tokens in them."""
-        q, k, v = self.fresh(x)
+        q, k, v = self.heads_first(x)
         return q, self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
-
-    def fresh(self, x: torch.Tensor) -> Triple:
-        """New queries, keys and values as [B, H, S, D]."""
-        q, k, v = self.project(x)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def attend(m: Odd, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -117,25 +112,25 @@ def other_precision(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
 
 
 def one_cache(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-    q, k, _ = m.fresh(x)
+    q, k, _ = m.heads_first(x)
     k = m.k_cache.index_copy_(2, pos, k)
     return attend(m, q, k, k, visible(pos, m.capacity))
 
 
 def read_before_it_is_written(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-    q, k, v = m.fresh(x)
+    q, k, v = m.heads_first(x)
     y = attend(m, q, m.k_cache, m.v_cache, visible(pos, m.capacity))
     m.k_cache[:, :, pos], m.v_cache[:, :, pos] = k, v
     return y
 
 
 def read_early_and_late(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-    return read_before_it_is_written(m, x, pos) + attend(m, m.fresh(x)[0], m.k_cache, m.v_cache, visible(pos, m.capacity))
+    return read_before_it_is_written(m, x, pos) + attend(m, m.heads_first(x)[0], m.k_cache, m.v_cache, visible(pos, m.capacity))
 
 
 def written_twice(m: Odd, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     q, k, v = m.written(x, pos)
-    m.k_cache[:, :, pos] = m.fresh(x)[1] * 2
+    m.k_cache[:, :, pos] = m.heads_first(x)[1] * 2
     return attend(m, q, k, v, visible(pos, m.capacity))
 
 

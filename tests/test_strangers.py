@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from e2e_models import CHUNKS, Attention, Case, buffers, by_offset, by_position, inputs, returned, visible
+from e2e_models import CHUNKS, Attention, Buffered, Case, buffers, by_offset, by_position, inputs, returned, visible
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -51,7 +51,7 @@ class Stacked(Attention):
     """Old GPT-2: keys and values grow one by one and are returned stacked."""
 
     def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         if past is not None:
             past_k, past_v = past.unbind(0)
             k, v = torch.cat([past_k, k], -2), torch.cat([past_v, v], -2)
@@ -66,7 +66,7 @@ class SideBySide(Attention):
     """Keys and values in one concatenated tensor, side by side in the channels."""
 
     def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         both = torch.cat([k, v], -1)
         if past is not None:
             both = torch.cat([past, both], 2)
@@ -100,7 +100,7 @@ class Uneven(Attention):
         buffers(self, self.batch, self.kv, self.capacity, self.dim + 8 + self.extra, names=["cache"])
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.cache[:, :, pos] = torch.cat([k, v, k[..., : self.extra]], -1)
         k, v = self.cache[..., : self.dim], self.cache[..., self.dim : self.dim + 8]
         return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=visible(pos, self.capacity)))
@@ -112,16 +112,15 @@ class PartUnread(Uneven):
     extra = 4
 
 
-class Shaped(Attention):
+class Shaped(Buffered):
     """T5's old bias: a table of distances, and a mask made of zeros that are shaped like the scores."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
         self.table = nn.Embedding(32, self.heads)
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.k_cache[:, :, pos], self.v_cache[:, :, pos] = k, v
         far = (pos[:, None] - torch.arange(self.capacity)).clamp(0, 31)
         scores = q @ self.k_cache.mT + self.table(far).permute(2, 0, 1)[None]
@@ -129,19 +128,18 @@ class Shaped(Attention):
         return self.close(scores.softmax(-1) @ self.v_cache)
 
 
-class Flex(Attention):
+class Flex(Buffered):
     """flex_attention over a buffer: what decides is ``mod`` (module, scores..., indices) -> score."""
 
     def __init__(self, mod: Callable[..., torch.Tensor], **sizes: int) -> None:
         super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
         self.mod = mod
         self.register_buffer("slopes", torch.linspace(0.1, 0.4, self.heads))
         self.register_buffer("start", torch.tensor([0, 2]))
 
     def fill(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         """Write the new tokens; the queries."""
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         self.k_cache.index_copy_(2, pos, k)
         self.v_cache.index_copy_(2, pos, v)
         return q
@@ -201,15 +199,11 @@ class NextDoor(Flex):
         return self.close(F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity)))
 
 
-class ReadLater(Attention):
+class ReadLater(Buffered):
     """A buffer is written after the attention, which sees the steps before this one."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         before = (torch.arange(self.capacity) < pos[0]) | (torch.arange(self.capacity) == 0)
         y = F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=before.expand(len(pos), -1))
         self.k_cache.index_copy_(2, pos, k)
@@ -221,23 +215,22 @@ class GrownLater(Attention):
     """The past is attended to as it came in, and returned with the new tokens behind it."""
 
     def forward(self, x: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None = None) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         if past is None:
             return self.close(F.scaled_dot_product_attention(q, k, v, is_causal=True)), (k, v)
         grown = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
         return self.close(F.scaled_dot_product_attention(q, *past)), grown
 
 
-class Prefix(Attention):
+class Prefix(Buffered):
     """The filled part of a buffer joined to the new tokens, which are written into it before or after the attention."""
 
     def __init__(self, late: bool, **sizes: int) -> None:
         super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
         self.late = late
 
     def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         count = x.shape[1]
         keys, values = torch.cat([self.k_cache[:, :, :start], k], 2), torch.cat([self.v_cache[:, :, :start], v], 2)
         mask = torch.ones(count, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - count)
@@ -251,7 +244,7 @@ class Changed(Prefix):
     """The new keys change between the join and the write: the cache then holds others than this call attends to."""
 
     def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         count = x.shape[1]
         keys, values = torch.cat([self.k_cache[:, :, :start], k], 2), torch.cat([self.v_cache[:, :, :start], v], 2)
         mask = torch.ones(count, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - count)
@@ -265,7 +258,7 @@ class StackedAndChanged(Attention):
     """What is returned is changed once it was stacked; what is attended to is not."""
 
     def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         if past is not None:
             k, v = torch.cat([past[0], k], -2), torch.cat([past[1], v], -2)
         present = torch.stack((k, v))
@@ -300,15 +293,11 @@ class Unflattened(Attention):
         return self.close(F.scaled_dot_product_attention(q, k, v, attn_mask=visible(pos, self.capacity)))
 
 
-class LookedAt(Attention):
+class LookedAt(Buffered):
     """Scores and weights are looked at for what the caller does not ask for."""
 
-    def __init__(self, **sizes: int) -> None:
-        super().__init__(**sizes)
-        buffers(self, self.batch, self.kv, self.capacity, self.dim)
-
     def forward(self, x: torch.Tensor, pos: torch.Tensor, outputs: bool = False) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
         scores = (q @ keys.mT * self.dim**-0.5).masked_fill(~visible(pos, self.capacity), -torch.inf)
         flat, weights = scores.view(-1, self.capacity), scores.softmax(-1)
@@ -325,7 +314,7 @@ class BornWhole(Attention):
         self.masked = masked
 
     def forward(self, x: torch.Tensor, past: Any = None) -> Any:
-        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        q, k, v = self.heads_first(x)
         if past is None:
             past = (*(torch.zeros(self.batch, self.kv, self.capacity, self.dim) for _ in range(2)), torch.zeros(1, dtype=torch.int64))
         keys, values, length = past

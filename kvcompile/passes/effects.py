@@ -13,11 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from kvcompile.passes.pullback import STEPS
+from kvcompile.passes.pullback import PLURAL, STEPS
 from kvcompile.passes.shapes import IDENTITIES, is_tensor, op_name
-
-PLURAL = {"unbind", "split", "split_with_sizes", "chunk", "tensor_split"}
-"""Operators that give several views of one tensor."""
 
 
 def _schema(node: fx.Node) -> torch.FunctionSchema | None:

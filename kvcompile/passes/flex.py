@@ -7,6 +7,7 @@ and are not read. Where scores are left as they are it is scaled_dot_product_att
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -78,8 +79,8 @@ def explicit(
         scores = scores.masked_fill(~seen, -torch.inf)
     out = torch._safe_softmax(scores, -1).to(q.dtype) @ v
     # Both in base two, as the kernels count.
-    total = scores.logsumexp(-1) / torch.log(torch.tensor(2.0)) if 1 in used else out
-    peak = scores.amax(-1) / torch.log(torch.tensor(2.0)) if 2 in used else out
+    total = scores.logsumexp(-1) / math.log(2) if 1 in used else out
+    peak = scores.amax(-1) / math.log(2) if 2 in used else out
     return out, total, peak
 
 

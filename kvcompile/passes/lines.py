@@ -18,10 +18,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.constants import constant
 from kvcompile.passes.effects import Effects, same_memory, written_arguments
+from kvcompile.passes.pullback import CONCATENATIONS
 from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, sizes, value_of
 
 COPIES = {"clone", "contiguous", "to", "_to_copy", "lift_fresh_copy", "lift_fresh", "alias", "detach", "detach_"}
-JOINS = {"cat", "concat", "concatenate"}
 LIMIT = 64
 """Nodes between a cache and what is kept of it; a longer chain is no window."""
 
@@ -87,7 +87,7 @@ class Lines:
             if same_memory(node, node.args[0]):
                 return self._of(node.args[0], time)
             return self._written(node, self._of(node.args[0], self.effects.order[node]), time)
-        if name in JOINS:
+        if name in CONCATENATIONS:
             return self._written(node, self._cat(node), time)
         if name == "roll":
             return self._written(node, self._rolled(node), time)

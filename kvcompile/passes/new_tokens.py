@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import fx
 
 from kvcompile.passes.emit import Emitter, aten
@@ -14,7 +17,8 @@ Env = dict[fx.Node, fx.Node]
 def new_tokens(emit: Emitter, env: Env, slot: SlotPlan) -> fx.Node:
     """The new keys or values as [B, K, S, D]."""
     axes, write = slot.slot.axes, slot.slot.write
-    node = _broadcast(emit, env, slot)
+    full = [write.count if dim == write.token_dim else value_of(slot.slot.root).shape[dim] for dim in write.dims]
+    node = broadcast(emit, env, write.values, full)
     roles: list[str] = []
     outside = dict(write.select)
     wanted, counts = dict(axes.select), dict(axes.counts)
@@ -37,14 +41,12 @@ def new_tokens(emit: Emitter, env: Env, slot: SlotPlan) -> fx.Node:
     return emit.arrange(node, roles, ("B", "K", "S", "D"))
 
 
-def _broadcast(emit: Emitter, env: Env, slot: SlotPlan) -> fx.Node:
-    """The written values with every dim of the place that they are written to."""
-    write = slot.slot.write
-    node, seen = env[write.values], value_of(write.values).shape
-    missing = len(write.dims) - len(seen)
+def broadcast(emit: Emitter, env: Env, values: fx.Node, full: Sequence[Any]) -> fx.Node:
+    """Written values with every dim of the place that they are written to, of the sizes ``full``, ints or SymInts."""
+    node, seen = env[values], value_of(values).shape
+    missing = len(full) - len(seen)
     for _ in range(missing):
         node = emit.call(aten.unsqueeze.default, node, 0)
-    full = [write.count if dim == write.token_dim else value_of(slot.slot.root).shape[dim] for dim in write.dims]
     given = [1] * missing + [hint(size) for size in seen]
     if all(have == hint(want) for have, want in zip(given, full, strict=True)):
         return node

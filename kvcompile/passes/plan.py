@@ -186,28 +186,30 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, rolling: int
     return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window, rotation)
 
 
+def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turned: str) -> str | None:
+    """Why a scheme needs its tokens in their order, in the words of who cannot keep them so; None where it does not."""
+    if not scheme.by_token:
+        return f"encodes blocks of consecutive tokens, and {blocks}"
+    if layout.encoded != len(layout.planes):
+        return f"keeps tokens or tables beside its codes, which {beside}"
+    if scheme.pre_rope:
+        return f"stores keys turned back by their place in the cache, which is not their position{turned}"
+    return None
+
+
 def _check_table(scheme: Scheme, layout: Layout) -> None:
     """Raise where tokens that lie at any place meet a scheme that needs them in their order."""
-    why = None
-    if not scheme.by_token:
-        why = "encodes blocks of consecutive tokens, and those of a sequence lie at places of their own"
-    elif layout.encoded != len(layout.planes):
-        why = "keeps tokens or tables beside its codes, which cannot be gathered with them"
-    elif scheme.pre_rope:
-        why = "stores keys turned back by their place in the cache, which is not their position"
+    why = _needs_order(scheme, layout, "those of a sequence lie at places of their own", "cannot be gathered with them", "")
     if why is not None:
         raise TableNeedsTokens(scheme=scheme.spell(), why=why)
 
 
 def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
     """Raise where a cache of ``slots`` places that are written over again meets a scheme that needs its tokens in their order."""
-    why = None
-    if not scheme.by_token:
-        why = "encodes blocks of consecutive tokens, and each new token would be written over one of the oldest block"
-    elif layout.encoded != len(layout.planes):
-        why = "keeps tokens or tables beside its codes, which do not go around with them"
-    elif scheme.pre_rope:
-        why = "stores keys turned back by their place in the cache, which is not their position once places are written over again"
+    why = _needs_order(
+        scheme, layout, "each new token would be written over one of the oldest block", "do not go around with them",
+        " once places are written over again",
+    )
     if why is not None:
         raise RingNeedsTokens(slots=slots, scheme=scheme.spell(), why=why)
 

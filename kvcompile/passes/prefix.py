@@ -14,29 +14,36 @@ import torch
 from torch import fx
 
 from kvcompile.passes.effects import Effects, analyse
+from kvcompile.passes.pullback import CONCATENATIONS
 from kvcompile.passes.shapes import bind, is_tensor, op_name, sizes, value_of
 
 aten = torch.ops.aten
-CONCATENATIONS = {"cat", "concat", "concatenate"}
 
 
 def join_prefixes(graph: fx.Graph) -> None:
     """Turn every such join into a view of the buffer behind its write, in place."""
-    joins = [node for node in graph.nodes if op_name(node) in CONCATENATIONS]
+    joins = [node for node in graph.nodes if _joins(node)]
     effects = analyse(graph) if joins else None
     for node in joins:
         if effects is not None and (write := _write_of(node, effects)) is not None and _turn(graph, node, write, effects):
             effects = analyse(graph)
 
 
+def _joins(node: fx.Node) -> bool:
+    """Whether a node joins part of an input to something else."""
+    if op_name(node) not in CONCATENATIONS:
+        return False
+    parts = bind(node)["tensors"]
+    first = len(parts) == 2 and all(is_tensor(part) for part in parts) and op_name(parts[0]) == "slice"
+    return first and bind(parts[0])["self"].op == "placeholder"
+
+
 def _write_of(join: fx.Node, effects: Effects) -> fx.Node | None:
     """The write of the joined tokens behind the tokens that they are joined to."""
     parts = bind(join)["tensors"]
-    if len(parts) != 2 or not all(is_tensor(part) for part in parts) or op_name(parts[0]) != "slice":
-        return None
     past, dim = bind(parts[0]), bind(join)["dim"] % len(sizes(join))
     root, writes = past["self"], effects.writes.get(past["self"], ())
-    if root.op != "placeholder" or len(writes) != 1 or past["start"] not in {None, 0} or past["step"] != 1:
+    if len(writes) != 1 or past["start"] not in {None, 0} or past["step"] != 1:
         return None
     write = writes[0]
     place, value = (write.args[0], write.args[1]) if op_name(write) == "copy_" else (None, None)

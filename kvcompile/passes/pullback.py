@@ -19,6 +19,10 @@ from torch import fx
 from kvcompile.passes.constants import constant
 from kvcompile.passes.shapes import IDENTITIES, bind, hint, is_tensor, op_name, operand, sizes
 
+CONCATENATIONS = {"cat", "concat", "concatenate"}
+PLURAL = {"unbind", "split", "split_with_sizes", "chunk", "tensor_split"}
+"""Operators that give several views of one tensor."""
+
 Coords = np.ndarray
 """int64 [samples, dims]: one row an element of a tensor."""
 
@@ -132,7 +136,7 @@ def _repeat(node: fx.Node, coords: Coords) -> Step:
 def _getitem(node: fx.Node, coords: Coords) -> Step | None:
     parent, index = operand(node), hint(node.args[1])
     name = op_name(parent)
-    if name not in {"unbind", "split", "split_with_sizes", "chunk", "tensor_split"}:
+    if name not in PLURAL:
         return None
     source = operand(parent)
     arguments = bind(parent)
@@ -203,7 +207,7 @@ STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
     **dict.fromkeys(("index_copy_", "index_put_", "_index_put_impl_", "copy_", "scatter_"), _written),
     "repeat_interleave": _repeat_interleave, "repeat": _repeat, "tile": _repeat, "getitem": _getitem,
 }
-JOINS = {"cat", "stack", "concat", "concatenate"}
+JOINS = CONCATENATIONS | {"stack"}
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:

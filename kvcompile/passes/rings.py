@@ -15,9 +15,9 @@ from typing import Any
 from torch import fx
 
 from kvcompile.passes.effects import Effects, same_memory, written_arguments
-from kvcompile.passes.lines import JOINS, Lines, Run, Unknown, plain, same
+from kvcompile.passes.lines import Lines, Run, Unknown, plain, same
 from kvcompile.passes.patterns.functional import UPDATES
-from kvcompile.passes.pullback import Trail, trace
+from kvcompile.passes.pullback import CONCATENATIONS, Trail, trace
 from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
 from kvcompile.passes.sites import Miss, Position, Ring, Slot, SlotKind, Write
 
@@ -50,7 +50,7 @@ def find(trail: Trail, roles: tuple[str, ...], operand: fx.Node, attention: fx.N
             found = _read(trail, dim, int(shift[0]), operand, token, attention, effects)
             if found is not None:
                 return found
-    return None if trail.base.op == "placeholder" or op_name(trail.base) in JOINS else _refill(operand, trail, effects)
+    return None if trail.base.op == "placeholder" or op_name(trail.base) in CONCATENATIONS else _refill(operand, trail, effects)
 
 
 def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, attention: fx.Node, effects: Effects) -> Window | None:
@@ -73,7 +73,7 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
     if not whole and not (shift and hint(total) - hint(count) == shift and _suffixes(trail.path)):
         raise Miss("attention reads other tokens than the last ones of the window", read_by, advice=ADVICE)
     in_place = placeholder is not None and bool(effects.writes.get(placeholder))
-    if in_place and not any(op_name(node) in JOINS | {"roll"} for node in kept.chain):
+    if in_place and not any(op_name(node) in CONCATENATIONS | {"roll"} for node in kept.chain):
         # A write at the end of a buffer, which moves nothing.
         return None
     if not in_place and whole and same(kept.size, total) and not kept.caps and (past is None or same(past.start, 0)):
@@ -222,7 +222,7 @@ def _write(values: fx.Node, dim: int, root: fx.Node, chain: tuple[fx.Node, ...],
     """The write of all new tokens, ahead of whoever uses them first."""
     anchor = min(values.users, key=effects.order.__getitem__)
     rank = len(sizes(root))
-    steps = dict.fromkeys(op_name(node) for node in chain if op_name(node) in JOINS | {"roll", "copy_"})
+    steps = dict.fromkeys(op_name(node) for node in chain if op_name(node) in CONCATENATIONS | {"roll", "copy_"})
     idiom = "window: " + " + ".join(steps)
     return Write(
         idiom, chain[-1], root, values, tuple(range(rank)), dim, Position(), value_of(values).shape[dim - rank], anchor=anchor,

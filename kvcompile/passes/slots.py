@@ -17,7 +17,7 @@ from kvcompile.passes.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.one_write import one_write
 from kvcompile.passes.patterns.functional import UPDATES, copied_back, update
 from kvcompile.passes.patterns.writes import concatenation, in_place
-from kvcompile.passes.pullback import Trail, factor, step, trace
+from kvcompile.passes.pullback import CONCATENATIONS, Trail, factor, step, trace
 from kvcompile.passes.readings import Columns, Read, candidates, columns_of
 from kvcompile.passes.shapes import op_name, sizes
 from kvcompile.passes.sites import Axes, Miss, Position, Slot, SlotKind, Write
@@ -160,7 +160,7 @@ def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
 def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
     """The slot at the end of a trail that keeps every token; raises Miss, or NoCache where the trail ends at no cache."""
     root = trail.base
-    if op_name(root) in {"cat", "concat", "concatenate"}:
+    if op_name(root) in CONCATENATIONS:
         return _concatenated(root, trail, read, effects)
     if op_name(root) in UPDATES:
         return _updated(root, trail, read, effects)
@@ -183,7 +183,7 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
 def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot | None:
     """A past that is read as it came in, and returned with the new tokens behind it: they are read in the next call."""
     for node in past.users:
-        if op_name(node) not in {"cat", "concat", "concatenate"}:
+        if op_name(node) not in CONCATENATIONS:
             continue
         found, write = concatenation(node)
         outputs = _returned(node, effects)

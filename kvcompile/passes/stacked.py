@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from kvcompile.passes.effects import analyse
-from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.pullback import CONCATENATIONS
+from kvcompile.passes.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
 
 aten = torch.ops.aten
-CONCATENATIONS = {"cat", "concat", "concatenate"}
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ def _part(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """(tensor, dim, index) that a node is one entry of."""
     if op_name(node) == "select":
         arguments = bind(node)
-        source, index = arguments["self"], arguments["index"]
-        return (source, arguments["dim"] % len(sizes(source)), hint(index) % sizes(source)[arguments["dim"]])
-    if op_name(node) == "getitem" and isinstance(node.args[0], fx.Node) and op_name(node.args[0]) == "unbind":
-        arguments = bind(node.args[0])
-        source = arguments["self"]
-        return (source, arguments["dim"] % len(sizes(source)), hint(node.args[1]) % sizes(source)[arguments["dim"]])
-    return None
+        index = arguments["index"]
+    elif op_name(node) == "getitem" and op_name(node.args[0]) == "unbind":
+        arguments, index = bind(operand(node)), node.args[1]
+    else:
+        return None
+    shape, dim = sizes(arguments["self"]), arguments["dim"]
+    return arguments["self"], dim % len(shape), hint(index) % shape[dim]
 
 
 def _grown(node: fx.Node) -> _Grown | None:
@@ -60,7 +60,6 @@ def join_stacked(graph: fx.Graph) -> None:
     """Turn every stack of parts that each grew by new tokens into one concatenation, in place."""
     stacks = [node for node in graph.nodes if op_name(node) == "stack"]
     effects = analyse(graph) if stacks else None
-    order = {node: at for at, node in enumerate(graph.nodes)}
     for node in stacks:
         assert effects is not None
         parts, dim = bind(node)["tensors"], bind(node)["dim"] % len(sizes(node))
@@ -73,10 +72,11 @@ def join_stacked(graph: fx.Graph) -> None:
         if any(effects.writes.get(effects.root.get(item, item)) for item in (first.past, *parts)):
             # A view of the whole would see changes that a copy did not.
             continue
-        last = max(parts, key=lambda part: order[part])
-        if any(order[user] < order[last] for part in parts for user in part.users):
+        last = max(parts, key=effects.order.__getitem__)
+        if any(effects.order[user] < effects.order[last] for part in parts for user in part.users):
             continue
         _join(graph, node, dim, [item for item in grown if item is not None], parts, last)
+        effects = analyse(graph)
 
 
 def _join(graph: fx.Graph, stack: fx.Node, dim: int, grown: list[_Grown], parts: list[fx.Node], last: fx.Node) -> None:

@@ -17,9 +17,10 @@ from torch import fx
 
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.emit import Emitter, aten
+from kvcompile.passes.new_tokens import broadcast
 from kvcompile.passes.places import Picked, Places
 from kvcompile.passes.plan import SlotPlan
-from kvcompile.passes.shapes import hint, size_along, value_of
+from kvcompile.passes.shapes import size_along, value_of
 from kvcompile.passes.sites import Site
 
 NOWHERE = -(2**40)
@@ -50,7 +51,7 @@ class Pools:
         """What is written, as [1, K, S, D]: S places, whatever dims they ran along."""
         write, spec = slot.slot.write, slot.spec
         assert write.places is not None
-        node = self._broadcast(emit, slot)
+        node = broadcast(emit, self.env, write.values, write.places.shape)
         known = {"K": spec.heads, "D": spec.head_dim}
         chosen = dict(write.places.select)
         roles = list(write.places.dims)
@@ -66,18 +67,6 @@ class Pools:
         if value_of(write.values).dtype != spec.dtype:
             node = emit.call(aten.to.dtype, node, spec.dtype)
         return emit.call(aten.unsqueeze.default, node, 0)
-
-    def _broadcast(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
-        write = slot.slot.write
-        assert write.places is not None
-        node, shape, full = self.env[write.values], value_of(write.values).shape, write.places.shape
-        for _ in range(len(full) - len(shape)):
-            node = emit.call(aten.unsqueeze.default, node, 0)
-        given = [1] * (len(full) - len(shape)) + [hint(size) for size in shape]
-        if given == [hint(size) for size in full]:
-            return node
-        wanted = [emit.size(size) if have != hint(size) else -1 for have, size in zip(given, full, strict=True)]
-        return emit.call(aten.expand.default, node, wanted)
 
     def written(self, emit: Emitter, slot: SlotPlan, device: torch.device) -> fx.Node:
         """The places that the new tokens go to, int64 [1, S]."""
