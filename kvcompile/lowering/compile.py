@@ -49,8 +49,14 @@ def inline_append(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def inductor_patches(settings: Settings, mode: str | None, options: dict[str, Any] | None, plan: str) -> dict[str, Any]:
-    """Inductor's configuration for this compilation: mode, options, and the salt of its cache."""
+def inductor_patches(
+    settings: Settings, mode: str | None, options: dict[str, Any] | None, plan: str, learns: bool = False
+) -> dict[str, Any]:
+    """Inductor's configuration for this compilation: mode, options, and the salt of its cache.
+
+    A graph that ``learns`` from a prompt runs once a conversation, and between its learning there would be pieces of CUDA
+    graphs whose results Inductor loses sight of ("tensors in the cudagraph pool not tracked as outputs"): it gets none.
+    """
     patches: dict[str, Any] = {}
     mode = mode or settings.mode
     if mode and mode != "default":
@@ -60,6 +66,8 @@ def inductor_patches(settings: Settings, mode: str | None, options: dict[str, An
         patches.update(known[mode])
     for source in (settings.options, options or {}):
         patches.update({name.replace("-", "_"): value for name, value in source.items()})
+    if learns:
+        patches["triton.cudagraphs"] = False
     mine = patches.get("post_grad_custom_pre_pass", torch._inductor.config.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = CacheKey(plan, mine)
     return patches
@@ -93,7 +101,8 @@ def compile_graph(
         inductor.install()
         from torch._inductor.compile_fx import compile_fx
 
-        patches = inductor_patches(settings, mode, options, plan)
+        learns = any(node.target is ops.learn for node in module.graph.nodes)
+        patches = inductor_patches(settings, mode, options, plan, learns)
         return cast(Compiled, compile_fx(inlined, list(fakes), config_patches=patches))
 
 

@@ -153,7 +153,10 @@ def load_module(source: str, kind: str = "attend") -> types.ModuleType:
     folder = pathlib.Path(tempfile.gettempdir()) / f"kvcompile-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{kind}_{digest}.py"
-    path.write_text(source)
+    # Other processes may be importing it: it is there whole or not at all.
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as part:
+        part.write(source)
+    pathlib.Path(part.name).replace(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -189,7 +189,8 @@ def tally_values(
             mark(ORDER, VALUES, row, blocks, standing(ORDER, TERM, row, blocks, BUDGET, WIDE), WIDE)
             tl.debug_barrier()
         # Roundings between a product and the output: a split adds its blocks one after the other.
-        chain = CHAIN + share.to(tl.float64)
+        # (A share of one is a constant to the compiler, which has no ``to``.)
+        chain = tl.zeros([], tl.float64) + CHAIN + share
         value_sum = tl.zeros([CHUNK], tl.float64)
         own_values = tl.zeros([CHUNK], tl.float64)
         all_values = tl.zeros([CHUNK], tl.float64)
