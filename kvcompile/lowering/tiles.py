@@ -48,7 +48,8 @@ def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bo
 
 def _decode_tiles(base: AttendConfig, rows: int) -> list[Tile]:
     block_r = max(8, 1 << (rows - 1).bit_length())
-    key, value = base.plans
+    # What is cheap depends on the tile: one that is taller than a block of tokens cannot fold the block's scales.
+    key, value = dataclasses.replace(base, tile=Tile(min(base.fold_block or 64, 64), block_r, True)).plans
     wide, tall = Tile(128, block_r, True, 4, 2), Tile(64, block_r, True, 4, 3)
     single = [Tile(64, block_r, True, 1, 3), Tile(64, block_r, True, 1, 2)]
     if max(base.key_dim, base.value_dim) > LATENT:
