@@ -31,29 +31,13 @@ from benchmarks.attention import attend_call, graph_ms
 from benchmarks.certified_soundness import Cache, Step, by_kernels, distance, returned
 from kvcompile.lowering.certified_site import certified_site
 from kvcompile.lowering.compile import compile_graph
+from kvcompile.runtime.pinned import host_plane
 from kvcompile.schemes.certified import TELEMETRY
 from kvcompile.schemes.certify import Certify, Count, parse_policy
 from kvcompile.settings import Settings
 
 H, K, D, LAYERS = 32, 8, 128, 32
 PHASES = ("score", "sums", "choose", "exact", "mix")
-
-
-def host_view(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in pinned host memory, as a CUDA tensor that aliases it."""
-    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
-
-    class Alias:
-        def __init__(self) -> None:
-            self.__cuda_array_interface__ = dict(
-                shape=tuple(pinned.shape), typestr="<i2", data=(pinned.data_ptr(), False), version=3, strides=None
-            )
-
-    view = torch.as_tensor(Alias(), device="cuda").view(x.dtype)
-    # Whoever holds the view holds the memory.
-    view.pinned = pinned  # type: ignore[attr-defined]
-    assert view.data_ptr() == pinned.data_ptr()
-    return view
 
 
 def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Step, torch.Tensor, torch.Tensor]:
@@ -66,7 +50,7 @@ def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Ste
     cache.recent = [x[:, :, -17:].contiguous() for x in (k, v)]
     cache.base = torch.tensor([length - 17], device="cuda")
     if tier2 == "host":
-        cache.originals = [host_view(plane) for plane in cache.originals]
+        cache.originals = [host_plane(plane.shape, plane.dtype, plane.device).copy_(plane) for plane in cache.originals]
     return Step(q, cache, D**-0.5, policy), k, v
 
 

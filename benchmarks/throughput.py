@@ -1,17 +1,21 @@
 """How many sequences a card holds and how many tokens a second it makes: stock Hugging Face eager against schemes.
 
-    python benchmarks/throughput.py [--configurations stock,kivi,...] [--cap 80] [--json FILE]
+    python benchmarks/throughput.py [--configurations stock kivi ...] [--batch N ...] [--cap 80] [--json FILE] [--turns FILE]
 
 Llama-2-7B shape (32 layers, 32 kv heads of 128), random float16 weights, prompts of 160 tokens and 338 new tokens each
 (the ShareGPT means that KIVI and SQuat measure with). For every configuration the batch is raised until the allocator's
 cap in GB is reached; what is reported is the largest batch that ran: tokens a second over prefill and decoding, and
 the peak of allocated memory. Every configuration also runs at the largest batch of the first one, so that memory
-is compared at one and the same work. Tokens are fixed, so that every configuration does the same work.
+is compared at one and the same work. Tokens are fixed, so that every configuration does the same work. ``--batch`` measures just
+these batches and searches nothing, since each is compiled anew. ``--turns``: processes of one configuration each compile side by
+side, and take turns on the device by a lock on FILE while they are timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import gc
 import json
 import sys
@@ -56,7 +60,7 @@ def build(layers: int, hidden: int, device: str) -> tuple[Any, Any]:
     return model, config
 
 
-def generate(model: Any, config: Any, name: str, batch: int, new: int, device: str) -> Run:
+def generate(model: Any, config: Any, name: str, batch: int, new: int, device: str, turns: Path | None = None) -> Run:
     """Prefill and ``new`` steps; raises what the allocator raises."""
     torch._dynamo.reset()
     owner = None
@@ -84,12 +88,24 @@ def generate(model: Any, config: Any, name: str, batch: int, new: int, device: s
     held: list[int] = []
     # Whatever is compiled or tuned is so before the clock runs.
     run(4 if owner is not None else 1)
-    _collect(device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    prefill, decode = run(new)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    with turn(turns):
+        _collect(device)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        prefill, decode = run(new)
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return Run(name, batch, batch * new / (prefill + decode), prefill, decode / new * 1e3, peak / 1e9, held[-1] / 1e9)
+
+
+@contextlib.contextmanager
+def turn(path: Path | None) -> Any:
+    """Nobody else who waits for the same file runs meanwhile."""
+    if path is None:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _dense_bytes(config: Any, batch: int, tokens: int) -> int:
@@ -153,6 +169,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--new", type=int, default=NEW)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, nargs="+", help="measure these batches, without a search")
+    parser.add_argument("--turns", type=Path, help="a file by whose lock processes take turns on the device")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     console = Console(width=140)
@@ -162,10 +180,13 @@ def main(argv: list[str] | None = None) -> int:
     model, config = build(options.layers, options.hidden, options.device)
     runs: list[Run] = []
     for name in options.configurations:
-        found = largest(model, config, name, options.cap, options.new, options.device, console.print)
-        made = [found] if found is not None else []
-        if found is not None and runs and found.batch != runs[0].batch:
-            made.insert(0, generate(model, config, name, runs[0].batch, options.new, options.device))
+        if options.batch:
+            made = [generate(model, config, name, batch, options.new, options.device, options.turns) for batch in options.batch]
+        else:
+            found = largest(model, config, name, options.cap, options.new, options.device, console.print)
+            made = [found] if found is not None else []
+            if found is not None and runs and found.batch != runs[0].batch:
+                made.insert(0, generate(model, config, name, runs[0].batch, options.new, options.device))
         for run in made:
             console.print(run)
         runs += made

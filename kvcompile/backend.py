@@ -76,6 +76,7 @@ class Backend:
         for state in list(self.live):
             for store in state.stores.values():
                 report.allocated += store.nbytes
+                report.hosted += store.host_nbytes
                 report.announced += store.spec.layout.nbytes(store.pages, store.batch, store.spec.slot.heads)
                 tokens = state.length
                 report.dense += tokens * store.batch * store.spec.slot.heads * store.spec.slot.head_dim * store.spec.slot.dtype.itemsize

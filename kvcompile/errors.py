@@ -47,6 +47,13 @@ class Tier2Missing(KvcompileError):
     )
 
 
+class HostMemoryFull(KvcompileError):
+    template = (
+        "expected {expected:,} bytes of pinned host memory for originals, found: {found}; make the cache or the batch smaller, raise the "
+        "limit of locked memory, or choose tier2=device"
+    )
+
+
 class HalfCertified(SchemeError):
     template = (
         "expected keys and values of one attention both in the scheme 'certified', found {keys!r} and {values!r} for {path!r}; "

@@ -69,13 +69,15 @@ class GraphReport:
 class Report:
     """All graphs that one backend compiled, and the stores that live; ``tokens`` is the length that bytes are given for.
 
-    ``untaught``: live stores whose scheme learns from queries and that hold tokens without having seen any.
+    ``hosted``: of the bytes allocated, those in pinned host memory. ``untaught``: live stores whose scheme learns from queries and
+    that hold tokens without having seen any.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     announced: int = 0
     allocated: int = 0
     dense: int = 0
+    hosted: int = 0
     untaught: int = 0
     tokens: int | None = None
 
@@ -230,8 +232,9 @@ def _footer(report: Report) -> Text:
     text = Text(f"{count_text(len(report.graphs), 'graph')}, {count_text(report.sites, 'attention')} rewritten{refused}", style="bold")
     if report.allocated:
         ratio = f" ({report.allocated / report.dense:.1%})" if report.dense else ""
+        hosted = f", {size_text(report.hosted)} of it in pinned host memory" if report.hosted else ""
         text.append(
-            f"\nlive caches: {size_text(report.allocated)} allocated, {size_text(report.announced)} announced, in place of "
+            f"\nlive caches: {size_text(report.allocated)} allocated{hosted}, {size_text(report.announced)} announced, in place of "
             f"{size_text(report.dense)} dense{ratio}", style="not bold",
         )
     if report.untaught:

@@ -57,7 +57,8 @@ class PlaneSpec:
     """One physical tensor of an encoded slot, [N, B, K, rows, width].
 
     ``rows`` rows cover one page of tokens; a plane that does not grow (N = 1: the window, a codebook, a query
-    subspace) has as many rows as it needs, and B = 1 where one serves all batch rows.
+    subspace) has as many rows as it needs, and B = 1 where one serves all batch rows. ``host``: in pinned host
+    memory where the store is on a CUDA device, which reads and writes it there.
     """
 
     name: str
@@ -65,6 +66,7 @@ class PlaneSpec:
     width: int
     rows: int = PAGE
     extent: Extent = Extent.TOKENS
+    host: bool = False
 
     def shape(self, pages: int, batch: int, heads: int) -> tuple[int, int, int, int, int]:
         """The allocated shape for ``pages`` pages, [N, B, K, rows, width]."""

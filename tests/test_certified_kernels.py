@@ -170,7 +170,7 @@ def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
 
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiled graph holds: eleven kernels, nothing that reads data; tracing would raise on a number taken to the host.
+    """What a compiled graph holds: twelve kernels, nothing that reads data; tracing would raise on a number taken to the host.
 
     ``growing``: the number of pages is a symbol, on which nothing may depend but sizes and operands.
     """
@@ -206,7 +206,7 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
     with mode:
         traced = make_fx(run)(*operands)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 11
+    assert len(kernels) == 12
     pages = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
     assert bool(pages) == growing
     assert not [value for value in shapes.replacements.values() if value.is_number], "the number of pages was fixed"
@@ -216,8 +216,9 @@ COMMON = dict(K=8, G=4, S=1, S2=1)
 KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
     "score": (1, dict(COMMON, SCALE=0.09, D=128, TILE=4, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30)),
     "sums": (4, dict(COMMON, SCALE=0.09, D=128, DV=128, NB=64, PER_PAGE=4)),
-    "exact": (4, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, NB=8, PER_PAGE=4, ALL=False)),
-    "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, OWN_TILE=1, NEWEST=32, PAGE=64, ALL=False)),
+    "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, NB=8, PER_PAGE=4, ALL=False)),
+    "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64)),
+    "mix_own": (1, dict(COMMON, DV=128, GROUP=16, TILE=1, NEWEST=32, PAGE=64, ALL=False)),
     "choose": (16, dict(
         K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, CHUNK=2048, WIDE=8192,
     )),
@@ -247,9 +248,9 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
 
     from kvcompile.lowering import triton_certified, triton_choose, triton_mix, triton_tally
 
-    modules = {"mix": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally}
+    modules = {"mix": triton_mix, "mix_own": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally}
     kernel, (warps, constants) = getattr(modules.get(name, triton_certified), name), KERNELS[name]
-    pointers = POINTERS | (OF_VALUES if name == "mix" else {})
+    pointers = POINTERS | (OF_VALUES if name.startswith("mix") else {})
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(kernel.arg_names) if signature[each].startswith("*")}
     source = ASTSource(

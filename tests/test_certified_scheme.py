@@ -15,7 +15,7 @@ from kvcompile.lowering.bound_printer import aten
 from kvcompile.schemes import bounds, parse
 from kvcompile.schemes.certified import BLOCK, ORIGINALS, Certified, Half
 from kvcompile.schemes.certify import EXACT, NAIVE, Certify, Fallback, parse_policy
-from kvcompile.types import PAGE, Role
+from kvcompile.types import PAGE, Role, SlotSpec
 
 NOTES = 3
 """Which plane."""
@@ -120,6 +120,13 @@ def test_bad_options_are_refused() -> None:
         with pytest.raises(BadOption):
             Certified(**options)  # type: ignore[arg-type]
     assert Certified().of(Role.VALUE).half is Half.VALUE and Certified(half=Half.VALUE).of(Role.KEY).half is Half.VALUE
+
+
+def test_originals_alone_go_to_the_host() -> None:
+    for role in Role:
+        planes = parse("certified(tier2=host)").of(role).layout(SlotSpec(2, 64, torch.bfloat16, role)).planes
+        assert [plane.name for plane in planes if plane.host] == [ORIGINALS]
+        assert not any(plane.host for plane in parse("certified").of(role).layout(SlotSpec(2, 64, torch.bfloat16, role)).planes)
 
 
 def test_a_policy_is_an_option_of_the_scheme() -> None:

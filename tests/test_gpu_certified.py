@@ -126,3 +126,31 @@ def test_nothing_waits_for_the_device() -> None:
                    step.scale, 0.0, 64, cache.recent, cache.base)
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def test_originals_in_host_memory_give_the_same_answers() -> None:
+    """Two models of one seed over caches that grow: the same kernels over the same numbers, wherever those are."""
+    import kvcompile
+
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        vocab_size=128, max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(DEVICE, BF16).eval()
+    prompt = torch.randint(0, 128, (1, 600), device=DEVICE)
+    found: list[torch.Tensor] = []
+    reports = []
+    for tier2 in ("device", "host"):
+        torch._dynamo.reset()
+        owner = kvcompile.backend(f"certified(tier2={tier2})", strict=True, reserve=64)
+        compiled = torch.compile(model, backend=owner)
+        cache, pieces = transformers.DynamicCache(config=config), [prompt[:, :200], *prompt[:, 200:].split(1, 1)[:200]]
+        with torch.no_grad():
+            found.append(torch.stack([compiled(piece, past_key_values=cache).logits[:, -1].float() for piece in pieces]))
+        reports.append(owner.report())
+    assert torch.equal(*found)
+    assert reports[0].hosted == 0
+    assert reports[1].allocated == reports[0].allocated and reports[1].hosted > 0.5 * reports[1].allocated
+    assert "pinned host memory" in str(reports[1])

@@ -47,6 +47,9 @@ Chosen by instruction counts and registers of what is compiled, never timed; so 
 ROW_TILE, OWN_TILE = 4, 1
 """Rows of a program of ``score`` and ``mix``, and where ``mix`` reads originals."""
 
+OWN_PROGRAMS = {False: 64, True: 256}
+"""Programs of a head that look for original values; by whether a head may want all of its own, and nobody else any."""
+
 MOST_ROWS = 16
 """Rows of a kv head up to which kernels are used: they are unrolled."""
 
@@ -278,7 +281,7 @@ class DeviceStep:
         self.launch(
             exact, (-(-self.blocks // EXACT_BLOCKS), B * K), q, *keys[:3], originals, asked, self.at, self.notes, self.delta, self.own,
             self.logits, *found, self.top, self.key_size, self.damaged, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3],
-            *originals.stride()[:4], self.blocks, originals.shape[3], warps=4, SCALE=self.scale, GUARD=min(self.rules.guard, LARGEST),
+            *originals.stride()[:4], self.blocks, originals.shape[3], warps=1, SCALE=self.scale, GUARD=min(self.rules.guard, LARGEST),
             D=q.shape[3], NB=EXACT_BLOCKS, PER_PAGE=self.page // BLOCK, ALL=everything, S2=1 << (self.sizes["S"] - 1).bit_length(),
             **self.sizes,
         )
@@ -316,12 +319,16 @@ class DeviceStep:
         """What programs of ``tally`` and ``tally_values`` found, of all blocks and a sink together."""
         from kvcompile.lowering import triton_tally as kernels
 
-        parts = dict(zip(kernels.COLUMNS, keys.unbind(-1), strict=True)) | dict(zip(kernels.VALUE_COLUMNS, left.unbind(-1), strict=True))
-        found = {name: parts[name].sum(-1) for name in (*kernels.ADDED, *kernels.VALUE_COLUMNS[:-1])}
-        found |= {name: parts[name].amax(-1) for name in (*kernels.LARGEST, kernels.VALUE_COLUMNS[-1])}
-        for name in kernels.PLACES:
-            most = name.removeprefix("first_")
-            found[name] = torch.where(parts[most] == found[most].unsqueeze(-1), parts[name], float(MOST)).amin(-1)
+        # One reduction for all columns of a kind: a column at a time each would be a kernel of its own.
+        places, most = len(kernels.ADDED) + len(kernels.LARGEST), [kernels.COLUMNS.index(name) for name in ("by_codes", "by_exact")]
+        largest = keys[..., len(kernels.ADDED) : places].amax(-2)
+        found = dict(zip(kernels.ADDED, keys[..., : len(kernels.ADDED)].sum(-2).unbind(-1), strict=True))
+        found |= dict(zip(kernels.LARGEST, largest.unbind(-1), strict=True))
+        found |= dict(zip(kernels.VALUE_COLUMNS[:-1], left[..., :-1].sum(-2).unbind(-1), strict=True))
+        found[kernels.VALUE_COLUMNS[-1]] = left[..., -1].amax(-1)
+        attained = keys[..., most[0] : most[1] + 1] == largest[..., None, most[0] - len(kernels.ADDED) : most[1] + 1 - len(kernels.ADDED)]
+        first = torch.where(attained, keys[..., places:], float(MOST)).amin(-2)
+        found |= dict(zip(kernels.PLACES, first.unbind(-1), strict=True))
         sink = torch.exp(self.sinks.view(self.shape).to(torch.float64) - top.to(torch.float64))
         found["mass"] = found["mass"] + sink
         for name in ("total", "least"):
@@ -336,18 +343,24 @@ class DeviceStep:
 
     def mix(self, asked: torch.Tensor, exact_peak: torch.Tensor, everything: bool) -> torch.Tensor:
         """sum exp(logit - top) v, float64 [B, K, Q, Dv]; original values where asked for, as in ``exact``."""
-        from kvcompile.lowering.triton_mix import mix
+        from kvcompile.lowering import triton_mix as kernels
 
         B, K, Q = self.shape
         values, originals, new_v = self.values, self.originals[1], self.new_v
-        coded = 0 if everything else self.splits
-        parts = self.floats(coded + self.splits, *self.shape, self.value_dim)
+        coded, sizes = 0 if everything else self.splits, dict(self.sizes, S2=1 << (self.sizes["S"] - 1).bit_length())
+        own = OWN_PROGRAMS[everything]
+        parts = self.floats(coded + own, *self.shape, self.value_dim)
+        if coded:
+            self.launch(
+                kernels.mix, (coded, B * K, self.tiles), *values[:3], self.logits, self.top, asked, self.at, parts,
+                *values[0].stride()[:3], *values[1].stride()[:3], self.blocks, self.share, warps=1, DV=self.value_dim, GROUP=self.group,
+                TILE=self.tile, PAGE=self.page, **sizes,
+            )
         self.launch(
-            mix, (coded + self.splits, B * K, -(-Q // OWN_TILE)), *values[:3], originals, new_v, self.logits, self.top, asked, self.peak,
-            exact_peak, self.sinks, self.at, self.notes, parts, self.value_size, self.damaged, *values[0].stride()[:3],
-            *values[1].stride()[:3], *originals.stride()[:4], *new_v.stride()[:3], self.blocks, originals.shape[3], new_v.shape[2], coded,
-            self.share, self.share, warps=1, DV=self.value_dim, GROUP=self.group, TILE=self.tile, OWN_TILE=OWN_TILE,
-            NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=self.page, ALL=everything,
-            S2=1 << (self.sizes["S"] - 1).bit_length(), **self.sizes,
+            kernels.mix_own, (own, B * K, -(-Q // OWN_TILE)), *values[:3], originals, new_v, self.logits, self.top, asked, self.peak,
+            exact_peak, self.sinks, self.at, self.notes, parts[coded:], self.value_size, self.damaged, *values[0].stride()[:3],
+            *values[1].stride()[:3], *originals.stride()[:4], *new_v.stride()[:3], self.blocks, originals.shape[3], new_v.shape[2],
+            -(-self.blocks // own), warps=1, DV=self.value_dim, GROUP=self.group, TILE=OWN_TILE,
+            NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=self.page, ALL=everything, **sizes,
         )
         return parts.sum(0, dtype=torch.float64)

@@ -70,14 +70,13 @@ def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Ten
     by_head = figures.to(torch.float64).nan_to_num(torch.inf, torch.inf).unflatten(1, (K, -1)).flatten(2, 3)
     counted = counts.unflatten(1, (K, -1)).flatten(2, 3)
     rung, causes = counted[..., Count.RUNG], counted[..., Count.CAUSES]
-    one = torch.ones_like(rung[..., :1], dtype=torch.float64)
-    columns = [one[..., 0], rung.new_full((), rung.shape[-1], dtype=torch.float64).expand_as(one[..., 0])]
-    columns += [by_head[..., figure].sum(-1) for figure in Figure]
-    columns += [by_head[..., figure].amax(-1) for figure in Figure]
-    columns += [counted[..., count].sum(-1).to(torch.float64) for count in COUNTED]
-    columns += [(rung == int(each)).sum(-1).to(torch.float64) for each in Rung]
-    columns += [((causes & int(each)) != 0).sum(-1).to(torch.float64) for each in Cause if each.name]
-    new = torch.nn.functional.pad(torch.stack(columns, dim=-1), (0, TELEMETRY - len(columns)))
+    # All columns of a kind at once: a column at a time each would be a kernel of its own.
+    rungs = rung.unsqueeze(-1) == torch.arange(len(Rung), device=rung.device)
+    bits = (causes.unsqueeze(-1) >> torch.arange(len(Cause), device=causes.device)) & 1
+    counters = torch.cat([counted[..., : len(COUNTED)], rungs.to(counted.dtype), bits.to(counted.dtype)], dim=-1)
+    steps = by_head.new_ones(*by_head.shape[:2], 1)
+    new = torch.cat([steps, steps * rung.shape[-1], by_head.sum(2), by_head.amax(2), counters.sum(2).to(torch.float64)], dim=-1)
+    new = torch.nn.functional.pad(new, (0, TELEMETRY - new.shape[-1]))
     held = telemetry[0, :, :, 0]
     # Not a tensor made from a list: that is a copy from the host, which no CUDA graph can hold.
     column = torch.arange(TELEMETRY, device=held.device)

@@ -31,6 +31,9 @@ import triton.language as tl
 from kvcompile.lowering.triton_bounds import consistent, deviation, rounding
 
 BLOCK = tl.constexpr(16)
+HALF = tl.constexpr(4)
+PART = tl.constexpr(4)
+"""Tokens that ``exact`` takes at once: a block of originals in float64 would leave no registers for a second warp."""
 LOG2E = tl.constexpr(1.4426950216293335)
 LOG2E_REST = tl.constexpr(1.9259629911266175e-08)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -99,30 +102,33 @@ def score_block(
     The codes are loaded last: all that is calculated with them then has their layout, and not that of what is multiplied with them.
     """
     page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
-    j = tl.arange(0, BLOCK)
+    j = tl.arange(0, HALF)
     c = tl.arange(0, D)[None, :]
-    t = n * BLOCK + j
-    if WINDOW:
-        in_window = (t >= base) & (t < base + newest)
-        new = tl.load(RECENT_K + (t - base)[:, None] * rk_t + c, mask=in_window[:, None], other=0.0).to(tl.float32)
     step = tl.load(STEPS + page * steps_n + row * D + c)
     zero = tl.load(ZEROS + page * steps_n + row * D + c)
-    codes = tl.load(CODES + page * codes_n + row * (BLOCK * D) + j[:, None] * D + c)
-    # The product is exact, since steps have 16 bits: fused or not, this is what the scheme decodes.
-    k = codes.to(tl.float32) * step + zero
-    if WINDOW:
-        k = tl.where((t >= base)[:, None], new, k)
     radius = step * OF_STEP + tl.abs(zero) * OF_ZERO + OF_ONE
-    logits = ()
-    reach = ()
-    for i in tl.static_range(TILE):
-        seen = (t >= lows[i]) & (t <= highs[i])
-        logits = logits + (tl.where(seen, tl.sum(k * queries[i], 1) * SCALE, float("-inf")),)
-        reach = reach + (tl.sum(tl.abs(queries[i]) * radius, 1),)
     rows = r0 + tl.arange(0, TILE)
     out = (heads + rows) * blocks + n
-    tl.store(LOGITS + out[None, :] * BLOCK + j[:, None], beside(logits, TILE), mask=(rows < ROWS)[None, :])
+    reach = ()
+    for i in tl.static_range(TILE):
+        reach = reach + (tl.sum(tl.abs(queries[i]) * radius, 1),)
     tl.store(CHANNELS + out[None, :], beside(reach, TILE), mask=(rows < ROWS)[None, :])
+    for half in tl.static_range(BLOCK // HALF):
+        t = n * BLOCK + half * HALF + j
+        if WINDOW:
+            in_window = (t >= base) & (t < base + newest)
+            new = tl.load(RECENT_K + (t - base)[:, None] * rk_t + c, mask=in_window[:, None], other=0.0).to(tl.float32)
+        codes = tl.load(CODES + page * codes_n + row * (BLOCK * D) + (j + half * HALF)[:, None] * D + c)
+        # The product is exact, since steps have 16 bits: fused or not, this is what the scheme decodes.
+        k = codes.to(tl.float32) * step + zero
+        if WINDOW:
+            k = tl.where((t >= base)[:, None], new, k)
+        logits = ()
+        for i in tl.static_range(TILE):
+            seen = (t >= lows[i]) & (t <= highs[i])
+            logits = logits + (tl.where(seen, tl.sum(k * queries[i], 1) * SCALE, float("-inf")),)
+        at = out[None, :] * BLOCK + (j + half * HALF)[:, None]
+        tl.store(LOGITS + at, beside(logits, TILE), mask=(rows < ROWS)[None, :])
 
 
 @triton.jit
@@ -279,29 +285,36 @@ def exact(
             else:
                 asked = tl.load(READ + (heads + r) * blocks + n0 + nb, mask=inside, other=0).to(tl.int32)
             pending = tl.where(inside & (asked != 0), 1, pending)
-    j = tl.arange(0, BLOCK)
+    j = tl.arange(0, PART)
     c = tl.arange(0, D)[None, :]
     for _turn in range(tl.sum(pending, 0)):
         first = tl.min(tl.where(pending != 0, nb, NB), 0)
         pending = tl.where(nb == first, 0, pending)
         n = n0 + first
-        t = n * BLOCK + j
-        coded = t < base
-        own = coded & (t >= start) & (t <= last)
-        here = ORIGINALS + (t // page_tokens).to(tl.int64)[:, None] * from_n + b * from_b + h * from_h
-        k = tl.load(here + (t % page_tokens)[:, None] * from_t + c, mask=coded[:, None], other=0.0).to(tl.float32)
-        k64 = tl.where(own[:, None], k, 0.0).to(tl.float64)
         place = tl.program_id(1) * blocks + n
-        if not ALL:
-            page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
-            codes = tl.load(CODES + page * codes_n + b * codes_b + h * codes_h + row * (BLOCK * D) + j[:, None] * D + c)
-            per_block = page * steps_n + b * steps_b + h * steps_h + row * D + c
-            decoded = codes.to(tl.float32) * tl.load(STEPS + per_block) + tl.load(ZEROS + per_block)
-            apart = k64 - tl.where(own[:, None], decoded, 0.0).to(tl.float64)
-            if beyond(largest_square(apart), NOTES + place * 4) | beyond(largest_square(k64), NOTES + place * 4 + 1):
-                tl.store(DAMAGED + tl.program_id(1), 1)
+        page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
+        size = tl.zeros([], tl.float64)
+        away = tl.zeros([], tl.float64)
+        parts = ()
+        for part in tl.static_range(BLOCK // PART):
+            t = n * BLOCK + part * PART + j
+            coded = t < base
+            own = (coded & (t >= start) & (t <= last))[:, None]
+            here = ORIGINALS + (t // page_tokens).to(tl.int64)[:, None] * from_n + b * from_b + h * from_h
+            k = tl.load(here + (t % page_tokens)[:, None] * from_t + c, mask=coded[:, None], other=0.0).to(tl.float32)
+            k64 = tl.where(own, k, 0.0).to(tl.float64)
+            size = tl.maximum(size, largest_square(k64))
+            if not ALL:
+                at = page * codes_n + b * codes_b + h * codes_h + row * (BLOCK * D) + (j + part * PART)[:, None] * D + c
+                per_block = page * steps_n + b * steps_b + h * steps_h + row * D + c
+                decoded = tl.load(CODES + at).to(tl.float32) * tl.load(STEPS + per_block) + tl.load(ZEROS + per_block)
+                away = tl.maximum(away, largest_square(k64 - tl.where(own, decoded, 0.0).to(tl.float64)))
+            parts = parts + (k,)
+        if ALL:
+            tl.store(SIZE + place, size)
         else:
-            tl.store(SIZE + place, largest_square(k64))
+            if beyond(away, NOTES + place * 4) | beyond(size, NOTES + place * 4 + 1):
+                tl.store(DAMAGED + tl.program_id(1), 1)
         for r in tl.static_range(G * S):
             if ALL:
                 flag = tl.load(READ + heads + r) != 0
@@ -311,22 +324,32 @@ def exact(
                 q = tl.load(Q + b * q_b + (h * G + r // S) * q_h + (r % S) * q_s + c).to(tl.float32)
                 high = tl.load(AT + b * (2 * S + 1) + r % S)
                 low = tl.load(AT + b * (2 * S + 1) + S + r % S)
-                at = LOGITS + (heads + r) * tokens + t
-                old = tl.load(at)
-                seen = (t >= low) & (t <= high)
-                found = tl.sum(k * q, 1) * SCALE
-                new = tl.where(seen, tl.where(coded, found, old), float("-inf"))
-                # Whoever reads a logit here has read it before any is written: the barrier of the sums below is not enough.
+                logits = ()
+                peak = tl.full([], float("-inf"), tl.float32)
+                moved = tl.zeros([], tl.float32)
+                for part in tl.static_range(BLOCK // PART):
+                    t = n * BLOCK + part * PART + j
+                    coded = t < base
+                    old = tl.load(LOGITS + (heads + r) * tokens + t)
+                    seen = (t >= low) & (t <= high)
+                    found = tl.sum(parts[part] * q, 1) * SCALE
+                    new = tl.where(seen, tl.where(coded, found, old), float("-inf"))
+                    apart = tl.abs(found - old)
+                    apart = tl.where(seen & coded, tl.where(apart == apart, apart, float("inf")), 0.0)
+                    moved = tl.maximum(moved, tl.max(apart, 0))
+                    peak = tl.maximum(peak, tl.max(new, 0))
+                    logits = logits + (new,)
+                # Whoever reads a logit here has read it before any is written: the barriers of the sums are not enough.
                 tl.debug_barrier()
-                tl.store(at, new)
-                peak = tl.max(new, 0)
                 top = tl.where(peak == float("-inf"), 0.0, peak)
-                tl.store(PEAK + (heads + r) * blocks + n, peak)
-                tl.store(WEIGHT + (heads + r) * blocks + n, tl.sum(exp_of(new - top), 0))
+                weight = tl.zeros([], tl.float32)
+                for part in tl.static_range(BLOCK // PART):
+                    tl.store(LOGITS + (heads + r) * tokens + n * BLOCK + part * PART + j, logits[part])
+                    weight += tl.sum(exp_of(logits[part] - top), 0)
+                at_block = (heads + r) * blocks + n
+                tl.store(PEAK + at_block, peak)
+                tl.store(WEIGHT + at_block, weight)
                 if not ALL:
-                    moved = tl.abs(found - old)
-                    moved = tl.max(tl.where(seen & coded, tl.where(moved == moved, moved, float("inf")), 0.0), 0)
-                    at_block = (heads + r) * blocks + n
                     most = consistent(tl.load(DELTA + at_block), GUARD, tl.load(OWN + at_block))
                     if (moved.to(tl.float64) <= most) == 0:
                         tl.store(DAMAGED + tl.program_id(1), 1)

@@ -13,18 +13,31 @@ from kvcompile.lowering.triton_bounds import key_term, least_term
 
 @triton.jit
 def standing(ORDER, AMOUNT, row, blocks, BUDGET: tl.constexpr, WIDE: tl.constexpr):
-    """How many candidates stand above the longest tail whose amounts add up to at most BUDGET; equal ones leave together."""
+    """How many candidates stand above the longest tail whose amounts add up to at most BUDGET; equal ones leave together.
+
+    A row of up to WIDE blocks is read once and stays in registers: 31 sums over it, and nothing else, make the time.
+    """
     i = tl.arange(0, WIDE)
     edge = 0
-    for shift in range(30, -1, -1):
-        reach = edge + (1 << shift)
-        below = tl.zeros([WIDE], tl.float64)
-        for first in range(0, blocks, WIDE):
-            inside = first + i < blocks
-            bits = tl.load(ORDER + row + first + i, mask=inside, other=-1.0).to(tl.int32, bitcast=True)
-            below += tl.where((bits >= 0) & (bits < reach), tl.load(AMOUNT + row + first + i, mask=inside, other=0.0), 0.0)
-        edge = tl.where(tl.sum(below, 0) <= BUDGET, reach, edge)
-    return how_many(ORDER, row, blocks, edge, WIDE)
+    if blocks <= WIDE:
+        bits = tl.load(ORDER + row + i, mask=i < blocks, other=-1.0).to(tl.int32, bitcast=True)
+        amount = tl.load(AMOUNT + row + i, mask=i < blocks, other=0.0)
+        for shift in range(30, -1, -1):
+            reach = edge + (1 << shift)
+            below = tl.sum(tl.where((bits >= 0) & (bits < reach), amount, 0.0), 0)
+            edge = tl.where(below <= BUDGET, reach, edge)
+        count = tl.sum((bits >= edge).to(tl.int32), 0)
+    else:
+        for shift in range(30, -1, -1):
+            reach = edge + (1 << shift)
+            sums = tl.zeros([WIDE], tl.float64)
+            for first in range(0, blocks, WIDE):
+                inside = first + i < blocks
+                bits = tl.load(ORDER + row + first + i, mask=inside, other=-1.0).to(tl.int32, bitcast=True)
+                sums += tl.where((bits >= 0) & (bits < reach), tl.load(AMOUNT + row + first + i, mask=inside, other=0.0), 0.0)
+            edge = tl.where(tl.sum(sums, 0) <= BUDGET, reach, edge)
+        count = how_many(ORDER, row, blocks, edge, WIDE)
+    return count
 
 
 @triton.jit
@@ -39,15 +52,29 @@ def how_many(ORDER, row, blocks, edge, WIDE: tl.constexpr):
 
 
 @triton.jit
+def last_taken(ORDER, row, blocks, count, WIDE: tl.constexpr):
+    """The largest bits that at least ``count`` candidates reach, and how many of those that have just these bits are wanted."""
+    i = tl.arange(0, WIDE)
+    edge = 0
+    if blocks <= WIDE:
+        bits = tl.load(ORDER + row + i, mask=i < blocks, other=-1.0).to(tl.int32, bitcast=True)
+        for shift in range(30, -1, -1):
+            reach = edge + (1 << shift)
+            edge = tl.where(tl.sum((bits >= reach).to(tl.int32), 0) >= count, reach, edge)
+        left = count - tl.sum((bits >= edge + 1).to(tl.int32), 0)
+    else:
+        for shift in range(30, -1, -1):
+            reach = edge + (1 << shift)
+            edge = tl.where(how_many(ORDER, row, blocks, reach, WIDE) >= count, reach, edge)
+        left = count - how_many(ORDER, row, blocks, edge + 1, WIDE)
+    return edge, left
+
+
+@triton.jit
 def mark(ORDER, CHOSEN, row, blocks, count, WIDE: tl.constexpr):
     """Flags of the ``count`` leading candidates; equal ones in the order of their blocks."""
     i = tl.arange(0, WIDE)
-    # The largest bits that at least ``count`` candidates reach.
-    edge = 0
-    for shift in range(30, -1, -1):
-        reach = edge + (1 << shift)
-        edge = tl.where(how_many(ORDER, row, blocks, reach, WIDE) >= count, reach, edge)
-    left = count - how_many(ORDER, row, blocks, edge + 1, WIDE)
+    edge, left = last_taken(ORDER, row, blocks, count, WIDE)
     for first in range(0, blocks, WIDE):
         bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
         equal = (bits == edge).to(tl.int32)

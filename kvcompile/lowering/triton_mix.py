@@ -10,6 +10,9 @@ import triton.language as tl
 
 from kvcompile.lowering.triton_certified import BLOCK, beyond, exp_of, largest_logit, sight
 
+TURNS = tl.constexpr(4)
+"""Turns in which ``mix`` takes a block of codes: as many roundings of each sum. Fewer tokens a turn need fewer registers."""
+
 
 @triton.jit
 def largest_run_square(low, high):
@@ -25,25 +28,26 @@ def mix_codes(
     CODES, STEPS, ZEROS, LOGITS, TOP, READ, OUT, codes_n, steps_n, blocks, start, stop, n_first, n_stop, heads, r0,
     DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Blocks of codes from n_first on, but for those that are flagged. Sixteen tokens a turn, of which a thread has two.
+    """Blocks of codes from n_first on, but for those that are flagged, in TURNS.
 
-    Sums stay apart for eight tokens until the end, so that a turn is multiply-adds alone.
+    Sums stay apart for a turn's tokens until the end, so that a turn is multiply-adds alone.
     """
+    PART: tl.constexpr = BLOCK // TURNS
     HALF: tl.constexpr = DV // 2
     RUNS: tl.constexpr = HALF // GROUP
-    lane = tl.arange(0, 8)[:, None, None]
+    lane = tl.arange(0, PART)[:, None, None]
     run = tl.arange(0, RUNS)[None, :, None]
     c = tl.arange(0, GROUP)[None, None, :]
     low_sums = ()
     high_sums = ()
     for _i in tl.static_range(TILE):
-        low_sums = low_sums + (tl.zeros([8, RUNS, GROUP], tl.float32),)
-        high_sums = high_sums + (tl.zeros([8, RUNS, GROUP], tl.float32),)
+        low_sums = low_sums + (tl.zeros([PART, RUNS, GROUP], tl.float32),)
+        high_sums = high_sums + (tl.zeros([PART, RUNS, GROUP], tl.float32),)
     for step in tl.range(0, tl.maximum(n_stop - n_first, 0)):
         n = n_first + step
         page = (n * BLOCK // PAGE).to(tl.int64)
-        for half in tl.static_range(2):
-            t = n * BLOCK + half * 8 + lane
+        for turn in tl.static_range(TURNS):
+            t = n * BLOCK + turn * PART + lane
             seen = (t >= start) & (t < stop)
             in_page = t % PAGE
             weights = ()
@@ -171,59 +175,75 @@ def mix_exact(
         high_sums = new_high
     to = tl.arange(0, RUNS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for i in tl.static_range(TILE):
-        if r0 + i < ROWS:
+        wanted = r0 + i < ROWS
+        if ALL:
+            # Nobody looks at rows without a flag.
+            wanted = wanted & (tl.load(READ + heads + tl.minimum(r0 + i, ROWS - 1)) != 0)
+        if wanted:
             tl.store(OUT + (r0 + i) * DV + to, low_sums[i])
             tl.store(OUT + (r0 + i) * DV + HALF + to, high_sums[i])
 
 
 @triton.jit
 def mix(
-    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, PEAK, EXACT, SINKS, AT, NOTES, OUT, SIZE, DAMAGED,
-    codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t,
-    blocks, page_tokens, newest, splits, share, own_share,
+    CODES, STEPS, ZEROS, LOGITS, TOP, READ, AT, OUT, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, blocks, share,
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
-    OWN_TILE: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, ALL: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
-    """sum_t exp(logit - TOP) v_t, [splits + own splits, B, K, rows, DV], of one kv head and a tile of rows.
+    """sum_t exp(logit - TOP) v_t by codes, [splits, B, K, rows, DV], of one kv head and a tile of rows.
 
-    The first ``splits`` programs of a head have ``share`` blocks of codes each, the others ``own_share`` blocks whose originals may be
-    wanted, the last one the newest tokens too. READ as in ``exact``; where ALL there are only the others, rows that are not
-    flagged are left out, and TOP is the largest of PEAK and, of codes, EXACT. Channels of a word's two codes are half a head apart.
+    A program of a head has ``share`` blocks, but for those that are flagged. Channels of a word's two codes are half a head apart.
     """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
     h = (pair % K).to(tl.int64)
     ROWS: tl.constexpr = G * S
-    split = tl.program_id(0)
+    start, last, base = sight(AT + b * (2 * S + 1), S, S2)
+    stop = tl.minimum(last + 1, base)
+    out = OUT + (tl.program_id(0) * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
+    scales = b * steps_b + h * steps_h
+    n_first = start // BLOCK + tl.program_id(0) * share
+    mix_codes(
+        CODES + b * codes_b + h * codes_h, STEPS + scales, ZEROS + scales, LOGITS, TOP, READ, out, codes_n, steps_n, blocks, start, stop,
+        n_first, tl.minimum(n_first + share, (stop + BLOCK - 1) // BLOCK), pair.to(tl.int64) * ROWS, tl.program_id(2) * TILE, DV, GROUP,
+        ROWS, TILE, PAGE,
+    )
+
+
+@triton.jit
+def mix_own(
+    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, PEAK, EXACT, SINKS, AT, NOTES, OUT, SIZE, DAMAGED,
+    codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t,
+    blocks, page_tokens, newest, share,
+    DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
+    NEWEST: tl.constexpr, PAGE: tl.constexpr, ALL: tl.constexpr,
+):
+    """The same by originals, of ``share`` blocks whose originals may be wanted; the last program of a head has the newest tokens too.
+
+    READ as in ``exact``; where ALL, rows that are not flagged are left out, and TOP is the largest of PEAK and, of codes, EXACT.
+    """
+    pair = tl.program_id(1)
+    b = (pair // K).to(tl.int64)
+    h = (pair % K).to(tl.int64)
+    ROWS: tl.constexpr = G * S
     heads = pair.to(tl.int64) * ROWS
     start, last, base = sight(AT + b * (2 * S + 1), S, S2)
     stop = tl.minimum(last + 1, base)
-    n_end = (stop + BLOCK - 1) // BLOCK
-    out = OUT + (split * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
-    codes = CODES + b * codes_b + h * codes_h
+    out = OUT + (tl.program_id(0) * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
     scales = b * steps_b + h * steps_h
-    if split < splits:
-        r0 = tl.program_id(2) * TILE
-        if r0 < ROWS:
-            n_first = start // BLOCK + split * share
-            mix_codes(
-                codes, STEPS + scales, ZEROS + scales, LOGITS, TOP, READ, out, codes_n, steps_n, blocks, start, stop, n_first,
-                tl.minimum(n_first + share, n_end), heads, r0, DV, GROUP, ROWS, TILE, PAGE,
-            )
-    else:
-        r0 = tl.program_id(2) * OWN_TILE
-        n_first = start // BLOCK + (split - splits) * own_share
-        n_stop = tl.minimum(n_first + own_share, n_end)
-        window = split == tl.num_programs(0) - 1
-        if ALL:
-            anybody = 0
-            for i in tl.static_range(OWN_TILE):
-                anybody += tl.load(READ + heads + tl.minimum(r0 + i, ROWS - 1)).to(tl.int32)
-            n_stop = tl.where(anybody != 0, n_stop, n_first)
-            window = window & (anybody != 0)
-        mix_exact(
-            codes, STEPS + scales, ZEROS + scales, ORIGINALS + b * from_b + h * from_h, RECENT_V + b * rv_b + h * rv_h, LOGITS, TOP, READ,
-            PEAK, EXACT, SINKS, out, NOTES + pair * blocks * 4, SIZE + pair * blocks, DAMAGED + pair, codes_n, steps_n, from_n, from_t,
-            rv_t, blocks, page_tokens, newest, start, last, base, n_first, n_stop, heads, r0, window, DV, GROUP, ROWS, OWN_TILE, NEWEST,
-            PAGE, ALL,
-        )
+    r0 = tl.program_id(2) * TILE
+    n_first = start // BLOCK + tl.program_id(0) * share
+    n_stop = tl.minimum(n_first + share, (stop + BLOCK - 1) // BLOCK)
+    window = tl.program_id(0) == tl.num_programs(0) - 1
+    if ALL:
+        anybody = 0
+        for i in tl.static_range(TILE):
+            anybody += tl.load(READ + heads + tl.minimum(r0 + i, ROWS - 1)).to(tl.int32)
+        n_stop = tl.where(anybody != 0, n_stop, n_first)
+        window = window & (anybody != 0)
+    mix_exact(
+        CODES + b * codes_b + h * codes_h, STEPS + scales, ZEROS + scales, ORIGINALS + b * from_b + h * from_h,
+        RECENT_V + b * rv_b + h * rv_h, LOGITS, TOP, READ, PEAK, EXACT, SINKS, out, NOTES + pair * blocks * 4, SIZE + pair * blocks,
+        DAMAGED + pair, codes_n, steps_n, from_n, from_t, rv_t, blocks, page_tokens, newest, start, last, base, n_first, n_stop, heads, r0,
+        window, DV, GROUP, ROWS, TILE, NEWEST, PAGE, ALL,
+    )

@@ -25,6 +25,7 @@ from kvcompile.lowering.triton_bounds import (
 )
 from kvcompile.lowering.triton_certified import largest_logit
 from kvcompile.lowering.triton_choose import gap_of, mark, standing
+from kvcompile.lowering.triton_mix import TURNS
 
 ADDED = ("mass", "total", "least", "shift", "key", "blocks", "keys")
 LARGEST = ("delta", "vmax", "delta_codes", "by_codes", "by_exact", "upper")
@@ -188,9 +189,9 @@ def tally_values(
             tl.debug_barrier()
             mark(ORDER, VALUES, row, blocks, standing(ORDER, TERM, row, blocks, BUDGET, WIDE), WIDE)
             tl.debug_barrier()
-        # Roundings between a product and the output: a split adds its blocks one after the other.
+        # Roundings between a product and the output: a split adds its blocks one after the other, each in as many turns.
         # (A share of one is a constant to the compiler, which has no ``to``.)
-        chain = tl.zeros([], tl.float64) + CHAIN + share
+        chain = tl.zeros([], tl.float64) + CHAIN + share * TURNS
         value_sum = tl.zeros([CHUNK], tl.float64)
         own_values = tl.zeros([CHUNK], tl.float64)
         all_values = tl.zeros([CHUNK], tl.float64)

@@ -16,6 +16,7 @@ import torch
 from kvcompile.errors import AnglesUnknown, WindowPassed
 from kvcompile.lowering.ops import append_body, append_window_body, as_tokens, decodable, write_rows
 from kvcompile.lowering.rings import taken
+from kvcompile.runtime.pinned import host_plane
 from kvcompile.runtime.rotary import Rotary
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.certified import ORIGINALS
@@ -49,16 +50,26 @@ class Store:
     def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rotary: Rotary | None = None) -> None:
         self.spec, self.batch, self.device, self.rotary = spec, batch, device, rotary
         self.pages = 0
-        with _ordinary():
-            self.planes: list[torch.Tensor] = [
-                torch.zeros(plane.shape(0, batch, spec.slot.heads), dtype=plane.dtype, device=device) for plane in spec.layout.planes
-            ]
+        self.planes: list[torch.Tensor] = [self._zeros(plane, 0) for plane in spec.layout.planes]
         self.reserve(pages)
+
+    def _zeros(self, plane: PlaneSpec, pages: int) -> torch.Tensor:
+        """An empty plane where it belongs."""
+        shape = plane.shape(pages, self.batch, self.spec.slot.heads)
+        with _ordinary():
+            if plane.host and self.device.type == "cuda":
+                return host_plane(shape, plane.dtype, self.device)
+            return torch.zeros(shape, dtype=plane.dtype, device=self.device)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, all planes."""
         return sum(plane.untyped_storage().nbytes() for plane in self.planes)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Of these, bytes in pinned host memory."""
+        return sum(plane.untyped_storage().nbytes() for plane, spec in self._described() if spec.host and self.device.type == "cuda")
 
     def reserve(self, pages: int) -> None:
         """Have room for ``pages`` pages; one plane at a time is held twice while it is copied."""
@@ -67,8 +78,7 @@ class Store:
         for index, (plane, spec) in enumerate(zip(self.planes, self.spec.layout.planes, strict=True)):
             if spec.extent is not Extent.TOKENS:
                 continue
-            with _ordinary():
-                grown = torch.zeros(spec.shape(pages, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
+            grown = self._zeros(spec, pages)
             if self.pages:
                 grown[: self.pages].copy_(plane[: self.pages])
             self.planes[index] = grown

@@ -13,7 +13,7 @@ What differs from the source, and why:
 * kappa and mu: the source has neither. With kappa Cauchy-Schwarz gives a smaller bound on a logit's error for most
   queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. 1 byte a token and head for all notes.
 * The value's zero point is rounded down and its scale up, so that rounding them never clips.
-* Tier 2 lies beside the codes, and is no option yet: pinned host memory needs kernels that read and write it.
+* Tier 2 lies beside the codes, or with ``tier2=host`` in pinned host memory, which the same kernels read and write where it is.
 * A quotient is rounded like any float32 number and clipping by that is part of the announced radius; the source assumes none.
 """
 
@@ -50,6 +50,13 @@ class Half(enum.Enum):
     VALUE = "value"
 
 
+class Tier2(enum.Enum):
+    """Where the originals are: beside the codes, or in pinned host memory (elsewhere than on CUDA that is the same)."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 def _as_integer(words: torch.Tensor, part: int) -> torch.Tensor:
     del part
     return words.to(torch.float32)
@@ -75,14 +82,15 @@ class Certified(Scheme):
     group: int = 16
     certify: str = DEFAULTS
     half: Half = Half.AUTO
+    tier2: Tier2 = Tier2.DEVICE
 
     name: ClassVar[str] = "certified"
     source: ClassVar[str] = "Runtime-Certified Bounded-Error Quantized Attention, sections 2.3 and 3.1"
     window = BLOCK
     certified: ClassVar[bool] = True
     warning: ClassVar[str | None] = (
-        "certified keeps the originals beside the codes, so it saves no memory; its kernels are for CUDA and were never timed, and "
-        "elsewhere every step reads everything"
+        "certified keeps the originals, beside the codes or (tier2=host) in pinned host memory, so it saves device memory with tier2=host "
+        "only; its kernels are for CUDA, and elsewhere every step reads everything"
     )
 
     def __post_init__(self) -> None:
@@ -95,6 +103,7 @@ class Certified(Scheme):
         if self.certify != DEFAULTS:
             parse_policy(self.certify)
         require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
+        require(isinstance(self.tier2, Tier2), self.name, "tier2", "device or host", self.tier2, "host is pinned memory, read over the bus")
 
     def of(self, role: Role) -> Certified:
         half = self.half if self.half is not Half.AUTO else Half.KEY if role is Role.KEY else Half.VALUE
@@ -130,7 +139,8 @@ class Certified(Scheme):
             )
         else:
             own = self.values.layout(slot).planes[:3]
-        layout = Layout((*own, notes, PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim))).windowed(slot, self.window)
+        originals = PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, host=self.tier2 is Tier2.HOST)
+        layout = Layout((*own, notes, originals)).windowed(slot, self.window)
         if not self._is_keys(slot):
             return layout
         return Layout((*layout.planes, PlaneSpec("telemetry", torch.float64, TELEMETRY, 1, Extent.ROW)))

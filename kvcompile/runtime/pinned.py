@@ -1,0 +1,52 @@
+"""Planes in pinned host memory that kernels on a CUDA device read and write where they are.
+
+A plane is a CUDA tensor whose address is that of the pinned buffer: whatever is compiled for planes takes it, at the bandwidth of
+the bus. PyTorch's allocator of pinned memory does not know what kernels still do with such a buffer when its last tensor goes,
+and new buffers are cleared by the host; so a buffer is kept until the work that was queued by then is done.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+
+from kvcompile.errors import HostMemoryFull
+
+_LEAVING: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
+"""Buffers that nobody holds any more, each with the event after which no kernel uses it."""
+
+
+class _Alias:
+    """What a tensor on the device aliases; lives as long as the tensor's storage."""
+
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self.pinned = pinned
+        self.__cuda_array_interface__ = dict(
+            shape=(pinned.numel(),), typestr="|u1", data=(pinned.data_ptr(), False), version=3, strides=None
+        )
+
+    def __del__(self) -> None:
+        # None while the interpreter ends: then the driver gives everything back.
+        if torch is not None and torch.cuda is not None:
+            event = torch.cuda.Event()
+            event.record()
+            _LEAVING.append((event, self.pinned))
+
+
+def host_plane(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of ``shape`` in pinned host memory, as a tensor on a CUDA ``device``; raises HostMemoryFull."""
+    while _LEAVING and _LEAVING[0][0].query():
+        _LEAVING.popleft()
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    if not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise HostMemoryFull(expected=size, found=str(error).partition("\n")[0]) from error
+    with torch.cuda.device(device):
+        return torch.as_tensor(_Alias(pinned), device=device).view(dtype).view(shape)
