@@ -179,7 +179,8 @@ class Kivi(Scheme):
         low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
         zero = rounded_down(low, self.scale_dtype)
         spread = high - zero.to(torch.float32)
-        scale = rounded_up(spread / (2**self.bits - 1), self.scale_dtype)
+        # A product, which every device and compiler rounds alike; see ``stored_scale``.
+        scale = rounded_up(spread * (1 / (2**self.bits - 1)), self.scale_dtype)
         scale = torch.where(spread == 0, torch.zeros_like(scale), scale)
         step = scale.to(torch.float32)
         codes = torch.round((grouped - zero.to(torch.float32)) / torch.where(step == 0, torch.ones_like(step), step))
