@@ -94,8 +94,10 @@ def _append_token(
     scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, SCALES.dtype.element_ty)
     scale = tl.where(spread == 0, 0.0, scale).to(SCALES.dtype.element_ty)
     ratio = quotient(grouped - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(SCALES.dtype.element_ty))
-    ratio = tl.minimum(tl.maximum(tl.where(scale == scale, ratio, 0.0), 0.0), (2**BITS - 1) * 1.0)
-    codes = ((ratio + MAGIC) - MAGIC).to(tl.int32)
+    if SCALES.dtype.element_ty == tl.float32:
+        ratio = tl.minimum(ratio, (2**BITS - 1) * 1.0)
+    # Stored in 16 bits, the zero point is rounded down and the scale up: what the body clamps is out of range by rounding alone.
+    codes = (ratio + MAGIC).to(tl.int32, bitcast=True) & tl.where(scale == scale, 2**BITS - 1, 0)
 
     planar = tl.reshape(codes, [BLOCK, PARTS, D // PARTS])
     words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)

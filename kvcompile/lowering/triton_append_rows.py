@@ -30,21 +30,21 @@ TILE = 4096
 
 
 @triton.jit
-def _e4m3(x, magnitude):
-    """Bytes of e4m3, as int32, of magnitudes up to 448, to nearest, with the sign of x."""
-    bits = magnitude.to(tl.int32, bitcast=True)
-    normal = (bits - (120 << 23) + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+def _e4m3(x):
+    """Codes of e4m3, as int32, of numbers up to 448, to nearest; for devices that have no such conversion."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
     # Below 2^-6 codes are multiples of 2^-9, the last bit of 2^14.
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 255
-    sign = (x.to(tl.int32, bitcast=True) >> 24) & 128
-    return tl.where(bits < (121 << 23), small, normal) | sign
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 255
+    return tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 128)
 
 
 @triton.jit
 def _append_rows(
     program, b, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b,
     scales_h, HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, FLOAT: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
     UNITS: tl.constexpr, UNIT: tl.constexpr,
 ):
     """ROWS tokens of one kv head; a word's WIDTH channels of one part are groups of GROUP, padded to UNITS of UNIT."""
@@ -74,20 +74,17 @@ def _append_rows(
         scale = rounded_up(largest * (1 / QMAX), ULP, TINY, SCALES.dtype.element_ty)
         # Of the dtypes of scales this loses nothing.
         scale = tl.where(scale.to(tl.float32) < TINY, TINY, scale.to(tl.float32)).to(SCALES.dtype.element_ty)
+        # The scale is rounded up, so what the body clamps is beyond the largest code by rounding alone, and rounds to it.
         scaled = quotient(x, scale[:, :, None])
-        scaled = tl.minimum(tl.maximum(scaled, -QMAX), QMAX)
-        if FLOAT:
-            code = _e4m3(x, tl.abs(scaled))
-        else:
+        # What has no scale has the code of zero bits, or of NaN where there is one.
+        coded = tl.where(scale == scale, 2**BITS - 1, 0)[:, :, None]
+        if E4M3 == 0:
             # The low bits of the sum are the integer's.
-            code = (scaled + MAGIC).to(tl.int32, bitcast=True)
-            if PARTS > 1:
-                code = code + 2 ** (BITS - 1)
-        # What has no scale has the code of zero, or of NaN where there is one.
-        coded = scale == scale
-        code = code & tl.where(coded, 2**BITS - 1, 0)[:, :, None]
-        if FLOAT:
-            code = code | tl.where(coded, 0, 127)[:, :, None]
+            code = (scaled + (MAGIC + (2 ** (BITS - 1) if PARTS > 1 else 0))).to(tl.int32, bitcast=True) & coded
+        elif E4M3 == 1:
+            code = (_e4m3(scaled) & coded) | (127 & ~coded)
+        else:
+            code = (scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) & coded) | (127 & ~coded)
         packed = packed | (code << (BITS * part))
         where = part * (WIDTH // GROUP) + unit
         tl.store(scales[:, None] + where[None, :], scale, mask=there[:, None] & (unit < WIDTH // GROUP)[None, :])
@@ -98,13 +95,13 @@ def _append_rows(
 def append_rows_one(
     X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h,
     HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    FLOAT: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """One slot. Grid: blocks of ROWS tokens times kv heads, the heads first, and batch rows."""
     _append_rows(
         tl.program_id(0), tl.program_id(1).to(tl.int64), X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n,
-        pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, HEADS, PAGE, WIDTH, PARTS, BITS, GROUP, FLOAT, QMAX, ULP, TINY, ROWS, UNITS,
+        pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, HEADS, PAGE, WIDTH, PARTS, BITS, GROUP, E4M3, QMAX, ULP, TINY, ROWS, UNITS,
         UNIT,
     )
 
@@ -114,9 +111,9 @@ def append_rows_two(
     programs, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b,
     scales_h, X_2, CODES_2, SCALES_2, POS_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2,
     codes_b_2, codes_h_2, scales_b_2, scales_h_2, HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
     ROWS: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, HEADS_2: tl.constexpr, PAGE_2: tl.constexpr, WIDTH_2: tl.constexpr,
-    PARTS_2: tl.constexpr, BITS_2: tl.constexpr, GROUP_2: tl.constexpr, FLOAT_2: tl.constexpr, QMAX_2: tl.constexpr, ULP_2: tl.constexpr,
+    PARTS_2: tl.constexpr, BITS_2: tl.constexpr, GROUP_2: tl.constexpr, E4M3_2: tl.constexpr, QMAX_2: tl.constexpr, ULP_2: tl.constexpr,
     TINY_2: tl.constexpr, ROWS_2: tl.constexpr, UNITS_2: tl.constexpr, UNIT_2: tl.constexpr,
 ):
     """Two slots, keys and values: the first ``programs`` programs of a batch row have the first."""
@@ -124,12 +121,12 @@ def append_rows_two(
     if program < programs:
         _append_rows(
             program, b, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h,
-            scales_b, scales_h, HEADS, PAGE, WIDTH, PARTS, BITS, GROUP, FLOAT, QMAX, ULP, TINY, ROWS, UNITS, UNIT,
+            scales_b, scales_h, HEADS, PAGE, WIDTH, PARTS, BITS, GROUP, E4M3, QMAX, ULP, TINY, ROWS, UNITS, UNIT,
         )
     else:
         _append_rows(
             program - programs, b, X_2, CODES_2, SCALES_2, POS_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2,
-            pos_b_2, pos_s_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, HEADS_2, PAGE_2, WIDTH_2, PARTS_2, BITS_2, GROUP_2, FLOAT_2,
+            pos_b_2, pos_s_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, HEADS_2, PAGE_2, WIDTH_2, PARTS_2, BITS_2, GROUP_2, E4M3_2,
             QMAX_2, ULP_2, TINY_2, ROWS_2, UNITS_2, UNIT_2,
         )
 
@@ -157,6 +154,11 @@ class Rows(NamedTuple):
         return max(1, TILE // (triton.next_power_of_2(width // rule.group) * triton.next_power_of_2(rule.group)))
 
     @property
+    def converts(self) -> bool:
+        """Whether the device converts to e4m3 by itself."""
+        return self.x.device.type == "cuda" and torch.cuda.get_device_capability(self.x.device) >= (8, 9)
+
+    @property
     def programs(self) -> int:
         """Of one batch row."""
         return (self.x.shape[2] + self.rows - 1) // self.rows * self.x.shape[1]
@@ -176,8 +178,9 @@ class Rows(NamedTuple):
         width = self.x.shape[3] // rule.parts
         named = {
             "HEADS": self.x.shape[1], "PAGE": self.planes[0].shape[3], "WIDTH": width, "PARTS": rule.parts, "BITS": rule.bits,
-            "GROUP": rule.group, "FLOAT": rule.e4m3, "QMAX": rule.largest, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
-            "ROWS": self.rows, "UNITS": triton.next_power_of_2(width // rule.group), "UNIT": triton.next_power_of_2(rule.group),
+            "GROUP": rule.group, "E4M3": rule.e4m3 * (1 + self.converts), "QMAX": rule.largest, "ULP": SCALE_ULP[dtype],
+            "TINY": TINY[dtype], "ROWS": self.rows, "UNITS": triton.next_power_of_2(width // rule.group),
+            "UNIT": triton.next_power_of_2(rule.group),
         }
         return {name + suffix: value for name, value in named.items()}
 

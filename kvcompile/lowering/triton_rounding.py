@@ -2,11 +2,11 @@
 
 Quotients: Triton's ``/`` is within two units of the last place, and codes are made where quotients meet ties, so
 ``div_rn`` is what equals eager. Where the divisor has the 11 significant bits of float16 three instructions give
-the same float32: q = n * r, with r the rounded reciprocal, is within 2 units; the remainder n - q * s is exact in a
-fused instruction; q + remainder * r then errs by 2^-45 of q before its own rounding. That rounding is the right one,
-since no quotient lies as close to a midpoint m between two float32: m has 25 bits, m * s at most 36, and n is not
-m * s (which has at least 25 significant bits), so they differ by at least 2^-36 of n. Nothing underflows where the
-quotient is not itself below what any code resolves, given the least float16, 2^-24.
+the same float32. q = n * r, with r a reciprocal within two units, errs by less than 2^-21 of itself; the remainder
+q * s - n is exact in a fused instruction; q - remainder * r then errs by less than 2^-42 before its own rounding. That
+rounding is the right one, since no quotient lies as close to a midpoint m between two float32: m has 25 bits and its
+last one is set, so m * s has from 25 to 36 bits and n, which has 24, differs from it by at least 2^-36 of itself.
+Nothing underflows where the quotient is not itself below what any code resolves, given the least float16, 2^-24.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -46,9 +46,9 @@ def quotient(n, scale):
     """n / scale, correctly rounded, n float32 and scale as stored, broadcast to n, not zero; anything where scale is NaN."""
     s = scale.to(tl.float32)
     if scale.dtype == tl.float16:
-        # An infinite scale: zero, of the numerator's sign.
+        # An infinite scale: zero, of the numerator's sign. Signs are turned by products, since 0 - 0 has the sign of neither.
         finite = tl.abs(s) < float("inf")
-        r = tl.broadcast_to(tl.where(finite, tl.math.div_rn(tl.full(s.shape, 1.0, tl.float32), s), 0.0), n.shape)
+        r = tl.broadcast_to(tl.where(finite, 1.0 / s, 0.0), n.shape)
         q = n * r
-        return tl.fma(tl.fma(-q, tl.broadcast_to(tl.where(finite, s, 0.0), n.shape), n), r, q)
+        return tl.fma(tl.fma(q, tl.broadcast_to(tl.where(finite, s, 0.0), n.shape), n * -1.0), r * -1.0, q)
     return tl.math.div_rn(n, tl.broadcast_to(s, n.shape))

@@ -44,7 +44,17 @@ def rounded_up(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Nudged up by one unit in the last place (or one subnormal step) before rounding to nearest, so
     # the stored scale is never below the exact one.
     nudged = torch.maximum(exact * (1 + SCALE_ULP[dtype] / 2), exact + TINY[dtype] / 2)
-    return nudged.to(dtype)
+    return as_stored(nudged, dtype)
+
+
+def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 x rounded to ``dtype``, compiled as well: codes are made from what is stored.
+
+    Inductor goes on with float32 where a 16-bit number is widened again at once, and sees through a view of its bits
+    that nothing is done to; turning them twice is a change that it leaves to the compiler behind it.
+    """
+    near = x.to(dtype)
+    return near.view(torch.int16).bitwise_not().bitwise_not().view(dtype) if dtype.itemsize == 2 else near
 
 
 @dataclasses.dataclass(frozen=True)
