@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import kvcompile
 from kvcompile import schemes
@@ -155,9 +156,13 @@ def test_compiled_codes_are_made_from_what_is_stored(text: str) -> None:
         assert torch.equal(mine, body), (int((mine != body).sum()), tuple(mine.shape), mine.dtype)
 
 
+@pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize(("text", "count"), [("kivi", 1), ("int8", 65), ("int4", 65)])
-def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is copied before or behind: what a kernel changes are the graph's own inputs, not views of them."""
+def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied before or behind: what a kernel changes are the graph's own inputs, not views of them.
+
+    ``growing``: numbers of pages and of new tokens are symbols, on which nothing may depend but sizes and operands.
+    """
     pytest.importorskip("triton")
     from torch.library import wrap_triton
 
@@ -184,14 +189,23 @@ def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, mo
         both = [triton_append.Slot(x, half, pos, None, one) for x, half, one in zip((k, v), halves, spelled(text), strict=True)]
         return [recent for recent, _ in triton_append.append_window_slots(both)]
 
-    mode = torch._subclasses.FakeTensorMode()
+    shapes = ShapeEnv()
+    mode = torch._subclasses.FakeTensorMode(shape_env=shapes)
+
+    def faked(x: torch.Tensor, axis: int) -> torch.Tensor:
+        sizes = [DimDynamic.DYNAMIC if growing and at == axis and x.shape[at] > 1 else DimDynamic.STATIC for at in range(x.dim())]
+        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
     stores = [plane for role in Role for plane in planes_of(text, role)]
-    operands = [torch.zeros(1, count, KV, DIM).transpose(1, 2) for _ in Role] + [torch.arange(count).unsqueeze(0), *stores]
+    new = [torch.zeros(1, count, KV, DIM).transpose(1, 2) for _ in Role]
+    operands = [*(faked(x, 2) for x in new), faked(torch.arange(count).unsqueeze(0), 1), *(faked(x, 0) for x in stores)]
     with mode:
-        traced = make_fx(step)(*(mode.from_tensor(x) for x in operands))
+        traced = make_fx(step)(*operands)
+    assert not [value for value in shapes.replacements.values() if value.is_number], "a size was fixed"
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     assert len(kernels) == 1
-    inputs = [node for node in kernels[0].kwargs["kwargs"].values() if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+    given = kernels[0].kwargs["kwargs"].values()  # type: ignore[union-attr]
+    inputs = [node for node in given if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor)]
     # Room for the newest tokens is the one thing that is made.
     assert {node.op for node in inputs} == {"placeholder"} | ({"call_function"} if window else set())
     assert {node.target for node in inputs if node.op == "call_function"} <= {aten.empty.memory_format, aten.new_empty.default}
