@@ -176,6 +176,21 @@ class MinMax:
     block: int
 
 
+@dataclass(frozen=True)
+class AbsMax:
+    """An encoding by the largest magnitude that a kernel may do: planes codes, scales; groups of channels as in ``KernelFormat``.
+
+    code = rne(clamp(x / scale)) with magnitudes up to ``largest``: two's complement where one part fills a byte, else
+    plus half of the range; or e4m3.
+    """
+
+    bits: int
+    parts: int
+    group: int
+    largest: float
+    e4m3: bool
+
+
 def pages_for(tokens: int) -> int:
     """Whole pages that hold ``tokens`` tokens."""
     return math.ceil(tokens / PAGE)

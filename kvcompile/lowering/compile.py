@@ -2,7 +2,8 @@
 
 ``append`` nodes are replaced by a call of their eager body, which AOTAutograd traces through: the
 codes' arithmetic is then ordinary pointwise and reduction code that Inductor fuses with the RoPE and
-the projections that make the new tokens. ``attend`` nodes stay, and are lowered by our templates.
+the projections that make the new tokens. In graphs for CUDA they may be kernels of our own instead
+(``appends``). ``attend`` nodes stay, and are lowered by our templates.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcompile.errors import BadSetting
-from kvcompile.lowering import certified_site, inductor, ops
+from kvcompile.lowering import appends, certified_site, inductor, ops
 from kvcompile.lowering.cache_key import CacheKey
 from kvcompile.settings import Inner, Settings
 
@@ -33,8 +34,15 @@ BODIES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def inline_append(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with every operation that is traced through as a call of its body."""
+ON_CUDA: dict[Any, Callable[..., Any]] = {
+    **BODIES, ops.append: appends.append_traced, ops.append_window: appends.append_window_traced,
+}
+"""The same where kernels may stand in for bodies."""
+
+
+def inline_append(module: fx.GraphModule, cuda: bool = False) -> fx.GraphModule:
+    """The same graph with every operation that is traced through as a call of its body, or of what stands for it on CUDA."""
+    bodies = ON_CUDA if cuda else BODIES
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, env)
@@ -44,8 +52,11 @@ def inline_append(module: fx.GraphModule) -> fx.GraphModule:
         for name in ("_dynamo_source",):
             if hasattr(old, name):
                 setattr(new, name, getattr(old, name))
-        if new.op == "call_function" and new.target in BODIES:
-            new.target = BODIES[new.target]
+    if cuda:
+        appends.pair(graph)
+    for new in graph.nodes:
+        if new.op == "call_function" and new.target in bodies:
+            new.target = bodies[new.target]
     return fx.GraphModule(module, graph)
 
 
@@ -68,6 +79,10 @@ def inductor_patches(
         patches.update({name.replace("-", "_"): value for name, value in source.items()})
     if learns:
         patches["triton.cudagraphs"] = False
+    # Codes are made from quotients, and Triton's own division is not the eager one.
+    # The option has moved between versions of torch.
+    moved = hasattr(torch._inductor.config, "eager_numerics")
+    patches.setdefault("eager_numerics.division_rounding" if moved else "emulate_divison_rounding", True)
     mine = patches.get("post_grad_custom_pre_pass", torch._inductor.config.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = CacheKey(plan, mine)
     return patches
@@ -90,7 +105,8 @@ def compile_graph(
     """A callable on real arguments; raises what the inner compiler raises."""
     if settings.inner is Inner.EAGER:
         return module.forward
-    inlined = inline_append(module)
+    cuda = settings.inner is Inner.INDUCTOR and any(isinstance(item, torch.Tensor) and item.device.type == "cuda" for item in fakes)
+    inlined = inline_append(module, cuda)
     inlined.meta.update(module.meta)
     for name in ("_param_name_to_source",):
         if hasattr(module, name):

@@ -1,17 +1,18 @@
-"""``append_window`` of one new token on CUDA: one kernel a slot, where tracing the body gives Inductor a dozen.
+"""``append_window`` of one new token on CUDA, keys and values in one launch, where tracing the body gives Inductor a dozen kernels.
 
 A program has one kv head of one batch row. It reads the window once, gives the newest tokens, encodes the block
 that the token stands in, and puts the token into the window: what ``windows.append_window_body`` says, for
 schemes that quantize by minimum and maximum (``Scheme.minmax``). Rounding is spelled out, bit for bit that of
-``schemes.asymmetric``; a test holds the two together. Anything else goes through the traced body.
-
-Compiled graphs do not use it yet (``compile.BODIES`` names the body): it has run in Triton's interpreter and through
-the compiler for three architectures, but on no GPU, and nothing unmeasured is switched on.
+``schemes.asymmetric`` (``triton_rounding``); a test holds the two together. Anything else goes through the traced body.
 """
 
 # mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,45 +20,34 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from kvcompile import schemes
-from kvcompile.lowering.windows import _encoded, append_window_body
+from kvcompile.lowering.triton_rounding import MAGIC, quotient, rounded_down, rounded_up
+from kvcompile.lowering.windows import _encoded
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 
 
 @triton.jit
-def _rounded_down(x, DTYPE: tl.constexpr):  # noqa: ANN001, ANN202, N803
-    """The largest number of a 16-bit dtype that is not above x."""
-    near = x.to(DTYPE)
-    wide = near.to(tl.float32)
-    raw = near.to(tl.int16, bitcast=True)
-    step = tl.where(raw < 0, raw + 1, raw - 1)
-    below = tl.where((raw & 32767) == 0, -32767, step).to(tl.int16).to(DTYPE, bitcast=True)
-    return tl.where((wide > x) & (tl.abs(wide) < float("inf")), below, near)
-
-
-@triton.jit
-def _rounded_up(x, ULP: tl.constexpr, TINY: tl.constexpr, DTYPE: tl.constexpr):  # noqa: ANN001, ANN202, N803
-    """A number that is not below x, at most one unit in the last place above; NaN where x is not finite."""
-    x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
-    return tl.maximum(x * (1 + ULP / 2), x + TINY / 2, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
-
-
-@triton.jit
-def append_one(  # noqa: PLR0913
-    X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT,  # noqa: ANN001, N803
-    x_b, x_h, x_d, ring_b, ring_h, clock_b, clock_h, codes_n, codes_b, codes_h, scales_n, scales_b, scales_h, pages, pos_b,  # noqa: ANN001
-    D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,  # noqa: N803
-    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HAS_ORIGIN: tl.constexpr, EXACT: tl.constexpr,  # noqa: N803
-    ULP: tl.constexpr, TINY: tl.constexpr,  # noqa: N803
-):  # noqa: ANN202
-    """One token of one kv head of one batch row: see the module."""
-    b = (tl.program_id(0) // HEADS).to(tl.int64)
-    h = (tl.program_id(0) % HEADS).to(tl.int64)
+def _append_token(
+    program, X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b, codes_h,
+    scales_b, scales_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr,
+    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    """One token of one kv head of one batch row: see the module. The window and the clock are contiguous."""
+    b = (program // HEADS).to(tl.int64)
+    h = (program % HEADS).to(tl.int64)
+    d = tl.arange(0, D)
+    j = tl.arange(0, W)
+    # All that does not depend on the position is asked for at once: a step waits for memory, not for its bandwidth.
+    clock = CLOCK + (b * HEADS + h) * 2
+    ring = RING + (b * HEADS + h) * (W * D)
     first = tl.load(POS + b * pos_b)
-    clock = CLOCK + b * clock_b + h * clock_h
     held = tl.load(clock)
     kept = tl.load(clock + 1)
+    given = tl.load(ORIGIN + b) if HAS_ORIGIN else kept
+    whole = tl.load(ring + j[:, None] * D + d[None, :])
+    x = tl.load(X + b * x_b + h * x_h + d * x_d).to(tl.float32)
+
     if HAS_ORIGIN:
-        given = tl.load(ORIGIN + b)
         used = tl.where(first == 0, given, kept)
         fits = given >= used
         remembered = used
@@ -68,59 +58,46 @@ def append_one(  # noqa: PLR0913
     start = first - used
     room = pages * PAGE
     ordered = ((first == 0) | (start == held)) & (start < room) & fits
-
-    d = tl.arange(0, D)
-    ring = RING + b * ring_b + h * ring_h
-    x = tl.load(X + b * x_b + h * x_h + d * x_d).to(tl.float32)
     x = tl.where(ordered, x, float("nan")).to(X.dtype.element_ty)
 
-    # The newest tokens: row j of W + 1 is token start - W + j.
-    j = tl.arange(0, W)
-    slots = ((start + j) % W + W) % W
+    # The newest tokens: row j of W + 1 is token start - W + j, which lies in slot (start + j) % W.
+    slot = (start & (W - 1)).to(tl.int32)
     out = RECENT + (b * HEADS + h) * (W + 1) * D
-    tl.store(out + j[:, None] * D + d[None, :], tl.load(ring + slots[:, None] * D + d[None, :]))
+    tl.store(out + ((j - slot) & (W - 1))[:, None] * D + d[None, :], whole)
     tl.store(out + W * D + d, x)
 
     # The block of the token, zeros behind it.
     last = tl.minimum(tl.maximum(start, 0), room - 1) // BLOCK
     i = tl.arange(0, BLOCK)
     t = last * BLOCK + i
-    before = tl.load(ring + ((t % W + W) % W)[:, None] * D + d[None, :]).to(tl.float32)
-    here = t[:, None] == start
-    content = tl.where(here, x.to(tl.float32)[None, :], tl.where((t < start)[:, None], before, 0.0))
+    if BLOCK == W:
+        before = whole.to(tl.float32)
+    else:
+        before = tl.load(ring + (t & (W - 1))[:, None] * D + d[None, :]).to(tl.float32)
+    content = tl.where((t == start)[:, None], x.to(tl.float32)[None, :], tl.where((t < start)[:, None], before, 0.0))
     # Nothing of the window may be overwritten before all of the program has read it.
     tl.debug_barrier()
-    tl.store(ring + ((start % W + W) % W) * D + d, x)
+    tl.store(ring + slot * D + d, x)
     tl.store(clock, start + 1)
     tl.store(clock + 1, remembered)
 
     if BLOCK > 1:
         grouped = tl.reshape(content, [1, BLOCK, D])
     else:
-        grouped = tl.permute(tl.reshape(content, [D // GROUP, GROUP, 1]), [0, 1, 2])
+        grouped = tl.reshape(content, [D // GROUP, GROUP, 1])
     # [1, tokens, channels] or [groups, channels of a group, 1]: reduced over the middle.
     nans = tl.max((grouped != grouped).to(tl.int32), 1, keep_dims=True) != 0
-    low = tl.min(grouped, 1, keep_dims=True)
-    high = tl.max(grouped, 1, keep_dims=True)
-    low = tl.where(nans, float("nan"), low)
-    high = tl.where(nans, float("nan"), high)
-    steps: tl.constexpr = 2**BITS - 1
-    if EXACT:
-        zero = low
-        spread = high - zero
-        scale = tl.math.div_rn(spread, spread * 0 + steps)
-        scale = tl.where(tl.abs(scale) < float("inf"), scale, float("nan"))
-    else:
-        zero = _rounded_down(low, ZEROS.dtype.element_ty)
-        spread = high - zero.to(tl.float32)
-        scale = _rounded_up(tl.math.div_rn(spread, spread * 0 + steps), ULP, TINY, SCALES.dtype.element_ty)
+    low = tl.where(nans, float("nan"), tl.min(grouped, 1, keep_dims=True))
+    high = tl.where(nans, float("nan"), tl.max(grouped, 1, keep_dims=True))
+    zero = low if ZEROS.dtype.element_ty == tl.float32 else rounded_down(low, ZEROS.dtype.element_ty)
+    spread = high - zero.to(tl.float32)
+    scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, SCALES.dtype.element_ty)
     scale = tl.where(spread == 0, 0.0, scale).to(SCALES.dtype.element_ty)
-    step = scale.to(tl.float32)
-    ratio = tl.math.div_rn(grouped - zero.to(tl.float32), tl.where(step == 0, 1.0, step) + grouped * 0)
-    ratio = tl.where(ratio == ratio, ratio, 0.0)
-    ratio = tl.minimum(tl.maximum(ratio, 0.0), steps * 1.0)
-    # To nearest, ties to even: float32 has no bits below one at 1.5 * 2^23.
-    codes = ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
+    ratio = quotient(grouped - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(SCALES.dtype.element_ty))
+    if SCALES.dtype.element_ty == tl.float32:
+        ratio = tl.minimum(ratio, (2**BITS - 1) * 1.0)
+    # Stored in 16 bits, the zero point is rounded down and the scale up: what the body clamps is out of range by rounding alone.
+    codes = (ratio + MAGIC).to(tl.int32, bitcast=True) & tl.where(scale == scale, 2**BITS - 1, 0)
 
     planar = tl.reshape(codes, [BLOCK, PARTS, D // PARTS])
     words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
@@ -135,44 +112,121 @@ def append_one(  # noqa: PLR0913
     tl.store(ZEROS + at, tl.reshape(zero, [per_row]))
 
 
-def fits(x: torch.Tensor, planes: list[torch.Tensor], scheme: str) -> bool:
-    """Whether the kernel knows this append: one token, min-max codes, sizes that are powers of two."""
-    rule = schemes.parse(scheme).minmax
-    if rule is None or not isinstance(x.shape[2], int) or x.shape[2] != 1 or x.shape[3] & (x.shape[3] - 1):
-        return False
-    window = planes[_encoded(planes)].shape[3]
-    return not window & (window - 1) and x.dtype in {torch.float16, torch.bfloat16, torch.float32}
-
-
-def append_window_one(
-    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``append_window_body`` of one token by the kernel, for what ``fits``."""
-    rule = schemes.parse(scheme).minmax
-    assert rule is not None
-    at = _encoded(planes)
-    codes, scales, zeros = planes[:3]
-    ring, clock = planes[at][0], planes[at + 1][0]
-    B, K, _, D = x.shape
-    W = ring.shape[2]
-    first = pos[:, 0]
-    kept = clock[:, 0, 0, 1]
-    used = torch.zeros_like(first) if origin is None else torch.where(first == 0, origin, kept)
-    recent = x.new_empty(B, K, W + 1, D)
-    kernel = wrap_triton(append_one) if x.device.type == "cuda" else append_one
-    kernel[(B * K,)](
-        x, ring, clock, codes, scales, zeros, first, first if origin is None else origin, recent,
-        x.stride(0), x.stride(1), x.stride(3), ring.stride(0), ring.stride(1), clock.stride(0), clock.stride(1), codes.stride(0),
-        codes.stride(1), codes.stride(2), scales.stride(0), scales.stride(1), scales.stride(2), codes.shape[0],
-        0 if first.shape[0] == 1 else first.stride(0), D=D, W=W, PAGE=codes.shape[3], HEADS=K, BITS=rule.bits, PARTS=rule.parts,
-        SEGMENTS=rule.segments, GROUP=rule.group, BLOCK=rule.block, HAS_ORIGIN=origin is not None,
-        EXACT=scales.dtype == torch.float32, ULP=SCALE_ULP[scales.dtype], TINY=TINY[scales.dtype],
+@triton.jit
+def append_one(
+    X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b, codes_h,
+    scales_b, scales_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr,
+    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    """One token of one slot; a program has one kv head of one batch row."""
+    _append_token(
+        tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b,
+        codes_b, codes_h, scales_b, scales_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, HAS_ORIGIN, ULP, TINY,
     )
-    return recent, used
 
 
-def append_window_cuda(
-    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a compiled graph on CUDA runs: the kernel where it fits, else the body."""
-    return (append_window_one if fits(x, planes, scheme) else append_window_body)(x, planes, pos, origin, scheme)
+@triton.jit
+def append_two(
+    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
+    pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, D: tl.constexpr, W: tl.constexpr,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, D_2: tl.constexpr, W_2: tl.constexpr,
+    PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr, PARTS_2: tl.constexpr, SEGMENTS_2: tl.constexpr,
+    GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr,
+):
+    """One token of two slots, keys and values: the first ``programs`` programs have the first."""
+    program = tl.program_id(0)
+    if program < programs:
+        _append_token(
+            program, X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+            codes_h, scales_b, scales_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, HAS_ORIGIN, ULP, TINY,
+        )
+    else:
+        _append_token(
+            program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
+            pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, D_2, W_2, PAGE_2, HEADS_2, BITS_2,
+            PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, HAS_ORIGIN_2, ULP_2, TINY_2,
+        )
+
+
+class Slot(NamedTuple):
+    """The operands of ``append_window``."""
+
+    x: torch.Tensor
+    planes: list[torch.Tensor]
+    pos: torch.Tensor
+    origin: torch.Tensor | None
+    scheme: str
+
+    @property
+    def window(self) -> torch.Tensor:
+        """[1, B, K, W, D]; the clock stands behind it."""
+        return self.planes[_encoded(self.planes)]
+
+    @property
+    def clock(self) -> torch.Tensor:
+        """[1, B, K, 1, 2]."""
+        return self.planes[_encoded(self.planes) + 1]
+
+    @property
+    def programs(self) -> int:
+        """One for each kv head of each batch row."""
+        return self.x.shape[0] * self.x.shape[1]
+
+    @property
+    def used(self) -> torch.Tensor:
+        """The origins in force, int64 [1 or B], from what the clock says before the append."""
+        first = self.pos[:, 0]
+        return torch.zeros_like(first) if self.origin is None else torch.where(first == 0, self.origin, self.clock[0, :, 0, 0, 1])
+
+    def recent(self) -> torch.Tensor:
+        """Room for the newest tokens, [B, K, W + 1, D]."""
+        return self.x.new_empty(*self.x.shape[:2], self.window.shape[3] + 1, self.x.shape[3])
+
+    def operands(self, recent: torch.Tensor) -> tuple[object, ...]:
+        """Of the kernels, in their order: whole planes, no views, which functionalization would copy."""
+        codes, scales, zeros = self.planes[:3]
+        origin = self.pos if self.origin is None else self.origin
+        return (
+            self.x, self.window, self.clock, codes, scales, zeros, self.pos, origin, recent, self.x.stride(0), self.x.stride(1),
+            self.x.stride(3), codes.shape[0], codes.stride(0), scales.stride(0), 0 if self.pos.shape[0] == 1 else self.pos.stride(0),
+            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2),
+        )
+
+    def constants(self, suffix: str = "") -> dict[str, object]:
+        """Of the kernels, by name."""
+        rule = schemes.parse(self.scheme).minmax
+        assert rule is not None
+        dtype = self.planes[1].dtype
+        named = {
+            "D": self.x.shape[3], "W": self.window.shape[3], "PAGE": self.planes[0].shape[3], "HEADS": self.x.shape[1], "BITS": rule.bits,
+            "PARTS": rule.parts, "SEGMENTS": rule.segments, "GROUP": rule.group, "BLOCK": rule.block,
+            "HAS_ORIGIN": self.origin is not None, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
+        }
+        return {name + suffix: value for name, value in named.items()}
+
+
+def fits(slot: Slot) -> bool:
+    """Whether the kernel knows this append: one token, min-max codes, sizes that are powers of two, planes that lie in order."""
+    rule = schemes.parse(slot.scheme).minmax
+    D, W = slot.x.shape[3], slot.window.shape[3]
+    if rule is None or not isinstance(slot.x.shape[2], int) or slot.x.shape[2] != 1 or D & (D - 1) or W & (W - 1):
+        return False
+    in_order = slot.window.is_contiguous() and slot.clock.is_contiguous()
+    rows = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes[:3])
+    return in_order and rows and slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
+
+
+def append_window_slots(slots: Sequence[Slot]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``append_window_body`` of one token of one slot or two, in one launch; for what ``fits``."""
+    # What the clock says is read before it moves on.
+    results = [(slot.recent(), slot.used) for slot in slots]
+    kernel, constants, counts = (append_one, slots[0].constants(), ()) if len(slots) == 1 else (
+        append_two, {**slots[0].constants(), **slots[1].constants("_2")}, (slots[0].programs,),
+    )
+    operands = [operand for slot, (recent, _) in zip(slots, results, strict=True) for operand in slot.operands(recent)]
+    made = wrap_triton(kernel) if slots[0].x.device.type == "cuda" else kernel
+    made[(sum(slot.programs for slot in slots),)](*counts, *operands, **constants)
+    return results

@@ -27,7 +27,7 @@ import torch
 from kvcompile.schemes import bounds
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
 from kvcompile.schemes.bounds import STEP, ZERO
-from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY, rounded_up
+from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY, as_stored, rounded_up
 from kvcompile.types import PAGE, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 
@@ -71,7 +71,7 @@ UNPACK = {2: _unpack2, 3: _unpack3, 4: _unpack4}
 
 def rounded_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The largest number of ``dtype`` that is not above a float32 x; infinite where x is beyond the dtype's range."""
-    near = x.to(dtype)
+    near = as_stored(x, dtype)
     below = torch.nextafter(near, torch.full_like(near, float("-inf"))) if dtype == torch.float32 else _before(near)
     return torch.where((near.to(torch.float32) > x) & torch.isfinite(near), below, near)
 
@@ -179,7 +179,8 @@ class Kivi(Scheme):
         low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
         zero = rounded_down(low, self.scale_dtype)
         spread = high - zero.to(torch.float32)
-        scale = rounded_up(spread / (2**self.bits - 1), self.scale_dtype)
+        # A product, which every device and compiler rounds alike; see ``stored_scale``.
+        scale = rounded_up(spread * (1 / (2**self.bits - 1)), self.scale_dtype)
         scale = torch.where(spread == 0, torch.zeros_like(scale), scale)
         step = scale.to(torch.float32)
         codes = torch.round((grouped - zero.to(torch.float32)) / torch.where(step == 0, torch.ones_like(step), step))

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from kvcompile.errors import BadOption, HeadDimNotDivisible
-from kvcompile.types import KernelFormat, Layout, MinMax, Role, SlotSpec
+from kvcompile.types import AbsMax, KernelFormat, Layout, MinMax, Role, SlotSpec
 
 Planes = tuple[torch.Tensor, ...]
 
@@ -96,6 +96,11 @@ class Scheme(abc.ABC):
     @property
     def minmax(self) -> MinMax | None:
         """How a kernel may encode in place of ``encode``, bit for bit; None where it may not."""
+        return None
+
+    def absmax(self, head_dim: int) -> AbsMax | None:
+        """The same for schemes without zero points or blocks, of rows of ``head_dim`` channels."""
+        del head_dim
         return None
 
     def learns(self, slot: SlotSpec) -> bool:

@@ -20,7 +20,7 @@ import torch
 from kvcompile.schemes.base import AMAX, Planes, Scheme, require, require_divides
 from kvcompile.schemes.bounds import STEP
 from kvcompile.schemes.bounds import TINY as TINIEST
-from kvcompile.types import Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
+from kvcompile.types import AbsMax, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
@@ -28,8 +28,11 @@ SCALE_ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.
 
 
 def stored_scale(amax: torch.Tensor, qmax: float, dtype: torch.dtype) -> torch.Tensor:
-    """amax / qmax rounded up to ``dtype``, at least its tiniest positive; NaN where amax is not finite."""
-    exact = torch.where(torch.isfinite(amax), amax / qmax, torch.full_like(amax, float("nan")))
+    """amax / qmax rounded up to ``dtype``, at least its tiniest positive; NaN where amax is not finite.
+
+    The reciprocal is a constant: devices and compilers differ in whether they divide by one, and agree on a product.
+    """
+    exact = torch.where(torch.isfinite(amax), amax * (1 / qmax), torch.full_like(amax, float("nan")))
     return rounded_up(exact, dtype).clamp(min=TINY[dtype])
 
 
@@ -41,7 +44,17 @@ def rounded_up(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Nudged up by one unit in the last place (or one subnormal step) before rounding to nearest, so
     # the stored scale is never below the exact one.
     nudged = torch.maximum(exact * (1 + SCALE_ULP[dtype] / 2), exact + TINY[dtype] / 2)
-    return nudged.to(dtype)
+    return as_stored(nudged, dtype)
+
+
+def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 x rounded to ``dtype``, compiled as well: codes are made from what is stored.
+
+    Inductor goes on with float32 where a 16-bit number is widened again at once, and sees through a view of its bits
+    that nothing is done to; turning them twice is a change that it leaves to the compiler behind it.
+    """
+    near = x.to(dtype)
+    return near.view(torch.int16).bitwise_not().bitwise_not().view(dtype) if dtype.itemsize == 2 else near
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +68,7 @@ class Symmetric(Scheme):
     qmax: ClassVar[float]
     bits: ClassVar[int]
     parts: ClassVar[int] = 1
+    e4m3: ClassVar[bool] = False
     source: ClassVar[str] = "KV Cache Quantization: FP8, INT8, INT4, Per-Token Scaling; Quantization Masterclass 6"
 
     def __post_init__(self) -> None:
@@ -95,6 +109,12 @@ class Symmetric(Scheme):
         if self.granularity is Granularity.TENSOR:
             return "granularity 'tensor' lets one scale cover all heads of a write: for comparison only"
         return None
+
+    def absmax(self, head_dim: int) -> AbsMax | None:
+        if self.granularity is Granularity.TENSOR:
+            return None
+        group = self.group if self.granularity is Granularity.GROUP else head_dim
+        return AbsMax(self.bits, self.parts, group, self.qmax, self.e4m3)
 
     def channels_per_scale(self, slot: SlotSpec) -> int:
         """How many consecutive channels one stored scale covers."""
@@ -209,6 +229,7 @@ class Fp8(Symmetric):
 
     name: ClassVar[str] = "fp8"
     qmax: ClassVar[float] = 448.0
+    e4m3: ClassVar[bool] = True
     # Scaled values reach 448, where neighboring floats are 32 apart.
     reach: ClassVar[sympy.Expr] = sympy.Integer(16)
     bits: ClassVar[int] = 8

@@ -1,0 +1,138 @@
+"""How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
+
+``append``         one token: the body, which Inductor fuses with what makes the token; more: ``triton_append_rows``.
+``append_window``  one token: ``triton_append``; more: the body.
+
+What the kernels do not know is the body's. Two appends are one call where nothing between them could tell: ``pair``.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.lowering import ops
+
+Appended = tuple[torch.Tensor, torch.Tensor] | None
+
+
+def append_traced(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> None:
+    """``append`` in a compiled graph."""
+    _rows([(x, planes, pos, scheme)])
+
+
+def append_window_traced(
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``append_window`` in a compiled graph."""
+    return _windows([(x, planes, pos, origin, scheme)])[0]
+
+
+def append_both(*operands: Any) -> None:
+    """Two ``append`` in a compiled graph, the operands of one behind those of the other."""
+    _rows([operands[:4], operands[4:]])
+
+
+def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two ``append_window`` in a compiled graph, the operands of one behind those of the other."""
+    return _windows([operands[:5], operands[5:]])
+
+
+def _rows(calls: list[tuple[Any, ...]]) -> None:
+    x = calls[0][0]
+    if x.device.type == "cuda" and not (isinstance(x.shape[2], int) and x.shape[2] == 1):
+        from kvcompile.lowering.triton_append_rows import Rows, append_rows, fits
+
+        slots = [Rows(*call) for call in calls]
+        if all(fits(slot) and slot.x.shape[0] == x.shape[0] for slot in slots):
+            append_rows(slots)
+            return
+        if len(calls) > 1:
+            for call in calls:
+                _rows([call])
+            return
+    for call in calls:
+        ops.append_body(*call)
+
+
+def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if calls[0][0].device.type == "cuda":
+        from kvcompile.lowering.triton_append import Slot, append_window_slots, fits
+
+        slots = [Slot(*call) for call in calls]
+        if all(fits(slot) for slot in slots):
+            return append_window_slots(slots)
+        if len(calls) > 1:
+            return [result for call in calls for result in _windows([call])]
+    return [ops.append_window_body(*call) for call in calls]
+
+
+BOTH: dict[Any, Any] = {ops.append: append_both, ops.append_window: append_window_both}
+
+
+def pair(graph: fx.Graph) -> None:
+    """Make one call of two appends of one operation, where the first may as well happen when the second does.
+
+    That is where nothing that stands between them uses the first one's results or planes, or changes anything in place.
+    """
+    earlier: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in BOTH:
+            first = earlier.pop(node.target, None)
+            if first is None or not _alike(first, node) or _uses(node, first):
+                earlier = {node.target: node}
+                continue
+            _join(graph, first, node)
+            earlier = {}
+        elif _changes(node):
+            earlier = {}
+        else:
+            # A reader of results is moved along; whoever reads further, or reads the planes, ends what may be paired.
+            earlier = {target: first for target, first in earlier.items() if not _uses(node, first) or _is_result(node, first)}
+    graph.lint()
+
+
+def _is_result(node: fx.Node, first: fx.Node) -> bool:
+    return node.target is operator.getitem and node.args[0] is first
+
+
+def _uses(node: fx.Node, first: fx.Node) -> bool:
+    """Whether a node reads what an append gives, or one of its planes."""
+    made = {first, *first.users, *(first.args[1])}  # type: ignore[misc]
+    return any(item in made for item in node.all_input_nodes)
+
+
+def _changes(node: fx.Node) -> bool:
+    """Whether a node may change memory that is not its own."""
+    if getattr(node.target, "__module__", None) in {"_operator", "math"}:
+        return False
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or schema.is_mutable
+
+
+def _alike(first: fx.Node, second: fx.Node) -> bool:
+    """Whether two appends have all operands in the same places, none by name."""
+    return not first.kwargs and not second.kwargs and len(first.args) == len(second.args)
+
+
+def _join(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
+    """One call in the second one's place, and its results for theirs."""
+    with graph.inserting_before(second):
+        both = graph.call_function(BOTH[first.target], (*first.args, *second.args))
+        both.meta = dict(second.meta)
+        for index, node in enumerate((first, second)):
+            users = list(node.users)
+            given = graph.call_function(operator.getitem, (both, index)) if users else both
+            for user in users:
+                assert _is_result(user, node)
+                moved = graph.call_function(operator.getitem, (given, user.args[1]))
+                moved.meta = dict(user.meta)
+                user.replace_all_uses_with(moved)
+                graph.erase_node(user)
+    graph.erase_node(first)
+    graph.erase_node(second)

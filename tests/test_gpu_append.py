@@ -1,0 +1,104 @@
+"""Appends as a compiled graph on CUDA runs them, kernels and traced bodies alike, equal the eager bodies there, bit for bit."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from test_triton_append import assert_same
+from test_triton_append_rows import CASES, KV, PAGES, one_nan, positions, stores, tokens
+
+from kvcompile import schemes
+from kvcompile.lowering import ops
+from kvcompile.lowering.compile import compile_graph
+from kvcompile.settings import Settings
+from kvcompile.types import Role, SlotSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BF16 = torch.bfloat16
+MORE = (
+    ("int8(scale_dtype=bfloat16)", 128, BF16), ("int4(scale_dtype=bfloat16)", 64, BF16), ("int4", 96, BF16),
+    ("int8(granularity=tensor)", 64, BF16), ("int4(granularity=token)", 64, torch.float16),
+)
+
+
+def compiled(run, arguments: list[torch.Tensor]):
+    """As the backend compiles it."""
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(x) for x in arguments]
+    with mode:
+        module = make_fx(run)(*fakes)
+    with torch.no_grad():
+        return compile_graph(module, fakes, mode, Settings())
+
+
+@pytest.mark.parametrize(("batch", "count"), [(1, 1), (2, 77)])
+@pytest.mark.parametrize(("text", "dim", "dtype"), [*CASES, *MORE])
+def test_tokens_without_a_window(text: str, dim: int, dtype: torch.dtype, batch: int, count: int) -> None:
+    new = [tokens(seed, dim, dtype).cuda()[:, :, -count:] for seed in range(2)]
+    pos = positions(batch).cuda()[:, -count:]
+    pos = torch.where(pos == PAGES * 64 - 1, PAGES * 64, pos)
+    wanted, found = stores(text, dim, dtype, "cuda"), stores(text, dim, dtype, "cuda")
+    spelled = schemes.parse(text).spell()
+
+    def run(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *planes: torch.Tensor) -> list[torch.Tensor]:
+        for x, half in zip((k, v), (planes[:2], planes[2:]), strict=True):
+            ops.append(x, list(half), pos, spelled)
+        return []
+
+    arguments = [*new, pos, *found[0], *found[1]]
+    compiled(run, arguments)(*arguments)
+    for x, planes in zip(new, wanted, strict=True):
+        ops.append_body(x, planes, pos, spelled)
+    for mine, body in zip(found, wanted, strict=True):
+        assert_same(one_nan(mine, text), one_nan(body, text), (text, dim, dtype))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("text", "dim"), [
+    ("kivi", 128), ("kivi(bits=3)", 128), ("kivi(bits=4,group=16,scale_dtype=float32)", 64), ("kivi(window=64)", 64), ("kivi", 96),
+    ("kivi(scale_dtype=bfloat16)", 128), ("squat(lam=0.0)", 256),
+])
+def test_one_token_into_a_window(text: str, dim: int, padded: bool) -> None:
+    halves = [schemes.parse(text).of(role) for role in Role]
+    rows, before = 2 if padded else 1, halves[0].window + halves[0].group - 2
+    origin = torch.tensor([0, 3], device="cuda") if padded else None
+    x = (torch.randn(2, KV, before + 4, dim, generator=torch.Generator().manual_seed(dim)) * 3 + torch.arange(dim)).cuda().to(BF16)
+    x[1, 1, -1, 5], x[0, 1, -1, 6] = float("nan"), float("inf")
+    wanted: list[list[torch.Tensor]] = []
+    for scheme, role in zip(halves, Role, strict=True):
+        layout = scheme.layout(SlotSpec(KV, dim, BF16, role))
+        planes = [torch.zeros(plane.shape(3, 2, KV), dtype=plane.dtype, device="cuda") for plane in layout.planes]
+        ops.append_window_body(x[:, :, :before], planes, torch.arange(before, device="cuda").expand(rows, -1), origin, scheme.spell())
+        wanted.append(planes)
+    found = [[plane.clone() for plane in planes] for planes in wanted]
+
+    def run(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+        planes, given = rest[: 2 * len(wanted[0])], rest[2 * len(wanted[0]) :]
+        results = []
+        for x, half, scheme in zip((k, v), (planes[: len(planes) // 2], planes[len(planes) // 2 :]), halves, strict=True):
+            results += ops.append_window(x, list(half), pos, given[0] if given else None, scheme.spell())
+        return results
+
+    step = None
+    # The last one is out of order.
+    for at in (*range(before, before + 4), before + 9):
+        pos, new = torch.full((rows, 1), at, device="cuda"), x[:, :, min(at, before + 3)].unsqueeze(2)
+        arguments = [new, new, pos, *found[0], *found[1], *([] if origin is None else [origin])]
+        step = step or compiled(run, arguments)
+        results = step(*arguments)
+        expected: list[torch.Tensor] = []
+        for planes, scheme in zip(wanted, halves, strict=True):
+            expected += ops.append_window_body(new, planes, pos, origin, scheme.spell())
+        assert_same((*found[0], *found[1], *results), (*wanted[0], *wanted[1], *expected), (text, dim, at))
