@@ -63,15 +63,8 @@ class ChunkKernel:
         return {stage: made.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
 
 
-LOOSE = frozenset({"hi_b", "hi_s", "lo_b", "lo_s", "keep_b", "keep_t", "kept", "newer", "base_b", "NEWEST_b", "OLDEST_b", "BASE_b"})
+LOOSE = frozenset({"hi_b", "hi_s", "lo_b", "lo_s", "keep_b", "keep_t", "keep_n", "recent_n", "base_b", "NEWEST_b", "OLDEST_b", "BASE_b"})
 """Integers that may be any number."""
-
-
-def attending(config: PrefillConfig) -> PrefillConfig:
-    """The template's configuration over the scratch: dense, one page."""
-    return dataclasses.replace(
-        config, key_scheme="dense", value_scheme="dense", key_word=config.dtype, value_word=config.dtype, page_rows=config.chunk, paged=False
-    )
 
 
 def decoder(config: PrefillConfig) -> ChunkKernel:
@@ -87,7 +80,7 @@ def decoder(config: PrefillConfig) -> ChunkKernel:
 
 def attender(config: PrefillConfig) -> ChunkKernel:
     """The template over the scratch; sizes and strides that may change from call to call are arguments."""
-    own = attending(config)
+    own = config.over_scratch()
     heads, key, value = own.kv_heads, own.key_dim, own.value_dim
 
     def scratch(dim: int) -> Operand:
@@ -96,9 +89,9 @@ def attender(config: PrefillConfig) -> ChunkKernel:
     every = {
         "Q": Operand((0, heads * own.group, "S", key), ("q_b", "q_h", "q_s", 1), own.dtype),
         "HI": Operand((0, 0), ("hi_b", "hi_s"), torch.int64), "LO": Operand((0, 0), ("lo_b", "lo_s"), torch.int64),
-        "K_WORDS": scratch(key), "V_WORDS": scratch(value), "KEEP": Operand((0, "kept"), ("keep_b", "keep_t"), torch.bool),
-        "RECENT_K": Operand((0, heads, "newer", key), ("recent_k_b", "recent_k_h", "recent_k_j", 1), own.dtype),
-        "RECENT_V": Operand((0, heads, "newer", value), ("recent_v_b", "recent_v_h", "recent_v_j", 1), own.dtype),
+        "K_WORDS": scratch(key), "V_WORDS": scratch(value), "KEEP": Operand((0, "keep_n"), ("keep_b", "keep_t"), torch.bool),
+        "RECENT_K": Operand((0, heads, "recent_n", key), ("recent_k_b", "recent_k_h", "recent_k_j", 1), own.dtype),
+        "RECENT_V": Operand((0, heads, "recent_n", value), ("recent_v_b", "recent_v_h", "recent_v_j", 1), own.dtype),
         "BASE": Operand((0,), ("base_b",), torch.int64),
     }
     operands = {name: every[name] for name in own.operands}
@@ -142,7 +135,7 @@ def attend_chunks(
     ):
         if tensor is not None:
             named |= {f"{name}_{axis}": step for axis, step in zip(axes, tensor.stride(), strict=False)}
-    named |= {"kept": keep.shape[1] if keep is not None else 0, "newer": recent[0].shape[2] if recent else 0}
+    named |= {"keep_n": keep.shape[1] if keep is not None else 0, "recent_n": recent[0].shape[2] if recent else 0}
     limits: dict[str, Any] = {"NEWEST": hi.amax(1), "OLDEST": None if lo is None else lo.amin(1), "BASE": base}
     decoded: dict[str, Any] = {"K_OUT": scratch[0], "V_OUT": scratch[1], "CAPACITY": capacity, **limits}
     decoded |= {f"{name}_b": 0 if each is None or each.shape[0] == 1 else each.stride(0) for name, each in limits.items()}

@@ -57,6 +57,12 @@ class PrefillConfig:
         """The same kernel cut into ``splits``."""
         return dataclasses.replace(self, splits=splits)
 
+    def over_scratch(self) -> PrefillConfig:
+        """The same attention over decoded tokens: dense, one page of ``chunk`` rows."""
+        return dataclasses.replace(
+            self, key_scheme="dense", value_scheme="dense", key_word=self.dtype, value_word=self.dtype, page_rows=self.chunk, paged=False
+        )
+
     @property
     def slots(self) -> tuple[TileSlot, TileSlot]:
         """How the key and the value slot are read; ``fits`` must hold."""

@@ -53,6 +53,21 @@ CHUNKS = (8192, 32768)
 """The fewest tokens of a chunk, since partial sums are read and written once for each, and the most."""
 
 
+def choose_cut(
+    config: PrefillConfig, rows: int, batch: int, multiprocessors: int, shared_memory: int, capacity: int | None
+) -> tuple[int, int, int, int, int, int] | None:
+    """How ``kvcompile::attend_chunks`` cuts this attention, its operand ``cut``; None where the template alone is to do it."""
+    if rows < FEWEST_CHUNKED_ROWS or not config.paged or config.page_rows % DECODED or not all(slot.scaled for slot in config.slots):
+        return None
+    chunk = chunk_for(config, batch, capacity)
+    tiled = choose_tiles(dataclasses.replace(config, chunk=chunk).over_scratch(), rows, shared_memory, tuned=False)
+    if not tiled:
+        return None
+    tile = tiled[0].tile
+    splits = splits_for(tiled[0], rows, batch * config.kv_heads, multiprocessors, chunk)
+    return chunk, splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages
+
+
 def chunk_for(config: PrefillConfig, batch: int, capacity: int | None = None) -> int:
     """How many tokens are decoded at a time: by the bytes of one, never by how many there are; ``capacity`` if it is a constant."""
     each = batch * config.kv_heads * (config.key_dim + config.value_dim) * config.dtype.itemsize
