@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import types
@@ -29,7 +28,7 @@ from kvcompile.lowering.attend_config import Tile
 from kvcompile.lowering.offline import load_module, sass
 from kvcompile.lowering.ops import decodable
 from kvcompile.lowering.prefill_config import PrefillConfig
-from kvcompile.lowering.prefill_tiles import CHUNKS, chunk_for
+from kvcompile.lowering.prefill_tiles import CHUNKS, choose_cut, chunk_for
 from kvcompile.types import Role, SlotSpec
 
 RUNS = (("int8", "fp8"), ("int4",), ("kivi", "kivi(bits=4)"), ("inductor",))
@@ -171,6 +170,53 @@ def test_interpreted_kernels_equal_eager(names: tuple[str, ...]) -> None:
         capture_output=True, text=True, check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+def config_of(scheme: str, tile: Tile) -> PrefillConfig:
+    own = [schemes.parse(scheme).of(role) for role in Role]
+    words = [made.format(SlotSpec(8, 128, torch.bfloat16, role)).word_dtype for made, role in zip(own, Role, strict=True)]
+    return PrefillConfig(
+        own[0].spell(), own[1].spell(), 128, 128, 8, 4, torch.bfloat16, words[0], words[1], 0.088, splits=2, tile=tile, chunk=8192,
+        recent=bool(schemes.parse(scheme).window),
+    )
+
+
+COMPILED = [
+    ("int4", "sm_90", Tile(64, 256, False, 8, 3), "ttng.warp_group_dot"), ("kivi", "sm_80", Tile(64, 128, False, 8, 2), "tt.dot"),
+    ("int8", "sm_100", Tile(64, 128, False, 8, 2), "ttng.tc_gen5_mma"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "arch", "tile", "product"), COMPILED)
+def test_compiles_offline(scheme: str, arch: str, tile: Tile, product: str) -> None:
+    config = config_of(scheme, tile)
+    built = chunked.attender(config).compiled(arch)["ttgir"]
+    assert isinstance(built, str)
+    assert product in built
+    assert built.count("ttg.async_copy_global_to_local") >= 4
+    made = chunked.decoder(config).compiled(arch)
+    assert isinstance(made["cubin"], bytes)
+    code = sass(made["cubin"])
+    # Words and what is stored move 16 bytes at a time, and nothing is spilled.
+    assert "STG.E.128" in code
+    assert "LDL" not in code
+
+
+def test_a_chunk_is_as_long_as_bytes_allow() -> None:
+    config = config_of("int4", TILE)
+    assert chunk_for(config, 1) == 16384
+    assert chunk_for(config, 1, capacity=1000) == 1024
+    assert chunk_for(config, 8) == CHUNKS[0]
+    assert chunk_for(dataclasses.replace(config, kv_heads=1), 1) == CHUNKS[1]
+
+
+def test_few_rows_and_dense_slots_are_the_templates_own() -> None:
+    config = dataclasses.replace(config_of("int4", TILE), chunk=0)
+    cut = choose_cut(config, 2048, 1, 132, 232448, None)
+    assert cut == (16384, 2, 64, 256, 8, 3)
+    assert choose_cut(config, 1000, 1, 132, 232448, None) is None
+    assert choose_cut(dataclasses.replace(config, key_scheme="dense", key_word=torch.bfloat16), 2048, 1, 132, 232448, None) is None
+    assert choose_cut(dataclasses.replace(config, page_rows=16), 2048, 1, 132, 232448, None) is None
 
 
 if __name__ == "__main__":

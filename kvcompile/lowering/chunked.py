@@ -67,6 +67,12 @@ LOOSE = frozenset({"hi_b", "hi_s", "lo_b", "lo_s", "keep_b", "keep_t", "keep_n",
 """Integers that may be any number."""
 
 
+def cut_as(config: PrefillConfig, cut: Sequence[int]) -> PrefillConfig:
+    """The configuration with the operand ``cut`` in it."""
+    chunk, splits, tokens, rows, warps, stages = cut
+    return dataclasses.replace(config, chunk=chunk, splits=splits, tile=Tile(tokens, rows, False, warps, stages))
+
+
 def decoder(config: PrefillConfig) -> ChunkKernel:
     """The kernel that decodes a chunk of both slots."""
     types = {"K_OUT": config.dtype, "V_OUT": config.dtype, "NEWEST": torch.int64, "OLDEST": torch.int64, "BASE": torch.int64}
@@ -106,62 +112,86 @@ def _loaded(config: PrefillConfig) -> tuple[Any, Any]:
     return tuple(getattr(load_module(made.source, "chunked"), made.name) for made in (decoder(config), attender(config)))  # type: ignore[return-value]
 
 
-def attend_chunks(
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One call of a kernel."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    grid: tuple[int, int, int]
+    warps: int
+    stages: int
+
+    def run(self) -> None:
+        """Start the kernel on the current device."""
+        self.kernel[self.grid](*self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def launches(
     q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
     keep: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
-    recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None, cut: Sequence[int], packed: bool | None = None,
-) -> torch.Tensor:
-    """Partial sums of ``attend``, float32 [splits, B, H, S, Dv + 2]; ``packed`` False keeps PTX out, as the interpreter needs it."""
+    recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None, cut: Sequence[int], *, packed: bool | None = None,
+) -> tuple[torch.Tensor, list[Launch]]:
+    """The tensor of partial sums and what fills it, to be run in order; arguments as those of ``attend_chunks``."""
     B, H, S, D = q.shape
     K = keys[0].shape[2]
-    chunk, splits, *tile = cut
     masks = Masks(lo is not None, keep is not None, Bias.NONE, False, *(x is not None and x.shape[0] != 1 for x in (hi, lo, keep)))
     config = PrefillConfig(
         key_scheme, value_scheme, D, value_dim, K, H // K, q.dtype, keys[0].dtype, values[0].dtype, scale, softcap, masks, keys[0].shape[3],
-        splits=splits, recent=bool(recent), base_per_batch=base is not None and base.shape[0] != 1,
-        packed=torch.version.hip is None if packed is None else packed, tile=Tile(tile[0], tile[1], False, tile[2], tile[3]), chunk=chunk,
+        recent=bool(recent), base_per_batch=base is not None and base.shape[0] != 1,
+        packed=torch.version.hip is None if packed is None else packed,
     )
-    capacity = keys[0].shape[0] * keys[0].shape[3]
+    config = cut_as(config, cut)
+    chunk, splits = config.chunk, config.splits
     q, recent = _inner_dense(q), [_inner_dense(x) for x in recent or ()]
     out = q.new_empty((splits, B, H, S, value_dim + 2), dtype=torch.float32)
     scratch = [q.new_empty((1, B, K, chunk, dim)) for dim in (D, value_dim)]
-    named: dict[str, Any] = {
+    capacity = keys[0].shape[0] * keys[0].shape[3]
+    attended = {
         "Q": q, "HI": hi, "LO": lo, "KEEP": keep, "BASE": base, "K_WORDS": scratch[0], "V_WORDS": scratch[1], "OUT": out, "S": S,
         **dict(zip(("RECENT_K", "RECENT_V"), recent, strict=False)), "CAPACITY": capacity,
+        **_steps("q", "bhs", q), **_steps("hi", "bs", hi), **_steps("lo", "bs", lo), **_steps("keep", "bt", keep),
+        **_steps("base", "b", base), **_steps("out", "zbh", out),
+        "keep_n": 0 if keep is None else keep.shape[1], "recent_n": recent[0].shape[2] if recent else 0,
     }
-    for name, axes, tensor in (
-        ("q", "bhs", q), ("hi", "bs", hi), ("lo", "bs", lo), ("keep", "bt", keep), ("base", "b", base), ("out", "zbh", out),
-        *zip(("recent_k", "recent_v"), ("bhj", "bhj"), recent, strict=False),
-    ):
-        if tensor is not None:
-            named |= {f"{name}_{axis}": step for axis, step in zip(axes, tensor.stride(), strict=False)}
-    named |= {"keep_n": keep.shape[1] if keep is not None else 0, "recent_n": recent[0].shape[2] if recent else 0}
-    limits: dict[str, Any] = {"NEWEST": hi.amax(1), "OLDEST": None if lo is None else lo.amin(1), "BASE": base}
-    decoded: dict[str, Any] = {"K_OUT": scratch[0], "V_OUT": scratch[1], "CAPACITY": capacity, **limits}
+    for name, rows in zip(("recent_k", "recent_v"), recent, strict=False):
+        attended |= _steps(name, "bhj", rows)
+    limits = {"NEWEST": hi.amax(1), "OLDEST": None if lo is None else lo.amin(1), "BASE": base}
+    decoded = {"K_OUT": scratch[0], "V_OUT": scratch[1], "CAPACITY": capacity, **limits}
     decoded |= {f"{name}_b": 0 if each is None or each.shape[0] == 1 else each.stride(0) for name, each in limits.items()}
     for letter, planes in (("K", keys), ("V", values)):
         for what, plane in zip(("WORDS", "SCALES", "ZEROS"), planes, strict=False):
-            decoded[f"{letter}_{what}"] = plane
-            decoded |= {f"{letter}_{what}_{axis}": step for axis, step in zip("nbhr", plane.stride(), strict=False)}
+            decoded |= {f"{letter}_{what}": plane, **_steps(f"{letter}_{what}", "nbhr", plane)}
     decode, attend = _loaded(config)
     tiles = -(-S * (H // K) // config.tile.block_r)
+    found = []
+    for first in range(0, capacity, chunk):
+        programs = min(chunk, capacity - first) // decode_source.TOKENS
+        for kernel, named, grid, warps, stages in (
+            (decode, decoded, (programs, B * K, 2), decode_source.WARPS, 1),
+            (attend, attended, (tiles, B * K, splits), config.tile.num_warps, config.tile.num_stages),
+        ):
+            named["FIRST"] = first
+            found.append(Launch(kernel, tuple(named[name] for name in kernel.arg_names), grid, warps, stages))
+    return out, found
+
+
+def _steps(name: str, axes: str, tensor: torch.Tensor | None) -> dict[str, Any]:
+    """The strides of a tensor's first axes, by the names that they have as arguments."""
+    return {} if tensor is None else {f"{name}_{axis}": step for axis, step in zip(axes, tensor.stride(), strict=False)}
+
+
+def attend_chunks(q: torch.Tensor, *rest: Any, packed: bool | None = None) -> torch.Tensor:
+    """Partial sums of ``attend``, float32 [splits, B, H, S, Dv + 2]; ``packed`` False keeps PTX out, as the interpreter needs it."""
     with torch.cuda.device_of(q):
-        for first in range(0, capacity, chunk):
-            for kernel, given, grid, warps, stages in (
-                (decode, decoded, (min(chunk, capacity - first) // decode_source.TOKENS, B * K, 2), decode_source.WARPS, 1),
-                (attend, named, (tiles, B * K, splits), config.tile.num_warps, config.tile.num_stages),
-            ):
-                given["FIRST"] = first
-                kernel[grid](*(given[name] for name in kernel.arg_names), num_warps=warps, num_stages=stages)
+        out, found = launches(q, *rest, packed=packed)
+        for launch in found:
+            launch.run()
     return out
 
 
 def _inner_dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _attend_chunks(*args: Any) -> torch.Tensor:
-    return attend_chunks(*args)
 
 
 def _attend_chunks_meta(
@@ -172,7 +202,7 @@ def _attend_chunks_meta(
     return q.new_empty((cut[1], q.shape[0], q.shape[1], q.shape[2], value_dim + 2), dtype=torch.float32)
 
 
-LIBRARY.impl("attend_chunks", _attend_chunks, "CUDA")
+LIBRARY.impl("attend_chunks", attend_chunks, "CUDA")
 LIBRARY.impl("attend_chunks", _attend_chunks_meta, "Meta")
 
 operation = torch.ops.kvcompile.attend_chunks.default

@@ -64,8 +64,8 @@ def _slot(config: PrefillConfig, letter: str, slot: TileSlot) -> list[str]:
     blocks = TOKENS // slot.block
     lines = [
         f"{name}_base = {words}.to(tl.pointer_type(tl.uint16)) + (b * {words}_b + h * {words}_h) // {PAIR}",
-        f"{name}_words = tl.load({name}_base + (page * ({words}_n // {PAIR}) + at * ({words}_r // {PAIR}))[:, None]"
-        f" + tl.arange(0, {slot.words})[None, :])",
+        f"{name}_row = page * ({words}_n // {PAIR}) + at * ({words}_r // {PAIR})",
+        f"{name}_words = tl.load({name}_base + {name}_row[:, None] + tl.arange(0, {slot.words})[None, :])",
     ]
     if slot.block > 1:
         lines += [
