@@ -22,8 +22,8 @@ from kvcompile.backend import Backend
 from kvcompile.errors import NothingToDump
 from kvcompile.explain import VARIANTS, kernel_text
 from kvcompile.lowering.compile import emitted_modules
-from kvcompile.lowering.offline import ARCHITECTURES, OfflineCompilation, compile_offline, sass
-from kvcompile.lowering.site_kernel import SiteKernel, attends, site_kernel
+from kvcompile.lowering.offline import ARCHITECTURES, OfflineCompilation, sass
+from kvcompile.lowering.site_kernel import ChunkedSite, SiteKernel, attends, site_kernel
 from kvcompile.normal_form import normal_form
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.plan import Plan
@@ -95,10 +95,10 @@ class Dump:
             raise NothingToDump(expected="Inductor to emit a module", found="none", todo="report this with the target")
         return "\n".join(sources)
 
-    def kernels(self, arch: str) -> list[tuple[SiteKernel, list[str]]]:
+    def kernels(self, arch: str) -> list[tuple[SiteKernel | ChunkedSite, list[str]]]:
         """The distinct attend kernels of the chosen variant, each with the module paths that it serves."""
         variant, rewritten = self._rewritten()
-        found: dict[SiteKernel, list[str]] = {}
+        found: dict[SiteKernel | ChunkedSite, list[str]] = {}
         for node in attends(rewritten.module):
             found.setdefault(site_kernel(node, arch, hint), []).append(module_path(node) or node.name)
         if not found:
@@ -116,10 +116,11 @@ class Dump:
         """PTX or SASS of each distinct kernel."""
         parts = []
         for kernel, sites in self.kernels(arch):
-            made = compile_offline(kernel.source(), kernel.config, arch)
-            text = made["ptx"] if form == "ptx" else sass(made["cubin"])  # type: ignore[arg-type]
-            assert isinstance(text, str)
-            parts.append(_title("//", kernel, sites, arch) + text)
+            parts.append(_title("//", kernel, sites, arch))
+            for made in kernel.compiled(arch):
+                text = made["ptx"] if form == "ptx" else sass(made["cubin"])  # type: ignore[arg-type]
+                assert isinstance(text, str)
+                parts[-1] += text
         return "\n".join(parts)
 
     # --- choosing ----------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def _argument(source: str) -> str:
     return re.sub(r"^L\['(?:kwargs'\]\[')?([^']*)'\]", r"\1", plain)
 
 
-def _title(comment: str, kernel: SiteKernel, sites: list[str], arch: str) -> str:
+def _title(comment: str, kernel: SiteKernel | ChunkedSite, sites: list[str], arch: str) -> str:
     config, tile = kernel.config, kernel.config.tile
     heads = f"{config.kv_heads * config.group} query heads over {config.kv_heads} kv heads of {config.key_dim}"
     cut = ", ".join((count_text(tile.num_warps, "warp"), count_text(tile.num_stages, "stage"), count_text(config.splits, "split")))
@@ -196,6 +197,8 @@ def _title(comment: str, kernel: SiteKernel, sites: list[str], arch: str) -> str
         f"{heads}, batch {kernel.batch}, {count_text(kernel.queries, 'new token')}",
         f"for {arch}: tile of {tile.block_t} tokens x {tile.block_r} rows, {cut}",
     ]
+    if isinstance(kernel, ChunkedSite):
+        lines.append(f"{kernel.config.chunk} tokens at a time: decoded by the first kernel, attended to by the second")
     return "".join(f"{comment} {line}\n" for line in lines)
 
 

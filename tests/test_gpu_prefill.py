@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from test_prefill_kernel import windowed
+from test_prefill_kernel import merged, windowed
 from test_triton_attend import Case, check, operands
 
 from kvcompile import schemes
@@ -48,7 +48,7 @@ def cases() -> list[Case]:
     for scheme in SCHEMES:
         base = Case(scheme, scheme, dtype=torch.bfloat16, K=2, D=128, Dv=128, S=100, T=1000)
         found += [
-            base, dataclasses.replace(base, S=300, T=300), dataclasses.replace(base, lo=True, S=200),
+            base, dataclasses.replace(base, S=250, T=250), dataclasses.replace(base, lo=True, S=200),
             dataclasses.replace(base, keep=True, B=2),
             dataclasses.replace(base, dtype=torch.float16, magnitude=1e-3), dataclasses.replace(base, D=64, Dv=64, G=7, outlier=True),
         ]
@@ -77,3 +77,64 @@ def test_compiled_equals_eager(case: Case) -> None:
     assert "RAISED : tl.constexpr" in "".join(sources), "another template was chosen"
     failure = check(case, out, args)
     assert failure is None, failure
+
+
+def chunked_cases() -> list[Case]:
+    """A thousand rows a kv head and more over codes: one chunk and several, every mask, other dims, sums of several splits."""
+    found = []
+    for scheme in SCHEMES[1:]:
+        base = Case(scheme, scheme, dtype=torch.bfloat16, K=2, D=128, Dv=128, S=300, T=1000)
+        found += [
+            base, dataclasses.replace(base, lo=True, B=2), dataclasses.replace(base, keep=True, B=2, S=600),
+            dataclasses.replace(base, dtype=torch.float16, magnitude=1e-3), dataclasses.replace(base, D=64, Dv=64, G=7, outlier=True),
+            dataclasses.replace(base, T=20000, K=4),
+        ]
+        if not schemes.parse(scheme).window:
+            found += [
+                dataclasses.replace(base, sinks=True, softcap=20.0), dataclasses.replace(base, D=256, Dv=256),
+                dataclasses.replace(base, B=3),
+            ]
+    return found
+
+
+@pytest.mark.parametrize("case", chunked_cases(), ids=str)
+def test_chunks_equal_eager(case: Case) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    from kvcompile.lowering import inductor
+
+    inductor.install()
+    torch._dynamo.reset()
+    args = moved(windowed(case) if schemes.parse(case.key).window else operands(case))
+    out, sources = run_and_get_code(torch.compile(attend, fullgraph=True), args)
+    assert "kvcompile.attend_chunks" in "".join(sources), "another way was chosen"
+    failure = check(case, out, args)
+    assert failure is None, failure
+
+
+def test_chunks_in_a_cuda_graph() -> None:
+    """A replayed graph follows positions that change, within a chunk and from one chunk to the next, and keeps no scratch but its own."""
+    from kvcompile.lowering.chunked import operation
+
+    case = Case("int4", "int8", dtype=torch.bfloat16, K=2, D=128, Dv=128, S=300, T=3000)
+    args = moved(operands(case))
+    hi = args["hi"].clone()
+
+    def call() -> torch.Tensor:
+        return operation(
+            args["q"], args["keys"], args["values"], hi, None, None, args["key_scheme"], args["value_scheme"], args["scale"], 0.0, 128,
+            None, None, [1024, 2, 64, 128, 8, 3],
+        )
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        out = call()
+    for back in (0, 500, 1100, 2690):
+        hi.copy_(args["hi"] - back)
+        graph.replay()
+        failure = check(case, merged(out, None).to(case.dtype), {**args, "hi": hi})
+        assert failure is None, failure

@@ -21,7 +21,11 @@ SQUARE = Tile(64, 128, False, 8, 3)
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """A complete description of one rendered kernel; hashable."""
+    """A complete description of one rendered kernel; hashable.
+
+    ``chunk`` above 0: the kernel sees that many tokens from a run-time position on and adds to partial sums that
+    earlier chunks left (``chunked``); ``prefill_offline`` renders such kernels, Inductor does not.
+    """
 
     key_scheme: str
     value_scheme: str
@@ -42,15 +46,22 @@ class PrefillConfig:
     base_per_batch: bool = False
     packed: bool = True
     tile: Tile = SQUARE
+    chunk: int = 0
 
     @property
     def direct(self) -> bool:
         """Whether the kernel writes the finished result."""
-        return self.splits == 1
+        return self.splits == 1 and not self.chunk
 
     def with_splits(self, splits: int) -> PrefillConfig:
         """The same kernel cut into ``splits``."""
         return dataclasses.replace(self, splits=splits)
+
+    def over_scratch(self) -> PrefillConfig:
+        """The same attention over decoded tokens: dense, one page of ``chunk`` rows."""
+        return dataclasses.replace(
+            self, key_scheme="dense", value_scheme="dense", key_word=self.dtype, value_word=self.dtype, page_rows=self.chunk, paged=False
+        )
 
     @property
     def slots(self) -> tuple[TileSlot, TileSlot]:
@@ -101,6 +112,7 @@ class PrefillConfig:
             "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "HAS_SINKS": int(masks.sinks),
             "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "RAISED": RAISED,
+            "CHUNK": self.chunk,
         }
 
 

@@ -60,6 +60,7 @@ def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand)
     import jinja2
 
     named = sorted({e for operand in (*operands.values(), out) for e in (*operand.size, *operand.stride) if isinstance(e, str)})
+    named += ["CAPACITY", "FIRST"] if config.chunk else []
 
     def def_kernel(*names: str) -> str:
         arguments = ", ".join((*names, "OUT", *named))
@@ -69,13 +70,21 @@ def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand)
 
     def store_output(indices: Sequence[str], value: str, mask: str, val_shape: object = None) -> str:
         del val_shape
-        at = " + ".join(f"({index}) * {step}" for index, step in zip(indices, out.stride, strict=True))
-        return f"tl.store(OUT + ({at}), ({value}).to({TRITON_TYPES[out.dtype]}), mask={mask})"
+        return f"tl.store(OUT + ({place(indices)}), ({value}).to({TRITON_TYPES[out.dtype]}), mask={mask})"
+
+    def load_output(indices: Sequence[str], mask: str, other: str) -> str:
+        return f"tl.load(OUT + ({place(indices)}), mask={mask}, other={other})"
+
+    def place(indices: Sequence[str]) -> str:
+        # The outermost step may leave 32 bits, and the index before it is a program's number.
+        outer, *inner = (f"({index}) * {step}" for index, step in zip(indices, out.stride, strict=True))
+        return " + ".join([f"({indices[0]}).to(tl.int64) * {out.stride[0]}" if config.chunk else outer, *inner])
 
     template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(SOURCE)
     text = template.render(
         slots=slots, def_kernel=def_kernel, size=lambda name, axis: str(operands[name].size[axis]),
-        stride=lambda name, axis: str(operands[name].stride[axis]), store_output=store_output, **config.options(),
+        stride=lambda name, axis: str(operands[name].stride[axis]), store_output=store_output, load_output=load_output,
+        **config.options(),
     )
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 

@@ -9,6 +9,8 @@ Rendered by Inductor (``triton_prefill``) and by ``prefill_offline``. Symbols be
     recent          a last loop over full-precision tokens at positions BASE + j; the planes end below BASE
     RAISED          float16 probabilities are times 2^RAISED, so is l; m is lower by as much
     output          as in ``triton_source``: DIRECT, or float32 [SPLITS, B, H, S, Dv + 2]
+    CHUNK           above 0: the planes are a scratch of so many tokens, the first of which stands at position FIRST of CAPACITY.
+                    hi, lo and t then count from FIRST, and the sums go on from those in the output, except at FIRST = 0
 """
 
 # ruff: noqa: E501 - a line of the template is one line of the kernel.
@@ -135,7 +137,7 @@ STEP = r"""
 {%- if key.scaled %}{{ load_scales("k", "scales", "K_SCALES", key, whole) }}{% endif %}
 {%- if key.zeros %}{{ load_scales("k", "zeros", "K_ZEROS", key, whole) }}{% endif %}
 {%- if HAS_KEEP %}
-        kept = tl.load(KEEP + b * {{stride("KEEP", 0) if KEEP_B else 0}} + (t0 + tl.arange(0, BLOCK_T)) * {{stride("KEEP", 1)}}{{ "" if whole else ", mask=live, other=0" }}) != 0
+        kept = tl.load(KEEP + b * {{stride("KEEP", 0) if KEEP_B else 0}} + ({{"FIRST + " if CHUNK}}t0 + tl.arange(0, BLOCK_T)) * {{stride("KEEP", 1)}}{{ "" if whole else ", mask=live, other=0" }}) != 0
 {%- endif %}
 {{- load_words("v", "V_WORDS", value, whole) }}
 {%- if value.scaled %}{{ load_scales("v", "scales", "V_SCALES", value, whole) }}{% endif %}
@@ -180,7 +182,7 @@ BODY = r"""
     head_r = h * GROUP + r % GROUP
 
     # Rows beyond the last attend to nothing and hold nobody back.
-    capacity = {{size("K_WORDS", 0)}} * {{size("K_WORDS", 3)}}
+    capacity = {{"CAPACITY" if CHUNK else "%s * %s" % (size("K_WORDS", 0), size("K_WORDS", 3))}}
 {%- if HAS_KEEP %}
     capacity = tl.minimum(capacity, {{size("KEEP", 1)}})
 {%- endif %}
@@ -191,6 +193,9 @@ BODY = r"""
 {%- else %}
     hi = tl.minimum(given, capacity - 1).to(tl.int32)
 {%- endif %}
+{%- if CHUNK %}
+    hi = tl.minimum(hi - FIRST, CHUNK - 1)
+{%- endif %}
     stop = tl.max(hi, 0) + 1
     until = tl.min(tl.where(r_ok, hi, 2147483647), 0) + 1
 {%- if HAS_LO %}
@@ -199,6 +204,9 @@ BODY = r"""
     lo_given = lo
 {%- endif %}
     lo = tl.minimum(lo, capacity).to(tl.int32)
+{%- if CHUNK %}
+    lo = tl.maximum(lo - FIRST, 0)
+{%- endif %}
     start = tl.min(lo, 0)
     since = tl.max(tl.where(r_ok, lo, 0), 0)
 {%- else %}
@@ -208,6 +216,10 @@ BODY = r"""
     share = tl.cdiv(tl.cdiv(tl.maximum(stop - first, 0), BLOCK_T), SPLITS) * BLOCK_T
     begin = first + split * share
     end = tl.minimum(begin + share, stop)
+{%- if CHUNK %}
+    if (FIRST > 0) & (end <= begin):
+        return
+{%- endif %}
     # [begin, front) and [back, end) are masked, [front, back) is not.
 {%- if HAS_LO %}
     front = tl.minimum(tl.maximum(begin, tl.cdiv(since, BLOCK_T) * BLOCK_T), tl.maximum(end, begin))
@@ -231,9 +243,18 @@ BODY = r"""
 {%- else %}
     row_scale = tl.full([BLOCK_R], {{QK_SCALE}}, tl.float32)
 {%- endif %}
+{%- if CHUNK %}
+    # What the chunks before this one left.
+    later = r_ok & (FIRST > 0)
+    s_long = s_r.to(tl.int64)
+    m = {{load_output(("split", "b", "head_r", "s_long", value.dim|string), "later", 'float("-inf")')}} + {{raised}}.0
+    l = {{load_output(("split", "b", "head_r", "s_long", (value.dim + 1)|string), "later", "0.0")}}
+    acc = {{load_output(("split", "b", "head_r[:, None]", "s_long[:, None]", value.channel("tl.arange(0, %d)" % value.dim) + "[None, :]"), "later[:, None]", "0.0")}}
+{%- else %}
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, {{value.dim}}], tl.float32)
+{%- endif %}
 
     for index in range(0, (back - front) // BLOCK_T):
         t0 = front + index * BLOCK_T
@@ -260,6 +281,9 @@ RECENT = r"""
     # Row j of the recent tokens stands at position base + j; the splits share them as they share the pages.
     last = tl.minimum(given - base + 1, {{size("RECENT_K", 2)}})
     newest = tl.maximum(tl.max(tl.where(r_ok, last, 0), 0), 0).to(tl.int32)
+{%- if CHUNK %}
+    newest = tl.where(FIRST > 0, 0, newest)
+{%- endif %}
     share = tl.cdiv(tl.cdiv(newest, BLOCK_T), SPLITS) * BLOCK_T
 {%- if key.scaled %}
     q_recent = tl.load(Q_RAW + b * {{stride("Q_RAW", 0)}} + (head_r * {{stride("Q_RAW", 1)}} + s_r * {{stride("Q_RAW", 2)}})[:, None] + column[None, :] * {{stride("Q_RAW", 3)}}, mask=r_ok[:, None], other=0.0)

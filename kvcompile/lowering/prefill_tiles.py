@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvcompile.lowering.attend_config import Tile
+from kvcompile.lowering.decode_source import TOKENS as DECODED
 from kvcompile.lowering.prefill_config import PrefillConfig
 
 FEWEST_ROWS = 65
@@ -40,6 +41,38 @@ def choose_tiles(base: PrefillConfig, rows: int, shared_memory: int, tuned: bool
         tiles = [wide, tall, square, *rest]
     fitting = [dataclasses.replace(base, tile=tile) for tile in tiles if needed(base, tile) <= shared_memory]
     return fitting if tuned else fitting[:1]
+
+
+FEWEST_CHUNKED_ROWS = 1024
+"""Rows of one kv head from which codes are decoded once for all of them, a chunk at a time (``chunked``)."""
+
+SCRATCH = 64 << 20
+"""Bytes that the two scratches of a chunk should have."""
+
+CHUNKS = (8192, 32768)
+"""The fewest tokens of a chunk, since partial sums are read and written once for each, and the most."""
+
+
+def choose_cut(
+    config: PrefillConfig, rows: int, batch: int, multiprocessors: int, shared_memory: int, capacity: int | None
+) -> tuple[int, int, int, int, int, int] | None:
+    """How ``kvcompile::attend_chunks`` cuts this attention, its operand ``cut``; None where the template alone is to do it."""
+    if rows < FEWEST_CHUNKED_ROWS or not config.paged or config.page_rows % DECODED or not all(slot.scaled for slot in config.slots):
+        return None
+    chunk = chunk_for(config, batch, capacity)
+    tiled = choose_tiles(dataclasses.replace(config, chunk=chunk).over_scratch(), rows, shared_memory, tuned=False)
+    if not tiled:
+        return None
+    tile = tiled[0].tile
+    splits = splits_for(tiled[0], rows, batch * config.kv_heads, multiprocessors, chunk)
+    return chunk, splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages
+
+
+def chunk_for(config: PrefillConfig, batch: int, capacity: int | None = None) -> int:
+    """How many tokens are decoded at a time: by the bytes of one, never by how many there are; ``capacity`` if it is a constant."""
+    each = batch * config.kv_heads * (config.key_dim + config.value_dim) * config.dtype.itemsize
+    tokens = min(max(1 << (max(1, SCRATCH // each).bit_length() - 1), CHUNKS[0]), CHUNKS[1])
+    return tokens if capacity is None else min(tokens, -(-capacity // DECODED) * DECODED)
 
 
 def needed(config: PrefillConfig, tile: Tile) -> int:

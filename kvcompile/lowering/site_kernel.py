@@ -15,14 +15,19 @@ import torch
 from torch import fx
 
 from kvcompile import schemes
-from kvcompile.lowering import ops
+from kvcompile.lowering import chunked, ops
 from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks
-from kvcompile.lowering.offline import attend_source
+from kvcompile.lowering.offline import attend_source, compile_offline
+from kvcompile.lowering.prefill_config import PrefillConfig
+from kvcompile.lowering.prefill_tiles import choose_cut
 from kvcompile.lowering.tiles import choose_tiles, splits_for, writes_directly
 from kvcompile.types import PAGE, KernelFormat, Role, SlotSpec
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 """Of an A100, an H100 or H200, a B200: only the number of splits depends on it."""
+
+SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448}
+"""Bytes that one program may have, of the same."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,39 @@ class SiteKernel:
         """The Triton module."""
         return attend_source(self.config, self.batch, self.queries)
 
+    def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
+        """What ``offline.compile_offline`` makes of it."""
+        return [compile_offline(self.source(), self.config, arch)]
+
+
+@dataclass(frozen=True)
+class ChunkedSite:
+    """The two kernels of a site with very many rows over codes (``chunked``)."""
+
+    config: PrefillConfig
+    batch: int
+    queries: int
+
+    @property
+    def kernels(self) -> tuple[chunked.ChunkKernel, chunked.ChunkKernel]:
+        """What decodes a chunk, what attends to it."""
+        return chunked.decoder(self.config), chunked.attender(self.config)
+
+    def source(self) -> str:
+        """Both Triton modules, one after the other."""
+        return "\n".join(kernel.source for kernel in self.kernels)
+
+    def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
+        """``ttgir``, ``ptx`` and ``cubin`` of each."""
+        return [kernel.compiled(arch) for kernel in self.kernels]
+
 
 def attends(module: fx.GraphModule) -> list[fx.Node]:
     """The attend nodes of a rewritten graph, in order."""
     return list(module.graph.find_nodes(op="call_function", target=ops.attend))
 
 
-def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKernel:
+def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKernel | ChunkedSite:
     """The kernel of one ``attend`` node whose operands carry fake values; ``hint`` makes sizes plain numbers."""
     given = inspect.signature(ops.attend_meta).bind(*node.args, **node.kwargs).arguments
     given = {name: fx.node.map_arg(value, lambda item: item.meta["val"]) for name, value in given.items()}
@@ -71,6 +102,16 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
         value_generic=not formats[1].symmetric and not scales[1],
     )
     rows = queries * group
+    if rotation is None and given["bias"] is None and paged:
+        many = PrefillConfig(
+            config.key_scheme, config.value_scheme, head_dim, config.value_dim, kv_heads, group, q.dtype, config.key_word,
+            config.value_word, config.scale, config.softcap, config.masks, hint(keys[0].shape[3]), recent=bool(recent),
+            base_per_batch=beside.base_per_batch,
+        )
+        capacity = pages * keys[0].shape[3] if isinstance(pages, int) else None
+        cut = choose_cut(many, rows, batch, MULTIPROCESSORS[arch], SHARED_MEMORY[arch], capacity) if many.fits else None
+        if cut is not None:
+            return ChunkedSite(chunked.cut_as(many, cut), batch, queries)
     tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False)[0]
     splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch], hint(pages) * hint(keys[0].shape[3]))
     return SiteKernel(tiled.with_splits(splits, writes_directly(tiled, splits)), batch, queries)

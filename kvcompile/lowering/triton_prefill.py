@@ -1,5 +1,8 @@
 """Inductor's lowering of ``kvcompile::attend`` with many rows on CUDA: normalized queries, the prefill template, a merge.
 
+With very many rows over codes it is ``kvcompile::attend_chunks`` in place of the template: a call in the output module, since how
+many chunks there are is known when it runs.
+
 Queries are brought into float16 by Inductor's own operations, which fuse with what makes them; the tensor cores
 then read them from shared memory, where a conversion in the kernel would hold them in registers.
 """
@@ -13,14 +16,15 @@ import sympy
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.ir import FixedLayout, FlexibleLayout
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
 
+from kvcompile.lowering import chunked
 from kvcompile.lowering.attend_config import Bias, Masks
 from kvcompile.lowering.buffers import equals, examples, hint, multiple, realize, static, varies
 from kvcompile.lowering.prefill_config import SMALLEST, PrefillConfig, slots
 from kvcompile.lowering.prefill_source import SOURCE
-from kvcompile.lowering.prefill_tiles import FEWEST_ROWS, choose_tiles, splits_for
+from kvcompile.lowering.prefill_tiles import FEWEST_ROWS, choose_cut, choose_tiles, splits_for
 from kvcompile.lowering.triton_attend import attend_grid, merge
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -53,11 +57,21 @@ def lower_prefill(
     )
     if not config.fits or (paged and page_rows & (page_rows - 1)):
         return None
-    nodes = _operands(config, q, keys, values, {"HI": hi, "LO": lo, "KEEP": keep, "SINKS": sinks, "BASE": base}, recent)
+    nodes = _operands(config, keys, values, {"HI": hi, "LO": lo, "KEEP": keep, "SINKS": sinks, "BASE": base}, recent)
     if not _loadable(config, nodes):
         return None
     device = q.get_device()
     properties: Any = torch.cuda.get_device_properties(device)
+    capacity = keys[0].get_size()[0] * page_rows
+    cut = choose_cut(
+        config, rows, hint(B), properties.multi_processor_count, properties.shared_memory_per_block_optin,
+        int(capacity) if isinstance(capacity, (int, sympy.Integer)) else None,
+    )
+    if cut is not None:
+        operands = (q, list(keys), list(values), hi, lo, keep, key_scheme, value_scheme, float(scale), float(softcap), Dv, recent, base)
+        partial = fallback_handler(chunked.operation)(*operands, list(cut))
+        return merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+    nodes |= _queries(config, q)
     configs = choose_tiles(config, rows, properties.shared_memory_per_block_optin, bool(inductor_config.max_autotune))
     if not configs:
         return None
@@ -82,9 +96,9 @@ def lower_prefill(
 
 
 def _operands(
-    config: PrefillConfig, q: Any, keys: Sequence, values: Sequence, masks: dict[str, Any], recent: Sequence | None
+    config: PrefillConfig, keys: Sequence, values: Sequence, masks: dict[str, Any], recent: Sequence | None
 ) -> dict[str, Any]:
-    """Every operand that the template may ask for, as a buffer with fixed strides."""
+    """Every operand beside the queries that the template may ask for, as a buffer with fixed strides."""
     key, value = config.slots
     nodes = {"K_WORDS": keys[0], "V_WORDS": values[0], **masks}
     for letter, slot, planes in (("K", key, keys), ("V", value, values)):
@@ -94,10 +108,16 @@ def _operands(
             nodes[f"{letter}_ZEROS"] = planes[2]
     if recent:
         nodes["RECENT_K"], nodes["RECENT_V"] = recent
-    nodes["Q"] = nodes["Q_RAW"] = realize(q)
-    if key.scaled:
-        nodes["Q"], nodes["Q_SCALES"] = _normalized(q)
     return {name: realize(node) for name, node in nodes.items() if node is not None}
+
+
+def _queries(config: PrefillConfig, q: Any) -> dict[str, Any]:
+    """The queries as the template may ask for them, as buffers."""
+    nodes = {"Q": realize(q)}
+    nodes["Q_RAW"] = nodes["Q"]
+    if config.slots[0].scaled:
+        nodes["Q"], nodes["Q_SCALES"] = (realize(node) for node in _normalized(q))
+    return nodes
 
 
 def _normalized(q: Any) -> tuple[Any, Any]:
