@@ -22,6 +22,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from turns import turn
 
 import kvcompile
 
@@ -91,7 +92,7 @@ def clear() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def timed(step: Any, steps: int, warm: int) -> tuple[float, float]:
+def timed(step: Any, steps: int, warm: int, turns: Path | None = None) -> tuple[float, float]:
     """(median ms, warm-up s); times each step from host to host with the device drained."""
     started = time.perf_counter()
     for _ in range(warm):
@@ -100,16 +101,19 @@ def timed(step: Any, steps: int, warm: int) -> tuple[float, float]:
     warm_s = time.perf_counter() - started
     torch.cuda.reset_peak_memory_stats()
     samples = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        samples.append((time.perf_counter() - begin) * 1e3)
+    with turn(turns):
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            samples.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(samples), warm_s
 
 
-def measure(model: Any, config: Any, name: str, batch: int, context: int, steps: int, owners: dict[Any, Any]) -> Row:
+def measure(
+    model: Any, config: Any, name: str, batch: int, context: int, steps: int, owners: dict[Any, Any], turns: Path | None = None
+) -> Row:
     """One configuration: ``eager``, ``stock``, ``stock:reduce-overhead``, or ``scheme[:mode]``."""
     clear()
     cache = filled(config, batch, context, context + 1024)
@@ -131,7 +135,7 @@ def measure(model: Any, config: Any, name: str, batch: int, context: int, steps:
             torch.compiler.cudagraph_mark_step_begin()
         call(token, past_key_values=cache, use_cache=True)
 
-    ms, warm_s = timed(step, steps, 6 if mode else 4)
+    ms, warm_s = timed(step, steps, 6 if mode else 4, turns)
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.model.embed_tokens.weight.numel() * 2
     dense = 2 * batch * config.num_key_value_heads * config.head_dim * context * 2 * config.num_hidden_layers
     held = owner.report().allocated if owner is not None else dense
@@ -187,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--configurations", default="eager,stock,stock:reduce-overhead,dense,int8,fp8,int4,int4:reduce-overhead")
     parser.add_argument("--shapes", default=",".join(f"{b}x{t}" for b, t in SHAPES))
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further configuration starts")
+    parser.add_argument("--turns", type=Path, help="a file by whose lock processes that compile side by side take turns to be timed")
     parser.add_argument("--no-gate", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
@@ -209,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
                 console.print(f"budget spent: {name} {shape} not measured")
                 continue
             try:
-                rows.append(measure(model, config, name, batch, context, options.steps, owners))
+                rows.append(measure(model, config, name, batch, context, options.steps, owners, options.turns))
                 console.print(f"{time.perf_counter() - started:.0f} s: {rows[-1]}")
             except Exception as error:
                 console.print(f"{name} {shape} failed: {type(error).__name__}: {str(error)[:600]}")

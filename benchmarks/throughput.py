@@ -14,8 +14,6 @@ side, and take turns on the device by a lock on FILE while they are timed.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import gc
 import json
 import sys
@@ -28,6 +26,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from turns import turn
 
 import kvcompile
 
@@ -95,17 +94,6 @@ def generate(model: Any, config: Any, name: str, batch: int, new: int, device: s
         prefill, decode = run(new)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return Run(name, batch, batch * new / (prefill + decode), prefill, decode / new * 1e3, peak / 1e9, held[-1] / 1e9)
-
-
-@contextlib.contextmanager
-def turn(path: Path | None) -> Any:
-    """Nobody else who waits for the same file runs meanwhile."""
-    if path is None:
-        yield
-        return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _dense_bytes(config: Any, batch: int, tokens: int) -> int:

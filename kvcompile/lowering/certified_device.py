@@ -40,9 +40,9 @@ from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import Cause, Certify, Fallback
 
-SPAN, SUM_BLOCKS, EXACT_BLOCKS, TALLY, CHUNK, WIDE = 8, 64, 8, 256, 2048, 8192
+SPAN, SUM_BLOCKS, EXACT_BLOCKS, TALLY, CHUNK, WIDE = 8, 64, 16, 256, 2048, 8192
 """Blocks of a program of ``score``, ``sums``, ``exact`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
-Chosen by instruction counts and registers of what is compiled, never timed; so are the next two."""
+The first and the third were timed (benchmarks/CERTIFIED.md), the others chosen by registers; so are the next two."""
 
 ROW_TILE, OWN_TILE = 4, 1
 """Rows of a program of ``score`` and ``mix``, and where ``mix`` reads originals."""
@@ -56,7 +56,7 @@ MOST_ROWS = 16
 MOST = 2**30
 """Stands for any number of blocks."""
 
-SPLITS = 128
+SPLITS = 256
 """Programs that share the values of a head of few rows and heads."""
 
 LARGEST = 1e308
@@ -190,7 +190,7 @@ class DeviceStep:
         self.tile = min(ROW_TILE, 1 << (Q - 1).bit_length())
         self.tiles = -(-Q // self.tile)
         self.splits = splits or max(1, min(SPLITS, PROGRAMS // (B * K * self.tiles)))
-        self.share = -(-N // self.splits)
+        self.share, self.own_programs = -(-N // self.splits), {asked: splits or count for asked, count in OWN_PROGRAMS.items()}
         self.sizes = dict(K=K, G=H // K, S=S)
         self.launch = Launch(q.device.type == "cuda")
 
@@ -348,7 +348,7 @@ class DeviceStep:
         B, K, Q = self.shape
         values, originals, new_v = self.values, self.originals[1], self.new_v
         coded, sizes = 0 if everything else self.splits, dict(self.sizes, S2=1 << (self.sizes["S"] - 1).bit_length())
-        own = OWN_PROGRAMS[everything]
+        own = self.own_programs[everything]
         parts = self.floats(coded + own, *self.shape, self.value_dim)
         if coded:
             self.launch(

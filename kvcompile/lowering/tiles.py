@@ -66,7 +66,7 @@ def _decode_tiles(base: AttendConfig, rows: int) -> list[Tile]:
         return [wide, tall, Tile(64, block_r, True, 2, 3), *single]
     if min(piece.block for piece in value.pieces) >= 64:
         return [tall, *single, Tile(64, block_r, True, 2, 3)]
-    return [*single, Tile(64, block_r, True, 2, 3), Tile(128, block_r, True, 2, 3)]
+    return [Tile(32, block_r, True, 1, 3), *single, Tile(64, block_r, True, 2, 3), Tile(128, block_r, True, 2, 3)]
 
 
 def _extend_tiles(base: AttendConfig, rows: int) -> list[Tile]:

@@ -163,7 +163,7 @@ def score(
     if tl.program_id(0) < tl.num_programs(0) - 1:
         n0 = tl.maximum(tl.program_id(0) * SPAN, start // BLOCK)
         n1 = tl.minimum(tl.program_id(0) * SPAN + SPAN, whole)
-        for step in tl.range(0, tl.maximum(n1 - n0, 0)):
+        for step in tl.range(0, tl.maximum(n1 - n0, 0), num_stages=3):
             score_block(
                 queries, lows, highs, codes, STEPS + scales, ZEROS + scales, new, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest,
                 n0 + step, base, heads, r0, SCALE, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, False,

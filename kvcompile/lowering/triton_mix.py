@@ -43,7 +43,7 @@ def mix_codes(
     for _i in tl.static_range(TILE):
         low_sums = low_sums + (tl.zeros([PART, RUNS, GROUP], tl.float32),)
         high_sums = high_sums + (tl.zeros([PART, RUNS, GROUP], tl.float32),)
-    for step in tl.range(0, tl.maximum(n_stop - n_first, 0)):
+    for step in tl.range(0, tl.maximum(n_stop - n_first, 0), num_stages=2):
         n = n_first + step
         page = (n * BLOCK // PAGE).to(tl.int64)
         for turn in tl.static_range(TURNS):
