@@ -153,7 +153,10 @@ def load_module(source: str, kind: str = "attend") -> types.ModuleType:
     folder = pathlib.Path(tempfile.gettempdir()) / f"kvcompile-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{kind}_{digest}.py"
-    path.write_text(source)
+    # Another process may be reading the same module.
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
+        part.write(source)
+    os.replace(part.name, path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
