@@ -112,7 +112,8 @@ def test_chunks_equal_eager(case: Case) -> None:
     assert failure is None, failure
 
 
-def test_chunks_in_a_cuda_graph() -> None:
+@pytest.mark.parametrize("described", [0, 1])
+def test_chunks_in_a_cuda_graph(described: int) -> None:
     """A replayed graph follows positions that change, within a chunk and from one chunk to the next, and keeps no scratch but its own."""
     from kvcompile.lowering.chunked import operation
 
@@ -123,7 +124,7 @@ def test_chunks_in_a_cuda_graph() -> None:
     def call() -> torch.Tensor:
         return operation(
             args["q"], args["keys"], args["values"], hi, None, None, args["key_scheme"], args["value_scheme"], args["scale"], 0.0, 128,
-            None, None, [1024, 2, 64, 128, 8, 3],
+            None, None, [1024, 2, 64, 128, 8, 3, described],
         )
 
     side = torch.cuda.Stream()

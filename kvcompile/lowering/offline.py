@@ -156,7 +156,7 @@ def load_module(source: str, kind: str = "attend") -> types.ModuleType:
     # Another process may be reading the same module.
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
         part.write(source)
-    os.replace(part.name, path)
+    pathlib.Path(part.name).replace(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
