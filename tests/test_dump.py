@@ -82,6 +82,34 @@ def test_triton_source_is_one_kernel_for_equal_sites(dynamic: Backend) -> None:
     compile(text, "kernel", "exec")
 
 
+class ManyRows(torch.nn.Module):
+    """64 new tokens of 16 query heads over one kv head: a thousand rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.zeros(1, 1, 2048, 64, dtype=torch.float16))
+        self.register_buffer("v", torch.zeros(1, 1, 2048, 64, dtype=torch.float16))
+
+    def forward(self, q: torch.Tensor, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        self.k[:, :, pos] = x
+        self.v[:, :, pos] = x
+        mask = torch.arange(2048) <= pos[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(q, self.k, self.v, attn_mask=mask, enable_gqa=True)
+
+
+def test_very_many_rows_are_two_kernels() -> None:
+    torch._dynamo.reset()
+    owner = kvcompile.backend("int4", inner="eager")
+    q, x = torch.randn(1, 16, 64, 64, dtype=torch.float16), torch.randn(1, 1, 64, 64, dtype=torch.float16)
+    observe(ManyRows(), (q, x, torch.arange(64)), owner)
+    dump = Dump(owner, variant=Variant.PAST)
+    text = dump.text(Stage.TRITON)
+    assert re.findall(r"def (kvcompile_\w+)", text) == ["kvcompile_decode", "kvcompile_attend"]
+    assert "# 32768 tokens at a time: decoded by the first kernel, attended to by the second" in text
+    found = dump.kernels("sm_90")[0][0].compiled("sm_90")
+    assert [re.findall(r"\.entry (\w+)", made["ptx"]) for made in found] == [["kvcompile_decode"], ["kvcompile_attend"]]
+
+
 def test_splits_follow_the_architecture(dynamic: Backend) -> None:
     splits = {arch: Dump(dynamic).kernels(arch)[0][0].config.splits for arch in ("sm_80", "sm_90", "sm_100")}
     assert 1 < splits["sm_80"] <= splits["sm_90"] <= splits["sm_100"]

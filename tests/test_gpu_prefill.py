@@ -106,13 +106,15 @@ def test_chunks_equal_eager(case: Case) -> None:
     inductor.install()
     torch._dynamo.reset()
     args = moved(windowed(case) if schemes.parse(case.key).window else operands(case))
-    out, sources = run_and_get_code(torch.compile(attend, fullgraph=True), args)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        out, sources = run_and_get_code(torch.compile(attend, fullgraph=True), args)
     assert "kvcompile.attend_chunks" in "".join(sources), "another way was chosen"
     failure = check(case, out, args)
     assert failure is None, failure
 
 
-def test_chunks_in_a_cuda_graph() -> None:
+@pytest.mark.parametrize("described", [0, 1])
+def test_chunks_in_a_cuda_graph(described: int) -> None:
     """A replayed graph follows positions that change, within a chunk and from one chunk to the next, and keeps no scratch but its own."""
     from kvcompile.lowering.chunked import operation
 
@@ -123,7 +125,7 @@ def test_chunks_in_a_cuda_graph() -> None:
     def call() -> torch.Tensor:
         return operation(
             args["q"], args["keys"], args["values"], hi, None, None, args["key_scheme"], args["value_scheme"], args["scale"], 0.0, 128,
-            None, None, [1024, 2, 64, 128, 8, 3],
+            None, None, [1024, 2, 64, 128, 8, 3, described],
         )
 
     side = torch.cuda.Stream()

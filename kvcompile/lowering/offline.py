@@ -153,8 +153,8 @@ def load_module(source: str, kind: str = "attend") -> types.ModuleType:
     folder = pathlib.Path(tempfile.gettempdir()) / f"kvcompile-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{kind}_{digest}.py"
-    # Other processes may be importing it: it is there whole or not at all.
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as part:
+    # Another process may be reading the same module: it is there whole or not at all.
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
         part.write(source)
     pathlib.Path(part.name).replace(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
