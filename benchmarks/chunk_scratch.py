@@ -140,12 +140,13 @@ def main() -> None:
     parser.add_argument("--queries", default="512,2048,256,1024")
     parser.add_argument("--schemes", default=",".join(SCHEMES), help="separated by commas outside of parentheses")
     parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--compiled", action="store_true", help="only through Inductor, with the cut that the lowering chooses")
     options = parser.parse_args()
     every = [int(n) for n in options.queries.split(",")]
     names = options.schemes.split(",")
     todo = {(name, queries): cuts(name, queries) for queries in every for name in names}
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        jobs = [cut for found in todo.values() for cut in found]
+        jobs = [] if options.compiled else [cut for found in todo.values() for cut in found]
         print(*filter(None, pool.map(compile_one, jobs, chunksize=4)), sep="\n", flush=True)
     planes = {name: (store(name, 1, TOKENS, Role.KEY), store(name, 1, TOKENS, Role.VALUE)) for name in names}
     rows = []
@@ -163,7 +164,7 @@ def main() -> None:
                     q[:, : H // K].float(), [plane[:, :, one] for plane in keys], [plane[:, :, one] for plane in values], hi, None, None,
                     None, None, *(schemes.parse(name).of(role).spell() for role in Role), D**-0.5, 0.0, D,
                 )
-                found = [measure(cut, q, keys, values, hi, exact) for cut in todo[name, queries]]
+                found = [] if options.compiled else [measure(cut, q, keys, values, hi, exact) for cut in todo[name, queries]]
                 found.append(through_inductor(todo[name, queries][0], q, keys, values, hi, exact))
                 for row in found:
                     row["x"] = row["ms"] and row["ms"] / best
