@@ -217,7 +217,8 @@ def test_a_chunk_is_as_long_as_bytes_allow() -> None:
 def test_few_rows_and_dense_slots_are_the_templates_own() -> None:
     config = dataclasses.replace(config_of("int4", TILE), chunk=0)
     cut = choose_cut(config, 2048, 1, 132, 232448, None)
-    assert cut == (16384, 2, 64, 256, 8, 3, 0)
+    assert cut == (16384, 1, 128, 128, 8, 3, 0)
+    assert choose_cut(config, 8192, 1, 132, 232448, None) == (16384, 1, 64, 256, 8, 3, 0)
     assert choose_cut(config, 1000, 1, 132, 232448, None) is None
     assert choose_cut(dataclasses.replace(config, key_scheme="dense", key_word=torch.bfloat16), 2048, 1, 132, 232448, None) is None
     assert choose_cut(dataclasses.replace(config, page_rows=16), 2048, 1, 132, 232448, None) is None
