@@ -31,7 +31,6 @@ import triton.language as tl
 from kvcompile.lowering.triton_bounds import consistent, deviation, rounding
 
 BLOCK = tl.constexpr(16)
-HALF = tl.constexpr(4)
 PART = tl.constexpr(4)
 """Tokens that ``exact`` takes at once: a block of originals in float64 would leave no registers for a second warp."""
 LOG2E = tl.constexpr(1.4426950216293335)
@@ -102,33 +101,30 @@ def score_block(
     The codes are loaded last: all that is calculated with them then has their layout, and not that of what is multiplied with them.
     """
     page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
-    j = tl.arange(0, HALF)
+    j = tl.arange(0, BLOCK)
     c = tl.arange(0, D)[None, :]
+    t = n * BLOCK + j
+    if WINDOW:
+        in_window = (t >= base) & (t < base + newest)
+        new = tl.load(RECENT_K + (t - base)[:, None] * rk_t + c, mask=in_window[:, None], other=0.0).to(tl.float32)
     step = tl.load(STEPS + page * steps_n + row * D + c)
     zero = tl.load(ZEROS + page * steps_n + row * D + c)
+    codes = tl.load(CODES + page * codes_n + row * (BLOCK * D) + j[:, None] * D + c)
+    # The product is exact, since steps have 16 bits: fused or not, this is what the scheme decodes.
+    k = codes.to(tl.float32) * step + zero
+    if WINDOW:
+        k = tl.where((t >= base)[:, None], new, k)
     radius = step * OF_STEP + tl.abs(zero) * OF_ZERO + OF_ONE
-    rows = r0 + tl.arange(0, TILE)
-    out = (heads + rows) * blocks + n
+    logits = ()
     reach = ()
     for i in tl.static_range(TILE):
+        seen = (t >= lows[i]) & (t <= highs[i])
+        logits = logits + (tl.where(seen, tl.sum(k * queries[i], 1) * SCALE, float("-inf")),)
         reach = reach + (tl.sum(tl.abs(queries[i]) * radius, 1),)
+    rows = r0 + tl.arange(0, TILE)
+    out = (heads + rows) * blocks + n
+    tl.store(LOGITS + out[None, :] * BLOCK + j[:, None], beside(logits, TILE), mask=(rows < ROWS)[None, :])
     tl.store(CHANNELS + out[None, :], beside(reach, TILE), mask=(rows < ROWS)[None, :])
-    for half in tl.static_range(BLOCK // HALF):
-        t = n * BLOCK + half * HALF + j
-        if WINDOW:
-            in_window = (t >= base) & (t < base + newest)
-            new = tl.load(RECENT_K + (t - base)[:, None] * rk_t + c, mask=in_window[:, None], other=0.0).to(tl.float32)
-        codes = tl.load(CODES + page * codes_n + row * (BLOCK * D) + (j + half * HALF)[:, None] * D + c)
-        # The product is exact, since steps have 16 bits: fused or not, this is what the scheme decodes.
-        k = codes.to(tl.float32) * step + zero
-        if WINDOW:
-            k = tl.where((t >= base)[:, None], new, k)
-        logits = ()
-        for i in tl.static_range(TILE):
-            seen = (t >= lows[i]) & (t <= highs[i])
-            logits = logits + (tl.where(seen, tl.sum(k * queries[i], 1) * SCALE, float("-inf")),)
-        at = out[None, :] * BLOCK + (j + half * HALF)[:, None]
-        tl.store(LOGITS + at, beside(logits, TILE), mask=(rows < ROWS)[None, :])
 
 
 @triton.jit
@@ -163,7 +159,7 @@ def score(
     if tl.program_id(0) < tl.num_programs(0) - 1:
         n0 = tl.maximum(tl.program_id(0) * SPAN, start // BLOCK)
         n1 = tl.minimum(tl.program_id(0) * SPAN + SPAN, whole)
-        for step in tl.range(0, tl.maximum(n1 - n0, 0), num_stages=3):
+        for step in tl.range(0, tl.maximum(n1 - n0, 0)):
             score_block(
                 queries, lows, highs, codes, STEPS + scales, ZEROS + scales, new, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest,
                 n0 + step, base, heads, r0, SCALE, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, False,
