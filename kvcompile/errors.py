@@ -49,7 +49,7 @@ class Tier2Missing(KvcompileError):
 
 class HostMemoryFull(KvcompileError):
     template = (
-        "expected {expected:,} bytes of pinned host memory for originals, found: {found}; make the cache or the batch smaller, raise the "
+        "expected {expected} bytes of pinned host memory for originals, found: {found}; make the cache or the batch smaller, raise the "
         "limit of locked memory, or choose tier2=device"
     )
 
