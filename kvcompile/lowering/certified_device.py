@@ -35,7 +35,7 @@ from kvcompile.lowering.bound_printer import slack
 from kvcompile.lowering.certified_blocks import Deviations, Masses, total
 from kvcompile.lowering.certified_checks import causes_of, rank_fails, ranked
 from kvcompile.lowering.certified_promotion import ALL, chance
-from kvcompile.lowering.certified_telemetry import Counted, counts_of, figures_of
+from kvcompile.lowering.certified_telemetry import Counted, counts_of, figures_of, in_a_row
 from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import Cause, Certify, Fallback
@@ -198,9 +198,11 @@ class DeviceStep:
         self.least = torch.zeros_like(self.last) if lo is None else lo.expand(B, S).clamp(0, N * BLOCK)
         self.base = base
         window = base.expand(B).clamp(-(2**30), N * BLOCK).unsqueeze(-1)
-        self.at = torch.cat([self.last, self.least, window], 1).to(torch.int32)
+        self.at = in_a_row([self.last, self.least, window], 2 * S + 1).to(torch.int32)
         sink = self.q.new_full((H,), float("-inf"), dtype=torch.float32) if sinks is None else sinks.to(torch.float32)
-        self.sinks = sink.view(K, H // K, 1).expand(B, -1, -1, S).contiguous()
+        # A slice of something larger is made once; what is a constant all over would be made anew for every kernel that reads it.
+        rows = sink.view(K, H // K, 1).expand(B, -1, -1, S).flatten()
+        self.sinks = torch.cat([rows, rows[:1]])[:-1].view(B, K, H // K, S)
         self.logits = self.floats(*self.shape, N * BLOCK)
         self.peak, self.weight, self.channels = (self.floats(*self.shape, N) for _ in range(3))
         self.delta, self.own, self.query_norm = self.doubles(*self.shape, N), self.doubles(*self.shape, N), self.doubles(*self.shape)
@@ -358,9 +360,9 @@ class DeviceStep:
             )
         self.launch(
             kernels.mix_own, (own, B * K, -(-Q // OWN_TILE)), *values[:3], originals, new_v, self.logits, self.top, asked, self.peak,
-            exact_peak, self.sinks, self.at, self.notes, parts[coded:], self.value_size, self.damaged, *values[0].stride()[:3],
+            exact_peak, self.sinks, self.at, self.notes, parts, self.value_size, self.damaged, *values[0].stride()[:3],
             *values[1].stride()[:3], *originals.stride()[:4], *new_v.stride()[:3], self.blocks, originals.shape[3], new_v.shape[2],
-            -(-self.blocks // own), warps=1, DV=self.value_dim, GROUP=self.group, TILE=OWN_TILE,
+            -(-self.blocks // own), coded, warps=1, DV=self.value_dim, GROUP=self.group, TILE=OWN_TILE,
             NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=self.page, ALL=everything, **sizes,
         )
         return parts.sum(0, dtype=torch.float64)

@@ -6,7 +6,7 @@ A plane [1, B, K, 1, 32] of float64: steps, head-steps, the sum and the largest 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +29,23 @@ COLUMNS: tuple[str, ...] = (
 MOST = tuple(name.startswith("most_") for name in COLUMNS)
 
 
+def side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.stack(columns, -1)`` as one choice by column, of which Inductor makes one kernel: of a stack it makes one a column."""
+    found, place = columns[-1].unsqueeze(-1), torch.arange(len(columns), device=columns[0].device)
+    for index, column in enumerate(columns[:-1]):
+        found = torch.where(place == index, column.unsqueeze(-1), found)
+    return found
+
+
+def in_a_row(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """``torch.cat(parts, -1)`` filled up with zeros to ``width``, as one sum, for the same reason; infinity stays."""
+    found, first = torch.zeros((), dtype=parts[0].dtype, device=parts[0].device), 0
+    for part in parts:
+        found = found + torch.nn.functional.pad(part, (first, width - first - part.shape[-1]))
+        first += part.shape[-1]
+    return found
+
+
 def figures_of(
     candidate: Certificate, falls: torch.Tensor, dense: torch.Tensor, delta: torch.Tensor, tail: torch.Tensor
 ) -> torch.Tensor:
@@ -39,7 +56,7 @@ def figures_of(
         Figure.KEY: torch.where(falls, 0, key), Figure.VALUE: torch.where(falls, 0, value),
         Figure.ARITHMETIC: torch.where(falls, up32(dense), arithmetic), Figure.DELTA: up32(delta), Figure.TAIL: up32(tail),
     }
-    return torch.stack([columns[figure] for figure in Figure], dim=-1)
+    return side_by_side([columns[figure] for figure in Figure])
 
 
 class Counted(NamedTuple):
@@ -61,7 +78,7 @@ def counts_of(counted: Counted, widened: torch.Tensor, falls: torch.Tensor, caus
         Count.BLOCKS: counted.blocks, Count.KEYS: counted.keys, Count.VALUES: counted.values, Count.EXPLORED: counted.explored,
         Count.RUNG: rung, Count.CAUSES: causes,
     }
-    return torch.stack([columns[count].to(torch.int32) for count in Count], dim=-1)
+    return side_by_side([columns[count].to(torch.int32) for count in Count])
 
 
 def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Tensor) -> None:
@@ -73,10 +90,10 @@ def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Ten
     # All columns of a kind at once: a column at a time each would be a kernel of its own.
     rungs = rung.unsqueeze(-1) == torch.arange(len(Rung), device=rung.device)
     bits = (causes.unsqueeze(-1) >> torch.arange(len(Cause), device=causes.device)) & 1
-    counters = torch.cat([counted[..., : len(COUNTED)], rungs.to(counted.dtype), bits.to(counted.dtype)], dim=-1)
+    kinds = [counted[..., : len(COUNTED)], rungs.to(counted.dtype), bits.to(counted.dtype)]
+    counters = in_a_row(kinds, sum(kind.shape[-1] for kind in kinds)).sum(2).to(torch.float64)
     steps = by_head.new_ones(*by_head.shape[:2], 1)
-    new = torch.cat([steps, steps * rung.shape[-1], by_head.sum(2), by_head.amax(2), counters.sum(2).to(torch.float64)], dim=-1)
-    new = torch.nn.functional.pad(new, (0, TELEMETRY - new.shape[-1]))
+    new = in_a_row([steps, steps * rung.shape[-1], by_head.sum(2), by_head.amax(2), counters], TELEMETRY)
     held = telemetry[0, :, :, 0]
     # Not a tensor made from a list: that is a copy from the host, which no CUDA graph can hold.
     column = torch.arange(TELEMETRY, device=held.device)

@@ -214,11 +214,13 @@ def mix(
 def mix_own(
     CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, PEAK, EXACT, SINKS, AT, NOTES, OUT, SIZE, DAMAGED,
     codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t,
-    blocks, page_tokens, newest, share,
+    blocks, page_tokens, newest, share, first_out,
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
     NEWEST: tl.constexpr, PAGE: tl.constexpr, ALL: tl.constexpr,
 ):
-    """The same by originals, of ``share`` blocks whose originals may be wanted; the last program of a head has the newest tokens too.
+    """The same by originals, behind ``first_out`` results, of ``share`` blocks whose originals may be wanted.
+
+    The last program of a head has the newest tokens too.
 
     READ as in ``exact``; where ALL, rows that are not flagged are left out, and TOP is the largest of PEAK and, of codes, EXACT.
     """
@@ -229,7 +231,7 @@ def mix_own(
     heads = pair.to(tl.int64) * ROWS
     start, last, base = sight(AT + b * (2 * S + 1), S, S2)
     stop = tl.minimum(last + 1, base)
-    out = OUT + (tl.program_id(0) * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
+    out = OUT + ((tl.program_id(0) + first_out) * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
     scales = b * steps_b + h * steps_h
     r0 = tl.program_id(2) * TILE
     n_first = start // BLOCK + tl.program_id(0) * share
