@@ -87,7 +87,7 @@ class Backend:
         return report
 
     def telemetry(self) -> Telemetry:
-        """What certified attention did, or what others reported of their error, in the caches that live now, all layers together; waits for the device."""
+        """What certified attention did, and others reported, in the caches that live now, all layers together; waits for the device."""
         stores = [store for state in list(self.live) for store in state.stores.values()]
         planes = [(plane, spec) for store in stores for plane, spec in zip(store.planes, store.spec.layout.planes, strict=True)]
         return Telemetry.of(plane for plane, spec in planes if spec.name == "telemetry")

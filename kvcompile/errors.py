@@ -71,7 +71,7 @@ class NotBounded(SchemeError):
 class NoOriginals(SchemeError):
     template = (
         "expected a scheme that keeps originals, for certify= with fallback='dense', found {scheme!r}, which keeps none to fall back to; "
-        "pass Certify(..., fallback='report'), which computes the bounds and counts what is beyond a budget, or choose the scheme 'certified'"
+        "pass Certify(..., fallback='report'), which counts what is beyond its budgets, or choose the scheme 'certified'"
     )
 
 

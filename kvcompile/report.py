@@ -24,7 +24,8 @@ LONGEST_PATH = 36
 """Module paths up to this stay on one line."""
 
 REPORTS = (
-    "certify with fallback='report' reads all keys and values a second time at every step, in float64, to bound its error; nothing falls back"
+    "certify with fallback='report' reads all keys and values a second time at every step, in float64, to bound its error; "
+    "nothing falls back"
 )
 
 CACHES = {

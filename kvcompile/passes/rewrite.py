@@ -311,7 +311,8 @@ class _Rewriter:
                 lo = keep = None
             certified = item.key.scheme.certified and not fresh
             operands = [
-                q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item), *schemes, attention.scale, attention.softcap, value_dim,
+                q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item), *schemes, attention.scale, attention.softcap,
+                value_dim,
             ]
             beside = [] if fresh else self._beside(emit, item)
             out = emit.call(

@@ -3,7 +3,8 @@
 Checked on the rewritten graph, not on what the rewriter believes: no node reads or writes a cache
 tensor any more, every plane is written by exactly one append and read by attends and gathers only after it (or, where
 the model wrote after it attended, only before; a ring may be unrolled before), what is learned stands before that
-append, what attention adds to is no append's, planes are never returned, and every result has the shape and dtype that the captured graph gave it.
+append, what attention adds to is no append's, planes are never returned, and every result has the shape and dtype that
+the captured graph gave it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvcompile.passes.rewrite import Binding, Rewritten
 from kvcompile.passes.shapes import op_name, source_line
 from kvcompile.passes.sites import SlotKind
 
-APPENDS, ATTENDS = {"kvcompile::append", "kvcompile::append_window"}, {"kvcompile::attend", "kvcompile::certified_site", "kvcompile::report_site"}
+APPENDS = {"kvcompile::append", "kvcompile::append_window"}
+ATTENDS = {"kvcompile::attend", "kvcompile::certified_site", "kvcompile::report_site"}
 LEARN, UNROLL, GATHER = "kvcompile::learn", "kvcompile::unroll", "kvcompile::gather"
 
 
