@@ -12,6 +12,7 @@ from e2e_models import cache_of, llama, prompt
 from latent_models import LATENT_CASES
 from paged_models import PAGED_CASES
 from ring_models import RING_CASES
+from test_read_only_caches import Decoder, drive
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -33,7 +34,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo"), pytest.mark
 B, D, CAPACITY = 2, 32, 192
 REPORT = Certify(fallback="report")  # type: ignore[arg-type]
 SCHEMES = (
-    "int8", "int4", "fp8", "kivi", "kivi(bits=4,group=16)", {"k": "kivi", "v": "int8"}, {"k": "int8", "v": "int4"}, "squat(lam=0,subblock=16)",
+    "int8", "int4", "fp8", "kivi", "kivi(bits=4,group=16)", {"k": "kivi", "v": "int8"}, {"k": "int8", "v": "int4"},
+    "squat(lam=0,subblock=16)",
 )
 
 
@@ -289,6 +291,20 @@ def test_left_padded_prompts_of_a_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     steps = backend.telemetry()
     assert steps["head_steps"] == 3 * 2 * model.config.num_attention_heads and math.isfinite(steps["most_key"])
+
+
+def test_a_cache_that_is_only_read_reports_too() -> None:
+    found, told_of = [], []
+    for certify in (None, REPORT):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module, backend = Decoder().eval(), kvcompile.backend("int8", certify=certify, inner="eager", strict=True)
+        results, memory = drive(module, torch.compile(module, backend=backend), None)
+        found.append(results)
+        told_of.append((backend.telemetry()["head_steps"], len(memory.across or ())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    # One, one, one, three and one new token after the first call, over the buffer and across.
+    assert told_of == [(0, 2), (2 * 7 * module.batch * module.heads, 2)]
 
 
 def test_explain_says_what_it_costs() -> None:
