@@ -18,7 +18,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from kvcompile.errors import BadSetting, CacheMutated, SiteRefused
+from kvcompile.errors import BadSetting, CacheMutated, NoOriginals, SiteRefused
 from kvcompile.lowering.certified_telemetry import Telemetry
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.reuse import call_key, fingerprint, identities
@@ -27,6 +27,7 @@ from kvcompile.passes.effects import Effects
 from kvcompile.passes.match import Matched, match
 from kvcompile.passes.plan import Pair, Plan, Policy, plan, policy_of
 from kvcompile.passes.reach import reach
+from kvcompile.passes.reporting import check_scheme
 from kvcompile.passes.rewrite import Rewritten, Variant, rewrite
 from kvcompile.passes.shapes import source_line, value_of
 from kvcompile.passes.sites import Refusal, Stage
@@ -37,8 +38,10 @@ from kvcompile.runtime.bound import BoundGraph
 from kvcompile.runtime.groups import group_bindings
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.positions import limits_of, positions_of
-from kvcompile.schemes import Certified, Certify, Scheme
+from kvcompile.schemes import Certified, Certify, Dense, Scheme
+from kvcompile.schemes.certify import Fallback
 from kvcompile.settings import Inner, Settings
+from kvcompile.types import PAGE, Role, SlotSpec
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class Backend:
         return report
 
     def telemetry(self) -> Telemetry:
-        """What certified attention did in the caches that live now, all layers together; waits for the device."""
+        """What certified attention did, and others reported, in the caches that live now, all layers together; waits for the device."""
         stores = [store for state in list(self.live) for store in state.stores.values()]
         planes = [(plane, spec) for store in stores for plane, spec in zip(store.planes, store.spec.layout.planes, strict=True)]
         return Telemetry.of(plane for plane, spec in planes if spec.name == "telemetry")
@@ -339,15 +342,30 @@ def _forget_guards(captured: Captured, symbols: Collection[Any]) -> None:
 
 
 def _certifying(policy: Policy, certify: object) -> Policy:
-    """The policy with ``certify`` as the option of its certified schemes; raises BadSetting where it has none."""
-    pairs = [pair for _, pair in policy.rules]
-    if not isinstance(certify, Certify) or not any(isinstance(pair.k, Certified) for pair in pairs):
-        raise BadSetting(setting="certify", expected="a Certify, with the scheme 'certified' for some layers", found=certify)
+    """The policy with ``certify`` for its certified schemes, and reports of the others; raises a SchemeError where there can be none.
+
+    Layers of the scheme "dense" beside certified ones that fall back are left as they are: they are what the others fall back to.
+    """
+    if not isinstance(certify, Certify):
+        raise BadSetting(setting="certify", expected="a Certify", found=certify)
+    some = any(pair.k.certified or pair.v.certified for _, pair in policy.rules)
 
     def given(scheme: Scheme) -> Scheme:
         return dataclasses.replace(scheme, certify=certify.spell()) if isinstance(scheme, Certified) else scheme
 
-    return Policy(tuple((glob, Pair(given(pair.k), given(pair.v))) for glob, pair in policy.rules))
+    def certified(glob: str, pair: Pair) -> Pair:
+        if pair.k.certified or pair.v.certified:
+            return Pair(given(pair.k), given(pair.v))
+        halves = ((pair.k, Role.KEY), (pair.v, Role.VALUE))
+        if certify.fallback is Fallback.DENSE:
+            if some and all(isinstance(scheme, Dense) for scheme, _ in halves):
+                return pair
+            raise NoOriginals(scheme=next((scheme for scheme, _ in halves if not isinstance(scheme, Dense)), pair.k).spell())
+        for scheme, role in halves:
+            check_scheme(scheme.of(role), SlotSpec(1, PAGE, torch.float32, role), glob)
+        return Pair(pair.k, pair.v, certify)
+
+    return Policy(tuple((glob, certified(glob, pair)) for glob, pair in policy.rules))
 
 
 def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,
@@ -358,7 +376,9 @@ def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, str
     {glob over module paths: any of these}. ``inner``: "inductor", "aot_eager" or "eager" compiles the
     rewritten graph. ``strict``: raise SiteRefused instead of leaving an attention dense. ``mode`` and
     ``options`` go to Inductor (torch.compile's own arguments win). ``reserve``: the least tokens a store
-    holds. ``certify``: budgets and checks of the scheme "certified". Raises a SchemeError before anything is compiled.
+    holds. ``certify``: budgets and checks of the scheme "certified"; of other bounded schemes, which keep no originals, with
+    ``fallback="report"`` only: every step over codes then adds the bounds of its error to ``Backend.telemetry``, and budgets are
+    counted where they are passed. Raises a SchemeError before anything is compiled.
     """
     policy = policy_of(scheme) if certify is None else _certifying(policy_of(scheme), certify)
     return Backend(policy, Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve))

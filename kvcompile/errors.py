@@ -68,6 +68,20 @@ class NotBounded(SchemeError):
     )
 
 
+class NoOriginals(SchemeError):
+    template = (
+        "expected a scheme that keeps originals, for certify= with fallback='dense', found {scheme!r}, which keeps none to fall back to; "
+        "pass Certify(..., fallback='report'), which counts what is beyond its budgets, or choose the scheme 'certified'"
+    )
+
+
+class NotReported(SchemeError):
+    template = (
+        "expected keys and values that are cached in their order and as attention takes them, for a report of their error, found {found}; "
+        "leave certify= out, or keep {path!r} apart: compile that part of the model with a backend of its own"
+    )
+
+
 class LatentNotCertified(SchemeError):
     template = (
         "expected keys and values that are cached as attention takes them, for the scheme 'certified', found ones that are made from a "

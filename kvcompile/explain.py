@@ -15,6 +15,7 @@ from kvcompile.passes.plan import Plan
 from kvcompile.passes.rewrite import Rewritten, Variant
 from kvcompile.passes.shapes import op_name, value_of
 from kvcompile.report import Report, graph_report
+from kvcompile.schemes import Certify
 from kvcompile.settings import Inner
 
 TEMPLATES = {"cpu": "Inductor C++ template", "cuda": "Inductor Triton template"}
@@ -50,14 +51,16 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def explain(model: Any, inputs: Any, scheme: object = "int8", *, tokens: int | None = None) -> Report:
+def explain(
+    model: Any, inputs: Any, scheme: object = "int8", *, tokens: int | None = None, certify: Certify | None = None
+) -> Report:
     """Run ``model`` once on ``inputs`` (a mapping, a sequence or one tensor) and report its sites under ``scheme``.
 
     The inputs are deep-copied, so a cache among them is not touched. Where the result carries a
     ``past_key_values``, one more token is decoded with it, so that the decode graph is explained too.
-    Bytes are given for ``tokens`` tokens, else for the length that was captured.
+    Bytes are given for ``tokens`` tokens, else for the length that was captured. ``certify`` as ``backend`` takes it.
     """
-    owner = backend(scheme, inner=Inner.EAGER)
+    owner = backend(scheme, inner=Inner.EAGER, certify=certify)
     observe(model, inputs, owner)
     return described(owner, tokens)
 
@@ -84,6 +87,7 @@ def kernel_text(rewritten: Rewritten, plan: Plan) -> str:
     certified = counts["certified_site"]
     made = (
         (counts["attend"], f"attend ({TEMPLATES.get(device, 'eager body')})"), (certified, "certified_site (eager body)"),
+        (counts["report_site"], f"report_site ({'tensor code' if device == 'cuda' else 'eager body'})"),
         (len(plan.sites) - counts["attend"] - certified, "scaled_dot_product_attention"), (counts["append"], "append (fused by Inductor)"),
     )
     return ", ".join(f"{count} x {name}" for count, name in made if count)

@@ -23,6 +23,11 @@ from kvcompile.schemes import Scheme
 LONGEST_PATH = 36
 """Module paths up to this stay on one line."""
 
+REPORTS = (
+    "certify with fallback='report' reads all keys and values a second time at every step, in float64, to bound its error; "
+    "nothing falls back"
+)
+
 CACHES = {
     SlotKind.BUFFER: "written in place", SlotKind.CONCAT: "grows each step", SlotKind.BORN_CONCAT: "starts here",
     SlotKind.BORN_BUFFER: "made and filled here", SlotKind.READ: "filled before", SlotKind.UPDATED: "updated out of place",
@@ -123,7 +128,7 @@ def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
     site = item.site
     at = {BATCH: site.key.batch, TOKENS: tokens if tokens is not None else site.key.capacity}
     schemes = [short_scheme(item.key.scheme), short_scheme(item.value.scheme)]
-    warnings = {part.scheme.warning for part in item.parts if part.scheme.warning}
+    warnings = {part.scheme.warning for part in item.parts if part.scheme.warning} | ({REPORTS} if item.certify is not None else set())
     keys = [part for part in (item.key, item.more) if part is not None]
     width = sum(part.spec.head_dim for part in item.parts)
     bits = sum(part.scheme.bits_per_value(part.spec) * part.spec.head_dim for part in item.parts) / width

@@ -58,7 +58,8 @@ class PlaneSpec:
 
     ``rows`` rows cover one page of tokens; a plane that does not grow (N = 1: the window, a codebook, a query
     subspace) has as many rows as it needs, and B = 1 where one serves all batch rows. ``host``: in pinned host
-    memory where the store is on a CUDA device, which reads and writes it there.
+    memory where the store is on a CUDA device, which reads and writes it there. ``tally``: attention adds to it, and no
+    append takes it; such planes are the last of a layout.
     """
 
     name: str
@@ -67,6 +68,7 @@ class PlaneSpec:
     rows: int = PAGE
     extent: Extent = Extent.TOKENS
     host: bool = False
+    tally: bool = False
 
     def shape(self, pages: int, batch: int, heads: int) -> tuple[int, int, int, int, int]:
         """The allocated shape for ``pages`` pages, [N, B, K, rows, width]."""
@@ -95,6 +97,11 @@ class Layout:
     def encoded(self) -> int:
         """How many planes ``encode`` makes: the ones that grow with the tokens."""
         return sum(plane.extent is Extent.TOKENS for plane in self.planes)
+
+    @property
+    def written(self) -> int:
+        """How many planes an append takes, the first ones: all but what attention alone adds to."""
+        return sum(not plane.tally for plane in self.planes)
 
     @property
     def bytes_per_page(self) -> int:

@@ -146,8 +146,6 @@ def test_explain_says_that_there_is_no_kernel() -> None:
 
 def test_policies_that_make_no_sense_are_refused() -> None:
     with pytest.raises(BadSetting, match="certify"):
-        kvcompile.backend(scheme="int8", certify=Certify())
-    with pytest.raises(BadSetting, match="certify"):
         kvcompile.backend(scheme="certified", certify=0.1)  # type: ignore[arg-type]
     made = policy_of("certified(certify=v_tol:0.5)").rules[0][1].k
     assert isinstance(made, Certified)

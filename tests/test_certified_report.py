@@ -49,7 +49,7 @@ def test_no_head_step_is_beyond_what_is_reported(case: Callable[[Draw, Shape], I
             fixed = step.bias, step.sinks
             common = (step.hi, step.lo, step.keep, *fixed)
             output = attend_body(step.q, keys, values, *common, ks.spell(), vs.spell(), step.scale, step.softcap, shape.D, recent, base)
-            found = report_step(ks, vs, output, step.q, keys, values, *common, step.scale, step.softcap, shape.D, recent, base)
+            found, _ = report_step(ks, vs, output, step.q, keys, values, *common, step.scale, step.softcap, shape.D, recent, base)
             bound, error = sum(found), distance(output, step.exact(k, v))
             fine = (error <= bound) | ~torch.isfinite(output).all(-1)
             assert fine.all(), f"{keys_by}, {values_by}, {dtype}: {int((~fine).sum())} head-steps"

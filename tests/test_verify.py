@@ -15,6 +15,7 @@ import kvcompile
 from kvcompile.errors import VerificationFailed
 from kvcompile.passes.rewrite import Rewritten
 from kvcompile.passes.verify import verify
+from kvcompile.schemes.certify import Certify, Fallback
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -144,3 +145,21 @@ def test_a_broken_graph_fails(stage: dict[str, Any], change: Callable[[fx.Graph]
         verify(*broken(stage, change))
     assert fact in str(caught.value)
     assert "please report it" in str(caught.value)
+
+
+def test_an_append_may_not_take_what_attention_adds_to() -> None:
+    case = next(case for case in CASES if case.name == "tril-mask")
+    module = case.make()
+    owner = kvcompile.backend("int8", certify=Certify(fallback=Fallback.REPORT), inner="eager", strict=True)
+    with torch.no_grad():
+        case.drive(module, torch.compile(module, backend=owner), inputs(module, (7, 1)))
+    torch._dynamo.reset()
+
+    def take(graph: fx.Graph) -> None:
+        telemetry = next(node for node in graph.find_nodes(op="placeholder") if "telemetry" in str(node.target))
+        first = named(graph, "append")[0]
+        first.args = (first.args[0], [*first.args[1], telemetry], *first.args[2:])  # type: ignore[misc]
+
+    verify(*broken(owner.stages[-1], lambda graph: None))
+    with pytest.raises(VerificationFailed, match="no append into a plane that attention adds to"):
+        verify(*broken(owner.stages[-1], take))

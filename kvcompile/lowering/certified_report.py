@@ -2,8 +2,8 @@
 
 Every token is a block of its own. How far a channel may be from its original is the scheme's ``radius``, by the scales and
 zero points that are stored; so a logit deviates by sum_c |q_c| radius_c, and a value by the norm of its radius. The
-theorems are those of ``schemes.bounds``. The arithmetic covers float32 sums in any order, which is what the eager definition of ``attend``
-does: a kernel that multiplies in a narrower type has more.
+theorems are those of ``schemes.bounds``, applied to attention over what the codes stand for, computed here in float64. How far the output
+is from that is no bound but measured, and part of the arithmetic: so the certificate holds whatever multiplied, in whatever precision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcompile.errors import NotBounded
 from kvcompile.lowering import certificate as certificates
 from kvcompile.lowering.bound_printer import aten
 from kvcompile.lowering.certificate import Certificate, Sum, Values, norm
-from kvcompile.lowering.certified_blocks import Scores, gaps, visible_to_queries
+from kvcompile.lowering.certified_blocks import NEAR, Scores, gaps, visible_to_queries
 from kvcompile.lowering.ops import decodable, with_recent
 from kvcompile.schemes import Scheme, bounds
 from kvcompile.schemes.base import _spread
@@ -26,6 +26,12 @@ from kvcompile.types import Role, SlotSpec
 _center_norm = aten(bounds.CENTER_NORM)
 _deviation = aten(bounds.DEVIATION)
 _rounding = aten(bounds.ROUNDING)
+
+DOUBLE = 2.0**-28
+"""A rounding step of float64 in those of float32, twice over."""
+
+CHAIN = 2.0
+"""All rounding steps of float64 between a product and the result, in those of float32: enough for 2^28 tokens."""
 
 
 def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,8 +55,8 @@ def report_step(
     values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
     base: torch.Tensor | None = None,
-) -> Certificate:
-    """The certificate of what ``attend`` gave for these operands, each bound float64 [B, H, S]."""
+) -> tuple[Certificate, torch.Tensor]:
+    """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S]."""
     B, H, S, D = q.shape
     K = keys[0].shape[2]
     heads = (K, H // K)
@@ -66,33 +72,35 @@ def report_step(
     seen = mask.any(2)[..., None]
     k, v, key_radius, value_radius = (torch.where(seen, x, 0) for x in (k, v, key_radius, value_radius))
 
-    query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
+    k, v, query = (x.to(torch.float64) for x in (k, v, q.unflatten(1, heads).flatten(2, 3)))
     scores = Scores(query, mask, extra, scale, softcap)
     logits = scores.logits(scores.products(k))
     live = mask.expand(B, K, -1, -1)
-    sink = None if sinks is None else sinks.to(torch.float32).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
+    sink = None if sinks is None else sinks.to(torch.float64).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
     top = logits.amax(-1) if sink is None else torch.maximum(logits.amax(-1), sink)
     top = torch.where(torch.isneginf(top), 0, top)
-    own = 0.0 if sink is None else torch.exp(sink.to(torch.float64) - top.to(torch.float64))
+    own = 0.0 if sink is None else torch.exp(sink - top)
     softmax = Sum(gaps(logits, top, live), live.to(torch.float64), own)
 
     kappa = norm(key_radius).unsqueeze(2)
-    common = dict(query_norm=norm(query).unsqueeze(-1), scale=abs(scale), terms=float(D + 4), cap=softcap)
-    channels = (query.abs() @ key_radius.transpose(-1, -2)).to(torch.float64)
+    common = dict(query_norm=norm(query).unsqueeze(-1), scale=abs(scale), terms=(D + 4) * DOUBLE, cap=softcap)
+    channels = query.abs() @ key_radius.to(torch.float64).transpose(-1, -2)
     delta = _deviation(channels=channels, kappa=kappa, mu=norm(k).unsqueeze(2), peak=0.0, **common)
     if extra is not None:
         # As in ``certified_blocks.biased``.
-        peak = top.abs().to(torch.float64).unsqueeze(-1) + 200.0
+        peak = top.abs().unsqueeze(-1) + NEAR
         delta = delta + _rounding(kappa=0.0, mu=0.0, query_norm=0.0, scale=0.0, terms=0.0, cap=0.0, peak=peak)
     delta = torch.where(live, delta, 0)
     eta = torch.where(live, norm(value_radius).unsqueeze(2), 0)
     known = Values(torch.where(live, norm(v).unsqueeze(2), 0) + eta, eta)
 
-    size = norm(output).unflatten(1, heads).flatten(2, 3)
+    weights = softmax.weight * torch.exp(softmax.gap)
+    mass = (weights.sum(-1) + own).unsqueeze(-1)
+    exact = torch.where(mass == 0, 0, weights @ v / mass)
+    apart = norm(output.unflatten(1, heads).flatten(2, 3).to(torch.float64) - exact)
     value = certificates.total(certificates.value_terms(softmax, eta))
-    added = certificates.accumulation(softmax, known, certificates.CHAIN + 2.0 * T)
-    # The output is rounded already: its exact norm is below this.
-    rounded = certificates.output_rounding(2 * size, q.dtype, value_dim)
-    center = _center_norm(norm=size + rounded, value_sum=value + added, vmax=known.vmax)
-    found = Certificate(certificates.key_bound(softmax, delta, known, center), value, added + rounded)
-    return Certificate(*(bound.unflatten(2, (heads[1], S)).flatten(1, 2) for bound in found))
+    added = certificates.accumulation(softmax, known, CHAIN)
+    center = _center_norm(norm=norm(exact), value_sum=value + added, vmax=known.vmax)
+    found = Certificate(certificates.key_bound(softmax, delta, known, center), value, added + apart)
+    by_head = [x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (*found, delta.amax(-1))]
+    return Certificate(*by_head[:3]), by_head[3]

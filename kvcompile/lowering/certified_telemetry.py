@@ -133,4 +133,6 @@ class Telemetry:
         shares = (f"{name} {self[name] / blocks:.1%}" for name in ("keys", "values", "explored"))
         lines.append(f"  blocks from originals: {', '.join(shares)}")
         lines += [f"  {rung.name.lower():22}{self['rung_' + rung.name.lower()] / steps:.2%}" for rung in Rung]
+        causes = {cause.name.lower(): self[f"cause_{cause.name.lower()}"] for cause in Cause if cause.name}
+        lines += [f"  for {name.replace('_', ' '):18}{count / steps:.2%}" for name, count in causes.items() if count]
         return "\n".join(lines)

@@ -18,19 +18,19 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcompile.errors import BadSetting
-from kvcompile.lowering import appends, certified_site, inductor, ops
+from kvcompile.lowering import appends, certified_site, inductor, ops, report_site
 from kvcompile.lowering.cache_key import CacheKey
 from kvcompile.settings import Inner, Settings
 
 Compiled = Callable[..., Any]
 
-KEPT = (ops.attend, certified_site.certified_site)
-"""Operations of rewritten graphs that stay what they are until they are lowered; the second one's kernels are nodes of their own."""
+KEPT = (ops.attend, certified_site.certified_site, report_site.report_site)
+"""Operations of rewritten graphs that stay what they are until they are lowered; on CUDA all but the first become nodes of their own."""
 
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
     ops.gather: ops.gather_body,
-    certified_site.certified_site: certified_site.certified_site_traced,
+    certified_site.certified_site: certified_site.certified_site_traced, report_site.report_site: report_site.report_site_traced,
 }
 
 

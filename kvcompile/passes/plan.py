@@ -7,6 +7,7 @@ that what is announced can be printed, evaluated and held against what was alloc
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,10 +29,11 @@ from kvcompile.errors import (
 )
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.match import Matched, refuse
+from kvcompile.passes.reporting import check_scheme, check_site, with_tally
 from kvcompile.passes.rope import Rotation, recognise
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import Miss, Refusal, Site, Slot, SlotKind, Stage
-from kvcompile.schemes import Scheme, parse
+from kvcompile.schemes import Certify, Scheme, parse
 from kvcompile.types import PAGE, Layout, Role, SlotSpec
 
 BATCH, TOKENS = sympy.Symbol("B", integer=True, positive=True), sympy.Symbol("T", integer=True, nonnegative=True)
@@ -41,10 +43,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Pair:
-    """Separate schemes for keys and values."""
+    """Separate schemes for keys and values; ``certify``: what their attention reports of its error is held against, None for no report."""
 
     k: Scheme
     v: Scheme
+    certify: Certify | None = None
+
+    def spell(self) -> str:
+        """The pair as text, part of cache keys."""
+        return f"{self.k.spell()}|{self.v.spell()}" + (f"|{self.certify.spell()}" if self.certify is not None else "")
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Policy:
 
     def spell(self) -> str:
         """The policy as text, part of cache keys."""
-        return ";".join(f"{glob}=>{pair.k.spell()}|{pair.v.spell()}" for glob, pair in self.rules)
+        return ";".join(f"{glob}=>{pair.spell()}" for glob, pair in self.rules)
 
 
 def pair_of(choice: object) -> Pair:
@@ -139,12 +146,16 @@ class SlotPlan:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """One site with its slots planned; key and value are one plan where a latent serves as both."""
+    """One site with its slots planned; key and value are one plan where a latent serves as both.
+
+    ``certify``: every step over codes adds its certificate to the last plane of the keys, counting what is beyond these budgets.
+    """
 
     site: Site
     key: SlotPlan
     value: SlotPlan
     more: SlotPlan | None = None
+    certify: Certify | None = None
 
     @property
     def parts(self) -> tuple[SlotPlan, ...]:
@@ -239,12 +250,19 @@ def _site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     if pair.k.certified or pair.v.certified:
         _check_certified(site, pair)
     rolling = site.key.ring.slots if site.key.ring is not None else _rolls(site)
+    if pair.certify is not None:
+        check_site(site, rolling)
 
     def planned(slot: Slot, role: Role, chosen: Scheme) -> SlotPlan:
-        return _slot_plan(slot, role, chosen, window, rolling, effects)
+        made = _slot_plan(slot, role, chosen, window, rolling, effects)
+        if pair.certify is None:
+            return made
+        check_scheme(made.scheme, made.spec, site.path or "*")
+        return dataclasses.replace(made, layout=with_tally(made.layout, made.spec))
 
     if site.assembly is None:
-        return SitePlan(site, planned(site.key, Role.KEY, pair.k), planned(site.value, Role.VALUE, pair.v))
+        key, value = planned(site.key, Role.KEY, pair.k), planned(site.value, Role.VALUE, pair.v)
+        return SitePlan(site, key, value, certify=pair.certify)
     # What serves as keys and as values is stored once, by the scheme of the keys, the more sensitive half; in the
     # form that values have (scales of its own for every token), as nothing is known of a latent's channels.
     key = planned(site.key, Role.VALUE, pair.k)

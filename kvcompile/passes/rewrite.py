@@ -1,5 +1,7 @@
 """Rewrite: every planned site becomes ``kvcompile::append`` + ``kvcompile::attend`` on store planes (certified: ``certified_site``).
 
+Where a certificate is asked of another scheme, ``kvcompile::report_site`` stands behind ``attend`` and adds to the keys' last plane.
+
 The planes are new placeholders behind the old ones; the cache tensor itself leaves the graph. Two
 variants of one graph exist, because whether anything is cached yet is known on the host before the
 call and needs neither a recompile nor a branch on the device:
@@ -229,7 +231,7 @@ class _Rewriter:
             emit.call(torch.ops.kvcompile.append.default, source, planes, where, slot.scheme.spell())
             self.sources[key] = source
             return source
-        source = new_tokens(emit, self.env, slot)
+        source, planes = new_tokens(emit, self.env, slot), planes[: slot.layout.written]
         if slot.slot.ring is not None:
             self.rings.append(emit, slot, source, planes, self.device, self.variant is Variant.FRESH)
             self.sources[key] = source
@@ -308,13 +310,21 @@ class _Rewriter:
                 hi, bias = self.rings.mask(emit, item, hi, lo, keep, bias, self.device)
                 lo = keep = None
             certified = item.key.scheme.certified and not fresh
-            out = emit.call(
-                torch.ops.kvcompile.certified_site.default if certified else torch.ops.kvcompile.attend.default,
+            operands = [
                 q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item), *schemes, attention.scale, attention.softcap,
-                value_dim, *([] if fresh else self._beside(emit, item)),
+                value_dim,
+            ]
+            beside = [] if fresh else self._beside(emit, item)
+            out = emit.call(
+                torch.ops.kvcompile.certified_site.default if certified else torch.ops.kvcompile.attend.default, *operands, *beside,
                 # The telemetry is the last plane of the keys.
                 *(self.plane_nodes(item.key)[-1:] if certified else []),
             )
+            if item.certify is not None and not fresh:
+                telemetry = self.plane_nodes(item.key)[-1]
+                emit.call(
+                    torch.ops.kvcompile.report_site.default, out, *operands, *(beside or [None, None]), telemetry, item.certify.spell()
+                )
         if made is not None and not fresh:
             out = absorb.result(emit, self.env, out, dtype, made.value, site.heads)
         old = self.env[attention.output]
@@ -361,7 +371,8 @@ class _Rewriter:
             emit = Emitter(self.graph, self.env[site.attention.output], self.symbol)
         origin = padded_rows(emit, self.env, terms, site, self.origins) if terms else None
         stored = self.turning.back(emit, slot, source, position, origin)
-        made = emit.call(torch.ops.kvcompile.append_window.default, stored, self.planes[key], position, origin, slot.scheme.spell())
+        planes = self.planes[key][: slot.layout.written]
+        made = emit.call(torch.ops.kvcompile.append_window.default, stored, planes, position, origin, slot.scheme.spell())
         tokens, used = (emit.call(operator.getitem, made, index) for index in (0, 1))
         start = emit.call(aten.select.int, position, 1, 0)
         if origin is not None:

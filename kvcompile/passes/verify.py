@@ -3,7 +3,8 @@
 Checked on the rewritten graph, not on what the rewriter believes: no node reads or writes a cache
 tensor any more, every plane is written by exactly one append and read by attends and gathers only after it (or, where
 the model wrote after it attended, only before; a ring may be unrolled before), what is learned stands before that
-append, planes are never returned, and every result has the shape and dtype that the captured graph gave it.
+append, what attention adds to is no append's, planes are never returned, and every result has the shape and dtype that
+the captured graph gave it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvcompile.passes.rewrite import Binding, Rewritten
 from kvcompile.passes.shapes import op_name, source_line
 from kvcompile.passes.sites import SlotKind
 
-APPENDS, ATTENDS = {"kvcompile::append", "kvcompile::append_window"}, {"kvcompile::attend", "kvcompile::certified_site"}
+APPENDS = {"kvcompile::append", "kvcompile::append_window"}
+ATTENDS = {"kvcompile::attend", "kvcompile::certified_site", "kvcompile::report_site"}
 LEARN, UNROLL, GATHER = "kvcompile::learn", "kvcompile::unroll", "kvcompile::gather"
 
 
@@ -46,8 +48,9 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     either = _planes([binding for binding in late if binding.plan.slot.kind is SlotKind.CONCAT], planes)
     before = _planes(late, planes)
     order = {node: index for index, node in enumerate(graph.nodes)}
-    names = [spec.name for binding in rewritten.bindings for spec in binding.plan.layout.planes]
-    for plane, name in zip(planes, names, strict=True):
+    specs = [spec for binding in rewritten.bindings for spec in binding.plan.layout.planes]
+    for plane, spec in zip(planes, specs, strict=True):
+        name = spec.name
         writers = [user for user in plane.users if _name(user) in APPENDS]
         readers = [user for user in plane.users if _name(user) in ATTENDS or _name(user) == GATHER]
         learned = [user for user in plane.users if _name(user) == LEARN]
@@ -56,7 +59,9 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         others = [user for user in plane.users if user not in known and not _asks(user, name, writers, order)]
         if plane in unwritten and writers:
             _fail("no append into a plane of a cache that is only read", f"{len(writers)} appends into {plane.name}")
-        if plane not in unwritten and len(writers) != 1:
+        if spec.tally and writers:
+            _fail("no append into a plane that attention adds to", f"{len(writers)} appends into {plane.name}")
+        if plane not in unwritten and not spec.tally and len(writers) != 1:
             _fail("one append into every plane", f"{len(writers)} appends into {plane.name}")
         if others:
             _fail("only learn, append, gather and attend touch a plane", others[0].format_node(), others[0])

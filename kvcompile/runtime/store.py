@@ -88,16 +88,16 @@ class Store:
     def adopt(self, x_BKTD: torch.Tensor, origin: torch.Tensor | None = None, first: int = 0) -> None:
         """Encode a filled dense slot, from token ``first`` on, in bounded steps; ``origin`` [B]: first tokens that are no padding."""
         tokens = x_BKTD.shape[2]
-        spelled = self.spec.scheme.spell()
+        spelled, planes = self.spec.scheme.spell(), self.planes[: self.spec.layout.written]
         for start in range(0, tokens, ADOPT_TOKENS):
             part = x_BKTD[:, :, start : start + ADOPT_TOKENS]
             pos = torch.arange(first + start, first + start + part.shape[2], device=self.device).unsqueeze(0)
             if self.rotary is not None:
                 part = self.rotary.turned_back(part, pos if origin is None else pos - origin[:, None])
             if self.window is None:
-                append_body(part, self.planes, pos, spelled)
+                append_body(part, planes, pos, spelled)
             else:
-                append_window_body(part, self.planes, pos, origin, spelled)
+                append_window_body(part, planes, pos, origin, spelled)
 
     @property
     def window(self) -> torch.Tensor | None:
@@ -212,7 +212,10 @@ class Store:
         self.reserve(pages_for(first + count if slots is None else min(first + count, slots)))
         at, place = torch.arange(first, first + count, device=self.device), torch.arange(count, device=self.device).unsqueeze(0)
         with _ordinary():
-            for plane, target in zip(self.planes, made.planes, strict=True):
+            for (plane, spec), target in zip(self._described(), made.planes, strict=True):
+                if spec.extent is not Extent.TOKENS:
+                    target.copy_(plane)
+                    continue
                 write_rows(target, taken(plane, at if slots is None else at % slots), place)
         return made
 

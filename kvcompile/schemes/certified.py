@@ -41,6 +41,9 @@ ORIGINALS = "originals"
 TELEMETRY = 32
 """Accumulators of each kv head and row; ``lowering.certified_telemetry`` names them."""
 
+TELEMETRY_PLANE = PlaneSpec("telemetry", torch.float64, TELEMETRY, 1, Extent.ROW)
+"""Where they are, the last plane of a key store."""
+
 
 class Half(enum.Enum):
     """Which half of an attention a certified scheme encodes; ``auto`` is settled by ``of``."""
@@ -143,7 +146,7 @@ class Certified(Scheme):
         layout = Layout((*own, notes, originals)).windowed(slot, self.window)
         if not self._is_keys(slot):
             return layout
-        return Layout((*layout.planes, PlaneSpec("telemetry", torch.float64, TELEMETRY, 1, Extent.ROW)))
+        return Layout((*layout.planes, TELEMETRY_PLANE))
 
     def planes_read(self, slot: SlotSpec) -> int:
         return self.layout(slot).encoded
