@@ -55,7 +55,8 @@ def report_site_code(
     *fixed, recent, base, telemetry, certify = more
     recent = recent and [as_stored(x) for x in recent]
     bias, sinks = (None if x is None else as_stored(x) for x in (bias, sinks))
-    operands: list[Any] = [as_stored(output), as_stored(q), keys, values, hi, lo, keep, bias, sinks, *fixed, recent, base, telemetry, certify]
+    fixed += [recent, base, telemetry, certify]
+    operands: list[Any] = [as_stored(output), as_stored(q), keys, values, hi, lo, keep, bias, sinks, *fixed]
     report_site_body(*operands)
 
 
