@@ -221,11 +221,8 @@ def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, gr
     assert {node.target for node in inputs if node.op == "call_function"} <= {aten.empty.memory_format, aten.new_empty.default}
 
 
-@pytest.mark.parametrize("growing", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_traced_block_of_a_window_is_two_kernels_on_whole_planes(growing: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they read and change are the graph's own inputs and the room for the newest tokens, which is made once."""
-    pytest.importorskip("triton")
+def block_step(padded: bool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A step of many tokens by the kernels, as a trace on the CPU records it."""
     from kvcompile.lowering import triton_append_blocks as blocks
     from kvcompile.lowering.triton_append import Slot
 
@@ -239,7 +236,15 @@ def test_a_traced_block_of_a_window_is_two_kernels_on_whole_planes(growing: bool
         assert all(blocks.fits(slot) for slot in slots)
         return [recent for recent, _ in blocks.append_window_blocks(slots)]
 
-    traced = traced_step(step, "kivi", 65, growing, padded)
+    return step
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_traced_block_of_a_window_is_two_kernels_on_whole_planes(growing: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they read and change are the graph's own inputs and the room for the newest tokens, which is made once."""
+    pytest.importorskip("triton")
+    traced = traced_step(block_step(padded, monkeypatch), "kivi", 65, growing, padded)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     assert len(kernels) == 2
     for kernel in kernels:
@@ -249,6 +254,28 @@ def test_a_traced_block_of_a_window_is_two_kernels_on_whole_planes(growing: bool
         assert {node.target for node in made} <= {aten.empty.memory_format, aten.new_empty.default}
         assert len(made) == 2, "keys and values"
         assert {node.op for node in inputs} == {"placeholder", "call_function"}
+
+
+class DeviceStandIn:
+    """What triton asks of a driver to lower a kernel."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_block_of_a_window_changes_what_it_writes(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads in a kernel's code what it may write; positions taken for written would be copied, and no graph of a step recorded."""
+    pytest.importorskip("triton")
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", DeviceStandIn())
+    traced = traced_step(torch.func.functionalize(block_step(padded, monkeypatch), remove="mutations"), "kivi", 65, True, padded)
+    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    written = [{name for name in node.kwargs["tensors_to_clone"] if not name.endswith("_2")} for node in kernels]  # type: ignore[union-attr]
+    assert written == [{"CODES", "SCALES", "ZEROS", "RECENT"}, {"RING", "CLOCK"}]
 
 
 @pytest.mark.parametrize("on", [False, True])

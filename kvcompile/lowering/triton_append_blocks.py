@@ -33,12 +33,12 @@ MOST = 8192
 
 
 @triton.jit
-def _origin(b, h, CLOCK, POS, ORIGIN, pos_b, HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr):
-    """A row's first new position, its origin in force, what its clock will say of it, and whether the row's mask agrees."""
-    first = tl.load(POS + b * pos_b)
-    kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
+def _origin(first, kept, given, HAS_ORIGIN: tl.constexpr):
+    """A row's origin in force, what its clock will say of it, and whether the row's mask agrees.
+
+    Of loaded numbers: torch takes whatever a call is given for written, where what it returns becomes part of an address.
+    """
     if HAS_ORIGIN:
-        given = tl.load(ORIGIN + b)
         used = tl.where(first == 0, given, kept)
         fits = given >= used
         remembered = used
@@ -46,17 +46,26 @@ def _origin(b, h, CLOCK, POS, ORIGIN, pos_b, HEADS: tl.constexpr, HAS_ORIGIN: tl
         used = kept * 0
         fits = kept == 0
         remembered = tl.where(first == 0, 0, kept)
-    return first, used, remembered, fits
+    return used, remembered, fits
 
 
 @triton.jit
 def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_s, D: tl.constexpr):
-    """Tokens s [n] of the call, [n, D] in x's dtype: NaN where they are out of order or have no room, 0 where there are none."""
+    """Tokens s [n] of the call, [n, D], 0 where there are none, and which of them are out of order or have no room: those are NaN."""
     there = (s >= 0) & (s < count)
     at = tl.load(POSITIONS + s * pos_s, mask=there, other=0)
-    good = (ordered & (at == first + s) & (at - used < room)) | (there == 0)
+    good = ordered & (at == first + s) & (at - used < room)
     x = tl.load(SOURCE + s[:, None] * x_s + tl.arange(0, D)[None, :] * x_d, mask=there[:, None], other=0.0)
-    return tl.where(good[:, None], x, tl.full([1, 1], float("nan"), tl.float32).to(SOURCE.dtype.element_ty))
+    return x, there & (good == 0)
+
+
+@triton.jit
+def _give(recent, s, x, poisoned, count, W: tl.constexpr, D: tl.constexpr):
+    """Tokens s [n] of the call among the newest ones. Two stores, since choosing would take words of two numbers apart."""
+    to = recent + (W + s)[:, None] * D + tl.arange(0, D)[None, :]
+    there = (s >= 0) & (s < count)
+    tl.store(to, x, mask=(there & (poisoned == 0))[:, None])
+    tl.store(to, tl.full(x.shape, float("nan"), tl.float32).to(x.dtype), mask=poisoned[:, None])
 
 
 @triton.jit
@@ -69,7 +78,9 @@ def _append_blocks(
     """ROWS positions of one kv head of one batch row. The window, the clock and the newest tokens are contiguous."""
     h = (program % HEADS).to(tl.int64)
     tile = program // HEADS
-    first, used, _, fits = _origin(b, h, CLOCK, POS, ORIGIN, pos_b, HEADS, HAS_ORIGIN)
+    first = tl.load(POS + b * pos_b)
+    kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
+    used, _, fits = _origin(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
     # Rows of one position are as far as the first one.
     held = tl.load(CLOCK + ((b * (0 if TOGETHER else 1)) * HEADS + h) * 2)
     start = first - used
@@ -84,14 +95,13 @@ def _append_blocks(
     begin = (start & (-ROWS)) + tile * ROWS
     stand = tl.minimum(tl.maximum(begin, 0), room - ROWS)
     t = stand + i
-    new = _new(t - start, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
-    s = begin - start + i
-    out = recent + (W + s)[:, None] * D + d[None, :]
-    there = ((s >= 0) & (s < count))[:, None]
+    x, poisoned = _new(t - start, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
     if begin == stand:
-        tl.store(out, new, mask=there)
+        _give(recent, t - start, x, poisoned, count, W, D)
     else:
-        tl.store(out, _new(s, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D), mask=there)
+        s = begin - start + i
+        other, outside = _new(s, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
+        _give(recent, s, other, outside, count, W, D)
 
     # Row j of the newest tokens is token start - W + j, which lies in slot (start + j) % W.
     COPY: tl.constexpr = W if W < ROWS else ROWS
@@ -106,17 +116,16 @@ def _append_blocks(
     lowest = tl.minimum(tl.maximum(start, 0) // BLOCK, last)
     block = stand // BLOCK + i // BLOCK
     touched = (block >= lowest) & (block <= last)
-    content = new
+    content = tl.where(poisoned[:, None], float("nan"), x.to(tl.float32))
     if stand < start:
         before = t < start
         old = tl.load(ring + (t & (W - 1))[:, None] * D + d[None, :], mask=(before & touched)[:, None], other=0.0)
-        content = tl.where(before[:, None], old, new)
-    wide = content.to(tl.float32)
+        content = tl.where(before[:, None], old.to(tl.float32), content)
     # [blocks, tokens of a block, channels] or [groups, channels of a group, 1]: reduced over the middle.
     if BLOCK > 1:
-        grouped = tl.reshape(wide, [ROWS // BLOCK, BLOCK, D])
+        grouped = tl.reshape(content, [ROWS // BLOCK, BLOCK, D])
     else:
-        grouped = tl.reshape(wide, [ROWS * (D // GROUP), GROUP, 1])
+        grouped = tl.reshape(content, [ROWS * (D // GROUP), GROUP, 1])
     codes, scale, zero = minmax_codes(grouped, SCALES.dtype.element_ty, BITS, ULP, TINY)
 
     planar = tl.reshape(codes, [ROWS, PARTS, D // PARTS])
@@ -142,7 +151,9 @@ def _roll(
 ):
     """COPY of the newest W tokens of one kv head of one batch row into the window, and the clock, which programs read as they write it."""
     h = (program % HEADS).to(tl.int64)
-    first, used, remembered, _ = _origin(b, h, CLOCK, POS, ORIGIN, pos_b, HEADS, HAS_ORIGIN)
+    first = tl.load(POS + b * pos_b)
+    kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
+    used, remembered, _ = _origin(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
     end = first - used + count
     j, d = (program // HEADS) * COPY + tl.arange(0, COPY), tl.arange(0, D)
     row = b * HEADS + h
