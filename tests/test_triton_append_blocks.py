@@ -50,7 +50,8 @@ def new_tokens(seed: int, count: int, dim: int, dtype: torch.dtype) -> torch.Ten
 def empty(text: str, dim: int, dtype: torch.dtype, pages: int, device: str = "cpu") -> list[list[torch.Tensor]]:
     """Planes of keys and values, full of what must not be seen where anything is written."""
     layouts = [schemes.parse(text).of(role).layout(SlotSpec(KV, dim, dtype, role)) for role in Role]
-    stores = [[torch.zeros(plane.shape(pages, BATCH, KV), dtype=plane.dtype, device=device) for plane in layout.planes] for layout in layouts]
+    shapes = [[(plane.shape(pages, BATCH, KV), plane.dtype) for plane in layout.planes] for layout in layouts]
+    stores = [[torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in planes] for planes in shapes]
     for planes in stores:
         for plane in planes[:3]:
             plane.fill_(5)
@@ -108,14 +109,15 @@ def compare() -> None:
 def test_the_kernels_are_the_body_bit_for_bit(case: int) -> None:
     pytest.importorskip("triton")
     ran = subprocess.run(
-        [sys.executable, __file__, str(case)], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        check=False,
+        [sys.executable, __file__, str(case)], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize(("text", "count", "dim", "window"), [
-    ("kivi", 1, 64, 32), ("squat", 40, 64, 32), ("kivi", 40, 96, 32), ("kivi(window=96)", 40, 64, 96), ("kivi(group=64,window=64)", 40, 256, 64),
+    ("kivi", 1, 64, 32), ("squat", 40, 64, 32), ("kivi", 40, 96, 32), ("kivi(window=96)", 40, 64, 96),
+    ("kivi(group=64,window=64)", 40, 256, 64),
 ])
 def test_what_the_kernels_do_not_know(text: str, count: int, dim: int, window: int) -> None:
     pytest.importorskip("triton")
@@ -123,7 +125,8 @@ def test_what_the_kernels_do_not_know(text: str, count: int, dim: int, window: i
     from kvcompile.lowering.triton_append_blocks import fits
 
     planes = empty(text, dim, torch.bfloat16, 2)[0]
-    slot = Slot(torch.zeros(BATCH, KV, count, dim).bfloat16(), planes, torch.arange(count)[None], None, schemes.parse(text).of(Role.KEY).spell())
+    x, half = torch.zeros(BATCH, KV, count, dim, dtype=torch.bfloat16), schemes.parse(text).of(Role.KEY).spell()
+    slot = Slot(x, planes, torch.arange(count)[None], None, half)
     assert slot.window.shape[3] == window
     assert not fits(slot)
 

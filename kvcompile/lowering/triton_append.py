@@ -26,17 +26,17 @@ from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 
 
 @triton.jit
-def minmax_codes(grouped, DTYPE: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
-    """Codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in DTYPE; ``schemes.asymmetric`` of min-max schemes."""
+def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
+    """Codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in ``stored``; ``schemes.asymmetric`` of min-max schemes."""
     nans = tl.max((grouped != grouped).to(tl.int32), 1, keep_dims=True) != 0
     low = tl.where(nans, float("nan"), tl.min(grouped, 1, keep_dims=True))
     high = tl.where(nans, float("nan"), tl.max(grouped, 1, keep_dims=True))
-    zero = low if DTYPE == tl.float32 else rounded_down(low, DTYPE)
+    zero = low if stored == tl.float32 else rounded_down(low, stored)
     spread = high - zero.to(tl.float32)
-    scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, DTYPE)
-    scale = tl.where(spread == 0, 0.0, scale).to(DTYPE)
-    ratio = quotient(grouped - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(DTYPE))
-    if DTYPE == tl.float32:
+    scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, stored)
+    scale = tl.where(spread == 0, 0.0, scale).to(stored)
+    ratio = quotient(grouped - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(stored))
+    if stored == tl.float32:
         ratio = tl.minimum(ratio, (2**BITS - 1) * 1.0)
     # Stored in 16 bits, the zero point is rounded down and the scale up: what the body clamps is out of range by rounding alone.
     codes = (ratio + MAGIC).to(tl.int32, bitcast=True) & tl.where(scale == scale, 2**BITS - 1, 0)

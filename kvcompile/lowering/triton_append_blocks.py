@@ -6,8 +6,9 @@ before them in the first block from the window, encodes them, and gives them amo
 copies the last W of those into the window and moves the clock. What they compute is ``windows.append_window_body``, for
 schemes that quantize by minimum and maximum (``Scheme.minmax``); rounding is ``triton_append``'s. A test holds them together.
 
-Positions that have no place in the planes, before 0 or behind the last page, are the neighboring tile's programs: these
-encode what others encode as well, or what the body encodes there, the last block again. The bytes are the same.
+A program whose positions have no place in the planes, before 0 or behind the last page, gives its tokens and encodes the
+nearest tile that has one: what another program encodes as well, to the same bytes, or the first or last block, which the
+body encodes even where the call has no token for it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -104,7 +105,7 @@ def _append_blocks(
         _give(recent, s, other, outside, count, W, D)
 
     # Row j of the newest tokens is token start - W + j, which lies in slot (start + j) % W.
-    COPY: tl.constexpr = W if W < ROWS else ROWS
+    COPY: tl.constexpr = W if W < ROWS else ROWS  # noqa: FURB136 - of tensors, to Triton
     if tile == 0:
         for row in range(0, W, COPY):
             j = row + tl.arange(0, COPY)
