@@ -27,7 +27,7 @@ from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 
 @triton.jit
 def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
-    """Codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in ``stored``; ``schemes.asymmetric`` of min-max schemes."""
+    """Codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in ``stored``; ``schemes.asymmetric``."""
     nans = tl.max((grouped != grouped).to(tl.int32), 1, keep_dims=True) != 0
     low = tl.where(nans, float("nan"), tl.min(grouped, 1, keep_dims=True))
     high = tl.where(nans, float("nan"), tl.max(grouped, 1, keep_dims=True))
