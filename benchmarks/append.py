@@ -1,11 +1,12 @@
 """Appending to one layer's keys and values in a compiled graph: one token, a block of 8192, and a step that completes a block.
 
-    python benchmarks/append.py [--json FILE] [--schemes int8,fp8,int4,kivi] [--tokens 1,8192] [--traced]
+    python benchmarks/append.py [--json FILE] [--schemes int8,fp8,int4,kivi] [--tokens 1,8192] [--traced | --blocks]
 
 K=8 kv heads, D=128, bfloat16, B=1; medians over CUDA-graph replays. "Roof": the new keys and values read and their codes
 written, at 4.3 TB/s; "x" is the time over it. What was written is compared with the eager body's first, bit for bit. "Flush": one
 token that makes a window's block whole, against one in the middle of a block, as a ratio. ``--traced`` leaves everything to
-Inductor, where compiled graphs take kernels of our own.
+Inductor, where compiled graphs take kernels of our own; ``--blocks`` takes those for many tokens into a window, too
+(``appends.WINDOW_BLOCKS``). "Compile": seconds of the first compilation of a shape, which a prefill pays once a layer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +66,7 @@ def compiled(scheme: str, arguments: list[torch.Tensor]) -> tuple[Callable[..., 
 
     def build() -> Any:
         with torch.no_grad():
-            return lowering.compile_graph(module, fakes, mode, Settings())
+            return lowering.compile_graph(module, fakes, mode, Settings(options={"force_disable_caches": True}))
 
     run, sources = run_and_get_code(build)
     return run, "\n".join(sources)
@@ -86,7 +88,9 @@ def measure(scheme: str, tokens: int) -> dict[str, Any]:
     new = [torch.randn(1, tokens, K, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in Role]
     pos = torch.arange(tokens, device="cuda").unsqueeze(0)
     arguments = [*new, pos, *planes_of(scheme, Role.KEY), *planes_of(scheme, Role.VALUE)]
+    begun = time.perf_counter()
     run, source = compiled(scheme, arguments)
+    took = time.perf_counter() - begun
     wrong = differences(scheme, run, arguments)
     size = sum(
         tokens * K * D * 2 + tokens * made.of(role).layout(SlotSpec(K, D, torch.bfloat16, role)).bytes_per_token(K) for role in Role
@@ -94,7 +98,7 @@ def measure(scheme: str, tokens: int) -> dict[str, Any]:
     us, roof = graph_ms(lambda: run(*arguments)) * 1e3, size / BANDWIDTH * 1e6
     row = {
         "scheme": scheme, "tokens": tokens, "kernels": source.count(".run("), "wrong": wrong, "us": us, "roof_us": roof, "x": us / roof,
-        "share": roof / us,
+        "share": roof / us, "compile_s": took,
     }
     if not made.window or tokens > 1:
         return row
@@ -112,11 +116,14 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--schemes", default="int8,fp8,int4,kivi")
     parser.add_argument("--tokens", default="1,8192")
-    parser.add_argument("--traced", action="store_true")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--traced", action="store_true")
+    chosen.add_argument("--blocks", action="store_true")
     options = parser.parse_args()
     if options.traced:
         lowering.ON_CUDA = lowering.BODIES
         appends.pair = lambda graph: None
+    appends.WINDOW_BLOCKS = options.blocks
     rows = []
     for scheme in options.schemes.split(","):
         for tokens in (int(n) for n in options.tokens.split(",")):

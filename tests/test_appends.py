@@ -156,6 +156,37 @@ def test_compiled_codes_are_made_from_what_is_stored(text: str) -> None:
         assert torch.equal(mine, body), (int((mine != body).sum()), tuple(mine.shape), mine.dtype)
 
 
+class Wrapped:
+    """A kernel that a trace on the CPU records as one on CUDA."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        from torch.library import wrap_triton
+
+        return wrap_triton(self.kernel)[grid]
+
+
+def traced_step(step: Callable[..., Any], text: str, count: int, growing: bool, origin: bool = False) -> fx.GraphModule:
+    """A step of new keys and values, positions, the origins where asked for, and all planes; no size of those that grow is fixed."""
+    shapes = ShapeEnv()
+    mode = torch._subclasses.FakeTensorMode(shape_env=shapes)
+
+    def faked(x: torch.Tensor, axis: int) -> torch.Tensor:
+        sizes = [DimDynamic.DYNAMIC if growing and at == axis and x.shape[at] > 1 else DimDynamic.STATIC for at in range(x.dim())]
+        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+    stores = [plane for role in Role for plane in planes_of(text, role)]
+    new = [torch.zeros(1, count, KV, DIM).transpose(1, 2) for _ in Role]
+    given = [mode.from_tensor(torch.zeros(1, dtype=torch.int64))] if origin else []
+    operands = [*(faked(x, 2) for x in new), faked(torch.arange(count).unsqueeze(0), 1), *given, *(faked(x, 0) for x in stores)]
+    with mode:
+        traced = make_fx(step)(*operands)
+    assert not [value for value in shapes.replacements.values() if value.is_number], "a size was fixed"
+    return traced
+
+
 @pytest.mark.parametrize("growing", [False, True])
 @pytest.mark.parametrize(("text", "count"), [("kivi", 1), ("int8", 65), ("int4", 65)])
 def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,16 +195,7 @@ def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, gr
     ``growing``: numbers of pages and of new tokens are symbols, on which nothing may depend but sizes and operands.
     """
     pytest.importorskip("triton")
-    from torch.library import wrap_triton
-
     from kvcompile.lowering import triton_append, triton_append_rows
-
-    class Wrapped:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: Any) -> Any:
-            return wrap_triton(self.kernel)[grid]
 
     for module, name in ((triton_append, "append_two"), (triton_append_rows, "append_rows_two")):
         monkeypatch.setattr(module, name, Wrapped(getattr(module, name)))
@@ -189,19 +211,7 @@ def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, gr
         both = [triton_append.Slot(x, half, pos, None, one) for x, half, one in zip((k, v), halves, spelled(text), strict=True)]
         return [recent for recent, _ in triton_append.append_window_slots(both)]
 
-    shapes = ShapeEnv()
-    mode = torch._subclasses.FakeTensorMode(shape_env=shapes)
-
-    def faked(x: torch.Tensor, axis: int) -> torch.Tensor:
-        sizes = [DimDynamic.DYNAMIC if growing and at == axis and x.shape[at] > 1 else DimDynamic.STATIC for at in range(x.dim())]
-        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
-
-    stores = [plane for role in Role for plane in planes_of(text, role)]
-    new = [torch.zeros(1, count, KV, DIM).transpose(1, 2) for _ in Role]
-    operands = [*(faked(x, 2) for x in new), faked(torch.arange(count).unsqueeze(0), 1), *(faked(x, 0) for x in stores)]
-    with mode:
-        traced = make_fx(step)(*operands)
-    assert not [value for value in shapes.replacements.values() if value.is_number], "a size was fixed"
+    traced = traced_step(step, text, count, growing)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     assert len(kernels) == 1
     given = kernels[0].kwargs["kwargs"].values()  # type: ignore[union-attr]
@@ -209,3 +219,85 @@ def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, gr
     # Room for the newest tokens is the one thing that is made.
     assert {node.op for node in inputs} == {"placeholder"} | ({"call_function"} if window else set())
     assert {node.target for node in inputs if node.op == "call_function"} <= {aten.empty.memory_format, aten.new_empty.default}
+
+
+def block_step(padded: bool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A step of many tokens by the kernels, as a trace on the CPU records it."""
+    from kvcompile.lowering import triton_append_blocks as blocks
+    from kvcompile.lowering.triton_append import Slot
+
+    for name in ("append_blocks_two", "roll_two"):
+        monkeypatch.setattr(blocks, name, Wrapped(getattr(blocks, name)))
+
+    def step(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+        origin, planes = (rest[0], rest[1:]) if padded else (None, rest)
+        halves = list(planes[: len(planes) // 2]), list(planes[len(planes) // 2 :])
+        slots = [Slot(x, half, pos, origin, one) for x, half, one in zip((k, v), halves, spelled("kivi"), strict=True)]
+        assert all(blocks.fits(slot) for slot in slots)
+        return [recent for recent, _ in blocks.append_window_blocks(slots)]
+
+    return step
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_traced_block_of_a_window_is_two_kernels_on_whole_planes(growing: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they read and change are the graph's own inputs and the room for the newest tokens, which is made once."""
+    pytest.importorskip("triton")
+    traced = traced_step(block_step(padded, monkeypatch), "kivi", 65, growing, padded)
+    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        given = kernel.kwargs["kwargs"].values()  # type: ignore[union-attr]
+        inputs = {node for node in given if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor)}
+        made = [node for node in inputs if node.op == "call_function"]
+        assert {node.target for node in made} <= {aten.empty.memory_format, aten.new_empty.default}
+        assert len(made) == 2, "keys and values"
+        assert {node.op for node in inputs} == {"placeholder", "call_function"}
+
+
+class DeviceStandIn:
+    """What triton asks of a driver to lower a kernel."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_block_of_a_window_changes_what_it_writes(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads in a kernel's code what it may write; positions taken for written would be copied, and no graph of a step recorded."""
+    pytest.importorskip("triton")
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", DeviceStandIn())
+    traced = traced_step(torch.func.functionalize(block_step(padded, monkeypatch), remove="mutations"), "kivi", 65, True, padded)
+    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    written = [{name for name in node.kwargs["tensors_to_clone"] if not name.endswith("_2")} for node in kernels]  # type: ignore[union-attr]
+    assert written == [{"CODES", "SCALES", "ZEROS", "RECENT"}, {"RING", "CLOCK"}]
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_many_tokens_of_a_window_wait_for_a_measurement(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off by default; on, what the kernels know goes to them and the rest to the body."""
+    pytest.importorskip("triton")
+    from kvcompile.lowering import triton_append_blocks as blocks
+
+    assert appends.WINDOW_BLOCKS is False
+    monkeypatch.setattr(appends, "WINDOW_BLOCKS", on)
+    taken = []
+    monkeypatch.setattr(blocks, "append_window_blocks", lambda slots: taken.append(len(slots)) or [None] * len(slots))
+    monkeypatch.setattr(ops, "append_window_body", lambda *call: taken.append("body"))
+
+    class OnCuda(torch.Tensor):
+        device = torch.device("cuda")
+
+    def calls(text: str) -> list[tuple[Any, ...]]:
+        x = torch.zeros(1, KV, 40, DIM).as_subclass(OnCuda)
+        return [(x, planes_of(text, role), torch.arange(40)[None], None, one) for role, one in zip(Role, spelled(text), strict=True)]
+
+    appends._windows(calls("kivi"))
+    assert taken == ([2] if on else ["body", "body"])
+    appends._windows(calls("kivi(window=96)"))
+    assert taken[-2:] == ["body", "body"]

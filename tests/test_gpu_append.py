@@ -13,10 +13,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from test_triton_append import assert_same
+from test_triton_append_blocks import CASES as BLOCKS
+from test_triton_append_blocks import calls, empty, new_tokens, origins
 from test_triton_append_rows import CASES, KV, PAGES, one_nan, positions, stores, tokens
 
 from kvcompile import schemes
-from kvcompile.lowering import ops
+from kvcompile.lowering import appends, ops
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.settings import Settings
 from kvcompile.types import Role, SlotSpec
@@ -102,3 +104,48 @@ def test_one_token_into_a_window(text: str, dim: int, padded: bool) -> None:
         for planes, scheme in zip(wanted, halves, strict=True):
             expected += ops.append_window_body(new, planes, pos, origin, scheme.spell())
         assert_same((*found[0], *found[1], *results), (*wanted[0], *wanted[1], *expected), (text, dim, at))
+
+
+MORE_BLOCKS = (("kivi(scale_dtype=bfloat16)", 128, BF16, 3), ("kivi(bits=3,window=128)", 128, BF16, 2), ("squat(lam=0.0)", 256, BF16, 3))
+
+
+@pytest.mark.parametrize("padding", range(4))
+@pytest.mark.parametrize("pieces", [(7, 32, 75), (114,)])
+@pytest.mark.parametrize(("text", "dim", "dtype", "pages"), [*BLOCKS, *MORE_BLOCKS])
+def test_blocks_into_a_window(
+    text: str, dim: int, dtype: torch.dtype, pages: int, pieces: tuple[int, ...], padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one compiled graph a size, by the kernels: their launches are counted where they are traced."""
+    from kvcompile.lowering import triton_append_blocks as kernels
+
+    traced: list[int] = []
+    real = kernels.append_window_blocks
+    monkeypatch.setattr(appends, "WINDOW_BLOCKS", True)
+    monkeypatch.setattr(kernels, "append_window_blocks", lambda slots: traced.append(len(slots)) or real(slots))
+    given, rows = origins()[padding]
+    origin = None if given is None else given.cuda()
+    halves = [schemes.parse(text).of(role).spell() for role in Role]
+    count = sum(pieces)
+    new = [new_tokens(seed, count, dim, dtype).cuda() for seed in range(2)]
+    wanted, found = (empty(text, dim, dtype, pages, "cuda") for _ in range(2))
+
+    def run(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+        planes, one = rest[: 2 * len(found[0])], rest[2 * len(found[0]) :]
+        results = []
+        for x, half, scheme in zip((k, v), (planes[: len(planes) // 2], planes[len(planes) // 2 :]), halves, strict=True):
+            results += ops.append_window(x, list(half), pos, one[0] if one else None, scheme)
+        return results
+
+    steps = {}
+    for index, (which, positions_BS) in enumerate(calls(count, pieces, rows)):
+        pos = positions_BS.contiguous().cuda()
+        arguments = [*(x[:, :, which] for x in new), pos, *found[0], *found[1], *([] if origin is None else [origin])]
+        size = pos.shape[1]
+        steps[size] = steps.get(size) or compiled(run, arguments)
+        results = steps[size](*arguments)
+        expected: list[torch.Tensor] = []
+        for x, planes, scheme in zip(new, wanted, halves, strict=True):
+            expected += ops.append_window_body(x[:, :, which], planes, pos, origin, scheme)
+        assert_same((*found[0], *found[1], *results), (*wanted[0], *wanted[1], *expected), (text, dim, dtype, rows, index))
+    assert len(traced) >= len(steps)
+    assert set(traced) == {2}

@@ -26,6 +26,24 @@ from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 
 
 @triton.jit
+def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
+    """Codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in ``stored``; ``schemes.asymmetric``."""
+    nans = tl.max((grouped != grouped).to(tl.int32), 1, keep_dims=True) != 0
+    low = tl.where(nans, float("nan"), tl.min(grouped, 1, keep_dims=True))
+    high = tl.where(nans, float("nan"), tl.max(grouped, 1, keep_dims=True))
+    zero = low if stored == tl.float32 else rounded_down(low, stored)
+    spread = high - zero.to(tl.float32)
+    scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, stored)
+    scale = tl.where(spread == 0, 0.0, scale).to(stored)
+    ratio = quotient(grouped - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(stored))
+    if stored == tl.float32:
+        ratio = tl.minimum(ratio, (2**BITS - 1) * 1.0)
+    # Stored in 16 bits, the zero point is rounded down and the scale up: what the body clamps is out of range by rounding alone.
+    codes = (ratio + MAGIC).to(tl.int32, bitcast=True) & tl.where(scale == scale, 2**BITS - 1, 0)
+    return codes, scale, zero
+
+
+@triton.jit
 def _append_token(
     program, X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b, codes_h,
     scales_b, scales_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr,
@@ -81,23 +99,12 @@ def _append_token(
     tl.store(clock, start + 1)
     tl.store(clock + 1, remembered)
 
+    # [1, tokens, channels] or [groups, channels of a group, 1]: reduced over the middle.
     if BLOCK > 1:
         grouped = tl.reshape(content, [1, BLOCK, D])
     else:
         grouped = tl.reshape(content, [D // GROUP, GROUP, 1])
-    # [1, tokens, channels] or [groups, channels of a group, 1]: reduced over the middle.
-    nans = tl.max((grouped != grouped).to(tl.int32), 1, keep_dims=True) != 0
-    low = tl.where(nans, float("nan"), tl.min(grouped, 1, keep_dims=True))
-    high = tl.where(nans, float("nan"), tl.max(grouped, 1, keep_dims=True))
-    zero = low if ZEROS.dtype.element_ty == tl.float32 else rounded_down(low, ZEROS.dtype.element_ty)
-    spread = high - zero.to(tl.float32)
-    scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, SCALES.dtype.element_ty)
-    scale = tl.where(spread == 0, 0.0, scale).to(SCALES.dtype.element_ty)
-    ratio = quotient(grouped - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(SCALES.dtype.element_ty))
-    if SCALES.dtype.element_ty == tl.float32:
-        ratio = tl.minimum(ratio, (2**BITS - 1) * 1.0)
-    # Stored in 16 bits, the zero point is rounded down and the scale up: what the body clamps is out of range by rounding alone.
-    codes = (ratio + MAGIC).to(tl.int32, bitcast=True) & tl.where(scale == scale, 2**BITS - 1, 0)
+    codes, scale, zero = minmax_codes(grouped, SCALES.dtype.element_ty, BITS, ULP, TINY)
 
     planar = tl.reshape(codes, [BLOCK, PARTS, D // PARTS])
     words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
@@ -182,8 +189,8 @@ class Slot(NamedTuple):
         return torch.zeros_like(first) if self.origin is None else torch.where(first == 0, self.origin, self.clock[0, :, 0, 0, 1])
 
     def recent(self) -> torch.Tensor:
-        """Room for the newest tokens, [B, K, W + 1, D]."""
-        return self.x.new_empty(*self.x.shape[:2], self.window.shape[3] + 1, self.x.shape[3])
+        """Room for the newest tokens, [B, K, W + S, D]."""
+        return self.x.new_empty(*self.x.shape[:2], self.window.shape[3] + self.x.shape[2], self.x.shape[3])
 
     def operands(self, recent: torch.Tensor) -> tuple[object, ...]:
         """Of the kernels, in their order: whole planes, no views, which functionalization would copy."""
@@ -208,15 +215,20 @@ class Slot(NamedTuple):
         return {name + suffix: value for name, value in named.items()}
 
 
-def fits(slot: Slot) -> bool:
-    """Whether the kernel knows this append: one token, min-max codes, sizes that are powers of two, planes that lie in order."""
+def known(slot: Slot) -> bool:
+    """Whether kernels know the scheme and the planes: min-max codes, sizes that are powers of two, planes that lie in order."""
     rule = schemes.parse(slot.scheme).minmax
     D, W = slot.x.shape[3], slot.window.shape[3]
-    if rule is None or not isinstance(slot.x.shape[2], int) or slot.x.shape[2] != 1 or D & (D - 1) or W & (W - 1):
+    if rule is None or D & (D - 1) or W & (W - 1):
         return False
     in_order = slot.window.is_contiguous() and slot.clock.is_contiguous()
     rows = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes[:3])
     return in_order and rows and slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
+
+
+def fits(slot: Slot) -> bool:
+    """Whether the kernel knows this append: one token of what is ``known``."""
+    return isinstance(slot.x.shape[2], int) and slot.x.shape[2] == 1 and known(slot)
 
 
 def append_window_slots(slots: Sequence[Slot]) -> list[tuple[torch.Tensor, torch.Tensor]]:

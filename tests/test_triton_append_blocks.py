@@ -1,0 +1,195 @@
+"""The append kernels of many tokens into a window, in Triton's interpreter against the body they stand for, bit for bit, and offline.
+
+The interpreter must be chosen before triton is imported, so the comparison runs in a subprocess of this very file.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+from test_triton_append import CONSTANTS, POINTERS, assert_same, fuse
+
+from kvcompile import schemes
+from kvcompile.lowering import windows
+from kvcompile.types import Role, SlotSpec
+
+KV, BATCH = 2, 2
+
+# Scheme, head dim, dtype, pages. The interpreter cuts bfloat16 instead of rounding, so bfloat16 scales are left to a GPU.
+CASES = (
+    ("kivi", 64, torch.bfloat16, 3), ("kivi(window=128)", 128, torch.bfloat16, 2), ("kivi(bits=3)", 64, torch.float16, 2),
+    ("kivi(bits=4,group=16,window=64,scale_dtype=float32)", 64, torch.float32, 1), ("squat(lam=0.0)", 128, torch.float16, 2),
+)
+# Tokens of the calls, one behind the other: less than a window, a window, more.
+PIECES = ((7, 32, 75), (114,))
+
+
+def new_tokens(seed: int, count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """[B, K, S, D] as projections lay them, [B, S, K, D], with ties, zeros, a constant token, tiny and huge ones, NaN and infinities."""
+    x = torch.randn(BATCH, count, KV, dim, generator=torch.Generator().manual_seed(seed)) * 3 + torch.arange(dim) / 8
+    x[0, 2] = 0
+    x[0, 3] = -1.5
+    x[0, 4] = (torch.arange(dim) % 8) / 2
+    x[1, 5] *= 2.0**-22
+    x[1, 6] *= 2.0**8
+    x[0, 40, 1, 5] = float("nan")
+    x[1, 41, 0, 6] = float("inf")
+    x[1, 80, 1, 7] = -float("inf")
+    return x.to(dtype).transpose(1, 2)
+
+
+def empty(text: str, dim: int, dtype: torch.dtype, pages: int, device: str = "cpu") -> list[list[torch.Tensor]]:
+    """Planes of keys and values, full of what must not be seen where anything is written."""
+    layouts = [schemes.parse(text).of(role).layout(SlotSpec(KV, dim, dtype, role)) for role in Role]
+    shapes = [[(plane.shape(pages, BATCH, KV), plane.dtype) for plane in layout.planes] for layout in layouts]
+    stores = [[torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in planes] for planes in shapes]
+    for planes in stores:
+        for plane in planes[:3]:
+            plane.fill_(5)
+    return stores
+
+
+def calls(count: int, pieces: tuple[int, ...], rows: int) -> list[tuple[slice, torch.Tensor]]:
+    """What every call writes and where; behind the pieces one that repeats tokens, out of order, and one that begins anew with a hole."""
+    made, begin = [], 0
+    for piece in pieces:
+        made.append((slice(begin, begin + piece), torch.arange(begin, begin + piece).expand(rows, -1)))
+        begin += piece
+    again = torch.arange(9, 49)
+    hole = torch.arange(count - 30)
+    hole[12:] += 1
+    return [*made, (slice(9, 49), again.expand(rows, -1)), (slice(30, count), hole.expand(rows, -1))]
+
+
+def origins() -> list[tuple[torch.Tensor | None, int]]:
+    """Origins of the rows, and rows of positions: nothing padded; short padding; a row that is padding through whole calls."""
+    return [(None, 1), (None, BATCH), (torch.tensor([0, 3]), BATCH), (torch.tensor([70, 9]), 1)]
+
+
+def compare() -> None:
+    """Every plane and result of both slots in the same launches after every call, bit for bit."""
+    from kvcompile.lowering import triton_append_blocks as kernels
+    from kvcompile.lowering.triton_append import Slot
+
+    fuse()
+    for seed, (text, dim, dtype, pages) in enumerate(CASES[int(which)] for which in sys.argv[1:]):
+        halves = [schemes.parse(text).of(role).spell() for role in Role]
+        count = sum(PIECES[0])
+        new = [new_tokens(2 * seed + index, count, dim, dtype) for index in range(2)]
+        for origin, rows in origins():
+            whole = []
+            for pieces in PIECES:
+                wanted, found, alone = (empty(text, dim, dtype, pages) for _ in range(3))
+                for index, (which, pos) in enumerate(calls(count, pieces, rows)):
+                    slots = [Slot(x[:, :, which], planes, pos, origin, half) for x, planes, half in zip(new, found, halves, strict=True)]
+                    assert all(kernels.fits(slot) for slot in slots), text
+                    results = kernels.append_window_blocks(slots)
+                    if index == 0:
+                        kernels.append_window_blocks([slots[0]._replace(planes=alone[0])])
+                        assert_same(alone[0], found[0], (text, "alone"))
+                    for x, planes, half, mine, given in zip(new, wanted, halves, found, results, strict=True):
+                        body = windows.append_window_body(x[:, :, which], planes, pos, origin, half)
+                        assert_same((*mine, *given), (*planes, *body), (half, dim, dtype, rows, origin, pieces, index))
+                    if index == len(pieces) - 1:
+                        whole.append([plane.clone() for planes in found for plane in planes])
+            assert_same(whole[0], whole[1], (text, "pieces"))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.timeout(300)
+def test_the_kernels_are_the_body_bit_for_bit(case: int) -> None:
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, __file__, str(case)], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("text", "count", "dim", "window"), [
+    ("kivi", 1, 64, 32), ("squat", 40, 64, 32), ("kivi", 40, 96, 32), ("kivi(window=96)", 40, 64, 96),
+    ("kivi(group=64,window=64)", 40, 256, 64),
+])
+def test_what_the_kernels_do_not_know(text: str, count: int, dim: int, window: int) -> None:
+    pytest.importorskip("triton")
+    from kvcompile.lowering.triton_append import Slot
+    from kvcompile.lowering.triton_append_blocks import fits
+
+    planes = empty(text, dim, torch.bfloat16, 2)[0]
+    x, half = torch.zeros(BATCH, KV, count, dim, dtype=torch.bfloat16), schemes.parse(text).of(Role.KEY).spell()
+    slot = Slot(x, planes, torch.arange(count)[None], None, half)
+    assert slot.window.shape[3] == window
+    assert not fits(slot)
+
+
+def constants_of(bits: int, dim: int, window: int, block: int) -> dict[str, Any]:
+    """Of the first launch, for groups of 32."""
+    parts, segments = {2: (4, 1), 3: (8, 3), 4: (2, 1)}[bits]
+    return {
+        **CONSTANTS, "D": dim, "W": window, "BITS": bits, "PARTS": parts, "SEGMENTS": segments, "BLOCK": block, "TOGETHER": False,
+        "ROWS": max(block, min(64, 4096 // dim)),
+    }
+
+
+def offline(kernel: Any, constants: dict[str, Any], capability: int) -> Any:
+    """The kernel as a device of one capability gets it; strides as they are at 8 heads of 128 channels, in units of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else POINTERS.get(name.removesuffix("_2"), "i32") for name in names}
+    for index in ("", "_2"):
+        # As a launch sees them: channels lie side by side.
+        if f"x_d{index}" in names:
+            signature[f"x_d{index}"], constants = "constexpr", {**constants, f"x_d{index}": 1}
+    sixteens = ("x_b", "x_h", "x_s", "codes_n", "codes_b", "codes_h", "scales_n", "scales_b", "scales_h")
+    aligned = [at for at, name in enumerate(names) if signature[name].startswith("*") or name.removesuffix("_2") in sixteens]
+    source = ASTSource(
+        kernel, signature, constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+
+
+def both(own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Constants of two slots."""
+    return {**own, **{f"{name}_2": value for name, value in other.items()}}
+
+
+def spilled(compiled: Any) -> int:
+    """Stores of registers to local memory in the machine code."""
+    from kvcompile.lowering.offline import sass
+
+    return sass(compiled.asm["cubin"]).count("STL")
+
+
+@pytest.mark.parametrize(("bits", "dim", "window"), [(2, 128, 32), (3, 128, 128), (4, 64, 128), (2, 256, 32)])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernels_compile_offline(capability: int, bits: int, dim: int, window: int) -> None:
+    pytest.importorskip("triton")
+    from kvcompile.lowering.triton_append_blocks import append_blocks_two, roll_two
+
+    keys, values = (constants_of(bits, dim, window, block) for block in (32, 1))
+    first = offline(append_blocks_two, both(keys, values), capability)
+    assert first.asm["cubin"]
+    assert not spilled(first)
+    copies = [
+        {**{name: own[name] for name in ("D", "W", "HEADS", "HAS_ORIGIN")}, "COPY": min(window, own["ROWS"])} for own in (keys, values)
+    ]
+    second = offline(roll_two, both(*copies), capability)
+    assert second.asm["cubin"]
+    assert not spilled(second)
+
+
+if __name__ == "__main__":
+    compare()
