@@ -44,6 +44,23 @@ def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.cons
 
 
 @triton.jit
+def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
+    """A row's origin in force, what its clock will say of it, and whether the row's mask agrees.
+
+    Of loaded numbers: torch takes whatever a call is given for written, where what it returns becomes part of an address.
+    """
+    if HAS_ORIGIN:
+        used = tl.where(first == 0, given, kept)
+        fits = given >= used
+        remembered = used
+    else:
+        used = kept * 0
+        fits = kept == 0
+        remembered = tl.where(first == 0, 0, kept)
+    return used, remembered, fits
+
+
+@triton.jit
 def _append_token(
     program, X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b, codes_h,
     scales_b, scales_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr,
@@ -65,14 +82,7 @@ def _append_token(
     whole = tl.load(ring + j[:, None] * D + d[None, :])
     x = tl.load(X + b * x_b + h * x_h + d * x_d).to(tl.float32)
 
-    if HAS_ORIGIN:
-        used = tl.where(first == 0, given, kept)
-        fits = given >= used
-        remembered = used
-    else:
-        used = kept * 0
-        fits = kept == 0
-        remembered = tl.where(first == 0, 0, kept)
+    used, remembered, fits = origin_of(first, kept, given, HAS_ORIGIN)
     start = first - used
     room = pages * PAGE
     ordered = ((first == 0) | (start == held)) & (start < room) & fits

@@ -24,30 +24,13 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
-from kvcompile.lowering.triton_append import Slot, known, minmax_codes
+from kvcompile.lowering.triton_append import Slot, known, minmax_codes, origin_of
 
 TILE = 4096
 """Elements of a program, where a block is not larger: 32 for each of 128 threads, in four loads of 16 bytes."""
 
 MOST = 8192
 """Elements of a program that 128 threads hold in registers."""
-
-
-@triton.jit
-def _origin(first, kept, given, HAS_ORIGIN: tl.constexpr):
-    """A row's origin in force, what its clock will say of it, and whether the row's mask agrees.
-
-    Of loaded numbers: torch takes whatever a call is given for written, where what it returns becomes part of an address.
-    """
-    if HAS_ORIGIN:
-        used = tl.where(first == 0, given, kept)
-        fits = given >= used
-        remembered = used
-    else:
-        used = kept * 0
-        fits = kept == 0
-        remembered = tl.where(first == 0, 0, kept)
-    return used, remembered, fits
 
 
 @triton.jit
@@ -81,7 +64,7 @@ def _append_blocks(
     tile = program // HEADS
     first = tl.load(POS + b * pos_b)
     kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
-    used, _, fits = _origin(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
+    used, _, fits = origin_of(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
     # Rows of one position are as far as the first one.
     held = tl.load(CLOCK + ((b * (0 if TOGETHER else 1)) * HEADS + h) * 2)
     start = first - used
@@ -154,7 +137,7 @@ def _roll(
     h = (program % HEADS).to(tl.int64)
     first = tl.load(POS + b * pos_b)
     kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
-    used, remembered, _ = _origin(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
+    used, remembered, _ = origin_of(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
     end = first - used + count
     j, d = (program // HEADS) * COPY + tl.arange(0, COPY), tl.arange(0, D)
     row = b * HEADS + h
