@@ -1,12 +1,12 @@
 """Appending to one layer's keys and values in a compiled graph: one token, a block of 8192, and a step that completes a block.
 
-    python benchmarks/append.py [--json FILE] [--schemes int8,fp8,int4,kivi] [--tokens 1,8192] [--traced | --blocks]
+    python benchmarks/append.py [--json FILE] [--schemes int8,fp8,int4,kivi] [--tokens 1,8192] [--traced]
 
 K=8 kv heads, D=128, bfloat16, B=1; medians over CUDA-graph replays. "Roof": the new keys and values read and their codes
 written, at 4.3 TB/s; "x" is the time over it. What was written is compared with the eager body's first, bit for bit. "Flush": one
 token that makes a window's block whole, against one in the middle of a block, as a ratio. ``--traced`` leaves everything to
-Inductor, where compiled graphs take kernels of our own; ``--blocks`` takes those for many tokens into a window, too
-(``appends.WINDOW_BLOCKS``). "Compile": seconds of the first compilation of a shape, which a prefill pays once a layer.
+Inductor, where compiled graphs take kernels of our own. "Compile": seconds of the first compilation of a shape, which a prefill
+pays once a layer.
 """
 
 from __future__ import annotations
@@ -116,14 +116,11 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--schemes", default="int8,fp8,int4,kivi")
     parser.add_argument("--tokens", default="1,8192")
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--traced", action="store_true")
-    chosen.add_argument("--blocks", action="store_true")
+    parser.add_argument("--traced", action="store_true")
     options = parser.parse_args()
     if options.traced:
         lowering.ON_CUDA = lowering.BODIES
         appends.pair = lambda graph: None
-    appends.WINDOW_BLOCKS = options.blocks
     rows = []
     for scheme in options.schemes.split(","):
         for tokens in (int(n) for n in options.tokens.split(",")):

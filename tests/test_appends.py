@@ -278,14 +278,11 @@ def test_a_block_of_a_window_changes_what_it_writes(padded: bool, monkeypatch: p
     assert written == [{"CODES", "SCALES", "ZEROS", "RECENT"}, {"RING", "CLOCK"}]
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_many_tokens_of_a_window_wait_for_a_measurement(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off by default; on, what the kernels know goes to them and the rest to the body."""
+def test_many_tokens_of_a_window_take_the_kernels_that_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels know goes to them, the rest to the body."""
     pytest.importorskip("triton")
     from kvcompile.lowering import triton_append_blocks as blocks
 
-    assert appends.WINDOW_BLOCKS is False
-    monkeypatch.setattr(appends, "WINDOW_BLOCKS", on)
     taken = []
     monkeypatch.setattr(blocks, "append_window_blocks", lambda slots: taken.append(len(slots)) or [None] * len(slots))
     monkeypatch.setattr(ops, "append_window_body", lambda *call: taken.append("body"))
@@ -298,6 +295,6 @@ def test_many_tokens_of_a_window_wait_for_a_measurement(on: bool, monkeypatch: p
         return [(x, planes_of(text, role), torch.arange(40)[None], None, one) for role, one in zip(Role, spelled(text), strict=True)]
 
     appends._windows(calls("kivi"))
-    assert taken == ([2] if on else ["body", "body"])
+    assert taken == [2]
     appends._windows(calls("kivi(window=96)"))
     assert taken[-2:] == ["body", "body"]

@@ -18,7 +18,7 @@ from test_triton_append_blocks import calls, empty, new_tokens, origins
 from test_triton_append_rows import CASES, KV, PAGES, one_nan, positions, stores, tokens
 
 from kvcompile import schemes
-from kvcompile.lowering import appends, ops
+from kvcompile.lowering import ops
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.settings import Settings
 from kvcompile.types import Role, SlotSpec
@@ -120,7 +120,6 @@ def test_blocks_into_a_window(
 
     traced: list[int] = []
     real = kernels.append_window_blocks
-    monkeypatch.setattr(appends, "WINDOW_BLOCKS", True)
     monkeypatch.setattr(kernels, "append_window_blocks", lambda slots: traced.append(len(slots)) or real(slots))
     given, rows = origins()[padding]
     origin = None if given is None else given.cuda()

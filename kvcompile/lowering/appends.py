@@ -1,7 +1,7 @@
 """How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
 
 ``append``         one token: the body, which Inductor fuses with what makes the token; more: ``triton_append_rows``.
-``append_window``  one token: ``triton_append``; more: the body, or ``triton_append_blocks`` where ``WINDOW_BLOCKS`` says so.
+``append_window``  one token: ``triton_append``; more: ``triton_append_blocks``.
 
 What the kernels do not know is the body's. Two appends are one call where nothing between them could tell: ``pair``.
 """
@@ -17,10 +17,6 @@ from torch import fx
 from kvcompile.lowering import ops
 
 Appended = tuple[torch.Tensor, torch.Tensor] | None
-
-WINDOW_BLOCKS = False
-"""Whether many tokens go into a window by kernels of our own. They equal the body in Triton's interpreter and compile for devices
-without spills, but have not run on one: until ``benchmarks/append.py --blocks`` has compared and timed them there, the body stays."""
 
 
 def append_traced(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> None:
@@ -69,11 +65,10 @@ def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Ten
         slots = [Slot(*call) for call in calls]
         if all(fits(slot) for slot in slots):
             return append_window_slots(slots)
-        if WINDOW_BLOCKS:
-            from kvcompile.lowering import triton_append_blocks as blocks
+        from kvcompile.lowering import triton_append_blocks as blocks
 
-            if all(blocks.fits(slot) and slot.x.shape[0] == slots[0].x.shape[0] for slot in slots):
-                return blocks.append_window_blocks(slots)
+        if all(blocks.fits(slot) and slot.x.shape[0] == slots[0].x.shape[0] for slot in slots):
+            return blocks.append_window_blocks(slots)
         if len(calls) > 1:
             return [result for call in calls for result in _windows([call])]
     return [ops.append_window_body(*call) for call in calls]
