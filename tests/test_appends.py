@@ -279,22 +279,23 @@ def test_a_block_of_a_window_changes_what_it_writes(padded: bool, monkeypatch: p
 
 
 def test_many_tokens_of_a_window_take_the_kernels_that_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels know goes to them, the rest to the body."""
+    """What the kernels know goes to them, one token of the rest to the body, many of them to the operation."""
     pytest.importorskip("triton")
     from kvcompile.lowering import triton_append_blocks as blocks
 
-    taken = []
+    taken: list[Any] = []
     monkeypatch.setattr(blocks, "append_window_blocks", lambda slots: taken.append(len(slots)) or [None] * len(slots))
     monkeypatch.setattr(ops, "append_window_body", lambda *call: taken.append("body"))
+    monkeypatch.setattr(ops, "append_window", lambda *call: taken.append("operation"))
 
     class OnCuda(torch.Tensor):
         device = torch.device("cuda")
 
-    def calls(text: str) -> list[tuple[Any, ...]]:
-        x = torch.zeros(1, KV, 40, DIM).as_subclass(OnCuda)
-        return [(x, planes_of(text, role), torch.arange(40)[None], None, one) for role, one in zip(Role, spelled(text), strict=True)]
+    def calls(text: str, count: int) -> list[tuple[Any, ...]]:
+        x = torch.zeros(1, KV, count, DIM).as_subclass(OnCuda)
+        return [(x, planes_of(text, role), torch.arange(count)[None], None, one) for role, one in zip(Role, spelled(text), strict=True)]
 
-    appends._windows(calls("kivi"))
-    assert taken == [2]
-    appends._windows(calls("kivi(window=96)"))
-    assert taken[-2:] == ["body", "body"]
+    for text, count in (("kivi", 40), ("kivi(window=96)", 40), ("squat", 40), ("kivi(window=96)", 1)):
+        appends._windows(calls(text, count))
+    # The values of squat are kivi's.
+    assert taken == [2, "operation", "operation", "operation", 1, "body", "body"]

@@ -1,9 +1,11 @@
 """How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
 
 ``append``         one token: the body, which Inductor fuses with what makes the token; more: ``triton_append_rows``.
-``append_window``  one token: ``triton_append``; more: ``triton_append_blocks``.
+``append_window``  one token: ``triton_append``; more: ``triton_append_blocks``, or else the operation as it is.
 
-What the kernels do not know is the body's. Two appends are one call where nothing between them could tell: ``pair``.
+What else the kernels do not know is the body's. Many tokens into a window are not traced even there: encoding with what queries
+taught (squat) is hundreds of nodes a layer, for which a model of 32 layers compiled above five minutes, and a prefill runs once.
+Two appends are one call where nothing between them could tell: ``pair``.
 """
 
 from __future__ import annotations
@@ -71,6 +73,8 @@ def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Ten
             return blocks.append_window_blocks(slots)
         if len(calls) > 1:
             return [result for call in calls for result in _windows([call])]
+        if not (isinstance(slots[0].x.shape[2], int) and slots[0].x.shape[2] == 1):
+            return [ops.append_window(*calls[0])]
     return [ops.append_window_body(*call) for call in calls]
 
 
