@@ -10,11 +10,10 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.lowering.attend_plan import SlotPlan, slot_plan
-from kvcompile.lowering.bit_tricks import looked_up, multiplied, scaled_by
+from kvcompile.lowering.bit_tricks import fused, looked_up, multiplied, pair_table, scaled_by
 from kvcompile.types import Role, SlotSpec
 
 CODED = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)")
-TABLE = np.linspace(-3, 5, 16).astype(np.float16)
 
 
 def halves(words: np.ndarray) -> np.ndarray:
@@ -42,10 +41,6 @@ def step(name: str, x: list[np.ndarray]) -> np.ndarray:
         return (x[0] & x[1]) ^ x[2]
     if name == "prmt.b32":
         return permuted(x[0], x[1], int(x[2].flat[0]))
-    if name == "shfl.sync.idx.b32":
-        # Every lane holds the table twice; the source lane is the low five bits.
-        assert int(x[2].flat[0]) == 31
-        return TABLE.view(np.uint16)[(x[1] & 31) % 16].astype(np.uint32) * np.uint32(0x10001)
     values = [halves(one).astype(np.float64) for one in x]
     if name == "sub.f16x2":
         return packed(values[0] - values[1])
@@ -61,8 +56,6 @@ def assembly(text: str, constraints: str, operands: list[np.ndarray], dtype: str
     assert is_pure and pack == 2
     # A 32-bit operand takes one register for each of the pair.
     named = [np.asarray(one, np.uint32) for one in operands]
-    if "shfl" in text:
-        named.insert(1, named[1])
     assert len(constraints.split(",")) == 1 + len(named), constraints
     registers = {f"${index + 1}": one for index, one in enumerate(named)}
     for statement in filter(None, (part.strip() for part in text.strip("{} ").split(";"))):
@@ -139,16 +132,80 @@ def test_shifted_values_round_once(scheme: str) -> None:
             assert (np.abs(found / unit - exact) <= allowed * 1.01 + np.abs(exact).max() * 2.0**-17).all()
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("part", "byte"), [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_lookup_takes_the_nibble_of_either_word(part: int, byte: int, scaled: bool) -> None:
+class Lanes:
+    """The PTX of tables, run by 32 lanes at once: what is loaded from, and what is stored to, shared memory."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.shared = memory, np.zeros(256, np.uint32)
+
+    def __call__(self, text: str, constraints: str, operands: list[object], dtype: object, is_pure: bool, pack: int) -> object:
+        """tl.inline_asm_elementwise: a scalar (pack 1) or blocks of pairs, a scalar then in two registers."""
+        results = constraints.count("=")
+        inputs = [np.asarray(one, np.uint64) for one in operands]
+        # The table of a block.
+        inputs += inputs[1:] * (pack - 1)
+        assert is_pure == (pack == 2) and len(constraints.split(",")) == results + len(inputs)
+        self.registers = {f"${results + index}": one for index, one in enumerate(inputs)}
+        self.registers |= {"%laneid": np.arange(32, dtype=np.uint64), "pairs": np.uint64(0)}
+        for statement in filter(None, (part.strip() for part in text.strip("{} ").split(";"))):
+            name, _, rest = statement.partition(" ")
+            if name not in {".shared", ".reg", "bar.sync"}:
+                self.step(name, [part.strip(" {}[]") for part in rest.replace("{h, g}", "h+g").split(",")])
+        found = [self.registers[f"${index}"] for index in range(results)]
+        return found if results > 1 else found[0]
+
+    def step(self, name: str, words: list[str]) -> None:
+        """One instruction; addresses of floats count bytes from the start of ``memory``."""
+        target, *sources = words
+        if name == "st.shared.b32":
+            base, _, offset = target.partition("+")
+            self.shared[((self.registers[base] + np.uint64(offset)) // 4).astype(int)] = self.registers[sources[0]]
+            return
+        if sources == ["h+g"]:
+            low, high = (self.registers[half].astype(np.float16).view(np.uint16).astype(np.uint64) for half in ("h", "g"))
+            self.registers[target] = low | high << np.uint64(16)
+            return
+        x = [self.registers[word] if word in self.registers else np.uint64(int(word, 0)) for word in sources]
+        self.registers[target] = {
+            "mov.b32": lambda: x[0], "mov.u32": lambda: x[0], "cvt.rn.f16.f32": lambda: x[0].astype(np.float16),
+            "and.b32": lambda: x[0] & x[1], "shl.b32": lambda: (x[0] << x[1]) & np.uint64(0xFFFFFFFF), "shr.u32": lambda: x[0] >> x[1],
+            "shr.b32": lambda: x[0] >> x[1], "mul.lo.u32": lambda: x[0] * x[1], "mul.wide.u32": lambda: x[0] * x[1],
+            "add.u32": lambda: x[0] + x[1], "add.u64": lambda: x[0] + x[1],
+            "ld.global.nc.f32": lambda: self.memory[(x[0] // 4).astype(int)],
+            "ld.shared.b32": lambda: self.shared[(x[0] // 4).astype(int)],
+            "prmt.b32": lambda: permuted(x[0].astype(np.uint32), x[1].astype(np.uint32), int(x[2])),
+        }[name]()
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_both_nibbles_of_every_byte_of_two_words_are_looked_up(stride: int) -> None:
+    """Tables as lanes write them, then every byte of all pairs of words."""
+    memory = np.random.default_rng(2).standard_normal(256).astype(np.float32)
+    low, high = np.int64(4 * 7), np.int64(4 * 100)
+    lanes = Lanes(memory)
+    pointers = types.SimpleNamespace(inline_asm_elementwise=lanes, int32="int32", int64=np.int64, float16="float16")
+    names = {"tl": pointers, "low": Pointer(low), "high": Pointer(high)}
+    table = eval(pair_table("low", "high", str(stride)), names)
+    levels = [memory[start // 4 : start // 4 + 16 * stride : stride].astype(np.float16) for start in (low, high)]
     words = pairs()
-    text = looked_up(part, byte, scaled)
-    for name in ("word", "table", "scale", "zero"):
-        text = text.replace(f"{{{name}}}", name)
-    found = halves(run(text, word=words, table=np.zeros_like(words), scale=packed(np.full(2, 2.0)), zero=packed(np.full(2, 0.5))))
-    index = np.stack([(words >> (16 * word + 8 * byte + 4 * part)) & 15 for word in range(2)], -1)
-    assert np.array_equal(found, (TABLE[index] * 2 + np.float16(0.5)) if scaled else TABLE[index])
+    for byte in range(2):
+        found = eval(looked_up(byte, "word", "table"), {"tl": pointers, "word": words, "table": np.full_like(words, table)})
+        for part in range(2):
+            index = np.stack([(words >> (16 * word + 8 * byte + 4 * part)) & 15 for word in range(2)], -1)
+            assert np.array_equal(halves(found[part]), levels[part][index])
+
+
+class Pointer(int):
+    """An address that is cast as Triton casts pointers."""
+
+    def to(self, kind: type) -> object:
+        return kind(self)
+
+
+def test_products_and_sums_round_once() -> None:
+    a, b, c = np.float16([1.001, -2.0]), np.float16([1.001, 0.25]), np.float16([-1.002, 3.0])
+    exact = (a.astype(np.float64) * b + c).astype(np.float16)
+    assert np.array_equal(halves(run(fused("a", "b", "c"), a=packed(a), b=packed(b), c=packed(c))), exact)
 
 
 def test_products_are_elementwise() -> None:

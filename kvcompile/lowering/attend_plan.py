@@ -21,7 +21,7 @@ import functools
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.bit_tricks import find_trick, looked_up
+from kvcompile.lowering.bit_tricks import find_trick, fused
 from kvcompile.lowering.expressions import TRITON_TYPES, triton_expression
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
@@ -36,7 +36,7 @@ class Decode(enum.Enum):
     SCALED = "a token's scales multiply the results of its sub-dots, or its value elements"
     FOLDED = "keys: the scales of a block of tokens multiply the queries, its zero points add one number a block to the score"
     SHIFTED = "values: code * scale + zero point is one fused multiply-add in float16, two elements at a time"
-    TABLED = "codes are looked up in a table that the lanes of a warp hold; then as SCALED keys, or as SHIFTED values"
+    TABLED = "bytes are looked up in tables of pairs in shared memory; then as SCALED keys, or as SHIFTED values"
     ELEMENTS = "every element is decoded in float32 and rounded to the queries' dtype: whatever else a format says"
 
 
@@ -81,10 +81,9 @@ class Piece:
         """Columns of the piece's blocks, padding included."""
         return self.chunk.block
 
-    def unpack(self, word: str, scale: str = "", zero: str = "", table: str = "") -> str:
+    def unpack(self, word: str, scale: str = "", zero: str = "") -> str:
         """The unpacked piece as a Triton expression on the chunk's block; packed SHIFTED pieces are scaled and shifted as well."""
-        filled = self.expression.replace("{word}", word).replace("{table}", table)
-        return filled.replace("{scale}", scale).replace("{zero}", zero)
+        return self.expression.replace("{word}", word).replace("{scale}", scale).replace("{zero}", zero)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +151,7 @@ class SlotPlan:
 
     @property
     def tabled(self) -> bool:
-        """Whether codes are looked up in tables that lanes hold."""
+        """Whether codes are looked up."""
         return self.decode is Decode.TABLED
 
     @property
@@ -169,6 +168,16 @@ class SlotPlan:
     def row_words(self) -> int:
         """Stored words of one segment of a row."""
         return sum(chunk.count for chunk in self.chunks) * self.words_per_view
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Of TABLED codes, the scales of the two parts of every chunk: one table of pairs each."""
+        return tuple(dict.fromkeys(self.pair_of(chunk) for chunk in self.chunks))
+
+    def pair_of(self, chunk: Chunk) -> tuple[int, int]:
+        """The scales of a chunk's first and second part."""
+        first, second = (piece.scale for piece in self.pieces if piece.chunk == chunk and piece.name.endswith(("_0", "_2")))
+        return first, second
 
     def of_scale(self, scale: int) -> tuple[Piece, ...]:
         """The pieces that share one scale."""
@@ -248,8 +257,9 @@ def slot_plan(
                 first = part * words + chunk.first * per + byte
                 name = f"{chunk.name}_{part * per + byte}"
                 if decode is Decode.TABLED:
-                    # Values come out halved, as what they are multiplied by.
-                    unpacked = looked_up(part, byte, centered), int(centered), 0
+                    # Both parts of a byte are looked up at once, before. Values come out halved, as what they are multiplied by.
+                    text = f"{{word}}_{part}_{byte}"
+                    unpacked = fused(text, "{scale}", "{zero}") if centered else text, int(centered), 0
                 elif decode is Decode.SHIFTED:
                     trick = find_trick(fmt, part, byte)
                     assert trick is not None

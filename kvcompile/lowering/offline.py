@@ -24,7 +24,7 @@ import torch
 from kvcompile.errors import CompileError
 from kvcompile.lowering.attend_config import AttendConfig, plans
 from kvcompile.lowering.attend_plan import SlotPlan
-from kvcompile.lowering.bit_tricks import lane_table, multiplied, scaled_by
+from kvcompile.lowering.bit_tricks import looked_up, multiplied, pair_table, scaled_by
 from kvcompile.lowering.expressions import TRITON_TYPES
 from kvcompile.lowering.triton_source import SOURCE
 
@@ -136,8 +136,8 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     template = environment.from_string(SOURCE)
     text = template.render(
-        plans=plans, lane_table=lane_table, multiplied=multiplied, scaled_by=scaled_by, def_kernel=def_kernel, size=size, stride=stride,
-        store_output=store_output, **config.options(),
+        plans=plans, looked_up=looked_up, multiplied=multiplied, pair_table=pair_table, scaled_by=scaled_by, def_kernel=def_kernel,
+        size=size, stride=stride, store_output=store_output, **config.options(),
     )
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 

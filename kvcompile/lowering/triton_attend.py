@@ -22,7 +22,7 @@ from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, aut
 from kvcompile import schemes
 from kvcompile.lowering import ops
 from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks, plane_names, plans
-from kvcompile.lowering.bit_tricks import lane_table, multiplied, scaled_by
+from kvcompile.lowering.bit_tricks import looked_up, multiplied, pair_table, scaled_by
 from kvcompile.lowering.buffers import equals, examples, hint, multiple, realize, static, varies
 from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, splits_for, writes_directly
 from kvcompile.lowering.triton_source import LOG2E, SOURCE
@@ -41,7 +41,9 @@ def attend_grid(batch: Any, kv_heads: Any, rows: Any, meta: dict[str, Any], *, c
 
 attend_template = TritonTemplate(name="kvcompile_attend", grid=attend_grid, source=SOURCE)
 # The template asks for both slots' plans while it is rendered.
-attend_template.template.globals |= {"plans": plans, "lane_table": lane_table, "multiplied": multiplied, "scaled_by": scaled_by}
+attend_template.template.globals |= {
+    "plans": plans, "looked_up": looked_up, "multiplied": multiplied, "pair_table": pair_table, "scaled_by": scaled_by,
+}
 
 
 def lower_attend_cuda(

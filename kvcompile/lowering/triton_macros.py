@@ -64,8 +64,8 @@ MACROS = r"""
     {{var}}l_base = {{name}}_TABLE + h * {{stride(name + "_TABLE", 2)}}
 {%- endif %}
 {%- if plan.tabled %}
-{%- for i in range(plan.scales) %}
-    {{var}}_table_{{i}} = {{lane_table("(%sl_base + %d * %s)" % (var, i, stride(name + "_TABLE", 3)), stride(name + "_TABLE", 4))}}
+{%- for low, high in plan.pairs %}
+    {{var}}_table_{{low}}_{{high}} = {{pair_table("(%sl_base + %d * %s)" % (var, low, stride(name + "_TABLE", 3)), "(%sl_base + %d * %s)" % (var, high, stride(name + "_TABLE", 3)), stride(name + "_TABLE", 4))}}
 {%- endfor %}
 {%- endif %}
 {%- endmacro %}
@@ -183,11 +183,21 @@ SCORES = r"""
 {%- endfor %}
 {%- endif %}
 {%- endmacro %}
+{%- macro look_up(var, plan) %}
+{#- Both parts of every byte: the names that pieces unpack to. #}
+{%- for chunk in plan.chunks %}
+{%- for byte in range(2) %}
+{%- set word = "%s_%s" % (var, chunk.name) %}
+        {{word}}_0_{{byte}}, {{word}}_1_{{byte}} = {{looked_up(byte, word, "%s_table_%d_%d" % ((var,) + plan.pair_of(chunk)))}}
+{%- endfor %}
+{%- endfor %}
+{%- endmacro %}
 {%- macro token_scores() %}
+{%- if key.tabled %}{{ look_up("k", key) }}{% endif %}
 {%- for i in range(key.scales) %}
 {%- set outer = loop %}
 {%- for piece in key.of_scale(i) %}
-{%- set unpacked = piece.unpack("k_" + piece.chunk.name, table="k_table_%d" % i) %}
+{%- set unpacked = piece.unpack("k_" + piece.chunk.name) %}
         part = tl.dot({{ "%s, q_%s" % (unpacked, piece.name) if TOKENS_FIRST else "q_%s, %s" % (piece.name, unpacked) }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
 {%- endfor %}
 {%- if key.scaled %}
@@ -350,6 +360,7 @@ VALUES = r"""
         v_{{chunk.name}} = tl.where(valid{{token}}, v_{{chunk.name}}, 0.0).to({{value.view_type}})
 {%- endfor %}
 {%- endif %}
+{%- if value.tabled %}{{ look_up("v", value) }}{% endif %}
 {%- for piece in value.pieces %}
 {%- set element = piece.unpack("v_" + piece.chunk.name) %}
 {%- if value.elements %}
@@ -358,7 +369,7 @@ VALUES = r"""
 {%- elif value.shifted %}
 {%- if PACKED %}
 {%- set shape = "[%d, BLOCK_T]" % piece.block %}
-        element = {{piece.unpack("v_" + piece.chunk.name, "tl.broadcast_to(vs_%d[None, :], %s)" % (piece.scale, shape), "tl.broadcast_to(vz_%d_%d[None, :], %s)" % (piece.scale, piece.power, shape), "v_table_%d" % piece.scale)}}
+        element = {{piece.unpack("v_" + piece.chunk.name, "tl.broadcast_to(vs_%d[None, :], %s)" % (piece.scale, shape), "tl.broadcast_to(vz_%d_%d[None, :], %s)" % (piece.scale, piece.power, shape))}}
 {%- else %}
         # Rounded once, as the fused instruction does.
         element = ({{element}}.to(tl.float32) * vs_{{piece.scale}}[None, :] + vz_{{piece.scale}}_{{piece.power}}[None, :]).to(tl.float16)
