@@ -45,6 +45,7 @@ class Case:
     sinks: bool = False
     softcap: float = 0.0
     splits: int = 3
+    shares: int = 0
     direct: bool = False
     tile: Tile = Tile()
     plain: bool = False
@@ -107,7 +108,7 @@ def cases(scheme: str) -> list[Case]:
     found += [
         dataclasses.replace(base, dtype=torch.bfloat16, T=130, magnitude=30.0),
         dataclasses.replace(base, dtype=torch.float32, T=70),
-        dataclasses.replace(base, lo=True, T=200, B=2),
+        dataclasses.replace(base, lo=True, T=200, B=2), dataclasses.replace(base, lo=True, T=400, B=3, splits=7, shares=2),
         dataclasses.replace(base, keep=True, T=100, B=2),
         dataclasses.replace(base, bias=Bias.ADDED, S=3, T=90, B=2),
         dataclasses.replace(base, bias=Bias.BOOLEAN, T=90, keep=True),
@@ -147,7 +148,8 @@ def asymmetric_cases(scheme: str) -> list[Case]:
         dataclasses.replace(base, T=200, B=3, lo=True, keep=True), dataclasses.replace(base, S=3, T=150, B=2, bias=Bias.ADDED),
         dataclasses.replace(base, value=four, S=5, T=150, tile=Tile(32, 16, True), sinks=True, softcap=5.0),
         dataclasses.replace(base, key=four, S=20, T=100, tile=Tile(32, 32, False)),
-        dataclasses.replace(base, T=100, recent=40, B=3), dataclasses.replace(base, T=100, recent=100, sinks=True),
+        dataclasses.replace(base, T=100, recent=40, B=3), dataclasses.replace(base, T=700, recent=40, B=4, splits=9, shares=2),
+        dataclasses.replace(base, T=100, recent=100, sinks=True),
         dataclasses.replace(base, T=20, recent=36, D=80 if scheme == "lookup" else 96, Dv=96),
         dataclasses.replace(base, T=150, recent=70, S=4, B=2, lo=True, keep=True),
         dataclasses.replace(base, T=150, recent=40, bias=Bias.BOOLEAN, B=2, S=4),
@@ -222,7 +224,10 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
     values = make_planes(case.value, randn(case.B, case.K, case.T, case.Dv), case.plain, g, Role.VALUE)
     hi = torch.arange(case.T - case.S, case.T).unsqueeze(0).repeat(case.B, 1)
     hi = (hi - 7 * torch.arange(case.B).unsqueeze(1)).clamp(min=-1)
-    if case.B > 2:
+    if case.shares:
+        # Rows of very different lengths.
+        hi = hi // (1 + 2 * torch.arange(case.B).unsqueeze(1))
+    elif case.B > 2:
         hi[-1] = -1
     lo = (hi - 66) if case.lo else None
     keep = torch.rand(case.B, case.T + 3, generator=g) > 0.3 if case.keep else None
@@ -277,7 +282,7 @@ def run_kernel(case: Case, args: dict, launch: object = None) -> torch.Tensor:
     config = AttendConfig(
         args["key_scheme"], args["value_scheme"], case.D, case.Dv, case.K, case.G, case.dtype, keys[0].dtype, values[0].dtype,
         args["scale"], case.softcap, case.S == 1, masks, Beside(case.recent > 0, True, case.rotary, case.interleaved, False),
-        keys[0].shape[3], not case.plain, case.splits, case.direct, wide_keys=True, wide_values=True, packed=False,
+        keys[0].shape[3], not case.plain, case.splits, case.shares, case.direct, wide_keys=True, wide_values=True, packed=False,
         key_scale_pack=scale_pack(keys, formats[0]), value_scale_pack=scale_pack(values, formats[1]),
         key_generic=not half[0], value_generic=not half[1], tile=case.tile,
     )
@@ -398,6 +403,23 @@ def test_kivi_decodes_in_packed_halves(bits: int, group: int) -> None:
     key, value = chosen.plans
     assert key.folded and value.shifted, (key.decode, value.decode)
     assert chosen.tile.block_t <= group and chosen.tile.num_warps == 1
+
+
+def test_rows_of_one_length_keep_their_splits() -> None:
+    """More splits only where rows may differ in length and have more than one program each."""
+    from kvcompile.lowering.tiles import ONE_PASS, ragged_splits
+
+    uniform, recent = Masks(hi_per_batch=False, lo_per_batch=False), Beside(recent=True)
+    config = config_of("int8", masks=Masks(lo_per_batch=False))
+    assert ragged_splits(config, 8, 16) == (64, 8)
+    assert ragged_splits(config, 8, 2) == (16, 8)
+    assert ragged_splits(config_of("kivi", masks=config.masks, beside=recent), 5, 4) == (17, 4)
+    assert ragged_splits(config, ONE_PASS, 2) == (2 * ONE_PASS, ONE_PASS)
+    for other, splits, batch in (
+        (config_of("int8", masks=uniform), 8, 16), (config, 1, 240), (config, 128, 1),
+        (config_of("int8", masks=config.masks, one_query=False), 8, 16),
+    ):
+        assert ragged_splits(other, splits, batch) == (splits, 0)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,11 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class AttendConfig:
-    """A complete description of one rendered kernel; hashable."""
+    """A complete description of one rendered kernel; hashable.
+
+    ``shares``: into how many of its ``splits`` a row of average length is cut, where rows of a batch may differ in length; 0 where
+    every row is cut into all of them.
+    """
 
     key_scheme: str
     value_scheme: str
@@ -84,6 +88,7 @@ class AttendConfig:
     page_rows: int = PAGE
     paged: bool = True
     splits: int = 1
+    shares: int = 0
     direct: bool = False
     wide_keys: bool = True
     wide_values: bool = True
@@ -108,7 +113,7 @@ class AttendConfig:
             "KV_HEADS": self.kv_heads, "GROUP": self.group, "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
             # Without a cap, scores are in base-2 units from the start.
             "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E,
-            "ONE_QUERY": int(self.one_query), "SPLITS": self.splits, "DIRECT": int(self.direct),
+            "ONE_QUERY": int(self.one_query), "SPLITS": self.splits, "SHARES": self.shares, "DIRECT": int(self.direct),
             "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "BIAS_KIND": int(masks.bias), "HAS_SINKS": int(masks.sinks),
             "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
             "BIAS_B": int(masks.bias_per_batch), "BIAS_H": int(masks.bias_per_head), "BIAS_S": int(masks.bias_per_query),
@@ -120,9 +125,9 @@ class AttendConfig:
             "TALL": tile.block_t if tile.tokens_first else 0,
         }
 
-    def with_splits(self, splits: int, direct: bool) -> AttendConfig:
+    def with_splits(self, splits: int, direct: bool, shares: int = 0) -> AttendConfig:
         """The same kernel cut into ``splits``; ``direct`` writes the finished result."""
-        return dataclasses.replace(self, splits=splits, direct=direct)
+        return dataclasses.replace(self, splits=splits, direct=direct, shares=shares)
 
     @property
     def plans(self) -> tuple[SlotPlan, SlotPlan]:

@@ -20,7 +20,7 @@ from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks
 from kvcompile.lowering.offline import attend_source, compile_offline
 from kvcompile.lowering.prefill_config import PrefillConfig
 from kvcompile.lowering.prefill_tiles import choose_cut
-from kvcompile.lowering.tiles import choose_tiles, splits_for, writes_directly
+from kvcompile.lowering.tiles import choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.types import PAGE, KernelFormat, Role, SlotSpec
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
@@ -114,7 +114,8 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
             return ChunkedSite(chunked.cut_as(many, cut), batch, queries)
     tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False)[0]
     splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch], hint(pages) * hint(keys[0].shape[3]))
-    return SiteKernel(tiled.with_splits(splits, writes_directly(tiled, splits)), batch, queries)
+    splits, shares = ragged_splits(tiled, splits, batch)
+    return SiteKernel(tiled.with_splits(splits, writes_directly(tiled, splits), shares), batch, queries)
 
 
 def _half(planes: list[torch.Tensor], fmt: KernelFormat) -> list[torch.Tensor]:

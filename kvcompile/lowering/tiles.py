@@ -30,6 +30,9 @@ ONE_PASS = 64
 SHORT = 8192
 """Tokens up to which more splits than one pass merges do not pay."""
 
+RAGGED = 8
+"""How many times as long as the average a row may be and still be cut into pieces of the same length as every other row."""
+
 MAX_SPLITS = {4: ONE_PASS, 2: ONE_PASS, 1: 2 * ONE_PASS}
 """By warps a program: a single warp hides less latency, so more programs pay for their merge."""
 
@@ -109,3 +112,19 @@ def splits_for(config: AttendConfig, rows: int, pairs: int, multiprocessors: int
     splits = max(1 + own, min(most, wanted + own))
     # The merge folds whole halves.
     return splits if splits <= ONE_PASS else splits - splits % 2
+
+
+def ragged_splits(config: AttendConfig, splits: int, batch: int) -> tuple[int, int]:
+    """Splits and ``shares`` where rows may differ in length: more splits than a row of average length takes, for those that are longer.
+
+    A split that a row does not take writes a row of neutral numbers, at once. Where every row has one program there is nothing to
+    share out: then the device has more programs than it can hold, and takes the next one when one ends.
+    """
+    own = int(config.beside.recent)
+    mean = splits - own
+    masks = config.masks
+    if not config.one_query or mean < 2 or batch < 2 or not (masks.hi_per_batch or (masks.lo_per_batch and masks.lo)):
+        return splits, 0
+    most = ONE_PASS if 2 * mean <= ONE_PASS else 2 * ONE_PASS
+    wanted = min(mean * min(batch, RAGGED) + own, most)
+    return (wanted, mean) if wanted > splits else (splits, 0)

@@ -24,7 +24,7 @@ from kvcompile.lowering import ops
 from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks, plane_names, plans
 from kvcompile.lowering.bit_tricks import looked_up, multiplied, pair_table, scaled_by
 from kvcompile.lowering.buffers import equals, examples, hint, multiple, realize, static, varies
-from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, splits_for, writes_directly
+from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.triton_source import LOG2E, SOURCE
 from kvcompile.types import Role, SlotSpec
 
@@ -92,6 +92,7 @@ def lower_attend_cuda(
     configs = choose_tiles(config, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune))
     tokens_hint = hint(keys[0].get_size()[0]) * page_rows
     splits = splits_for(configs[0], rows_hint, hint(B) * K, multiprocessors, tokens_hint)
+    splits, shares = ragged_splits(configs[0], splits, hint(B))
     direct = writes_directly(configs[0], splits)
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
     layout = FixedLayout(
@@ -99,7 +100,7 @@ def lower_attend_cuda(
     )
     choices: list[Any] = []
     for tiled in configs:
-        config = tiled.with_splits(splits, direct)
+        config = tiled.with_splits(splits, direct, shares)
         inputs = [nodes[name] for name in config.operands]
         attend_template.maybe_append_choice(
             choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],

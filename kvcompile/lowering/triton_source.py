@@ -97,6 +97,24 @@ PROLOGUE = r"""
     stop = tl.maximum(tl.minimum(stop, base), first)
 {%- endif %}
     share = tl.cdiv(tl.cdiv(tl.maximum(stop - first, 0), BLOCK_T), SPLITS - HAS_RECENT) * BLOCK_T
+{%- if SHARES %}
+    # Rows differ in length: programs get what a row of average length gives each of SHARES, unless this row has too few for it.
+    tiles = 0
+    for other in range(0, {{size("Q", 0)}}, 32):
+        rows = (other + tl.arange(0, 32)).to(tl.int64)
+        there = rows < {{size("Q", 0)}}
+        until = tl.minimum(tl.load(HI + rows * {{stride("HI", 0) if HI_B else 0}}, mask=there, other=-1), capacity - 1) + 1
+{%- if HAS_LO %}
+        since = tl.minimum(tl.maximum(tl.load(LO + rows * {{stride("LO", 0) if LO_B else 0}}, mask=there, other=0), 0), capacity)
+{%- else %}
+        since = 0
+{%- endif %}
+{%- if HAS_RECENT %}
+        until = tl.minimum(until, tl.load(BASE + rows * {{stride("BASE", 0) if BASE_B else 0}}, mask=there, other=0))
+{%- endif %}
+        tiles += tl.sum(tl.cdiv(tl.where(there, tl.maximum(until - since, 0), 0).to(tl.int32), BLOCK_T), 0)
+    share = tl.maximum(share, tl.cdiv(tiles, SHARES * {{size("Q", 0)}}).to(tl.int32) * BLOCK_T)
+{%- endif %}
     begin = first + split * share
     end = tl.minimum(begin + share, stop)
 

@@ -1,0 +1,94 @@
+"""One new token in batches whose rows differ in length: the same tokens in rows of one length and in rows of very different ones.
+
+    python benchmarks/ragged.py [--json FILE] [--schemes int8,int4]
+
+H=32 query heads, K=8 kv heads, D=128, bfloat16; medians over CUDA-graph replays. "Balanced": rows share programs by their lengths
+(``tiles.ragged_splits``), as compiled graphs have it; "by row": every row is cut into the same number of programs. Correctness first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks.attention import BANDWIDTH, D, H, graph_ms, relative_error, store
+from kvcompile import schemes
+from kvcompile.lowering import inductor, triton_attend
+from kvcompile.types import Role
+
+LENGTHS = {
+    "16 x 8,192": [8192] * 16,
+    "65,536 + 15 x 4,368": [65536] + [4368] * 15,
+    "8 x 12,288 + 8 x 4,096": [12288] * 8 + [4096] * 8,
+    "geometric, 32,768 to 1,024": [int(32768 * 2 ** (-i / 3)) for i in range(16)],
+}
+
+
+def compiled(planes: list[list[torch.Tensor]], q: torch.Tensor, hi: torch.Tensor, spell: str, balanced: bool) -> Callable[[], Any]:
+    """One layer's attention, compiled anew."""
+    torch._dynamo.reset()
+    real = triton_attend.ragged_splits
+    triton_attend.ragged_splits = real if balanced else lambda config, splits, batch: (splits, 0)
+    keys, values = planes
+
+    def attend(q: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+        return torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D)
+
+    run = torch.compile(attend, fullgraph=True, options={"force_disable_caches": True})
+    run(q, hi)
+    triton_attend.ragged_splits = real
+    return lambda: run(q, hi)
+
+
+def measure(scheme: str) -> list[dict[str, Any]]:
+    """A row for each set of lengths."""
+    spell, longest = schemes.parse(scheme).spell(), max(max(lengths) for lengths in LENGTHS.values())
+    planes = [store(scheme, 16, longest, role) for role in Role]
+    token = sum(plane.nbytes for plane in (*planes[0], *planes[1])) / 16 / longest
+    q = torch.randn(16, H, 1, D, device="cuda", dtype=torch.bfloat16)
+    calls = {}
+    rows = []
+    hi = torch.empty(16, 1, dtype=torch.int64, device="cuda")
+    for balanced in (False, True):
+        calls[balanced] = compiled(planes, q, hi.fill_(longest - 1), spell, balanced)
+    for name, lengths in LENGTHS.items():
+        hi.copy_(torch.tensor(lengths, device="cuda").unsqueeze(1) - 1)
+        found = {}
+        for balanced, call in calls.items():
+            for row in (0, 15):
+                kept = [[plane[:, row : row + 1] for plane in slot] for slot in planes]
+                error = relative_error(call()[row : row + 1], (q[row : row + 1], *kept, hi[row : row + 1], spell, None, None))
+                if not error < 1e-2:
+                    raise SystemExit(f"{scheme}, {name}, row {row} is wrong: relative error {error:.3g}; no times")
+            found[balanced] = graph_ms(call)
+        roof = token * sum(lengths) / BANDWIDTH * 1e3
+        rows.append({
+            "scheme": scheme, "lengths": name, "tokens": sum(lengths), "balanced_ms": found[True], "by_row_ms": found[False],
+            "roof_ms": roof,
+        })
+        print(f"{scheme} {name}: {found[True]:.4f} ms balanced, {found[False]:.4f} by row, roof {roof:.4f}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--schemes", default="int8,int4")
+    options = parser.parse_args()
+    inductor.install()
+    rows = [row for scheme in options.schemes.split(",") for row in measure(scheme)]
+    if options.json:
+        options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
