@@ -206,7 +206,7 @@ def test_a_value_that_is_no_number_is_no_bound() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "inner"), [("int4", "inductor"), ("kivi", "inductor"), ("int8", "aot_eager")])
+@pytest.mark.parametrize(("scheme", "inner"), [("kivi", "inductor"), ("int8", "aot_eager")])
 def test_compilers_make_the_same(scheme: str, inner: str) -> None:
     holds(scheme, inner, (70, 1, 1, 1))
 
@@ -244,10 +244,9 @@ def test_a_wrong_result_is_seen_whatever_made_it() -> None:
         assert (torch.linalg.vector_norm(output.double() - exact, dim=-1) <= sum(bound)).all()
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("scheme", ["int8", "kivi(group=16,window=64)"])
+@pytest.mark.parametrize(("kind", "scheme"), [("static", "int8"), ("dynamic", "kivi(group=16,window=64)")])
 def test_caches_of_a_model_are_cropped_reordered_copied_and_saved_as_before(kind: str, scheme: str) -> None:
-    model, found, reports = llama(layers=2), {}, {}
+    model, found, reports = llama(layers=1), {}, {}
     for certify in (None, REPORT):
         torch._dynamo.reset()
         backend = kvcompile.backend(scheme, certify=certify, inner="eager", strict=True)

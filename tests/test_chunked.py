@@ -1,16 +1,11 @@
-"""Chunks of tokens decoded once and attended to: both kernels in Triton's interpreter against ``attend_body`` and ``decode``.
-
-As in ``test_triton_attend``, cases run in subprocesses of this very file, before which the interpreter is chosen.
-"""
+"""Chunks of tokens decoded once and attended to: both kernels in Triton's interpreter against ``attend_body`` and ``decode``."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-import os
 import pathlib
-import subprocess
 import sys
 import types
 
@@ -19,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+from interpreted import interpreted
 from test_prefill_kernel import Prefill, merged, windowed
 from test_triton_attend import Case, allow_ranges_over_scalars, check, operands
 
@@ -32,7 +28,7 @@ from kvcompile.lowering.prefill_tiles import CHUNKS, choose_cut, chunk_for
 from kvcompile.types import Role, SlotSpec
 
 RUNS = (("int8", "fp8"), ("int4",), ("kivi", "kivi(bits=4)"), ("inductor",))
-"""Schemes that one subprocess takes, or the way through Inductor."""
+"""Schemes that one process takes, or the way through Inductor."""
 
 CHUNK = 128
 TILE = Tile(64, 32, False, 4, 2)
@@ -62,7 +58,9 @@ def cases(scheme: str) -> list[Prefill]:
             dataclasses.replace(base, key="int8(granularity=group,group=16)", value="int4(granularity=token)", D=128),
             dataclasses.replace(base, key="int4(group=16,scale_dtype=float32)", value="int4(group=64,scale_dtype=bfloat16)", Dv=128),
         ]
-    return [Prefill(case) for case in (found[:4] if scheme == "fp8" else found)]
+    # Masks are those of what was decoded, whatever it was: they are int4's.
+    chosen = {"fp8": found[:4], "int8": [*found[:6], *found[-2:]]}.get(scheme, found)
+    return [Prefill(case) for case in chosen]
 
 
 def run_chunks(case: Case, args: dict) -> torch.Tensor:
@@ -144,12 +142,13 @@ def through_inductor() -> list[str]:
     return [failure for failure in failures if failure]
 
 
-def main(names: list[str]) -> int:
+def compare(*names: str) -> None:
+    """Every case of the schemes, or of the way through Inductor."""
     allow_ranges_over_scalars()
     failures: list[str | None] = []
-    if names == ["inductor"]:
+    if names == ("inductor",):
         failures += through_inductor()
-        names = []
+        names = ()
     for name in names:
         failures += [off_scratch(name, dtype) for dtype in (torch.float16, torch.bfloat16)]
     for prefill in itertools.chain.from_iterable(cases(name) for name in names):
@@ -160,18 +159,12 @@ def main(names: list[str]) -> int:
         except Exception as error:  # noqa: BLE001 - every case must be reported
             failures.append(f"{case}: {type(error).__name__} {str(error)[-400:]}")
     found = [failure for failure in failures if failure]
-    print("\n".join(found))
-    return bool(found)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("names", RUNS, ids=" ".join)
 def test_interpreted_kernels_equal_eager(names: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, *names],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True, text=True, check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    interpreted(compare, *names)
 
 
 def config_of(scheme: str, tile: Tile) -> PrefillConfig:
@@ -222,7 +215,3 @@ def test_few_rows_and_dense_slots_are_the_templates_own() -> None:
     assert choose_cut(config, 1000, 1, 132, 232448, None) is None
     assert choose_cut(dataclasses.replace(config, key_scheme="dense", key_word=torch.bfloat16), 2048, 1, 132, 232448, None) is None
     assert choose_cut(dataclasses.replace(config, page_rows=16), 2048, 1, 132, 232448, None) is None
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

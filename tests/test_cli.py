@@ -201,7 +201,7 @@ def test_split_at_outer_commas() -> None:
 @pytest.mark.slow
 def test_eval_prints_the_telemetry_of_certified_attention(run: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = run(
-        "eval", "--quick", "--schemes", "dense,certified(certify=k_max:2)", "--context", "256", "--questions", "8", "--telemetry"
+        "eval", "--quick", "--schemes", "dense,certified(certify=k_max:2)", "--context", "256", "--questions", "1", "--telemetry"
     )
     assert status == 0
     words = " ".join(out.split())

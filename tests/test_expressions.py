@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import importlib.util
 import pathlib
 import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
+from interpreted import interpreted
 
 from kvcompile import schemes
 from kvcompile.lowering import expressions
@@ -65,37 +64,30 @@ def test_cpp_equals_eager(library: ctypes.CDLL, name: str, part: int) -> None:
     assert torch.equal(out[finite], eager[finite])
 
 
-def test_triton_equals_eager(tmp_path: object) -> None:
-    """All schemes in one subprocess, since the interpreter is chosen before triton is imported."""
-    script = textwrap.dedent('''
-        import importlib.util, sys, torch
-        import test_expressions as t
-        from kvcompile import schemes
-        from kvcompile.lowering import expressions
-        lines = ["import triton", "import triton.language as tl"]
-        for name, part in t.parts():
-            fmt = schemes.make(name).format(t.SLOT)
-            lines += ["@triton.jit", f"def {name}_{part}(W, O):", "    i = tl.arange(0, 256)", "    w = tl.load(W + i)",
-                      f"    tl.store(O + i, {expressions.triton_expression(fmt, part, 'w')})"]
-        path = sys.argv[1] + "/kernels.py"
-        open(path, "w").write("\\n".join(lines))
-        spec = importlib.util.spec_from_file_location("kernels", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        for name, part in t.parts():
-            fmt = schemes.make(name).format(t.SLOT)
-            out = torch.full((256,), float("nan"))
-            getattr(module, f"{name}_{part}")[(1,)](t.all_words(fmt), out)
-            eager = t.expected(fmt, part)
-            finite = eager.isfinite()
-            assert torch.equal(out[finite], eager[finite]), (name, part)
-    ''')
-    paths = os.pathsep.join([str(pathlib.Path(__file__).parent), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
-        capture_output=True, text=True, check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def compare_in_triton(folder: pathlib.Path) -> None:
+    """A kernel of every scheme and part, for one program of all words."""
+    lines = ["import triton", "import triton.language as tl"]
+    for name, part in parts():
+        fmt = schemes.make(name).format(SLOT)
+        lines += [
+            "@triton.jit", f"def {name}_{part}(W, O):", "    i = tl.arange(0, 256)", "    w = tl.load(W + i)",
+            f"    tl.store(O + i, {expressions.triton_expression(fmt, part, 'w')})",
+        ]
+    (folder / "kernels.py").write_text("\n".join(lines))
+    spec = importlib.util.spec_from_file_location("kernels", folder / "kernels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, part in parts():
+        fmt, out = schemes.make(name).format(SLOT), torch.full((256,), float("nan"))
+        getattr(module, f"{name}_{part}")[(1,)](all_words(fmt), out)
+        eager = expected(fmt, part)
+        finite = eager.isfinite()
+        assert torch.equal(out[finite], eager[finite]), (name, part)
+
+
+def test_triton_equals_eager(tmp_path: pathlib.Path) -> None:
+    interpreted(compare_in_triton, tmp_path)
 
 
 def test_dense_passes_words_through() -> None:

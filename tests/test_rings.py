@@ -79,8 +79,10 @@ def differences(model: Any, compiled: Any, kind: str, chunks: tuple[int, ...], r
 # --- transformers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("chunks", "rows"), [(STEPS, 3), (STEPS, 1), ((20, 1, 1, 4, 1), 3), ((5, 4, 4, 9, 1), 1)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "chunks", "rows"), [
+    ("static", STEPS, 3), ("dynamic", STEPS, 1), *((kind, (20, 1, 1, 4, 1), 3) for kind in KINDS),
+    *((kind, (5, 4, 4, 9, 1), 1) for kind in KINDS),
+])
 def test_logits(kind: str, chunks: tuple[int, ...], rows: int) -> None:
     model, backend = mistral(), eager()
     errors, _ = differences(model, torch.compile(model, backend=backend, fullgraph=True), kind, chunks, rows)
@@ -88,8 +90,7 @@ def test_logits(kind: str, chunks: tuple[int, ...], rows: int) -> None:
     assert backend.report().sites == len(backend.graphs)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "attention"), [("static", "sdpa"), ("dynamic", "eager")])
 def test_windows_beside_full_layers(kind: str, attention: str) -> None:
     model, backend = gemma(attention), eager()
     errors, cache = differences(model, torch.compile(model, backend=backend, fullgraph=True), kind, (10, 1, 1, 1, 1, 4, 1, 1))
@@ -108,8 +109,9 @@ def test_a_prefill_outside_of_the_compiled_model(kind: str) -> None:
         assert max(errors) <= 1e-6
 
 
-@pytest.mark.parametrize(("scheme", "bound"), [("int8", 2e-3), ("fp8", 1e-2), ("int4(group=16)", 3e-2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "scheme", "bound"), [
+    *((kind, "int8", 2e-3) for kind in KINDS), ("dynamic", "fp8", 1e-2), ("static", "int4(group=16)", 3e-2),
+])
 def test_compressed_logits(kind: str, scheme: str, bound: float) -> None:
     model = mistral()
     errors, _ = differences(model, torch.compile(model, backend=eager(scheme), fullgraph=True), kind, (*STEPS, 4, 1))
@@ -227,12 +229,13 @@ def test_speculation_crops_what_was_recorded() -> None:
     assert torch.equal(model.generate(words, **options), expected)
 
 
-@pytest.mark.parametrize(("scheme", "why"), [
-    ("kivi", "blocks of consecutive tokens"), ("squat(group=16,window=32,subblock=8,rank=4)", "blocks of consecutive tokens"),
-    ("dense(pre_rope=True)", "turned back by their place in the cache"),
+@pytest.mark.parametrize(("scheme", "why", "spelled"), [
+    ("kivi", "blocks of consecutive tokens", (("static", "sdpa"), ("static", "eager"))),
+    ("squat(group=16,window=32,subblock=8,rank=4)", "blocks of consecutive tokens", (("dynamic", "sdpa"),)),
+    ("dense(pre_rope=True)", "turned back by their place in the cache", (("static", "sdpa"), ("dynamic", "sdpa"))),
 ])
-def test_schemes_that_need_the_order_of_tokens_are_refused(scheme: str, why: str) -> None:
-    for kind, attention in (("static", "sdpa"), ("dynamic", "sdpa"), ("static", "eager")):
+def test_schemes_that_need_the_order_of_tokens_are_refused(scheme: str, why: str, spelled: tuple[tuple[str, str], ...]) -> None:
+    for kind, attention in spelled:
         torch._dynamo.reset()
         model, backend = mistral(attention=attention), kvcompile.backend(scheme, inner="eager")
         errors, cache = differences(model, torch.compile(model, backend=backend), kind, (10, 1, 1, 1, 1))
@@ -242,18 +245,18 @@ def test_schemes_that_need_the_order_of_tokens_are_refused(scheme: str, why: str
         assert type(cache.layers[0].keys) is torch.Tensor
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("static", (9, 1, 1, 1, 1, 1)), ("dynamic", (20, 1, 1, 4, 1))])
-def test_rings_beside_schemes_that_need_the_order_of_tokens(kind: str, chunks: tuple[int, ...]) -> None:
-    for scheme in ("dense(pre_rope=True)", "squat(group=16,window=32,subblock=8,rank=4)"):
-        torch._dynamo.reset()
-        model, backend = gemma(), eager({"*layers.0*": "dense", "*": scheme})
-        errors, cache = differences(model, torch.compile(model, backend=backend), kind, chunks)
-        # Fewer tokens than squat keeps exact.
-        assert max(errors) <= 1e-6
-        assert backend.report().sites == 2 * len(backend.graphs)
-        assert not backend.report().untaught
-        assert cache.layers[0].keys._kv.ring == 12
-        assert cache.layers[1].keys._kv.ring is None
+@pytest.mark.parametrize(("kind", "chunks", "scheme"), [
+    ("static", (9, 1, 1, 1, 1, 1), "squat(group=16,window=32,subblock=8,rank=4)"), ("dynamic", (20, 1, 1, 4, 1), "dense(pre_rope=True)"),
+])
+def test_rings_beside_schemes_that_need_the_order_of_tokens(kind: str, chunks: tuple[int, ...], scheme: str) -> None:
+    model, backend = gemma(), eager({"*layers.0*": "dense", "*": scheme})
+    errors, cache = differences(model, torch.compile(model, backend=backend), kind, chunks)
+    # Fewer tokens than squat keeps exact.
+    assert max(errors) <= 1e-6
+    assert backend.report().sites == 2 * len(backend.graphs)
+    assert not backend.report().untaught
+    assert cache.layers[0].keys._kv.ring == 12
+    assert cache.layers[1].keys._kv.ring is None
 
 
 # --- hand-written ---------------------------------------------------------------------------------------
@@ -277,10 +280,10 @@ def test_one_row() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("kind", KINDS)
-def test_inductor(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "chunks"), [("static", (14, 1, 1, 4, 1)), ("dynamic", (14, 1, 1))])
+def test_inductor(kind: str, chunks: tuple[int, ...]) -> None:
     model, backend = mistral(), kvcompile.backend("int8", strict=True)
-    errors, _ = differences(model, torch.compile(model, backend=backend, fullgraph=True), kind, (14, 1, 1, 4, 1))
+    errors, _ = differences(model, torch.compile(model, backend=backend, fullgraph=True), kind, chunks)
     assert max(errors) <= 2e-3
 
 

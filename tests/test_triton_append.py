@@ -1,18 +1,13 @@
-"""The append kernel in Triton's interpreter against the body it stands for, bit for bit, and compiled offline.
-
-The interpreter must be chosen before triton is imported, so the comparison runs in a subprocess of this very file.
-"""
+"""The append kernel in Triton's interpreter against the body it stands for, bit for bit, and compiled offline."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from interpreted import interpreted
 
 from kvcompile import schemes
 from kvcompile.lowering import windows
@@ -88,11 +83,7 @@ def compare() -> None:
 @pytest.mark.timeout(600)
 def test_the_kernel_is_the_body_bit_for_bit() -> None:
     pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    interpreted(compare)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -112,7 +103,3 @@ def test_the_kernel_compiles_offline(capability: int, slots: int) -> None:
     source = ASTSource(kernel, signature, constexprs={(names.index(name),): value for name, value in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
     assert compiled.asm["cubin"]
-
-
-if __name__ == "__main__":
-    compare()

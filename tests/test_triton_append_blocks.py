@@ -1,13 +1,8 @@
-"""The append kernels of many tokens into a window, in Triton's interpreter against the body they stand for, bit for bit, and offline.
-
-The interpreter must be chosen before triton is imported, so the comparison runs in a subprocess of this very file.
-"""
+"""The append kernels of many tokens into a window, in Triton's interpreter against the body they stand for, bit for bit, and offline."""
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
 import sys
 from typing import Any
 
@@ -16,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+from interpreted import interpreted
 from test_triton_append import CONSTANTS, POINTERS, assert_same, fuse
 
 from kvcompile import schemes
@@ -75,44 +71,54 @@ def origins() -> list[tuple[torch.Tensor | None, int]]:
     return [(None, 1), (None, BATCH), (torch.tensor([0, 3]), BATCH), (torch.tensor([70, 9]), 1)]
 
 
-def compare() -> None:
-    """Every plane and result of both slots in the same launches after every call, bit for bit."""
+def compare(case: int) -> None:
+    """Every plane and result of both slots in the same launches after every call, bit for bit.
+
+    All origins in all pieces take the interpreter minutes: a case has each pieces with an origin of its own, all cases have all pairs.
+    """
     from kvcompile.lowering import triton_append_blocks as kernels
     from kvcompile.lowering.triton_append import Slot
 
     fuse()
-    for seed, (text, dim, dtype, pages) in enumerate(CASES[int(which)] for which in sys.argv[1:]):
-        halves = [schemes.parse(text).of(role).spell() for role in Role]
-        count = sum(PIECES[0])
-        new = [new_tokens(2 * seed + index, count, dim, dtype) for index in range(2)]
-        for origin, rows in origins():
-            whole = []
-            for pieces in PIECES:
-                wanted, found, alone = (empty(text, dim, dtype, pages) for _ in range(3))
-                for index, (which, pos) in enumerate(calls(count, pieces, rows)):
-                    slots = [Slot(x[:, :, which], planes, pos, origin, half) for x, planes, half in zip(new, found, halves, strict=True)]
-                    assert all(kernels.fits(slot) for slot in slots), text
-                    results = kernels.append_window_blocks(slots)
-                    if index == 0:
-                        kernels.append_window_blocks([slots[0]._replace(planes=alone[0])])
-                        assert_same(alone[0], found[0], (text, "alone"))
-                    for x, planes, half, mine, given in zip(new, wanted, halves, found, results, strict=True):
-                        body = windows.append_window_body(x[:, :, which], planes, pos, origin, half)
-                        assert_same((*mine, *given), (*planes, *body), (half, dim, dtype, rows, origin, pieces, index))
-                    if index == len(pieces) - 1:
-                        whole.append([plane.clone() for planes in found for plane in planes])
-            assert_same(whole[0], whole[1], (text, "pieces"))
+    text, dim, dtype, pages = CASES[case]
+    halves = [schemes.parse(text).of(role).spell() for role in Role]
+    count = sum(PIECES[0])
+    new = [new_tokens(2 * case + index, count, dim, dtype) for index in range(2)]
+    for pieces, (origin, rows) in zip(PIECES, (origins() * 2)[case % 4 :], strict=False):
+        wanted, found, alone = (empty(text, dim, dtype, pages) for _ in range(3))
+        for index, (which, pos) in enumerate(calls(count, pieces, rows)):
+            slots = [Slot(x[:, :, which], planes, pos, origin, half) for x, planes, half in zip(new, found, halves, strict=True)]
+            assert all(kernels.fits(slot) for slot in slots), text
+            results = kernels.append_window_blocks(slots)
+            if index == 0:
+                kernels.append_window_blocks([slots[0]._replace(planes=alone[0])])
+                assert_same(alone[0], found[0], (text, "alone"))
+            for x, planes, half, mine, given in zip(new, wanted, halves, found, results, strict=True):
+                body = windows.append_window_body(x[:, :, which], planes, pos, origin, half)
+                assert_same((*mine, *given), (*planes, *body), (half, dim, dtype, rows, origin, pieces, index))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.timeout(300)
 def test_the_kernels_are_the_body_bit_for_bit(case: int) -> None:
     pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, __file__, str(case)], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    interpreted(compare, case)
+
+
+@pytest.mark.parametrize(("text", "dim", "dtype", "pages"), CASES)
+def test_pieces_are_the_whole(text: str, dim: int, dtype: torch.dtype, pages: int) -> None:
+    """Of the body, which the kernels are bit for bit."""
+    count = sum(PIECES[0])
+    for seed, role in enumerate(Role):
+        x, half = new_tokens(seed, count, dim, dtype), schemes.parse(text).of(role).spell()
+        for origin, rows in origins():
+            whole = []
+            for pieces in PIECES:
+                planes = empty(text, dim, dtype, pages)[seed]
+                for which, pos in calls(count, pieces, rows)[: len(pieces)]:
+                    windows.append_window_body(x[:, :, which], planes, pos, origin, half)
+                whole.append(planes)
+            assert_same(whole[0], whole[1], (text, rows, origin))
 
 
 @pytest.mark.parametrize(("text", "count", "dim", "window"), [
@@ -189,7 +195,3 @@ def test_the_kernels_compile_offline(capability: int, bits: int, dim: int, windo
     second = offline(roll_two, both(*copies), capability)
     assert second.asm["cubin"]
     assert not spilled(second)
-
-
-if __name__ == "__main__":
-    compare()

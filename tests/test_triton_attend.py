@@ -1,19 +1,13 @@
-"""The attend kernel in Triton's interpreter against ``attend_body`` in float64, and compiled offline.
-
-The interpreter must be chosen before triton is imported, so cases run in subprocesses of this very file:
-``TRITON_INTERPRET=1 python tests/test_triton_attend.py dense int8``.
-"""
+"""The attend kernel in Triton's interpreter against ``attend_body`` in float64, and compiled offline."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreted import interpreted
 
 from kvcompile import schemes
 from kvcompile.lowering import offline
@@ -340,7 +334,8 @@ def allow_ranges_over_scalars() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def main(names: list[str]) -> int:
+def compare(*names: str) -> None:
+    """Every case of the schemes."""
     allow_ranges_over_scalars()
     failures = []
     for case in itertools.chain.from_iterable(cases(name) for name in names):
@@ -353,18 +348,12 @@ def main(names: list[str]) -> int:
             failure = f"{case}: {type(error).__name__} {str(error)[-400:]}"
         if failure:
             failures.append(failure)
-    print("\n".join(failures))
-    return bool(failures)
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_interpreted_kernel_equals_eager(scheme: str) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, scheme],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True, text=True, check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    interpreted(compare, scheme)
 
 
 def config_of(scheme: str, **changes: object) -> AttendConfig:
@@ -420,7 +409,3 @@ def test_rows_of_one_length_keep_their_splits() -> None:
         (config_of("int8", masks=config.masks, one_query=False), 8, 16),
     ):
         assert ragged_splits(other, splits, batch) == (splits, 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -186,8 +186,7 @@ def generate(
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("eager_prefill", [False, True], ids=["compiled", "adopted"])
-@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("static", "eager_prefill"), [(True, False), (False, True)], ids=["static-compiled", "dynamic-adopted"])
 def test_left_padding_equals_single_runs(static: bool, eager_prefill: bool) -> None:
     config, model = tiny()
     ids, mask = torch.randint(0, 100, (2, 45)), torch.ones(2, 45, dtype=torch.int64)

@@ -1,0 +1,58 @@
+"""Runs a test's function in Triton's interpreter: each call in a process of its own, forked from one where torch is already imported.
+
+The interpreter must be chosen before triton is imported, and what a case patches there must not reach the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+
+@functools.cache
+def interpreting() -> Any:
+    """What starts processes with the interpreter; what takes seconds to import is imported once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton", "kvcompile"])
+    paths = os.pathsep.join(filter(None, sys.path))
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=paths):
+        forkserver.ensure_running()
+    return context
+
+
+def attempt(to: Connection, function: Callable[..., object], *args: object) -> None:
+    """In the process: how the call failed, or None."""
+    from triton import knobs
+
+    assert knobs.runtime.interpret, "a process that was started before the interpreter was chosen"
+    try:
+        function(*args)
+        to.send(None)
+    except Exception:  # noqa: BLE001 - the test raises it again
+        to.send(traceback.format_exc())
+
+
+def interpreted(function: Callable[..., object], *args: object) -> None:
+    """Call a module's function, which asserts, in a process with the interpreter; its failure is the test's, and its end is this one's."""
+    found, to = multiprocessing.Pipe(duplex=False)
+    process = interpreting().Process(target=attempt, args=(to, function, *args), daemon=True)
+    process.start()
+    to.close()
+    try:
+        failure = found.recv()
+    except EOFError:
+        process.join()
+        failure = f"ended with {process.exitcode} before it was done"
+    finally:
+        process.kill()
+        process.join()
+        found.close()
+    assert failure is None, failure[-3000:]
