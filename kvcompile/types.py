@@ -174,13 +174,18 @@ class KernelFormat:
 
 @dataclass(frozen=True)
 class MinMax:
-    """An encoding by minimum and maximum that a kernel may do: planes codes, scales, zeros; groups as in ``KernelFormat``."""
+    """An encoding by minimum and maximum that a kernel may do: planes codes, scales, zeros; groups as in ``KernelFormat``.
+
+    ``subblock``: where it is not 0, so many channels are encoded at a time, and their errors, times the last plane [1, 1 or B, K,
+    D, D], float32, are added to the channels behind them; a group whose error is not finite adds nothing.
+    """
 
     bits: int
     parts: int
     segments: int
     group: int
     block: int
+    subblock: int = 0
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, gr
     assert {node.target for node in inputs if node.op == "call_function"} <= {aten.empty.memory_format, aten.new_empty.default}
 
 
-def block_step(padded: bool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def block_step(padded: bool, monkeypatch: pytest.MonkeyPatch, text: str = "kivi") -> Callable[..., Any]:
     """A step of many tokens by the kernels, as a trace on the CPU records it."""
     from kvcompile.lowering import triton_append_blocks as blocks
     from kvcompile.lowering.triton_append import Slot
@@ -231,8 +231,8 @@ def block_step(padded: bool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
 
     def step(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
         origin, planes = (rest[0], rest[1:]) if padded else (None, rest)
-        halves = list(planes[: len(planes) // 2]), list(planes[len(planes) // 2 :])
-        slots = [Slot(x, half, pos, origin, one) for x, half, one in zip((k, v), halves, spelled("kivi"), strict=True)]
+        halves = list(planes[:-5]), list(planes[-5:])
+        slots = [Slot(x, half, pos, origin, one) for x, half, one in zip((k, v), halves, spelled(text), strict=True)]
         assert all(blocks.fits(slot) for slot in slots)
         return [recent for recent, _ in blocks.append_window_blocks(slots)]
 
@@ -265,14 +265,14 @@ class DeviceStandIn:
         return GPUTarget("cuda", 90, 32)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_block_of_a_window_changes_what_it_writes(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("text", "padded"), [("kivi", False), ("kivi", True), ("squat", True)])
+def test_a_block_of_a_window_changes_what_it_writes(text: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reads in a kernel's code what it may write; positions taken for written would be copied, and no graph of a step recorded."""
     pytest.importorskip("triton")
     from triton.runtime import driver
 
     monkeypatch.setattr(driver, "_active", DeviceStandIn())
-    traced = traced_step(torch.func.functionalize(block_step(padded, monkeypatch), remove="mutations"), "kivi", 65, True, padded)
+    traced = traced_step(torch.func.functionalize(block_step(padded, monkeypatch, text), remove="mutations"), text, 65, True, padded)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     written = [{name for name in node.kwargs["tensors_to_clone"] if not name.endswith("_2")} for node in kernels]  # type: ignore[union-attr]
     assert written == [{"CODES", "SCALES", "ZEROS", "RECENT"}, {"RING", "CLOCK"}]
@@ -295,7 +295,7 @@ def test_many_tokens_of_a_window_take_the_kernels_that_know_them(monkeypatch: py
         x = torch.zeros(1, KV, count, DIM).as_subclass(OnCuda)
         return [(x, planes_of(text, role), torch.arange(count)[None], None, one) for role, one in zip(Role, spelled(text), strict=True)]
 
-    for text, count in (("kivi", 40), ("kivi(window=96)", 40), ("squat", 40), ("kivi(window=96)", 1)):
+    for text, count in (("kivi", 40), ("squat", 40), ("squat(subblock=8)", 40), ("kivi(window=96)", 40), ("kivi(window=96)", 1)):
         appends._windows(calls(text, count))
     # The values of squat are kivi's.
-    assert taken == [2, "operation", "operation", "operation", 1, "body", "body"]
+    assert taken == [2, 2, "operation", 1, "operation", "operation", "body", "body"]

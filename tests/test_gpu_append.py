@@ -16,6 +16,8 @@ from test_triton_append import assert_same
 from test_triton_append_blocks import CASES as BLOCKS
 from test_triton_append_blocks import calls, empty, new_tokens, origins
 from test_triton_append_rows import CASES, KV, PAGES, one_nan, positions, stores, tokens
+from test_triton_moves import CASES as MOVING
+from test_triton_moves import compare as compare_moves
 
 from kvcompile import schemes
 from kvcompile.lowering import ops
@@ -148,3 +150,9 @@ def test_blocks_into_a_window(
         assert_same((*found[0], *found[1], *results), (*wanted[0], *wanted[1], *expected), (text, dim, dtype, rows, index))
     assert len(traced) >= len(steps)
     assert set(traced) == {2}
+
+
+@pytest.mark.parametrize(("text", "dtype"), [*MOVING, ("squat", BF16)])
+def test_errors_move_channels(text: str, dtype: torch.dtype) -> None:
+    """By the kernels for many tokens and for one."""
+    compare_moves(text, dtype, "cuda")

@@ -15,12 +15,12 @@ from kvcompile.types import Role, SlotSpec
 
 KV, DIM = 2, 64
 CONSTANTS = {
-    "D": 128, "W": 32, "PAGE": 64, "HEADS": 8, "BITS": 2, "PARTS": 4, "SEGMENTS": 1, "GROUP": 32, "HAS_ORIGIN": True,
+    "D": 128, "W": 32, "PAGE": 64, "HEADS": 8, "BITS": 2, "PARTS": 4, "SEGMENTS": 1, "GROUP": 32, "SUB": 0, "HAS_ORIGIN": True,
     "ULP": 2.0**-10, "TINY": 2.0**-24,
 }
 POINTERS = {
-    "X": "*bf16", "RING": "*bf16", "CLOCK": "*i64", "CODES": "*u8", "SCALES": "*fp16", "ZEROS": "*fp16", "POS": "*i64", "ORIGIN": "*i64",
-    "RECENT": "*bf16",
+    "X": "*bf16", "RING": "*bf16", "CLOCK": "*i64", "CODES": "*u8", "SCALES": "*fp16", "ZEROS": "*fp16", "MOVES": "*fp16", "POS": "*i64",
+    "ORIGIN": "*i64", "RECENT": "*bf16",
 }
 
 

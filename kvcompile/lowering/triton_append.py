@@ -4,6 +4,9 @@ A program has one kv head of one batch row. It reads the window once, gives the 
 that the token stands in, and puts the token into the window: what ``windows.append_window_body`` says, for
 schemes that quantize by minimum and maximum (``Scheme.minmax``). Rounding is spelled out, bit for bit that of
 ``schemes.asymmetric`` (``triton_rounding``); a test holds the two together. Anything else goes through the traced body.
+
+Where errors of channels move others (squat), a block is encoded once, by the token that makes it whole: nobody reads its codes
+before. The products are the body's but for the order of their sums, and so a code may be the neighbor of the body's.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -44,6 +47,30 @@ def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.cons
 
 
 @triton.jit
+def corrected(
+    content, MOVES, stored: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    """Float32 [n, D] of whole blocks of BLOCK tokens, channels moved by the errors of those SUB at a time before; ``Squat.encode``.
+
+    MOVES: [D, D], zero but where a column's channel comes behind the row's SUB channels, so nothing that is encoded moves again.
+    """
+    N: tl.constexpr = content.shape[0]
+    D: tl.constexpr = content.shape[1]
+    d = tl.arange(0, D)
+    for part in tl.static_range(D // SUB - 1):
+        grouped = tl.reshape(content, [N // BLOCK, BLOCK, D])
+        codes, scale, zero = minmax_codes(grouped, stored, BITS, ULP, TINY)
+        error = tl.reshape(codes.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32) - grouped, [N, D])
+        error = tl.where((d // SUB == part)[None, :] & (tl.abs(error) < float("inf")), error, 0.0)
+        # All others are zero.
+        own = tl.sum(tl.reshape(error, [N, D // SUB, SUB]), 1)
+        moves = tl.load(MOVES + (part * SUB + tl.arange(0, SUB))[:, None] * D + d[None, :])
+        content = content + tl.dot(own, moves, input_precision="tf32x3")
+    return content
+
+
+@triton.jit
 def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
     """A row's origin in force, what its clock will say of it, and whether the row's mask agrees.
 
@@ -61,11 +88,40 @@ def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
 
 
 @triton.jit
-def _append_token(
-    program, X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b, codes_h,
-    scales_b, scales_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr,
-    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr,
+def _encode_block(
+    content, t, last, CODES, SCALES, ZEROS, MOVES, codes_n, scales_n, D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr,
+):
+    """Block ``last``, tokens t [BLOCK] with what they hold, float32 [BLOCK, D], of one kv head of one batch row."""
+    if SUB > 0:
+        content = corrected(content, MOVES, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
+    # [1, tokens, channels] or [groups, channels of a group, 1]: reduced over the middle.
+    if BLOCK > 1:
+        grouped = tl.reshape(content, [1, BLOCK, D])
+    else:
+        grouped = tl.reshape(content, [D // GROUP, GROUP, 1])
+    codes, scale, zero = minmax_codes(grouped, SCALES.dtype.element_ty, BITS, ULP, TINY)
+
+    planar = tl.reshape(codes, [BLOCK, PARTS, D // PARTS])
+    words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
+    row = CODES + (t // PAGE) * codes_n + (t % PAGE) * (SEGMENTS * (D // PARTS))
+    w = tl.arange(0, D // PARTS)
+    for byte in tl.static_range(SEGMENTS):
+        tl.store(row[:, None] + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(tl.uint8))
+    per_row: tl.constexpr = D if BLOCK > 1 else D // GROUP
+    rows_a_page: tl.constexpr = PAGE // BLOCK
+    at = (last // rows_a_page) * scales_n + (last % rows_a_page) * per_row + tl.arange(0, per_row)
+    tl.store(SCALES + at, tl.reshape(scale, [per_row]))
+    tl.store(ZEROS + at, tl.reshape(zero, [per_row]))
+
+
+@triton.jit
+def _append_token(
+    program, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
     """One token of one kv head of one batch row: see the module. The window and the clock are contiguous."""
     b = (program // HEADS).to(tl.int64)
@@ -109,62 +165,53 @@ def _append_token(
     tl.store(clock, start + 1)
     tl.store(clock + 1, remembered)
 
-    # [1, tokens, channels] or [groups, channels of a group, 1]: reduced over the middle.
-    if BLOCK > 1:
-        grouped = tl.reshape(content, [1, BLOCK, D])
-    else:
-        grouped = tl.reshape(content, [D // GROUP, GROUP, 1])
-    codes, scale, zero = minmax_codes(grouped, SCALES.dtype.element_ty, BITS, ULP, TINY)
-
-    planar = tl.reshape(codes, [BLOCK, PARTS, D // PARTS])
-    words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
-    row = CODES + (t // PAGE) * codes_n + b * codes_b + h * codes_h + (t % PAGE) * (SEGMENTS * (D // PARTS))
-    w = tl.arange(0, D // PARTS)
-    for byte in tl.static_range(SEGMENTS):
-        tl.store(row[:, None] + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(tl.uint8))
-    per_row: tl.constexpr = D if BLOCK > 1 else D // GROUP
-    rows_a_page: tl.constexpr = PAGE // BLOCK
-    at = (last // rows_a_page) * scales_n + b * scales_b + h * scales_h + (last % rows_a_page) * per_row + tl.arange(0, per_row)
-    tl.store(SCALES + at, tl.reshape(scale, [per_row]))
-    tl.store(ZEROS + at, tl.reshape(zero, [per_row]))
+    # Whoever moves channels does so once a block.
+    if ((start + 1) % BLOCK == 0) | (SUB == 0):
+        _encode_block(
+            content, t, last, CODES + b * codes_b + h * codes_h, SCALES + b * scales_b + h * scales_h, ZEROS + b * scales_b + h * scales_h,
+            MOVES + b * moves_b + h * moves_h, codes_n, scales_n, D, PAGE, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, ULP, TINY,
+        )
 
 
 @triton.jit
 def append_one(
-    X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b, codes_h,
-    scales_b, scales_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr,
-    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr,
-    TINY: tl.constexpr,
+    X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
     """One token of one slot; a program has one kv head of one batch row."""
     _append_token(
-        tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b,
-        codes_b, codes_h, scales_b, scales_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, HAS_ORIGIN, ULP, TINY,
+        tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n,
+        pos_b, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
+        HAS_ORIGIN, ULP, TINY,
     )
 
 
 @triton.jit
 def append_two(
-    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
-    codes_h, scales_b, scales_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
-    pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, D: tl.constexpr, W: tl.constexpr,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, D_2: tl.constexpr, W_2: tl.constexpr,
-    PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr, PARTS_2: tl.constexpr, SEGMENTS_2: tl.constexpr,
-    GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr,
+    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, moves_b, moves_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2, ORIGIN_2, RECENT_2,
+    x_b_2, x_h_2, x_d_2, pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, moves_b_2, moves_h_2,
+    D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
+    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr,
+    TINY: tl.constexpr, D_2: tl.constexpr, W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr,
+    PARTS_2: tl.constexpr, SEGMENTS_2: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, SUB_2: tl.constexpr,
+    HAS_ORIGIN_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr,
 ):
     """One token of two slots, keys and values: the first ``programs`` programs have the first."""
     program = tl.program_id(0)
     if program < programs:
         _append_token(
-            program, X, RING, CLOCK, CODES, SCALES, ZEROS, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
-            codes_h, scales_b, scales_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, HAS_ORIGIN, ULP, TINY,
+            program, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b,
+            codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
+            HAS_ORIGIN, ULP, TINY,
         )
     else:
         _append_token(
-            program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
-            pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, D_2, W_2, PAGE_2, HEADS_2, BITS_2,
-            PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, HAS_ORIGIN_2, ULP_2, TINY_2,
+            program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
+            pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, moves_b_2, moves_h_2, D_2, W_2, PAGE_2,
+            HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2, ULP_2, TINY_2,
         )
 
 
@@ -188,6 +235,11 @@ class Slot(NamedTuple):
         return self.planes[_encoded(self.planes) + 1]
 
     @property
+    def moves(self) -> torch.Tensor:
+        """[1, 1 or B, K, D, D], how far errors move channels; any plane where the scheme has none."""
+        return self.planes[-1]
+
+    @property
     def programs(self) -> int:
         """One for each kv head of each batch row."""
         return self.x.shape[0] * self.x.shape[1]
@@ -206,10 +258,12 @@ class Slot(NamedTuple):
         """Of the kernels, in their order: whole planes, no views, which functionalization would copy."""
         codes, scales, zeros = self.planes[:3]
         origin = self.pos if self.origin is None else self.origin
+        moves = self.moves
         return (
-            self.x, self.window, self.clock, codes, scales, zeros, self.pos, origin, recent, self.x.stride(0), self.x.stride(1),
+            self.x, self.window, self.clock, codes, scales, zeros, moves, self.pos, origin, recent, self.x.stride(0), self.x.stride(1),
             self.x.stride(3), codes.shape[0], codes.stride(0), scales.stride(0), 0 if self.pos.shape[0] == 1 else self.pos.stride(0),
-            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2),
+            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), 0 if moves.shape[1] == 1 else moves.stride(1),
+            moves.stride(2),
         )
 
     def constants(self, suffix: str = "") -> dict[str, object]:
@@ -220,7 +274,7 @@ class Slot(NamedTuple):
         named = {
             "D": self.x.shape[3], "W": self.window.shape[3], "PAGE": self.planes[0].shape[3], "HEADS": self.x.shape[1], "BITS": rule.bits,
             "PARTS": rule.parts, "SEGMENTS": rule.segments, "GROUP": rule.group, "BLOCK": rule.block,
-            "HAS_ORIGIN": self.origin is not None, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
+            "SUB": rule.subblock, "HAS_ORIGIN": self.origin is not None, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
         }
         return {name + suffix: value for name, value in named.items()}
 
@@ -230,6 +284,9 @@ def known(slot: Slot) -> bool:
     rule = schemes.parse(slot.scheme).minmax
     D, W = slot.x.shape[3], slot.window.shape[3]
     if rule is None or D & (D - 1) or W & (W - 1):
+        return False
+    # Tensor cores take no fewer than 16 channels, or tokens, at once.
+    if rule.subblock and (rule.subblock < 16 or rule.subblock & (rule.subblock - 1) or rule.block < 16 or not slot.moves.is_contiguous()):
         return False
     in_order = slot.window.is_contiguous() and slot.clock.is_contiguous()
     rows = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes[:3])

@@ -108,7 +108,9 @@ class Squat(Kivi):
 
     @property
     def minmax(self) -> MinMax | None:
-        return super().minmax if self.lam == 0 else None
+        made = super().minmax
+        assert made is not None
+        return dataclasses.replace(made, subblock=self.subblock) if self.lam > 0 else made
 
     def check(self, slot: SlotSpec) -> None:
         super().check(slot)
