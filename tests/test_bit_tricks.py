@@ -139,15 +139,13 @@ class Lanes:
         self.memory, self.shared = memory, np.zeros(256, np.uint32)
 
     def __call__(self, text: str, constraints: str, operands: list[object], dtype: object, is_pure: bool, pack: int) -> object:
-        """tl.inline_asm_elementwise: a scalar (pack 1) or blocks of pairs, a scalar then in two registers."""
+        """tl.inline_asm_elementwise of a scalar (pack 1) or of blocks of pairs."""
         results = constraints.count("=")
         inputs = [np.asarray(one, np.uint64) for one in operands]
-        # The table of a block.
-        inputs += inputs[1:] * (pack - 1)
         assert is_pure == (pack == 2) and len(constraints.split(",")) == results + len(inputs)
         self.registers = {f"${results + index}": one for index, one in enumerate(inputs)}
         self.registers |= {"%laneid": np.arange(32, dtype=np.uint64), "pairs": np.uint64(0)}
-        for statement in filter(None, (part.strip() for part in text.strip("{} ").split(";"))):
+        for statement in filter(None, (part.strip(" {") for part in text.strip("{} ").split(";"))):
             name, _, rest = statement.partition(" ")
             if name not in {".shared", ".reg", "bar.sync"}:
                 self.step(name, [part.strip(" {}[]") for part in rest.replace("{h, g}", "h+g").split(",")])
@@ -185,11 +183,11 @@ def test_both_nibbles_of_every_byte_of_two_words_are_looked_up(stride: int) -> N
     lanes = Lanes(memory)
     pointers = types.SimpleNamespace(inline_asm_elementwise=lanes, int32="int32", int64=np.int64, float16="float16")
     names = {"tl": pointers, "low": Pointer(low), "high": Pointer(high)}
-    table = eval(pair_table("low", "high", str(stride)), names)
+    eval(pair_table("pairs", "low", "high", str(stride)), names)
     levels = [memory[start // 4 : start // 4 + 16 * stride : stride].astype(np.float16) for start in (low, high)]
     words = pairs()
     for byte in range(2):
-        found = eval(looked_up(byte, "word", "table"), {"tl": pointers, "word": words, "table": np.full_like(words, table)})
+        found = eval(looked_up(byte, "word", "pairs"), {"tl": pointers, "word": words})
         for part in range(2):
             index = np.stack([(words >> (16 * word + 8 * byte + 4 * part)) & 15 for word in range(2)], -1)
             assert np.array_equal(halves(found[part]), levels[part][index])

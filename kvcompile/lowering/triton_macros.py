@@ -65,7 +65,7 @@ MACROS = r"""
 {%- endif %}
 {%- if plan.tabled %}
 {%- for low, high in plan.pairs %}
-    {{var}}_table_{{low}}_{{high}} = {{pair_table("(%sl_base + %d * %s)" % (var, low, stride(name + "_TABLE", 3)), "(%sl_base + %d * %s)" % (var, high, stride(name + "_TABLE", 3)), stride(name + "_TABLE", 4))}}
+    {{var}}_table_{{low}}_{{high}} = {{pair_table("pairs_%s_%d_%d" % (var, low, high), "(%sl_base + %d * %s)" % (var, low, stride(name + "_TABLE", 3)), "(%sl_base + %d * %s)" % (var, high, stride(name + "_TABLE", 3)), stride(name + "_TABLE", 4))}}
 {%- endfor %}
 {%- endif %}
 {%- endmacro %}
@@ -188,7 +188,7 @@ SCORES = r"""
 {%- for chunk in plan.chunks %}
 {%- for byte in range(2) %}
 {%- set word = "%s_%s" % (var, chunk.name) %}
-        {{word}}_0_{{byte}}, {{word}}_1_{{byte}} = {{looked_up(byte, word, "%s_table_%d_%d" % ((var,) + plan.pair_of(chunk)))}}
+        {{word}}_0_{{byte}}, {{word}}_1_{{byte}} = {{looked_up(byte, word, "pairs_%s_%d_%d" % ((var,) + plan.pair_of(chunk)))}}
 {%- endfor %}
 {%- endfor %}
 {%- endmacro %}
