@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -410,12 +411,13 @@ def judge(step: Step, k: torch.Tensor, v: torch.Tensor, run: object = None) -> T
 
 
 def trials(
-    shape: Shape, seed: int, device: str = "cpu", run: object = None, cases: Sequence[Callable[[Draw, Shape], Inputs]] = CASES
+    shape: Shape, seed: int, device: str = "cpu", run: object = None, cases: Sequence[Callable[[Draw, Shape], Inputs]] = CASES,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> Iterator[tuple[str, str, torch.dtype, Tally]]:
     """Every case with every policy and dtype, again and again with other numbers."""
     for number in itertools.count(seed):
         for case in cases:
-            for dtype in DTYPES:
+            for dtype in dtypes:
                 inputs = case(Draw(number, device), shape)
                 for name, policy in POLICIES.items():
                     step, k, v = inputs.step(policy, dtype, clock=number)
@@ -429,6 +431,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", action="store_true", help="the kernels in place of the definition")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="", help="SHAPE:DTYPE, one of either: processes side by side")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     shapes = (Shape(), Shape(K=8, S=8, D=64, T=333), Shape(B=1, H=4, K=1, S=16, D=128, T=1000), Shape(B=3, H=6, K=2, S=1, D=80, T=47))
@@ -438,7 +441,10 @@ def main() -> int:
             Shape(B=64, S=4, T=120), Shape(B=16, H=32, K=8, S=1, D=64, T=333), Shape(B=4, H=32, K=8, S=4, D=128, T=1000),
             Shape(B=8, H=14, K=2, S=2, D=64, T=50), Shape(B=2, H=32, K=8, S=1, D=128, T=5000),
         )
-    own = dict(run=by_kernels, cases=KERNEL_CASES) if arguments.kernels else {}
+    own: dict[str, Any] = dict(run=by_kernels, cases=KERNEL_CASES) if arguments.kernels else {}
+    if arguments.part:
+        index, _, dtype = arguments.part.partition(":")
+        shapes, own["dtypes"] = (shapes[int(index)],), (getattr(torch, dtype),)
     streams = [trials(shape, arguments.seed, arguments.device, **own) for shape in shapes]
     while whole.head_steps < arguments.trials:
         for stream in streams:
