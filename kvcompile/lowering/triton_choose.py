@@ -91,19 +91,44 @@ def gap_of(peak, top, live):
 
 
 @triton.jit
+def drawn_before(clock, b, k, q):
+    """``certified_promotion.chance`` of a row's place, before that of a block: its lowest 32 bits, which are all it depends on."""
+    x = clock.to(tl.int64).to(tl.uint32) * 0x27D4EB2F
+    x = mixed_with(x, b)
+    x = mixed_with(x, k)
+    return mixed_with(x, q)
+
+
+@triton.jit
+def mixed_with(x, place):
+    """A hash with a coordinate of a place."""
+    x = (x ^ (place + 1).to(tl.uint32)) * 0x9E3779B1
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def draw(before, n):
+    """The rest of it: ``chance`` times 2^32."""
+    x = mixed_with(before, n)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x046CA68B
+    return (x ^ (x >> 16)).to(tl.int64)
+
+
+@triton.jit
 def choose(
-    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, ORDER, SHARE, TERM, CHOSEN, TOP, STATS, blocks,
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
-    K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """Which blocks of one row's codes are promoted to original keys, as flags.
+    """Which blocks of one row's codes are promoted to original keys, as flags; and which others are read to be compared with them.
 
     As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST; or, where more
     (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
     ordered as their bits are: a place in the order is found bit by bit, from the sum over what lies below. Budgets are constants,
-    since an operand would be float32. ORDER (float32), SHARE and TERM (float64) are scratch. STATS [rows, 2]: whether widened, the
-    tail's mass. TOP: the largest logit by codes, which ``exact`` may raise; what all weights are relative to from here on.
+    since an operand would be float32. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in CHOSEN
+    beside the promoted ones. ORDER (float32), SHARE and TERM (float64) are scratch. STATS [rows, 3]: whether widened, the tail's mass,
+    how many are explored. TOP: the largest logit by codes, which ``exact`` may raise; what all weights are relative to from here on.
     """
     r = tl.program_id(0)
     row = r.to(tl.int64) * blocks
@@ -160,16 +185,27 @@ def choose(
     count = tl.minimum(tl.maximum(narrow, LEAST), MOST)
     if WIDEN:
         wide = tl.minimum(standing(ORDER, TERM, row, blocks, BUDGET, WIDE), MOST_WIDENED)
-        tl.store(STATS + r * 2, (wide > count).to(tl.float64))
+        tl.store(STATS + r * 3, (wide > count).to(tl.float64))
         count = tl.maximum(count, wide)
     else:
-        tl.store(STATS + r * 2, 0.0)
+        tl.store(STATS + r * 3, 0.0)
     mark(ORDER, CHOSEN, row, blocks, tl.minimum(count, candidates), WIDE)
     tl.debug_barrier()
     tail = everything * 0.0
+    drawn = 0
+    if EXPLORE > 0:
+        before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
     for first in range(0, blocks, CHUNK):
         n = first + i
         coded = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low) & (n * 16 < base)
-        kept = coded & (tl.load(CHOSEN + row + n, mask=n < blocks, other=1) == 0)
+        chosen = tl.load(CHOSEN + row + n, mask=n < blocks, other=1) != 0
+        kept = coded & (chosen == 0)
+        if EXPLORE > 0:
+            explored = kept & (draw(before, n) < EXPLORE)
+            tl.store(EXPLORED + row + n, explored.to(tl.int8), mask=n < blocks)
+            tl.store(CHOSEN + row + n, (chosen | explored).to(tl.int8), mask=n < blocks)
+            drawn += tl.sum(explored.to(tl.int32), 0)
+            kept = kept & (explored == 0)
         tail += tl.sum(tl.load(SHARE + row + n, mask=kept, other=0.0), 0)
-    tl.store(STATS + r * 2 + 1, tail)
+    tl.store(STATS + r * 3 + 1, tail)
+    tl.store(STATS + r * 3 + 2, drawn)
