@@ -7,7 +7,7 @@ Everything but figures, counters and results is float64 and by the printed bound
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
-# ruff: noqa: ANN001, ANN202, N803, PLR0913, SIM300 - kernels: operands are pointers and constants in capitals.
+# ruff: noqa: ANN001, ANN202, N803, PLR0913, RET505, SIM300 - kernels: operands are pointers and constants in capitals.
 
 from __future__ import annotations
 
@@ -72,9 +72,10 @@ def as_dtype(x, DTYPE: tl.constexpr):
     """float32 to the nearest of a dtype, ties to even: in bfloat16 by hand, since Triton's interpreter would cut off."""
     if DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536
-        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    return x.to(DTYPE)
+        bits = (bits + 32767 + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, bits, 32704).to(tl.int16).to(DTYPE, bitcast=True)
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit
