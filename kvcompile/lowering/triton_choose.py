@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.triton_bounds import key_term, least_term
+from kvcompile.lowering.triton_pick import leading
 
 
 @triton.jit
@@ -116,20 +117,59 @@ def draw(before, n):
 
 
 @triton.jit
-def choose(
+def choose_here(
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, TOP, STATS, blocks,
+    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
+):
+    """``choose`` of up to WIDE blocks, which are read once and stay in registers."""
+    r = tl.program_id(0)
+    rows: tl.constexpr = G * S
+    n = tl.arange(0, WIDE)
+    place = r.to(tl.int64) * blocks + n
+    at = AT + r // (rows * K) * (2 * S + 1)
+    live = (n < blocks) & (n * 16 <= tl.load(at + r % S)) & (n * 16 + 16 > tl.load(at + S + r % S))
+    coded = live & (n * 16 < tl.load(at + 2 * S))
+    peak = tl.load(PEAK + place, mask=live, other=float("-inf"))
+    weight = tl.load(WEIGHT + place, mask=live, other=0.0).to(tl.float64)
+    sink = tl.load(SINKS + r)
+    top = tl.maximum(sink, tl.max(peak, 0))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(TOP + r, top)
+    gap = gap_of(peak, top, live)
+    mass = weight * tl.exp(gap)
+    everything = tl.sum(mass, 0) + tl.exp(sink.to(tl.float64) - top.to(tl.float64))
+    share = mass / tl.where(everything < 1e-300, 1e-300, everything)
+    bits = tl.where(coded, share, -1.0).to(tl.float32).to(tl.int32, bitcast=True)
+    term = share
+    if WIDEN:
+        delta = tl.load(DELTA + place, mask=live, other=0.0)
+        nu = tl.load(NOTES + ((r // rows) * blocks + n) * 4 + 3, mask=live, other=0.0)
+        least = tl.sum(least_term(delta, gap, weight), 0)
+        vmax = tl.maximum(tl.max(nu, 0), 0.0).to(tl.float64)
+        term = key_term(vmax, delta, gap, nu.to(tl.float64), weight) / tl.where(least < 1e-300, 1e-300, least)
+    chosen, widened = leading(bits, share, term, COVER, LEAST, MOST, BUDGET, MOST_WIDENED, WIDEN)
+    tl.store(STATS + r * 3, widened.to(tl.float64))
+    kept = coded & (chosen == 0)
+    drawn = r * 0
+    if EXPLORE > 0:
+        explored = kept & (draw(drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows), n) < EXPLORE)
+        tl.store(EXPLORED + place, explored.to(tl.int8), mask=n < blocks)
+        drawn = tl.sum(explored.to(tl.int32), 0)
+        kept = kept & (explored == 0)
+        chosen = chosen | explored
+    tl.store(CHOSEN + place, chosen.to(tl.int8), mask=n < blocks)
+    tl.store(STATS + r * 3 + 1, tl.sum(tl.where(kept, share, 0.0), 0))
+    tl.store(STATS + r * 3 + 2, drawn)
+
+
+@triton.jit
+def choose_there(
     PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """Which blocks of one row's codes are promoted to original keys, as flags; and which others are read to be compared with them.
-
-    As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST; or, where more
-    (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
-    ordered as their bits are: a place in the order is found bit by bit, from the sum over what lies below. Budgets are constants,
-    since an operand would be float32. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in CHOSEN
-    beside the promoted ones. ORDER (float32), SHARE and TERM (float64) are scratch. STATS [rows, 3]: whether widened, the tail's mass,
-    how many are explored. TOP: the largest logit by codes, which ``exact`` may raise; what all weights are relative to from here on.
-    """
+    """``choose`` of any number of blocks, from memory."""
     r = tl.program_id(0)
     row = r.to(tl.int64) * blocks
     rows: tl.constexpr = G * S
@@ -209,3 +249,30 @@ def choose(
         tail += tl.sum(tl.load(SHARE + row + n, mask=kept, other=0.0), 0)
     tl.store(STATS + r * 3 + 1, tail)
     tl.store(STATS + r * 3 + 2, drawn)
+
+
+@triton.jit
+def choose(
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks,
+    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+):
+    """Which blocks of one row's codes are promoted to original keys, as flags; and which others are read to be compared with them.
+
+    As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST; or, where more
+    (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
+    ordered as their bits are: a place in the order is found bit by bit, from the sum over what lies below. Budgets are constants,
+    since an operand would be float32. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in CHOSEN
+    beside the promoted ones. ORDER (float32), SHARE and TERM (float64) are scratch. STATS [rows, 3]: whether widened, the tail's mass,
+    how many are explored. TOP: the largest logit by codes, which ``exact`` may raise; what all weights are relative to from here on.
+    """
+    if blocks <= WIDE:
+        choose_here(
+            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, TOP, STATS, blocks, LEAST, MOST, MOST_WIDENED, COVER, BUDGET,
+            WIDEN, EXPLORE, K, G, S, WIDE,
+        )
+    else:
+        choose_there(
+            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks, LEAST, MOST,
+            MOST_WIDENED, COVER, BUDGET, WIDEN, EXPLORE, K, G, S, CHUNK, WIDE,
+        )
