@@ -43,7 +43,7 @@ def middle(low, high):
 
 @triton.jit
 def edge_of_count(bits, count, low, reach_low, high, reach_high):
-    """Edges next to the ``count``-th largest, and how many reach each: just ``count`` the first, or the first is what several equal ones have.
+    """Edges next to the ``count``-th largest, and how many reach each: the first just ``count``, or it is that of several equal ones.
 
     ``low`` is reached by at least ``count``, ``high`` by fewer (or, where ``count`` is zero, by nobody).
     """
