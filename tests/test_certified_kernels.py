@@ -162,7 +162,7 @@ def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
 
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiled graph holds: twelve kernels, nothing that reads data; tracing would raise on a number taken to the host.
+    """What a compiled graph holds: thirteen kernels, nothing that reads data; tracing would raise on a number taken to the host.
 
     ``growing``: the number of pages is a symbol, on which nothing may depend but sizes and operands.
     """
@@ -198,7 +198,7 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
     with mode:
         traced = make_fx(run)(*operands)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 12
+    assert len(kernels) == 13
     pages = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
     assert bool(pages) == growing
     assert not [value for value in shapes.replacements.values() if value.is_number], "the number of pages was fixed"
@@ -206,19 +206,26 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
 
 COMMON = dict(K=8, G=4, S=1, S2=1)
 KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "score": (1, dict(COMMON, SCALE=0.09, D=128, TILE=4, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30)),
+    "score": (1, dict(COMMON, SCALE=0.09, D=128, TILE=4, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
+                       HAS_LO=True, HAS_SINK=True)),
     "sums": (4, dict(COMMON, SCALE=0.09, D=128, DV=128, NB=64, PER_PAGE=4)),
     "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, NB=8, PER_PAGE=4, ALL=False)),
     "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64)),
     "mix_own": (1, dict(COMMON, DV=128, GROUP=16, TILE=1, NEWEST=32, PAGE=64, ALL=False)),
     "choose": (16, dict(
-        K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, CHUNK=2048, WIDE=8192,
+        K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, EXPLORE=2**31, CHUNK=2048,
+        WIDE=8192,
     )),
-    "tally": (4, dict(K=8, G=4, S=1, RANK=True, SCALE=0.09, D=128, CHUNK=256, WIDTH=15, ALL=False)),
+    "tally": (4, dict(
+        K=8, G=4, S=1, CHAIN=64.0, RANK=True, SCALE=0.09, D=128, CHUNK=256, WIDTH=15, OUT_WIDTH=5, ALL=False,
+    )),
     "tally_values": (4, dict(
         K=8, G=4, S=1, CHAIN=64.0, V_TOL=0.05, BUDGET=0.1, SPEND=False, EXPLORE=True, CHUNK=256, WIDE=8192, WIDTH=15, OUT_WIDTH=5,
-        ALL=False,
     )),
+    "judge": (16, dict(
+        KEY_BUDGET=1.0, VALUE_BUDGET=1e308, RANKED=1, DENSE=True, OUT_UNIT=2.0**-8, OUT_TINY=1e-37, K=8, K2=8, ROWS=4, DV=128, SPAN=128,
+    )),
+    "settle": (16, dict(OUT_UNIT=2.0**-8, OUT_TINY=1e-37, K=8, ROWS=4, ROWS2=4, DV=128, SPAN=128, DENSE=True, COUNTS_STEPS=True)),
 }
 POINTERS = {
     "Q": "*bf16", "CODES": "*i8", "STEPS": "*fp32", "ZEROS": "*fp32", "KEY_NOTES": "*fp32", "VALUE_NOTES": "*fp32", "RECENT_K": "*bf16",
@@ -226,9 +233,12 @@ POINTERS = {
     "SHARE": "*fp64", "TERM": "*fp64", "CHOSEN": "*i8", "STATS": "*fp64", "LOGITS": "*fp32", "PEAK": "*fp32", "WEIGHT": "*fp32",
     "CHANNELS": "*fp32", "NOTES": "*fp32", "TOP": "*fp32", "OUT": "*fp32", "DELTA": "*fp64", "OWN": "*fp64", "QUERY_NORM": "*fp64",
     "EXACT": "*fp32", "EXACT_PEAK": "*fp32", "EXACT_WEIGHT": "*fp32", "SINKS": "*fp32", "EXPLORED": "*i8", "KEY_SIZE": "*fp64",
-    "VALUE_SIZE": "*fp64", "VALUES": "*i8", "SUMS": "*fp64",
+    "VALUE_SIZE": "*fp64", "VALUES": "*i8", "SUMS": "*fp64", "HI": "*i64", "LO": "*i64", "BASE": "*i64", "SINK": "*bf16", "CLOCK": "*fp64",
+    "LEFT": "*fp64", "PARTS": "*fp32", "GIVEN": "*i32", "RESULT": "*bf16", "FOUND": "*fp32", "COUNTED_OUT": "*i32", "FALLS": "*i8",
+    "TELEMETRY": "*fp64",
 }
 OF_VALUES = {"CODES": "*u8", "STEPS": "*fp16", "ZEROS": "*fp16"}
+OF_TALLIES = {"OUT": "*fp64"}
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -238,11 +248,12 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering import triton_certified, triton_choose, triton_mix, triton_tally
+    from kvcompile.lowering import triton_certified, triton_choose, triton_judge, triton_mix, triton_tally
 
-    modules = {"mix": triton_mix, "mix_own": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally}
+    modules = {"mix": triton_mix, "mix_own": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally,
+               "judge": triton_judge, "settle": triton_judge}
     kernel, (warps, constants) = getattr(modules.get(name, triton_certified), name), KERNELS[name]
-    pointers = POINTERS | (OF_VALUES if name.startswith("mix") else {})
+    pointers = POINTERS | (OF_VALUES if name.startswith("mix") else OF_TALLIES if name.startswith("tally") else {})
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(kernel.arg_names) if signature[each].startswith("*")}
     source = ASTSource(

@@ -116,12 +116,13 @@ class _Aten(StrPrinter):
 
 
 class _Triton(_Aten):
-    """The same in Triton; NaN stays, as it does in ATen."""
+    """The same in Triton, where ``triton_bounds`` has what it lacks; NaN stays, as it does in ATen."""
 
     def _call(self, name: str, expression: sympy.Expr) -> str:
-        if name == "tanh":
-            raise UnprintableBound(found=f"{expression} in Triton")
         return f"tl.{name}({self._print(expression.args[0])})"
+
+    def _print_tanh(self, expr: sympy.Expr) -> str:
+        return f"tanh({self._print(expr.args[0])})"
 
     def _print_Rise(self, expr: sympy.Expr) -> str:  # noqa: N802
         return f"rise({self._print(expr.args[0])})"
@@ -180,6 +181,10 @@ def aten(bound: Bound) -> Callable[..., torch.Tensor]:
     return eval(source, {"torch": torch, "abs": abs})
 
 
+UP32 = (1 + 2.0**-22, 2.0**-126)
+"""A factor and an addend that make up for rounding to float32, also where denormals are flushed."""
+
+
 def up32(x: torch.Tensor) -> torch.Tensor:
-    """Nonnegative float64 numbers as float32, never below; above zero wherever they are, also where denormals are flushed."""
-    return (x * (1 + 2.0**-22) + 2.0**-126).to(torch.float32)
+    """Nonnegative float64 numbers as float32, never below; above zero wherever they are."""
+    return (x * UP32[0] + UP32[1]).to(torch.float32)

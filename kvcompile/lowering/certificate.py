@@ -105,22 +105,6 @@ class Certificate(NamedTuple):
     arithmetic: torch.Tensor
 
 
-def from_sums(of: dict[str, torch.Tensor], output: torch.Tensor, dtype: torch.dtype) -> Certificate:
-    """The same from sums over blocks, float64 [B, K, Q]: the columns of ``triton_tally``.
-
-    Terms are linear in the center and in the largest norm, which are known last.
-    """
-    value = _value(value_sum=of["value"], total=of["total"])
-    added = _accumulation(value_sum=(of["own_values"] + of["largest"] * of["all_values"]) * OUTWARD, total=of["total"])
-    size = norm(output)
-    center = _center_norm(norm=size, value_sum=value + added, vmax=of["vmax"])
-    key = _key(
-        key_sum=(of["key"] + center * of["shift"]) * OUTWARD, least=of["least"], shift=of["shift"], total=of["total"],
-        delta_max=of["delta"], vmax=of["vmax"], center=center,
-    )
-    return Certificate(key, value, added + output_rounding(size, dtype, output.shape[-1]))
-
-
 def certificate(
     softmax: Sum, delta: torch.Tensor, values: Values, output: torch.Tensor, dtype: torch.dtype, chain: float = CHAIN
 ) -> Certificate:

@@ -1,12 +1,13 @@
 """``certified_attend`` by kernels: what ``certified.certified_step`` defines, with tier 2 read only where it is asked for.
 
-    1. ``score`` reads the int8 keys once, ``sums`` makes blocks of logits, ``choose`` promotes keys; exploration is drawn here.
+    1. ``score`` reads the int8 keys once, ``sums`` makes blocks of logits, ``choose`` promotes keys and draws what is explored.
     2. ``exact`` reads the original keys of what is read and puts their logits in place. ``tally`` adds up what a certificate is
        made of, ``tally_values`` promotes values.
-    3. ``mix`` reads the int4 values once, and original values where promoted. The certificate and the causes are made here.
-    4. ``exact``, ``mix`` and the tallies again, with everything from the originals, for heads that fall; without one they end at once.
+    3. ``mix`` reads the int4 values once, and original values where promoted. ``judge`` makes the certificate and the causes.
+    4. ``exact``, ``mix`` and ``tally`` again, with everything from the originals, for heads that fall; without one they end at once.
+       ``settle`` makes the certificate of those, and adds the step to the telemetry.
 
-What stands here as tensor code has one number a row, but for exploration and a ranking of more than one block.
+That is thirteen kernels and no tensor code, but for a ranking of more than one block.
 
 No branch depends on data, nothing comes to the host, every buffer's size is that of the planes: a CUDA graph can hold it.
 
@@ -32,13 +33,12 @@ import torch
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering import certificate as certificates
 from kvcompile.lowering.bound_printer import slack
-from kvcompile.lowering.certified_blocks import Deviations, Masses, total
-from kvcompile.lowering.certified_checks import causes_of, rank_fails, ranked
-from kvcompile.lowering.certified_promotion import ALL, chance
-from kvcompile.lowering.certified_telemetry import Counted, counts_of, figures_of, in_a_row
+from kvcompile.lowering.certified_blocks import Deviations, Masses
+from kvcompile.lowering.certified_checks import rank_fails, ranked
+from kvcompile.lowering.certified_promotion import ALL
 from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, Certified
-from kvcompile.schemes.certify import Cause, Certify, Fallback
+from kvcompile.schemes.certify import Certify, Count, Fallback, Figure
 
 SPAN, SUM_BLOCKS, EXACT_BLOCKS, TALLY, CHUNK, WIDE = 8, 64, 16, 256, 2048, 8192
 """Blocks of a program of ``score``, ``sums``, ``exact`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
@@ -67,6 +67,9 @@ INSIDE = 1 - 2.0**-40
 
 PROGRAMS = 2048
 """Programs of ``mix`` to aim for: 16 warps on each multiprocessor of a large device."""
+
+ADDED_AT_ONCE = 16384
+"""Numbers of partial results that ``judge`` and ``settle`` read at once: 32 a thread."""
 
 
 def kernel_gap(
@@ -122,52 +125,38 @@ def certified_by_kernels(
     rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
     originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
     scale: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, splits: int | None = None,
+    telemetry: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, figures and counters of ``certified_attend``, for what ``kernel_gap`` lets through."""
-    B, _, S, _ = q.shape
+    """Output, figures and counters of ``certified_attend``, for what ``kernel_gap`` lets through.
+
+    ``clock``: of any dtype, whose first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, 32].
+    """
     for plane, what in zip(originals, ("original keys", "original values"), strict=True):
         if plane.shape[0] < keys[0].shape[0]:
             raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
-    run = DeviceStep(rules, scheme, q, keys, values, originals, hi, lo, sinks, scale, value_dim, recent, base, splits)
-    heads = run.heads
-    codes = run.score()
+    run = DeviceStep(rules, scheme, q, keys, values, originals, scale, value_dim, recent, splits)
+    run.score(hi, lo, base, sinks)
+    read, explored = run.choose(clock)
     coded = Masses(run.peak, run.weight)
-
-    chosen, explored, widened, tail = run.choose(clock, codes)
-    read = chosen if explored is None else chosen | explored.to(torch.int8)
     exact = run.exact(read, False)
-    original_values, sums = run.tally(exact, read, explored, run.top, False)
-    output = run.mix(original_values, exact.peak, False) / sums["mass"].clamp(min=certificates.LEAST_NORMAL).unsqueeze(-1)
-    certificate = certificates.from_sums(sums, output, q.dtype)
-
-    causes = causes_of(certificate, rules)
-    if rules.rank == 1:
-        causes = causes | ranked(*run.ranked(sums))
-    elif rules.rank:
-        mixed = Masses(torch.where(read != 0, exact.peak, coded.peak), torch.where(read != 0, exact.weight, coded.weight))
-        known = ~codes & torch.isfinite(coded.peak) | (read != 0)
-        causes = causes | ranked(*rank_fails(coded, mixed, Deviations(run.delta, run.own), known, codes & (read == 0), rules.rank))
-    row_damaged = (run.damaged.view(B, -1) != 0).any(1)[:, None, None]
-    causes = causes | torch.where(row_damaged, int(Cause.DAMAGED), 0)
-
-    result, falls, dense_arithmetic = output, torch.zeros_like(causes, dtype=torch.bool), torch.zeros_like(certificate.arithmetic)
+    original_values, sums = run.tally(exact, read, explored)
+    parts = run.mix(original_values, exact.peak, False)
+    run.judge(sums, parts, run.ranked(coded, exact, read) if rules.rank > 1 else None)
     if rules.fallback is Fallback.DENSE:
-        falls = causes != 0
-        asked = falls.to(torch.int8)
-        exact = run.exact(asked, True)
-        summed = run.mix(asked, exact.peak, True)
-        _, dense_sums = run.tally(exact, asked, None, torch.empty_like(run.top), True)
-        dense = summed / dense_sums["mass"].clamp(min=certificates.LEAST_NORMAL).unsqueeze(-1)
-        found = certificates.from_sums(dense_sums, dense, q.dtype)
-        dense_arithmetic = found.key + found.arithmetic
-        result = torch.where(falls.unsqueeze(-1), dense, output)
+        exact = run.exact(run.falls, True)
+        parts = run.mix(run.falls, exact.peak, True)
+        sums = run.tally_again(exact)
+    if rules.fallback is Fallback.DENSE or telemetry is not None:
+        run.settle(sums, parts, telemetry)
+    return run.result, run.figures, run.counts
 
-    figures = figures_of(certificate, falls, dense_arithmetic, sums["delta_codes"], tail)
-    explorers = torch.zeros_like(sums["keys"]) if explored is None else total(explored.to(torch.float64))
-    counted = Counted(sums["blocks"], sums["keys"] - explorers, sums["values"], explorers)
-    counts = counts_of(counted, widened != 0, falls, causes)
-    results = (result.to(q.dtype), figures, counts)
-    return tuple(x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in results)  # type: ignore[return-value]
+
+class Sums(NamedTuple):
+    """What the programs of ``tally`` and ``tally_values`` found, [B, K, Q, programs, columns], and the logit that it is relative to."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    top: torch.Tensor
 
 
 class DeviceStep:
@@ -175,8 +164,7 @@ class DeviceStep:
 
     def __init__(
         self, rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
-        originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, sinks: torch.Tensor | None, scale: float,
-        value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, splits: int | None,
+        originals: Sequence[torch.Tensor], scale: float, value_dim: int, recent: Sequence[torch.Tensor], splits: int | None,
     ) -> None:
         B, H, S, _ = q.shape
         K = keys[0].shape[2]
@@ -194,22 +182,17 @@ class DeviceStep:
         self.sizes = dict(K=K, G=H // K, S=S)
         self.launch = Launch(q.device.type == "cuda")
 
-        self.last = hi.expand(B, S).clamp(max=N * BLOCK - 1)
-        self.least = torch.zeros_like(self.last) if lo is None else lo.expand(B, S).clamp(0, N * BLOCK)
-        self.base = base
-        window = base.expand(B).clamp(-(2**30), N * BLOCK).unsqueeze(-1)
-        self.at = in_a_row([self.last, self.least, window], 2 * S + 1).to(torch.int32)
-        sink = self.q.new_full((H,), float("-inf"), dtype=torch.float32) if sinks is None else sinks.to(torch.float32)
-        # A slice of something larger is made once; what is a constant all over would be made anew for every kernel that reads it.
-        rows = sink.view(K, H // K, 1).expand(B, -1, -1, S).flatten()
-        self.sinks = torch.cat([rows, rows[:1]])[:-1].view(B, K, H // K, S)
+        self.at = torch.empty(B, 2 * S + 1, dtype=torch.int32, device=q.device)
+        self.sinks, self.damaged = self.floats(*self.shape), torch.empty(B, K, dtype=torch.int8, device=q.device)
         self.logits = self.floats(*self.shape, N * BLOCK)
         self.peak, self.weight, self.channels = (self.floats(*self.shape, N) for _ in range(3))
         self.delta, self.own, self.query_norm = self.doubles(*self.shape, N), self.doubles(*self.shape, N), self.doubles(*self.shape)
         self.notes, self.key_size, self.value_size = self.floats(B, K, N, 4), self.doubles(B, K, N), self.doubles(B, K, N)
-        self.damaged = torch.zeros(B, K, dtype=torch.int8, device=q.device)
-        self.top = self.floats(*self.shape)
+        self.top, self.stats, self.falls = self.floats(*self.shape), self.doubles(*self.shape, 3), self.flags(*self.shape)
         self.order, self.share_of, self.term = self.floats(*self.shape, N), self.doubles(*self.shape, N), self.doubles(*self.shape, N)
+        # Rows of a kv head are heads and queries one after the other: the results' own order.
+        self.result, self.figures = self.q.new_empty(B, H, S, value_dim), self.floats(B, H, S, len(Figure))
+        self.counts = torch.empty(B, H, S, len(Count), dtype=torch.int32, device=q.device)
 
     def floats(self, *shape: int) -> torch.Tensor:
         """Uninitialized float32."""
@@ -219,12 +202,12 @@ class DeviceStep:
         """Uninitialized float64."""
         return torch.empty(shape, dtype=torch.float64, device=self.q.device)
 
-    def flags(self) -> torch.Tensor:
-        """Uninitialized flags of all blocks."""
-        return torch.empty((*self.shape, self.blocks), dtype=torch.int8, device=self.q.device)
+    def flags(self, *shape: int) -> torch.Tensor:
+        """Uninitialized flags."""
+        return torch.empty(shape, dtype=torch.int8, device=self.q.device)
 
-    def score(self) -> torch.Tensor:
-        """Logits, sums of blocks, deviations and notes; which blocks each row sees that are codes, bool [B, K, Q, N]."""
+    def score(self, hi: torch.Tensor, lo: torch.Tensor | None, base: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        """Logits, sums of blocks, deviations and notes; what each row sees, its sink."""
         from kvcompile.lowering import triton_certified as kernels
 
         B, K, Q = self.shape
@@ -233,11 +216,13 @@ class DeviceStep:
         )
         S = self.sizes["S"]
         several = dict(self.sizes, S2=1 << (S - 1).bit_length())
+        lows, own_sinks = hi if lo is None else lo, self.sinks if sinks is None else sinks
         self.launch(
-            kernels.score, (-(-N // SPAN) + 1, B * K, self.tiles), q, *keys[:3], new_k, self.at, self.logits, self.channels,
-            *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3], N, new_k.shape[2], warps=1,
-            SCALE=self.scale, D=q.shape[3], TILE=self.tile, SPAN=SPAN, PER_PAGE=self.page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1],
-            OF_ONE=RADIUS[2], **several,
+            kernels.score, (-(-N // SPAN) + 1, B * K, self.tiles), q, *keys[:3], new_k, hi, lows, base, own_sinks, self.at, self.sinks,
+            self.damaged, self.logits, self.channels, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3],
+            *hi.expand(B, S).stride(), *lows.expand(B, S).stride(), base.expand(B).stride(0), own_sinks.stride(0), N, new_k.shape[2],
+            warps=1, SCALE=self.scale, D=q.shape[3], TILE=self.tile, SPAN=SPAN, PER_PAGE=self.page // BLOCK, OF_STEP=RADIUS[0],
+            OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, **several,
         )
         self.launch(
             kernels.sums, (-(-N // SUM_BLOCKS), B * K, Q), q, self.logits, self.channels, key_notes, value_notes, new_k, new_v, self.at,
@@ -245,33 +230,22 @@ class DeviceStep:
             *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], N, new_k.shape[2], warps=4, SCALE=abs(self.scale),
             D=q.shape[3], DV=self.value_dim, NB=SUM_BLOCKS, PER_PAGE=self.page // BLOCK, **several,
         )
-        first = torch.arange(N, device=q.device) * BLOCK
-        last, least = (
-            x[:, None, None, :].expand(-1, -1, self.heads[1], -1).flatten(2, 3).unsqueeze(-1) for x in (self.last, self.least)
-        )
-        seen = (first <= last) & (first + BLOCK > least) & (first < self.base[:, None])[:, None, None]
-        return seen.expand(*self.shape, -1)
 
-    def choose(
-        self, clock: torch.Tensor, codes: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """``certified_promotion.promote_keys`` without a sort: flags of promoted blocks, those explored, whether widened, the tail."""
+    def choose(self, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``certified_promotion.promote_keys`` without a sort: flags of blocks whose keys are read, and of those explored among them."""
         from kvcompile.lowering.triton_choose import choose
 
-        rules, chosen, stats = self.rules, self.flags(), self.doubles(*self.shape, 2)
+        rules, read = self.rules, self.flags(*self.shape, self.blocks)
+        explored = self.flags(*self.shape, self.blocks) if rules.explore else None
         widen = not math.isinf(rules.key_budget)
         self.launch(
-            choose, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, self.order,
-            self.share_of, self.term, chosen, self.top, stats, self.blocks, warps=16, LEAST=min(rules.k_min, MOST),
-            MOST=min(rules.k_max, MOST), MOST_WIDENED=min(rules.k_max << rules.widen, MOST),
+            choose, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, clock, self.order,
+            self.share_of, self.term, read, read if explored is None else explored, self.top, self.stats, self.blocks, warps=16,
+            LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST), MOST_WIDENED=min(rules.k_max << rules.widen, MOST),
             COVER=(1 - rules.tau_cov + ALL) * INSIDE if rules.tau_cov < 1 else -1.0, BUDGET=rules.key_budget * INSIDE if widen else 0.0,
-            WIDEN=widen, CHUNK=CHUNK, WIDE=WIDE, **self.sizes,
+            WIDEN=widen, EXPLORE=math.ceil(rules.explore * 2.0**32), CHUNK=CHUNK, WIDE=WIDE, **self.sizes,
         )
-        widened, tail = stats.unbind(-1)
-        if not rules.explore:
-            return chosen, None, widened, tail
-        explored = codes & (chosen == 0) & (chance(clock, codes) < rules.explore)
-        return chosen, explored, widened, total(torch.where(codes & (chosen == 0) & ~explored, self.share_of, 0))
+        return read, explored
 
     def exact(self, asked: torch.Tensor, everything: bool) -> Masses:
         """Exact masses where asked for, of blocks or (``everything``) of rows; logits there are exact from now on."""
@@ -289,62 +263,89 @@ class DeviceStep:
         )
         return found
 
-    def tally(
-        self, exact: Masses, read: torch.Tensor, explored: torch.Tensor | None, top: torch.Tensor, everything: bool
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Which blocks' values come from the originals, and the sums that a certificate is made of, [B, K, Q] each."""
+    def tally(self, exact: Masses, read: torch.Tensor, explored: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
+        """Which blocks' values come from the originals, and the sums that a certificate is made of."""
         from kvcompile.lowering import triton_tally as kernels
 
-        rules, values, rows = self.rules, self.flags(), math.prod(self.shape)
+        rules, values = self.rules, self.flags(*self.shape, self.blocks)
+        spend = not math.isinf(rules.value_budget)
+        found = self._tally(exact, read, self.top, False, 1 if spend else -(-self.blocks // TALLY))
+        self.launch(
+            kernels.tally_values, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact, read,
+            read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
+            found.values, self.blocks, found.keys.shape[3], self.share, warps=16 if spend else 4, CHAIN=certificates.CHAIN,
+            V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
+            EXPLORE=explored is not None, CHUNK=CHUNK if spend else TALLY, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
+            OUT_WIDTH=len(kernels.VALUE_COLUMNS), **self.sizes,
+        )
+        return values, found
+
+    def tally_again(self, exact: Masses) -> Sums:
+        """The sums of rows that fall: everything from the originals, relative to what is the largest logit then."""
+        return self._tally(exact, self.falls, torch.empty_like(self.top), True, -(-self.blocks // TALLY))
+
+    def _tally(self, exact: Masses, read: torch.Tensor, top: torch.Tensor, everything: bool, programs: int) -> Sums:
+        """``tally``, with room for what ``programs`` find of values."""
+        from kvcompile.lowering import triton_tally as kernels
+
         chunks = -(-self.blocks // TALLY)
         keys = self.doubles(*self.shape, chunks, len(kernels.COLUMNS))
+        values = self.doubles(*self.shape, programs, len(kernels.VALUE_COLUMNS))
         self.launch(
-            kernels.tally, (chunks, rows), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes, self.key_size,
-            self.value_size, self.query_norm, self.sinks, self.at, top, keys, self.blocks, warps=4,
-            RANK=rules.rank == 1 and not everything, SCALE=abs(self.scale), D=self.q.shape[3], CHUNK=TALLY, WIDTH=len(kernels.COLUMNS),
-            ALL=everything, **self.sizes,
-        )
-        spend = not everything and not math.isinf(rules.value_budget)
-        programs = 1 if spend else chunks
-        left = self.doubles(*self.shape, programs, len(kernels.VALUE_COLUMNS))
-        self.launch(
-            kernels.tally_values, (programs, rows), self.peak, self.weight, *exact, read,
-            read if explored is None else explored.to(torch.int8), self.notes, self.value_size, self.sinks, self.at, top, keys, self.order,
-            self.term, values, left, self.blocks, chunks, self.share, warps=16 if spend else 4, CHAIN=certificates.CHAIN,
-            V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
-            EXPLORE=explored is not None, CHUNK=CHUNK if spend else TALLY, WIDE=WIDE,
+            kernels.tally, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes,
+            self.key_size, self.value_size, self.query_norm, self.sinks, self.at, top, keys, values, self.blocks, self.share, warps=4,
+            CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale), D=self.q.shape[3], CHUNK=TALLY,
             WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything, **self.sizes,
         )
-        return values, self.summed(keys, left, top)
+        return Sums(keys, values, top)
 
-    def summed(self, keys: torch.Tensor, left: torch.Tensor, top: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What programs of ``tally`` and ``tally_values`` found, of all blocks and a sink together."""
-        from kvcompile.lowering import triton_tally as kernels
+    def ranked(self, coded: Masses, exact: Masses, read: torch.Tensor) -> torch.Tensor:
+        """``certified_checks.rank_fails`` for more than one leading block, as causes; int32 [B, K, Q]."""
+        first, S = torch.arange(self.blocks, device=read.device) * BLOCK, self.sizes["S"]
+        last, least, window = (x[:, None, None, None] for x in self.at.split([S, S, 1], 1))
+        seen = (first <= last.mT) & (first + BLOCK > least.mT) & (first < window)
+        codes, was_read = seen.expand(-1, *self.heads, -1, -1).flatten(2, 3), read != 0
+        mixed = Masses(*(torch.where(was_read, new, old) for new, old in zip(exact, coded, strict=True)))
+        known = ~codes & torch.isfinite(coded.peak) | was_read
+        return ranked(
+            *rank_fails(coded, mixed, Deviations(self.delta, self.own), known, codes & ~was_read, self.rules.rank)
+        ).to(torch.int32)
 
-        # One reduction for all columns of a kind: a column at a time each would be a kernel of its own.
-        places, most = len(kernels.ADDED) + len(kernels.LARGEST), [kernels.COLUMNS.index(name) for name in ("by_codes", "by_exact")]
-        largest = keys[..., len(kernels.ADDED) : places].amax(-2)
-        found = dict(zip(kernels.ADDED, keys[..., : len(kernels.ADDED)].sum(-2).unbind(-1), strict=True))
-        found |= dict(zip(kernels.LARGEST, largest.unbind(-1), strict=True))
-        found |= dict(zip(kernels.VALUE_COLUMNS[:-1], left[..., :-1].sum(-2).unbind(-1), strict=True))
-        found[kernels.VALUE_COLUMNS[-1]] = left[..., -1].amax(-1)
-        attained = keys[..., most[0] : most[1] + 1] == largest[..., None, most[0] - len(kernels.ADDED) : most[1] + 1 - len(kernels.ADDED)]
-        first = torch.where(attained, keys[..., places:], float(MOST)).amin(-2)
-        found |= dict(zip(kernels.PLACES, first.unbind(-1), strict=True))
-        sink = torch.exp(self.sinks.view(self.shape).to(torch.float64) - top.to(torch.float64))
-        found["mass"] = found["mass"] + sink
-        for name in ("total", "least"):
-            found[name] = (found[name] + sink * (1 - 2.0**-20)).clamp(min=certificates.LEAST_NORMAL)
-        return found
+    def judge(self, sums: Sums, parts: torch.Tensor, causes: torch.Tensor | None) -> None:
+        """Result, figures, counters, and which rows fall; ``causes``: of ranks, where those are known already."""
+        from kvcompile.lowering.triton_judge import judge
 
-    def ranked(self, sums: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """``certified_checks.rank_fails`` for one leading block, from what ``tally`` found."""
-        at = sums["first_by_exact"].to(torch.int64)
-        own = torch.where(at < self.blocks, self.own.gather(-1, at.clamp(max=self.blocks - 1).unsqueeze(-1)).squeeze(-1), 0)
-        return sums["first_by_codes"] != sums["first_by_exact"], ~(sums["upper"] <= sums["by_exact"] - own)
+        rules, (_, K, Q) = self.rules, self.shape
+        self.launch(
+            judge, (math.prod(self.shape),), sums.keys, sums.values, parts, self.sinks, sums.top, self.own, self.stats, self.damaged,
+            self.counts if causes is None else causes, self.result, self.figures, self.counts, self.falls, self.blocks,
+            sums.keys.shape[3], sums.values.shape[3], parts.shape[0], warps=16, KEY_BUDGET=min(rules.key_budget, LARGEST),
+            VALUE_BUDGET=min(rules.value_budget, LARGEST), RANKED=rules.rank, DENSE=rules.fallback is Fallback.DENSE, K=K,
+            K2=1 << (K - 1).bit_length(), ROWS=Q, **self.rounding(),
+        )
+
+    def settle(self, sums: Sums, parts: torch.Tensor, telemetry: torch.Tensor | None) -> None:
+        """What rows that fall return, and the step's telemetry."""
+        from kvcompile.lowering.triton_judge import settle
+
+        B, K, Q = self.shape
+        held = self.stats if telemetry is None else telemetry
+        self.launch(
+            settle, (B * K,), sums.keys, sums.values, parts, self.sinks, sums.top, self.falls, self.result, self.figures, self.counts, held,
+            *held.stride()[1:3], sums.keys.shape[3], parts.shape[0], warps=16, K=K, ROWS=Q, ROWS2=1 << (Q - 1).bit_length(),
+            DENSE=self.rules.fallback is Fallback.DENSE, COUNTS_STEPS=telemetry is not None, **self.rounding(),
+        )
+
+    def rounding(self) -> dict[str, float | int]:
+        """Constants of the result: how it is rounded, how wide it is, partial results that are read at once."""
+        width, dtype = self.value_dim, self.q.dtype
+        return dict(
+            OUT_UNIT=certificates.OUTPUT_UNIT[dtype], OUT_TINY=certificates.OUTPUT_TINY[dtype] * math.sqrt(width), DV=width,
+            SPAN=max(1, ADDED_AT_ONCE // width),
+        )
 
     def mix(self, asked: torch.Tensor, exact_peak: torch.Tensor, everything: bool) -> torch.Tensor:
-        """sum exp(logit - top) v, float64 [B, K, Q, Dv]; original values where asked for, as in ``exact``."""
+        """sum exp(logit - top) v in parts [parts, B, K, Q, Dv]; original values where asked for, as in ``exact``."""
         from kvcompile.lowering import triton_mix as kernels
 
         B, K, Q = self.shape
@@ -365,4 +366,4 @@ class DeviceStep:
             -(-self.blocks // own), coded, warps=1, DV=self.value_dim, GROUP=self.group, TILE=OWN_TILE,
             NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=self.page, ALL=everything, **sizes,
         )
-        return parts.sum(0, dtype=torch.float64)
+        return parts

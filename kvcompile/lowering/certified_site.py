@@ -3,8 +3,8 @@
 The operands of ``attend``, all planes that grow (codes, scales, zeros, notes, originals), the newest tokens, and the telemetry plane,
 which every step adds to. The policy is the keys' scheme's.
 
-On CUDA it is made of kernels (``certified_device``), which compiled graphs hold one by one, with what stands between them as ordinary
-tensor code; elsewhere, and for what the kernels do not know, it is the definition. What CUDA leaves to the definition is logged.
+On CUDA it is made of kernels (``certified_device``), which compiled graphs hold one by one; elsewhere, and for what the kernels do not
+know, it is the definition. What CUDA leaves to the definition is logged.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def certified_site_body(
     """``certified_attend`` at the step that the telemetry counts, which it adds to."""
     scheme = schemes.parse(key_scheme)
     assert isinstance(scheme, Certified)
-    clock = telemetry[0, :1, 0, 0, 0].to(torch.int64)
     rules, originals = parse_policy(scheme.certify), [keys[4], values[4]]
     both = dataclasses.replace(scheme, half=Half.AUTO)
     if q.device.type == "cuda" and kernel_gap(q, keys, values, keep, bias, scheme.group, softcap, value_dim, recent) is None:
-        output, figures, counts = certified_by_kernels(
-            rules, both, q, keys[:4], values[:4], originals, hi, lo, sinks, clock, scale, value_dim, recent, base
-        )
-    else:
-        output, figures, counts = certified_step(
-            rules, both, q, keys[:4], values[:4], originals, hi, lo, keep, bias, sinks, clock, scale, softcap, value_dim, recent, base
-        )
+        # The first accumulator of the first kv head counts steps.
+        return certified_by_kernels(
+            rules, both, q, keys[:4], values[:4], originals, hi, lo, sinks, telemetry, scale, value_dim, recent, base, telemetry=telemetry
+        )[0]
+    clock = telemetry[0, :1, 0, 0, 0].to(torch.int64)
+    output, figures, counts = certified_step(
+        rules, both, q, keys[:4], values[:4], originals, hi, lo, keep, bias, sinks, clock, scale, softcap, value_dim, recent, base
+    )
     accumulate(telemetry, figures, counts)
     return output
 

@@ -10,6 +10,7 @@ cost what unpacking costs, and a dot product of 16-bit operands would have to be
     mix         (``triton_mix``) int4 values once, with weights from the logits as they stand then; originals where flags ask for them
     choose      (``triton_choose``) which blocks stand first in descending order of an amount until the rest fits a budget
     tally       (``triton_tally``) what a certificate is made of, and which values are promoted
+    judge       (``triton_judge``) a row's result and certificate, whether it falls; ``settle``: what it returns then, telemetry
 
 Logits stay in memory between ``score`` and ``mix``: 4 bytes a token and row, an eighth of tier 1 at four rows. In return nothing is
 ever subtracted: a correction (exact minus coded) of promoted blocks would cancel, and its rounding would have to be certified as
@@ -128,21 +129,46 @@ def score_block(
 
 
 @triton.jit
+def between(x, least, most):
+    """A position as int32, within the planes."""
+    return tl.minimum(tl.maximum(x, least), most).to(tl.int32)
+
+
+@triton.jit
 def score(
-    Q, CODES, STEPS, ZEROS, RECENT_K, AT, LOGITS, CHANNELS,
-    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, rk_b, rk_h, rk_t, blocks, newest,
+    Q, CODES, STEPS, ZEROS, RECENT_K, HI, LO, BASE, SINK, AT, SINKS, DAMAGED, LOGITS, CHANNELS,
+    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, rk_b, rk_h, rk_t, hi_b, hi_s, lo_b, lo_s, base_b, sink_h,
+    blocks, newest,
     SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    PER_PAGE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
+    SPAN: tl.constexpr, PER_PAGE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
+    HAS_LO: tl.constexpr, HAS_SINK: tl.constexpr,
 ):
-    """SPAN blocks of one kv head, TILE rows: logits, and sum_c |q_c| radius_c. The last program of a head has the window's blocks."""
+    """SPAN blocks of one kv head, TILE rows: logits, and sum_c |q_c| radius_c. The last program of a head has the window's blocks.
+
+    The first kernel of a step also writes what the others take as given: AT, each row's sink in float32, and that nothing is damaged.
+    """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
     h = (pair % K).to(tl.int64)
     ROWS: tl.constexpr = G * S
     heads = pair.to(tl.int64) * ROWS
     r0 = tl.program_id(2) * TILE
-    start, last, base = sight(AT + b * (2 * S + 1), S, S2)
+    tokens = blocks * BLOCK
+    s = tl.arange(0, S2)
+    base = between(tl.load(BASE + b * base_b), -(2**30), tokens)
+    seen_last = between(tl.load(HI + b * hi_b + s * hi_s, mask=s < S, other=-1), -1, tokens - 1)
+    seen_first = s * 0
+    if HAS_LO:
+        seen_first = between(tl.load(LO + b * lo_b + s * lo_s, mask=s < S, other=2147483647), 0, tokens)
+    last = tl.max(seen_last, 0)
+    start = tl.min(seen_first, 0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        if (h == 0) & (r0 == 0):
+            tl.store(AT + b * (2 * S + 1) + s, seen_last, mask=s < S)
+            tl.store(AT + b * (2 * S + 1) + S + s, seen_first, mask=s < S)
+            tl.store(AT + b * (2 * S + 1) + 2 * S, base)
+        if r0 == 0:
+            tl.store(DAMAGED + pair, 0)
     whole = tl.minimum(base // BLOCK, last // BLOCK + 1)
     queries = ()
     lows = ()
@@ -151,8 +177,16 @@ def score(
         r = tl.minimum(r0 + i, ROWS - 1)
         at = Q + b * q_b + (h * G + r // S) * q_h + (r % S) * q_s
         queries = queries + (tl.load(at + tl.arange(0, D)[None, :]).to(tl.float32),)
-        highs = highs + (tl.load(AT + b * (2 * S + 1) + r % S),)
-        lows = lows + (tl.load(AT + b * (2 * S + 1) + S + r % S),)
+        highs = highs + (between(tl.load(HI + b * hi_b + (r % S) * hi_s), -1, tokens - 1),)
+        if HAS_LO:
+            lows = lows + (between(tl.load(LO + b * lo_b + (r % S) * lo_s), 0, tokens),)
+        else:
+            lows = lows + (r * 0,)
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            if HAS_SINK:
+                tl.store(SINKS + heads + r, tl.load(SINK + (h * G + r // S) * sink_h).to(tl.float32))
+            else:
+                tl.store(SINKS + heads + r, float("-inf"))
     codes = CODES + b * codes_b + h * codes_h
     scales = b * steps_b + h * steps_h
     new = RECENT_K + b * rk_b + h * rk_h

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.triton_bounds import key_term, least_term
+from kvcompile.lowering.triton_pick import leading
 
 
 @triton.jit
@@ -91,20 +92,84 @@ def gap_of(peak, top, live):
 
 
 @triton.jit
-def choose(
-    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, ORDER, SHARE, TERM, CHOSEN, TOP, STATS, blocks,
-    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
-    K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Which blocks of one row's codes are promoted to original keys, as flags.
+def drawn_before(clock, b, k, q):
+    """``certified_promotion.chance`` of a row's place, before that of a block: its lowest 32 bits, which are all it depends on."""
+    x = clock.to(tl.int64).to(tl.uint32) * 0x27D4EB2F
+    x = mixed_with(x, b)
+    x = mixed_with(x, k)
+    return mixed_with(x, q)
 
-    As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST; or, where more
-    (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
-    ordered as their bits are: a place in the order is found bit by bit, from the sum over what lies below. Budgets are constants,
-    since an operand would be float32. ORDER (float32), SHARE and TERM (float64) are scratch. STATS [rows, 2]: whether widened, the
-    tail's mass. TOP: the largest logit by codes, which ``exact`` may raise; what all weights are relative to from here on.
-    """
+
+@triton.jit
+def mixed_with(x, place):
+    """A hash with a coordinate of a place."""
+    x = (x ^ (place + 1).to(tl.uint32)) * 0x9E3779B1
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def draw(before, n):
+    """The rest of it: ``chance`` times 2^32."""
+    x = mixed_with(before, n)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x046CA68B
+    return (x ^ (x >> 16)).to(tl.int64)
+
+
+@triton.jit
+def choose_here(
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, TOP, STATS, blocks,
+    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
+):
+    """``choose`` of up to WIDE blocks, which are read once and stay in registers."""
+    r = tl.program_id(0)
+    rows: tl.constexpr = G * S
+    n = tl.arange(0, WIDE)
+    place = r.to(tl.int64) * blocks + n
+    at = AT + r // (rows * K) * (2 * S + 1)
+    live = (n < blocks) & (n * 16 <= tl.load(at + r % S)) & (n * 16 + 16 > tl.load(at + S + r % S))
+    coded = live & (n * 16 < tl.load(at + 2 * S))
+    peak = tl.load(PEAK + place, mask=live, other=float("-inf"))
+    weight = tl.load(WEIGHT + place, mask=live, other=0.0).to(tl.float64)
+    sink = tl.load(SINKS + r)
+    top = tl.maximum(sink, tl.max(peak, 0))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(TOP + r, top)
+    gap = gap_of(peak, top, live)
+    mass = weight * tl.exp(gap)
+    everything = tl.sum(mass, 0) + tl.exp(sink.to(tl.float64) - top.to(tl.float64))
+    share = mass / tl.where(everything < 1e-300, 1e-300, everything)
+    bits = tl.where(coded, share, -1.0).to(tl.float32).to(tl.int32, bitcast=True)
+    term = share
+    if WIDEN:
+        delta = tl.load(DELTA + place, mask=live, other=0.0)
+        nu = tl.load(NOTES + ((r // rows) * blocks + n) * 4 + 3, mask=live, other=0.0)
+        least = tl.sum(least_term(delta, gap, weight), 0)
+        vmax = tl.maximum(tl.max(nu, 0), 0.0).to(tl.float64)
+        term = key_term(vmax, delta, gap, nu.to(tl.float64), weight) / tl.where(least < 1e-300, 1e-300, least)
+    chosen, widened = leading(bits, share, term, COVER, LEAST, MOST, BUDGET, MOST_WIDENED, WIDEN)
+    tl.store(STATS + r * 3, widened.to(tl.float64))
+    kept = coded & (chosen == 0)
+    drawn = r * 0
+    if EXPLORE > 0:
+        explored = kept & (draw(drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows), n) < EXPLORE)
+        tl.store(EXPLORED + place, explored.to(tl.int8), mask=n < blocks)
+        drawn = tl.sum(explored.to(tl.int32), 0)
+        kept = kept & (explored == 0)
+        chosen = chosen | explored
+    tl.store(CHOSEN + place, chosen.to(tl.int8), mask=n < blocks)
+    tl.store(STATS + r * 3 + 1, tl.sum(tl.where(kept, share, 0.0), 0))
+    tl.store(STATS + r * 3 + 2, drawn)
+
+
+@triton.jit
+def choose_there(
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks,
+    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+):
+    """``choose`` of any number of blocks, from memory."""
     r = tl.program_id(0)
     row = r.to(tl.int64) * blocks
     rows: tl.constexpr = G * S
@@ -160,16 +225,54 @@ def choose(
     count = tl.minimum(tl.maximum(narrow, LEAST), MOST)
     if WIDEN:
         wide = tl.minimum(standing(ORDER, TERM, row, blocks, BUDGET, WIDE), MOST_WIDENED)
-        tl.store(STATS + r * 2, (wide > count).to(tl.float64))
+        tl.store(STATS + r * 3, (wide > count).to(tl.float64))
         count = tl.maximum(count, wide)
     else:
-        tl.store(STATS + r * 2, 0.0)
+        tl.store(STATS + r * 3, 0.0)
     mark(ORDER, CHOSEN, row, blocks, tl.minimum(count, candidates), WIDE)
     tl.debug_barrier()
     tail = everything * 0.0
+    drawn = 0
+    if EXPLORE > 0:
+        before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
     for first in range(0, blocks, CHUNK):
         n = first + i
         coded = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low) & (n * 16 < base)
-        kept = coded & (tl.load(CHOSEN + row + n, mask=n < blocks, other=1) == 0)
+        chosen = tl.load(CHOSEN + row + n, mask=n < blocks, other=1) != 0
+        kept = coded & (chosen == 0)
+        if EXPLORE > 0:
+            explored = kept & (draw(before, n) < EXPLORE)
+            tl.store(EXPLORED + row + n, explored.to(tl.int8), mask=n < blocks)
+            tl.store(CHOSEN + row + n, (chosen | explored).to(tl.int8), mask=n < blocks)
+            drawn += tl.sum(explored.to(tl.int32), 0)
+            kept = kept & (explored == 0)
         tail += tl.sum(tl.load(SHARE + row + n, mask=kept, other=0.0), 0)
-    tl.store(STATS + r * 2 + 1, tail)
+    tl.store(STATS + r * 3 + 1, tail)
+    tl.store(STATS + r * 3 + 2, drawn)
+
+
+@triton.jit
+def choose(
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks,
+    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+):
+    """Which blocks of one row's codes are promoted to original keys, as flags; and which others are read to be compared with them.
+
+    As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST; or, where more
+    (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
+    ordered as their bits are: a place in the order is found bit by bit, from the sum over what lies below. Budgets are constants,
+    since an operand would be float32. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in CHOSEN
+    beside the promoted ones. ORDER (float32), SHARE and TERM (float64) are scratch. STATS [rows, 3]: whether widened, the tail's mass,
+    how many are explored. TOP: the largest logit by codes, which ``exact`` may raise; what all weights are relative to from here on.
+    """
+    if blocks <= WIDE:
+        choose_here(
+            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, TOP, STATS, blocks, LEAST, MOST, MOST_WIDENED, COVER, BUDGET,
+            WIDEN, EXPLORE, K, G, S, WIDE,
+        )
+    else:
+        choose_there(
+            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks, LEAST, MOST,
+            MOST_WIDENED, COVER, BUDGET, WIDEN, EXPLORE, K, G, S, CHUNK, WIDE,
+        )

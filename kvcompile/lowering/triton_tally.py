@@ -1,6 +1,6 @@
 """What a certificate is made of, summed over the blocks of one row; promotion of values. See ``triton_certified``.
 
-Everything here is float64 and evaluates the printed bounds; what they need per head is put together in ``certificate.from_sums``.
+Everything here is float64 and evaluates the printed bounds; what they need per head is put together in ``triton_judge``.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -65,14 +65,23 @@ def norm_of(SIZE, NOTE, coded, live):
 
 
 @triton.jit
+def chain_of(share, CHAIN: tl.constexpr):
+    """Roundings between a product and the output: a split adds its ``share`` of blocks one after the other, each in as many turns."""
+    # A share of one is a constant to the compiler, which has no ``to``.
+    return tl.zeros([], tl.float64) + CHAIN + share * TURNS
+
+
+@triton.jit
 def tally(
-    PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, DELTA, OWN, NOTES, KEY_SIZE, VALUE_SIZE, QUERY_NORM, SINKS, AT, TOP, SUMS, blocks,
-    RANK: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr, ALL: tl.constexpr,
+    PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, DELTA, OWN, NOTES, KEY_SIZE, VALUE_SIZE, QUERY_NORM, SINKS, AT, TOP, SUMS, OUT, blocks,
+    share,
+    CHAIN: tl.constexpr, RANK: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, ALL: tl.constexpr,
 ):
     """CHUNK blocks of one row, [rows, chunks, WIDTH]. READ [rows, N]: blocks whose sums are those of EXACT.
 
-    ALL, READ [rows]: every block of codes, by the originals' own norms; TOP is found and written. Nothing for rows without a flag.
+    ALL, READ [rows]: every block of codes, by the originals' own norms; TOP is found and written, and so is what ``tally_values`` finds
+    where no value is promoted (OUT), whose sums need no other. Nothing for rows without a flag.
     """
     r = tl.program_id(1)
     row = r.to(tl.int64) * blocks
@@ -115,7 +124,15 @@ def tally(
         tl.store(out + 6, tl.sum(exact.to(tl.float64), 0))
         tl.store(out + 7, tl.max(delta, 0))
         tl.store(out + 8, tl.max(nu, 0))
-        if not ALL:
+        if ALL:
+            chain = chain_of(share, CHAIN)
+            left = OUT + (r.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * OUT_WIDTH
+            tl.store(left, 0.0)
+            tl.store(left + 1, tl.sum(accumulation_term(chain, 0.0, gap, nu, 0.0, weight), 0))
+            tl.store(left + 2, tl.sum(accumulation_term(chain, 0.0, gap, 0.0, 1.0, weight), 0))
+            tl.store(left + 3, 0.0)
+            tl.store(left + 4, tl.max(nu, 0))
+        else:
             tl.store(out + 9, tl.max(tl.where(coded, of_codes, 0.0), 0))
         if RANK:
             known = live & (exact | (coded == 0))
@@ -136,12 +153,9 @@ def tally(
 
 @triton.jit
 def tally_values(
-    PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, EXPLORED, NOTES, VALUE_SIZE, SINKS, AT, TOP, SUMS, ORDER, TERM, VALUES, OUT,
-    blocks, chunks, share,
+    PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, EXPLORED, NOTES, SINKS, AT, TOP, SUMS, ORDER, TERM, VALUES, OUT, blocks, chunks, share,
     CHAIN: tl.constexpr, V_TOL: tl.constexpr, BUDGET: tl.constexpr, SPEND: tl.constexpr, EXPLORE: tl.constexpr, K: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
-    ALL: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
 ):
     """CHUNK blocks of one row after ``tally``, or (SPEND) all of them.
 
@@ -152,85 +166,72 @@ def tally_values(
     row = r.to(tl.int64) * blocks
     pair = r // (G * S)
     i = tl.arange(0, CHUNK)
-    wanted = r >= 0
-    if ALL:
-        wanted = tl.load(READ + r) != 0
-    if wanted:
-        top = tl.load(TOP + r)
-        begin = tl.program_id(0) * CHUNK
-        end = tl.minimum(begin + CHUNK, blocks)
-        if SPEND:
-            end = blocks
-        if not ALL:
-            part = tl.arange(0, 64)
-            parts = tl.zeros([64], tl.float64)
-            for first in range(0, chunks, 64):
-                at = SUMS + (r.to(tl.int64) * chunks + first + part) * WIDTH + 1
-                parts += tl.load(at, mask=first + part < chunks, other=0.0)
-            total = tl.sum(parts, 0) + tl.exp(tl.load(SINKS + r).to(tl.float64) - top.to(tl.float64)) * (1.0 - 2.0**-20)
-            total = tl.where(total < 1e-300, 1e-300, total)
-        if SPEND:
-            for first in range(begin, end, CHUNK):
-                n = first + i
-                live, coded = sees(n, AT, r, blocks, K, G, S)
-                exact = coded & (tl.load(READ + row + n, mask=coded, other=0) != 0)
-                _peak, _weight, peak, weight = masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, row + n, live, exact)
-                eta = tl.load(NOTES + (pair * blocks + n) * 4 + 2, mask=coded, other=0.0).to(tl.float64)
-                if EXPLORE:
-                    eta = tl.where(tl.load(EXPLORED + row + n, mask=coded, other=0) != 0, 0.0, eta)
-                term = value(total, value_term(eta, gap_of(peak, top, live), weight))
-                local = (term <= V_TOL) == 0
-                # Below zero: taken already. No candidate, so nobody adds it up.
-                tl.store(TERM + row + n, tl.where(local, -1.0, term), mask=n < blocks)
-                # What is less than the least float32 number must not look like what adds nothing.
-                order = tl.where((local == 0) & (term > 0), term + 2.0**-126, -1.0)
-                tl.store(ORDER + row + n, order.to(tl.float32), mask=n < blocks)
-            # Written by some threads of this program, read by others.
-            tl.debug_barrier()
-            mark(ORDER, VALUES, row, blocks, standing(ORDER, TERM, row, blocks, BUDGET, WIDE), WIDE)
-            tl.debug_barrier()
-        # Roundings between a product and the output: a split adds its blocks one after the other, each in as many turns.
-        # (A share of one is a constant to the compiler, which has no ``to``.)
-        chain = tl.zeros([], tl.float64) + CHAIN + share * TURNS
-        value_sum = tl.zeros([CHUNK], tl.float64)
-        own_values = tl.zeros([CHUNK], tl.float64)
-        all_values = tl.zeros([CHUNK], tl.float64)
-        largest = tl.zeros([CHUNK], tl.float64)
-        values = tl.zeros([CHUNK], tl.float64)
+    top = tl.load(TOP + r)
+    begin = tl.program_id(0) * CHUNK
+    end = tl.minimum(begin + CHUNK, blocks)
+    if SPEND:
+        end = blocks
+    part = tl.arange(0, 64)
+    parts = tl.zeros([64], tl.float64)
+    for first in range(0, chunks, 64):
+        at = SUMS + (r.to(tl.int64) * chunks + first + part) * WIDTH + 1
+        parts += tl.load(at, mask=first + part < chunks, other=0.0)
+    total = tl.sum(parts, 0) + tl.exp(tl.load(SINKS + r).to(tl.float64) - top.to(tl.float64)) * (1.0 - 2.0**-20)
+    total = tl.where(total < 1e-300, 1e-300, total)
+    if SPEND:
         for first in range(begin, end, CHUNK):
             n = first + i
             live, coded = sees(n, AT, r, blocks, K, G, S)
-            note = NOTES + (pair * blocks + n) * 4
-            eta = tl.zeros([CHUNK], tl.float64)
-            if ALL:
-                exact = coded
-                nu = norm_of(VALUE_SIZE + pair * blocks + n, note + 3, coded, live)
-            else:
-                exact = coded & (tl.load(READ + row + n, mask=coded, other=0) != 0)
-                nu = tl.load(note + 3, mask=live, other=0.0).to(tl.float64)
+            exact = coded & (tl.load(READ + row + n, mask=coded, other=0) != 0)
             _peak, _weight, peak, weight = masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, row + n, live, exact)
-            gap = gap_of(peak, top, live)
-            if not ALL:
-                eta = tl.load(note + 2, mask=coded, other=0.0).to(tl.float64)
-                explored = coded & (n < 0)
-                if EXPLORE:
-                    explored = tl.load(EXPLORED + row + n, mask=coded, other=0) != 0
-                    eta = tl.where(explored, 0.0, eta)
-                if SPEND:
-                    used = tl.load(VALUES + row + n, mask=n < blocks, other=0) != 0
-                    used = used | (tl.load(TERM + row + n, mask=n < blocks, other=0.0) < 0)
-                else:
-                    used = (value(total, value_term(eta, gap, weight)) <= V_TOL) == 0
-                values += (used & coded & (explored == 0)).to(tl.float64)
-                tl.store(VALUES + row + n, (used | explored).to(tl.int8), mask=n < blocks)
-                eta = tl.where(used, 0.0, eta)
-            value_sum += value_term(eta, gap, weight)
-            own_values += accumulation_term(chain, eta, gap, nu, 0.0, weight)
-            all_values += accumulation_term(chain, 0.0, gap, 0.0, 1.0, weight)
-            largest = tl.maximum(largest, nu + eta, propagate_nan=tl.PropagateNan.ALL)
-        out = OUT + (r.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * OUT_WIDTH
-        tl.store(out, tl.sum(value_sum, 0))
-        tl.store(out + 1, tl.sum(own_values, 0))
-        tl.store(out + 2, tl.sum(all_values, 0))
-        tl.store(out + 3, tl.sum(values, 0))
-        tl.store(out + 4, tl.max(largest, 0))
+            eta = tl.load(NOTES + (pair * blocks + n) * 4 + 2, mask=coded, other=0.0).to(tl.float64)
+            if EXPLORE:
+                eta = tl.where(tl.load(EXPLORED + row + n, mask=coded, other=0) != 0, 0.0, eta)
+            term = value(total, value_term(eta, gap_of(peak, top, live), weight))
+            local = (term <= V_TOL) == 0
+            # Below zero: taken already. No candidate, so nobody adds it up.
+            tl.store(TERM + row + n, tl.where(local, -1.0, term), mask=n < blocks)
+            # What is less than the least float32 number must not look like what adds nothing.
+            order = tl.where((local == 0) & (term > 0), term + 2.0**-126, -1.0)
+            tl.store(ORDER + row + n, order.to(tl.float32), mask=n < blocks)
+        # Written by some threads of this program, read by others.
+        tl.debug_barrier()
+        mark(ORDER, VALUES, row, blocks, standing(ORDER, TERM, row, blocks, BUDGET, WIDE), WIDE)
+        tl.debug_barrier()
+    chain = chain_of(share, CHAIN)
+    value_sum = tl.zeros([CHUNK], tl.float64)
+    own_values = tl.zeros([CHUNK], tl.float64)
+    all_values = tl.zeros([CHUNK], tl.float64)
+    largest = tl.zeros([CHUNK], tl.float64)
+    values = tl.zeros([CHUNK], tl.float64)
+    for first in range(begin, end, CHUNK):
+        n = first + i
+        live, coded = sees(n, AT, r, blocks, K, G, S)
+        note = NOTES + (pair * blocks + n) * 4
+        exact = coded & (tl.load(READ + row + n, mask=coded, other=0) != 0)
+        nu = tl.load(note + 3, mask=live, other=0.0).to(tl.float64)
+        _peak, _weight, peak, weight = masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, row + n, live, exact)
+        gap = gap_of(peak, top, live)
+        eta = tl.load(note + 2, mask=coded, other=0.0).to(tl.float64)
+        explored = coded & (n < 0)
+        if EXPLORE:
+            explored = tl.load(EXPLORED + row + n, mask=coded, other=0) != 0
+            eta = tl.where(explored, 0.0, eta)
+        if SPEND:
+            used = tl.load(VALUES + row + n, mask=n < blocks, other=0) != 0
+            used = used | (tl.load(TERM + row + n, mask=n < blocks, other=0.0) < 0)
+        else:
+            used = (value(total, value_term(eta, gap, weight)) <= V_TOL) == 0
+        values += (used & coded & (explored == 0)).to(tl.float64)
+        tl.store(VALUES + row + n, (used | explored).to(tl.int8), mask=n < blocks)
+        eta = tl.where(used, 0.0, eta)
+        value_sum += value_term(eta, gap, weight)
+        own_values += accumulation_term(chain, eta, gap, nu, 0.0, weight)
+        all_values += accumulation_term(chain, 0.0, gap, 0.0, 1.0, weight)
+        largest = tl.maximum(largest, nu + eta, propagate_nan=tl.PropagateNan.ALL)
+    out = OUT + (r.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * OUT_WIDTH
+    tl.store(out, tl.sum(value_sum, 0))
+    tl.store(out + 1, tl.sum(own_values, 0))
+    tl.store(out + 2, tl.sum(all_values, 0))
+    tl.store(out + 3, tl.sum(values, 0))
+    tl.store(out + 4, tl.max(largest, 0))
