@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -42,8 +43,9 @@ def compiled(planes: list[list[torch.Tensor]], q: torch.Tensor, hi: torch.Tensor
     def attend(q: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
         return torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D)
 
-    run = torch.compile(attend, fullgraph=True, options={"force_disable_caches": True})
-    run(q, hi)
+    run = torch.compile(attend, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        run(q, hi)
     triton_attend.ragged_splits = real
     return lambda: run(q, hi)
 
