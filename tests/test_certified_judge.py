@@ -1,6 +1,6 @@
 """What stands at both ends of certified attention's kernels: bounds of heads, draws, telemetry; and that nothing stands between them.
 
-As in ``test_certified_kernels``, what needs Triton's interpreter runs in a subprocess of this very file.
+As in ``test_certified_kernels``, what needs Triton's interpreter runs in a subprocess of this very file; on CUDA it runs compiled.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def exact(bound: Bound, arguments: list[float]) -> mpmath.mpf:
         return mpmath.mpf(sympy.lambdify(symbols, bound.expression, "mpmath")(*map(mpmath.mpf, arguments)))
 
 
-def printed_functions() -> None:
+def printed_functions(device: str) -> None:
     """What Triton lacks is within the units that the printer allows it; roundings are torch's."""
     spread = torch.cat([torch.logspace(-300, 3, 700, dtype=F64), torch.rand(300, dtype=F64), torch.tensor([0.0, 0.25, 0.5, 2.0**-1074])])
-    x = torch.nn.functional.pad(spread, (0, 1024 - len(spread)))
-    rise, tanh, above = torch.empty_like(x), torch.empty_like(x), torch.empty(len(x))
+    x = torch.nn.functional.pad(spread, (0, 1024 - len(spread))).to(device)
+    rise, tanh, above = torch.empty_like(x), torch.empty_like(x), torch.empty(len(x), device=device)
     for dtype in (torch.bfloat16, torch.float16):
-        rounded = torch.empty(len(x), dtype=dtype)
+        rounded = torch.empty(len(x), dtype=dtype, device=device)
         functions[(1,)](x, rise, tanh, above, rounded, N=1024)
         assert torch.equal(rounded, x.to(torch.float32).to(dtype))
     assert torch.equal(above, up32(x))
@@ -94,20 +94,20 @@ def printed_functions() -> None:
             true = [function(mpmath.mpf(v)) for v in x.tolist()]
             assert all(abs(mine - wanted) <= FUNCTION * 2.0**-53 * wanted + mpmath.mpf(2) ** -1074
                        for mine, wanted in zip(found.tolist(), true, strict=True))
-    odd = torch.tensor([float("inf"), float("nan")], dtype=F64).repeat(512)
+    odd = torch.tensor([float("inf"), float("nan")], dtype=F64, device=device).repeat(512)
     functions[(1,)](odd, rise, tanh, above, rounded, N=1024)
     assert (tanh[0::2] == 1).all() and torch.isnan(tanh[1::2]).all() and torch.isnan(above[1::2]).all()
 
 
-def printed_bounds() -> None:
+def printed_bounds(device: str) -> None:
     """Bounds of heads are rounded outwards in Triton as in ATen, and NaN stays NaN."""
     source = torch.Generator().manual_seed(1)
     for bound in HEADS:
         count = len(bound.arguments)
-        given = 10 ** (8 * torch.rand(count, 128, dtype=F64, generator=source) - 5)
+        given = (10 ** (8 * torch.rand(count, 128, dtype=F64, generator=source) - 5)).to(device)
         arguments = ", ".join(f"tl.load(IN + {place} * N + i)" for place in range(count))
         module = load_module(EVALUATE.format(function=triton_source(bound), name=bound.name, arguments=arguments), "judged")
-        found = torch.empty(128, dtype=F64)
+        found = torch.empty(128, dtype=F64, device=device)
         module.evaluate[(1,)](given, found, count, N=128)
         for place in range(128):
             true = exact(bound, given[:, place].tolist())
@@ -119,13 +119,15 @@ def printed_bounds() -> None:
             assert torch.isnan(found).all(), (bound.name, bound.arguments[broken])
 
 
-def drawn() -> None:
+def drawn(device: str) -> None:
     """The draws of ``choose`` are the definition's, bit for bit, at any step."""
     B, K, Q, N = 2, 3, 5, 70
-    for clock in (torch.tensor([0]), torch.tensor([7.0], dtype=F64), torch.tensor([2**33 + 12345]), torch.tensor([2**52 + 1.0], dtype=F64)):
-        found = torch.empty(B, K, Q, N, dtype=torch.int64)
-        draws[(B * K * Q,)](clock, found, K=K, Q=Q, N=N, N2=128)
-        assert torch.equal(found.to(F64), chance(clock.to(torch.int64), found) * 2.0**32)
+    found = torch.empty(B, K, Q, N, dtype=torch.int64, device=device)
+    for number in (0, 7, 2**33 + 12345, 2**52 + 1):
+        for dtype in (torch.int64, F64):
+            clock = torch.tensor([number], dtype=dtype, device=device)
+            draws[(B * K * Q,)](clock, found, K=K, Q=Q, N=N, N2=128)
+            assert torch.equal(found.to(F64), chance(clock.to(torch.int64), found) * 2.0**32)
     assert found.unique().numel() == found.numel()
 
 
@@ -134,33 +136,33 @@ def counted(step: Step, steps: int = 2) -> tuple[dict[str, torch.Tensor], torch.
     cache = step.cache
     B, K = step.q.shape[0], cache.keys[0].shape[2]
     # The plane of a cache that has room for more rows.
-    mine = torch.zeros(1, B + 1, K, 1, TELEMETRY, dtype=F64)[:, 1:]
-    wanted = torch.zeros(1, B, K, 1, TELEMETRY, dtype=F64)
+    mine = torch.zeros(1, B + 1, K, 1, TELEMETRY, dtype=F64, device=step.q.device)[:, 1:]
+    wanted = torch.zeros_like(mine)
     for _ in range(steps):
         common = (step.policy, Certified(), step.q, cache.keys, cache.values, cache.originals, step.hi, step.lo, step.sinks)
         rest = (step.scale, cache.originals[1].shape[-1], cache.recent, cache.base, 2)
         output, figures, counts = certified_by_kernels(*common, mine, *rest, telemetry=mine)
         accumulate(wanted, figures, counts)
     # Without telemetry and with the clock apart: the same step.
-    again = certified_by_kernels(*common, torch.tensor([steps - 1]), *rest)
+    again = certified_by_kernels(*common, torch.tensor([steps - 1], device=step.q.device), *rest)
     assert all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip((output, figures, counts), again, strict=True))
-    sums = torch.tensor([name.startswith("sum_") for name in COLUMNS])
+    sums = torch.tensor([name.startswith("sum_") for name in COLUMNS], device=step.q.device)
     assert torch.equal(mine[..., ~sums], wanted[..., ~sums])
     assert torch.allclose(mine[..., sums], wanted[..., sums], rtol=1e-14, atol=0, equal_nan=False)
-    return dict(zip(COLUMNS, mine[0, :, :, 0].flatten(0, 1).unbind(-1), strict=True)), counts
+    return dict(zip(COLUMNS, mine[0, :, :, 0].flatten(0, 1).cpu().unbind(-1), strict=True)), counts
 
 
-def telemetry() -> None:
+def telemetry(device: str) -> None:
     """Of plain, explored, fallen and broken rows; with sinks of another dtype and stride, and of heads that are no power of two."""
     small = Shape(B=2, H=6, K=3, S=1, D=32, T=100)
-    made = padded(Draw(4), small)
+    made = padded(Draw(4, device), small)
     step, _, _ = made.step(Certify(explore=0.3, tau_cov=0.5, k_min=0, k_max=1, key_budget=0.01), torch.bfloat16)
-    step.sinks = torch.randn(12, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)[::2]
+    step.sinks = torch.randn(12, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)[::2]
     columns, _ = counted(step)
     assert (columns["steps"] == 2).all() and (columns["head_steps"] == 4).all() and columns["explored"].sum() > 0
     assert 0 < columns["rung_head"].sum() < 24 and torch.tensor(MOST).sum() == len(Figure)
 
-    step, _, _ = gaussian(Draw(2), Shape(B=1, H=2, K=1, S=1, D=32, T=60)).step(Certify(fallback=Fallback.REPORT), torch.float32)
+    step, _, _ = gaussian(Draw(2, device), Shape(B=1, H=2, K=1, S=1, D=32, T=60)).step(Certify(fallback=Fallback.REPORT), torch.float32)
     columns, counts = counted(step, 1)
     assert (counts[..., Count.RUNG] < Rung.HEAD).all() and (columns["steps"] == 1).all()
 
@@ -171,6 +173,20 @@ def telemetry() -> None:
     columns, counts = counted(step, 1)
     assert (counts[..., Count.CAUSES] & int(Cause.NOT_FINITE) != 0).all() and torch.isinf(columns["most_candidate_key"]).all()
     assert torch.isfinite(columns["most_arithmetic"]).all(), "what is returned is from the originals"
+
+
+def everything(device: str) -> None:
+    """All of this."""
+    printed_functions(device)
+    printed_bounds(device)
+    drawn(device)
+    telemetry(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_both_ends_of_the_kernels_on_a_device() -> None:
+    everything("cuda")
 
 
 @pytest.mark.timeout(600)
@@ -208,7 +224,4 @@ def test_nothing_but_kernels_stands_in_a_graph(policy: Certify, kernels: int, mo
 
 
 if __name__ == "__main__":
-    printed_functions()
-    printed_bounds()
-    drawn()
-    telemetry()
+    everything("cpu")

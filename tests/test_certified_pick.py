@@ -1,6 +1,6 @@
 """Which blocks ``choose`` promotes: the search in registers against brute force, and the one in memory against that in registers.
 
-What needs Triton's interpreter runs in a subprocess of this very file.
+What needs Triton's interpreter runs in a subprocess of this very file; on CUDA the second part runs compiled.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def searched() -> None:
     assert len(seen) >= 8, "one kind of row proves little"
 
 
-def from_memory() -> None:
+def from_memory(device: str, tokens: int, wide: int) -> None:
     """Rows of more blocks than registers hold: the same counters, and figures that differ by the order of sums."""
     def two_splits(*operands: Any) -> Any:
         return by_kernels(*operands, 2)
@@ -104,14 +104,21 @@ def from_memory() -> None:
         Certify(tau_cov=0.9, k_min=0, k_max=3, explore=0.2), Certify(tau_cov=0.6, k_min=1, k_max=1, widen=2, key_budget=0.02, rank=0),
         Certify(tau_cov=1.0, k_max=128, v_tol=1.0, value_budget=0.05),
     ]):
-        step, _, _ = (ties if number % 2 else gaussian)(Draw(number), Shape(B=1, H=2, K=1, S=1, D=32, T=90)).step(policy, torch.float32)
+        made = (ties if number % 2 else gaussian)(Draw(number, device), Shape(B=1, H=2, K=1, S=1, D=32, T=tokens))
+        step, _, _ = made.step(policy, torch.float32)
         here = step.run(two_splits)
-        certified_device.WIDE, certified_device.CHUNK = 4, 4
+        certified_device.WIDE, certified_device.CHUNK = wide, wide
         there = step.run(two_splits)
         certified_device.WIDE, certified_device.CHUNK = known, chunk
         assert torch.equal(here[2], there[2]) and torch.allclose(here[1], there[1], rtol=1e-5, atol=1e-30), policy
         assert torch.allclose(here[0], there[0], rtol=1e-5, atol=1e-7)
     assert (here[2][..., Count.KEYS] > 4).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_from_memory_on_a_device() -> None:
+    from_memory("cuda", 20_000, 1024)
 
 
 @pytest.mark.timeout(600)
@@ -125,4 +132,4 @@ def test_the_search_of_choose_in_the_interpreter() -> None:
 
 if __name__ == "__main__":
     searched()
-    from_memory()
+    from_memory("cpu", 90, 4)

@@ -261,7 +261,7 @@ def choose(
 
     As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST; or, where more
     (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
-    ordered as their bits are: a place in the order is found bit by bit, from the sum over what lies below. Budgets are constants,
+    ordered as their bits are: a place in the order is found by bisection, from the sum over what lies below. Budgets are constants,
     since an operand would be float32. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in CHOSEN
     beside the promoted ones. ORDER (float32), SHARE and TERM (float64) are scratch. STATS [rows, 3]: whether widened, the tail's mass,
     how many are explored. TOP: the largest logit by codes, which ``exact`` may raise; what all weights are relative to from here on.
