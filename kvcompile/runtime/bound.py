@@ -436,6 +436,11 @@ class BoundGraph:
         if group.kind in {SlotKind.CONCAT, SlotKind.BORN_CONCAT}:
             length = state.length if group.ring is None else self.sizes.read(group.ring.keep, args)
             shape = tuple(length if dim == group.token_dim else size for dim, size in enumerate(shape))
+            handle = handles.make(state, shape, fake.dtype, fake.device)
+            if group.ring is None:
+                # The next call has a longer one: Dynamo would learn that by compiling the first step for this length alone.
+                torch._dynamo.maybe_mark_dynamic(handle, group.token_dim)
+            return handle
         return handles.make(state, shape, fake.dtype, fake.device)
 
 
