@@ -16,13 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._inductor.config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.attention import BANDWIDTH, D, H, graph_ms, relative_error, store
 from kvcompile import schemes
-from kvcompile.lowering import inductor, triton_attend
+from kvcompile.lowering import triton_attend
+from kvcompile.lowering.compile import compile_graph
+from kvcompile.settings import Settings
 from kvcompile.types import Role
 
 LENGTHS = {
@@ -34,20 +37,27 @@ LENGTHS = {
 
 
 def compiled(planes: list[list[torch.Tensor]], q: torch.Tensor, hi: torch.Tensor, spell: str, balanced: bool) -> Callable[[], Any]:
-    """One layer's attention, compiled anew."""
-    torch._dynamo.reset()
+    """One layer's attention, as the backend compiles it."""
+    half = len(planes[0])
+
+    def attend(q: torch.Tensor, hi: torch.Tensor, *stores: torch.Tensor) -> list[torch.Tensor]:
+        keys, values = list(stores[:half]), list(stores[half:])
+        return [torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D)]
+
+    mode, arguments = FakeTensorMode(), [q, hi, *planes[0], *planes[1]]
+    fakes = [mode.from_tensor(x) for x in arguments]
+    with mode:
+        module = make_fx(attend)(*fakes)
+    taken = []
     real = triton_attend.ragged_splits
-    triton_attend.ragged_splits = real if balanced else lambda config, splits, batch: (splits, 0)
-    keys, values = planes
-
-    def attend(q: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-        return torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D)
-
-    run = torch.compile(attend, fullgraph=True)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        run(q, hi)
-    triton_attend.ragged_splits = real
-    return lambda: run(q, hi)
+    triton_attend.ragged_splits = lambda *found: taken.append(real(*found) if balanced else (found[1], 0)) or taken[-1]
+    try:
+        with torch.no_grad():
+            run = compile_graph(module, fakes, mode, Settings(options={"force_disable_caches": True}))
+    finally:
+        triton_attend.ragged_splits = real
+    print(f"{spell}: splits and shares {taken}", flush=True)
+    return lambda: run(*arguments)[0]
 
 
 def measure(scheme: str) -> list[dict[str, Any]]:
@@ -86,7 +96,6 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--schemes", default="int8,int4")
     options = parser.parse_args()
-    inductor.install()
     rows = [row for scheme in options.schemes.split(",") for row in measure(scheme)]
     if options.json:
         options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1))
