@@ -219,6 +219,17 @@ def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, gr
     # Room for the newest tokens is the one thing that is made.
     assert {node.op for node in inputs} == {"placeholder"} | ({"call_function"} if window else set())
     assert {node.target for node in inputs if node.op == "call_function"} <= {aten.empty.memory_format, aten.new_empty.default}
+    given_once(kernels[0])
+
+
+def given_once(kernel: fx.Node) -> None:
+    """What a kernel may change it has under one name: what it reads as well under another would be copied first."""
+    operands = kernel.kwargs["kwargs"]
+    assert isinstance(operands, dict)
+    nodes = [node for node in operands.values() if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor)]
+    read = {"X", "POS", "ORIGIN", "MOVES"}
+    again = {name for name, node in operands.items() if nodes.count(node) > 1}
+    assert {name.removesuffix("_2") for name in again} <= read, again
 
 
 def block_step(padded: bool, monkeypatch: pytest.MonkeyPatch, text: str = "kivi") -> Callable[..., Any]:
@@ -275,6 +286,7 @@ def test_a_block_of_a_window_changes_what_it_writes(text: str, padded: bool, mon
     traced = traced_step(torch.func.functionalize(block_step(padded, monkeypatch, text), remove="mutations"), text, 65, True, padded)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     written = [{name for name in node.kwargs["tensors_to_clone"] if not name.endswith("_2")} for node in kernels]  # type: ignore[union-attr]
+    given_once(kernels[0])
     assert written == [{"CODES", "SCALES", "ZEROS", "RECENT"}, {"RING", "CLOCK"}]
 
 

@@ -214,7 +214,7 @@ def test_compilers_make_the_same(scheme: str, inner: str) -> None:
 @pytest.mark.slow
 def test_as_tensor_code_of_the_graph_it_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is traced for CUDA, here for the CPU: the definition itself, compiled with the rest of the graph."""
-    scheme, counts = "kivi", (70, 1, 1)
+    scheme, counts = "int8", (70, 1, 1)
     plain, layer = holds(scheme, "eager", counts)
     expected = plain.telemetry()
     del layer

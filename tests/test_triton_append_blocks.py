@@ -122,7 +122,7 @@ def test_pieces_are_the_whole(text: str, dim: int, dtype: torch.dtype, pages: in
 
 
 @pytest.mark.parametrize(("text", "count", "dim", "window"), [
-    ("kivi", 1, 64, 32), ("squat", 40, 64, 32), ("kivi", 40, 96, 32), ("kivi(window=96)", 40, 64, 96),
+    ("kivi", 1, 64, 32), ("squat(subblock=8)", 40, 64, 32), ("kivi", 40, 96, 32), ("kivi(window=96)", 40, 64, 96),
     ("kivi(group=64,window=64)", 40, 256, 64),
 ])
 def test_what_the_kernels_do_not_know(text: str, count: int, dim: int, window: int) -> None:

@@ -235,9 +235,15 @@ class Slot(NamedTuple):
         return self.planes[_encoded(self.planes) + 1]
 
     @property
-    def moves(self) -> torch.Tensor:
-        """[1, 1 or B, K, D, D], how far errors move channels; any plane where the scheme has none."""
-        return self.planes[-1]
+    def moves(self) -> tuple[torch.Tensor, int, int]:
+        """[1, 1 or B, K, D, D], how far errors move channels, and its strides from row to row and from head to head.
+
+        Positions where the scheme has none: a plane that the kernel changes, read under another name, would be copied first.
+        """
+        rule, moves = schemes.parse(self.scheme).minmax, self.planes[-1]
+        if rule is None or not rule.subblock:
+            return self.pos, 0, 0
+        return moves, 0 if moves.shape[1] == 1 else moves.stride(1), moves.stride(2)
 
     @property
     def programs(self) -> int:
@@ -258,12 +264,11 @@ class Slot(NamedTuple):
         """Of the kernels, in their order: whole planes, no views, which functionalization would copy."""
         codes, scales, zeros = self.planes[:3]
         origin = self.pos if self.origin is None else self.origin
-        moves = self.moves
+        moves, *moves_strides = self.moves
         return (
             self.x, self.window, self.clock, codes, scales, zeros, moves, self.pos, origin, recent, self.x.stride(0), self.x.stride(1),
             self.x.stride(3), codes.shape[0], codes.stride(0), scales.stride(0), 0 if self.pos.shape[0] == 1 else self.pos.stride(0),
-            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), 0 if moves.shape[1] == 1 else moves.stride(1),
-            moves.stride(2),
+            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *moves_strides,
         )
 
     def constants(self, suffix: str = "") -> dict[str, object]:
@@ -286,7 +291,8 @@ def known(slot: Slot) -> bool:
     if rule is None or D & (D - 1) or W & (W - 1):
         return False
     # Tensor cores take no fewer than 16 channels, or tokens, at once.
-    if rule.subblock and (rule.subblock < 16 or rule.subblock & (rule.subblock - 1) or rule.block < 16 or not slot.moves.is_contiguous()):
+    narrow = rule.subblock < 16 or rule.block < 16 or rule.subblock & (rule.subblock - 1)
+    if rule.subblock and (narrow or not slot.moves[0].is_contiguous()):
         return False
     in_order = slot.window.is_contiguous() and slot.clock.is_contiguous()
     rows = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes[:3])

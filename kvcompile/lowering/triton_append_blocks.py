@@ -260,12 +260,11 @@ class Blocks(NamedTuple):
 
     def operands(self) -> tuple[object, ...]:
         """Of the first launch's kernels, in their order: whole planes, no views, which functionalization would copy."""
-        x, pos, (codes, scales, zeros), moves = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.moves
+        x, pos, (codes, scales, zeros), (moves, *moves_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.moves
         return (
             x, self.slot.window, self.slot.clock, codes, scales, zeros, moves, pos, self.origin, self.recent, x.stride(0), x.stride(1),
             x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0), scales.stride(0), self.pos_b, pos.stride(1),
-            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), 0 if moves.shape[1] == 1 else moves.stride(1),
-            moves.stride(2),
+            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *moves_strides,
         )
 
     def constants(self, suffix: str = "") -> dict[str, object]:
