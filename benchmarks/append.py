@@ -20,13 +20,11 @@ from typing import Any
 
 import torch
 from attention import BANDWIDTH, D, K, graph_ms
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from graphs import compiled
 
 from kvcompile import schemes
 from kvcompile.lowering import appends, ops
 from kvcompile.lowering import compile as lowering
-from kvcompile.settings import Settings
 from kvcompile.types import Role, SlotSpec, pages_for
 
 CAPACITY = 32768
@@ -55,20 +53,11 @@ def both(scheme: str, window: Callable[..., Any], plain: Callable[..., Any]) -> 
     return run
 
 
-def compiled(scheme: str, arguments: list[torch.Tensor]) -> tuple[Callable[..., Any], str]:
-    """The compiled step, as the backend compiles it, and Inductor's module."""
+def compiled_step(scheme: str, arguments: list[torch.Tensor]) -> tuple[Callable[..., Any], str]:
+    """The compiled step and Inductor's module."""
     from torch._inductor.utils import run_and_get_code
 
-    mode = FakeTensorMode()
-    fakes = [mode.from_tensor(x) for x in arguments]
-    with mode:
-        module = make_fx(both(scheme, ops.append_window, ops.append))(*fakes)
-
-    def build() -> Any:
-        with torch.no_grad():
-            return lowering.compile_graph(module, fakes, mode, Settings(options={"force_disable_caches": True}))
-
-    run, sources = run_and_get_code(build)
+    run, sources = run_and_get_code(compiled, both(scheme, ops.append_window, ops.append), arguments)
     return run, "\n".join(sources)
 
 
@@ -89,7 +78,7 @@ def measure(scheme: str, tokens: int) -> dict[str, Any]:
     pos = torch.arange(tokens, device="cuda").unsqueeze(0)
     arguments = [*new, pos, *planes_of(scheme, Role.KEY), *planes_of(scheme, Role.VALUE)]
     begun = time.perf_counter()
-    run, source = compiled(scheme, arguments)
+    run, source = compiled_step(scheme, arguments)
     took = time.perf_counter() - begun
     wrong = differences(scheme, run, arguments)
     size = sum(

@@ -16,16 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.attention import BANDWIDTH, D, H, graph_ms, relative_error, store
+from benchmarks.graphs import compiled
 from kvcompile import schemes
 from kvcompile.lowering import triton_attend
-from kvcompile.lowering.compile import compile_graph
-from kvcompile.settings import Settings
+from kvcompile.lowering.attend_config import AttendConfig
 from kvcompile.types import Role
 
 LENGTHS = {
@@ -36,7 +34,7 @@ LENGTHS = {
 }
 
 
-def compiled(planes: list[list[torch.Tensor]], q: torch.Tensor, hi: torch.Tensor, spell: str, balanced: bool) -> Callable[[], Any]:
+def attention(planes: list[list[torch.Tensor]], q: torch.Tensor, hi: torch.Tensor, spell: str, balanced: bool) -> Callable[[], Any]:
     """One layer's attention, as the backend compiles it."""
     half = len(planes[0])
 
@@ -44,16 +42,16 @@ def compiled(planes: list[list[torch.Tensor]], q: torch.Tensor, hi: torch.Tensor
         keys, values = list(stores[:half]), list(stores[half:])
         return [torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D)]
 
-    mode, arguments = FakeTensorMode(), [q, hi, *planes[0], *planes[1]]
-    fakes = [mode.from_tensor(x) for x in arguments]
-    with mode:
-        module = make_fx(attend)(*fakes)
-    taken = []
-    real = triton_attend.ragged_splits
-    triton_attend.ragged_splits = lambda *found: taken.append(real(*found) if balanced else (found[1], 0)) or taken[-1]
+    arguments = [q, hi, *planes[0], *planes[1]]
+    real, taken = triton_attend.ragged_splits, []
+
+    def chosen(config: AttendConfig, splits: int, batch: int) -> tuple[int, int]:
+        taken.append(real(config, splits, batch) if balanced else (splits, 0))
+        return taken[-1]
+
+    triton_attend.ragged_splits = chosen
     try:
-        with torch.no_grad():
-            run = compile_graph(module, fakes, mode, Settings(options={"force_disable_caches": True}))
+        run = compiled(attend, arguments)
     finally:
         triton_attend.ragged_splits = real
     print(f"{spell}: splits and shares {taken}", flush=True)
@@ -70,7 +68,7 @@ def measure(scheme: str) -> list[dict[str, Any]]:
     rows = []
     hi = torch.empty(16, 1, dtype=torch.int64, device="cuda")
     for balanced in (False, True):
-        calls[balanced] = compiled(planes, q, hi.fill_(longest - 1), spell, balanced)
+        calls[balanced] = attention(planes, q, hi.fill_(longest - 1), spell, balanced)
     for name, lengths in LENGTHS.items():
         hi.copy_(torch.tensor(lengths, device="cuda").unsqueeze(1) - 1)
         found = {}

@@ -1,13 +1,11 @@
 """What stands at both ends of certified attention's kernels: bounds of heads, draws, telemetry; and that nothing stands between them.
 
-As in ``test_certified_kernels``, what needs Triton's interpreter runs in a subprocess of this very file; on CUDA it runs compiled.
+As in ``test_certified_kernels``, what needs Triton's interpreter runs in a process of its own (``interpreted``); on CUDA it runs compiled.
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
 import sys
 from typing import Any
 
@@ -18,10 +16,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent), str(pathlib.Path(__file__).resolve().parent.parent)]
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from interpreted import interpreted  # noqa: E402
 
 from benchmarks.certified_soundness import Cache, Draw, Shape, Step, gaussian, padded  # noqa: E402
 from kvcompile.lowering import certified_device, triton_bounds  # noqa: E402
@@ -191,11 +190,7 @@ def test_both_ends_of_the_kernels_on_a_device() -> None:
 
 @pytest.mark.timeout(600)
 def test_both_ends_of_the_kernels_in_the_interpreter() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    interpreted(everything, "cpu")
 
 
 @pytest.mark.parametrize(("policy", "kernels"), [(Certify(), 13), (Certify(explore=0.1, value_budget=0.1, key_budget=1.0), 13),
@@ -221,7 +216,3 @@ def test_nothing_but_kernels_stands_in_a_graph(policy: Certify, kernels: int, mo
     assert sum("triton_kernel_wrapper" in name for name in nodes) == kernels
     rest = {name for name in nodes if "triton_kernel_wrapper" not in name}
     assert rest <= {"aten.empty.memory_format", "aten.new_empty.default", "aten.empty_like.default", "aten.expand.default"}, rest
-
-
-if __name__ == "__main__":
-    everything("cpu")

@@ -1,24 +1,23 @@
 """Which blocks ``choose`` promotes: the search in registers against brute force, and the one in memory against that in registers.
 
-What needs Triton's interpreter runs in a subprocess of this very file; on CUDA the second part runs compiled.
+What needs Triton's interpreter runs in a process of its own (``interpreted``); on CUDA the second part runs compiled.
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
 import random
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent), str(pathlib.Path(__file__).resolve().parent.parent)]
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from interpreted import interpreted  # noqa: E402
 
 from benchmarks.certified_soundness import Draw, Shape, by_kernels, gaussian, ties  # noqa: E402
 from kvcompile.lowering import certified_device  # noqa: E402
@@ -123,13 +122,5 @@ def test_rows_from_memory_on_a_device() -> None:
 
 @pytest.mark.timeout(600)
 def test_the_search_of_choose_in_the_interpreter() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-
-
-if __name__ == "__main__":
-    searched()
-    from_memory("cpu", 90, 4)
+    interpreted(searched)
+    interpreted(from_memory, "cpu", 90, 4)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from kvcompile.lowering import ops
+from kvcompile.lowering.windows import one_token
 
 Appended = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -45,7 +46,7 @@ def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]
 
 def _rows(calls: list[tuple[Any, ...]]) -> None:
     x = calls[0][0]
-    if x.device.type == "cuda" and not (isinstance(x.shape[2], int) and x.shape[2] == 1):
+    if x.device.type == "cuda" and not one_token(x):
         from kvcompile.lowering.triton_append_rows import Rows, append_rows, fits
 
         slots = [Rows(*call) for call in calls]
@@ -73,7 +74,7 @@ def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Ten
             return blocks.append_window_blocks(slots)
         if len(calls) > 1:
             return [result for call in calls for result in _windows([call])]
-        if not (isinstance(slots[0].x.shape[2], int) and slots[0].x.shape[2] == 1):
+        if not one_token(slots[0].x):
             return [ops.append_window(*calls[0])]
     return [ops.append_window_body(*call) for call in calls]
 

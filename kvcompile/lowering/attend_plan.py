@@ -176,7 +176,7 @@ class SlotPlan:
 
     def pair_of(self, chunk: Chunk) -> tuple[int, int]:
         """The scales of a chunk's first and second part."""
-        first, second = (piece.scale for piece in self.pieces if piece.chunk == chunk and piece.name.endswith(("_0", "_2")))
+        first, second = (piece.scale for piece in self.pieces if piece.chunk == chunk and piece.first % 2 == 0)
         return first, second
 
     def of_scale(self, scale: int) -> tuple[Piece, ...]:

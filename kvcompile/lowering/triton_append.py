@@ -24,7 +24,7 @@ from torch.library import wrap_triton
 
 from kvcompile import schemes
 from kvcompile.lowering.triton_rounding import MAGIC, quotient, rounded_down, rounded_up
-from kvcompile.lowering.windows import _encoded
+from kvcompile.lowering.windows import _encoded, one_token
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 
 
@@ -301,7 +301,7 @@ def known(slot: Slot) -> bool:
 
 def fits(slot: Slot) -> bool:
     """Whether the kernel knows this append: one token of what is ``known``."""
-    return isinstance(slot.x.shape[2], int) and slot.x.shape[2] == 1 and known(slot)
+    return one_token(slot.x) and known(slot)
 
 
 def append_window_slots(slots: Sequence[Slot]) -> list[tuple[torch.Tensor, torch.Tensor]]:

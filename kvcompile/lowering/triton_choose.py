@@ -117,6 +117,14 @@ def draw(before, n):
 
 
 @triton.jit
+def drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE: tl.constexpr):
+    """Which of the ``kept`` blocks n of a row are explored, and flagged as that."""
+    explored = kept & (draw(before, n) < EXPLORE)
+    tl.store(EXPLORED + place, explored.to(tl.int8), mask=n < blocks)
+    return explored
+
+
+@triton.jit
 def choose_here(
     PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
@@ -153,8 +161,8 @@ def choose_here(
     kept = coded & (chosen == 0)
     drawn = r * 0
     if EXPLORE > 0:
-        explored = kept & (draw(drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows), n) < EXPLORE)
-        tl.store(EXPLORED + place, explored.to(tl.int8), mask=n < blocks)
+        before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
+        explored = drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE)
         drawn = tl.sum(explored.to(tl.int32), 0)
         kept = kept & (explored == 0)
         chosen = chosen | explored
@@ -241,8 +249,7 @@ def choose_there(
         chosen = tl.load(CHOSEN + row + n, mask=n < blocks, other=1) != 0
         kept = coded & (chosen == 0)
         if EXPLORE > 0:
-            explored = kept & (draw(before, n) < EXPLORE)
-            tl.store(EXPLORED + row + n, explored.to(tl.int8), mask=n < blocks)
+            explored = drawn_of(EXPLORED, row + n, kept, before, n, blocks, EXPLORE)
             tl.store(CHOSEN + row + n, (chosen | explored).to(tl.int8), mask=n < blocks)
             drawn += tl.sum(explored.to(tl.int32), 0)
             kept = kept & (explored == 0)

@@ -138,6 +138,20 @@ def certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT: tl.const
 
 
 @triton.jit
+def found_of(
+    SUMS, LEFT, PARTS, SINKS, TOP, r, rows, chunks, programs, parts, OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, DV: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """What a row's programs found, its result, and the certificate of that."""
+    sums, most = together(SUMS, r, chunks, WIDTH, 16)
+    left, left_most = together(LEFT, r, programs, LEFT_WIDTH, 8)
+    sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - tl.load(TOP + r).to(tl.float64))
+    output = result_of(PARTS, r, rows, parts, at(sums, MASS) + sink, DV, SPAN)
+    by_keys, by_values, arithmetic = certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT, OUT_TINY)
+    return sums, most, left, output, by_keys, by_values, arithmetic
+
+
+@triton.jit
 def ranks_fail(SUMS, OWN, r, most, blocks, chunks):
     """``certified_checks.rank_fails`` for one leading block, as bits."""
     by_codes = at(most, BY_CODES)
@@ -171,12 +185,9 @@ def judge(
     STATS [rows, 3]: see ``choose``. Of a row that falls, ``settle`` writes what is not known yet.
     """
     r = tl.program_id(0)
-    sums, most = together(SUMS, r, chunks, WIDTH, 16)
-    left, left_most = together(LEFT, r, programs, LEFT_WIDTH, 8)
-    sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - tl.load(TOP + r).to(tl.float64))
-    output = result_of(PARTS, r, tl.num_programs(0), parts, at(sums, MASS) + sink, DV, SPAN)
-    by_keys, by_values, arithmetic = certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT, OUT_TINY)
-
+    sums, most, left, output, by_keys, by_values, arithmetic = found_of(
+        SUMS, LEFT, PARTS, SINKS, TOP, r, tl.num_programs(0), chunks, programs, parts, OUT_UNIT, OUT_TINY, DV, SPAN,
+    )
     finite = tl.abs(by_keys + by_values + arithmetic) <= LARGEST_NUMBER
     within = (by_keys <= KEY_BUDGET) & (by_values <= VALUE_BUDGET)
     causes = tl.where(finite, tl.where(within, 0, BUDGET), NOT_FINITE)
@@ -229,11 +240,9 @@ def settle(
         for i in range(ROWS):
             r = pair * ROWS + i
             if tl.load(FALLS + r) != 0:
-                sums, most = together(SUMS, r, chunks, WIDTH, 16)
-                left, left_most = together(LEFT, r, chunks, LEFT_WIDTH, 8)
-                sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - tl.load(TOP + r).to(tl.float64))
-                output = result_of(PARTS, r, tl.num_programs(0) * ROWS, parts, at(sums, MASS) + sink, DV, SPAN)
-                by_keys, _by_values, arithmetic = certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT, OUT_TINY)
+                _sums, _most, _left, output, by_keys, _by_values, arithmetic = found_of(
+                    SUMS, LEFT, PARTS, SINKS, TOP, r, tl.num_programs(0) * ROWS, chunks, chunks, parts, OUT_UNIT, OUT_TINY, DV, SPAN,
+                )
                 tl.store(FOUND + r * FIGURES + RETURNED + 2, up32(by_keys + arithmetic))
                 tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), as_dtype(output.to(tl.float32), RESULT.dtype.element_ty))
     if COUNTS_STEPS:

@@ -27,6 +27,11 @@ import torch
 from kvcompile import schemes
 
 
+def one_token(x_BKSD: torch.Tensor) -> bool:
+    """Whether a call has one new token, and not a symbol of them."""
+    return isinstance(x_BKSD.shape[2], int) and x_BKSD.shape[2] == 1
+
+
 def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """source[b, :, index[b or 0]]: rows [1 or B, n] of a [B, K, T, D] tensor, [B, K, n, D]."""
     if index.shape[0] == 1:

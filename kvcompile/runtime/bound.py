@@ -433,15 +433,15 @@ class BoundGraph:
         fake = value_of(group.root)
         if shape is None:
             shape = tuple(self.sizes.read(size, args) for size in fake.shape)
-        if group.kind in {SlotKind.CONCAT, SlotKind.BORN_CONCAT}:
+        grows = group.kind in {SlotKind.CONCAT, SlotKind.BORN_CONCAT}
+        if grows:
             length = state.length if group.ring is None else self.sizes.read(group.ring.keep, args)
             shape = tuple(length if dim == group.token_dim else size for dim, size in enumerate(shape))
-            handle = handles.make(state, shape, fake.dtype, fake.device)
-            if group.ring is None:
-                # The next call has a longer one: Dynamo would learn that by compiling the first step for this length alone.
-                torch._dynamo.maybe_mark_dynamic(handle, group.token_dim)
-            return handle
-        return handles.make(state, shape, fake.dtype, fake.device)
+        handle = handles.make(state, shape, fake.dtype, fake.device)
+        if grows and group.ring is None:
+            # The next call has a longer one: Dynamo would learn that by compiling the first step for this length alone.
+            torch._dynamo.maybe_mark_dynamic(handle, group.token_dim)
+        return handle
 
 
 def _nowhere() -> Found:
