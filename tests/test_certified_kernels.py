@@ -206,8 +206,8 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
 
 COMMON = dict(K=8, G=4, S=1, S2=1)
 KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "score": (1, dict(COMMON, SCALE=0.09, D=128, TILE=4, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
-                       HAS_LO=True, HAS_SINK=True)),
+    "score": (1, dict(COMMON, SCALE=0.09, D=128, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30, HAS_LO=True, HAS_SINK=True,
+                       PACKED=True)),
     "sums": (4, dict(COMMON, SCALE=0.09, D=128, DV=128, NB=64, PER_PAGE=4)),
     "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, NB=8, PER_PAGE=4, ALL=False)),
     "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64)),
@@ -248,9 +248,9 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering import triton_certified, triton_choose, triton_judge, triton_mix, triton_tally
+    from kvcompile.lowering import triton_certified, triton_choose, triton_judge, triton_mix, triton_score, triton_tally
 
-    modules = {"mix": triton_mix, "mix_own": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally,
+    modules = {"score": triton_score, "mix": triton_mix, "mix_own": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally,
                "judge": triton_judge, "settle": triton_judge}
     kernel, (warps, constants) = getattr(modules.get(name, triton_certified), name), KERNELS[name]
     pointers = POINTERS | (OF_VALUES if name.startswith("mix") else OF_TALLIES if name.startswith("tally") else {})

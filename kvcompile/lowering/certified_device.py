@@ -84,8 +84,8 @@ def kernel_gap(
         return "no newest tokens in full precision"
     if not isinstance(rows, int) or rows > MOST_ROWS:
         return f"{rows} rows of queries a kv head, above {MOST_ROWS}"
-    if D & (D - 1) or value_dim & (value_dim - 1) or D < BLOCK or value_dim < 2 * group:
-        return f"{D} key channels and {value_dim} value channels: powers of two, and two groups of {group}, are known"
+    if D & (D - 1) or value_dim & (value_dim - 1) or D < 2 * BLOCK or value_dim < 2 * group:
+        return f"{D} key channels and {value_dim} value channels: powers of two, from {2 * BLOCK} and from two groups of {group} on, are known"
     if not isinstance(page, int) or page % BLOCK or any(plane.shape[3] != page for plane in values[:3]):
         return f"pages of {page} rows that are not whole blocks of codes and values alike"
     if any(plane.stride(-1) != 1 or plane.stride(-2) != plane.shape[-1] for plane in (*keys[:4], *values[:4])):
@@ -208,7 +208,8 @@ class DeviceStep:
 
     def score(self, hi: torch.Tensor, lo: torch.Tensor | None, base: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """Logits, sums of blocks, deviations and notes; what each row sees, its sink."""
-        from kvcompile.lowering import triton_certified as kernels
+        from kvcompile.lowering.triton_certified import sums
+        from kvcompile.lowering.triton_score import ROW_TILE, score
 
         B, K, Q = self.shape
         N, q, keys, new_k, new_v, key_notes, value_notes = (
@@ -218,14 +219,14 @@ class DeviceStep:
         several = dict(self.sizes, S2=1 << (S - 1).bit_length())
         lows, own_sinks = hi if lo is None else lo, self.sinks if sinks is None else sinks
         self.launch(
-            kernels.score, (-(-N // SPAN) + 1, B * K, self.tiles), q, *keys[:3], new_k, hi, lows, base, own_sinks, self.at, self.sinks,
+            score, (-(-N // SPAN) + 1, B * K, -(-Q // ROW_TILE.value)), q, *keys[:3], new_k, hi, lows, base, own_sinks, self.at, self.sinks,
             self.damaged, self.logits, self.channels, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3],
             *hi.expand(B, S).stride(), *lows.expand(B, S).stride(), base.expand(B).stride(0), own_sinks.stride(0), N, new_k.shape[2],
-            warps=1, SCALE=self.scale, D=q.shape[3], TILE=self.tile, SPAN=SPAN, PER_PAGE=self.page // BLOCK, OF_STEP=RADIUS[0],
-            OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, **several,
+            warps=1, SCALE=self.scale, D=q.shape[3], SPAN=SPAN, PER_PAGE=self.page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1],
+            OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, PACKED=self.launch.cuda, **several,
         )
         self.launch(
-            kernels.sums, (-(-N // SUM_BLOCKS), B * K, Q), q, self.logits, self.channels, key_notes, value_notes, new_k, new_v, self.at,
+            sums, (-(-N // SUM_BLOCKS), B * K, Q), q, self.logits, self.channels, key_notes, value_notes, new_k, new_v, self.at,
             self.peak, self.weight, self.delta, self.own, self.notes, self.query_norm, *q.stride()[:3], *key_notes.stride()[:3],
             *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], N, new_k.shape[2], warps=4, SCALE=abs(self.scale),
             D=q.shape[3], DV=self.value_dim, NB=SUM_BLOCKS, PER_PAGE=self.page // BLOCK, **several,
