@@ -162,7 +162,7 @@ def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
 
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiled graph holds: thirteen kernels, nothing that reads data; tracing would raise on a number taken to the host.
+    """What a compiled graph holds: twelve kernels, nothing that reads data; tracing would raise on a number taken to the host.
 
     ``growing``: the number of pages is a symbol, on which nothing may depend but sizes and operands.
     """
@@ -198,7 +198,7 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
     with mode:
         traced = make_fx(run)(*operands)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 13
+    assert len(kernels) == 12
     pages = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
     assert bool(pages) == growing
     assert not [value for value in shapes.replacements.values() if value.is_number], "the number of pages was fixed"
@@ -206,9 +206,8 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
 
 COMMON = dict(K=8, G=4, S=1, S2=1)
 KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "score": (1, dict(COMMON, SCALE=0.09, D=128, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30, HAS_LO=True, HAS_SINK=True,
-                       PACKED=True)),
-    "sums": (4, dict(COMMON, SCALE=0.09, D=128, DV=128, NB=64, PER_PAGE=4)),
+    "score": (1, dict(COMMON, SCALE=0.09, D=128, DV=128, SPAN=8, PER_PAGE=4, KEY_NOTE=2, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
+                       HAS_LO=True, HAS_SINK=True, PACKED=True)),
     "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, NB=8, PER_PAGE=4, ALL=False)),
     "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64)),
     "mix_own": (1, dict(COMMON, DV=128, GROUP=16, TILE=1, NEWEST=32, PAGE=64, ALL=False)),
@@ -250,8 +249,10 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
 
     from kvcompile.lowering import triton_certified, triton_choose, triton_judge, triton_mix, triton_score, triton_tally
 
-    modules = {"score": triton_score, "mix": triton_mix, "mix_own": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally,
-               "judge": triton_judge, "settle": triton_judge}
+    modules = {
+        "score": triton_score, "mix": triton_mix, "mix_own": triton_mix, "choose": triton_choose, "tally": triton_tally,
+        "tally_values": triton_tally, "judge": triton_judge, "settle": triton_judge,
+    }
     kernel, (warps, constants) = getattr(modules.get(name, triton_certified), name), KERNELS[name]
     pointers = POINTERS | (OF_VALUES if name.startswith("mix") else OF_TALLIES if name.startswith("tally") else {})
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in kernel.arg_names}

@@ -1,13 +1,13 @@
 """``certified_attend`` by kernels: what ``certified.certified_step`` defines, with tier 2 read only where it is asked for.
 
-    1. ``score`` reads the int8 keys once, ``sums`` makes blocks of logits, ``choose`` promotes keys and draws what is explored.
+    1. ``score`` reads the int8 keys once and sums up blocks of logits, ``choose`` promotes keys and draws what is explored.
     2. ``exact`` reads the original keys of what is read and puts their logits in place. ``tally`` adds up what a certificate is
        made of, ``tally_values`` promotes values.
     3. ``mix`` reads the int4 values once, and original values where promoted. ``judge`` makes the certificate and the causes.
     4. ``exact``, ``mix`` and ``tally`` again, with everything from the originals, for heads that fall; without one they end at once.
        ``settle`` makes the certificate of those, and adds the step to the telemetry.
 
-That is thirteen kernels and no tensor code, but for a ranking of more than one block.
+That is twelve kernels and no tensor code, but for a ranking of more than one block.
 
 No branch depends on data, nothing comes to the host, every buffer's size is that of the planes: a CUDA graph can hold it.
 
@@ -40,8 +40,8 @@ from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import Certify, Count, Fallback, Figure
 
-SPAN, SUM_BLOCKS, EXACT_BLOCKS, TALLY, CHUNK, WIDE = 8, 64, 16, 256, 2048, 8192
-"""Blocks of a program of ``score``, ``sums``, ``exact`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
+SPAN, EXACT_BLOCKS, TALLY, CHUNK, WIDE = 8, 16, 256, 2048, 8192
+"""Blocks of a program of ``score``, ``exact`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
 The first and the third were timed (benchmarks/CERTIFIED.md), the others chosen by registers; so are the next two."""
 
 ROW_TILE, OWN_TILE = 4, 1
@@ -85,7 +85,8 @@ def kernel_gap(
     if not isinstance(rows, int) or rows > MOST_ROWS:
         return f"{rows} rows of queries a kv head, above {MOST_ROWS}"
     if D & (D - 1) or value_dim & (value_dim - 1) or D < 2 * BLOCK or value_dim < 2 * group:
-        return f"{D} key channels and {value_dim} value channels: powers of two, from {2 * BLOCK} and from two groups of {group} on, are known"
+        known = f"powers of two, from {2 * BLOCK} and from two groups of {group} on, are known"
+        return f"{D} key channels and {value_dim} value channels: {known}"
     if not isinstance(page, int) or page % BLOCK or any(plane.shape[3] != page for plane in values[:3]):
         return f"pages of {page} rows that are not whole blocks of codes and values alike"
     if any(plane.stride(-1) != 1 or plane.stride(-2) != plane.shape[-1] for plane in (*keys[:4], *values[:4])):
@@ -208,7 +209,6 @@ class DeviceStep:
 
     def score(self, hi: torch.Tensor, lo: torch.Tensor | None, base: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """Logits, sums of blocks, deviations and notes; what each row sees, its sink."""
-        from kvcompile.lowering.triton_certified import sums
         from kvcompile.lowering.triton_score import ROW_TILE, score
 
         B, K, Q = self.shape
@@ -216,20 +216,15 @@ class DeviceStep:
             self.blocks, self.q, self.keys, self.new_k, self.new_v, self.keys[3], self.values[3]
         )
         S = self.sizes["S"]
-        several = dict(self.sizes, S2=1 << (S - 1).bit_length())
         lows, own_sinks = hi if lo is None else lo, self.sinks if sinks is None else sinks
         self.launch(
-            score, (-(-N // SPAN) + 1, B * K, -(-Q // ROW_TILE.value)), q, *keys[:3], new_k, hi, lows, base, own_sinks, self.at, self.sinks,
-            self.damaged, self.logits, self.channels, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3],
-            *hi.expand(B, S).stride(), *lows.expand(B, S).stride(), base.expand(B).stride(0), own_sinks.stride(0), N, new_k.shape[2],
-            warps=1, SCALE=self.scale, D=q.shape[3], SPAN=SPAN, PER_PAGE=self.page // BLOCK, OF_STEP=RADIUS[0], OF_ZERO=RADIUS[1],
-            OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, PACKED=self.launch.cuda, **several,
-        )
-        self.launch(
-            sums, (-(-N // SUM_BLOCKS), B * K, Q), q, self.logits, self.channels, key_notes, value_notes, new_k, new_v, self.at,
-            self.peak, self.weight, self.delta, self.own, self.notes, self.query_norm, *q.stride()[:3], *key_notes.stride()[:3],
-            *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], N, new_k.shape[2], warps=4, SCALE=abs(self.scale),
-            D=q.shape[3], DV=self.value_dim, NB=SUM_BLOCKS, PER_PAGE=self.page // BLOCK, **several,
+            score, (-(-N // SPAN) + 1, B * K, -(-Q // ROW_TILE.value)), q, *keys[:3], key_notes, value_notes, new_k, new_v, hi, lows, base,
+            own_sinks, self.at, self.sinks, self.damaged, self.logits, self.channels, self.peak, self.weight, self.delta, self.own,
+            self.notes, self.query_norm, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *key_notes.stride()[:3],
+            *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], *hi.expand(B, S).stride(), *lows.expand(B, S).stride(),
+            base.expand(B).stride(0), own_sinks.stride(0), N, new_k.shape[2], warps=1, SCALE=self.scale, D=q.shape[3], DV=self.value_dim,
+            S2=1 << (S - 1).bit_length(), SPAN=SPAN, PER_PAGE=self.page // BLOCK, KEY_NOTE=key_notes.shape[4], OF_STEP=RADIUS[0],
+            OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, PACKED=self.launch.cuda, **self.sizes,
         )
 
     def choose(self, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcompile.lowering.triton_bounds import coded, consistent, rounding
+from kvcompile.lowering.triton_bounds import consistent
 
 BLOCK = tl.constexpr(16)
 PART = tl.constexpr(4)
@@ -76,76 +76,6 @@ def largest_logit(PEAK, EXACT, SINK, wanted, blocks, start, last, base):
             peak = tl.load(PEAK + n, mask=(n < blocks) & (exact == 0), other=float("-inf"))
             top = tl.maximum(top, tl.max(tl.maximum(peak, tl.load(EXACT + n, mask=(n < blocks) & exact, other=float("-inf"))), 0))
     return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
-def sums(
-    Q, LOGITS, CHANNELS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, AT, PEAK, WEIGHT, DELTA, OWN, NOTES, QUERY_NORM,
-    q_b, q_h, q_s, key_notes_n, key_notes_b, key_notes_h, value_notes_n, value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t,
-    blocks, newest,
-    SCALE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
-    NB: tl.constexpr, PER_PAGE: tl.constexpr,
-):
-    """NB blocks of one kv head and one row: the largest logit of each, the sum of exp relative to it, how far logits may deviate.
-
-    Every block of the planes is written, those that the row does not see as nothing. The first row's program also gathers the notes
-    kappa, mu, eta, nu; mu and nu of blocks that the window covers whole are measured.
-    """
-    pair = tl.program_id(1)
-    b = (pair // K).to(tl.int64)
-    h = (pair % K).to(tl.int64)
-    r = tl.program_id(2)
-    start, last, base = sight(AT + b * (2 * S + 1), S, S2)
-    high = tl.load(AT + b * (2 * S + 1) + r % S)
-    low = tl.load(AT + b * (2 * S + 1) + S + r % S)
-    n0 = tl.program_id(0) * NB
-    n = n0 + tl.arange(0, NB)
-    inside = n < blocks
-    anybody = inside & (n * BLOCK <= last) & ((n + 1) * BLOCK > start)
-    live = inside & (n * BLOCK <= high) & ((n + 1) * BLOCK > low)
-    out = (pair.to(tl.int64) * (G * S) + r) * blocks
-    logit = tl.load(LOGITS + (out + n)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], mask=live[:, None], other=float("-inf"))
-    peak = tl.max(logit, 1)
-    top = tl.where(peak == float("-inf"), 0.0, peak)
-    tl.store(PEAK + out + n, peak, mask=inside)
-    tl.store(WEIGHT + out + n, tl.sum(exp_of(logit - top[:, None]), 1), mask=inside)
-
-    page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
-    alone = n * BLOCK >= base
-    stored = anybody & (alone == 0)
-    key_note = KEY_NOTES + b * key_notes_b + h * key_notes_h + page * key_notes_n + row * 2
-    value_note = VALUE_NOTES + b * value_notes_b + h * value_notes_h + page * value_notes_n + row * 2
-    kappa = tl.load(key_note, mask=stored, other=0.0)
-    mu = tl.load(key_note + 1, mask=stored, other=0.0)
-    eta = tl.load(value_note, mask=stored, other=0.0)
-    nu = tl.load(value_note + 1, mask=stored, other=0.0)
-    if (n0 + NB) * BLOCK > base:
-        first = tl.maximum(tl.maximum(base + BLOCK - 1, 0) // BLOCK, n0)
-        for step in range(tl.maximum(tl.minimum(last // BLOCK + 1, n0 + NB) - first, 0)):
-            t = (first + step) * BLOCK + tl.arange(0, BLOCK)
-            seen = ((t >= start) & (t <= last) & (t < base + newest))[:, None]
-            from_k = RECENT_K + b * rk_b + h * rk_h + (t - base)[:, None] * rk_t + tl.arange(0, D)[None, :]
-            from_v = RECENT_V + b * rv_b + h * rv_h + (t - base)[:, None] * rv_t + tl.arange(0, DV)[None, :]
-            k = tl.load(from_k, mask=seen, other=0.0).to(tl.float32)
-            v = tl.load(from_v, mask=seen, other=0.0).to(tl.float32)
-            mu = tl.where(n == first + step, norm_above(tl.max(tl.sum(k * k, 1), 0)), mu)
-            nu = tl.where(n == first + step, norm_above(tl.max(tl.sum(v * v, 1), 0)), nu)
-    if r == 0:
-        slot = NOTES + (pair * blocks + n) * 4
-        tl.store(slot, kappa, mask=inside)
-        tl.store(slot + 1, mu, mask=inside)
-        tl.store(slot + 2, eta, mask=inside)
-        tl.store(slot + 3, nu, mask=inside)
-
-    q = tl.load(Q + b * q_b + (h * G + r // S) * q_h + (r % S) * q_s + tl.arange(0, D)).to(tl.float64)
-    query_norm = tl.sqrt(tl.sum(q * q, 0)) * (1.0 + 2.0**-40)
-    if n0 == 0:
-        tl.store(QUERY_NORM + pair * (G * S) + r, query_norm)
-    channels = tl.load(CHANNELS + out + n, mask=live & (alone == 0), other=0.0).to(tl.float64)
-    own = rounding(0.0, 0.0, mu.to(tl.float64), 0.0, query_norm, SCALE, D + 4.0)
-    delta = coded(0.0, channels, kappa.to(tl.float64), mu.to(tl.float64), 0.0, query_norm, SCALE, D + 8.0)
-    tl.store(OWN + out + n, tl.where(live, own, 0.0), mask=inside)
-    tl.store(DELTA + out + n, tl.where(live, tl.where(alone, own, delta), 0.0), mask=inside)
 
 
 @triton.jit

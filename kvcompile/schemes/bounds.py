@@ -57,13 +57,13 @@ Theorem 8 (consistency). Where both logits of a token are known, |s' - s| <= Del
     violation proves that the planes are not what was encoded. Checked blocks whose stored norms are also at least
     what the originals have satisfy every assumption above, corrupted or not.
 
-Theorem 9 (tensor cores). PTX promises products of 16-bit floats that are exact and sums "with at least single precision", in an order and a
-    rounding that it leaves open; measured (Fasi et al. 2021, Khattak and Mikaitis 2025), addends are aligned to the largest and cut off.
+Theorem 9 (tensor cores). PTX promises products of 16-bit floats that are exact and sums "with at least single precision", in an
+    order and a rounding that it leaves open; measured (Fasi et al. 2021), addends are aligned to the largest and cut off.
     TENSOR = 48 u allows an instruction of 16 products for 24 additions, each of which cuts off 2 u of the sum of all magnitudes.
     A logit by codes is sum_c (q_c step_c) u_c + sum_c q_c low_c, u_c = code + 128 <= 255, low_c = zero_c - 128 step_c. The first
-    sum's magnitudes add up to 255 sum_c |q_c| step_c <= 510 CHANNELS; it is rounded TERMS / 16 times by TENSOR, and by less than 8 u for q_c
-    step_c, its two limbs and what is added to it. For the second |low_c| <= |decoded_c| + 256 step_c, whatever was corrupted: the first part
-    is in ROUNDING, the second at most 512 CHANNELS, with TERMS roundings, which are D + 8.
+    sum's magnitudes add up to 255 sum_c |q_c| step_c <= 510 CHANNELS; it is rounded TERMS / 16 times by TENSOR, and by
+    less than 8 u for q_c step_c, its two limbs and what is added to it. For the second |low_c| <= |decoded_c| + 256 step_c, whatever was corrupted: the
+    first part is in ROUNDING, the second at most 512 CHANNELS, with TERMS roundings, which are D + 8.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ LARGEST_LOG_MASS = Bound("largest_log_mass", LOG_MASS + DELTA, Outward.UP, Over.
 CONSISTENT = Bound("consistent", DELTA + OWN + GUARD, Outward.UP, Over.BLOCK, "8")
 
 BOUNDS: tuple[Bound, ...] = (
-    RADIUS, ROUNDING, DEVIATION, CODED, KEY_TERM, LEAST_TERM, SHIFT_TERM, TOTAL_TERM, VALUE_TERM, ACCUMULATION_TERM, KEY, VALUE, CENTER_NORM,
-    ACCUMULATION, OUTPUT_ROUNDING, LARGEST_LOG_MASS, CONSISTENT,
+    RADIUS, ROUNDING, DEVIATION, CODED, KEY_TERM, LEAST_TERM, SHIFT_TERM, TOTAL_TERM, VALUE_TERM, ACCUMULATION_TERM, KEY, VALUE,
+    CENTER_NORM, ACCUMULATION, OUTPUT_ROUNDING, LARGEST_LOG_MASS, CONSISTENT,
 )
 """Everything that a certificate is made of."""
 
