@@ -44,6 +44,9 @@ SPAN, EXACT_BLOCKS, TALLY, CHUNK, WIDE = 8, 16, 256, 2048, 8192
 """Blocks of a program of ``score``, ``exact`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
 The first and the third were timed (benchmarks/CERTIFIED.md), the others chosen by registers; so are the next two."""
 
+STAGES = 3
+"""Blocks of ``score`` whose loads are under way."""
+
 ROW_TILE, OWN_TILE = 4, 1
 """Rows of a program of ``score`` and ``mix``, and where ``mix`` reads originals."""
 
@@ -224,7 +227,8 @@ class DeviceStep:
             *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], *hi.expand(B, S).stride(), *lows.expand(B, S).stride(),
             base.expand(B).stride(0), own_sinks.stride(0), N, new_k.shape[2], warps=1, SCALE=self.scale, D=q.shape[3], DV=self.value_dim,
             S2=1 << (S - 1).bit_length(), SPAN=SPAN, PER_PAGE=self.page // BLOCK, KEY_NOTE=key_notes.shape[4], OF_STEP=RADIUS[0],
-            OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, PACKED=self.launch.cuda, **self.sizes,
+            OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, PACKED=self.launch.cuda, STAGES=STAGES,
+            **self.sizes,
         )
 
     def choose(self, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -26,9 +26,6 @@ from kvcompile.lowering.triton_certified import BLOCK, PART, exp_of, norm_above
 ROW_TILE = tl.constexpr(4)
 """Rows of a program: two limbs of each are the eight columns of an instruction."""
 
-STAGES = tl.constexpr(3)
-"""Blocks whose loads are under way."""
-
 ROOM = tl.constexpr(4096.0)
 """Queries and steps are below 2 each once they are scaled (4, where they are as large as float32 goes); their product is below 65504."""
 
@@ -54,12 +51,24 @@ def octave(x):
 
 
 @triton.jit
-def even_and_odd(x):
-    """Channels [D, ...] or [D] as those of the low and those of the high bytes of words."""
-    if len(x.shape) == 1:
-        return tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
-    else:
-        return tl.split(tl.permute(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), [0, 2, 1]))
+def beside(a, b, c, d):
+    """Four vectors as the columns of a matrix, a row of which lies in one thread: what is stored of it is 16 bytes at a time."""
+    pairs = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(pairs, [pairs.shape[0], 4])
+
+
+@triton.jit
+def every_other(AT_Q, q_h, q_s, r0, odd, D: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr):
+    """Every other channel of four rows of queries, [D / 2, 4]; the last row again where there are fewer."""
+    c = 2 * tl.arange(0, D // 2) + odd
+    one = tl.minimum(r0 + 1, ROWS - 1)
+    two = tl.minimum(r0 + 2, ROWS - 1)
+    three = tl.minimum(r0 + 3, ROWS - 1)
+    return beside(
+        tl.load(AT_Q + r0 // S * q_h + r0 % S * q_s + c).to(tl.float32), tl.load(AT_Q + one // S * q_h + one % S * q_s + c).to(tl.float32),
+        tl.load(AT_Q + two // S * q_h + two % S * q_s + c).to(tl.float32),
+        tl.load(AT_Q + three // S * q_h + three % S * q_s + c).to(tl.float32),
+    )
 
 
 @triton.jit
@@ -188,7 +197,7 @@ def score(
     value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t, hi_b, hi_s, lo_b, lo_s, base_b, sink_h, blocks, newest,
     SCALE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
     SPAN: tl.constexpr, PER_PAGE: tl.constexpr, KEY_NOTE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr,
-    OF_ONE: tl.constexpr, HAS_LO: tl.constexpr, HAS_SINK: tl.constexpr, PACKED: tl.constexpr,
+    OF_ONE: tl.constexpr, HAS_LO: tl.constexpr, HAS_SINK: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):
     """SPAN blocks of one kv head, ROW_TILE rows: logits, of each block their sums and how far they may be off, and the notes.
 
@@ -224,13 +233,14 @@ def score(
     key_notes = KEY_NOTES + b * key_notes_b + h * key_notes_h
     value_notes = VALUE_NOTES + b * value_notes_b + h * value_notes_h
     in_window = tl.maximum(base // BLOCK, start // BLOCK)
-    q = tl.load(queries + (r // S * q_h + r % S * q_s)[None, :] + tl.arange(0, D)[:, None]).to(tl.float32)
-    size, reciprocal = octave(tl.max(tl.abs(q), 0))
-    q = q * reciprocal[None, :]
+    q_even = every_other(queries, q_h, q_s, r0, 0, D, S, ROWS)
+    q_odd = every_other(queries, q_h, q_s, r0, 1, D, S, ROWS)
+    size, reciprocal = octave(tl.max(tl.maximum(tl.abs(q_even), tl.abs(q_odd)), 0))
+    q_even = q_even * reciprocal[None, :]
+    q_odd = q_odd * reciprocal[None, :]
     # Of numbers below two: nothing overflows, and what is flushed is nothing beside the largest.
-    query_norm = norm_above(tl.sum(q * q, 0)).to(tl.float64) * size.to(tl.float64)
+    query_norm = norm_above(tl.sum(q_even * q_even + q_odd * q_odd, 0)).to(tl.float64) * size.to(tl.float64)
     if tl.program_id(0) < tl.num_programs(0) - 1:
-        q_even, q_odd = even_and_odd(q)
         words = of_heads.to(tl.pointer_type(tl.uint16), bitcast=True)
         first = tl.program_id(0) * SPAN
         n0 = tl.maximum(first, start // BLOCK)

@@ -62,8 +62,8 @@ Theorem 9 (tensor cores). PTX promises products of 16-bit floats that are exact 
     TENSOR = 48 u allows an instruction of 16 products for 24 additions, each of which cuts off 2 u of the sum of all magnitudes.
     A logit by codes is sum_c (q_c step_c) u_c + sum_c q_c low_c, u_c = code + 128 <= 255, low_c = zero_c - 128 step_c. The first
     sum's magnitudes add up to 255 sum_c |q_c| step_c <= 510 CHANNELS; it is rounded TERMS / 16 times by TENSOR, and by
-    less than 8 u for q_c step_c, its two limbs and what is added to it. For the second |low_c| <= |decoded_c| + 256 step_c, whatever was corrupted: the
-    first part is in ROUNDING, the second at most 512 CHANNELS, with TERMS roundings, which are D + 8.
+    less than 8 u for q_c step_c, its two limbs and what is added to it. For the second |low_c| <= |decoded_c| + 256 step_c, whatever
+    was corrupted: the first part is in ROUNDING, the second at most 512 CHANNELS, with TERMS roundings, which are D + 8.
 """
 
 from __future__ import annotations
