@@ -8,7 +8,6 @@ from __future__ import annotations
 import pathlib
 import random
 import sys
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -24,6 +23,7 @@ from interpreted import interpreted  # noqa: E402
 from benchmarks.certified_soundness import Draw, Shape, by_kernels, gaussian, ties  # noqa: E402
 from kvcompile.lowering import certified_device  # noqa: E402
 from kvcompile.lowering.triton_pick import leading  # noqa: E402
+from kvcompile.schemes.certified import Certified  # noqa: E402
 from kvcompile.schemes.certify import NAIVE, Certify, Count  # noqa: E402
 
 N = 64
@@ -95,26 +95,20 @@ def searched() -> None:
     assert len(seen) >= 8, "one kind of row proves little"
 
 
-def listing(choose: Callable[..., Any]) -> Callable[..., Any]:
-    """``choose``, whose lists must be its flags: all of them, in order."""
-
-    def checked(run: certified_device.DeviceStep, clock: torch.Tensor) -> Any:
-        read, explored = choose(run, clock)
-        for flags, blocks, count in zip(read.flatten(0, 2), run.list.flatten(0, 2), run.listed.flatten(), strict=True):
-            assert torch.equal(blocks[: int(count)], flags.nonzero().flatten().to(torch.int32))
-        return read, explored
-
-    return checked
-
-
 def lists(device: str, tokens: int, wide: int) -> None:
-    """Rows of all, some and no blocks; in registers, and from memory piece by piece."""
-    with mock.patch.object(certified_device.DeviceStep, "choose", listing(certified_device.DeviceStep.choose)):
-        for size in (certified_device.WIDE, wide):
-            with mock.patch.multiple(certified_device, WIDE=size, CHUNK=min(size, certified_device.CHUNK)):
-                for policy in (Certify(tau_cov=0.9, k_max=5, explore=0.3), Certify(tau_cov=1.0, k_max=2**20), NAIVE):
-                    step, _, _ = gaussian(Draw(2, device), Shape(B=1, H=2, K=1, S=1, D=32, T=tokens)).step(policy, torch.float32)
-                    step.run(by_kernels)
+    """The list of ``choose`` is its flags: of all, some and no blocks; in registers, and from memory piece by piece."""
+    for size in (certified_device.WIDE, wide):
+        with mock.patch.multiple(certified_device, WIDE=size, CHUNK=min(size, certified_device.CHUNK)):
+            for policy in (Certify(tau_cov=0.9, k_max=5, explore=0.3), Certify(tau_cov=1.0, k_max=2**20), NAIVE):
+                step, _, _ = gaussian(Draw(2, device), Shape(B=1, H=4, K=2, S=1, D=32, T=tokens)).step(policy, torch.float32)
+                cache = step.cache
+                run = certified_device.DeviceStep(
+                    policy, Certified(), step.q, cache.keys, cache.values, cache.originals, 0.2, 32, cache.recent, None
+                )
+                run.score(step.hi, None, cache.base, None)
+                read, _ = run.choose(torch.tensor([1], device=device))
+                for flags, blocks, count in zip(read.flatten(0, 2), run.list.flatten(0, 2), run.listed.flatten(), strict=True):
+                    assert torch.equal(blocks[: int(count)], flags.nonzero().flatten().to(torch.int32)), policy
 
 
 def from_memory(device: str, tokens: int, wide: int) -> None:
