@@ -9,6 +9,7 @@ import pathlib
 import random
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from interpreted import interpreted  # noqa: E402
 from benchmarks.certified_soundness import Draw, Shape, by_kernels, gaussian, ties  # noqa: E402
 from kvcompile.lowering import certified_device  # noqa: E402
 from kvcompile.lowering.triton_pick import leading  # noqa: E402
-from kvcompile.schemes.certify import Certify, Count  # noqa: E402
+from kvcompile.schemes.certified import Certified  # noqa: E402
+from kvcompile.schemes.certify import NAIVE, Certify, Count  # noqa: E402
 
 N = 64
 ONE = 2.0**-20
@@ -93,6 +95,22 @@ def searched() -> None:
     assert len(seen) >= 8, "one kind of row proves little"
 
 
+def lists(device: str, tokens: int, wide: int) -> None:
+    """The list of ``choose`` is its flags: of all, some and no blocks; in registers, and from memory piece by piece."""
+    for size in (certified_device.WIDE, wide):
+        with mock.patch.multiple(certified_device, WIDE=size, CHUNK=min(size, certified_device.CHUNK)):
+            for policy in (Certify(tau_cov=0.9, k_max=5, explore=0.3), Certify(tau_cov=1.0, k_max=2**20), NAIVE):
+                step, _, _ = gaussian(Draw(2, device), Shape(B=1, H=4, K=2, S=1, D=32, T=tokens)).step(policy, torch.float32)
+                cache = step.cache
+                run = certified_device.DeviceStep(
+                    policy, Certified(), step.q, cache.keys, cache.values, cache.originals, 0.2, 32, cache.recent, None
+                )
+                run.score(step.hi, None, cache.base, None)
+                read, _ = run.choose(torch.tensor([1], device=device))
+                for flags, blocks, count in zip(read.flatten(0, 2), run.list.flatten(0, 2), run.listed.flatten(), strict=True):
+                    assert torch.equal(blocks[: int(count)], flags.nonzero().flatten().to(torch.int32)), policy
+
+
 def from_memory(device: str, tokens: int, wide: int) -> None:
     """Rows of more blocks than registers hold: the same counters, and figures that differ by the order of sums."""
     def two_splits(*operands: Any) -> Any:
@@ -118,9 +136,11 @@ def from_memory(device: str, tokens: int, wide: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rows_from_memory_on_a_device() -> None:
     from_memory("cuda", 20_000, 1024)
+    lists("cuda", 20_000, 1024)
 
 
 @pytest.mark.timeout(600)
 def test_the_search_of_choose_in_the_interpreter() -> None:
     interpreted(searched)
     interpreted(from_memory, "cpu", 90, 4)
+    interpreted(lists, "cpu", 150, 4)

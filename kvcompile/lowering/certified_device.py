@@ -4,7 +4,7 @@
     2. ``exact`` reads the original keys of what is read and puts their logits in place. ``tally`` adds up what a certificate is
        made of, ``tally_values`` promotes values.
     3. ``mix`` reads the int4 values once, and original values where promoted. ``judge`` makes the certificate and the causes.
-    4. ``exact``, ``mix`` and ``tally`` again, with everything from the originals, for heads that fall; without one they end at once.
+    4. ``exact_rows``, ``mix`` and ``tally`` again, with everything from the originals, for heads that fall; without one they end at once.
        ``settle`` makes the certificate of those, and adds the step to the telemetry.
 
 That is twelve kernels and no tensor code, but for a ranking of more than one block.
@@ -40,9 +40,9 @@ from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import Certify, Count, Fallback, Figure
 
-SPAN, EXACT_BLOCKS, TALLY, CHUNK, WIDE = 8, 16, 256, 2048, 8192
-"""Blocks of a program of ``score``, ``exact`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
-The first and the third were timed (benchmarks/CERTIFIED.md), the others chosen by registers; so are the next two."""
+SPAN, TALLY, CHUNK, WIDE = 16, 256, 2048, 8192
+"""Blocks of a program of ``score`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
+The first was timed (benchmarks/CERTIFIED.md), the others chosen by registers; so are the next two."""
 
 STAGES = 3
 """Blocks of ``score`` whose loads are under way."""
@@ -52,6 +52,12 @@ ROW_TILE, OWN_TILE = 4, 1
 
 OWN_PROGRAMS = {False: 64, True: 256}
 """Programs of a head that look for original values; by whether a head may want all of its own, and nobody else any."""
+
+MOST_LISTED = 256
+"""Programs of a row's list in ``exact`` at most: up to there a block each, as far as ``k_max`` lets expect."""
+
+EXACT_WARPS = 1
+"""Warps of a program of ``exact`` and ``exact_rows``."""
 
 MOST_ROWS = 16
 """Rows of a kv head up to which kernels are used: they are unrolled."""
@@ -69,7 +75,7 @@ INSIDE = 1 - 2.0**-40
 """Budgets are kept by this much, so that the same sum in another order keeps them too."""
 
 PROGRAMS = 2048
-"""Programs of ``mix`` to aim for: 16 warps on each multiprocessor of a large device."""
+"""Programs of ``mix`` to aim for, and those of ``exact_rows``: 16 warps on each multiprocessor of a large device."""
 
 ADDED_AT_ONCE = 16384
 """Numbers of partial results that ``judge`` and ``settle`` read at once: 32 a thread."""
@@ -136,18 +142,18 @@ def certified_by_kernels(
     ``clock``: of any dtype, whose first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, 32].
     """
     for plane, what in zip(originals, ("original keys", "original values"), strict=True):
-        if plane.shape[0] < keys[0].shape[0]:
+        if plane.shape[0] < keys[0].shape[0] or plane.shape[3] != keys[0].shape[3]:
             raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
     run = DeviceStep(rules, scheme, q, keys, values, originals, scale, value_dim, recent, splits)
     run.score(hi, lo, base, sinks)
     read, explored = run.choose(clock)
     coded = Masses(run.peak, run.weight)
-    exact = run.exact(read, False)
+    exact = run.exact()
     original_values, sums = run.tally(exact, read, explored)
     parts = run.mix(original_values, exact.peak, False)
     run.judge(sums, parts, run.ranked(coded, exact, read) if rules.rank > 1 else None)
     if rules.fallback is Fallback.DENSE:
-        exact = run.exact(run.falls, True)
+        exact = run.exact_rows()
         parts = run.mix(run.falls, exact.peak, True)
         sums = run.tally_again(exact)
     if rules.fallback is Fallback.DENSE or telemetry is not None:
@@ -193,6 +199,8 @@ class DeviceStep:
         self.delta, self.own, self.query_norm = self.doubles(*self.shape, N), self.doubles(*self.shape, N), self.doubles(*self.shape)
         self.notes, self.key_size, self.value_size = self.floats(B, K, N, 4), self.doubles(B, K, N), self.doubles(B, K, N)
         self.top, self.stats, self.falls = self.floats(*self.shape), self.doubles(*self.shape, 3), self.flags(*self.shape)
+        self.list = torch.empty(*self.shape, N, dtype=torch.int32, device=q.device)
+        self.listed = torch.empty(self.shape, dtype=torch.int32, device=q.device)
         self.order, self.share_of, self.term = self.floats(*self.shape, N), self.doubles(*self.shape, N), self.doubles(*self.shape, N)
         # Rows of a kv head are heads and queries one after the other: the results' own order.
         self.result, self.figures = self.q.new_empty(B, H, S, value_dim), self.floats(B, H, S, len(Figure))
@@ -240,28 +248,47 @@ class DeviceStep:
         widen = not math.isinf(rules.key_budget)
         self.launch(
             choose, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, clock, self.order,
-            self.share_of, self.term, read, read if explored is None else explored, self.top, self.stats, self.blocks, warps=16,
-            LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST), MOST_WIDENED=min(rules.k_max << rules.widen, MOST),
-            COVER=(1 - rules.tau_cov + ALL) * INSIDE if rules.tau_cov < 1 else -1.0, BUDGET=rules.key_budget * INSIDE if widen else 0.0,
-            WIDEN=widen, EXPLORE=math.ceil(rules.explore * 2.0**32), CHUNK=CHUNK, WIDE=WIDE, **self.sizes,
+            self.share_of, self.term, read, read if explored is None else explored, self.list, self.listed, self.top, self.stats,
+            self.blocks, warps=16, LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST),
+            MOST_WIDENED=min(rules.k_max << rules.widen, MOST), COVER=(1 - rules.tau_cov + ALL) * INSIDE if rules.tau_cov < 1 else -1.0,
+            BUDGET=rules.key_budget * INSIDE if widen else 0.0, WIDEN=widen, EXPLORE=math.ceil(rules.explore * 2.0**32), CHUNK=CHUNK,
+            WIDE=WIDE, **self.sizes,
         )
         return read, explored
 
-    def exact(self, asked: torch.Tensor, everything: bool) -> Masses:
-        """Exact masses where asked for, of blocks or (``everything``) of rows; logits there are exact from now on."""
-        from kvcompile.lowering.triton_certified import exact
+    def exact(self) -> Masses:
+        """Exact masses of the blocks on the rows' lists; logits there are exact from now on."""
+        from kvcompile.lowering.triton_exact import exact
 
-        B, K, _ = self.shape
-        q, keys, originals = self.q, self.keys, self.originals[0]
-        found = Masses(self.floats(*self.shape, self.blocks), self.floats(*self.shape, self.blocks))
+        q, keys, originals, found = self.q, self.keys, self.originals[0], self.masses()
+        # Not more than there are blocks, whose number may be a symbol that nothing is to be decided by.
+        programs = torch.sym_min(self.blocks, max(1, min(self.rules.k_max, MOST_LISTED)))
         self.launch(
-            exact, (-(-self.blocks // EXACT_BLOCKS), B * K), q, *keys[:3], originals, asked, self.at, self.notes, self.delta, self.own,
-            self.logits, *found, self.top, self.key_size, self.damaged, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3],
-            *originals.stride()[:4], self.blocks, originals.shape[3], warps=1, SCALE=self.scale, GUARD=min(self.rules.guard, LARGEST),
-            D=q.shape[3], NB=EXACT_BLOCKS, PER_PAGE=self.page // BLOCK, ALL=everything, S2=1 << (self.sizes["S"] - 1).bit_length(),
-            **self.sizes,
+            exact, (programs, math.prod(self.shape)), q, *keys[:3], originals, self.list, self.listed, self.at, self.notes, self.delta,
+            self.own, self.logits, *found, self.top, self.damaged, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3],
+            *originals.stride()[:4], self.blocks, warps=EXACT_WARPS, GUARD=min(self.rules.guard, LARGEST), **self.of_originals(),
         )
         return found
+
+    def exact_rows(self) -> Masses:
+        """Exact masses, logits and norms of all blocks of the rows that fall."""
+        from kvcompile.lowering.triton_exact import exact_rows
+
+        q, originals, found = self.q, self.originals[0], self.masses()
+        self.launch(
+            exact_rows, (torch.sym_min(self.blocks, PROGRAMS),), q, originals, self.falls, self.at, self.logits, *found, self.key_size,
+            *q.stride()[:3], *originals.stride()[:4], math.prod(self.shape), self.blocks, warps=EXACT_WARPS, **self.of_originals(),
+        )
+        return found
+
+    def masses(self) -> Masses:
+        """Uninitialized ones of all blocks."""
+        return Masses(self.floats(*self.shape, self.blocks), self.floats(*self.shape, self.blocks))
+
+    def of_originals(self) -> dict[str, float | int]:
+        """Constants of what reads original keys."""
+        S = self.sizes["S"]
+        return dict(self.sizes, SCALE=self.scale, D=self.q.shape[3], PER_PAGE=self.page // BLOCK, S2=1 << (S - 1).bit_length())
 
     def tally(self, exact: Masses, read: torch.Tensor, explored: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
         """Which blocks' values come from the originals, and the sums that a certificate is made of."""

@@ -125,8 +125,25 @@ def drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE: tl.constexpr):
 
 
 @triton.jit
+def listed(LIST, before, first, chosen):
+    """Put those of the blocks from ``first`` on that are chosen, in their order, into a row's list behind ``before``; how many there are.
+
+    Runs of RUN are added up first, each within a warp: one sum over everything would go through all warps run by run.
+    """
+    RUN: tl.constexpr = min(128, chosen.shape[0])
+    RUNS: tl.constexpr = chosen.shape[0] // RUN
+    one = tl.reshape(chosen.to(tl.int32), [RUNS, RUN])
+    within = tl.cumsum(one, 1)
+    whole = tl.sum(one, 1)
+    place = before + (tl.cumsum(whole, 0) - whole)[:, None] + within - 1
+    n = first + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    tl.store(LIST + place, n, mask=one != 0)
+    return before + tl.sum(whole, 0)
+
+
+@triton.jit
 def choose_here(
-    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, TOP, STATS, blocks,
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
 ):
@@ -167,13 +184,14 @@ def choose_here(
         kept = kept & (explored == 0)
         chosen = chosen | explored
     tl.store(CHOSEN + place, chosen.to(tl.int8), mask=n < blocks)
+    tl.store(LISTED + r, listed(LIST + r.to(tl.int64) * blocks, 0, 0, chosen))
     tl.store(STATS + r * 3 + 1, tl.sum(tl.where(kept, share, 0.0), 0))
     tl.store(STATS + r * 3 + 2, drawn)
 
 
 @triton.jit
 def choose_there(
-    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks,
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):
@@ -241,26 +259,30 @@ def choose_there(
     tl.debug_barrier()
     tail = everything * 0.0
     drawn = 0
+    count = 0
     if EXPLORE > 0:
         before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
     for first in range(0, blocks, CHUNK):
         n = first + i
         coded = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low) & (n * 16 < base)
-        chosen = tl.load(CHOSEN + row + n, mask=n < blocks, other=1) != 0
+        chosen = tl.load(CHOSEN + row + n, mask=n < blocks, other=0) != 0
         kept = coded & (chosen == 0)
         if EXPLORE > 0:
             explored = drawn_of(EXPLORED, row + n, kept, before, n, blocks, EXPLORE)
-            tl.store(CHOSEN + row + n, (chosen | explored).to(tl.int8), mask=n < blocks)
             drawn += tl.sum(explored.to(tl.int32), 0)
             kept = kept & (explored == 0)
+            chosen = chosen | explored
+            tl.store(CHOSEN + row + n, chosen.to(tl.int8), mask=n < blocks)
+        count = listed(LIST + row, count, first, chosen)
         tail += tl.sum(tl.load(SHARE + row + n, mask=kept, other=0.0), 0)
+    tl.store(LISTED + r, count)
     tl.store(STATS + r * 3 + 1, tail)
     tl.store(STATS + r * 3 + 2, drawn)
 
 
 @triton.jit
 def choose(
-    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks,
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):
@@ -270,16 +292,17 @@ def choose(
     (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
     ordered as their bits are: a place in the order is found by bisection, from the sum over what lies below. Budgets are constants,
     since an operand would be float32. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in CHOSEN
-    beside the promoted ones. ORDER (float32), SHARE and TERM (float64) are scratch. STATS [rows, 3]: whether widened, the tail's mass,
-    how many are explored. TOP: the largest logit by codes, which ``exact`` may raise; what all weights are relative to from here on.
+    beside the promoted ones. LIST [rows, N] has all those of CHOSEN in their order, LISTED of them. ORDER (float32), SHARE and TERM
+    (float64) are scratch. STATS [rows, 3]: whether widened, the tail's mass, how many are explored. TOP: the largest logit by codes,
+    which ``exact`` may raise; what all weights are relative to from here on.
     """
     if blocks <= WIDE:
         choose_here(
-            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, TOP, STATS, blocks, LEAST, MOST, MOST_WIDENED, COVER, BUDGET,
-            WIDEN, EXPLORE, K, G, S, WIDE,
+            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks, LEAST, MOST, MOST_WIDENED,
+            COVER, BUDGET, WIDEN, EXPLORE, K, G, S, WIDE,
         )
     else:
         choose_there(
-            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, TOP, STATS, blocks, LEAST, MOST,
-            MOST_WIDENED, COVER, BUDGET, WIDEN, EXPLORE, K, G, S, CHUNK, WIDE,
+            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks, LEAST,
+            MOST, MOST_WIDENED, COVER, BUDGET, WIDEN, EXPLORE, K, G, S, CHUNK, WIDE,
         )

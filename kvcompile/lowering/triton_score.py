@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.triton_bounds import coded, rounding
-from kvcompile.lowering.triton_certified import BLOCK, PART, exp_of, norm_above
+from kvcompile.lowering.triton_certified import BLOCK, exp_of, norm_above
 
 ROW_TILE = tl.constexpr(4)
 """Rows of a program: two limbs of each are the eight columns of an instruction."""
@@ -31,6 +31,9 @@ ROOM = tl.constexpr(4096.0)
 
 BACK = tl.constexpr(2.0**24 / 4096.0)
 """What that and the subnormals leave to be multiplied with."""
+
+PART = tl.constexpr(4)
+"""Tokens of a block with newest ones that are taken at once."""
 
 EVEN = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x00800080, 0x6a;")
 ODD = tl.constexpr("{ .reg .b32 t; shr.b32 t, $1, 8; lop3.b32 $0, t, 0x00FF00FF, 0x00800080, 0x6a; }")
