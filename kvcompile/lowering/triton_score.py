@@ -29,6 +29,9 @@ ROW_TILE = tl.constexpr(4)
 ROOM = tl.constexpr(4096.0)
 """Queries and steps are below 2 each once they are scaled (4, where they are as large as float32 goes); their product is below 65504."""
 
+LEAST_STEP = tl.constexpr(13)
+"""Exponent of the least power of two that steps are scaled to: its reciprocal times ROOM is a float32 number."""
+
 BACK = tl.constexpr(2.0**24 / 4096.0)
 """What that and the subnormals leave to be multiplied with."""
 
@@ -47,9 +50,9 @@ def between(x, least, most):
 
 
 @triton.jit
-def octave(x):
-    """The power of two below x >= 0 and its reciprocal; both normal, whatever x is."""
-    exponent = tl.minimum(tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 1), 253)
+def octave(x, LEAST: tl.constexpr):
+    """The power of two below x >= 0 and its reciprocal, both normal: of exponents from LEAST, 1 or more, to 253."""
+    exponent = tl.minimum(tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, LEAST), 253)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
@@ -116,7 +119,7 @@ def score_codes(
     step_odd = tl.load(STEPS + row * D + 2 * c + 1)
     zero_even = tl.load(ZEROS + row * D + 2 * c)
     zero_odd = tl.load(ZEROS + row * D + 2 * c + 1)
-    most, reciprocal = octave(tl.max(tl.maximum(step_even, step_odd), 0))
+    most, reciprocal = octave(tl.max(tl.maximum(step_even, step_odd), 0), LEAST_STEP)
     low_even = zero_even - 128 * step_even
     low_odd = zero_odd - 128 * step_odd
     radius_even = step_even * OF_STEP + tl.abs(zero_even) * OF_ZERO + OF_ONE
@@ -238,7 +241,7 @@ def score(
     in_window = tl.maximum(base // BLOCK, start // BLOCK)
     q_even = every_other(queries, q_h, q_s, r0, 0, D, S, ROWS)
     q_odd = every_other(queries, q_h, q_s, r0, 1, D, S, ROWS)
-    size, reciprocal = octave(tl.max(tl.maximum(tl.abs(q_even), tl.abs(q_odd)), 0))
+    size, reciprocal = octave(tl.max(tl.maximum(tl.abs(q_even), tl.abs(q_odd)), 0), 1)
     q_even = q_even * reciprocal[None, :]
     q_odd = q_odd * reciprocal[None, :]
     # Of numbers below two: nothing overflows, and what is flushed is nothing beside the largest.
