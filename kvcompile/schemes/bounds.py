@@ -47,6 +47,8 @@ Theorem 6 (arithmetic). What float32 adds: n-term dot products are within n u su
     order of summation; this is part of Delta_b, for exact keys as well. exp(s' - m) is relatively within
     (|s' - m| + 8) u, sum_t x_t exp(-x_t) over a block is at most 16 / e, and a block's partial output within
     chain u sum a'_t |V_t|: ACCUMULATION. The output is rounded to the model's dtype: OUTPUT_ROUNDING.
+    By tensor cores: a value is within HALF_STEP u |V_t| and, in each channel, HALF_TINY of what the scheme decodes; a weight is
+    within 4 u + 2^-50, being two float16 numbers; 16 tokens are TENSOR_STEP steps, and a turn's sums are added like any number.
     The source leaves all of this out, so its certificate need not bound what its kernel returns where a block is exact.
 
 Theorem 7 (ranking). The exact log-mass of a block lies within Delta_b of the one from computed logits; so a tail block
@@ -115,6 +117,19 @@ UNIT = sympy.Float(2.0**-24)
 
 TINY = sympy.Float(2.0**-116)
 """Above whatever a few hundred flushed denormals of float32 add up to."""
+
+TENSOR_STEP = 48
+"""Roundings, in ``UNIT``, that a tensor core adds to a sum with 16 more products of 16-bit floats, of the sum of all their magnitudes.
+
+Products are exact, and PTX promises sums of at least single precision in any order and with any rounding: devices align all terms to the
+largest one and cut off what lies below its last place, 2^-23 of it; 24 such cuts are more than one for each term and for the sum.
+"""
+
+HALF_STEP = 2**13 + 2**6
+"""Roundings, in ``UNIT``, of a value that is decoded in float16: 2^-11 of it, and room for what is rounded afterwards."""
+
+HALF_TINY = 2.0**-25
+"""What a float16 number below the least normal one is rounded by."""
 
 STEP, ZERO, SCALE = _symbols("step zero scale")
 """A key channel's scale, the magnitude of its zero point; what multiplies q . k (its magnitude)."""
