@@ -25,6 +25,9 @@ from kvcompile.lowering.triton_certified import BLOCK, beyond, exp_of, largest_l
 TURN = tl.constexpr(64)
 """Tokens that ``mix`` takes at once, fewer where a page has no multiple of it (``turn_of``)."""
 
+AHEAD = tl.constexpr(128)
+"""Blocks whose flags ``mix_own`` looks at at once: a program without any ends after one load."""
+
 RAISED = tl.constexpr(2.0**14)
 """What a weight is multiplied by: the largest is far from float16's largest, what is below its least normal one has weight 2^-28."""
 
@@ -74,10 +77,12 @@ def decoded(words, step, zero, HIGH: tl.constexpr, SECOND: tl.constexpr, PACKED:
 
 
 @triton.jit
-def left_of(READ, rows, t, stop, blocks):
+def left_of(READ, rows, first, stop, blocks, T: tl.constexpr):
     """Zero where a row's blocks are codes to it, one where they are flagged. In float32: flags would decide how tensor cores are fed."""
+    # Eight tokens are what one thread has.
+    t = first + 8 * tl.arange(0, T // 8)
     taken = tl.load(READ + rows[:, None] * blocks + (t // BLOCK)[None, :], mask=(t < stop)[None, :], other=1)
-    return (taken != 0).to(tl.float32)
+    return tl.reshape(tl.broadcast_to((taken != 0).to(tl.float32)[:, :, None], [4, T // 8, 8]), [4, T])
 
 
 @triton.jit
@@ -127,8 +132,8 @@ def mix_codes(
     high_even = tl.zeros([WORDS, 8], tl.float32)
     high_odd = tl.zeros([WORDS, 8], tl.float32)
     stop = tl.minimum(stop, end)
-    weights = weights_of(LOGITS, rows, top, left_of(READ, rows, first + lane, stop, blocks), first + lane, start, stop, blocks)
-    taken = left_of(READ, rows, first + T + lane, stop, blocks)
+    weights = weights_of(LOGITS, rows, top, left_of(READ, rows, first, stop, blocks, T), first + lane, start, stop, blocks)
+    taken = left_of(READ, rows, first + T, stop, blocks, T)
     for turn in tl.range(0, tl.cdiv(tl.maximum(stop - first, 0), T), num_stages=2):
         t0 = first + turn * T
         page = (t0 // PAGE).to(tl.int64)
@@ -149,7 +154,7 @@ def mix_codes(
         low_odd = added(low_odd, decoded(words, low_step, low_zero, 0, 1, PACKED), weights, one)
         high_odd = added(high_odd, decoded(words, high_step, high_zero, 1, 1, PACKED), weights, one)
         weights = weights_of(LOGITS, rows, top, taken, t + T, start, stop, blocks)
-        taken = left_of(READ, rows, t + 2 * T, stop, blocks)
+        taken = left_of(READ, rows, t0 + 2 * T, stop, blocks, T)
     i = tl.arange(0, 4)
     to = (r0 + i)[None, :] * DV + 2 * word[:, None]
     mine = ((i < TILE) & (r0 + i < ROWS))[None, :]
@@ -179,7 +184,7 @@ def mix_exact(
     j = tl.arange(0, BLOCK)[:, None, None]
     run = tl.arange(0, RUNS)[None, :, None]
     c = run * GROUP + tl.arange(0, GROUP)[None, None, :]
-    sixteen = tl.arange(0, 16)
+    ahead = tl.arange(0, AHEAD)
     low_sums = ()
     high_sums = ()
     tops = ()
@@ -192,18 +197,18 @@ def mix_exact(
             tops = tops + (largest_logit(PEAK + r * blocks, EXACT + r * blocks, SINKS + r, wanted, blocks, start, last, base),)
         else:
             tops = tops + (tl.load(TOP + r),)
-    for first in range(n_first, n_stop, 16):
-        pending = (first + sixteen < n_stop).to(tl.int32)
+    for first in range(n_first, n_stop, AHEAD):
+        pending = (first + ahead < n_stop).to(tl.int32)
         if not ALL:
             asked = pending * 0
             for i in tl.static_range(TILE):
                 r = heads + tl.minimum(r0 + i, ROWS - 1)
-                flags = tl.load(READ + r * blocks + first + sixteen, mask=pending != 0, other=0)
+                flags = tl.load(READ + r * blocks + first + ahead, mask=pending != 0, other=0)
                 asked = tl.where(flags != 0, 1, asked)
             pending = asked
         for _turn in range(tl.sum(pending, 0)):
-            which = tl.min(tl.where(pending != 0, sixteen, 16), 0)
-            pending = tl.where(sixteen == which, 0, pending)
+            which = tl.min(tl.where(pending != 0, ahead, AHEAD), 0)
+            pending = tl.where(ahead == which, 0, pending)
             n = first + which
             t = n * BLOCK + j
             seen = (t >= start) & (t <= last) & (t < base)
