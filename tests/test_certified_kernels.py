@@ -227,7 +227,7 @@ KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
                        HAS_LO=True, HAS_SINK=True, PACKED=True, STAGES=3)),
     "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4)),
     "exact_rows": (1, dict(COMMON, SCALE=0.09, D=128, PER_PAGE=4)),
-    "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64)),
+    "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64, T=64, PACKED=True)),
     "mix_own": (1, dict(COMMON, DV=128, GROUP=16, TILE=1, NEWEST=32, PAGE=64, ALL=False)),
     "choose": (16, dict(
         K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, EXPLORE=2**31, CHUNK=2048,
@@ -237,7 +237,8 @@ KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
         K=8, G=4, S=1, CHAIN=64.0, RANK=True, SCALE=0.09, D=128, CHUNK=256, WIDTH=15, OUT_WIDTH=5, ALL=False,
     )),
     "tally_values": (4, dict(
-        K=8, G=4, S=1, CHAIN=64.0, V_TOL=0.05, BUDGET=0.1, SPEND=False, EXPLORE=True, CHUNK=256, WIDE=8192, WIDTH=15, OUT_WIDTH=5,
+        K=8, G=4, S=1, CHAIN=64.0, V_TOL=0.05, BUDGET=0.1, SPEND=False, EXPLORE=True, CHUNK=256, WIDE=8192, WIDTH=15, OUT_WIDTH=5, T=64,
+        FLOOR=1e-3,
     )),
     "judge": (16, dict(
         KEY_BUDGET=1.0, VALUE_BUDGET=1e308, RANKED=1, DENSE=True, OUT_UNIT=2.0**-8, OUT_TINY=1e-37, K=8, K2=8, ROWS=4, DV=128, SPAN=128,

@@ -17,8 +17,8 @@ what was read, so more is sound. Weights are relative to the largest logit by co
 A head that falls is not what the scheme ``dense`` gives bit for bit: it is the same float32 attention over the originals in
 another order, within the certificate that comes with it, which the originals' own norms make.
 
-The arithmetic: logits as in the definition; a block's values in float32, a split's blocks one after the other, so the chain of roundings
-grows by a split's blocks; splits and masses in float64.
+The arithmetic: logits as in the definition; values by codes in float16 on tensor cores, turn by turn, original ones in float32; a split's
+turns and blocks one after the other, so the chain of roundings grows by a split's blocks; splits and masses in float64.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ class DeviceStep:
         self, rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
         originals: Sequence[torch.Tensor], scale: float, value_dim: int, recent: Sequence[torch.Tensor], splits: int | None,
     ) -> None:
+        from kvcompile.lowering.triton_mix import turn_of
+
         B, H, S, _ = q.shape
         K = keys[0].shape[2]
         self.rules, self.group, self.value_dim, self.scale = rules, scheme.group, value_dim, float(scale)
@@ -188,7 +190,9 @@ class DeviceStep:
         self.tile = min(ROW_TILE, 1 << (Q - 1).bit_length())
         self.tiles = -(-Q // self.tile)
         self.splits = splits or max(1, min(SPLITS, PROGRAMS // (B * K * self.tiles)))
-        self.share, self.own_programs = -(-N // self.splits), {asked: splits or count for asked, count in OWN_PROGRAMS.items()}
+        self.turn = turn_of(self.page)
+        self.share = -(-N // (self.splits * self.turn // BLOCK)) * (self.turn // BLOCK)
+        self.own_programs = {asked: splits or count for asked, count in OWN_PROGRAMS.items()}
         self.sizes = dict(K=K, G=H // K, S=S)
         self.launch = Launch(q.device.type == "cuda")
 
@@ -217,6 +221,10 @@ class DeviceStep:
     def flags(self, *shape: int) -> torch.Tensor:
         """Uninitialized flags."""
         return torch.empty(shape, dtype=torch.int8, device=self.q.device)
+
+    def own_share(self, everything: bool) -> int:
+        """Blocks of a program of ``mix_own``."""
+        return -(-self.blocks // self.own_programs[everything])
 
     def score(self, hi: torch.Tensor, lo: torch.Tensor | None, base: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """Logits, sums of blocks, deviations and notes; what each row sees, its sink."""
@@ -300,7 +308,8 @@ class DeviceStep:
         self.launch(
             kernels.tally_values, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact, read,
             read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
-            found.values, self.blocks, found.keys.shape[3], self.share, warps=16 if spend else 4, CHAIN=certificates.CHAIN,
+            found.values, self.blocks, found.keys.shape[3], self.share, self.own_share(False), warps=16 if spend else 4,
+            CHAIN=certificates.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
             V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
             EXPLORE=explored is not None, CHUNK=CHUNK if spend else TALLY, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
             OUT_WIDTH=len(kernels.VALUE_COLUMNS), **self.sizes,
@@ -320,9 +329,9 @@ class DeviceStep:
         values = self.doubles(*self.shape, programs, len(kernels.VALUE_COLUMNS))
         self.launch(
             kernels.tally, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes,
-            self.key_size, self.value_size, self.query_norm, self.sinks, self.at, top, keys, values, self.blocks, self.share, warps=4,
-            CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale), D=self.q.shape[3], CHUNK=TALLY,
-            WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything, **self.sizes,
+            self.key_size, self.value_size, self.query_norm, self.sinks, self.at, top, keys, values, self.blocks, self.own_share(True),
+            warps=4, CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale), D=self.q.shape[3],
+            CHUNK=TALLY, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything, **self.sizes,
         )
         return Sums(keys, values, top)
 
@@ -384,13 +393,13 @@ class DeviceStep:
             self.launch(
                 kernels.mix, (coded, B * K, self.tiles), *values[:3], self.logits, self.top, asked, self.at, parts,
                 *values[0].stride()[:3], *values[1].stride()[:3], self.blocks, self.share, warps=1, DV=self.value_dim, GROUP=self.group,
-                TILE=self.tile, PAGE=self.page, **sizes,
+                TILE=self.tile, PAGE=self.page, T=self.turn, PACKED=self.launch.cuda, **sizes,
             )
         self.launch(
             kernels.mix_own, (own, B * K, -(-Q // OWN_TILE)), *values[:3], originals, new_v, self.logits, self.top, asked, self.peak,
             exact_peak, self.sinks, self.at, self.notes, parts, self.value_size, self.damaged, *values[0].stride()[:3],
             *values[1].stride()[:3], *originals.stride()[:4], *new_v.stride()[:3], self.blocks, originals.shape[3], new_v.shape[2],
-            -(-self.blocks // own), coded, warps=1, DV=self.value_dim, GROUP=self.group, TILE=OWN_TILE,
+            self.own_share(everything), coded, warps=1, DV=self.value_dim, GROUP=self.group, TILE=OWN_TILE,
             NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=self.page, ALL=everything, **sizes,
         )
         return parts

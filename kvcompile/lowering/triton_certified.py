@@ -1,7 +1,8 @@
 """The Triton kernels of certified attention; ``certified_device`` puts them together and says what each step needs.
 
-Plain float32 multiply-adds and no tensor cores: a certificate needs products whose rounding is known, with few rows (G = H / K) they
+Keys: plain float32 multiply-adds and no tensor cores: a certificate needs products whose rounding is known, with few rows (G = H / K) they
 cost what unpacking costs, and a dot product of 16-bit operands would have to be repeated for every limb of what has more bits.
+Values: float16 on tensor cores, whose rounding is part of the certificate (``triton_mix``).
 
     score       int8 keys once: every row's logits, and of each block sum_c |q_c| radius_c
     sums        of each block the largest logit, the sum of exp relative to it and the deviation; the notes, also of the window's blocks
