@@ -32,7 +32,8 @@ class Case(NamedTuple):
 
 def values_of(case: Case, draw: torch.Generator) -> torch.Tensor:
     """Values [1, 1, tokens, width], whole pages of them: gaussian, at both ends of float16, or such that sums cancel."""
-    padded = -(-case.tokens // 64) * 64
+    whole = max(64, case.page)
+    padded = -(-case.tokens // whole) * whole
     v = torch.randn(1, 1, padded, case.width, generator=draw)
     if case.kind == "large":
         v *= 10000
