@@ -190,7 +190,7 @@ class DeviceStep:
         self.tile = min(ROW_TILE, 1 << (Q - 1).bit_length())
         self.tiles = -(-Q // self.tile)
         self.splits = splits or max(1, min(SPLITS, PROGRAMS // (B * K * self.tiles)))
-        self.turn = turn_of(self.page)
+        self.turn = turn_of(self.page, value_dim)
         self.share = -(-N // (self.splits * self.turn // BLOCK)) * (self.turn // BLOCK)
         self.own_programs = {asked: splits or count for asked, count in OWN_PROGRAMS.items()}
         self.sizes = dict(K=K, G=H // K, S=S)

@@ -22,8 +22,8 @@ import triton.language as tl
 
 from kvcompile.lowering.triton_certified import BLOCK, beyond, exp_of, largest_logit, sight
 
-TURN = tl.constexpr(64)
-"""Tokens that ``mix`` takes at once, fewer where a page has no multiple of it (``turn_of``)."""
+TURN_VALUES = 64 * 128
+"""Values that ``mix`` takes at once: tokens of a turn times channels. More have no room in the registers of a warp."""
 
 AHEAD = tl.constexpr(128)
 """Blocks whose flags ``mix_own`` looks at at once: a program without any ends after one load."""
@@ -43,9 +43,9 @@ OF_HIGH = tl.constexpr(
 """The high nibbles: (1024 + 16 code) / 16 - 64."""
 
 
-def turn_of(page: int) -> int:
-    """Tokens of a turn where pages have that many rows: none lies in two pages."""
-    return math.gcd(page, TURN.value)
+def turn_of(page: int, width: int) -> int:
+    """Tokens of a turn where pages have that many rows and values that many channels, a power of two: no turn lies in two pages."""
+    return math.gcd(page, max(BLOCK.value, min(64, TURN_VALUES // width)))
 
 
 @triton.jit
