@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kvcompile.lowering.triton_certified import BLOCK, beyond, exp_of, largest_logit, sight
 
-TURN_VALUES = 64 * 128
+TURN_VALUES = 32 * 128
 """Values that ``mix`` takes at once: tokens of a turn times channels. More have no room in the registers of a warp."""
 
 AHEAD = tl.constexpr(128)
