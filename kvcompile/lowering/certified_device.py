@@ -257,7 +257,7 @@ class DeviceStep:
         self.launch(
             choose, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, clock, self.order,
             self.share_of, self.term, read, read if explored is None else explored, self.list, self.listed, self.top, self.stats,
-            self.blocks, warps=16, LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST),
+            self.blocks, warps=32, LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST),
             MOST_WIDENED=min(rules.k_max << rules.widen, MOST), COVER=(1 - rules.tau_cov + ALL) * INSIDE if rules.tau_cov < 1 else -1.0,
             BUDGET=rules.key_budget * INSIDE if widen else 0.0, WIDEN=widen, EXPLORE=math.ceil(rules.explore * 2.0**32), CHUNK=CHUNK,
             WIDE=WIDE, **self.sizes,

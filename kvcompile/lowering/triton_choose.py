@@ -164,7 +164,8 @@ def choose_here(
     gap = gap_of(peak, top, live)
     mass = weight * tl.exp(gap)
     everything = tl.sum(mass, 0) + tl.exp(sink.to(tl.float64) - top.to(tl.float64))
-    share = mass / tl.where(everything < 1e-300, 1e-300, everything)
+    # One quotient for all of them: a share is an estimate that blocks are ordered by.
+    share = mass * (1.0 / tl.where(everything < 1e-300, 1e-300, everything))
     bits = tl.where(coded, share, -1.0).to(tl.float32).to(tl.int32, bitcast=True)
     term = share
     if WIDEN:
@@ -172,7 +173,7 @@ def choose_here(
         nu = tl.load(NOTES + ((r // rows) * blocks + n) * 4 + 3, mask=live, other=0.0)
         least = tl.sum(least_term(delta, gap, weight), 0)
         vmax = tl.maximum(tl.max(nu, 0), 0.0).to(tl.float64)
-        term = key_term(vmax, delta, gap, nu.to(tl.float64), weight) / tl.where(least < 1e-300, 1e-300, least)
+        term = key_term(vmax, delta, gap, nu.to(tl.float64), weight) * (1.0 / tl.where(least < 1e-300, 1e-300, least))
     chosen, widened = leading(bits, share, term, COVER, LEAST, MOST, BUDGET, MOST_WIDENED, WIDEN)
     tl.store(STATS + r * 3, widened.to(tl.float64))
     kept = coded & (chosen == 0)
@@ -238,11 +239,11 @@ def choose_there(
     for first in range(0, blocks, CHUNK):
         n = first + i
         coded = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low) & (n * 16 < base)
-        share = tl.load(SHARE + row + n, mask=n < blocks, other=0.0) / everything
+        share = tl.load(SHARE + row + n, mask=n < blocks, other=0.0) * (1.0 / everything)
         tl.store(SHARE + row + n, share, mask=n < blocks)
         tl.store(ORDER + row + n, tl.where(coded, share, -1.0).to(tl.float32), mask=n < blocks)
         if WIDEN:
-            tl.store(TERM + row + n, tl.load(TERM + row + n, mask=n < blocks, other=0.0) / least, mask=n < blocks)
+            tl.store(TERM + row + n, tl.load(TERM + row + n, mask=n < blocks, other=0.0) * (1.0 / least), mask=n < blocks)
     # Written by some threads of this program, read by others.
     tl.debug_barrier()
     narrow = candidates
