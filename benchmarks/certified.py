@@ -37,7 +37,7 @@ from kvcompile.schemes.certify import Certify, Count, parse_policy
 from kvcompile.settings import Settings
 
 H, K, D, LAYERS = 32, 8, 128, 32
-PHASES = ("score", "sums", "choose", "exact", "tally", "mix", "judge", "settle")
+PHASES = ("score", "sums", "choose", "stage", "exact", "tally", "mix", "judge", "settle")
 
 
 def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Step, torch.Tensor, torch.Tensor]:

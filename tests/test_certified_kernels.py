@@ -226,7 +226,8 @@ KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
     "score": (1, dict(COMMON, SCALE=0.09, D=128, TILE=4, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
                        HAS_LO=True, HAS_SINK=True)),
     "sums": (4, dict(COMMON, SCALE=0.09, D=128, DV=128, NB=64, PER_PAGE=4)),
-    "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4)),
+    "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4, SLOTS=4)),
+    "stage": (1, dict(D=128, K=8, ROWS=4, ROWS2=4, SLOTS=16, PER_PAGE=4, EXPLORE=True, COUNTS_STEPS=True)),
     "exact_rows": (1, dict(COMMON, SCALE=0.09, D=128, PER_PAGE=4)),
     "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64)),
     "mix_own": (1, dict(COMMON, DV=128, GROUP=16, TILE=1, NEWEST=32, PAGE=64, ALL=False)),
@@ -253,7 +254,7 @@ POINTERS = {
     "EXACT": "*fp32", "EXACT_PEAK": "*fp32", "EXACT_WEIGHT": "*fp32", "SINKS": "*fp32", "EXPLORED": "*i8", "KEY_SIZE": "*fp64",
     "VALUE_SIZE": "*fp64", "VALUES": "*i8", "SUMS": "*fp64", "HI": "*i64", "LO": "*i64", "BASE": "*i64", "SINK": "*bf16", "CLOCK": "*fp64",
     "LEFT": "*fp64", "PARTS": "*fp32", "GIVEN": "*i32", "RESULT": "*bf16", "FOUND": "*fp32", "COUNTED_OUT": "*i32", "FALLS": "*i8",
-    "TELEMETRY": "*fp64", "LIST": "*i32", "LISTED": "*i32",
+    "TELEMETRY": "*fp64", "LIST": "*i32", "SCRATCH": "*bf16", "PLACES": "*i32", "FOUND_AT": "*i32", "HELD": "*fp64", "LISTED": "*i32",
 }
 OF_VALUES = {"CODES": "*u8", "STEPS": "*fp16", "ZEROS": "*fp16"}
 OF_TALLIES = {"OUT": "*fp64"}
@@ -266,10 +267,11 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering import triton_certified, triton_choose, triton_exact, triton_judge, triton_mix, triton_tally
+    from kvcompile.lowering import triton_certified, triton_choose, triton_exact, triton_judge, triton_mix, triton_stage, triton_tally
 
     modules = {"mix": triton_mix, "mix_own": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally,
-               "judge": triton_judge, "settle": triton_judge, "exact": triton_exact, "exact_rows": triton_exact}
+               "judge": triton_judge, "settle": triton_judge, "exact": triton_exact, "exact_rows": triton_exact,
+               "stage": triton_stage}
     kernel, (warps, constants) = getattr(modules.get(name, triton_certified), name), KERNELS[name]
     pointers = POINTERS | (OF_VALUES if name.startswith("mix") else OF_TALLIES if name.startswith("tally") else {})
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in kernel.arg_names}
