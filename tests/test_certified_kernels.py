@@ -177,11 +177,13 @@ def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
     assert (linear >= printed * (1 - 2.0**-22)).all() and (linear <= printed * (1 + 2.0**-18)).all()
 
 
+@pytest.mark.parametrize("slots", [0, 4])
 @pytest.mark.parametrize("growing", [False, True])
-def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_traced_kernel_by_kernel(growing: bool, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiled graph holds: thirteen kernels, nothing that reads data; tracing would raise on a number taken to the host.
 
-    ``growing``: the number of pages is a symbol, on which nothing may depend but sizes and operands.
+    ``slots``: of a scratch, which is one kernel more. ``growing``: the number of pages is a symbol, on which nothing may depend but
+    sizes and operands.
     """
     pytest.importorskip("triton")
 
@@ -195,11 +197,14 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
     cache = step.cache
 
     def run(q: torch.Tensor, keys: list, values: list, originals: list, hi: torch.Tensor, clock: torch.Tensor, recent: list,
-            base: torch.Tensor) -> Any:
+            base: torch.Tensor, scratch: list) -> Any:
         return certified_device.certified_by_kernels(
-            Certify(), Certified(), q, keys, values, originals, hi, None, None, clock, 0.1, 64, recent, base
+            Certify(), Certified(), q, keys, values, originals, hi, None, None, clock, 0.1, 64, recent, base,
+            scratch=(scratch[0], scratch[1]) if slots else None,
         )
 
+    pages = cache.keys[0].shape[0]
+    scratch = [torch.zeros(pages, 1, 2, 4, 2, dtype=torch.int32), torch.zeros(pages, 1, 2, 4 * max(1, slots), 64, dtype=BF16)]
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
 
@@ -210,14 +215,14 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
         return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
     operands = [faked(x) for x in (
-        step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([1]), cache.recent, cache.base,
+        step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([1]), cache.recent, cache.base, scratch,
     )]
     with mode:
         traced = make_fx(run)(*operands)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 13
-    pages = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
-    assert bool(pages) == growing
+    assert len(kernels) == 13 + bool(slots)
+    symbols = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
+    assert bool(symbols) == growing
     assert not [value for value in shapes.replacements.values() if value.is_number], "the number of pages was fixed"
 
 
