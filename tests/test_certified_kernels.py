@@ -40,7 +40,7 @@ from benchmarks.certified_soundness import (
 )
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering import certified_device
-from kvcompile.schemes.certified import BLOCK, Certified
+from kvcompile.schemes.certified import BLOCK, TELEMETRY, Certified
 from kvcompile.schemes.certify import Cause, Certify, Count, Figure, Rung
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -224,6 +224,52 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, slots: int, monkeypatc
     symbols = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
     assert bool(symbols) == growing
     assert not [value for value in shapes.replacements.values() if value.is_number], "the number of pages was fixed"
+
+
+class DeviceStandIn:
+    """What triton asks of a driver to lower a kernel."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads in a kernel's code what it may write: planes that are taken for written would be copied at every step."""
+    pytest.importorskip("triton")
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", DeviceStandIn())
+    launch = certified_device.Launch
+    monkeypatch.setattr(certified_device, "Launch", lambda cuda: launch(True))
+    policy = Certify(explore=0.1)
+    step, _, _ = gaussian(Draw(1), Shape(S=1, T=333, D=64)).step(policy, BF16)
+    pages, mode = step.cache.keys[0].shape[0], FakeTensorMode()
+    held = [torch.zeros(pages, 1, 2, 4, 2, dtype=torch.int32), torch.zeros(pages, 1, 2, 16, 64, dtype=BF16)]
+    given = (step.q, step.cache.keys, step.cache.values, step.cache.originals, step.hi, step.cache.recent, step.cache.base, held,
+             torch.zeros(1, 1, 2, 1, TELEMETRY, dtype=torch.float64))
+
+    def run(q: torch.Tensor, keys: list, values: list, originals: list, hi: torch.Tensor, recent: list, base: torch.Tensor,
+            scratch: list, telemetry: torch.Tensor) -> Any:
+        return certified_device.certified_by_kernels(
+            policy, Certified(), q, keys, values, originals, hi, None, None, telemetry, 0.1, 64, recent, base, telemetry=telemetry,
+            scratch=(scratch[0], scratch[1]),
+        )[0]
+
+    operands = [[mode.from_tensor(x) for x in side] if isinstance(side, list) else mode.from_tensor(side) for side in given]
+    with mode:
+        traced = make_fx(torch.func.functionalize(run, remove="mutations"))(*operands)
+    written = {
+        kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__: set(node.kwargs["tensors_to_clone"])
+        for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)
+    }
+    assert len(written) == 12, "two kernels run twice"
+    assert written["stage"] == {"SCRATCH", "PLACES", "HELD", "FOUND_AT"}
+    assert written["exact"] == {"LOGITS", "PEAK", "WEIGHT", "TOP", "DAMAGED"}
+    planes = {"CODES", "STEPS", "ZEROS", "ORIGINALS", "KEY_NOTES", "VALUE_NOTES", "RECENT_K", "RECENT_V", "Q"}
+    assert not planes & set().union(*written.values())
 
 
 COMMON = dict(K=8, G=4, S=1, S2=1)
