@@ -180,7 +180,7 @@ def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
 @pytest.mark.parametrize("slots", [0, 4])
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_step_is_traced_kernel_by_kernel(growing: bool, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiled graph holds: thirteen kernels, nothing that reads data; tracing would raise on a number taken to the host.
+    """What a compiled graph holds: twelve kernels, nothing that reads data; tracing would raise on a number taken to the host.
 
     ``slots``: of a scratch, which is one kernel more. ``growing``: the number of pages is a symbol, on which nothing may depend but
     sizes and operands.
@@ -220,7 +220,7 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, slots: int, monkeypatc
     with mode:
         traced = make_fx(run)(*operands)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 13 + bool(slots)
+    assert len(kernels) == 12 + bool(slots)
     symbols = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
     assert bool(symbols) == growing
     assert not [value for value in shapes.replacements.values() if value.is_number], "the number of pages was fixed"
@@ -265,7 +265,7 @@ def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None
         kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__: set(node.kwargs["tensors_to_clone"])
         for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)
     }
-    assert len(written) == 12, "two kernels run twice"
+    assert len(written) == 11, "two kernels run twice"
     assert written["stage"] == {"SCRATCH", "PLACES", "HELD", "FOUND_AT"}
     assert written["exact"] == {"LOGITS", "PEAK", "WEIGHT", "TOP", "DAMAGED"}
     planes = {"CODES", "STEPS", "ZEROS", "ORIGINALS", "KEY_NOTES", "VALUE_NOTES", "RECENT_K", "RECENT_V", "Q"}
@@ -274,13 +274,12 @@ def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None
 
 COMMON = dict(K=8, G=4, S=1, S2=1)
 KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "score": (1, dict(COMMON, SCALE=0.09, D=128, TILE=4, SPAN=8, PER_PAGE=4, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
-                       HAS_LO=True, HAS_SINK=True)),
-    "sums": (4, dict(COMMON, SCALE=0.09, D=128, DV=128, NB=64, PER_PAGE=4)),
+    "score": (1, dict(COMMON, SCALE=0.09, D=128, DV=128, SPAN=16, PER_PAGE=4, KEY_NOTE=2, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
+                       HAS_LO=True, HAS_SINK=True, PACKED=True, STAGES=3)),
     "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4, SLOTS=4)),
     "stage": (1, dict(D=128, K=8, ROWS=4, ROWS2=4, SLOTS=16, PER_PAGE=4, EXPLORE=True, COUNTS_STEPS=True)),
     "exact_rows": (1, dict(COMMON, SCALE=0.09, D=128, PER_PAGE=4)),
-    "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64)),
+    "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64, T=64, PACKED=True)),
     "mix_own": (1, dict(COMMON, DV=128, GROUP=16, TILE=1, NEWEST=32, PAGE=64, ALL=False)),
     "choose": (16, dict(
         K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, EXPLORE=2**31, CHUNK=2048,
@@ -290,7 +289,8 @@ KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
         K=8, G=4, S=1, CHAIN=64.0, RANK=True, SCALE=0.09, D=128, CHUNK=256, WIDTH=15, OUT_WIDTH=5, ALL=False,
     )),
     "tally_values": (4, dict(
-        K=8, G=4, S=1, CHAIN=64.0, V_TOL=0.05, BUDGET=0.1, SPEND=False, EXPLORE=True, CHUNK=256, WIDE=8192, WIDTH=15, OUT_WIDTH=5,
+        K=8, G=4, S=1, CHAIN=64.0, V_TOL=0.05, BUDGET=0.1, SPEND=False, EXPLORE=True, CHUNK=256, WIDE=8192, WIDTH=15, OUT_WIDTH=5, T=64,
+        FLOOR=1e-3,
     )),
     "judge": (16, dict(
         KEY_BUDGET=1.0, VALUE_BUDGET=1e308, RANKED=1, DENSE=True, OUT_UNIT=2.0**-8, OUT_TINY=1e-37, K=8, K2=8, ROWS=4, DV=128, SPAN=128,
@@ -318,12 +318,14 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering import triton_certified, triton_choose, triton_exact, triton_judge, triton_mix, triton_stage, triton_tally
+    from kvcompile.lowering import triton_choose, triton_exact, triton_judge, triton_mix, triton_score, triton_stage, triton_tally
 
-    modules = {"mix": triton_mix, "mix_own": triton_mix, "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally,
-               "judge": triton_judge, "settle": triton_judge, "exact": triton_exact, "exact_rows": triton_exact,
-               "stage": triton_stage}
-    kernel, (warps, constants) = getattr(modules.get(name, triton_certified), name), KERNELS[name]
+    modules = {
+        "score": triton_score, "choose": triton_choose, "stage": triton_stage, "exact": triton_exact, "exact_rows": triton_exact,
+        "tally": triton_tally, "tally_values": triton_tally, "mix": triton_mix, "mix_own": triton_mix, "judge": triton_judge,
+        "settle": triton_judge,
+    }
+    kernel, (warps, constants) = getattr(modules[name], name), KERNELS[name]
     pointers = POINTERS | (OF_VALUES if name.startswith("mix") else OF_TALLIES if name.startswith("tally") else {})
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(kernel.arg_names) if signature[each].startswith("*")}

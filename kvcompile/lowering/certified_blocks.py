@@ -18,7 +18,7 @@ from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK
 
 # Printed once, at import: Dynamo then sees plain functions.
-_deviation = aten(bounds.DEVIATION)
+_coded = aten(bounds.CODED)
 _radius = aten(bounds.RADIUS)
 _rounding = aten(bounds.ROUNDING)
 
@@ -126,9 +126,9 @@ def block_deviations(
     """The same from ``channels`` [B, K, Q, N], sum_c |q_c| radius_c of each block; ``query`` float32 [B, K, Q, D]."""
     query_norm = torch.linalg.vector_norm(query.to(torch.float64), dim=-1).unsqueeze(-1) * (1 + 2.0**-40)
     kappa, mu = notes.kappa.unsqueeze(2), notes.mu.unsqueeze(2)
-    common = dict(query_norm=query_norm, mu=mu, scale=abs(scale), terms=float(query.shape[-1] + 4), cap=softcap)
-    originals = _rounding(kappa=torch.zeros_like(kappa), peak=0.0, **common)
-    codes = _deviation(kappa=kappa, peak=0.0, channels=channels.to(torch.float64), **common)
+    common = dict(query_norm=query_norm, mu=mu, scale=abs(scale), cap=softcap, peak=0.0)
+    originals = _rounding(kappa=torch.zeros_like(kappa), terms=query.shape[-1] + 4.0, **common)
+    codes = _coded(kappa=kappa, channels=channels.to(torch.float64), terms=query.shape[-1] + 8.0, **common)
     codes = torch.where(alone.unsqueeze(2), originals, codes)
     return Deviations(torch.where(live, codes, 0), torch.where(live, originals, 0))
 

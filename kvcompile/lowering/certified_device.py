@@ -1,6 +1,6 @@
 """``certified_attend`` by kernels: what ``certified.certified_step`` defines, with tier 2 read only where it is asked for.
 
-    1. ``score`` reads the int8 keys once, ``sums`` makes blocks of logits, ``choose`` promotes keys and draws what is explored.
+    1. ``score`` reads the int8 keys once and sums up blocks of logits, ``choose`` promotes keys and draws what is explored.
     2. ``exact`` reads the original keys of what is read and puts their logits in place. ``tally`` adds up what a certificate is
        made of, ``tally_values`` promotes values. Where the originals are in host memory, ``stage`` goes before: it copies what is asked
        for into device memory, where it is not there yet.
@@ -8,7 +8,7 @@
     4. ``exact_rows``, ``mix`` and ``tally`` again, with everything from the originals, for heads that fall; without one they end at once.
        ``settle`` makes the certificate of those, and adds the step to the telemetry.
 
-That is thirteen kernels (with ``stage`` fourteen) and no tensor code, but for a ranking of more than one block.
+That is twelve kernels (with ``stage`` thirteen) and no tensor code, but for a ranking of more than one block.
 
 No branch depends on data, nothing comes to the host, every buffer's size is that of the planes: a CUDA graph can hold it.
 
@@ -18,8 +18,8 @@ what was read, so more is sound. Weights are relative to the largest logit by co
 A head that falls is not what the scheme ``dense`` gives bit for bit: it is the same float32 attention over the originals in
 another order, within the certificate that comes with it, which the originals' own norms make.
 
-The arithmetic: logits as in the definition; a block's values in float32, a split's blocks one after the other, so the chain of roundings
-grows by a split's blocks; splits and masses in float64.
+The arithmetic: logits as in the definition; values by codes in float16 on tensor cores, turn by turn, original ones in float32; a split's
+turns and blocks one after the other, so the chain of roundings grows by a split's blocks; splits and masses in float64.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, SET, Certified
 from kvcompile.schemes.certify import Certify, Count, Fallback, Figure
 
-SPAN, SUM_BLOCKS, TALLY, CHUNK, WIDE = 8, 64, 256, 2048, 8192
-"""Blocks of a program of ``score``, ``sums`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
+SPAN, TALLY, CHUNK, WIDE = 16, 256, 2048, 8192
+"""Blocks of a program of ``score`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
 The first was timed (benchmarks/CERTIFIED.md), the others chosen by registers; so are the next two."""
+
+STAGES = 3
+"""Blocks of ``score`` whose loads are under way."""
 
 ROW_TILE, OWN_TILE = 4, 1
 """Rows of a program of ``score`` and ``mix``, and where ``mix`` reads originals."""
@@ -91,8 +94,9 @@ def kernel_gap(
         return "no newest tokens in full precision"
     if not isinstance(rows, int) or rows > MOST_ROWS:
         return f"{rows} rows of queries a kv head, above {MOST_ROWS}"
-    if D & (D - 1) or value_dim & (value_dim - 1) or D < BLOCK or value_dim < 2 * group:
-        return f"{D} key channels and {value_dim} value channels: powers of two, and two groups of {group}, are known"
+    if D & (D - 1) or value_dim & (value_dim - 1) or D < 2 * BLOCK or value_dim < 2 * group:
+        known = f"powers of two, from {2 * BLOCK} and from two groups of {group} on, are known"
+        return f"{D} key channels and {value_dim} value channels: {known}"
     if not isinstance(page, int) or page % BLOCK or any(plane.shape[3] != page for plane in values[:3]):
         return f"pages of {page} rows that are not whole blocks of codes and values alike"
     if any(plane.stride(-1) != 1 or plane.stride(-2) != plane.shape[-1] for plane in (*keys[:4], *values[:4])):
@@ -173,6 +177,8 @@ class DeviceStep:
         self, rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
         originals: Sequence[torch.Tensor], scale: float, value_dim: int, recent: Sequence[torch.Tensor], splits: int | None,
     ) -> None:
+        from kvcompile.lowering.triton_mix import turn_of
+
         B, H, S, _ = q.shape
         K = keys[0].shape[2]
         self.rules, self.group, self.value_dim, self.scale = rules, scheme.group, value_dim, float(scale)
@@ -185,7 +191,9 @@ class DeviceStep:
         self.tile = min(ROW_TILE, 1 << (Q - 1).bit_length())
         self.tiles = -(-Q // self.tile)
         self.splits = splits or max(1, min(SPLITS, PROGRAMS // (B * K * self.tiles)))
-        self.share, self.own_programs = -(-N // self.splits), {asked: splits or count for asked, count in OWN_PROGRAMS.items()}
+        self.turn = turn_of(self.page, value_dim)
+        self.share = -(-N // (self.splits * self.turn // BLOCK)) * (self.turn // BLOCK)
+        self.own_programs = {asked: splits or count for asked, count in OWN_PROGRAMS.items()}
         self.sizes = dict(K=K, G=H // K, S=S)
         self.launch = Launch(q.device.type == "cuda")
 
@@ -215,29 +223,29 @@ class DeviceStep:
         """Uninitialized flags."""
         return torch.empty(shape, dtype=torch.int8, device=self.q.device)
 
+    def own_share(self, everything: bool) -> int:
+        """Blocks of a program of ``mix_own``."""
+        return -(-self.blocks // self.own_programs[everything])
+
     def score(self, hi: torch.Tensor, lo: torch.Tensor | None, base: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """Logits, sums of blocks, deviations and notes; what each row sees, its sink."""
-        from kvcompile.lowering import triton_certified as kernels
+        from kvcompile.lowering.triton_score import ROW_TILE, score
 
         B, K, Q = self.shape
         N, q, keys, new_k, new_v, key_notes, value_notes = (
             self.blocks, self.q, self.keys, self.new_k, self.new_v, self.keys[3], self.values[3]
         )
         S = self.sizes["S"]
-        several = dict(self.sizes, S2=1 << (S - 1).bit_length())
         lows, own_sinks = hi if lo is None else lo, self.sinks if sinks is None else sinks
         self.launch(
-            kernels.score, (-(-N // SPAN) + 1, B * K, self.tiles), q, *keys[:3], new_k, hi, lows, base, own_sinks, self.at, self.sinks,
-            self.damaged, self.logits, self.channels, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *new_k.stride()[:3],
-            *hi.expand(B, S).stride(), *lows.expand(B, S).stride(), base.expand(B).stride(0), own_sinks.stride(0), N, new_k.shape[2],
-            warps=1, SCALE=self.scale, D=q.shape[3], TILE=self.tile, SPAN=SPAN, PER_PAGE=self.page // BLOCK, OF_STEP=RADIUS[0],
-            OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, **several,
-        )
-        self.launch(
-            kernels.sums, (-(-N // SUM_BLOCKS), B * K, Q), q, self.logits, self.channels, key_notes, value_notes, new_k, new_v, self.at,
-            self.peak, self.weight, self.delta, self.own, self.notes, self.query_norm, *q.stride()[:3], *key_notes.stride()[:3],
-            *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], N, new_k.shape[2], warps=4, SCALE=abs(self.scale),
-            D=q.shape[3], DV=self.value_dim, NB=SUM_BLOCKS, PER_PAGE=self.page // BLOCK, **several,
+            score, (-(-N // SPAN) + 1, B * K, -(-Q // ROW_TILE.value)), q, *keys[:3], key_notes, value_notes, new_k, new_v, hi, lows, base,
+            own_sinks, self.at, self.sinks, self.damaged, self.logits, self.channels, self.peak, self.weight, self.delta, self.own,
+            self.notes, self.query_norm, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *key_notes.stride()[:3],
+            *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], *hi.expand(B, S).stride(), *lows.expand(B, S).stride(),
+            base.expand(B).stride(0), own_sinks.stride(0), N, new_k.shape[2], warps=1, SCALE=self.scale, D=q.shape[3], DV=self.value_dim,
+            S2=1 << (S - 1).bit_length(), SPAN=SPAN, PER_PAGE=self.page // BLOCK, KEY_NOTE=key_notes.shape[4], OF_STEP=RADIUS[0],
+            OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, PACKED=self.launch.cuda, STAGES=STAGES,
+            **self.sizes,
         )
 
     def choose(self, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -326,7 +334,8 @@ class DeviceStep:
         self.launch(
             kernels.tally_values, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact, read,
             read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
-            found.values, self.blocks, found.keys.shape[3], self.share, warps=16 if spend else 4, CHAIN=certificates.CHAIN,
+            found.values, self.blocks, found.keys.shape[3], self.share, self.own_share(False), warps=16 if spend else 4,
+            CHAIN=certificates.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
             V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
             EXPLORE=explored is not None, CHUNK=CHUNK if spend else TALLY, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
             OUT_WIDTH=len(kernels.VALUE_COLUMNS), **self.sizes,
@@ -346,9 +355,9 @@ class DeviceStep:
         values = self.doubles(*self.shape, programs, len(kernels.VALUE_COLUMNS))
         self.launch(
             kernels.tally, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes,
-            self.key_size, self.value_size, self.query_norm, self.sinks, self.at, top, keys, values, self.blocks, self.share, warps=4,
-            CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale), D=self.q.shape[3], CHUNK=TALLY,
-            WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything, **self.sizes,
+            self.key_size, self.value_size, self.query_norm, self.sinks, self.at, top, keys, values, self.blocks, self.own_share(True),
+            warps=4, CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale), D=self.q.shape[3],
+            CHUNK=TALLY, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything, **self.sizes,
         )
         return Sums(keys, values, top)
 
@@ -410,13 +419,13 @@ class DeviceStep:
             self.launch(
                 kernels.mix, (coded, B * K, self.tiles), *values[:3], self.logits, self.top, asked, self.at, parts,
                 *values[0].stride()[:3], *values[1].stride()[:3], self.blocks, self.share, warps=1, DV=self.value_dim, GROUP=self.group,
-                TILE=self.tile, PAGE=self.page, **sizes,
+                TILE=self.tile, PAGE=self.page, T=self.turn, PACKED=self.launch.cuda, **sizes,
             )
         self.launch(
             kernels.mix_own, (own, B * K, -(-Q // OWN_TILE)), *values[:3], originals, new_v, self.logits, self.top, asked, self.peak,
             exact_peak, self.sinks, self.at, self.notes, parts, self.value_size, self.damaged, *values[0].stride()[:3],
             *values[1].stride()[:3], *originals.stride()[:4], *new_v.stride()[:3], self.blocks, originals.shape[3], new_v.shape[2],
-            -(-self.blocks // own), coded, warps=1, DV=self.value_dim, GROUP=self.group, TILE=OWN_TILE,
+            self.own_share(everything), coded, warps=1, DV=self.value_dim, GROUP=self.group, TILE=OWN_TILE,
             NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=self.page, ALL=everything, **sizes,
         )
         return parts

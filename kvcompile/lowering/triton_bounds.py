@@ -9,7 +9,7 @@ from kvcompile.lowering.offline import load_module
 from kvcompile.schemes import bounds
 
 PRINTED = (
-    bounds.ROUNDING, bounds.DEVIATION, bounds.KEY_TERM, bounds.LEAST_TERM, bounds.SHIFT_TERM, bounds.TOTAL_TERM, bounds.VALUE_TERM,
+    bounds.ROUNDING, bounds.CODED, bounds.KEY_TERM, bounds.LEAST_TERM, bounds.SHIFT_TERM, bounds.TOTAL_TERM, bounds.VALUE_TERM,
     bounds.ACCUMULATION_TERM, bounds.VALUE, bounds.LARGEST_LOG_MASS, bounds.CONSISTENT, bounds.KEY, bounds.CENTER_NORM,
     bounds.ACCUMULATION, bounds.OUTPUT_ROUNDING,
 )
@@ -38,7 +38,7 @@ def tanh(x):
 
 _module: Any = load_module("\n\n".join((HEADER, *map(triton_source, PRINTED))), "bounds")
 
-rounding, deviation, consistent = _module.rounding, _module.deviation, _module.consistent
+rounding, coded, consistent = _module.rounding, _module.coded, _module.consistent
 key_term, least_term, shift_term, total_term = _module.key_term, _module.least_term, _module.shift_term, _module.total_term
 value_term, accumulation_term, value = _module.value_term, _module.accumulation_term, _module.value
 largest_log_mass, key, center_norm = _module.largest_log_mass, _module.key, _module.center_norm

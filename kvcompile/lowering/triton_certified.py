@@ -1,7 +1,8 @@
 """The Triton kernels of certified attention; ``certified_device`` puts them together and says what each step needs.
 
-Plain float32 multiply-adds and no tensor cores: a certificate needs products whose rounding is known, with few rows (G = H / K) they
+Keys: plain float32 multiply-adds and no tensor cores: a certificate needs products whose rounding is known, with few rows (G = H / K) they
 cost what unpacking costs, and a dot product of 16-bit operands would have to be repeated for every limb of what has more bits.
+Values: float16 on tensor cores, whose rounding is part of the certificate (``triton_mix``).
 
     score       int8 keys once: every row's logits, and of each block sum_c |q_c| radius_c
     sums        of each block the largest logit, the sum of exp relative to it and the deviation; the notes, also of the window's blocks
@@ -29,8 +30,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from kvcompile.lowering.triton_bounds import deviation, rounding
 
 BLOCK = tl.constexpr(16)
 LOG2E = tl.constexpr(1.4426950216293335)
@@ -75,205 +74,6 @@ def largest_logit(PEAK, EXACT, SINK, wanted, blocks, start, last, base):
             peak = tl.load(PEAK + n, mask=(n < blocks) & (exact == 0), other=float("-inf"))
             top = tl.maximum(top, tl.max(tl.maximum(peak, tl.load(EXACT + n, mask=(n < blocks) & exact, other=float("-inf"))), 0))
     return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
-def beside(columns, COUNT: tl.constexpr):
-    """One, two or four vectors as the columns of a matrix, which is stored at once."""
-    if COUNT == 1:
-        return columns[0][:, None]
-    elif COUNT == 2:
-        return tl.join(columns[0], columns[1])
-    else:
-        pairs = tl.join(tl.join(columns[0], columns[2]), tl.join(columns[1], columns[3]))
-        return tl.reshape(pairs, [pairs.shape[0], 4])
-
-
-@triton.jit
-def score_block(
-    queries, lows, highs, CODES, STEPS, ZEROS, RECENT_K, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest, n, base, heads, r0,
-    SCALE: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PER_PAGE: tl.constexpr, OF_STEP: tl.constexpr,
-    OF_ZERO: tl.constexpr,
-    OF_ONE: tl.constexpr, WINDOW: tl.constexpr,
-):
-    """One block, TILE rows from r0 on. WINDOW: tokens from ``base`` on are not codes.
-
-    The codes are loaded last: all that is calculated with them then has their layout, and not that of what is multiplied with them.
-    """
-    page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
-    j = tl.arange(0, BLOCK)
-    c = tl.arange(0, D)[None, :]
-    t = n * BLOCK + j
-    if WINDOW:
-        in_window = (t >= base) & (t < base + newest)
-        new = tl.load(RECENT_K + (t - base)[:, None] * rk_t + c, mask=in_window[:, None], other=0.0).to(tl.float32)
-    step = tl.load(STEPS + page * steps_n + row * D + c)
-    zero = tl.load(ZEROS + page * steps_n + row * D + c)
-    codes = tl.load(CODES + page * codes_n + row * (BLOCK * D) + j[:, None] * D + c)
-    # The product is exact, since steps have 16 bits: fused or not, this is what the scheme decodes.
-    k = codes.to(tl.float32) * step + zero
-    if WINDOW:
-        k = tl.where((t >= base)[:, None], new, k)
-    radius = step * OF_STEP + tl.abs(zero) * OF_ZERO + OF_ONE
-    logits = ()
-    reach = ()
-    for i in tl.static_range(TILE):
-        seen = (t >= lows[i]) & (t <= highs[i])
-        logits = logits + (tl.where(seen, tl.sum(k * queries[i], 1) * SCALE, float("-inf")),)
-        reach = reach + (tl.sum(tl.abs(queries[i]) * radius, 1),)
-    rows = r0 + tl.arange(0, TILE)
-    out = (heads + rows) * blocks + n
-    tl.store(LOGITS + out[None, :] * BLOCK + j[:, None], beside(logits, TILE), mask=(rows < ROWS)[None, :])
-    tl.store(CHANNELS + out[None, :], beside(reach, TILE), mask=(rows < ROWS)[None, :])
-
-
-@triton.jit
-def between(x, least, most):
-    """A position as int32, within the planes."""
-    return tl.minimum(tl.maximum(x, least), most).to(tl.int32)
-
-
-@triton.jit
-def score(
-    Q, CODES, STEPS, ZEROS, RECENT_K, HI, LO, BASE, SINK, AT, SINKS, DAMAGED, LOGITS, CHANNELS,
-    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, rk_b, rk_h, rk_t, hi_b, hi_s, lo_b, lo_s, base_b, sink_h,
-    blocks, newest,
-    SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
-    SPAN: tl.constexpr, PER_PAGE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
-    HAS_LO: tl.constexpr, HAS_SINK: tl.constexpr,
-):
-    """SPAN blocks of one kv head, TILE rows: logits, and sum_c |q_c| radius_c. The last program of a head has the window's blocks.
-
-    The first kernel of a step also writes what the others take as given: AT, each row's sink in float32, and that nothing is damaged.
-    """
-    pair = tl.program_id(1)
-    b = (pair // K).to(tl.int64)
-    h = (pair % K).to(tl.int64)
-    ROWS: tl.constexpr = G * S
-    heads = pair.to(tl.int64) * ROWS
-    r0 = tl.program_id(2) * TILE
-    tokens = blocks * BLOCK
-    s = tl.arange(0, S2)
-    base = between(tl.load(BASE + b * base_b), -(2**30), tokens)
-    seen_last = between(tl.load(HI + b * hi_b + s * hi_s, mask=s < S, other=-1), -1, tokens - 1)
-    seen_first = s * 0
-    if HAS_LO:
-        seen_first = between(tl.load(LO + b * lo_b + s * lo_s, mask=s < S, other=2147483647), 0, tokens)
-    last = tl.max(seen_last, 0)
-    start = tl.min(seen_first, 0)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        if (h == 0) & (r0 == 0):
-            tl.store(AT + b * (2 * S + 1) + s, seen_last, mask=s < S)
-            tl.store(AT + b * (2 * S + 1) + S + s, seen_first, mask=s < S)
-            tl.store(AT + b * (2 * S + 1) + 2 * S, base)
-        if r0 == 0:
-            tl.store(DAMAGED + pair, 0)
-    whole = tl.minimum(base // BLOCK, last // BLOCK + 1)
-    queries = ()
-    lows = ()
-    highs = ()
-    for i in tl.static_range(TILE):
-        r = tl.minimum(r0 + i, ROWS - 1)
-        at = Q + b * q_b + (h * G + r // S) * q_h + (r % S) * q_s
-        queries = queries + (tl.load(at + tl.arange(0, D)[None, :]).to(tl.float32),)
-        highs = highs + (between(tl.load(HI + b * hi_b + (r % S) * hi_s), -1, tokens - 1),)
-        if HAS_LO:
-            lows = lows + (between(tl.load(LO + b * lo_b + (r % S) * lo_s), 0, tokens),)
-        else:
-            lows = lows + (r * 0,)
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            if HAS_SINK:
-                tl.store(SINKS + heads + r, tl.load(SINK + (h * G + r // S) * sink_h).to(tl.float32))
-            else:
-                tl.store(SINKS + heads + r, float("-inf"))
-    codes = CODES + b * codes_b + h * codes_h
-    scales = b * steps_b + h * steps_h
-    new = RECENT_K + b * rk_b + h * rk_h
-    if tl.program_id(0) < tl.num_programs(0) - 1:
-        n0 = tl.maximum(tl.program_id(0) * SPAN, start // BLOCK)
-        n1 = tl.minimum(tl.program_id(0) * SPAN + SPAN, whole)
-        for step in tl.range(0, tl.maximum(n1 - n0, 0)):
-            score_block(
-                queries, lows, highs, codes, STEPS + scales, ZEROS + scales, new, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest,
-                n0 + step, base, heads, r0, SCALE, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, False,
-            )
-    else:
-        n0 = tl.maximum(base // BLOCK, start // BLOCK)
-        for step in range(tl.maximum(last // BLOCK + 1 - n0, 0)):
-            score_block(
-                queries, lows, highs, codes, STEPS + scales, ZEROS + scales, new, LOGITS, CHANNELS, codes_n, steps_n, rk_t, blocks, newest,
-                n0 + step, base, heads, r0, SCALE, D, ROWS, TILE, PER_PAGE, OF_STEP, OF_ZERO, OF_ONE, True,
-            )
-
-
-@triton.jit
-def sums(
-    Q, LOGITS, CHANNELS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, AT, PEAK, WEIGHT, DELTA, OWN, NOTES, QUERY_NORM,
-    q_b, q_h, q_s, key_notes_n, key_notes_b, key_notes_h, value_notes_n, value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t,
-    blocks, newest,
-    SCALE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
-    NB: tl.constexpr, PER_PAGE: tl.constexpr,
-):
-    """NB blocks of one kv head and one row: the largest logit of each, the sum of exp relative to it, how far logits may deviate.
-
-    Every block of the planes is written, those that the row does not see as nothing. The first row's program also gathers the notes
-    kappa, mu, eta, nu; mu and nu of blocks that the window covers whole are measured.
-    """
-    pair = tl.program_id(1)
-    b = (pair // K).to(tl.int64)
-    h = (pair % K).to(tl.int64)
-    r = tl.program_id(2)
-    start, last, base = sight(AT + b * (2 * S + 1), S, S2)
-    high = tl.load(AT + b * (2 * S + 1) + r % S)
-    low = tl.load(AT + b * (2 * S + 1) + S + r % S)
-    n0 = tl.program_id(0) * NB
-    n = n0 + tl.arange(0, NB)
-    inside = n < blocks
-    anybody = inside & (n * BLOCK <= last) & ((n + 1) * BLOCK > start)
-    live = inside & (n * BLOCK <= high) & ((n + 1) * BLOCK > low)
-    out = (pair.to(tl.int64) * (G * S) + r) * blocks
-    logit = tl.load(LOGITS + (out + n)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], mask=live[:, None], other=float("-inf"))
-    peak = tl.max(logit, 1)
-    top = tl.where(peak == float("-inf"), 0.0, peak)
-    tl.store(PEAK + out + n, peak, mask=inside)
-    tl.store(WEIGHT + out + n, tl.sum(exp_of(logit - top[:, None]), 1), mask=inside)
-
-    page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
-    alone = n * BLOCK >= base
-    stored = anybody & (alone == 0)
-    key_note = KEY_NOTES + b * key_notes_b + h * key_notes_h + page * key_notes_n + row * 2
-    value_note = VALUE_NOTES + b * value_notes_b + h * value_notes_h + page * value_notes_n + row * 2
-    kappa = tl.load(key_note, mask=stored, other=0.0)
-    mu = tl.load(key_note + 1, mask=stored, other=0.0)
-    eta = tl.load(value_note, mask=stored, other=0.0)
-    nu = tl.load(value_note + 1, mask=stored, other=0.0)
-    if (n0 + NB) * BLOCK > base:
-        first = tl.maximum(tl.maximum(base + BLOCK - 1, 0) // BLOCK, n0)
-        for step in range(tl.maximum(tl.minimum(last // BLOCK + 1, n0 + NB) - first, 0)):
-            t = (first + step) * BLOCK + tl.arange(0, BLOCK)
-            seen = ((t >= start) & (t <= last) & (t < base + newest))[:, None]
-            from_k = RECENT_K + b * rk_b + h * rk_h + (t - base)[:, None] * rk_t + tl.arange(0, D)[None, :]
-            from_v = RECENT_V + b * rv_b + h * rv_h + (t - base)[:, None] * rv_t + tl.arange(0, DV)[None, :]
-            k = tl.load(from_k, mask=seen, other=0.0).to(tl.float32)
-            v = tl.load(from_v, mask=seen, other=0.0).to(tl.float32)
-            mu = tl.where(n == first + step, norm_above(tl.max(tl.sum(k * k, 1), 0)), mu)
-            nu = tl.where(n == first + step, norm_above(tl.max(tl.sum(v * v, 1), 0)), nu)
-    if r == 0:
-        slot = NOTES + (pair * blocks + n) * 4
-        tl.store(slot, kappa, mask=inside)
-        tl.store(slot + 1, mu, mask=inside)
-        tl.store(slot + 2, eta, mask=inside)
-        tl.store(slot + 3, nu, mask=inside)
-
-    q = tl.load(Q + b * q_b + (h * G + r // S) * q_h + (r % S) * q_s + tl.arange(0, D)).to(tl.float64)
-    query_norm = tl.sqrt(tl.sum(q * q, 0)) * (1.0 + 2.0**-40)
-    if n0 == 0:
-        tl.store(QUERY_NORM + pair * (G * S) + r, query_norm)
-    channels = tl.load(CHANNELS + out + n, mask=live & (alone == 0), other=0.0).to(tl.float64)
-    own = rounding(0.0, 0.0, mu.to(tl.float64), 0.0, query_norm, SCALE, D + 4.0)
-    delta = deviation(0.0, channels, kappa.to(tl.float64), mu.to(tl.float64), 0.0, query_norm, SCALE, D + 4.0)
-    tl.store(OWN + out + n, tl.where(live, own, 0.0), mask=inside)
-    tl.store(DELTA + out + n, tl.where(live, tl.where(alone, own, delta), 0.0), mask=inside)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from kvcompile.lowering.triton_bounds import (
 )
 from kvcompile.lowering.triton_certified import largest_logit
 from kvcompile.lowering.triton_choose import gap_of, mark, standing
-from kvcompile.lowering.triton_mix import TURNS
+from kvcompile.schemes import bounds
 
 ADDED = ("mass", "total", "least", "shift", "key", "blocks", "keys")
 LARGEST = ("delta", "vmax", "delta_codes", "by_codes", "by_exact", "upper")
@@ -33,6 +33,10 @@ PLACES = ("first_by_codes", "first_by_exact")
 COLUMNS = (*ADDED, *LARGEST, *PLACES)
 """What ``tally`` has of a row's blocks, before a sink; ``key``: the key bound's terms around a center of zero; the last ones but
 ``delta_codes`` are theorem 7's: the largest log-masses of blocks with exact keys and where they stand, what a tail block may have."""
+
+HALF_STEP, TENSOR_STEP = tl.constexpr(bounds.HALF_STEP), tl.constexpr(bounds.TENSOR_STEP)
+LOST = tl.constexpr(2.0**-44)
+"""Above what the weights of a block's 16 tokens lose where their second number is subnormal: 2^-50 each (``triton_mix``)."""
 
 VALUE_COLUMNS = ("value", "own_values", "all_values", "values", "largest")
 """What ``tally_values`` has: the value bound's sum, those of the accumulation (the second is to be multiplied by the ``largest`` of
@@ -66,15 +70,21 @@ def norm_of(SIZE, NOTE, coded, live):
 
 @triton.jit
 def chain_of(share, CHAIN: tl.constexpr):
-    """Roundings between a product and the output: a split adds its ``share`` of blocks one after the other, each in as many turns."""
+    """Roundings between an original value and the output: a program adds its ``share`` of blocks and the window one after the other."""
     # A share of one is a constant to the compiler, which has no ``to``.
-    return tl.zeros([], tl.float64) + CHAIN + share * TURNS
+    return tl.zeros([], tl.float64) + CHAIN + share + 4
+
+
+@triton.jit
+def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr):
+    """The same of codes: a turn of T tokens is one chain of tensor cores, a split adds the turns of its ``share`` of blocks."""
+    return chain_of(share, CHAIN) + (HALF_STEP + TENSOR_STEP * (T // 16))
 
 
 @triton.jit
 def tally(
     PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, DELTA, OWN, NOTES, KEY_SIZE, VALUE_SIZE, QUERY_NORM, SINKS, AT, TOP, SUMS, OUT, blocks,
-    share,
+    own_share,
     CHAIN: tl.constexpr, RANK: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, ALL: tl.constexpr,
 ):
@@ -125,7 +135,7 @@ def tally(
         tl.store(out + 7, tl.max(delta, 0))
         tl.store(out + 8, tl.max(nu, 0))
         if ALL:
-            chain = chain_of(share, CHAIN)
+            chain = chain_of(own_share, CHAIN)
             left = OUT + (r.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * OUT_WIDTH
             tl.store(left, 0.0)
             tl.store(left + 1, tl.sum(accumulation_term(chain, 0.0, gap, nu, 0.0, weight), 0))
@@ -154,13 +164,15 @@ def tally(
 @triton.jit
 def tally_values(
     PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, EXPLORED, NOTES, SINKS, AT, TOP, SUMS, ORDER, TERM, VALUES, OUT, blocks, chunks, share,
-    CHAIN: tl.constexpr, V_TOL: tl.constexpr, BUDGET: tl.constexpr, SPEND: tl.constexpr, EXPLORE: tl.constexpr, K: tl.constexpr,
-    G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    own_share,
+    CHAIN: tl.constexpr, T: tl.constexpr, FLOOR: tl.constexpr, V_TOL: tl.constexpr, BUDGET: tl.constexpr, SPEND: tl.constexpr,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
 ):
     """CHUNK blocks of one row after ``tally``, or (SPEND) all of them.
 
     VALUES, flags: blocks that may add more than V_TOL to the value bound, and the largest others until the rest is within BUDGET; those
-    explored. OUT [rows, programs, OUT_WIDTH]: what is left.
+    explored. OUT [rows, programs, OUT_WIDTH]: what is left. FLOOR: what a value's norm counts as at least where codes are summed.
     """
     r = tl.program_id(1)
     row = r.to(tl.int64) * blocks
@@ -198,7 +210,8 @@ def tally_values(
         tl.debug_barrier()
         mark(ORDER, VALUES, row, blocks, standing(ORDER, TERM, row, blocks, BUDGET, WIDE), WIDE)
         tl.debug_barrier()
-    chain = chain_of(share, CHAIN)
+    chain = chain_of(own_share, CHAIN)
+    coded_chain = coded_chain_of(share, CHAIN, T)
     value_sum = tl.zeros([CHUNK], tl.float64)
     own_values = tl.zeros([CHUNK], tl.float64)
     all_values = tl.zeros([CHUNK], tl.float64)
@@ -226,7 +239,10 @@ def tally_values(
         tl.store(VALUES + row + n, (used | explored).to(tl.int8), mask=n < blocks)
         eta = tl.where(used, 0.0, eta)
         value_sum += value_term(eta, gap, weight)
-        own_values += accumulation_term(chain, eta, gap, nu, 0.0, weight)
+        by_codes = coded & (used == 0) & (explored == 0)
+        size = tl.where(by_codes, nu + FLOOR, nu)
+        own_values += accumulation_term(tl.where(by_codes, coded_chain, chain), eta, gap, size, 0.0, weight)
+        own_values += tl.where(by_codes, (size + eta) * LOST, 0.0)
         all_values += accumulation_term(chain, 0.0, gap, 0.0, 1.0, weight)
         largest = tl.maximum(largest, nu + eta, propagate_nan=tl.PropagateNan.ALL)
     out = OUT + (r.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * OUT_WIDTH

@@ -47,6 +47,8 @@ Theorem 6 (arithmetic). What float32 adds: n-term dot products are within n u su
     order of summation; this is part of Delta_b, for exact keys as well. exp(s' - m) is relatively within
     (|s' - m| + 8) u, sum_t x_t exp(-x_t) over a block is at most 16 / e, and a block's partial output within
     chain u sum a'_t |V_t|: ACCUMULATION. The output is rounded to the model's dtype: OUTPUT_ROUNDING.
+    By tensor cores: a value is within HALF_STEP u |V_t| and, in each channel, HALF_TINY of what the scheme decodes; a weight is
+    within 4 u + 2^-50, being two float16 numbers; 16 tokens are TENSOR_STEP steps, and a turn's sums are added like any number.
     The source leaves all of this out, so its certificate need not bound what its kernel returns where a block is exact.
 
 Theorem 7 (ranking). The exact log-mass of a block lies within Delta_b of the one from computed logits; so a tail block
@@ -56,6 +58,14 @@ Theorem 7 (ranking). The exact log-mass of a block lies within Delta_b of the on
 Theorem 8 (consistency). Where both logits of a token are known, |s' - s| <= Delta_b + the rounding of both: a
     violation proves that the planes are not what was encoded. Checked blocks whose stored norms are also at least
     what the originals have satisfy every assumption above, corrupted or not.
+
+Theorem 9 (tensor cores). PTX promises products of 16-bit floats that are exact and sums "with at least single precision", in an
+    order and a rounding that it leaves open; measured (Fasi et al. 2021), addends are aligned to the largest and cut off.
+    TENSOR_STEP = 48 allows an instruction of 16 products 24 additions, each of which cuts off 2 u of the sum of all magnitudes.
+    A logit by codes is sum_c (q_c step_c) u_c + sum_c q_c low_c, u_c = code + 128 <= 255, low_c = zero_c - 128 step_c. The first
+    sum's magnitudes add up to 255 sum_c |q_c| step_c <= 510 CHANNELS; it is rounded TERMS / 16 times so, and by
+    less than 8 u for q_c step_c, its two limbs and what is added to it. For the second |low_c| <= |decoded_c| + 256 step_c, whatever
+    was corrupted: the first part is in ROUNDING, the second at most 512 CHANNELS, with TERMS roundings, which are D + 8.
 """
 
 from __future__ import annotations
@@ -116,6 +126,15 @@ UNIT = sympy.Float(2.0**-24)
 TINY = sympy.Float(2.0**-116)
 """Above whatever a few hundred flushed denormals of float32 add up to."""
 
+TENSOR_STEP = 48
+"""Roundings, in ``UNIT``, of a sum to which tensor cores add 16 products of 16-bit floats, each of the sum of all magnitudes: theorem 9."""
+
+HALF_STEP = 2**13 + 2**6
+"""Roundings, in ``UNIT``, of a value that is decoded in float16: 2^-11 of it, and room for what is rounded afterwards."""
+
+HALF_TINY = 2.0**-25
+"""What a float16 number below the least normal one is rounded by."""
+
 STEP, ZERO, SCALE = _symbols("step zero scale")
 """A key channel's scale, the magnitude of its zero point; what multiplies q . k (its magnitude)."""
 
@@ -148,6 +167,12 @@ DEVIATION = Bound(
     "deviation", sympy.Min(SCALE * CHANNELS, SCALE * QUERY_NORM * KAPPA) + ROUNDING.expression, Outward.UP, Over.BLOCK,
     "1 and 6: Delta_b of a block whose keys are codes",
 )
+CODED = Bound(
+    "coded",
+    DEVIATION.expression + sympy.Float(1.01) * UNIT * SCALE * CHANNELS * (510 * (TENSOR_STEP * TERMS / 16 + 8) + 512 * TERMS)
+    + TINY * SCALE * QUERY_NORM,
+    Outward.UP, Over.BLOCK, "1, 6 and 9: Delta_b of a block of codes that are multiplied on tensor cores",
+)
 KEY_TERM = Bound(
     "key_term", WEIGHT * sympy.exp(GAP + DELTA) * Rise(DELTA) * (NU + CENTER), Outward.UP, Over.BLOCK,
     "2: numerator, times the common exp(m); exp(Delta) (1 - exp(-Delta)) is exp(Delta) - 1 without cancellation",
@@ -174,8 +199,8 @@ LARGEST_LOG_MASS = Bound("largest_log_mass", LOG_MASS + DELTA, Outward.UP, Over.
 CONSISTENT = Bound("consistent", DELTA + OWN + GUARD, Outward.UP, Over.BLOCK, "8")
 
 BOUNDS: tuple[Bound, ...] = (
-    RADIUS, ROUNDING, DEVIATION, KEY_TERM, LEAST_TERM, SHIFT_TERM, TOTAL_TERM, VALUE_TERM, ACCUMULATION_TERM, KEY, VALUE, CENTER_NORM,
-    ACCUMULATION, OUTPUT_ROUNDING, LARGEST_LOG_MASS, CONSISTENT,
+    RADIUS, ROUNDING, DEVIATION, CODED, KEY_TERM, LEAST_TERM, SHIFT_TERM, TOTAL_TERM, VALUE_TERM, ACCUMULATION_TERM, KEY, VALUE,
+    CENTER_NORM, ACCUMULATION, OUTPUT_ROUNDING, LARGEST_LOG_MASS, CONSISTENT,
 )
 """Everything that a certificate is made of."""
 
