@@ -1,10 +1,17 @@
 """One new token of certified attention by its kernels: whole, by phases, and against the scheme ``dense``; correctness first.
 
     python benchmarks/certified.py [--json FILE] [--tokens 8192,65536,131072] [--policy SPELLING] [--tier2 device,host] [--sharp X]
+                                   [--scratch 0,4] [--drift 1,0.99,0.9]
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16, one row. Times are medians over CUDA-graph replays of what Inductor makes of one layer's
 attention. Phases are the device times of its kernels as torch's profiler sees them: those of ``triton_certified`` by name, and
 "algebra", everything that Inductor made. ``host``: the originals lie in pinned host memory, which the kernels read where they are.
+
+``--scratch``: slots of every 16 blocks of host keys that are kept on the device (``certified(tier2=host, scratch=4)``). What that saves
+depends on the queries, so each row says which: ``--drift 1`` is the same query at every step, where everything is found from the second on;
+R below 1 is q = R q + sqrt(1 - R^2) noise before every step, noise that is new in every replay. The time of making it alone is taken
+from that of both; phases are without it. Hit rate and bytes of keys over the bus are the telemetry's, over the timed steps and those
+before them.
 
 ``--dense-step`` takes the ms of a whole dense step at each length (from benchmarks/step.py); the ratio of steps of 32 layers is then
 reported, which may be 1.3. Random keys spread attention over everything; ``--sharp`` multiplies the queries.
@@ -15,9 +22,10 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,14 +38,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from benchmarks.attention import attend_call, graph_ms
 from benchmarks.certified_soundness import Cache, Step, by_kernels, distance, returned
 from kvcompile.lowering.certified_site import certified_site
+from kvcompile.lowering.certified_telemetry import Telemetry
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.runtime.pinned import host_plane
-from kvcompile.schemes.certified import TELEMETRY
+from kvcompile.schemes.certified import BLOCK, SET, TELEMETRY
 from kvcompile.schemes.certify import Certify, Count, parse_policy
 from kvcompile.settings import Settings
+from kvcompile.types import PAGE
 
 H, K, D, LAYERS = 32, 8, 128, 32
-PHASES = ("score", "sums", "choose", "exact", "tally", "mix", "judge", "settle")
+PHASES = ("score", "sums", "choose", "stage", "exact", "tally", "mix", "judge", "settle")
 
 
 def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Step, torch.Tensor, torch.Tensor]:
@@ -54,14 +64,36 @@ def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Ste
     return Step(q, cache, D**-0.5, policy), k, v
 
 
-def operands(step: Step) -> list[Any]:
-    """Those of ``certified_site``."""
+def operands(step: Step, slots: int = 0) -> list[Any]:
+    """Those of ``certified_site``; with ``slots`` an empty scratch."""
     cache, spelled = step.cache, f"certified(certify={step.policy.spell()})"
     telemetry = torch.zeros(1, 1, K, 1, TELEMETRY, dtype=torch.float64, device="cuda")
-    return [
+    given = [
         step.q, [*cache.keys, cache.originals[0]], [*cache.values, cache.originals[1]], step.hi, None, None, None, None, spelled, spelled,
         step.scale, 0.0, D, cache.recent, cache.base, telemetry,
     ]
+    if not slots:
+        return given
+    pages = cache.keys[0].shape[0]
+    places = torch.zeros(pages, 1, K, PAGE // BLOCK, 2, dtype=torch.int32, device="cuda")
+    return [*given, places, torch.zeros(pages, 1, K, slots * PAGE // SET, D, dtype=step.q.dtype, device="cuda")]
+
+
+class Drift:
+    """A query that goes on a little with every step."""
+
+    def __init__(self, q: torch.Tensor, rho: float) -> None:
+        self.q, self.rho, self.now = q, rho, q.float()
+        self.size = float(q.float().std())
+
+    def __call__(self) -> None:
+        if self.rho < 1:
+            self.now.mul_(self.rho).add_(torch.randn_like(self.now), alpha=self.size * math.sqrt(1 - self.rho**2))
+            self.q.copy_(self.now)
+
+    def title(self) -> str:
+        """What the queries are, in words."""
+        return "the same query at every step" if self.rho == 1 else f"q = {self.rho} q + noise before every step"
 
 
 def compiled_site(given: list[Any], mode: str | None = None) -> Callable[[], torch.Tensor]:
@@ -96,29 +128,54 @@ def phases(call: Any, steps: int = 10) -> dict[str, float]:
     return dict(found)
 
 
-def measure(tokens: int, policy: Certify, tier2: str, sharp: float, dense_ms: float) -> dict[str, Any]:
+def measure(tokens: int, policy: Certify, tier2: str, sharp: float, dense_ms: float, slots: int, rho: float) -> dict[str, Any]:
     """One row; ends the benchmark where a result is not within its certificate."""
     step, k, v = step_of(tokens, policy, tier2, sharp)
-    _, figures, counts = step.run(by_kernels)
-    given = operands(step)
-    run = compiled_site(given)
-    found = run()
-    error, bound = distance(found, step.exact(k, v)), returned(figures)
-    if not (error <= 1.01 * bound + 1e-6).all():
-        raise SystemExit(f"certified at {tokens} tokens is beyond its certificate: {error.max():.3g} against {bound.max():.3g}; no times")
-    del k, v
-    ms = graph_ms(run)
+    given = operands(step, slots)
+    run, drift = compiled_site(given), Drift(step.q, rho)
+
+    def checked() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Error, certificate and counters of the query as it is."""
+        _, figures, counts = step.run(by_kernels)
+        error, bound = distance(run(), step.exact(k, v)), returned(figures)
+        if not (error <= 1.01 * bound + 1e-6).all():
+            worst = f"{error.max():.3g} against {bound.max():.3g}"
+            raise SystemExit(f"certified at {tokens} tokens is beyond its certificate: {worst}; no times")
+        return error, bound, counts
+
+    def both() -> None:
+        drift()
+        run()
+
+    error, bound, counts = checked()
+    ms = graph_ms(both) - (graph_ms(drift) if rho < 1 else 0.0)
+    told, by_phase = Telemetry.of([given[15]]), phases(run)
+    checked()
     blocks = counts[..., Count.BLOCKS].sum().item()
     read = (counts[..., Count.KEYS] + counts[..., Count.EXPLORED]).sum().item()
     originals = (counts[..., Count.VALUES] + counts[..., Count.EXPLORED]).sum().item()
-    return {
+    row = {
         "tokens": tokens, "tier2": tier2, "policy": policy.spell(), "sharp": sharp, "ms": ms, "dense_ms": dense_ms, "ratio": ms / dense_ms,
-        "phases_ms": phases(run), "keys_share": read / blocks, "values_share": originals / blocks,
+        "phases_ms": by_phase, "keys_share": read / blocks, "values_share": originals / blocks,
         "rungs": torch.bincount(counts[..., Count.RUNG].flatten().long(), minlength=5).tolist(),
         "certificate_mean": bound.mean().item(), "error_mean": error.mean().item(),
         "tier1_bytes": sum(plane.nbytes for plane in (*step.cache.keys, *step.cache.values)),
-        "tier2_bytes_read_at_most": (read + originals) * 16 * D * 2,
+        "tier2_bytes_read_at_most": (read + originals) * 16 * D * 2, "scratch": slots, "drift": rho, "queries": drift.title(),
     }
+    if slots:
+        steps = told["steps"] / K
+        row["scratch_hits"] = told["scratch"] / max(1.0, told["scratch"] + told["fetched"])
+        row["host_key_bytes_a_step"] = told["fetched"] / steps * BLOCK * D * 2
+        row["scratch_bytes"] = given[16].nbytes + given[17].nbytes
+    return row
+
+
+def variants(options: argparse.Namespace) -> Iterator[tuple[str, int, float]]:
+    """Where tier 2 is, the slots of its scratch, how queries go on."""
+    for tier2 in options.tier2.split(","):
+        for slots in map(int, options.scratch.split(",")) if tier2 == "host" else (0,):
+            for rho in map(float, options.drift.split(",")) if slots else (1.0,):
+                yield tier2, slots, rho
 
 
 def main() -> int:
@@ -127,6 +184,8 @@ def main() -> int:
     parser.add_argument("--tokens", default="8192,65536,131072")
     parser.add_argument("--policy", action="append", help="as Certify.spell writes it; may be given more than once")
     parser.add_argument("--tier2", default="device,host")
+    parser.add_argument("--scratch", default="0,4", help="slots for each 16 blocks, where tier 2 is on the host")
+    parser.add_argument("--drift", default="1,0.99,0.9", help="how much of a query the next one has, where there is a scratch")
     parser.add_argument("--sharp", type=float, default=3.0)
     parser.add_argument("--dense-step", default="", help="ms of a dense step at each length, with commas")
     parser.add_argument("--json", type=pathlib.Path)
@@ -139,8 +198,8 @@ def main() -> int:
         dense, *_ = attend_call("dense", 1, tokens, None)
         dense_ms = graph_ms(dense)
         for policy in map(parse_policy, options.policy or ["default"]):
-            for tier2 in options.tier2.split(","):
-                row = measure(tokens, policy, tier2, options.sharp, dense_ms)
+            for tier2, slots, rho in variants(options):
+                row = measure(tokens, policy, tier2, options.sharp, dense_ms, slots, rho)
                 if steps:
                     row["step_ratio"] = 1 + LAYERS * (row["ms"] - dense_ms) / steps[index]
                 rows.append(row)
@@ -148,6 +207,9 @@ def main() -> int:
                 print(f"{tokens:7,} {tier2:7}{row['policy']:20} {row['ms']:.3f} ms, dense {dense_ms:.3f} ({row['ratio']:.2f}x); {parts}")
                 print(f"        keys {row['keys_share']:.2%}, values {row['values_share']:.2%}, rungs {row['rungs']}"
                       + (f", step {row['step_ratio']:.2f}x" if steps else ""))
+                print(f"        {row['queries']}; " + (
+                    f"scratch of {slots} in {SET} blocks: {row['scratch_hits']:.1%} of blocks of keys found there,"
+                    f" {row['host_key_bytes_a_step'] / 1e6:.2f} MB of keys a step over the bus" if slots else "no scratch"))
                 torch.cuda.empty_cache()
     if options.json:
         options.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1))

@@ -197,6 +197,8 @@ def telemetry_table(rows: Sequence[Quality]) -> Table:
             table.add_row(label, *(f"{each[name] / each['head_steps']:.2%}" for each in told))
         elif name in {"keys", "values", "explored"}:
             table.add_row(f"{label} from originals", *(f"{each[name] / max(1.0, each['blocks']):.1%}" for each in told))
+        elif name == "scratch" and any(each["scratch"] + each["fetched"] for each in told):
+            table.add_row("keys found in the scratch", *(f"{each[name] / max(1.0, each[name] + each['fetched']):.1%}" for each in told))
     return table
 
 

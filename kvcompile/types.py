@@ -58,7 +58,7 @@ class PlaneSpec:
 
     ``rows`` rows cover one page of tokens; a plane that does not grow (N = 1: the window, a codebook, a query
     subspace) has as many rows as it needs, and B = 1 where one serves all batch rows. ``host``: in pinned host
-    memory where the store is on a CUDA device, which reads and writes it there. ``tally``: attention adds to it, and no
+    memory where the store is on a CUDA device, which reads and writes it there. ``tally``: attention writes it, and no
     append takes it; such planes are the last of a layout.
     """
 
@@ -89,18 +89,18 @@ class PlaneSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The planes of one encoded slot: those that ``encode`` returns, in its order, then those that do not grow."""
+    """The planes of one encoded slot: those that ``encode`` returns, in its order, then those that do not grow, then attention's own."""
 
     planes: tuple[PlaneSpec, ...]
 
     @property
     def encoded(self) -> int:
-        """How many planes ``encode`` makes: the ones that grow with the tokens."""
-        return sum(plane.extent is Extent.TOKENS for plane in self.planes)
+        """How many planes ``encode`` makes: the ones that grow with the tokens, but for what attention alone writes."""
+        return sum(plane.extent is Extent.TOKENS and not plane.tally for plane in self.planes)
 
     @property
     def written(self) -> int:
-        """How many planes an append takes, the first ones: all but what attention alone adds to."""
+        """How many planes an append takes, the first ones: all but what attention alone writes."""
         return sum(not plane.tally for plane in self.planes)
 
     @property

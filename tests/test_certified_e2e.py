@@ -14,7 +14,7 @@ import kvcompile
 from kvcompile.errors import BadSetting, HalfCertified
 from kvcompile.lowering.certified_telemetry import COLUMNS, Telemetry, accumulate
 from kvcompile.passes.plan import policy_of
-from kvcompile.schemes.certified import ORIGINALS, TELEMETRY, Certified
+from kvcompile.schemes.certified import ORIGINALS, PLACES, SCRATCH, TELEMETRY, Certified
 from kvcompile.schemes.certify import EXACT, Certify, Count, Figure, Rung
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo"), pytest.mark.compile]
@@ -54,9 +54,9 @@ def steps(layer: Any, x: torch.Tensor, prefill: int) -> list[torch.Tensor]:
     return out
 
 
-def compiled(policy: Certify | None = None, inner: str = "eager") -> tuple[kvcompile.Backend, Layer, Any]:
+def compiled(policy: Certify | None = None, inner: str = "eager", scheme: str = "certified") -> tuple[kvcompile.Backend, Layer, Any]:
     """A backend, a layer, and the layer compiled with it."""
-    backend = kvcompile.backend(scheme="certified", certify=policy, inner=inner, strict=True)
+    backend = kvcompile.backend(scheme=scheme, certify=policy, inner=inner, strict=True)
     layer = Layer()
     return backend, layer, torch.compile(layer, backend=backend, fullgraph=True)
 
@@ -125,11 +125,32 @@ def test_going_back_keeps_certificates_true() -> None:
     assert backend.telemetry()["cause_damaged"] == 0
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_scratch_is_announced_and_otherwise_nothing_changes(inner: str) -> None:
+    """The definition leaves it alone, and every block's place is nowhere."""
+    x = tokens(100)
+    wanted, results = steps(Layer(), x, 90), []
+    for scheme in ("certified", "certified(tier2=host, scratch=0)", "certified(tier2=host, scratch=8)"):
+        backend, layer, run = compiled(inner=inner, scheme=scheme)
+        results.append(steps(run, x, 90))
+        report = backend.report()
+        assert report.allocated == report.announced > 0
+        planes = {
+            spec.name: plane for store in layer.keys._kv.stores.values()
+            for plane, spec in zip(store.planes, store.spec.layout.planes, strict=True)
+        }
+        assert ({PLACES, SCRATCH} <= set(planes)) == ("scratch=8" in scheme)
+        assert not any(planes[name].any() for name in (PLACES, SCRATCH) if name in planes)
+    for want, device, plain, held in zip(wanted, *results, strict=True):
+        assert torch.equal(device, plain) and torch.equal(plain, held) and torch.allclose(held, want, atol=0.2)
+
+
 @pytest.mark.slow
-def test_inductor_runs_the_eager_definition() -> None:
+@pytest.mark.parametrize("scheme", ["certified", "certified(tier2=host)"])
+def test_inductor_runs_the_eager_definition(scheme: str) -> None:
     x = tokens(75)
     wanted = steps(Layer(), x, 70)
-    backend, _, layer = compiled(inner="inductor")
+    backend, _, layer = compiled(inner="inductor", scheme=scheme)
     got = steps(layer, x, 70)
     errors = torch.stack([(a - b).double().norm(dim=-1).flatten() for a, b in zip(got[1:], wanted[1:], strict=True)])
     told = backend.telemetry()

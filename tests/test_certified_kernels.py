@@ -40,7 +40,7 @@ from benchmarks.certified_soundness import (
 )
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering import certified_device
-from kvcompile.schemes.certified import BLOCK, Certified
+from kvcompile.schemes.certified import BLOCK, TELEMETRY, Certified
 from kvcompile.schemes.certify import Cause, Certify, Count, Figure, Rung
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -177,11 +177,13 @@ def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
     assert (linear >= printed * (1 - 2.0**-22)).all() and (linear <= printed * (1 + 2.0**-18)).all()
 
 
+@pytest.mark.parametrize("slots", [0, 4])
 @pytest.mark.parametrize("growing", [False, True])
-def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_traced_kernel_by_kernel(growing: bool, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiled graph holds: twelve kernels, nothing that reads data; tracing would raise on a number taken to the host.
 
-    ``growing``: the number of pages is a symbol, on which nothing may depend but sizes and operands.
+    ``slots``: of a scratch, which is one kernel more. ``growing``: the number of pages is a symbol, on which nothing may depend but
+    sizes and operands.
     """
     pytest.importorskip("triton")
 
@@ -195,11 +197,14 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
     cache = step.cache
 
     def run(q: torch.Tensor, keys: list, values: list, originals: list, hi: torch.Tensor, clock: torch.Tensor, recent: list,
-            base: torch.Tensor) -> Any:
+            base: torch.Tensor, scratch: list) -> Any:
         return certified_device.certified_by_kernels(
-            Certify(), Certified(), q, keys, values, originals, hi, None, None, clock, 0.1, 64, recent, base
+            Certify(), Certified(), q, keys, values, originals, hi, None, None, clock, 0.1, 64, recent, base,
+            scratch=(scratch[0], scratch[1]) if slots else None,
         )
 
+    pages = cache.keys[0].shape[0]
+    scratch = [torch.zeros(pages, 1, 2, 4, 2, dtype=torch.int32), torch.zeros(pages, 1, 2, 4 * max(1, slots), 64, dtype=BF16)]
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
 
@@ -210,22 +215,69 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, monkeypatch: pytest.Mo
         return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
     operands = [faked(x) for x in (
-        step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([1]), cache.recent, cache.base,
+        step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([1]), cache.recent, cache.base, scratch,
     )]
     with mode:
         traced = make_fx(run)(*operands)
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 12
-    pages = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
-    assert bool(pages) == growing
+    assert len(kernels) == 12 + bool(slots)
+    symbols = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
+    assert bool(symbols) == growing
     assert not [value for value in shapes.replacements.values() if value.is_number], "the number of pages was fixed"
+
+
+class DeviceStandIn:
+    """What triton asks of a driver to lower a kernel."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads in a kernel's code what it may write: planes that are taken for written would be copied at every step."""
+    pytest.importorskip("triton")
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", DeviceStandIn())
+    launch = certified_device.Launch
+    monkeypatch.setattr(certified_device, "Launch", lambda cuda: launch(True))
+    policy = Certify(explore=0.1)
+    step, _, _ = gaussian(Draw(1), Shape(S=1, T=333, D=64)).step(policy, BF16)
+    pages, mode = step.cache.keys[0].shape[0], FakeTensorMode()
+    held = [torch.zeros(pages, 1, 2, 4, 2, dtype=torch.int32), torch.zeros(pages, 1, 2, 16, 64, dtype=BF16)]
+    given = (step.q, step.cache.keys, step.cache.values, step.cache.originals, step.hi, step.cache.recent, step.cache.base, held,
+             torch.zeros(1, 1, 2, 1, TELEMETRY, dtype=torch.float64))
+
+    def run(q: torch.Tensor, keys: list, values: list, originals: list, hi: torch.Tensor, recent: list, base: torch.Tensor,
+            scratch: list, telemetry: torch.Tensor) -> Any:
+        return certified_device.certified_by_kernels(
+            policy, Certified(), q, keys, values, originals, hi, None, None, telemetry, 0.1, 64, recent, base, telemetry=telemetry,
+            scratch=(scratch[0], scratch[1]),
+        )[0]
+
+    operands = [[mode.from_tensor(x) for x in side] if isinstance(side, list) else mode.from_tensor(side) for side in given]
+    with mode:
+        traced = make_fx(torch.func.functionalize(run, remove="mutations"))(*operands)
+    written = {
+        kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__: set(node.kwargs["tensors_to_clone"])
+        for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)
+    }
+    assert len(written) == 11, "two kernels run twice"
+    assert written["stage"] == {"SCRATCH", "PLACES", "HELD", "FOUND_AT"}
+    assert written["exact"] == {"LOGITS", "PEAK", "WEIGHT", "TOP", "DAMAGED"}
+    planes = {"CODES", "STEPS", "ZEROS", "ORIGINALS", "KEY_NOTES", "VALUE_NOTES", "RECENT_K", "RECENT_V", "Q"}
+    assert not planes & set().union(*written.values())
 
 
 COMMON = dict(K=8, G=4, S=1, S2=1)
 KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
     "score": (1, dict(COMMON, SCALE=0.09, D=128, DV=128, SPAN=16, PER_PAGE=4, KEY_NOTE=2, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
                        HAS_LO=True, HAS_SINK=True, PACKED=True, STAGES=3)),
-    "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4)),
+    "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4, SLOTS=4)),
+    "stage": (1, dict(D=128, K=8, ROWS=4, ROWS2=4, SLOTS=16, PER_PAGE=4, EXPLORE=True, COUNTS_STEPS=True)),
     "exact_rows": (1, dict(COMMON, SCALE=0.09, D=128, PER_PAGE=4)),
     "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64, T=64, PACKED=True)),
     "mix_own": (1, dict(COMMON, DV=128, GROUP=16, TILE=1, NEWEST=32, PAGE=64, ALL=False)),
@@ -253,7 +305,7 @@ POINTERS = {
     "EXACT": "*fp32", "EXACT_PEAK": "*fp32", "EXACT_WEIGHT": "*fp32", "SINKS": "*fp32", "EXPLORED": "*i8", "KEY_SIZE": "*fp64",
     "VALUE_SIZE": "*fp64", "VALUES": "*i8", "SUMS": "*fp64", "HI": "*i64", "LO": "*i64", "BASE": "*i64", "SINK": "*bf16", "CLOCK": "*fp64",
     "LEFT": "*fp64", "PARTS": "*fp32", "GIVEN": "*i32", "RESULT": "*bf16", "FOUND": "*fp32", "COUNTED_OUT": "*i32", "FALLS": "*i8",
-    "TELEMETRY": "*fp64", "LIST": "*i32", "LISTED": "*i32",
+    "TELEMETRY": "*fp64", "LIST": "*i32", "SCRATCH": "*bf16", "PLACES": "*i32", "FOUND_AT": "*i32", "HELD": "*fp64", "LISTED": "*i32",
 }
 OF_VALUES = {"CODES": "*u8", "STEPS": "*fp16", "ZEROS": "*fp16"}
 OF_TALLIES = {"OUT": "*fp64"}
@@ -266,11 +318,12 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering import triton_choose, triton_exact, triton_judge, triton_mix, triton_score, triton_tally
+    from kvcompile.lowering import triton_choose, triton_exact, triton_judge, triton_mix, triton_score, triton_stage, triton_tally
 
     modules = {
-        "score": triton_score, "exact": triton_exact, "exact_rows": triton_exact, "mix": triton_mix, "mix_own": triton_mix,
-        "choose": triton_choose, "tally": triton_tally, "tally_values": triton_tally, "judge": triton_judge, "settle": triton_judge,
+        "score": triton_score, "choose": triton_choose, "stage": triton_stage, "exact": triton_exact, "exact_rows": triton_exact,
+        "tally": triton_tally, "tally_values": triton_tally, "mix": triton_mix, "mix_own": triton_mix, "judge": triton_judge,
+        "settle": triton_judge,
     }
     kernel, (warps, constants) = getattr(modules[name], name), KERNELS[name]
     pointers = POINTERS | (OF_VALUES if name.startswith("mix") else OF_TALLIES if name.startswith("tally") else {})

@@ -40,7 +40,8 @@ def bad_values(default: Any) -> list[Any]:
 
 @each_option
 def test_bad_values_are_refused(cls: type[Scheme], field: dataclasses.Field[Any]) -> None:
-    for value in bad_values(field.default):
+    # Of slots of a scratch there may be none.
+    for value in bad_values(field.default)[field.name == "scratch" :]:
         with pytest.raises(BadOption) as caught:
             make(cls.name, **{field.name: value})
         text = str(caught.value)

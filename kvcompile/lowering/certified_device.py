@@ -2,12 +2,13 @@
 
     1. ``score`` reads the int8 keys once and sums up blocks of logits, ``choose`` promotes keys and draws what is explored.
     2. ``exact`` reads the original keys of what is read and puts their logits in place. ``tally`` adds up what a certificate is
-       made of, ``tally_values`` promotes values.
+       made of, ``tally_values`` promotes values. Where the originals are in host memory, ``stage`` goes before: it copies what is asked
+       for into device memory, where it is not there yet.
     3. ``mix`` reads the int4 values once, and original values where promoted. ``judge`` makes the certificate and the causes.
     4. ``exact_rows``, ``mix`` and ``tally`` again, with everything from the originals, for heads that fall; without one they end at once.
        ``settle`` makes the certificate of those, and adds the step to the telemetry.
 
-That is twelve kernels and no tensor code, but for a ranking of more than one block.
+That is twelve kernels (with ``stage`` thirteen) and no tensor code, but for a ranking of more than one block.
 
 No branch depends on data, nothing comes to the host, every buffer's size is that of the planes: a CUDA graph can hold it.
 
@@ -37,7 +38,7 @@ from kvcompile.lowering.certified_blocks import Deviations, Masses
 from kvcompile.lowering.certified_checks import rank_fails, ranked
 from kvcompile.lowering.certified_promotion import ALL
 from kvcompile.schemes import bounds
-from kvcompile.schemes.certified import BLOCK, Certified
+from kvcompile.schemes.certified import BLOCK, SET, Certified
 from kvcompile.schemes.certify import Certify, Count, Fallback, Figure
 
 SPAN, TALLY, CHUNK, WIDE = 16, 256, 2048, 8192
@@ -135,11 +136,11 @@ def certified_by_kernels(
     rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
     originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
     scale: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, splits: int | None = None,
-    telemetry: torch.Tensor | None = None,
+    telemetry: torch.Tensor | None = None, scratch: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, figures and counters of ``certified_attend``, for what ``kernel_gap`` lets through.
 
-    ``clock``: of any dtype, whose first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, 32].
+    ``clock``: of any dtype, whose first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, 34].
     """
     for plane, what in zip(originals, ("original keys", "original values"), strict=True):
         if plane.shape[0] < keys[0].shape[0] or plane.shape[3] != keys[0].shape[3]:
@@ -148,7 +149,7 @@ def certified_by_kernels(
     run.score(hi, lo, base, sinks)
     read, explored = run.choose(clock)
     coded = Masses(run.peak, run.weight)
-    exact = run.exact()
+    exact = run.exact(scratch, None if scratch is None else run.stage(scratch, read, explored, clock, telemetry))
     original_values, sums = run.tally(exact, read, explored)
     parts = run.mix(original_values, exact.peak, False)
     run.judge(sums, parts, run.ranked(coded, exact, read) if rules.rank > 1 else None)
@@ -264,17 +265,42 @@ class DeviceStep:
         )
         return read, explored
 
-    def exact(self) -> Masses:
-        """Exact masses of the blocks on the rows' lists; logits there are exact from now on."""
+    def stage(
+        self, scratch: tuple[torch.Tensor, torch.Tensor], read: torch.Tensor, explored: torch.Tensor | None, clock: torch.Tensor,
+        telemetry: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Bring blocks of keys that are asked for into the scratch; int32 [B, K, N]: the slots of those that are there, else -1."""
+        from kvcompile.lowering.triton_stage import stage
+
+        (B, K, Q), (places, held), originals = self.shape, scratch, self.originals[0]
+        found = torch.empty(B, K, self.blocks, dtype=torch.int32, device=held.device)
+        steps = clock if telemetry is None else telemetry
+        strides = (0, 0) if telemetry is None else telemetry.stride()[1:3]
+        self.launch(
+            stage, (-(-self.blocks // SET), B * K), read, read if explored is None else explored, originals, held, places, steps, found,
+            *originals.stride()[:4], *held.stride()[:3], *places.stride()[:3], *strides, self.blocks, warps=1, D=self.q.shape[3], K=K,
+            ROWS=Q, ROWS2=1 << (Q - 1).bit_length(), SLOTS=self.slots(held), PER_PAGE=self.page // BLOCK, EXPLORE=explored is not None,
+            COUNTS_STEPS=telemetry is not None,
+        )
+        return found
+
+    def slots(self, held: torch.Tensor) -> int:
+        """Of a set of blocks."""
+        return held.shape[3] * SET // self.page
+
+    def exact(self, scratch: tuple[torch.Tensor, torch.Tensor] | None, found_at: torch.Tensor | None) -> Masses:
+        """Exact masses of the blocks on the rows' lists; logits there are exact from now on. ``found_at``: slots of the scratch."""
         from kvcompile.lowering.triton_exact import exact
 
         q, keys, originals, found = self.q, self.keys, self.originals[0], self.masses()
+        held, slots = (originals, 0) if scratch is None else (scratch[1], self.slots(scratch[1]))
         # Not more than there are blocks, whose number may be a symbol that nothing is to be decided by.
         programs = torch.sym_min(self.blocks, max(1, min(self.rules.k_max, MOST_LISTED)))
         self.launch(
             exact, (programs, math.prod(self.shape)), q, *keys[:3], originals, self.list, self.listed, self.at, self.notes, self.delta,
-            self.own, self.logits, *found, self.top, self.damaged, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3],
-            *originals.stride()[:4], self.blocks, warps=EXACT_WARPS, GUARD=min(self.rules.guard, LARGEST), **self.of_originals(),
+            self.own, self.logits, *found, self.top, self.damaged, held, self.list if found_at is None else found_at, *q.stride()[:3],
+            *keys[0].stride()[:3], *keys[1].stride()[:3], *originals.stride()[:4], *held.stride()[:3], self.blocks, warps=EXACT_WARPS,
+            GUARD=min(self.rules.guard, LARGEST), SLOTS=slots, **self.of_originals(),
         )
         return found
 

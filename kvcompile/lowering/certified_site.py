@@ -1,7 +1,7 @@
 """``kvcompile::certified_site``: certified attention as it stands in a compiled graph, with its telemetry.
 
 The operands of ``attend``, all planes that grow (codes, scales, zeros, notes, originals), the newest tokens, and the telemetry plane,
-which every step adds to. The policy is the keys' scheme's.
+which every step adds to; where the originals are in host memory, the scratch and where blocks are in it. The policy is the keys' scheme's.
 
 On CUDA it is made of kernels (``certified_device``), which compiled graphs hold one by one; elsewhere, and for what the kernels do not
 know, it is the definition. What CUDA leaves to the definition is logged.
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 LIBRARY.define(
     "certified_site(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
     " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[] recent, Tensor base,"
-    " Tensor(a!) telemetry) -> Tensor"
+    " Tensor(a!) telemetry, Tensor(b!)? places=None, Tensor(c!)? scratch=None) -> Tensor"
 )
 
 
@@ -37,8 +37,9 @@ def certified_site_body(
     q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
     keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float,
     softcap: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, telemetry: torch.Tensor,
+    places: torch.Tensor | None = None, scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``certified_attend`` at the step that the telemetry counts, which it adds to."""
+    """``certified_attend`` at the step that the telemetry counts, which it adds to. The definition leaves the scratch alone."""
     scheme = schemes.parse(key_scheme)
     assert isinstance(scheme, Certified)
     rules, originals = parse_policy(scheme.certify), [keys[4], values[4]]
@@ -46,7 +47,8 @@ def certified_site_body(
     if q.device.type == "cuda" and kernel_gap(q, keys, values, keep, bias, scheme.group, softcap, value_dim, recent) is None:
         # The first accumulator of the first kv head counts steps.
         return certified_by_kernels(
-            rules, both, q, keys[:4], values[:4], originals, hi, lo, sinks, telemetry, scale, value_dim, recent, base, telemetry=telemetry
+            rules, both, q, keys[:4], values[:4], originals, hi, lo, sinks, telemetry, scale, value_dim, recent, base, telemetry=telemetry,
+            scratch=None if places is None or scratch is None else (places, scratch),
         )[0]
     clock = telemetry[0, :1, 0, 0, 0].to(torch.int64)
     output, figures, counts = certified_step(
@@ -77,6 +79,7 @@ def certified_site_meta(
     q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
     keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float,
     softcap: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, telemetry: torch.Tensor,
+    places: torch.Tensor | None = None, scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Shape of the result."""
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2], value_dim)

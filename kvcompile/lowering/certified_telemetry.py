@@ -1,7 +1,7 @@
 """Telemetry of certified attention: what a step says of itself, accumulated in a plane that the host reads on request.
 
-A plane [1, B, K, 1, 32] of float64: steps, head-steps, the sum and the largest of every ``Figure``, and how often every
-``Count``, ``Rung`` and ``Cause`` was. The step number is also the clock that exploration draws by.
+A plane [1, B, K, 1, 34] of float64: steps, head-steps, the sum and the largest of every ``Figure``, and how often every
+``Count``, ``Rung`` and ``Cause`` was; what became of the scratch. The step number is also the clock that exploration draws by.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ COUNTED = (Count.BLOCKS, Count.KEYS, Count.VALUES, Count.EXPLORED)
 COLUMNS: tuple[str, ...] = (
     "steps", "head_steps", *(f"sum_{figure.name.lower()}" for figure in Figure), *(f"most_{figure.name.lower()}" for figure in Figure),
     *(f"{count.name.lower()}" for count in COUNTED), *(f"rung_{rung.name.lower()}" for rung in Rung),
-    *(f"cause_{cause.name.lower()}" for cause in Cause if cause.name),
+    *(f"cause_{cause.name.lower()}" for cause in Cause if cause.name), "scratch", "fetched",
 )
-"""The accumulators, in order; ``sum_`` and the counters add up, ``most_`` is the largest."""
+"""The accumulators, in order; ``sum_`` and the counters add up, ``most_`` is the largest. The last two count blocks of original keys of a
+kv head, where they are in host memory and some of them on the device: those asked for that were there, and those read over the bus."""
 
 MOST = tuple(name.startswith("most_") for name in COLUMNS)
 
@@ -132,6 +133,8 @@ class Telemetry:
         blocks = max(1.0, self["blocks"])
         shares = (f"{name} {self[name] / blocks:.1%}" for name in ("keys", "values", "explored"))
         lines.append(f"  blocks from originals: {', '.join(shares)}")
+        if found := self["scratch"] + self["fetched"]:
+            lines.append(f"  original keys found in the scratch: {self['scratch'] / found:.1%}")
         lines += [f"  {rung.name.lower():22}{self['rung_' + rung.name.lower()] / steps:.2%}" for rung in Rung]
         causes = {cause.name.lower(): self[f"cause_{cause.name.lower()}"] for cause in Cause if cause.name}
         lines += [f"  for {name.replace('_', ' '):18}{count / steps:.2%}" for name, count in causes.items() if count]

@@ -37,7 +37,7 @@ def report_site_body(
     value_scheme: str, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None,
     telemetry: torch.Tensor, certify: str,
 ) -> None:
-    """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 32]; the operands are those of ``attend``."""
+    """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 34]; the operands are those of ``attend``."""
     bounds, delta = report_step(
         schemes.parse(key_scheme), schemes.parse(value_scheme), output, q, keys, values, hi, lo, keep, bias, sinks, scale, softcap,
         value_dim, recent, base,

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from kvcompile.lowering.triton_bounds import consistent
 from kvcompile.lowering.triton_certified import BLOCK, exp_of, norm_above, sight
+from kvcompile.lowering.triton_stage import SET, rows_of_slot
 
 FLAGS = tl.constexpr(128)
 """Rows that ``exact_rows`` looks at at once."""
@@ -59,12 +60,14 @@ def doubtful(square, note):
 @triton.jit
 def exact(
     Q, CODES, STEPS, ZEROS, ORIGINALS, LIST, LISTED, AT, NOTES, DELTA, OWN, LOGITS, PEAK, WEIGHT, TOP, DAMAGED,
-    q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, blocks,
+    SCRATCH, FOUND_AT, q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, scratch_n,
+    scratch_b, scratch_h, blocks,
     SCALE: tl.constexpr, GUARD: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
-    PER_PAGE: tl.constexpr,
+    PER_PAGE: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """One block at a time of a row's LIST [rows, N], of which the first LISTED [rows] are meant.
 
+    SLOTS: those that ``stage`` has found in the SCRATCH, or put there, are read from there.
     Norms are compared in float64, but only of tokens for which float32 does not settle it: mostly the two that made the notes.
     """
     r = tl.program_id(1)
@@ -88,9 +91,16 @@ def exact(
         t = n * BLOCK + j
         coded = t < base
         originals = ORIGINALS + page * from_n + b * from_b + h * from_h + row * BLOCK * from_t
+        apart_t = from_t
+        if SLOTS > 0:
+            slot = tl.load(FOUND_AT + pair.to(tl.int64) * blocks + n)
+            held = SCRATCH + b * scratch_b + h * scratch_h
+            held = rows_of_slot(held, n // SET, tl.maximum(slot, 0), scratch_n, D, SLOTS, PER_PAGE)
+            originals = tl.where(slot >= 0, held, originals)
+            apart_t = tl.where(slot >= 0, D, from_t)
         codes = CODES + page * codes_n + b * codes_b + h * codes_h + row * (BLOCK * D)
         scales = page * steps_n + b * steps_b + h * steps_h + row * D
-        k = tl.load(originals + j[:, None] * from_t + c[None, :], mask=coded[:, None], other=0.0).to(tl.float32)
+        k = tl.load(originals + j[:, None] * apart_t + c[None, :], mask=coded[:, None], other=0.0).to(tl.float32)
         step = tl.load(STEPS + scales + c[None, :])
         zero = tl.load(ZEROS + scales + c[None, :])
         place = blocks_at + n
@@ -121,7 +131,7 @@ def exact(
         for _turn in range(tl.sum(pending, 0)):
             which = tl.min(tl.where(pending != 0, j, BLOCK), 0)
             pending = tl.where(j == which, 0, pending)
-            k64 = tl.load(originals + which * from_t + c).to(tl.float64)
+            k64 = tl.load(originals + which * apart_t + c).to(tl.float64)
             one = tl.load(codes + which * D + c).to(tl.float32) * tl.load(STEPS + scales + c) + tl.load(ZEROS + scales + c)
             away64 = k64 - one.to(tl.float64)
             damaged = damaged | above(tl.sum(k64 * k64, 0), mu) | above(tl.sum(away64 * away64, 0), kappa)

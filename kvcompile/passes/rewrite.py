@@ -38,6 +38,7 @@ from kvcompile.passes.symbols import Symbols
 from kvcompile.passes.table_rewrite import Pools, rows_of
 from kvcompile.passes.teach import teach
 from kvcompile.passes.turning import Turning
+from kvcompile.schemes.certified import PLACES, SCRATCH
 
 DENSE = "dense()"
 BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
@@ -317,8 +318,7 @@ class _Rewriter:
             beside = [] if fresh else self._beside(emit, item)
             out = emit.call(
                 torch.ops.kvcompile.certified_site.default if certified else torch.ops.kvcompile.attend.default, *operands, *beside,
-                # The telemetry is the last plane of the keys.
-                *(self.plane_nodes(item.key)[-1:] if certified else []),
+                *(self._attention_writes(item.key) if certified else []),
             )
             if item.certify is not None and not fresh:
                 telemetry = self.plane_nodes(item.key)[-1]
@@ -335,6 +335,11 @@ class _Rewriter:
         # The next attention may take this one's result as its queries.
         self.env[attention.output] = new
         free_strides(new)
+
+    def _attention_writes(self, keys: SlotPlan) -> list[fx.Node]:
+        """The planes of keys that a certified attention writes: telemetry, and the scratch where they have one."""
+        planes = {spec.name: node for spec, node in zip(keys.layout.planes, self.plane_nodes(keys), strict=True)}
+        return [planes[name] for name in ("telemetry", PLACES, SCRATCH) if name in planes]
 
     def _new(self, slot: Slot) -> fx.Node:
         """The new tokens of a slot whose append stands in the graph."""

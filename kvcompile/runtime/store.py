@@ -19,7 +19,7 @@ from kvcompile.lowering.rings import taken
 from kvcompile.runtime.pinned import host_plane
 from kvcompile.runtime.rotary import Rotary
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.certified import ORIGINALS
+from kvcompile.schemes.certified import ORIGINALS, PLACES, SCRATCH
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 ADOPT_TOKENS = 4096
@@ -213,6 +213,9 @@ class Store:
         at, place = torch.arange(first, first + count, device=self.device), torch.arange(count, device=self.device).unsqueeze(0)
         with _ordinary():
             for (plane, spec), target in zip(self._described(), made.planes, strict=True):
+                if spec.name in {PLACES, SCRATCH}:
+                    # Blocks are elsewhere now, and copies of them nowhere.
+                    continue
                 if spec.extent is not Extent.TOKENS:
                     target.copy_(plane)
                     continue

@@ -14,6 +14,10 @@ What differs from the source, and why:
   queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. 1 byte a token and head for all notes.
 * The value's zero point is rounded down and its scale up, so that rounding them never clips.
 * Tier 2 lies beside the codes, or with ``tier2=host`` in pinned host memory, which the same kernels read and write where it is.
+* With ``tier2=host`` the blocks of keys that were promoted lately are kept in device memory too, ``scratch`` of every 16 blocks: the
+  plane ``scratch``, which attention writes, has that many slots for each 16 blocks (a set). The plane ``places`` says which slot a
+  block is in, one above its number, and when it was last asked for. Zero, nowhere, is part of what a block encodes to: whoever writes
+  a block's originals takes it out of the scratch by that, and nothing else need know of it.
 * A quotient is rounded like any float32 number and clipping by that is part of the announced radius; the source assumes none.
 """
 
@@ -38,7 +42,16 @@ BLOCK = 16
 ORIGINALS = "originals"
 """The name of the plane that holds every token as the model made it: tier 2."""
 
-TELEMETRY = 32
+SET = 16
+"""Blocks that share slots of the scratch: four pages of them."""
+
+SCRATCH = "scratch"
+"""The name of the plane that holds copies of originals on the device."""
+
+PLACES = "places"
+"""The name of the plane that says where in it a block is: int32, the slot in its set plus one, zero for nowhere; a step's number."""
+
+TELEMETRY = 34
 """Accumulators of each kv head and row; ``lowering.certified_telemetry`` names them."""
 
 TELEMETRY_PLANE = PlaneSpec("telemetry", torch.float64, TELEMETRY, 1, Extent.ROW)
@@ -86,6 +99,7 @@ class Certified(Scheme):
     certify: str = DEFAULTS
     half: Half = Half.AUTO
     tier2: Tier2 = Tier2.DEVICE
+    scratch: int = 4
 
     name: ClassVar[str] = "certified"
     source: ClassVar[str] = "Runtime-Certified Bounded-Error Quantized Attention, sections 2.3 and 3.1"
@@ -107,6 +121,8 @@ class Certified(Scheme):
             parse_policy(self.certify)
         require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
         require(isinstance(self.tier2, Tier2), self.name, "tier2", "device or host", self.tier2, "host is pinned memory, read over the bus")
+        require(type(self.scratch) is int and self.scratch in {0, 4, 8, 16}, self.name, "scratch", f"0, 4, 8 or 16 slots for {SET} blocks",
+                self.scratch, "0 leaves tier 2 to the bus; with tier2=device there is none")
 
     def of(self, role: Role) -> Certified:
         half = self.half if self.half is not Half.AUTO else Half.KEY if role is Role.KEY else Half.VALUE
@@ -143,13 +159,22 @@ class Certified(Scheme):
         else:
             own = self.values.layout(slot).planes[:3]
         originals = PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, host=self.tier2 is Tier2.HOST)
-        layout = Layout((*own, notes, originals)).windowed(slot, self.window)
         if not self._is_keys(slot):
-            return layout
-        return Layout((*layout.planes, TELEMETRY_PLANE))
+            return Layout((*own, notes, originals)).windowed(slot, self.window)
+        if not self.slots:
+            return Layout((*Layout((*own, notes, originals)).windowed(slot, self.window).planes, TELEMETRY_PLANE))
+        places = PlaneSpec(PLACES, torch.int32, 2, rows)
+        scratch = PlaneSpec(SCRATCH, slot.dtype, slot.head_dim, self.slots * PAGE // SET, tally=True)
+        return Layout((*Layout((*own, notes, originals, places)).windowed(slot, self.window).planes, TELEMETRY_PLANE, scratch))
+
+    @property
+    def slots(self) -> int:
+        """Of the scratch, for each set of blocks of keys."""
+        return self.scratch if self.tier2 is Tier2.HOST else 0
 
     def planes_read(self, slot: SlotSpec) -> int:
-        return self.layout(slot).encoded
+        del slot
+        return 5
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         if not self._is_keys(slot):
@@ -165,7 +190,10 @@ class Certified(Scheme):
         decoded = self.decode(coded, SlotSpec(x.shape[1], x.shape[3], x.dtype, role))
         # In float64: the difference of two float32 numbers is exact there, or close to it.
         residual = x.to(torch.float64) - decoded.to(torch.float64)
-        return *coded, torch.stack([largest_norm(residual), largest_norm(x)], dim=-1), x_BKSD
+        made = *coded, torch.stack([largest_norm(residual), largest_norm(x)], dim=-1), x_BKSD
+        if role is Role.VALUE or not self.slots:
+            return made
+        return *made, torch.zeros(*x.shape[:2], x.shape[2] // BLOCK, 2, dtype=torch.int32, device=x.device)
 
     def _encode_keys(self, x: torch.Tensor) -> Planes:
         grouped = x.unflatten(2, (-1, BLOCK))
