@@ -172,5 +172,8 @@ def test_originals_in_host_memory_give_the_same_answers() -> None:
         reports.append(owner.report())
     assert torch.equal(*found)
     assert reports[0].hosted == 0
-    assert reports[1].allocated == reports[0].allocated and reports[1].hosted > 0.5 * reports[1].allocated
+    assert all(report.announced == report.allocated for report in reports)
+    # What the host has, the device has not; the scratch of keys is what it has instead, with the places of what is in it.
+    assert reports[1].hosted > 0.5 * reports[1].allocated
+    assert 0 < reports[1].allocated - reports[0].allocated < 0.2 * reports[1].hosted
     assert "pinned host memory" in str(reports[1])

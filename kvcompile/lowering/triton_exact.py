@@ -19,6 +19,9 @@ from kvcompile.lowering.triton_bounds import consistent
 from kvcompile.lowering.triton_certified import BLOCK, exp_of, norm_above, sight
 from kvcompile.lowering.triton_stage import SET, rows_of_slot
 
+PART = tl.constexpr(4)
+"""Tokens of a block that ``exact`` takes at once: a quarter of the registers are twice the warps."""
+
 FLAGS = tl.constexpr(128)
 """Rows that ``exact_rows`` looks at at once."""
 
@@ -48,6 +51,15 @@ def put(LOGITS, PEAK, WEIGHT, found, old, seen, coded):
     tl.store(LOGITS + tl.arange(0, BLOCK), new)
     tl.store(PEAK, peak)
     tl.store(WEIGHT, weight)
+    return peak
+
+
+@triton.jit
+def summed(logits, PEAK, WEIGHT):
+    """The sums of a block's exact logits; the largest of them."""
+    peak = tl.max(logits, 0)
+    tl.store(PEAK, peak)
+    tl.store(WEIGHT, tl.sum(exp_of(logits - tl.where(peak == float("-inf"), 0.0, peak)), 0))
     return peak
 
 
@@ -88,8 +100,7 @@ def exact(
     q = tl.load(Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + c[None, :]).to(tl.float32)
     for entry in range(tl.program_id(0), listed, tl.num_programs(0)):
         page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
-        t = n * BLOCK + j
-        coded = t < base
+        first = n * BLOCK
         originals = ORIGINALS + page * from_n + b * from_b + h * from_h + row * BLOCK * from_t
         apart_t = from_t
         if SLOTS > 0:
@@ -100,11 +111,9 @@ def exact(
             apart_t = tl.where(slot >= 0, D, from_t)
         codes = CODES + page * codes_n + b * codes_b + h * codes_h + row * (BLOCK * D)
         scales = page * steps_n + b * steps_b + h * steps_h + row * D
-        k = tl.load(originals + j[:, None] * apart_t + c[None, :], mask=coded[:, None], other=0.0).to(tl.float32)
         step = tl.load(STEPS + scales + c[None, :])
         zero = tl.load(ZEROS + scales + c[None, :])
         place = blocks_at + n
-        old = tl.load(LOGITS + place * BLOCK + j)
         note = NOTES + (pair.to(tl.int64) * blocks + n) * 4
         kappa = tl.load(note)
         mu = tl.load(note + 1)
@@ -112,30 +121,41 @@ def exact(
         rounded = tl.load(OWN + place)
         following = entry + tl.num_programs(0)
         n = tl.load(LIST + blocks_at + following, mask=following < listed, other=0)
-        # Loaded last: all that is calculated then has their layout, in which fewer threads share a token.
-        decoded = tl.load(codes + j[:, None] * D + c[None, :]).to(tl.float32) * step + zero
-
-        found = tl.sum(k * q, 1) * SCALE
-        away = k - decoded
-        # What no query sees need not be what was encoded.
-        doubts = coded & (t >= start) & (t <= last) & (doubtful(tl.sum(k * k, 1), mu) | doubtful(tl.sum(away * away, 1), kappa))
-        seen = (t >= low) & (t <= high)
-        apart = tl.abs(found - old)
-        moved = tl.max(tl.where(seen & coded, tl.where(apart == apart, apart, float("inf")), 0.0), 0)
-        damaged = (moved.to(tl.float64) <= consistent(delta, GUARD, rounded)) == 0
-        peak = put(LOGITS + place * BLOCK, PEAK + place, WEIGHT + place, found, old, seen, coded)
+        moved = tl.zeros([], tl.float32)
+        damaged = listed < 0
+        for part in range(BLOCK // PART):
+            i = part * PART + tl.arange(0, PART)
+            t = first + i
+            coded = t < base
+            k = tl.load(originals + i[:, None] * apart_t + c[None, :], mask=coded[:, None], other=0.0).to(tl.float32)
+            old = tl.load(LOGITS + place * BLOCK + i)
+            # Loaded last: all that is calculated then has their layout, in which fewer threads share a token.
+            decoded = tl.load(codes + i[:, None] * D + c[None, :]).to(tl.float32) * step + zero
+            found = tl.sum(k * q, 1) * SCALE
+            away = k - decoded
+            # What no query sees need not be what was encoded.
+            doubts = coded & (t >= start) & (t <= last) & (doubtful(tl.sum(k * k, 1), mu) | doubtful(tl.sum(away * away, 1), kappa))
+            seen = (t >= low) & (t <= high)
+            apart = tl.abs(found - old)
+            moved = tl.maximum(moved, tl.max(tl.where(seen & coded, tl.where(apart == apart, apart, float("inf")), 0.0), 0))
+            # Whoever reads a logit here has read it before any is written: the barriers of the sums are not enough.
+            tl.debug_barrier()
+            tl.store(LOGITS + place * BLOCK + i, tl.where(seen, tl.where(coded, found, old), float("-inf")))
+            pending = doubts.to(tl.int32)
+            for _turn in range(tl.sum(pending, 0)):
+                which = tl.min(tl.where(pending != 0, i, BLOCK), 0)
+                pending = tl.where(i == which, 0, pending)
+                k64 = tl.load(originals + which * apart_t + c).to(tl.float64)
+                one = tl.load(codes + which * D + c).to(tl.float32) * tl.load(STEPS + scales + c) + tl.load(ZEROS + scales + c)
+                away64 = k64 - one.to(tl.float64)
+                damaged = damaged | above(tl.sum(k64 * k64, 0), mu) | above(tl.sum(away64 * away64, 0), kappa)
+        # Written by some threads of this program, read by others.
+        tl.debug_barrier()
+        peak = summed(tl.load(LOGITS + place * BLOCK + tl.arange(0, BLOCK)), PEAK + place, WEIGHT + place)
         # Exact logits may be above all those by codes; whoever comes first, the largest stays.
         if peak > top:
             tl.atomic_max(TOP + r, peak, sem="relaxed")
-        pending = doubts.to(tl.int32)
-        for _turn in range(tl.sum(pending, 0)):
-            which = tl.min(tl.where(pending != 0, j, BLOCK), 0)
-            pending = tl.where(j == which, 0, pending)
-            k64 = tl.load(originals + which * apart_t + c).to(tl.float64)
-            one = tl.load(codes + which * D + c).to(tl.float32) * tl.load(STEPS + scales + c) + tl.load(ZEROS + scales + c)
-            away64 = k64 - one.to(tl.float64)
-            damaged = damaged | above(tl.sum(k64 * k64, 0), mu) | above(tl.sum(away64 * away64, 0), kappa)
-        if damaged:
+        if damaged | ((moved.to(tl.float64) <= consistent(delta, GUARD, rounded)) == 0):
             tl.store(DAMAGED + pair, 1)
 
 

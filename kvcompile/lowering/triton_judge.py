@@ -143,11 +143,9 @@ def found_of(
     SPAN: tl.constexpr,
 ):
     """What a row's programs found, its result, and the certificate of that."""
-    sink = tl.load(SINKS + r).to(tl.float64)
-    top = tl.load(TOP + r).to(tl.float64)
     sums, most = together(SUMS, r, chunks, WIDTH, 16)
     left, left_most = together(LEFT, r, programs, LEFT_WIDTH, 8)
-    sink = tl.exp(sink - top)
+    sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - tl.load(TOP + r).to(tl.float64))
     output = result_of(PARTS, r, rows, parts, at(sums, MASS) + sink, DV, SPAN)
     by_keys, by_values, arithmetic = certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT, OUT_TINY)
     return sums, most, left, output, by_keys, by_values, arithmetic
@@ -187,12 +185,6 @@ def judge(
     STATS [rows, 3]: see ``choose``. Of a row that falls, ``settle`` writes what is not known yet.
     """
     r = tl.program_id(0)
-    # Asked for before the first barrier, behind which each would be waited for alone.
-    widened = tl.load(STATS + r * 3)
-    tail = tl.load(STATS + r * 3 + 1)
-    explored = tl.load(STATS + r * 3 + 2)
-    head = tl.arange(0, K2)
-    damaged = tl.max(tl.load(DAMAGED + r // (ROWS * K) * K + head, mask=head < K, other=0).to(tl.int32), 0)
     sums, most, left, output, by_keys, by_values, arithmetic = found_of(
         SUMS, LEFT, PARTS, SINKS, TOP, r, tl.num_programs(0), chunks, programs, parts, OUT_UNIT, OUT_TINY, DV, SPAN,
     )
@@ -203,6 +195,8 @@ def judge(
         causes = causes | ranks_fail(SUMS, OWN, r, most, blocks, chunks)
     elif RANKED > 1:
         causes = causes | tl.load(GIVEN + r)
+    head = tl.arange(0, K2)
+    damaged = tl.max(tl.load(DAMAGED + r // (ROWS * K) * K + head, mask=head < K, other=0).to(tl.int32), 0)
     causes = causes | tl.where(damaged != 0, DAMAGE, 0)
     falls = causes != causes
     if DENSE:
@@ -218,10 +212,11 @@ def judge(
     tl.store(figures + RETURNED + 1, tl.where(falls, 0.0, up32(by_values)))
     tl.store(figures + RETURNED + 2, up32(arithmetic))
     tl.store(figures + DELTA_FIGURE, up32(at(most, DELTA_CODES)))
-    tl.store(figures + TAIL_FIGURE, up32(tail))
+    tl.store(figures + TAIL_FIGURE, up32(tl.load(STATS + r * 3 + 1)))
 
+    explored = tl.load(STATS + r * 3 + 2)
     values = at(left, VALUES)
-    rung = tl.where(widened != 0, WIDENED, PLAIN)
+    rung = tl.where(tl.load(STATS + r * 3) != 0, WIDENED, PLAIN)
     rung = tl.where(values > 0, BY_VALUES, rung)
     rung = tl.where(falls, tl.where(damaged != 0, LAYER, HEAD), rung)
     counts = COUNTED_OUT + r * COUNTS
