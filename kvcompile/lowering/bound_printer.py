@@ -75,6 +75,8 @@ def relative_error(expression: sympy.Expr, unit: float) -> float:
         return sum(of) + (len(of) - 1) * unit
     if expression.is_Pow and expression.args[1] == -1:
         return of[0] + unit
+    if expression.is_Pow and expression.args[1] == 2:
+        return 2 * of[0] + unit
     raise UnprintableBound(found=f"{type(expression).__name__} in {expression}")
 
 

@@ -95,7 +95,6 @@ def exact(
     high = tl.load(at + r % S)
     low = tl.load(at + S + r % S)
     top = tl.load(TOP + r)
-    j = tl.arange(0, BLOCK)
     c = tl.arange(0, D)
     q = tl.load(Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + c[None, :]).to(tl.float32)
     for entry in range(tl.program_id(0), listed, tl.num_programs(0)):

@@ -5,7 +5,8 @@ low = zero - 128 step. The first sum is a product of matrices: u is a float16 nu
 bits is the subnormal of just these bits; and what it is multiplied with is two float16 limbs, q_c step_c = hi + lo, to 2^-22. Both are
 scaled by powers of two before (the largest query of a row and the largest step of a block to about one), so that neither overflows and
 what is lost to subnormals is below 2^-22 of the largest product. Four rows are eight columns: one instruction of tensor cores takes
-16 tokens, 16 channels and all of them. The second sum is float32 multiply-adds, once for a block and not for each of its tokens.
+16 tokens, 16 channels and all of them. The second sum, and what deviations are made of, are multiply-adds once for a block, added up over
+the threads of a warp in fixed point, where a warp has an instruction for it: by shuffles they bound the kernel.
 
 A block's sums are made of its logits while they are at hand; deviations follow for all blocks of a program at once.
 
@@ -32,6 +33,9 @@ ROOM = tl.constexpr(4096.0)
 LEAST_STEP = tl.constexpr(13)
 """Exponent of the least power of two that steps are scaled to: its reciprocal times ROOM is a float32 number."""
 
+TOO_LARGE = tl.constexpr(0x7F000000)
+"""Bits of 2^127: from there on scaled numbers are not below 2."""
+
 BACK = tl.constexpr(2.0**24 / 4096.0)
 """What that and the subnormals leave to be multiplied with."""
 
@@ -54,6 +58,21 @@ def octave(x, LEAST: tl.constexpr):
     """The power of two below x >= 0 and its reciprocal, both normal: of exponents from LEAST, 1 or more, to 253."""
     exponent = tl.minimum(tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, LEAST), 253)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest(x):
+    """The bits of the largest magnitude [channels], int32; above those of infinity where one is no number."""
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), 0)
+
+
+@triton.jit
+def nearest(x, PACKED: tl.constexpr):
+    """float32 to the nearest integer, int32."""
+    if PACKED:
+        return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.floor(x + 0.5).to(tl.int32)
 
 
 @triton.jit
@@ -108,7 +127,7 @@ def weighed(logits, PEAK, WEIGHT, mask):
 
 @triton.jit
 def score_codes(
-    q_even, q_odd, size, lows, highs, CODES, STEPS, ZEROS, LOGITS, CHANNELS, PEAK, WEIGHT, row, n, out, of_row,
+    q_even, q_odd, size, lows, highs, CODES, STEPS, ZEROS, MU, LOGITS, CHANNELS, PEAK, WEIGHT, row, n, out, of_row,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr, PACKED: tl.constexpr,
 ):
     """One block of codes, four rows: logits, their sums, and sum_c |q_c| radius_c. The queries are scaled; ``size`` undoes that."""
@@ -119,20 +138,39 @@ def score_codes(
     step_odd = tl.load(STEPS + row * D + 2 * c + 1)
     zero_even = tl.load(ZEROS + row * D + 2 * c)
     zero_odd = tl.load(ZEROS + row * D + 2 * c + 1)
-    most, reciprocal = octave(tl.max(tl.maximum(step_even, step_odd), 0), LEAST_STEP)
-    low_even = zero_even - 128 * step_even
-    low_odd = zero_odd - 128 * step_odd
-    radius_even = step_even * OF_STEP + tl.abs(zero_even) * OF_ZERO + OF_ONE
-    radius_odd = step_odd * OF_STEP + tl.abs(zero_odd) * OF_ZERO + OF_ONE
+    step_bits = tl.maximum(largest(step_even), largest(step_odd))
+    POINT: tl.constexpr = 2.0**28 / D
+    most, reciprocal = octave(step_bits.to(tl.float32, bitcast=True), LEAST_STEP)
     scaled_even = step_even * (reciprocal * ROOM)
     scaled_odd = step_odd * (reciprocal * ROOM)
     codes_even, codes_odd = unpacked(words, PACKED)
     products = tl.dot(codes_even, limbs(q_even * scaled_even[:, None]), input_precision="ieee")
     products = tl.dot(codes_odd, limbs(q_odd * scaled_odd[:, None]), products, input_precision="ieee")
     both = tl.sum(tl.reshape(products, [BLOCK, ROW_TILE, 2]), 2)
-    lowest = tl.sum(q_even * low_even[:, None] + q_odd * low_odd[:, None], 0)
-    reach = tl.sum(tl.abs(q_even) * radius_even[:, None] + tl.abs(q_odd) * radius_odd[:, None], 0)
-    logits = (both * (most * BACK) + lowest[None, :]) * (size * SCALE)[None, :]
+    # Sums over the threads of a warp are one instruction for integers, and ten for numbers: so both are added up in fixed point.
+    low_even = zero_even - 128 * step_even
+    low_odd = zero_odd - 128 * step_odd
+    low_bits = tl.maximum(largest(low_even), largest(low_odd))
+    low_size, low_scale = octave(low_bits.to(tl.float32, bitcast=True), 1)
+    # One factor after the other: their product may be beyond float32.
+    low_even = low_even * low_scale * POINT
+    low_odd = low_odd * low_scale * POINT
+    of_low = tl.sum(nearest(q_even * low_even[:, None] + q_odd * low_odd[:, None], PACKED), 0).to(tl.float32) * (low_size / POINT)
+    radius_even = step_even * OF_STEP + tl.abs(zero_even) * OF_ZERO + OF_ONE
+    radius_odd = step_odd * OF_STEP + tl.abs(zero_odd) * OF_ZERO + OF_ONE
+    radius_bits = tl.maximum(largest(radius_even), largest(radius_odd))
+    radius_size, radius_scale = octave(radius_bits.to(tl.float32, bitcast=True), 1)
+    radius_even = radius_even * radius_scale * POINT
+    radius_odd = radius_odd * radius_scale * POINT
+    reach = tl.abs(q_even) * radius_even[:, None] + tl.abs(q_odd) * radius_odd[:, None]
+    reach = (tl.sum(nearest(reach, PACKED), 0) + D).to(tl.float32) * (radius_size / POINT)
+    # An integer is never infinite and always a number. And what is lost to subnormals and in fixed point is that of the largest step
+    # and ``low``, which are within the keys' own largest norm unless planes are not what was encoded.
+    reach_of_keys = tl.load(MU) * (1.0 + 2.0**-10) + 2.0**-120
+    fine = tl.maximum(low_bits.to(tl.float32, bitcast=True), 127 * step_bits.to(tl.float32, bitcast=True)) <= reach_of_keys
+    spoiled = tl.where(fine & (tl.maximum(low_bits, radius_bits) < TOO_LARGE), 0.0, float("nan"))
+    logits = (both * (most * BACK) + (of_low + spoiled)[None, :]) * (size * SCALE)[None, :]
+    reach += spoiled
     t = n * BLOCK + j
     logits = tl.where((t >= lows[None, :]) & (t <= highs[None, :]), logits, float("-inf"))
     tl.store(LOGITS + (out + n)[None, :] * BLOCK + j, logits, mask=of_row[None, :])
@@ -242,6 +280,8 @@ def score(
     q_even = every_other(queries, q_h, q_s, r0, 0, D, S, ROWS)
     q_odd = every_other(queries, q_h, q_s, r0, 1, D, S, ROWS)
     size, reciprocal = octave(tl.max(tl.maximum(tl.abs(q_even), tl.abs(q_odd)), 0), 1)
+    # What is too large for float32 sums of products anyway: no number, in fixed point either.
+    reciprocal = tl.where(size >= 2.0**126, float("nan"), reciprocal)
     q_even = q_even * reciprocal[None, :]
     q_odd = q_odd * reciprocal[None, :]
     # Of numbers below two: nothing overflows, and what is flushed is nothing beside the largest.
@@ -256,8 +296,9 @@ def score(
             page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
             at = scales + page * steps_n
             score_codes(
-                q_even, q_odd, size, lows, highs, words + page * (codes_n // 2), STEPS + at, ZEROS + at, LOGITS, CHANNELS, PEAK, WEIGHT,
-                row, n, out, of_row, SCALE, D, OF_STEP, OF_ZERO, OF_ONE, PACKED,
+                q_even, q_odd, size, lows, highs, words + page * (codes_n // 2), STEPS + at, ZEROS + at,
+                key_notes + page * key_notes_n + row * KEY_NOTE + 1, LOGITS, CHANNELS, PEAK, WEIGHT, row, n, out, of_row, SCALE, D, OF_STEP,
+                OF_ZERO, OF_ONE, PACKED,
             )
         # Written by some threads of this program, read by others.
         tl.debug_barrier()

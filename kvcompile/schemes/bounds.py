@@ -65,7 +65,10 @@ Theorem 9 (tensor cores). PTX promises products of 16-bit floats that are exact 
     A logit by codes is sum_c (q_c step_c) u_c + sum_c q_c low_c, u_c = code + 128 <= 255, low_c = zero_c - 128 step_c. The first
     sum's magnitudes add up to 255 sum_c |q_c| step_c <= 510 CHANNELS; it is rounded TERMS / 16 times so, and by
     less than 8 u for q_c step_c, its two limbs and what is added to it. For the second |low_c| <= |decoded_c| + 256 step_c, whatever
-    was corrupted: the first part is in ROUNDING, the second at most 512 CHANNELS, with TERMS roundings, which are D + 8.
+    was corrupted: the first part is in ROUNDING, the second at most 512 CHANNELS, with TERMS roundings, which are D + 8. The second
+    sum's pairs of channels are rounded to 2^-29 of the most that all of them can be, 4 D |q_c| |low_c| of the largest: D^2 u / 64 in
+    all; and subnormals of the first lose less than 2 u of the largest. Both are within mu where planes are as encoded, and
+    blocks in which steps or low are beyond it have no logits.
 """
 
 from __future__ import annotations
@@ -170,7 +173,7 @@ DEVIATION = Bound(
 CODED = Bound(
     "coded",
     DEVIATION.expression + sympy.Float(1.01) * UNIT * SCALE * CHANNELS * (510 * (TENSOR_STEP * TERMS / 16 + 8) + 512 * TERMS)
-    + TINY * SCALE * QUERY_NORM,
+    + sympy.Float(1.01) * UNIT * SCALE * QUERY_NORM * MU * (TERMS**2 / 64 + 2) + TINY * SCALE * QUERY_NORM,
     Outward.UP, Over.BLOCK, "1, 6 and 9: Delta_b of a block of codes that are multiplied on tensor cores",
 )
 KEY_TERM = Bound(
