@@ -41,9 +41,11 @@ from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, SET, Certified
 from kvcompile.schemes.certify import Certify, Count, Fallback, Figure
 
-SPAN, TALLY, CHUNK, WIDE = 16, 256, 2048, 8192
-"""Blocks of a program of ``score`` and ``tally``; those that ``choose`` weighs at once, and those that it compares.
-The first was timed (benchmarks/CERTIFIED.md), the others chosen by registers; so are the next two."""
+TALLY, CHUNK, WIDE = 256, 2048, 8192
+"""Blocks of a program of ``tally``; those that ``choose`` weighs at once, and those that it compares; chosen by registers."""
+
+SPANS, SCORERS = (32, 16, 8), 1000
+"""Blocks of a program of ``score``: as many as leave that many programs, timed (benchmarks/CERTIFIED.md)."""
 
 STAGES = 3
 """Blocks of ``score`` whose loads are under way."""
@@ -115,6 +117,13 @@ def _linear() -> tuple[float, float, float]:
 
 
 RADIUS = _linear()
+
+
+def span_of(blocks: int, heads: int) -> int:
+    """Blocks of a program of ``score``; of caches that grow, whose number of blocks no graph may depend on, the one in the middle."""
+    if not isinstance(blocks, int):
+        return SPANS[1]
+    return next((span for span in SPANS if blocks * heads >= SCORERS * span), SPANS[-1])
 
 
 class Launch(NamedTuple):
@@ -237,13 +246,15 @@ class DeviceStep:
         )
         S = self.sizes["S"]
         lows, own_sinks = hi if lo is None else lo, self.sinks if sinks is None else sinks
+        tiles = -(-Q // ROW_TILE.value)
+        span = span_of(N, B * K * tiles)
         self.launch(
-            score, (-(-N // SPAN) + 1, B * K, -(-Q // ROW_TILE.value)), q, *keys[:3], key_notes, value_notes, new_k, new_v, hi, lows, base,
+            score, (-(-N // span) + 1, B * K, tiles), q, *keys[:3], key_notes, value_notes, new_k, new_v, hi, lows, base,
             own_sinks, self.at, self.sinks, self.damaged, self.logits, self.channels, self.peak, self.weight, self.delta, self.own,
             self.notes, self.query_norm, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *key_notes.stride()[:3],
             *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], *hi.expand(B, S).stride(), *lows.expand(B, S).stride(),
             base.expand(B).stride(0), own_sinks.stride(0), N, new_k.shape[2], warps=1, SCALE=self.scale, D=q.shape[3], DV=self.value_dim,
-            S2=1 << (S - 1).bit_length(), SPAN=SPAN, PER_PAGE=self.page // BLOCK, KEY_NOTE=key_notes.shape[4], OF_STEP=RADIUS[0],
+            S2=1 << (S - 1).bit_length(), SPAN=span, PER_PAGE=self.page // BLOCK, KEY_NOTE=key_notes.shape[4], OF_STEP=RADIUS[0],
             OF_ZERO=RADIUS[1], OF_ONE=RADIUS[2], HAS_LO=lo is not None, HAS_SINK=sinks is not None, PACKED=self.launch.cuda, STAGES=STAGES,
             **self.sizes,
         )
