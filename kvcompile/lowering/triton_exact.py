@@ -16,24 +16,18 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.triton_bounds import consistent
-from kvcompile.lowering.triton_certified import BLOCK, exp_of, norm_above, sight
-
-FLAGS = tl.constexpr(128)
-"""Rows that ``exact_rows`` looks at at once."""
-
-
-@triton.jit
-def largest_square(x):
-    """max_t |x_t|^2 of tokens [16, D], float64; what is no number is infinite."""
-    square = tl.sum(x * x, 1)
-    return tl.max(tl.where(square == square, square, float("inf")), 0)
-
-
-@triton.jit
-def above(square, note):
-    """Whether a norm, by its float64 square, is above what a note says, whose square is exact; also where either is no number."""
-    note = note.to(tl.float64)
-    return (square * (1.0 + 2.0**-39) <= note * note) == 0
+from kvcompile.lowering.triton_certified import (
+    BLOCK,
+    FLAGS,
+    above,
+    doubtful,
+    exp_of,
+    fallen,
+    finite_or_infinite,
+    next_of,
+    norm_above,
+    sight,
+)
 
 
 @triton.jit
@@ -48,12 +42,6 @@ def put(LOGITS, PEAK, WEIGHT, found, old, seen, coded):
     tl.store(PEAK, peak)
     tl.store(WEIGHT, weight)
     return peak
-
-
-@triton.jit
-def doubtful(square, note):
-    """Which tokens' norms may be above what a note says, by their float32 squares: what is above, close to it or no number."""
-    return (norm_above(square) <= note) == 0
 
 
 @triton.jit
@@ -130,20 +118,33 @@ def exact(
 
 
 @triton.jit
+def largest_newest(PEAK, first, stop):
+    """The largest logit of a row's blocks from ``first`` up to ``stop``."""
+    most = tl.full([], float("-inf"), tl.float32)
+    for n in range(first, stop, BLOCK):
+        block = n + tl.arange(0, BLOCK)
+        most = tl.maximum(most, tl.max(tl.load(PEAK + block, mask=block < stop, other=float("-inf")), 0))
+    return most
+
+
+@triton.jit
 def exact_rows(
-    Q, ORIGINALS, FALLS, AT, LOGITS, PEAK, WEIGHT, SIZE, q_b, q_h, q_s, from_n, from_b, from_h, from_t, rows, blocks,
+    Q, ORIGINALS, FALLS, AT, CODED_PEAK, LOGITS, PEAK, WEIGHT, EXACT_TOP, SIZE, q_b, q_h, q_s, from_n, from_b, from_h, from_t, rows, blocks,
     SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
-    PER_PAGE: tl.constexpr,
+    PER_PAGE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Every num_programs-th block of each row that FALLS, and the largest norm in it: several rows of a kv head write the same."""
+    """Every num_programs-th block of each row that FALLS, and the largest norm in it: several rows of a kv head write the same.
+
+    EXACT_TOP becomes a row's largest logit where it is not below that already; one program counts the newest tokens', by CODED_PEAK.
+    A logit that is no number is none of these, but its block's weight says so.
+    """
     flag = tl.arange(0, FLAGS)
     j = tl.arange(0, BLOCK)
     c = tl.arange(0, D)[None, :]
     for first in range(0, rows, FLAGS):
-        pending = (tl.load(FALLS + first + flag, mask=first + flag < rows, other=0) != 0).to(tl.int32)
-        for _turn in range(tl.sum(pending, 0)):
-            which = tl.min(tl.where(pending != 0, flag, FLAGS), 0)
-            pending = tl.where(flag == which, 0, pending)
+        pending = fallen(FALLS, first, rows, flag)
+        for _row in range(tl.sum(pending, 0)):
+            which, pending = next_of(pending, flag, FLAGS)
             r = first + which
             pair = r // (G * S)
             b = (pair // K).to(tl.int64)
@@ -152,19 +153,34 @@ def exact_rows(
             start, last, base = sight(at, S, S2)
             high = tl.load(at + r % S)
             low = tl.load(at + S + r % S)
-            q = tl.load(Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + c).to(tl.float32)
+            # Twice, so that the same channels of it and of keys are a thread's; all of a row's channels in as few threads as possible.
+            twice = Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + tl.arange(0, 2)[:, None] * 0
+            q = tl.max(tl.load(twice + c).to(tl.float32), 0)[None, :]
+            of_row = r.to(tl.int64) * blocks
             # All that any query of the batch row sees: who adds up a row's blocks need not ask which of them are its own.
             n_stop = (tl.minimum(last + 1, base) + BLOCK - 1) // BLOCK
             n_first = start // BLOCK + tl.program_id(0)
-            for ahead in range(0, tl.maximum(n_stop - n_first, 0), tl.num_programs(0)):
-                n = n_first + ahead
+            most = tl.full([], float("-inf"), tl.float32)
+            for turn in tl.range(0, tl.cdiv(tl.maximum(n_stop - n_first, 0), tl.num_programs(0)), num_stages=STAGES):
+                n = n_first + turn * tl.num_programs(0)
                 t = n * BLOCK + j
                 coded = t < base
                 here = ORIGINALS + (n // PER_PAGE).to(tl.int64) * from_n + b * from_b + h * from_h + (n % PER_PAGE * BLOCK + j) * from_t
                 k = tl.load(here[:, None] + c, mask=coded[:, None], other=0.0).to(tl.float32)
-                place = r.to(tl.int64) * blocks + n
-                old = tl.load(LOGITS + place * BLOCK + j)
-                own = (coded & (t >= start) & (t <= last))[:, None]
-                tl.store(SIZE + pair.to(tl.int64) * blocks + n, largest_square(tl.where(own, k, 0.0).to(tl.float64)))
+                logits = LOGITS + (of_row + n) * BLOCK + j
+                # Of few blocks, and nobody writes these: that a logit is read and written needs no barrier.
+                old = tl.load(logits, mask=coded == 0, other=0.0)
                 found = tl.sum(k * q, 1) * SCALE
-                put(LOGITS + place * BLOCK, PEAK + place, WEIGHT + place, found, old, (t >= low) & (t <= high), coded)
+                new = tl.where((t >= low) & (t <= high), tl.where(coded, found, old), float("-inf"))
+                peak = tl.max(new, 0)
+                most = tl.maximum(most, peak)
+                tl.store(logits, new, mask=coded)
+                tl.store(PEAK + of_row + n, peak)
+                tl.store(WEIGHT + of_row + n, tl.sum(exp_of(new - tl.where(peak == float("-inf"), 0.0, peak)), 0))
+                square = tl.where(coded & (t >= start) & (t <= last), finite_or_infinite(tl.sum(k * k, 1)), 0.0)
+                tl.store(SIZE + pair.to(tl.int64) * blocks + n, norm_above(tl.max(square, 0)))
+            if tl.program_id(0) == tl.num_programs(0) - 1:
+                newest = (tl.maximum(base, 0) + BLOCK - 1) // BLOCK
+                most = tl.maximum(most, largest_newest(CODED_PEAK + of_row, newest, high // BLOCK + 1))
+            if most > float("-inf"):
+                tl.atomic_max(EXACT_TOP + r, most, sem="relaxed")

@@ -19,6 +19,7 @@ from kvcompile.lowering import triton_tally
 from kvcompile.lowering.bound_printer import UP32
 from kvcompile.lowering.certified_telemetry import COLUMNS, COUNTED
 from kvcompile.lowering.triton_bounds import accumulation, center_norm, key, output_rounding, value
+from kvcompile.lowering.triton_certified import weighed_from
 from kvcompile.schemes.certify import Cause, Count, Figure, Rung
 
 
@@ -145,7 +146,7 @@ def found_of(
     """What a row's programs found, its result, and the certificate of that."""
     sums, most = together(SUMS, r, chunks, WIDTH, 16)
     left, left_most = together(LEFT, r, programs, LEFT_WIDTH, 8)
-    sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - tl.load(TOP + r).to(tl.float64))
+    sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - weighed_from(TOP + r).to(tl.float64))
     output = result_of(PARTS, r, rows, parts, at(sums, MASS) + sink, DV, SPAN)
     by_keys, by_values, arithmetic = certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT, OUT_TINY)
     return sums, most, left, output, by_keys, by_values, arithmetic
@@ -176,8 +177,8 @@ def ranks_fail(SUMS, OWN, r, most, blocks, chunks):
 
 @triton.jit
 def judge(
-    SUMS, LEFT, PARTS, SINKS, TOP, OWN, STATS, DAMAGED, GIVEN, RESULT, FOUND, COUNTED_OUT, FALLS, blocks, chunks, programs, parts,
-    KEY_BUDGET: tl.constexpr, VALUE_BUDGET: tl.constexpr, RANKED: tl.constexpr, DENSE: tl.constexpr, OUT_UNIT: tl.constexpr,
+    SUMS, LEFT, PARTS, SINKS, TOP, OWN, STATS, DAMAGED, GIVEN, RESULT, FOUND, COUNTED_OUT, FALLS, EXACT_TOP, blocks, chunks, programs,
+    parts, KEY_BUDGET: tl.constexpr, VALUE_BUDGET: tl.constexpr, RANKED: tl.constexpr, DENSE: tl.constexpr, OUT_UNIT: tl.constexpr,
     OUT_TINY: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr, SPAN: tl.constexpr,
 ):
     """One row: its result, figures and counters, [rows, ...], and (DENSE) whether it falls. RANKED above one: GIVEN has those causes.
@@ -202,6 +203,8 @@ def judge(
     if DENSE:
         falls = causes != 0
     tl.store(FALLS + r, falls.to(tl.int8))
+    # A sink's logit is the first of those that ``exact_rows`` compares.
+    tl.store(EXACT_TOP + r, tl.load(SINKS + r))
     tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), as_dtype(output.to(tl.float32), RESULT.dtype.element_ty))
 
     figures = FOUND + r * FIGURES
