@@ -128,6 +128,29 @@ def largest_newest(PEAK, first, stop):
 
 
 @triton.jit
+def exact_block(here, q, LOGITS, PEAK, WEIGHT, SIZE, t, low, high, start, last, base, PARTLY: tl.constexpr, SCALE: tl.constexpr):
+    """A block's exact logits over the old ones, but from ``base`` on (PARTLY codes); their sums, the largest norm; the largest of them."""
+    k = tl.load(here).to(tl.float32)
+    found = tl.sum(k * q, 1) * SCALE
+    if PARTLY:
+        # Nobody writes these: that a logit is read and written needs no barrier.
+        old = tl.load(LOGITS + tl.arange(0, BLOCK), mask=t >= base, other=float("-inf"))
+        new = tl.where((t >= low) & (t <= high) & (t < base), found, old)
+        tl.store(LOGITS + tl.arange(0, BLOCK), new, mask=t < base)
+    else:
+        new = tl.where((t >= low) & (t <= high), found, float("-inf"))
+        tl.store(LOGITS + tl.arange(0, BLOCK), new)
+    peak = tl.max(new, 0)
+    tl.store(PEAK, peak)
+    tl.store(WEIGHT, tl.sum(exp_of(new - tl.where(peak == float("-inf"), 0.0, peak)), 0))
+    own = (t >= start) & (t <= last)
+    if PARTLY:
+        own = own & (t < base)
+    tl.store(SIZE, norm_above(tl.max(tl.where(own, finite_or_infinite(tl.sum(k * k, 1)), 0.0), 0)))
+    return peak
+
+
+@triton.jit
 def exact_rows(
     Q, ORIGINALS, FALLS, AT, CODED_PEAK, LOGITS, PEAK, WEIGHT, EXACT_TOP, SIZE, q_b, q_h, q_s, from_n, from_b, from_h, from_t, rows, blocks,
     SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
@@ -135,12 +158,13 @@ def exact_rows(
 ):
     """Every num_programs-th block of each row that FALLS, and the largest norm in it: several rows of a kv head write the same.
 
-    EXACT_TOP becomes a row's largest logit where it is not below that already; one program counts the newest tokens', by CODED_PEAK.
-    A logit that is no number is none of these, but its block's weight says so.
+    EXACT_TOP becomes a row's largest logit where it is not below that already. The last program has the block that is codes in part,
+    and counts the newest tokens' logits, by CODED_PEAK. One that is no number is not the largest, but its block's weight says so.
     """
     flag = tl.arange(0, FLAGS)
     j = tl.arange(0, BLOCK)
     c = tl.arange(0, D)[None, :]
+    place = j[:, None] * from_t + c
     for first in range(0, rows, FLAGS):
         pending = fallen(FALLS, first, rows, flag)
         for _row in range(tl.sum(pending, 0)):
@@ -157,29 +181,32 @@ def exact_rows(
             twice = Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + tl.arange(0, 2)[:, None] * 0
             q = tl.max(tl.load(twice + c).to(tl.float32), 0)[None, :]
             of_row = r.to(tl.int64) * blocks
+            of_pair = SIZE + pair.to(tl.int64) * blocks
+            originals = ORIGINALS + b * from_b + h * from_h
             # All that any query of the batch row sees: who adds up a row's blocks need not ask which of them are its own.
-            n_stop = (tl.minimum(last + 1, base) + BLOCK - 1) // BLOCK
+            stop = tl.maximum(tl.minimum(last + 1, base), 0)
+            whole = tl.maximum(tl.minimum(last // BLOCK + 1, base // BLOCK), 0)
             n_first = start // BLOCK + tl.program_id(0)
             most = tl.full([], float("-inf"), tl.float32)
-            for turn in tl.range(0, tl.cdiv(tl.maximum(n_stop - n_first, 0), tl.num_programs(0)), num_stages=STAGES):
+            for turn in tl.range(0, tl.cdiv(tl.maximum(whole - n_first, 0), tl.num_programs(0)), num_stages=STAGES):
                 n = n_first + turn * tl.num_programs(0)
-                t = n * BLOCK + j
-                coded = t < base
-                here = ORIGINALS + (n // PER_PAGE).to(tl.int64) * from_n + b * from_b + h * from_h + (n % PER_PAGE * BLOCK + j) * from_t
-                k = tl.load(here[:, None] + c, mask=coded[:, None], other=0.0).to(tl.float32)
-                logits = LOGITS + (of_row + n) * BLOCK + j
-                # Of few blocks, and nobody writes these: that a logit is read and written needs no barrier.
-                old = tl.load(logits, mask=coded == 0, other=0.0)
-                found = tl.sum(k * q, 1) * SCALE
-                new = tl.where((t >= low) & (t <= high), tl.where(coded, found, old), float("-inf"))
-                peak = tl.max(new, 0)
+                here = originals + (n // PER_PAGE).to(tl.int64) * from_n + n % PER_PAGE * BLOCK * from_t + place
+                m = of_row + n
+                peak = exact_block(
+                    here, q, LOGITS + m * BLOCK, PEAK + m, WEIGHT + m, of_pair + n, n * BLOCK + j, low, high, start, last, base, False,
+                    SCALE,
+                )
                 most = tl.maximum(most, peak)
-                tl.store(logits, new, mask=coded)
-                tl.store(PEAK + of_row + n, peak)
-                tl.store(WEIGHT + of_row + n, tl.sum(exp_of(new - tl.where(peak == float("-inf"), 0.0, peak)), 0))
-                square = tl.where(coded & (t >= start) & (t <= last), finite_or_infinite(tl.sum(k * k, 1)), 0.0)
-                tl.store(SIZE + pair.to(tl.int64) * blocks + n, norm_above(tl.max(square, 0)))
             if tl.program_id(0) == tl.num_programs(0) - 1:
+                n = tl.maximum(whole, start // BLOCK)
+                if n * BLOCK < stop:
+                    here = originals + (n // PER_PAGE).to(tl.int64) * from_n + n % PER_PAGE * BLOCK * from_t + place
+                    m = of_row + n
+                    peak = exact_block(
+                        here, q, LOGITS + m * BLOCK, PEAK + m, WEIGHT + m, of_pair + n, n * BLOCK + j, low, high, start, last, base, True,
+                        SCALE,
+                    )
+                    most = tl.maximum(most, peak)
                 newest = (tl.maximum(base, 0) + BLOCK - 1) // BLOCK
                 most = tl.maximum(most, largest_newest(CODED_PEAK + of_row, newest, high // BLOCK + 1))
             if most > float("-inf"):

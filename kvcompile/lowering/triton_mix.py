@@ -204,13 +204,6 @@ def flagged(READ, n, blocks):
 
 
 @triton.jit
-def halves(row, HALF: tl.constexpr, GROUP: tl.constexpr):
-    """A row of values [channels] as its two halves, float64 [runs, channels of a run]."""
-    c = tl.arange(0, HALF // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    return tl.load(row + c).to(tl.float64), tl.load(row + HALF + c).to(tl.float64)
-
-
-@triton.jit
 def scales_of(PLANE, run, RUNS: tl.constexpr, seen):
     """Those of the low half and of the high one, float32."""
     low = tl.load(PLANE + run, mask=seen, other=0.0).to(tl.float32)
@@ -297,20 +290,23 @@ def mix_own(
             away = all_of(low_away * low_away + high_away * high_away)
             doubts = (doubtful(size, nu) | doubtful(away, eta)).to(tl.int32)
             token = tl.arange(0, BLOCK)
-            damaged = n < 0
-            for _doubt in range(tl.sum(doubts, 0)):
-                one, doubts = next_of(doubts, token, BLOCK)
-                low64, high64 = halves(originals + one * from_t, HALF, GROUP)
-                of_run = tl.arange(0, RUNS)[:, None]
-                step_low, step_high = scales_of(STEPS + scales + one * (2 * RUNS), of_run, RUNS, of_run >= 0)
-                zero_low, zero_high = scales_of(ZEROS + scales + one * (2 * RUNS), of_run, RUNS, of_run >= 0)
-                code = tl.load(codes + one * HALF + of_run * GROUP + tl.arange(0, GROUP)[None, :])
+            # Mostly there are two, which made the notes: the first and the last one in a turn.
+            for _doubt in range((tl.sum(doubts, 0) + 1) // 2):
+                last_one = tl.max(tl.where(doubts != 0, token, 0), 0)
+                first_one, doubts = next_of(doubts, token, BLOCK)
+                doubts = tl.where(token == last_one, 0, doubts)
+                one = tl.where(tl.arange(0, 2) == 0, first_one, last_one)[:, None, None]
+                low64 = tl.load(originals + one * from_t + c).to(tl.float64)
+                high64 = tl.load(originals + one * from_t + HALF + c).to(tl.float64)
+                step_low, step_high = scales_of(STEPS + scales + one * (2 * RUNS), run, RUNS, one >= 0)
+                zero_low, zero_high = scales_of(ZEROS + scales + one * (2 * RUNS), run, RUNS, one >= 0)
+                code = tl.load(codes + one * HALF + c)
                 away_low = low64 - ((code & 15).to(tl.float32) * step_low + zero_low).to(tl.float64)
                 away_high = high64 - ((code >> 4).to(tl.float32) * step_high + zero_high).to(tl.float64)
-                damaged = damaged | above(all_of(low64 * low64 + high64 * high64), nu)
+                damaged = above(all_of(low64 * low64 + high64 * high64), nu)
                 damaged = damaged | above(all_of(away_low * away_low + away_high * away_high), eta)
-            if damaged:
-                tl.store(DAMAGED + pair, 1)
+                if tl.max(damaged.to(tl.int32), 0) != 0:
+                    tl.store(DAMAGED + pair, 1)
         pending = flagged(flags, share_of(first + AHEAD, program, programs), blocks)
     out = OUT + ((program + first_out).to(tl.int64) * tl.num_programs(1) * (G * S) + r) * DV
     to = tl.arange(0, RUNS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
