@@ -3,8 +3,8 @@
     exact       one block of one row's list: what the consistency check compares, exact logits over the old ones, the same sums of those
     exact_rows  all blocks of the rows that fall, which are few or none: every program looks for them and takes its share of their blocks
 
-What takes time is latency: a program has one block, and loads all of it before it uses any. Two rows that promote the same block both
-check it, the second out of the cache.
+What takes time in ``exact`` is latency: a program has one block, and loads all of it before it uses any. Two rows that promote the same
+block both check it, the second out of the cache. In ``exact_rows`` blocks are on their way while those before are multiplied.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"

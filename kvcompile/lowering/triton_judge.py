@@ -202,7 +202,7 @@ def judge(
 ):
     """One row: its result, figures and counters, [rows, ...], and (DENSE) whether it falls. RANKED above one: GIVEN has those causes.
 
-    STATS [rows, 3]: see ``choose``. Of a row that falls, ``settle`` writes what is not known yet.
+    STATS [rows, 3]: see ``choose``. Of a row that falls, ``settle`` writes what is not known yet; EXACT_TOP: where ``exact_rows`` starts.
     """
     r = tl.program_id(0)
     sums, most, left, output, by_keys, by_values, arithmetic = found_of(

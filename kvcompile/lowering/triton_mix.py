@@ -266,6 +266,7 @@ def mix_own(
             n = ((first + which) // NEAR * programs + program) * NEAR + (first + which) % NEAR
             t = n * BLOCK + j
             seen = (t >= start) & (t <= last) & (t < base)
+            logit = tl.load(logits + t, mask=seen, other=float("-inf"))
             page = (n * BLOCK // PAGE).to(tl.int64)
             in_page = n * BLOCK % PAGE
             originals = ORIGINALS + page * from_n + b * from_b + h * from_h + in_page * from_t
@@ -275,20 +276,20 @@ def mix_own(
             high_v = tl.load(originals + j * from_t + HALF + c, mask=seen, other=0.0).to(tl.float32)
             low_step, high_step = scales_of(STEPS + scales + j * (2 * RUNS), run, RUNS, seen)
             low_zero, high_zero = scales_of(ZEROS + scales + j * (2 * RUNS), run, RUNS, seen)
-            logit = tl.load(logits + t, mask=seen, other=float("-inf"))
             note = NOTES + (pair * blocks + n) * 4
             eta = tl.load(note + 2)
             nu = tl.load(note + 3)
             words = tl.load(codes + j * HALF + c, mask=seen, other=0)
-            weight = exp_of(logit - top)
-            low_sum += low_v * weight
-            high_sum += high_v * weight
+            weight = all_of(exp_of(logit - top))
+            low_sum += low_v * weight[:, None, None]
+            high_sum += high_v * weight[:, None, None]
             # A code times a float16 step is exact: fused or not, this is what the scheme decodes.
             low_away = low_v - ((words & 15).to(tl.float32) * low_step + low_zero)
             high_away = high_v - ((words >> 4).to(tl.float32) * high_step + high_zero)
             size = all_of(low_v * low_v + high_v * high_v)
             away = all_of(low_away * low_away + high_away * high_away)
-            doubts = (doubtful(size, nu) | doubtful(away, eta)).to(tl.int32)
+            # No weight is below zero, but what needs it here has its logit loaded with the rest; ptxas would wait until this is done.
+            doubts = (doubtful(size, nu) | doubtful(away, eta) | (weight < 0)).to(tl.int32)
             token = tl.arange(0, BLOCK)
             # Mostly there are two, which made the notes: the first and the last one in a turn.
             for _doubt in range((tl.sum(doubts, 0) + 1) // 2):
