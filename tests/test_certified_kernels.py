@@ -278,9 +278,10 @@ KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
                        HAS_LO=True, HAS_SINK=True, PACKED=True, STAGES=3)),
     "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4, SLOTS=4)),
     "stage": (1, dict(D=128, K=8, ROWS=4, ROWS2=4, SLOTS=16, PER_PAGE=4, EXPLORE=True, COUNTS_STEPS=True)),
-    "exact_rows": (1, dict(COMMON, SCALE=0.09, D=128, PER_PAGE=4)),
+    "exact_rows": (1, dict(COMMON, SCALE=0.09, D=128, PER_PAGE=4, STAGES=3)),
     "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64, T=64, PACKED=True)),
-    "mix_own": (1, dict(COMMON, DV=128, GROUP=16, TILE=1, NEWEST=32, PAGE=64, ALL=False)),
+    "mix_own": (4, dict(COMMON, DV=128, GROUP=16, PAGE=64)),
+    "mix_rows": (4, dict(COMMON, DV=128, PAGE=64, T=64, STAGES=3)),
     "choose": (16, dict(
         K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, EXPLORE=2**31, CHUNK=2048,
         WIDE=8192,
@@ -299,13 +300,14 @@ KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 POINTERS = {
     "Q": "*bf16", "CODES": "*i8", "STEPS": "*fp32", "ZEROS": "*fp32", "KEY_NOTES": "*fp32", "VALUE_NOTES": "*fp32", "RECENT_K": "*bf16",
-    "RECENT_V": "*bf16", "AT": "*i32", "ORIGINALS": "*bf16", "READ": "*i8", "DAMAGED": "*i8", "SIZE": "*fp64", "ORDER": "*fp32",
+    "RECENT_V": "*bf16", "AT": "*i32", "ORIGINALS": "*bf16", "READ": "*i8", "DAMAGED": "*i8", "SIZE": "*fp32", "ORDER": "*fp32",
     "SHARE": "*fp64", "TERM": "*fp64", "CHOSEN": "*i8", "STATS": "*fp64", "LOGITS": "*fp32", "PEAK": "*fp32", "WEIGHT": "*fp32",
     "CHANNELS": "*fp32", "NOTES": "*fp32", "TOP": "*fp32", "OUT": "*fp32", "DELTA": "*fp64", "OWN": "*fp64", "QUERY_NORM": "*fp64",
-    "EXACT": "*fp32", "EXACT_PEAK": "*fp32", "EXACT_WEIGHT": "*fp32", "SINKS": "*fp32", "EXPLORED": "*i8", "KEY_SIZE": "*fp64",
-    "VALUE_SIZE": "*fp64", "VALUES": "*i8", "SUMS": "*fp64", "HI": "*i64", "LO": "*i64", "BASE": "*i64", "SINK": "*bf16", "CLOCK": "*fp64",
+    "EXACT": "*fp32", "EXACT_PEAK": "*fp32", "EXACT_WEIGHT": "*fp32", "SINKS": "*fp32", "EXPLORED": "*i8", "KEY_SIZE": "*fp32",
+    "VALUE_SIZE": "*fp32", "VALUES": "*i8", "SUMS": "*fp64", "HI": "*i64", "LO": "*i64", "BASE": "*i64", "SINK": "*bf16", "CLOCK": "*fp64",
     "LEFT": "*fp64", "PARTS": "*fp32", "GIVEN": "*i32", "RESULT": "*bf16", "FOUND": "*fp32", "COUNTED_OUT": "*i32", "FALLS": "*i8",
     "TELEMETRY": "*fp64", "LIST": "*i32", "SCRATCH": "*bf16", "PLACES": "*i32", "FOUND_AT": "*i32", "HELD": "*fp64", "LISTED": "*i32",
+    "CODED_PEAK": "*fp32", "EXACT_TOP": "*fp32",
 }
 OF_VALUES = {"CODES": "*u8", "STEPS": "*fp16", "ZEROS": "*fp16"}
 OF_TALLIES = {"OUT": "*fp64"}
@@ -318,12 +320,21 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering import triton_choose, triton_exact, triton_judge, triton_mix, triton_score, triton_stage, triton_tally
+    from kvcompile.lowering import (
+        triton_choose,
+        triton_exact,
+        triton_judge,
+        triton_mix,
+        triton_mix_rows,
+        triton_score,
+        triton_stage,
+        triton_tally,
+    )
 
     modules = {
         "score": triton_score, "choose": triton_choose, "stage": triton_stage, "exact": triton_exact, "exact_rows": triton_exact,
-        "tally": triton_tally, "tally_values": triton_tally, "mix": triton_mix, "mix_own": triton_mix, "judge": triton_judge,
-        "settle": triton_judge,
+        "tally": triton_tally, "tally_values": triton_tally, "mix": triton_mix, "mix_own": triton_mix, "mix_rows": triton_mix_rows,
+        "judge": triton_judge, "settle": triton_judge,
     }
     kernel, (warps, constants) = getattr(modules[name], name), KERNELS[name]
     pointers = POINTERS | (OF_VALUES if name.startswith("mix") else OF_TALLIES if name.startswith("tally") else {})

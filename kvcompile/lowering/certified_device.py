@@ -5,8 +5,8 @@
        made of, ``tally_values`` promotes values. Where the originals are in host memory, ``stage`` goes before: it copies what is asked
        for into device memory, where it is not there yet.
     3. ``mix`` reads the int4 values once, and original values where promoted. ``judge`` makes the certificate and the causes.
-    4. ``exact_rows``, ``mix`` and ``tally`` again, with everything from the originals, for heads that fall; without one they end at once.
-       ``settle`` makes the certificate of those, and adds the step to the telemetry.
+    4. ``exact_rows``, ``mix_rows`` and ``tally`` again, with everything from the originals, for heads that fall; without one they end at
+       once. ``settle`` makes the certificate of those, and adds the step to the telemetry.
 
 That is twelve kernels (with ``stage`` thirteen) and no tensor code, but for a ranking of more than one block.
 
@@ -48,13 +48,19 @@ SPANS, SCORERS = (32, 16, 8), 1000
 """Blocks of a program of ``score``: as many as leave that many programs, timed (benchmarks/CERTIFIED.md)."""
 
 STAGES = 3
-"""Blocks of ``score`` whose loads are under way."""
+"""Blocks of ``score``, ``exact_rows`` and ``mix_rows`` whose loads are under way."""
 
-ROW_TILE, OWN_TILE = 4, 1
-"""Rows of a program of ``score`` and ``mix``, and where ``mix`` reads originals."""
+ROW_TILE = 4
+"""Rows of a program of ``mix``."""
 
-OWN_PROGRAMS = {False: 64, True: 256}
-"""Programs of a head that look for original values; by whether a head may want all of its own, and nobody else any."""
+OWN_PROGRAMS, OWN_WARPS = 32, 4
+"""Programs of a row that look for original values, and their warps: mostly one of them finds a block, and that is what all wait for."""
+
+KEY_PROGRAMS, VALUE_PROGRAMS = 1024, 256
+"""Programs of ``exact_rows`` and ``mix_rows``, which share the rows that fall: as many parts of the second has ``settle`` to add up."""
+
+VALUE_WARPS = 4
+"""Warps of a program of ``mix_rows``."""
 
 MOST_LISTED = 256
 """Programs of a row's list in ``exact`` at most: up to there a block each, as far as ``k_max`` lets expect."""
@@ -78,7 +84,7 @@ INSIDE = 1 - 2.0**-40
 """Budgets are kept by this much, so that the same sum in another order keeps them too."""
 
 PROGRAMS = 2048
-"""Programs of ``mix`` to aim for, and those of ``exact_rows``: 16 warps on each multiprocessor of a large device."""
+"""Programs of ``mix`` to aim for: 16 warps on each multiprocessor of a large device."""
 
 ADDED_AT_ONCE = 16384
 """Numbers of partial results that ``judge`` and ``settle`` read at once: 32 a thread."""
@@ -160,11 +166,11 @@ def certified_by_kernels(
     coded = Masses(run.peak, run.weight)
     exact = run.exact(scratch, None if scratch is None else run.stage(scratch, read, explored, clock, telemetry))
     original_values, sums = run.tally(exact, read, explored)
-    parts = run.mix(original_values, exact.peak, False)
+    parts = run.mix(original_values)
     run.judge(sums, parts, run.ranked(coded, exact, read) if rules.rank > 1 else None)
     if rules.fallback is Fallback.DENSE:
         exact = run.exact_rows()
-        parts = run.mix(run.falls, exact.peak, True)
+        parts = run.mix_rows()
         sums = run.tally_again(exact)
     if rules.fallback is Fallback.DENSE or telemetry is not None:
         run.settle(sums, parts, telemetry)
@@ -186,7 +192,8 @@ class DeviceStep:
         self, rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
         originals: Sequence[torch.Tensor], scale: float, value_dim: int, recent: Sequence[torch.Tensor], splits: int | None,
     ) -> None:
-        from kvcompile.lowering.triton_mix import turn_of
+        from kvcompile.lowering.triton_mix import NEAR, turn_of
+        from kvcompile.lowering.triton_mix_rows import tile_of
 
         B, H, S, _ = q.shape
         K = keys[0].shape[2]
@@ -202,7 +209,10 @@ class DeviceStep:
         self.splits = splits or max(1, min(SPLITS, PROGRAMS // (B * K * self.tiles)))
         self.turn = turn_of(self.page, value_dim)
         self.share = -(-N // (self.splits * self.turn // BLOCK)) * (self.turn // BLOCK)
-        self.own_programs = {asked: splits or count for asked, count in OWN_PROGRAMS.items()}
+        self.own_programs, self.value_programs = splits or OWN_PROGRAMS, splits or VALUE_PROGRAMS
+        near = NEAR.value
+        self.own_share = -(-N // (self.own_programs * near)) * near
+        self.value_tile = tile_of(self.page, value_dim)
         self.sizes = dict(K=K, G=H // K, S=S)
         self.launch = Launch(q.device.type == "cuda")
 
@@ -211,8 +221,9 @@ class DeviceStep:
         self.logits = self.floats(*self.shape, N * BLOCK)
         self.peak, self.weight, self.channels = (self.floats(*self.shape, N) for _ in range(3))
         self.delta, self.own, self.query_norm = self.doubles(*self.shape, N), self.doubles(*self.shape, N), self.doubles(*self.shape)
-        self.notes, self.key_size, self.value_size = self.floats(B, K, N, 4), self.doubles(B, K, N), self.doubles(B, K, N)
+        self.notes, self.key_size, self.value_size = self.floats(B, K, N, 4), self.floats(B, K, N), self.floats(B, K, N)
         self.top, self.stats, self.falls = self.floats(*self.shape), self.doubles(*self.shape, 3), self.flags(*self.shape)
+        self.exact_top = self.floats(*self.shape)
         self.list = torch.empty(*self.shape, N, dtype=torch.int32, device=q.device)
         self.listed = torch.empty(self.shape, dtype=torch.int32, device=q.device)
         self.order, self.share_of, self.term = self.floats(*self.shape, N), self.doubles(*self.shape, N), self.doubles(*self.shape, N)
@@ -231,10 +242,6 @@ class DeviceStep:
     def flags(self, *shape: int) -> torch.Tensor:
         """Uninitialized flags."""
         return torch.empty(shape, dtype=torch.int8, device=self.q.device)
-
-    def own_share(self, everything: bool) -> int:
-        """Blocks of a program of ``mix_own``."""
-        return -(-self.blocks // self.own_programs[everything])
 
     def score(self, hi: torch.Tensor, lo: torch.Tensor | None, base: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """Logits, sums of blocks, deviations and notes; what each row sees, its sink."""
@@ -321,8 +328,9 @@ class DeviceStep:
 
         q, originals, found = self.q, self.originals[0], self.masses()
         self.launch(
-            exact_rows, (torch.sym_min(self.blocks, PROGRAMS),), q, originals, self.falls, self.at, self.logits, *found, self.key_size,
-            *q.stride()[:3], *originals.stride()[:4], math.prod(self.shape), self.blocks, warps=EXACT_WARPS, **self.of_originals(),
+            exact_rows, (torch.sym_min(self.blocks, KEY_PROGRAMS),), q, originals, self.falls, self.at, self.peak, self.logits, *found,
+            self.exact_top, self.key_size, *q.stride()[:3], *originals.stride()[:4], math.prod(self.shape), self.blocks, warps=EXACT_WARPS,
+            STAGES=STAGES, **self.of_originals(),
         )
         return found
 
@@ -345,7 +353,8 @@ class DeviceStep:
         self.launch(
             kernels.tally_values, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact, read,
             read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
-            found.values, self.blocks, found.keys.shape[3], self.share, self.own_share(False), warps=16 if spend else 4,
+            found.values, self.blocks, found.keys.shape[3], self.share,
+            self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs)), warps=16 if spend else 4,
             CHAIN=certificates.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
             V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
             EXPLORE=explored is not None, CHUNK=CHUNK if spend else TALLY, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
@@ -355,7 +364,7 @@ class DeviceStep:
 
     def tally_again(self, exact: Masses) -> Sums:
         """The sums of rows that fall: everything from the originals, relative to what is the largest logit then."""
-        return self._tally(exact, self.falls, torch.empty_like(self.top), True, -(-self.blocks // TALLY))
+        return self._tally(exact, self.falls, self.exact_top, True, -(-self.blocks // TALLY))
 
     def _tally(self, exact: Masses, read: torch.Tensor, top: torch.Tensor, everything: bool, programs: int) -> Sums:
         """``tally``, with room for what ``programs`` find of values."""
@@ -364,9 +373,12 @@ class DeviceStep:
         chunks = -(-self.blocks // TALLY)
         keys = self.doubles(*self.shape, chunks, len(kernels.COLUMNS))
         values = self.doubles(*self.shape, programs, len(kernels.VALUE_COLUMNS))
+        # A place's tiles and newest tokens one after the other, then the places of a tile, of which a chain has a block's already.
+        tile, newest = self.value_tile, self.new_v.shape[2]
+        added = -(-self.blocks * BLOCK // (tile * self.value_programs)) + -(-newest // tile) + tile - BLOCK
         self.launch(
             kernels.tally, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes,
-            self.key_size, self.value_size, self.query_norm, self.sinks, self.at, top, keys, values, self.blocks, self.own_share(True),
+            self.key_size, self.value_size, self.query_norm, self.at, top, keys, values, self.blocks, added,
             warps=4, CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale), D=self.q.shape[3],
             CHUNK=TALLY, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything, **self.sizes,
         )
@@ -391,7 +403,7 @@ class DeviceStep:
         rules, (_, K, Q) = self.rules, self.shape
         self.launch(
             judge, (math.prod(self.shape),), sums.keys, sums.values, parts, self.sinks, sums.top, self.own, self.stats, self.damaged,
-            self.counts if causes is None else causes, self.result, self.figures, self.counts, self.falls, self.blocks,
+            self.counts if causes is None else causes, self.result, self.figures, self.counts, self.falls, self.exact_top, self.blocks,
             sums.keys.shape[3], sums.values.shape[3], parts.shape[0], warps=16, KEY_BUDGET=min(rules.key_budget, LARGEST),
             VALUE_BUDGET=min(rules.value_budget, LARGEST), RANKED=rules.rank, DENSE=rules.fallback is Fallback.DENSE, K=K,
             K2=1 << (K - 1).bit_length(), ROWS=Q, **self.rounding(),
@@ -417,26 +429,39 @@ class DeviceStep:
             SPAN=max(1, ADDED_AT_ONCE // width),
         )
 
-    def mix(self, asked: torch.Tensor, exact_peak: torch.Tensor, everything: bool) -> torch.Tensor:
-        """sum exp(logit - top) v in parts [parts, B, K, Q, Dv]; original values where asked for, as in ``exact``."""
+    def mix(self, asked: torch.Tensor) -> torch.Tensor:
+        """sum exp(logit - top) v in parts [parts, B, K, Q, Dv]; original values of the blocks that are asked for."""
         from kvcompile.lowering import triton_mix as kernels
 
         B, K, Q = self.shape
         values, originals, new_v = self.values, self.originals[1], self.new_v
-        coded, sizes = 0 if everything else self.splits, dict(self.sizes, S2=1 << (self.sizes["S"] - 1).bit_length())
-        own = self.own_programs[everything]
-        parts = self.floats(coded + own, *self.shape, self.value_dim)
-        if coded:
-            self.launch(
-                kernels.mix, (coded, B * K, self.tiles), *values[:3], self.logits, self.top, asked, self.at, parts,
-                *values[0].stride()[:3], *values[1].stride()[:3], self.blocks, self.share, warps=1, DV=self.value_dim, GROUP=self.group,
-                TILE=self.tile, PAGE=self.page, T=self.turn, PACKED=self.launch.cuda, **sizes,
-            )
+        sizes = dict(self.value_sizes(), GROUP=self.group)
+        parts = self.floats(self.splits + self.own_programs, *self.shape, self.value_dim)
         self.launch(
-            kernels.mix_own, (own, B * K, -(-Q // OWN_TILE)), *values[:3], originals, new_v, self.logits, self.top, asked, self.peak,
-            exact_peak, self.sinks, self.at, self.notes, parts, self.value_size, self.damaged, *values[0].stride()[:3],
-            *values[1].stride()[:3], *originals.stride()[:4], *new_v.stride()[:3], self.blocks, originals.shape[3], new_v.shape[2],
-            self.own_share(everything), coded, warps=1, DV=self.value_dim, GROUP=self.group, TILE=OWN_TILE,
-            NEWEST=1 << (new_v.shape[2] - 1).bit_length(), PAGE=self.page, ALL=everything, **sizes,
+            kernels.mix, (self.splits, B * K, self.tiles), *values[:3], self.logits, self.top, asked, self.at, parts,
+            *values[0].stride()[:3], *values[1].stride()[:3], self.blocks, self.share, warps=1, TILE=self.tile, T=self.turn,
+            PACKED=self.launch.cuda, **sizes,
+        )
+        self.launch(
+            kernels.mix_own, (self.own_programs, B * K, Q), *values[:3], originals, new_v, self.logits, self.top, asked, self.at,
+            self.notes, parts, self.damaged, *values[0].stride()[:3], *values[1].stride()[:3], *originals.stride()[:4],
+            *new_v.stride()[:3], self.blocks, new_v.shape[2], self.own_share, self.splits, warps=OWN_WARPS, **sizes,
         )
         return parts
+
+    def mix_rows(self) -> torch.Tensor:
+        """The same of rows that fall, by originals alone."""
+        from kvcompile.lowering.triton_mix_rows import mix_rows
+
+        originals, new_v, programs = self.originals[1], self.new_v, self.value_programs
+        parts = self.floats(programs, *self.shape, self.value_dim)
+        self.launch(
+            mix_rows, (programs,), originals, new_v, self.falls, self.at, self.logits, self.exact_top, parts, self.value_size,
+            *originals.stride()[:4], *new_v.stride()[:3], math.prod(self.shape), self.blocks, new_v.shape[2], warps=VALUE_WARPS,
+            T=self.value_tile, STAGES=STAGES, **self.value_sizes(),
+        )
+        return parts
+
+    def value_sizes(self) -> dict[str, int]:
+        """Constants of what reads values."""
+        return dict(self.sizes, S2=1 << (self.sizes["S"] - 1).bit_length(), DV=self.value_dim, PAGE=self.page)

@@ -8,7 +8,8 @@ Values: float16 on tensor cores, whose rounding is part of the certificate (``tr
     sums        of each block the largest logit, the sum of exp relative to it and the deviation; the notes, also of the window's blocks
     exact       (``triton_exact``) original keys of the blocks that a row asks for: their logits over the old ones, and the same sums;
                 what the consistency check compares; ``exact_rows``: the same for all blocks of a row
-    mix         (``triton_mix``) int4 values once, with weights from the logits as they stand then; originals where flags ask for them
+    mix         (``triton_mix``) int4 values once, with weights from the logits as they stand then; ``mix_own``: originals where flags
+                ask for them; ``mix_rows`` (``triton_mix_rows``): the originals of all blocks of a row
     choose      (``triton_choose``) which blocks stand first in descending order of an amount until the rest fits a budget
     tally       (``triton_tally``) what a certificate is made of, and which values are promoted
     judge       (``triton_judge``) a row's result and certificate, whether it falls; ``settle``: what it returns then, telemetry
@@ -37,6 +38,9 @@ LOG2E_REST = tl.constexpr(1.9259629911266175e-08)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-30000.0)
 
+FLAGS = tl.constexpr(128)
+"""Rows that ``exact_rows`` and ``mix_rows`` look at at once."""
+
 
 @triton.jit
 def exp_of(x):
@@ -63,20 +67,39 @@ def norm_above(square):
 
 
 @triton.jit
-def largest_logit(PEAK, EXACT, SINK, wanted, blocks, start, last, base):
-    """Of a row whose blocks of codes are taken from EXACT; a sink's included. Nothing is read where there is nothing to do."""
-    top = tl.load(SINK)
-    if wanted:
-        i = tl.arange(0, 512)
-        for first in range(0, blocks, 512):
-            n = first + i
-            exact = (n * BLOCK <= last) & (n * BLOCK + BLOCK > start) & (n * BLOCK < base)
-            peak = tl.load(PEAK + n, mask=(n < blocks) & (exact == 0), other=float("-inf"))
-            top = tl.maximum(top, tl.max(tl.maximum(peak, tl.load(EXACT + n, mask=(n < blocks) & exact, other=float("-inf"))), 0))
+def finite_or_infinite(square):
+    """What is no number as infinity, which a maximum keeps."""
+    return tl.where(square == square, square, float("inf"))
+
+
+@triton.jit
+def doubtful(square, note):
+    """Which tokens' norms may be above what a note says, by their float32 squares: what is above, close to it or no number."""
+    return (norm_above(square) <= note) == 0
+
+
+@triton.jit
+def above(square, note):
+    """Whether a norm, by its float64 square, is above what a note says, whose square is exact; also where either is no number."""
+    note = note.to(tl.float64)
+    return (square * (1.0 + 2.0**-39) <= note * note) == 0
+
+
+@triton.jit
+def weighed_from(TOP):
+    """The logit that a row's weights are relative to: its largest, zero where it sees nothing."""
+    top = tl.load(TOP)
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
-def beyond(square, NOTE):
-    """Whether a norm, by its float64 square, is above what a note says; also where either is no number."""
-    return (tl.sqrt(square) * (1.0 + 2.0**-40) <= tl.load(NOTE).to(tl.float64)) == 0
+def next_of(pending, places, OF: tl.constexpr):
+    """The first of what is ``pending``, of ``places`` from 0 to OF, and the rest of it."""
+    which = tl.min(tl.where(pending != 0, places, OF), 0)
+    return which, tl.where(places == which, 0, pending)
+
+
+@triton.jit
+def fallen(FALLS, first, rows, flag):
+    """Which of the rows from ``first`` on fall, as numbers."""
+    return (tl.load(FALLS + first + flag, mask=first + flag < rows, other=0) != 0).to(tl.int32)

@@ -3,8 +3,8 @@
     exact       one block of one row's list: what the consistency check compares, exact logits over the old ones, the same sums of those
     exact_rows  all blocks of the rows that fall, which are few or none: every program looks for them and takes its share of their blocks
 
-What takes time is latency: a program has one block, and loads all of it before it uses any. Two rows that promote the same block both
-check it, the second out of the cache.
+What takes time in ``exact`` is latency: a program has one block, and loads all of it before it uses any. Two rows that promote the same
+block both check it, the second out of the cache. In ``exact_rows`` blocks are on their way while those before are multiplied.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -16,42 +16,22 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.triton_bounds import consistent
-from kvcompile.lowering.triton_certified import BLOCK, exp_of, norm_above, sight
+from kvcompile.lowering.triton_certified import (
+    BLOCK,
+    FLAGS,
+    above,
+    doubtful,
+    exp_of,
+    fallen,
+    finite_or_infinite,
+    next_of,
+    norm_above,
+    sight,
+)
 from kvcompile.lowering.triton_stage import SET, rows_of_slot
 
 PART = tl.constexpr(4)
 """Tokens of a block that ``exact`` takes at once: a quarter of the registers are twice the warps."""
-
-FLAGS = tl.constexpr(128)
-"""Rows that ``exact_rows`` looks at at once."""
-
-
-@triton.jit
-def largest_square(x):
-    """max_t |x_t|^2 of tokens [16, D], float64; what is no number is infinite."""
-    square = tl.sum(x * x, 1)
-    return tl.max(tl.where(square == square, square, float("inf")), 0)
-
-
-@triton.jit
-def above(square, note):
-    """Whether a norm, by its float64 square, is above what a note says, whose square is exact; also where either is no number."""
-    note = note.to(tl.float64)
-    return (square * (1.0 + 2.0**-39) <= note * note) == 0
-
-
-@triton.jit
-def put(LOGITS, PEAK, WEIGHT, found, old, seen, coded):
-    """A block's exact logits in place of the old ones, and their sums; the largest of them."""
-    new = tl.where(seen, tl.where(coded, found, old), float("-inf"))
-    peak = tl.max(new, 0)
-    weight = tl.sum(exp_of(new - tl.where(peak == float("-inf"), 0.0, peak)), 0)
-    # Whoever reads a logit here has read it before any is written: the barriers of the sums are not enough.
-    tl.debug_barrier()
-    tl.store(LOGITS + tl.arange(0, BLOCK), new)
-    tl.store(PEAK, peak)
-    tl.store(WEIGHT, weight)
-    return peak
 
 
 @triton.jit
@@ -61,12 +41,6 @@ def summed(logits, PEAK, WEIGHT):
     tl.store(PEAK, peak)
     tl.store(WEIGHT, tl.sum(exp_of(logits - tl.where(peak == float("-inf"), 0.0, peak)), 0))
     return peak
-
-
-@triton.jit
-def doubtful(square, note):
-    """Which tokens' norms may be above what a note says, by their float32 squares: what is above, close to it or no number."""
-    return (norm_above(square) <= note) == 0
 
 
 @triton.jit
@@ -159,20 +133,57 @@ def exact(
 
 
 @triton.jit
+def largest_newest(PEAK, first, stop):
+    """The largest logit of a row's blocks from ``first`` up to ``stop``."""
+    most = tl.full([], float("-inf"), tl.float32)
+    for n in range(first, stop, BLOCK):
+        block = n + tl.arange(0, BLOCK)
+        most = tl.maximum(most, tl.max(tl.load(PEAK + block, mask=block < stop, other=float("-inf")), 0))
+    return most
+
+
+@triton.jit
+def exact_block(here, q, LOGITS, PEAK, WEIGHT, SIZE, t, low, high, start, last, base, PARTLY: tl.constexpr, SCALE: tl.constexpr):
+    """A block's exact logits over the old ones, but from ``base`` on (PARTLY codes); their sums, the largest norm; the largest of them."""
+    k = tl.load(here).to(tl.float32)
+    found = tl.sum(k * q, 1) * SCALE
+    if PARTLY:
+        # Nobody writes these: that a logit is read and written needs no barrier.
+        old = tl.load(LOGITS + tl.arange(0, BLOCK), mask=t >= base, other=float("-inf"))
+        new = tl.where((t >= low) & (t <= high) & (t < base), found, old)
+        tl.store(LOGITS + tl.arange(0, BLOCK), new, mask=t < base)
+    else:
+        new = tl.where((t >= low) & (t <= high), found, float("-inf"))
+        tl.store(LOGITS + tl.arange(0, BLOCK), new)
+    peak = tl.max(new, 0)
+    tl.store(PEAK, peak)
+    tl.store(WEIGHT, tl.sum(exp_of(new - tl.where(peak == float("-inf"), 0.0, peak)), 0))
+    own = (t >= start) & (t <= last)
+    if PARTLY:
+        own = own & (t < base)
+    tl.store(SIZE, norm_above(tl.max(tl.where(own, finite_or_infinite(tl.sum(k * k, 1)), 0.0), 0)))
+    return peak
+
+
+@triton.jit
 def exact_rows(
-    Q, ORIGINALS, FALLS, AT, LOGITS, PEAK, WEIGHT, SIZE, q_b, q_h, q_s, from_n, from_b, from_h, from_t, rows, blocks,
+    Q, ORIGINALS, FALLS, AT, CODED_PEAK, LOGITS, PEAK, WEIGHT, EXACT_TOP, SIZE, q_b, q_h, q_s, from_n, from_b, from_h, from_t, rows, blocks,
     SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
-    PER_PAGE: tl.constexpr,
+    PER_PAGE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Every num_programs-th block of each row that FALLS, and the largest norm in it: several rows of a kv head write the same."""
+    """Every num_programs-th block of each row that FALLS, and the largest norm in it: several rows of a kv head write the same.
+
+    EXACT_TOP becomes a row's largest logit where it is not below that already. The last program has the block that is codes in part,
+    and counts the newest tokens' logits, by CODED_PEAK. One that is no number is not the largest, but its block's weight says so.
+    """
     flag = tl.arange(0, FLAGS)
     j = tl.arange(0, BLOCK)
     c = tl.arange(0, D)[None, :]
+    place = j[:, None] * from_t + c
     for first in range(0, rows, FLAGS):
-        pending = (tl.load(FALLS + first + flag, mask=first + flag < rows, other=0) != 0).to(tl.int32)
-        for _turn in range(tl.sum(pending, 0)):
-            which = tl.min(tl.where(pending != 0, flag, FLAGS), 0)
-            pending = tl.where(flag == which, 0, pending)
+        pending = fallen(FALLS, first, rows, flag)
+        for _row in range(tl.sum(pending, 0)):
+            which, pending = next_of(pending, flag, FLAGS)
             r = first + which
             pair = r // (G * S)
             b = (pair // K).to(tl.int64)
@@ -181,19 +192,37 @@ def exact_rows(
             start, last, base = sight(at, S, S2)
             high = tl.load(at + r % S)
             low = tl.load(at + S + r % S)
-            q = tl.load(Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + c).to(tl.float32)
+            # Twice, so that the same channels of it and of keys are a thread's; all of a row's channels in as few threads as possible.
+            twice = Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + tl.arange(0, 2)[:, None] * 0
+            q = tl.max(tl.load(twice + c).to(tl.float32), 0)[None, :]
+            of_row = r.to(tl.int64) * blocks
+            of_pair = SIZE + pair.to(tl.int64) * blocks
+            originals = ORIGINALS + b * from_b + h * from_h
             # All that any query of the batch row sees: who adds up a row's blocks need not ask which of them are its own.
-            n_stop = (tl.minimum(last + 1, base) + BLOCK - 1) // BLOCK
+            stop = tl.maximum(tl.minimum(last + 1, base), 0)
+            whole = tl.maximum(tl.minimum(last // BLOCK + 1, base // BLOCK), 0)
             n_first = start // BLOCK + tl.program_id(0)
-            for ahead in range(0, tl.maximum(n_stop - n_first, 0), tl.num_programs(0)):
-                n = n_first + ahead
-                t = n * BLOCK + j
-                coded = t < base
-                here = ORIGINALS + (n // PER_PAGE).to(tl.int64) * from_n + b * from_b + h * from_h + (n % PER_PAGE * BLOCK + j) * from_t
-                k = tl.load(here[:, None] + c, mask=coded[:, None], other=0.0).to(tl.float32)
-                place = r.to(tl.int64) * blocks + n
-                old = tl.load(LOGITS + place * BLOCK + j)
-                own = (coded & (t >= start) & (t <= last))[:, None]
-                tl.store(SIZE + pair.to(tl.int64) * blocks + n, largest_square(tl.where(own, k, 0.0).to(tl.float64)))
-                found = tl.sum(k * q, 1) * SCALE
-                put(LOGITS + place * BLOCK, PEAK + place, WEIGHT + place, found, old, (t >= low) & (t <= high), coded)
+            most = tl.full([], float("-inf"), tl.float32)
+            for turn in tl.range(0, tl.cdiv(tl.maximum(whole - n_first, 0), tl.num_programs(0)), num_stages=STAGES):
+                n = n_first + turn * tl.num_programs(0)
+                here = originals + (n // PER_PAGE).to(tl.int64) * from_n + n % PER_PAGE * BLOCK * from_t + place
+                m = of_row + n
+                peak = exact_block(
+                    here, q, LOGITS + m * BLOCK, PEAK + m, WEIGHT + m, of_pair + n, n * BLOCK + j, low, high, start, last, base, False,
+                    SCALE,
+                )
+                most = tl.maximum(most, peak)
+            if tl.program_id(0) == tl.num_programs(0) - 1:
+                n = tl.maximum(whole, start // BLOCK)
+                if n * BLOCK < stop:
+                    here = originals + (n // PER_PAGE).to(tl.int64) * from_n + n % PER_PAGE * BLOCK * from_t + place
+                    m = of_row + n
+                    peak = exact_block(
+                        here, q, LOGITS + m * BLOCK, PEAK + m, WEIGHT + m, of_pair + n, n * BLOCK + j, low, high, start, last, base, True,
+                        SCALE,
+                    )
+                    most = tl.maximum(most, peak)
+                newest = (tl.maximum(base, 0) + BLOCK - 1) // BLOCK
+                most = tl.maximum(most, largest_newest(CODED_PEAK + of_row, newest, high // BLOCK + 1))
+            if most > float("-inf"):
+                tl.atomic_max(EXACT_TOP + r, most, sem="relaxed")

@@ -19,6 +19,7 @@ from kvcompile.lowering import triton_tally
 from kvcompile.lowering.bound_printer import UP32
 from kvcompile.lowering.certified_telemetry import COLUMNS, COUNTED
 from kvcompile.lowering.triton_bounds import accumulation, center_norm, key, output_rounding, value
+from kvcompile.lowering.triton_certified import fallen, next_of, weighed_from
 from kvcompile.schemes.certify import Cause, Count, Figure, Rung
 
 
@@ -91,8 +92,17 @@ def at(columns, place: tl.constexpr):
 
 
 @triton.jit
-def together(SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
-    """Of each column of a row's ``count`` programs, [rows, programs, OF], the sum and the largest, where NaN is larger than all."""
+def some_of(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
+    """The columns of AT_ONCE of a row's ``count`` programs, [rows, programs, OF]."""
+    program = first + tl.arange(0, AT_ONCE)[:, None]
+    column = tl.arange(0, WIDE)[None, :]
+    at = SUMS + (r.to(tl.int64) * count + program) * OF + column
+    return tl.load(at, mask=(program < count) & (column < OF), other=0.0)
+
+
+@triton.jit
+def together(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
+    """Of each column the sum and the largest, where NaN is larger than all; ``found``: of the first programs, loaded before."""
     column = tl.arange(0, WIDE)[None, :]
     added = tl.zeros([WIDE], tl.float64)
     most = tl.full([WIDE], float("-inf"), tl.float64)
@@ -100,21 +110,27 @@ def together(SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
     for first in range(0, count, AT_ONCE):
         program = first + tl.arange(0, AT_ONCE)[:, None]
         inside = (program < count) & (column < OF)
-        found = tl.load(SUMS + (r.to(tl.int64) * count + program) * OF + column, mask=inside, other=0.0)
         added += tl.sum(found, 0)
         broken += tl.sum((found != found).to(tl.int32), 0)
         most = tl.maximum(most, tl.max(tl.where(inside & (found == found), found, float("-inf")), 0))
+        found = some_of(SUMS, r, first + AT_ONCE, count, OF, WIDE)
     return added, tl.where(broken == 0, most, float("nan"))
 
 
 @triton.jit
-def result_of(PARTS, r, rows, count, mass, DV: tl.constexpr, SPAN: tl.constexpr):
-    """A row's ``count`` partial results, [count, rows, DV], added up and divided by their mass."""
-    c = tl.arange(0, DV)[None, :]
+def some_parts(PARTS, r, rows, first, count, DV: tl.constexpr, SPAN: tl.constexpr):
+    """SPAN of a row's ``count`` partial results, [count, rows, DV]."""
+    part = first + tl.arange(0, SPAN)[:, None]
+    return tl.load(PARTS + (part.to(tl.int64) * rows + r) * DV + tl.arange(0, DV)[None, :], mask=part < count, other=0.0)
+
+
+@triton.jit
+def result_of(parts, PARTS, r, rows, count, mass, DV: tl.constexpr, SPAN: tl.constexpr):
+    """Partial results added up and divided by their mass; ``parts``: the first of them, loaded before."""
     added = tl.zeros([SPAN, DV], tl.float64)
     for first in range(0, count, SPAN):
-        part = first + tl.arange(0, SPAN)[:, None]
-        added += tl.load(PARTS + (part.to(tl.int64) * rows + r) * DV + c, mask=part < count, other=0.0).to(tl.float64)
+        added += parts.to(tl.float64)
+        parts = some_parts(PARTS, r, rows, first + SPAN, count, DV, SPAN)
     return tl.sum(added, 0) / nothing_less(mass)
 
 
@@ -143,10 +159,14 @@ def found_of(
     SPAN: tl.constexpr,
 ):
     """What a row's programs found, its result, and the certificate of that."""
-    sums, most = together(SUMS, r, chunks, WIDTH, 16)
-    left, left_most = together(LEFT, r, programs, LEFT_WIDTH, 8)
-    sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - tl.load(TOP + r).to(tl.float64))
-    output = result_of(PARTS, r, rows, parts, at(sums, MASS) + sink, DV, SPAN)
+    # Everything's first part is on its way before any of it is used.
+    first_sums = some_of(SUMS, r, 0, chunks, WIDTH, 16)
+    first_left = some_of(LEFT, r, 0, programs, LEFT_WIDTH, 8)
+    first_parts = some_parts(PARTS, r, rows, 0, parts, DV, SPAN)
+    sink = tl.exp(tl.load(SINKS + r).to(tl.float64) - weighed_from(TOP + r).to(tl.float64))
+    sums, most = together(first_sums, SUMS, r, chunks, WIDTH, 16)
+    left, left_most = together(first_left, LEFT, r, programs, LEFT_WIDTH, 8)
+    output = result_of(first_parts, PARTS, r, rows, parts, at(sums, MASS) + sink, DV, SPAN)
     by_keys, by_values, arithmetic = certificate_of(sums, most, left, left_most, sink, output, OUT_UNIT, OUT_TINY)
     return sums, most, left, output, by_keys, by_values, arithmetic
 
@@ -176,13 +196,13 @@ def ranks_fail(SUMS, OWN, r, most, blocks, chunks):
 
 @triton.jit
 def judge(
-    SUMS, LEFT, PARTS, SINKS, TOP, OWN, STATS, DAMAGED, GIVEN, RESULT, FOUND, COUNTED_OUT, FALLS, blocks, chunks, programs, parts,
-    KEY_BUDGET: tl.constexpr, VALUE_BUDGET: tl.constexpr, RANKED: tl.constexpr, DENSE: tl.constexpr, OUT_UNIT: tl.constexpr,
+    SUMS, LEFT, PARTS, SINKS, TOP, OWN, STATS, DAMAGED, GIVEN, RESULT, FOUND, COUNTED_OUT, FALLS, EXACT_TOP, blocks, chunks, programs,
+    parts, KEY_BUDGET: tl.constexpr, VALUE_BUDGET: tl.constexpr, RANKED: tl.constexpr, DENSE: tl.constexpr, OUT_UNIT: tl.constexpr,
     OUT_TINY: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr, SPAN: tl.constexpr,
 ):
     """One row: its result, figures and counters, [rows, ...], and (DENSE) whether it falls. RANKED above one: GIVEN has those causes.
 
-    STATS [rows, 3]: see ``choose``. Of a row that falls, ``settle`` writes what is not known yet.
+    STATS [rows, 3]: see ``choose``. Of a row that falls, ``settle`` writes what is not known yet; EXACT_TOP: where ``exact_rows`` starts.
     """
     r = tl.program_id(0)
     sums, most, left, output, by_keys, by_values, arithmetic = found_of(
@@ -202,6 +222,8 @@ def judge(
     if DENSE:
         falls = causes != 0
     tl.store(FALLS + r, falls.to(tl.int8))
+    # A sink's logit is the first of those that ``exact_rows`` compares.
+    tl.store(EXACT_TOP + r, tl.load(SINKS + r))
     tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), as_dtype(output.to(tl.float32), RESULT.dtype.element_ty))
 
     figures = FOUND + r * FIGURES
@@ -237,14 +259,16 @@ def settle(
     """One kv head: (DENSE) what its rows that fall return; (COUNTS_STEPS) ``certified_telemetry.accumulate`` of all its rows."""
     pair = tl.program_id(0)
     if DENSE:
-        for i in range(ROWS):
-            r = pair * ROWS + i
-            if tl.load(FALLS + r) != 0:
-                _sums, _most, _left, output, by_keys, _by_values, arithmetic = found_of(
-                    SUMS, LEFT, PARTS, SINKS, TOP, r, tl.num_programs(0) * ROWS, chunks, chunks, parts, OUT_UNIT, OUT_TINY, DV, SPAN,
-                )
-                tl.store(FOUND + r * FIGURES + RETURNED + 2, up32(by_keys + arithmetic))
-                tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), as_dtype(output.to(tl.float32), RESULT.dtype.element_ty))
+        flag = tl.arange(0, ROWS2)
+        pending = fallen(FALLS + pair * ROWS, 0, ROWS, flag)
+        for _turn in range(tl.sum(pending, 0)):
+            which, pending = next_of(pending, flag, ROWS2)
+            r = pair * ROWS + which
+            _sums, _most, _left, output, by_keys, _by_values, arithmetic = found_of(
+                SUMS, LEFT, PARTS, SINKS, TOP, r, tl.num_programs(0) * ROWS, chunks, chunks, parts, OUT_UNIT, OUT_TINY, DV, SPAN,
+            )
+            tl.store(FOUND + r * FIGURES + RETURNED + 2, up32(by_keys + arithmetic))
+            tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), as_dtype(output.to(tl.float32), RESULT.dtype.element_ty))
     if COUNTS_STEPS:
         # Written by some threads of this program, read by others.
         tl.debug_barrier()

@@ -7,7 +7,7 @@ subnormal float16 numbers for what they are, as ``bit_tricks`` also relies on, i
 ``tests/test_gpu_certified.py`` holds a device's sums to these bounds. A turn's sums are accumulators of their own, which are added to the
 split's in float32: no chain of truncations is longer than a turn.
 
-``mix_own`` is float32: few blocks of originals, and the window.
+``mix_own`` is float32: few blocks of originals, and the window. What takes time is latency, as in ``exact``.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -20,13 +20,16 @@ import math
 import triton
 import triton.language as tl
 
-from kvcompile.lowering.triton_certified import BLOCK, beyond, exp_of, largest_logit, sight
+from kvcompile.lowering.triton_certified import BLOCK, above, doubtful, exp_of, next_of, sight
 
 TURN_VALUES = 32 * 128
 """Values that ``mix`` takes at once: tokens of a turn times channels. More have no room in the registers of a warp."""
 
-AHEAD = tl.constexpr(128)
+AHEAD = tl.constexpr(256)
 """Blocks whose flags ``mix_own`` looks at at once: a program without any ends after one load."""
+
+NEAR = tl.constexpr(4)
+"""Blocks side by side in the share of one of its programs: promoted ones lie close to each other, and a program takes them in turn."""
 
 RAISED = tl.constexpr(2.0**14)
 """What a weight is multiplied by: the largest is far from float16's largest, what is below its least normal one has weight 2^-28."""
@@ -46,15 +49,6 @@ OF_HIGH = tl.constexpr(
 def turn_of(page: int, width: int) -> int:
     """Tokens of a turn where pages have that many rows and values that many channels, a power of two: no turn lies in two pages."""
     return math.gcd(page, max(BLOCK.value, min(64, TURN_VALUES // width)))
-
-
-@triton.jit
-def largest_run_square(low, high):
-    """``largest_square`` of tokens in two halves, [16, runs, channels of a run] each."""
-    low = low.to(tl.float64)
-    high = high.to(tl.float64)
-    square = tl.sum(tl.sum(low * low + high * high, 2), 1)
-    return tl.max(tl.where(square == square, square, float("inf")), 0)
 
 
 @triton.jit
@@ -172,111 +166,6 @@ def whole(sums):
 
 
 @triton.jit
-def mix_exact(
-    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, PEAK, EXACT, SINKS, OUT, NOTES, SIZE, DAMAGED, codes_n, steps_n, from_n,
-    from_t, rv_t, blocks, page_tokens, newest, start, last, base, n_first, n_stop, heads, r0, window,
-    DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr,
-    ALL: tl.constexpr,
-):
-    """Flagged blocks from n_first on by their original values (ALL: every block, of rows that are flagged); ``window``: the newest."""
-    HALF: tl.constexpr = DV // 2
-    RUNS: tl.constexpr = HALF // GROUP
-    j = tl.arange(0, BLOCK)[:, None, None]
-    run = tl.arange(0, RUNS)[None, :, None]
-    c = run * GROUP + tl.arange(0, GROUP)[None, None, :]
-    ahead = tl.arange(0, AHEAD)
-    low_sums = ()
-    high_sums = ()
-    tops = ()
-    for i in tl.static_range(TILE):
-        low_sums = low_sums + (tl.zeros([RUNS, GROUP], tl.float32),)
-        high_sums = high_sums + (tl.zeros([RUNS, GROUP], tl.float32),)
-        r = heads + tl.minimum(r0 + i, ROWS - 1)
-        if ALL:
-            wanted = (n_stop > n_first) | window
-            tops = tops + (largest_logit(PEAK + r * blocks, EXACT + r * blocks, SINKS + r, wanted, blocks, start, last, base),)
-        else:
-            tops = tops + (tl.load(TOP + r),)
-    for first in range(n_first, n_stop, AHEAD):
-        pending = (first + ahead < n_stop).to(tl.int32)
-        if not ALL:
-            asked = pending * 0
-            for i in tl.static_range(TILE):
-                r = heads + tl.minimum(r0 + i, ROWS - 1)
-                flags = tl.load(READ + r * blocks + first + ahead, mask=pending != 0, other=0)
-                asked = tl.where(flags != 0, 1, asked)
-            pending = asked
-        for _turn in range(tl.sum(pending, 0)):
-            which = tl.min(tl.where(pending != 0, ahead, AHEAD), 0)
-            pending = tl.where(ahead == which, 0, pending)
-            n = first + which
-            t = n * BLOCK + j
-            seen = (t >= start) & (t <= last) & (t < base)
-            weights = ()
-            for i in tl.static_range(TILE):
-                r = heads + tl.minimum(r0 + i, ROWS - 1)
-                if ALL:
-                    mine = tl.load(READ + r) != 0
-                else:
-                    mine = tl.load(READ + r * blocks + n) != 0
-                logit = tl.load(LOGITS + r * blocks * BLOCK + t, mask=seen & mine, other=float("-inf"))
-                weights = weights + (exp_of(logit - tops[i]),)
-            here = ORIGINALS + (t // page_tokens).to(tl.int64) * from_n + (t % page_tokens) * from_t
-            low_v = tl.load(here + c, mask=seen, other=0.0).to(tl.float32)
-            high_v = tl.load(here + HALF + c, mask=seen, other=0.0).to(tl.float32)
-            new_low = ()
-            new_high = ()
-            for i in tl.static_range(TILE):
-                new_low = new_low + (low_sums[i] + tl.sum(low_v * weights[i], 0),)
-                new_high = new_high + (high_sums[i] + tl.sum(high_v * weights[i], 0),)
-            low_sums = new_low
-            high_sums = new_high
-            size = largest_run_square(low_v, high_v)
-            if ALL:
-                tl.store(SIZE + n, size)
-            else:
-                in_page = t % PAGE
-                page = (n * BLOCK // PAGE).to(tl.int64)
-                scale_at = page * steps_n + in_page * (2 * RUNS) + run
-                low_step = tl.load(STEPS + scale_at, mask=seen, other=0.0).to(tl.float32)
-                low_zero = tl.load(ZEROS + scale_at, mask=seen, other=0.0).to(tl.float32)
-                high_step = tl.load(STEPS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
-                high_zero = tl.load(ZEROS + scale_at + RUNS, mask=seen, other=0.0).to(tl.float32)
-                words = tl.load(CODES + page * codes_n + in_page * HALF + c, mask=seen, other=0)
-                low_away = low_v.to(tl.float64) - ((words & 15).to(tl.float32) * low_step + low_zero).to(tl.float64)
-                high_away = high_v.to(tl.float64) - ((words >> 4).to(tl.float32) * high_step + high_zero).to(tl.float64)
-                if beyond(largest_run_square(low_away, high_away), NOTES + n * 4 + 2) | beyond(size, NOTES + n * 4 + 3):
-                    tl.store(DAMAGED, 1)
-    if window:
-        row = tl.arange(0, NEWEST)[:, None, None]
-        t = base + row
-        seen = (t >= start) & (t <= last) & (row < newest)
-        weights = ()
-        for i in tl.static_range(TILE):
-            r = heads + tl.minimum(r0 + i, ROWS - 1)
-            logit = tl.load(LOGITS + r * blocks * BLOCK + t, mask=seen, other=float("-inf"))
-            weights = weights + (exp_of(logit - tops[i]),)
-        low_v = tl.load(RECENT_V + row * rv_t + c, mask=seen, other=0.0).to(tl.float32)
-        high_v = tl.load(RECENT_V + row * rv_t + HALF + c, mask=seen, other=0.0).to(tl.float32)
-        new_low = ()
-        new_high = ()
-        for i in tl.static_range(TILE):
-            new_low = new_low + (low_sums[i] + tl.sum(low_v * weights[i], 0),)
-            new_high = new_high + (high_sums[i] + tl.sum(high_v * weights[i], 0),)
-        low_sums = new_low
-        high_sums = new_high
-    to = tl.arange(0, RUNS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    for i in tl.static_range(TILE):
-        wanted = r0 + i < ROWS
-        if ALL:
-            # Nobody looks at rows without a flag.
-            wanted = wanted & (tl.load(READ + heads + tl.minimum(r0 + i, ROWS - 1)) != 0)
-        if wanted:
-            tl.store(OUT + (r0 + i) * DV + to, low_sums[i])
-            tl.store(OUT + (r0 + i) * DV + HALF + to, high_sums[i])
-
-
-@triton.jit
 def mix(
     CODES, STEPS, ZEROS, LOGITS, TOP, READ, AT, OUT, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, blocks, share,
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
@@ -302,41 +191,130 @@ def mix(
 
 
 @triton.jit
+def share_of(first, program, programs):
+    """The blocks of a program's share from its ``first`` on, AHEAD of them: NEAR neighbors, and so on behind the other programs' ones."""
+    i = first + tl.arange(0, AHEAD)
+    return (i // NEAR * programs + program) * NEAR + i % NEAR
+
+
+@triton.jit
+def flagged(READ, n, blocks):
+    """Which of a row's blocks are flagged."""
+    return (tl.load(READ + n, mask=n < blocks, other=0) != 0).to(tl.int32)
+
+
+@triton.jit
+def scales_of(PLANE, run, RUNS: tl.constexpr, seen):
+    """Those of the low half and of the high one, float32."""
+    low = tl.load(PLANE + run, mask=seen, other=0.0).to(tl.float32)
+    return low, tl.load(PLANE + run + RUNS, mask=seen, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def all_of(x):
+    """The sum over runs and channels of [..., runs, channels of a run]."""
+    return tl.sum(tl.sum(x, len(x.shape) - 1), len(x.shape) - 2)
+
+
+@triton.jit
 def mix_own(
-    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, PEAK, EXACT, SINKS, AT, NOTES, OUT, SIZE, DAMAGED,
+    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, AT, NOTES, OUT, DAMAGED,
     codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t,
-    blocks, page_tokens, newest, share, first_out,
-    DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
-    NEWEST: tl.constexpr, PAGE: tl.constexpr, ALL: tl.constexpr,
+    blocks, newest, share, first_out,
+    DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """The same by originals, behind ``first_out`` results, of ``share`` blocks whose originals may be wanted.
+    """The same by originals, behind ``first_out`` results: of one row, those of ``share`` blocks that are flagged, and the newest tokens.
 
-    The last program of a head has the newest tokens too.
-
-    READ as in ``exact``; where ALL, rows that are not flagged are left out, and TOP is the largest of PEAK and, of codes, EXACT.
+    What is compared: norms, as in ``exact``. The first programs have 16 of the newest tokens each. Whoever has neither has nothing to add.
     """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
     h = (pair % K).to(tl.int64)
-    ROWS: tl.constexpr = G * S
-    heads = pair.to(tl.int64) * ROWS
+    r = pair.to(tl.int64) * (G * S) + tl.program_id(2)
+    HALF: tl.constexpr = DV // 2
+    RUNS: tl.constexpr = HALF // GROUP
+    ahead = tl.arange(0, AHEAD)
+    j = tl.arange(0, BLOCK)[:, None, None]
+    run = tl.arange(0, RUNS)[None, :, None]
+    c = run * GROUP + tl.arange(0, GROUP)[None, None, :]
+    flags = READ + r * blocks
+    # Nothing that is loaded up to the first flag needs another load's result.
+    pending = flagged(flags, share_of(0, program, programs), blocks)
     start, last, base = sight(AT + b * (2 * S + 1), S, S2)
-    stop = tl.minimum(last + 1, base)
-    out = OUT + ((tl.program_id(0) + first_out) * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
-    scales = b * steps_b + h * steps_h
-    r0 = tl.program_id(2) * TILE
-    n_first = start // BLOCK + tl.program_id(0) * share
-    n_stop = tl.minimum(n_first + share, (stop + BLOCK - 1) // BLOCK)
-    window = tl.program_id(0) == tl.num_programs(0) - 1
-    if ALL:
-        anybody = 0
-        for i in tl.static_range(TILE):
-            anybody += tl.load(READ + heads + tl.minimum(r0 + i, ROWS - 1)).to(tl.int32)
-        n_stop = tl.where(anybody != 0, n_stop, n_first)
-        window = window & (anybody != 0)
-    mix_exact(
-        CODES + b * codes_b + h * codes_h, STEPS + scales, ZEROS + scales, ORIGINALS + b * from_b + h * from_h,
-        RECENT_V + b * rv_b + h * rv_h, LOGITS, TOP, READ, PEAK, EXACT, SINKS, out, NOTES + pair * blocks * 4, SIZE + pair * blocks,
-        DAMAGED + pair, codes_n, steps_n, from_n, from_t, rv_t, blocks, page_tokens, newest, start, last, base, n_first, n_stop, heads, r0,
-        window, DV, GROUP, ROWS, TILE, NEWEST, PAGE, ALL,
-    )
+    top = tl.load(TOP + r)
+    logits = LOGITS + r * blocks * BLOCK
+    low_sum = tl.zeros([BLOCK, RUNS, GROUP], tl.float32)
+    high_sum = tl.zeros([BLOCK, RUNS, GROUP], tl.float32)
+    turns = tl.where(program * BLOCK < newest, 1, 0)
+    for before in range(program * BLOCK, newest, programs * BLOCK):
+        row = before + j
+        t = base + row
+        seen = (t >= start) & (t <= last) & (row < newest)
+        here = RECENT_V + b * rv_b + h * rv_h + row * rv_t
+        low_v = tl.load(here + c, mask=row < newest, other=0.0).to(tl.float32)
+        high_v = tl.load(here + HALF + c, mask=row < newest, other=0.0).to(tl.float32)
+        weight = exp_of(tl.load(logits + t, mask=seen, other=float("-inf")) - top)
+        low_sum += tl.where(seen, low_v, 0.0) * weight
+        high_sum += tl.where(seen, high_v, 0.0) * weight
+    for first in range(0, share, AHEAD):
+        count = tl.sum(pending, 0)
+        turns += count
+        for _turn in range(count):
+            which, pending = next_of(pending, ahead, AHEAD)
+            n = ((first + which) // NEAR * programs + program) * NEAR + (first + which) % NEAR
+            t = n * BLOCK + j
+            seen = (t >= start) & (t <= last) & (t < base)
+            logit = tl.load(logits + t, mask=seen, other=float("-inf"))
+            page = (n * BLOCK // PAGE).to(tl.int64)
+            in_page = n * BLOCK % PAGE
+            originals = ORIGINALS + page * from_n + b * from_b + h * from_h + in_page * from_t
+            codes = CODES + page * codes_n + b * codes_b + h * codes_h + in_page * HALF
+            scales = page * steps_n + b * steps_b + h * steps_h + in_page * (2 * RUNS)
+            low_v = tl.load(originals + j * from_t + c, mask=seen, other=0.0).to(tl.float32)
+            high_v = tl.load(originals + j * from_t + HALF + c, mask=seen, other=0.0).to(tl.float32)
+            low_step, high_step = scales_of(STEPS + scales + j * (2 * RUNS), run, RUNS, seen)
+            low_zero, high_zero = scales_of(ZEROS + scales + j * (2 * RUNS), run, RUNS, seen)
+            note = NOTES + (pair * blocks + n) * 4
+            eta = tl.load(note + 2)
+            nu = tl.load(note + 3)
+            words = tl.load(codes + j * HALF + c, mask=seen, other=0)
+            weight = all_of(exp_of(logit - top))
+            low_sum += low_v * weight[:, None, None]
+            high_sum += high_v * weight[:, None, None]
+            # A code times a float16 step is exact: fused or not, this is what the scheme decodes.
+            low_away = low_v - ((words & 15).to(tl.float32) * low_step + low_zero)
+            high_away = high_v - ((words >> 4).to(tl.float32) * high_step + high_zero)
+            size = all_of(low_v * low_v + high_v * high_v)
+            away = all_of(low_away * low_away + high_away * high_away)
+            # No weight is below zero, but what needs it here has its logit loaded with the rest; ptxas would wait until this is done.
+            doubts = (doubtful(size, nu) | doubtful(away, eta) | (weight < 0)).to(tl.int32)
+            token = tl.arange(0, BLOCK)
+            # Mostly there are two, which made the notes: the first and the last one in a turn.
+            for _doubt in range((tl.sum(doubts, 0) + 1) // 2):
+                last_one = tl.max(tl.where(doubts != 0, token, 0), 0)
+                first_one, doubts = next_of(doubts, token, BLOCK)
+                doubts = tl.where(token == last_one, 0, doubts)
+                one = tl.where(tl.arange(0, 2) == 0, first_one, last_one)[:, None, None]
+                low64 = tl.load(originals + one * from_t + c).to(tl.float64)
+                high64 = tl.load(originals + one * from_t + HALF + c).to(tl.float64)
+                step_low, step_high = scales_of(STEPS + scales + one * (2 * RUNS), run, RUNS, one >= 0)
+                zero_low, zero_high = scales_of(ZEROS + scales + one * (2 * RUNS), run, RUNS, one >= 0)
+                code = tl.load(codes + one * HALF + c)
+                away_low = low64 - ((code & 15).to(tl.float32) * step_low + zero_low).to(tl.float64)
+                away_high = high64 - ((code >> 4).to(tl.float32) * step_high + zero_high).to(tl.float64)
+                damaged = above(all_of(low64 * low64 + high64 * high64), nu)
+                damaged = damaged | above(all_of(away_low * away_low + away_high * away_high), eta)
+                if tl.max(damaged.to(tl.int32), 0) != 0:
+                    tl.store(DAMAGED + pair, 1)
+        pending = flagged(flags, share_of(first + AHEAD, program, programs), blocks)
+    out = OUT + ((program + first_out).to(tl.int64) * tl.num_programs(1) * (G * S) + r) * DV
+    to = tl.arange(0, RUNS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    low_all = tl.zeros([RUNS, GROUP], tl.float32)
+    high_all = tl.zeros([RUNS, GROUP], tl.float32)
+    if turns > 0:
+        low_all = tl.sum(low_sum, 0)
+        high_all = tl.sum(high_sum, 0)
+    tl.store(out + to, low_all)
+    tl.store(out + HALF + to, high_all)

@@ -23,7 +23,7 @@ from kvcompile.lowering.triton_bounds import (
     value,
     value_term,
 )
-from kvcompile.lowering.triton_certified import largest_logit
+from kvcompile.lowering.triton_certified import weighed_from
 from kvcompile.lowering.triton_choose import gap_of, mark, standing
 from kvcompile.schemes import bounds
 
@@ -64,8 +64,8 @@ def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
 @triton.jit
 def norm_of(SIZE, NOTE, coded, live):
     """A norm of originals: measured, of codes, or as noted."""
-    measured = tl.sqrt(tl.load(SIZE, mask=coded, other=0.0)) * (1.0 + 2.0**-40)
-    return tl.where(coded, measured, tl.load(NOTE, mask=live, other=0.0).to(tl.float64))
+    measured = tl.load(SIZE, mask=coded, other=0.0)
+    return tl.where(coded, measured, tl.load(NOTE, mask=live & (coded == 0), other=0.0)).to(tl.float64)
 
 
 @triton.jit
@@ -83,15 +83,15 @@ def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def tally(
-    PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, DELTA, OWN, NOTES, KEY_SIZE, VALUE_SIZE, QUERY_NORM, SINKS, AT, TOP, SUMS, OUT, blocks,
+    PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, DELTA, OWN, NOTES, KEY_SIZE, VALUE_SIZE, QUERY_NORM, AT, TOP, SUMS, OUT, blocks,
     own_share,
     CHAIN: tl.constexpr, RANK: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, ALL: tl.constexpr,
 ):
     """CHUNK blocks of one row, [rows, chunks, WIDTH]. READ [rows, N]: blocks whose sums are those of EXACT.
 
-    ALL, READ [rows]: every block of codes, by the originals' own norms; TOP is found and written, and so is what ``tally_values`` finds
-    where no value is promoted (OUT), whose sums need no other. Nothing for rows without a flag.
+    ALL, READ [rows]: every block of codes, by the originals' own norms; also what ``tally_values`` finds where no value is promoted
+    (OUT), whose sums need no other. Nothing for rows without a flag.
     """
     r = tl.program_id(1)
     row = r.to(tl.int64) * blocks
@@ -104,14 +104,9 @@ def tally(
         live, coded = sees(n, AT, r, blocks, K, G, S)
         if ALL:
             exact = coded
-            at = AT + r // (G * S * K) * (2 * S + 1)
-            base = tl.load(at + 2 * S)
-            # A row's own sight: its programs agree on what they see, and the other rows' need no place here.
-            top = largest_logit(PEAK + row, EXACT_PEAK + row, SINKS + r, wanted, blocks, tl.load(at + S + r % S), tl.load(at + r % S), base)
-            tl.store(TOP + r, top)
         else:
             exact = coded & (tl.load(READ + row + n, mask=coded, other=0) != 0)
-            top = tl.load(TOP + r)
+        top = weighed_from(TOP + r)
         old_peak, old_weight, peak, weight = masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, row + n, live, exact)
         gap = gap_of(peak, top, live)
         note = NOTES + (pair * blocks + n) * 4
