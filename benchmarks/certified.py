@@ -161,6 +161,7 @@ def measure(tokens: int, policy: Certify, tier2: str, sharp: float, dense_ms: fl
         "certificate_mean": bound.mean().item(), "error_mean": error.mean().item(),
         "tier1_bytes": sum(plane.nbytes for plane in (*step.cache.keys, *step.cache.values)),
         "tier2_bytes_read_at_most": (read + originals) * 16 * D * 2, "scratch": slots, "drift": rho, "queries": drift.title(),
+        "fallen": (told["rung_head"] + told["rung_layer"]) / told["head_steps"],
     }
     if slots:
         steps = told["steps"] / K
@@ -207,7 +208,7 @@ def main() -> int:
                 print(f"{tokens:7,} {tier2:7}{row['policy']:20} {row['ms']:.3f} ms, dense {dense_ms:.3f} ({row['ratio']:.2f}x); {parts}")
                 print(f"        keys {row['keys_share']:.2%}, values {row['values_share']:.2%}, rungs {row['rungs']}"
                       + (f", step {row['step_ratio']:.2f}x" if steps else ""))
-                print(f"        {row['queries']}; " + (
+                print(f"        {row['queries']}, {row['fallen']:.1%} of head-steps fell; " + (
                     f"scratch of {slots} in {SET} blocks: {row['scratch_hits']:.1%} of blocks of keys found there,"
                     f" {row['host_key_bytes_a_step'] / 1e6:.2f} MB of keys a step over the bus" if slots else "no scratch"))
                 torch.cuda.empty_cache()

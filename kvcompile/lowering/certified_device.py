@@ -41,8 +41,12 @@ from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, SET, Certified
 from kvcompile.schemes.certify import Certify, Count, Fallback, Figure
 
-TALLY, CHUNK, WIDE = 256, 2048, 8192
-"""Blocks of a program of ``tally``; those that ``choose`` weighs at once, and those that it compares; chosen by registers."""
+CHUNK, WIDE = 2048, 8192
+"""Blocks that ``choose`` weighs at once, and those that it compares; chosen by registers."""
+
+TALLIES = {4096: (64, 1), 8192: (128, 1)}
+TALLY = (256, 4)
+"""Blocks and warps of a program of ``tally`` for up to so many blocks, and for more or any number: ``judge`` adds up 64 of them at once."""
 
 SPANS, SCORERS = (32, 16, 8), 1000
 """Blocks of a program of ``score``: as many as leave that many programs, timed (benchmarks/CERTIFIED.md)."""
@@ -53,7 +57,7 @@ STAGES = 3
 ROW_TILE = 4
 """Rows of a program of ``mix``."""
 
-OWN_PROGRAMS, OWN_WARPS = 32, 4
+OWN_PROGRAMS, OWN_WARPS = 16, 4
 """Programs of a row that look for original values, and their warps: mostly one of them finds a block, and that is what all wait for."""
 
 KEY_PROGRAMS, VALUE_PROGRAMS = 1024, 256
@@ -130,6 +134,13 @@ def span_of(blocks: int, heads: int) -> int:
     if not isinstance(blocks, int):
         return SPANS[1]
     return next((span for span in SPANS if blocks * heads >= SCORERS * span), SPANS[-1])
+
+
+def tally_of(blocks: int) -> tuple[int, int]:
+    """Blocks and warps of a program of ``tally``."""
+    if not isinstance(blocks, int):
+        return TALLY
+    return next((each for most, each in TALLIES.items() if blocks <= most), TALLY)
 
 
 class Launch(NamedTuple):
@@ -214,6 +225,7 @@ class DeviceStep:
         self.own_share = -(-N // (self.own_programs * near)) * near
         self.value_tile = tile_of(self.page, value_dim)
         self.sizes = dict(K=K, G=H // K, S=S)
+        self.tallied, self.tally_warps = tally_of(N)
         self.launch = Launch(q.device.type == "cuda")
 
         self.at = torch.empty(B, 2 * S + 1, dtype=torch.int32, device=q.device)
@@ -349,28 +361,28 @@ class DeviceStep:
 
         rules, values = self.rules, self.flags(*self.shape, self.blocks)
         spend = not math.isinf(rules.value_budget)
-        found = self._tally(exact, read, self.top, False, 1 if spend else -(-self.blocks // TALLY))
+        found = self._tally(exact, read, self.top, False, 1 if spend else -(-self.blocks // self.tallied))
         self.launch(
             kernels.tally_values, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact, read,
             read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
             found.values, self.blocks, found.keys.shape[3], self.share,
-            self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs)), warps=16 if spend else 4,
+            self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs)), warps=16 if spend else self.tally_warps,
             CHAIN=certificates.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
             V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
-            EXPLORE=explored is not None, CHUNK=CHUNK if spend else TALLY, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
+            EXPLORE=explored is not None, CHUNK=CHUNK if spend else self.tallied, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
             OUT_WIDTH=len(kernels.VALUE_COLUMNS), **self.sizes,
         )
         return values, found
 
     def tally_again(self, exact: Masses) -> Sums:
         """The sums of rows that fall: everything from the originals, relative to what is the largest logit then."""
-        return self._tally(exact, self.falls, self.exact_top, True, -(-self.blocks // TALLY))
+        return self._tally(exact, self.falls, self.exact_top, True, -(-self.blocks // self.tallied))
 
     def _tally(self, exact: Masses, read: torch.Tensor, top: torch.Tensor, everything: bool, programs: int) -> Sums:
         """``tally``, with room for what ``programs`` find of values."""
         from kvcompile.lowering import triton_tally as kernels
 
-        chunks = -(-self.blocks // TALLY)
+        chunks = -(-self.blocks // self.tallied)
         keys = self.doubles(*self.shape, chunks, len(kernels.COLUMNS))
         values = self.doubles(*self.shape, programs, len(kernels.VALUE_COLUMNS))
         # A place's tiles and newest tokens one after the other, then the places of a tile, of which a chain has a block's already.
@@ -379,8 +391,9 @@ class DeviceStep:
         self.launch(
             kernels.tally, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes,
             self.key_size, self.value_size, self.query_norm, self.at, top, keys, values, self.blocks, added,
-            warps=4, CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale), D=self.q.shape[3],
-            CHUNK=TALLY, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything, **self.sizes,
+            warps=self.tally_warps, CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale),
+            D=self.q.shape[3], CHUNK=self.tallied, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything,
+            **self.sizes,
         )
         return Sums(keys, values, top)
 
