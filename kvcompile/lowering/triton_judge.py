@@ -286,18 +286,24 @@ def settle(
         causes = tl.load(counts + CAUSES_COUNT, mask=mine, other=0)
         rungs = (rung[:, None] == column[None, :]).to(tl.int32)
         bits = (causes[:, None] >> column[None, :]) & 1
-        tl.store(held, tl.load(held) + 1.0)
-        tl.store(held + 1, tl.load(held + 1) + ROWS)
-        add(held + SUMS_AT, column, tl.sum(figures, 0), FIGURES)
-        largest = held + MOST_AT + column
-        most_held = tl.load(largest, mask=column < FIGURES, other=0.0)
-        tl.store(largest, tl.maximum(most_held, tl.max(figures, 0)), mask=column < FIGURES)
-        add(held + COUNTED_AT, column, tl.sum(counted, 0), ADDED_COUNTS)
-        add(held + RUNGS_AT, column, tl.sum(rungs, 0), RUNGS)
-        add(held + CAUSES_AT, column, tl.sum(bits, 0), CAUSES)
+        # All that is held is loaded before any of it is stored: no load waits for another.
+        steps_held = tl.load(held)
+        rows_held = tl.load(held + 1)
+        sums_held = held_of(held + SUMS_AT, column, FIGURES)
+        most_held = held_of(held + MOST_AT, column, FIGURES)
+        counted_held = held_of(held + COUNTED_AT, column, ADDED_COUNTS)
+        rungs_held = held_of(held + RUNGS_AT, column, RUNGS)
+        causes_held = held_of(held + CAUSES_AT, column, CAUSES)
+        tl.store(held, steps_held + 1.0)
+        tl.store(held + 1, rows_held + ROWS)
+        tl.store(held + SUMS_AT + column, sums_held + tl.sum(figures, 0), mask=column < FIGURES)
+        tl.store(held + MOST_AT + column, tl.maximum(most_held, tl.max(figures, 0)), mask=column < FIGURES)
+        tl.store(held + COUNTED_AT + column, counted_held + tl.sum(counted, 0), mask=column < ADDED_COUNTS)
+        tl.store(held + RUNGS_AT + column, rungs_held + tl.sum(rungs, 0), mask=column < RUNGS)
+        tl.store(held + CAUSES_AT + column, causes_held + tl.sum(bits, 0), mask=column < CAUSES)
 
 
 @triton.jit
-def add(HELD, column, amounts, OF: tl.constexpr):
-    """To the first OF of what is held."""
-    tl.store(HELD + column, tl.load(HELD + column, mask=column < OF, other=0.0) + amounts.to(tl.float64), mask=column < OF)
+def held_of(HELD, column, OF: tl.constexpr):
+    """The first OF of what is held."""
+    return tl.load(HELD + column, mask=column < OF, other=0.0)
