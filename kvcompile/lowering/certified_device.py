@@ -18,8 +18,8 @@ what was read, so more is sound. Weights are relative to the largest logit by co
 A head that falls is not what the scheme ``dense`` gives bit for bit: it is the same float32 attention over the originals in
 another order, within the certificate that comes with it, which the originals' own norms make.
 
-The arithmetic: logits as in the definition; values by codes in float16 on tensor cores, turn by turn, original ones in float32; a split's
-turns and blocks one after the other, so the chain of roundings grows by a split's blocks; splits and masses in float64.
+The arithmetic: keys by codes on tensor cores (``bounds.CODED``), values by codes in float16 on tensor cores, turn by turn; originals in
+float32; a split's turns and blocks one after the other, so the chain of roundings grows by a split's blocks; splits and masses in float64.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The Triton kernels of certified attention; ``certified_device`` puts them together and says what each step needs.
 
-Keys: plain float32 multiply-adds and no tensor cores: a certificate needs products whose rounding is known, with few rows (G = H / K) they
-cost what unpacking costs, and a dot product of 16-bit operands would have to be repeated for every limb of what has more bits.
-Values: float16 on tensor cores, whose rounding is part of the certificate (``triton_mix``).
+Codes are multiplied on tensor cores, whose rounding is part of the certificate: keys as they stand with two limbs of query times step
+(``triton_score``), values decoded to float16 with two limbs of a weight (``triton_mix``). Originals are float32 multiply-adds.
 
-    score       int8 keys once: every row's logits, and of each block sum_c |q_c| radius_c
-    sums        of each block the largest logit, the sum of exp relative to it and the deviation; the notes, also of the window's blocks
+    score       (``triton_score``) int8 keys once: every row's logits; of each block the largest, the sum of exp relative to it, the
+                deviation; the notes, also of the window's blocks
+    stage       (``triton_stage``) original keys that are asked for from host memory into device memory, where they are not there yet
     exact       (``triton_exact``) original keys of the blocks that a row asks for: their logits over the old ones, and the same sums;
                 what the consistency check compares; ``exact_rows``: the same for all blocks of a row
     mix         (``triton_mix``) int4 values once, with weights from the logits as they stand then; ``mix_own``: originals where flags

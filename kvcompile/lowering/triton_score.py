@@ -253,6 +253,7 @@ def score(
     b = (pair // K).to(tl.int64)
     h = (pair % K).to(tl.int64)
     ROWS: tl.constexpr = G * S
+    MAGNITUDE: tl.constexpr = SCALE if SCALE >= 0 else -SCALE
     r0 = tl.program_id(2) * ROW_TILE
     rows = r0 + tl.arange(0, ROW_TILE)
     of_row = rows < ROWS
@@ -311,7 +312,7 @@ def score(
         live = seen[:, None] & (m[:, None] * BLOCK <= highs[None, :]) & (m[:, None] * BLOCK + BLOCK > lows[None, :])
         deviations(
             CHANNELS, PEAK, WEIGHT, DELTA, OWN, out[None, :] + m[:, None], of_row[None, :] & mine[:, None], live, seen[:, None] == 0,
-            live & (live == 0), kappa.to(tl.float64)[:, None], mu.to(tl.float64)[:, None], query_norm[None, :], tl.abs(SCALE), D,
+            live & (live == 0), kappa.to(tl.float64)[:, None], mu.to(tl.float64)[:, None], query_norm[None, :], MAGNITUDE, D,
         )
         if r0 == 0:
             eta = tl.load(value_notes + page * value_notes_n + row * 2, mask=seen, other=0.0)
@@ -357,7 +358,7 @@ def score(
             live = ((n * BLOCK <= highs) & (n * BLOCK + BLOCK > lows))[None, :]
             deviations(
                 CHANNELS, PEAK, WEIGHT, DELTA, OWN, (out + n)[None, :], of_row[None, :], live, live & (live == 0), alone,
-                kappa.to(tl.float64), mu.to(tl.float64), query_norm[None, :], tl.abs(SCALE), D,
+                kappa.to(tl.float64), mu.to(tl.float64), query_norm[None, :], MAGNITUDE, D,
             )
             if r0 == 0:
                 eta = tl.load(value_notes + page * value_notes_n + row * 2)
