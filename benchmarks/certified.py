@@ -47,7 +47,7 @@ from kvcompile.settings import Settings
 from kvcompile.types import PAGE
 
 H, K, D, LAYERS = 32, 8, 128, 32
-PHASES = ("score", "sums", "choose", "stage", "exact", "tally", "mix", "judge", "settle")
+PHASES = ("score", "choose", "stage", "exact", "tally", "mix", "judge", "settle")
 
 
 def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Step, torch.Tensor, torch.Tensor]:

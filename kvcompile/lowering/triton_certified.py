@@ -61,6 +61,13 @@ def sight(AT, S: tl.constexpr, S2: tl.constexpr):
 
 
 @triton.jit
+def weighed(logits):
+    """Of a block's logits [16, rows], or [16] of one row: the largest, and the sum of exp relative to it."""
+    peak = tl.max(logits, 0)
+    return peak, tl.sum(exp_of(logits - tl.where(peak == float("-inf"), 0.0, peak)), 0)
+
+
+@triton.jit
 def norm_above(square):
     """The root of a float32 sum of squares, not below the exact one: of up to 1024 terms, some of which may have been flushed."""
     return tl.sqrt(square) * (1.0 + 2.0**-14) + 2.0**-57

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.triton_bounds import coded, rounding
-from kvcompile.lowering.triton_certified import BLOCK, exp_of, norm_above
+from kvcompile.lowering.triton_certified import BLOCK, norm_above, weighed
 
 ROW_TILE = tl.constexpr(4)
 """Rows of a program: two limbs of each are the eight columns of an instruction."""
@@ -117,15 +117,6 @@ def limbs(w):
 
 
 @triton.jit
-def weighed(logits, PEAK, WEIGHT, mask):
-    """Of a block's logits [16, rows], or [16] of one row: the largest, and the sum of exp relative to it."""
-    peak = tl.max(logits, 0)
-    top = tl.where(peak == float("-inf"), 0.0, peak)
-    tl.store(PEAK, peak, mask=mask)
-    tl.store(WEIGHT, tl.sum(exp_of(logits - top), 0), mask=mask)
-
-
-@triton.jit
 def score_codes(
     q_even, q_odd, size, lows, highs, CODES, STEPS, ZEROS, MU, LOGITS, CHANNELS, PEAK, WEIGHT, row, n, out, of_row,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr, PACKED: tl.constexpr,
@@ -175,7 +166,9 @@ def score_codes(
     logits = tl.where((t >= lows[None, :]) & (t <= highs[None, :]), logits, float("-inf"))
     tl.store(LOGITS + (out + n)[None, :] * BLOCK + j, logits, mask=of_row[None, :])
     tl.store(CHANNELS + out + n, reach * size, mask=of_row)
-    weighed(logits, PEAK + out + n, WEIGHT + out + n, of_row)
+    peak, weight = weighed(logits)
+    tl.store(PEAK + out + n, peak, mask=of_row)
+    tl.store(WEIGHT + out + n, weight, mask=of_row)
 
 
 @triton.jit
@@ -200,7 +193,9 @@ def score_newest(
         tl.store(LOGITS + t, tl.where((t >= low) & (t <= high), tl.sum(k * q, 1) * SCALE, float("-inf")))
     # Written by some threads of this program, read by others.
     tl.debug_barrier()
-    weighed(tl.load(LOGITS + n * BLOCK + tl.arange(0, BLOCK)), PEAK + n, WEIGHT + n, n >= 0)
+    peak, weight = weighed(tl.load(LOGITS + n * BLOCK + tl.arange(0, BLOCK)))
+    tl.store(PEAK + n, peak)
+    tl.store(WEIGHT + n, weight)
 
 
 @triton.jit
