@@ -15,7 +15,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 PACKAGE = Path(__file__).resolve().parent.parent
-SALTED = ("types.py", "schemes", "lowering")
+SALTED = ("types.py", "backend.py", "schemes", "passes", "lowering")
 
 
 @functools.cache

@@ -78,6 +78,8 @@ class Rewritten:
     results: int
     cursors: tuple[int, ...] = ()
     """The ring sizes whose cursors come behind the planes."""
+    sizes: tuple[Any, ...] = ()
+    """The symbols whose values come behind the cursors: sizes that only cache tensors had."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class _Rewriter:
         self.rings = Rings(self.graph)
         self.pools = Pools(self.env, effects)
         gone = {slot.placeholder for item in plan.sites for slot in item.site.slots}
-        self.symbol = Symbols(captured, self.graph, self.env, gone).of
+        self.symbols = Symbols(captured, self.graph, self.env, gone)
+        self.symbol = self.symbols.of
         self.device = torch.device("cpu")
 
     # --- operands --------------------------------------------------------------------------------
@@ -434,9 +437,10 @@ class _Rewriter:
         for entry in self.captured.inputs:
             if self._gone(entry.node):
                 self.graph.erase_node(self.env[entry.node])
+        sizes = self.symbols.settle()
         module = fx.GraphModule(self.captured.module, self.graph)
         self.graph.lint()
-        return Rewritten(module, self.variant, kept, tuple(self.bindings), dropped, len(returned), cursors)
+        return Rewritten(module, self.variant, kept, tuple(self.bindings), dropped, len(returned), cursors, sizes)
 
     def _detach_sizes(self) -> None:
         """Sizes that are asked of what leaves the graph come from the graph's own symbols instead."""

@@ -38,8 +38,8 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     graph = rewritten.module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))
     count = sum(len(binding.plan.layout.planes) for binding in rewritten.bindings)
-    if len(placeholders) != len(rewritten.kept) + count + len(rewritten.cursors):
-        _fail("as many inputs as kept arguments, planes and cursors", len(placeholders))
+    if len(placeholders) != len(rewritten.kept) + count + len(rewritten.cursors) + len(rewritten.sizes):
+        _fail("as many inputs as kept arguments, planes, cursors and sizes", len(placeholders))
     planes = placeholders[len(rewritten.kept) : len(rewritten.kept) + count]
     read_only = [binding for binding in rewritten.bindings if binding.plan.slot.kind is SlotKind.READ]
     unwritten = _planes(read_only, planes)

@@ -326,6 +326,9 @@ class BoundGraph:
             return []
         return rings.cursors(rewritten.cursors, starts, value_of(self.groups[0].root).device)
 
+    def _sizes(self, rewritten: Rewritten, args: tuple[Any, ...]) -> list[int]:
+        return [self.sizes.value(symbol, args) for symbol in rewritten.sizes]
+
     def __call__(self, *args: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self._run(args)
@@ -338,7 +341,7 @@ class BoundGraph:
         if self.steady is not None and (settled := self.steady.ready(args)) is not None:
             rewritten, compiled = self.variants[Variant.PAST]
             planes, cursors = self.steady.planes(settled), self.steady.cursors(settled, rewritten.cursors)
-            results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors)
+            results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors, *self._sizes(rewritten, args))
             self.steady.commit(settled, args)
             return self._results(results, self._given_back(args), rewritten)
         shapes = [tuple(args[group.argument].shape) if group.argument is not None else None for group in self.groups]
@@ -360,7 +363,8 @@ class BoundGraph:
         planes = [
             plane for item in rewritten.bindings for plane in by_root[item.plan.slot.root, item.part].planes
         ]
-        results = list(compiled(*[args[index] for index in rewritten.kept], *planes, *self._cursors(rewritten, call)))
+        last = (*self._cursors(rewritten, call), *self._sizes(rewritten, args))
+        results = list(compiled(*[args[index] for index in rewritten.kept], *planes, *last))
         self._settle(call, args, rewritten)
         return self._commit(call, args, shapes, results, rewritten)
 

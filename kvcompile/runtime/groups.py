@@ -30,13 +30,15 @@ class SizeReader:
 
     def read(self, size: Any, args: tuple[Any, ...]) -> int:
         """A size as a plain int for this call."""
-        if isinstance(size, int):
-            return size
+        return size if isinstance(size, int) else self.value(size.node.expr, args)
+
+    def value(self, expr: Any, args: tuple[Any, ...]) -> int:
+        """The value of an expression over the graph's symbols for this call."""
         values = {}
-        for symbol in size.node.expr.free_symbols:
+        for symbol in expr.free_symbols:
             index, dim = self.where[symbol]
             values[symbol] = int(args[index]) if dim is None else args[index].shape[dim]
-        return int(size.node.expr.xreplace(values))
+        return int(expr.xreplace(values))
 
 
 @dataclass(frozen=True)
