@@ -27,16 +27,18 @@ from kvcompile.passes.effects import Effects
 from kvcompile.passes.match import Matched, match
 from kvcompile.passes.plan import Pair, Plan, Policy, plan, policy_of
 from kvcompile.passes.reach import reach
+from kvcompile.passes.replay import gap, steady_inputs
 from kvcompile.passes.reporting import check_scheme
 from kvcompile.passes.rewrite import Rewritten, Variant, rewrite
 from kvcompile.passes.shapes import source_line, value_of
-from kvcompile.passes.sites import Refusal, Stage
+from kvcompile.passes.sites import Refusal, SlotKind, Stage
 from kvcompile.passes.verify import verify
 from kvcompile.report import GraphReport, Report, graph_report
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.bound import BoundGraph
 from kvcompile.runtime.groups import group_bindings
 from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.guards import accept_handles
 from kvcompile.runtime.positions import limits_of, positions_of
 from kvcompile.schemes import Certified, Certify, Dense, Scheme
 from kvcompile.schemes.certify import Fallback
@@ -204,8 +206,10 @@ class _Compilation:
 
         return run
 
-    def _inner(self, module: fx.GraphModule, inputs: Any, fake_mode: Any, key: str) -> Callable[..., Any]:
-        return compile_graph(module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key)
+    def _inner(self, module: fx.GraphModule, inputs: Any, fake_mode: Any, key: str, replayed: bool = True) -> Callable[..., Any]:
+        return compile_graph(
+            module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key, replayed=replayed
+        )
 
     # --- with sites ------------------------------------------------------------------------------
 
@@ -231,6 +235,8 @@ class _Compilation:
             with compile_lock:
                 return self._variant(captured, planned, effects, variant, made)
 
+        adopted = {group.argument for group in groups if group.kind is SlotKind.BUFFER and group.argument is not None}
+        accept_handles(captured, self.examples, adopted)
         # For ``dump``, which may show the variant that no call needed.
         self.stage["compile_variant"] = compile_variant
         bound = BoundGraph(captured, groups, pairs, compile_variant, positions, self.owner.growth, self.owner.live, decode)
@@ -250,7 +256,7 @@ class _Compilation:
             made[variant] = rewrite(captured, planned, variant, effects)
         rewritten = made[variant]
         fakes, symbols = _fakes(captured, rewritten)
-        _mark(captured, rewritten)
+        _mark(captured, rewritten, steady_inputs(captured, effects))
         if self.settings.verify:
             verify(rewritten, captured, fakes)
         self.stage[variant.value] = rewritten
@@ -261,7 +267,7 @@ class _Compilation:
         print_key = fingerprint(rewritten.module, fakes, symbols, f"{key}:{self.salt}")
         compiled = self.owner.compiled.get(print_key) if print_key is not None else None
         if compiled is None:
-            compiled = self._inner(rewritten.module, fakes, captured.fake_mode, key)
+            compiled = self._inner(rewritten.module, fakes, captured.fake_mode, key, replayed=gap(rewritten, captured) is None)
             _forget_guards(captured, symbols)
             if print_key is not None:
                 self.owner.compiled[print_key] = compiled
@@ -305,10 +311,27 @@ def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], d
                 for spec in item.plan.layout.planes
             ]
         planes += [torch.empty(1, dtype=torch.int64, device=planes[0].device) for _ in rewritten.cursors]
-    return (*[captured.fakes[index] for index in rewritten.kept], *planes), symbols
+    sizes = [_symint(mode, symbol) for symbol in rewritten.sizes]
+    return (*[_canonical(mode, captured.fakes[index]) for index in rewritten.kept], *planes, *sizes), symbols
 
 
-def _mark(captured: Captured, rewritten: Rewritten) -> None:
+def _symint(mode: Any, expr: Any) -> torch.SymInt:
+    """A symbolic int of an expression whose symbols the shape environment knows."""
+    return mode.shape_env.create_symintnode(expr, hint=None)
+
+
+def _canonical(mode: Any, value: Any) -> Any:
+    """A symbolic int under the name that the tracer settled on for it, which is the one that code of the graph uses."""
+    if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr or value.node.expr.is_number:
+        return value
+    return _symint(mode, value.node.expr)
+
+
+STATIC = "_dynamo_static_input_type"
+"""The mark of an input whose address stays from call to call; "unguarded" ones are looked at before a CUDA graph is replayed."""
+
+
+def _mark(captured: Captured, rewritten: Rewritten, steady: Collection[int]) -> None:
     """Give the inputs what AOTAutograd and CUDA graphs look for: sources, and which addresses stay."""
     module, origin = rewritten.module, captured.origin
     for name in ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn"):
@@ -322,12 +345,14 @@ def _mark(captured: Captured, rewritten: Rewritten) -> None:
         node._dynamo_source = getattr(old, "_dynamo_source", None)  # type: ignore[attr-defined]
         if "tensor_dict" in old.meta:
             node.meta["tensor_dict"] = old.meta["tensor_dict"]
+        if index in steady:
+            node.meta["tensor_dict"] = {STATIC: "unguarded"} | node.meta.get("tensor_dict", {})
     own = placeholders[len(rewritten.kept) :]
     for node in own:
         node._dynamo_source = None  # type: ignore[attr-defined]
-    # Cursors are made anew for every call.
-    for node in own[: len(own) - len(rewritten.cursors)]:
-        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    # Cursors and sizes are made anew for every call.
+    for node in own[: len(own) - len(rewritten.cursors) - len(rewritten.sizes)]:
+        node.meta["tensor_dict"] = {STATIC: "unguarded"}
 
 
 def _forget_guards(captured: Captured, symbols: Collection[Any]) -> None:

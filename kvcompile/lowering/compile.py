@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcompile.errors import BadSetting
 from kvcompile.lowering import appends, certified_site, inductor, ops, report_site
-from kvcompile.lowering.cache_key import CacheKey
+from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.settings import Inner, Settings
 
 Compiled = Callable[..., Any]
@@ -60,14 +60,23 @@ def inline_append(module: fx.GraphModule, cuda: bool = False) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def inductor_patches(
-    settings: Settings, mode: str | None, options: dict[str, Any] | None, plan: str, learns: bool = False
-) -> dict[str, Any]:
-    """Inductor's configuration for this compilation: mode, options, and the salt of its cache.
+CACHEABLE = "unsafe_marked_cacheable_functions"
+"""Inductor's option that names functions which AOTAutograd may find in a graph that it caches on disk, and a key for each."""
 
-    A graph that ``learns`` from a prompt runs once a conversation, and between its learning there would be pieces of CUDA
-    graphs whose results Inductor loses sight of ("tensors in the cudagraph pool not tracked as outputs"): it gets none.
-    """
+
+def own_functions(graph: fx.Graph) -> set[str]:
+    """The names of this package's functions that a graph calls: AOTAutograd traces through them, and caches what came of it."""
+    targets = {node.target for node in graph.nodes if node.op == "call_function"}
+    return {
+        f"{target.__module__}.{target.__name__}" for target in targets
+        if not isinstance(target, torch._ops.OpOverload) and str(getattr(target, "__module__", "")).startswith("kvcompile.")
+    }
+
+
+def inductor_patches(
+    settings: Settings, mode: str | None, options: dict[str, Any] | None, plan: str, replayed: bool = True
+) -> dict[str, Any]:
+    """Inductor's configuration for this compilation: mode, options, and the salt of its cache; CUDA graphs only where ``replayed``."""
     patches: dict[str, Any] = {}
     mode = mode or settings.mode
     if mode and mode != "default":
@@ -77,7 +86,7 @@ def inductor_patches(
         patches.update(known[mode])
     for source in (settings.options, options or {}):
         patches.update({name.replace("-", "_"): value for name, value in source.items()})
-    if learns:
+    if not replayed:
         patches["triton.cudagraphs"] = False
     # Codes are made from quotients, and Triton's own division is not the eager one.
     # The option has moved between versions of torch.
@@ -100,7 +109,7 @@ def _context(fake_mode: FakeTensorMode) -> Any:
 
 def compile_graph(
     module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, settings: Settings, *,
-    mode: str | None = None, options: dict[str, Any] | None = None, plan: str = "",
+    mode: str | None = None, options: dict[str, Any] | None = None, plan: str = "", replayed: bool = True,
 ) -> Compiled:
     """A callable on real arguments; raises what the inner compiler raises."""
     if settings.inner is Inner.EAGER:
@@ -117,8 +126,9 @@ def compile_graph(
         inductor.install()
         from torch._inductor.compile_fx import compile_fx
 
-        learns = any(node.target is ops.learn for node in module.graph.nodes)
-        patches = inductor_patches(settings, mode, options, plan, learns)
+        patches = inductor_patches(settings, mode, options, plan, replayed)
+        marked = patches.get(CACHEABLE, getattr(torch._inductor.config, CACHEABLE))
+        patches[CACHEABLE] = marked | dict.fromkeys(own_functions(inlined.graph), sources_hash())
         return cast(Compiled, compile_fx(inlined, list(fakes), config_patches=patches))
 
 
