@@ -46,6 +46,7 @@ class CompressedCache(torch.Tensor):
     _kv: CacheState
     _length: int
     _epoch: int
+    _face: tuple[Any, ...]
 
     @classmethod
     def __torch_function__(
@@ -116,10 +117,16 @@ def _stub(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return _STUBS[key]
 
 
+def face_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What compiled code is compiled for: shape, dtype and device."""
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
 def make(state: CacheState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, length: int | None = None) -> CompressedCache:
     """A new handle of ``shape`` on a state."""
     with torch._C.DisableTorchFunctionSubclass():
         handle = _stub(dtype, device).expand(shape).as_subclass(CompressedCache)
+        handle._face = face_of(handle)
     _attach(handle, state, state.length if length is None else length)
     return handle
 
@@ -131,6 +138,7 @@ def take_over(tensor: torch.Tensor, state: CacheState) -> None:
         shape = tensor.shape
         tensor.set_(stub.untyped_storage(), 0, shape, (0,) * len(shape))
         tensor.__class__ = CompressedCache
+        tensor._face = face_of(tensor)  # type: ignore[attr-defined]
     _attach(tensor, state, state.length)  # type: ignore[arg-type]
 
 
