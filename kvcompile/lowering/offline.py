@@ -26,6 +26,7 @@ from kvcompile.lowering.attend_config import AttendConfig, plans
 from kvcompile.lowering.attend_plan import SlotPlan
 from kvcompile.lowering.bit_tricks import looked_up, multiplied, pair_table, scaled_by
 from kvcompile.lowering.expressions import TRITON_TYPES
+from kvcompile.lowering.template_sizes import GLOBALS
 from kvcompile.lowering.triton_source import SOURCE
 
 KERNEL = "kvcompile_attend"
@@ -134,6 +135,7 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
         return f"tl.store(OUT + ({at}), ({value}).to({TRITON_TYPES[out.dtype]}), mask={mask})"
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.globals |= GLOBALS
     template = environment.from_string(SOURCE)
     text = template.render(
         plans=plans, looked_up=looked_up, multiplied=multiplied, pair_table=pair_table, scaled_by=scaled_by, def_kernel=def_kernel,

@@ -10,6 +10,7 @@ from kvcompile.lowering.expressions import TRITON_TYPES
 from kvcompile.lowering.offline import ARCHITECTURES, KERNEL, Operand, load_module
 from kvcompile.lowering.prefill_config import PrefillConfig, slots
 from kvcompile.lowering.prefill_source import SOURCE
+from kvcompile.lowering.template_sizes import GLOBALS
 
 POINTERS = {
     torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16",
@@ -80,7 +81,9 @@ def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand)
         outer, *inner = (f"({index}) * {step}" for index, step in zip(indices, out.stride, strict=True))
         return " + ".join([f"({indices[0]}).to(tl.int64) * {out.stride[0]}" if config.chunk else outer, *inner])
 
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(SOURCE)
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.globals |= GLOBALS
+    template = environment.from_string(SOURCE)
     text = template.render(
         slots=slots, def_kernel=def_kernel, size=lambda name, axis: str(operands[name].size[axis]),
         stride=lambda name, axis: str(operands[name].stride[axis]), store_output=store_output, load_output=load_output,

@@ -34,8 +34,8 @@ HEADER = r"""
 {#- A tile inside one page may be loaded whole: the page is there, and what is stale in it is masked later. #}
 {%- set INSIDE = PAGED and BLOCK_T <= PAGE_ROWS %}
 {%- macro at(plane, view, block) %}
-{%- set step = "(%s // %d)" % (stride(plane, 3), view) %}
-{%- set page = "(%s // %d)" % (stride(plane, 0), view) %}
+{%- set step = "(%s // %d)" % (stride_of(plane, 3), view) %}
+{%- set page = "(%s // %d)" % (stride_of(plane, 0), view) %}
 {%- if not PAGED -%}
 t0.to(tl.int64) * {{step}} + tl.arange(0, BLOCK_T) * {{step}}
 {%- elif INSIDE -%}
@@ -55,7 +55,7 @@ t0.to(tl.int64) * {{step}} + tl.arange(0, BLOCK_T) * {{step}}
 {%- if slot.scaled %}
         {{var}}_words = tl.load({{var}}_base + ({{at(plane, 2, 1)}})[:, None] + tl.arange(0, {{slot.words}})[None, :]{{guard}})
 {%- else %}
-        {{var}}_tile = tl.load({{var}}_base + ({{at(plane, 1, 1)}})[:, None] + tl.arange(0, {{slot.dim}})[None, :] * {{stride(plane, 4)}}{{guard}})
+        {{var}}_tile = tl.load({{var}}_base + ({{at(plane, 1, 1)}})[:, None] + tl.arange(0, {{slot.dim}})[None, :] * {{stride_of(plane, 4)}}{{guard}})
 {%- endif %}
 {%- endif %}
 {%- endmacro %}
@@ -69,12 +69,12 @@ t0.to(tl.int64) * {{step}} + tl.arange(0, BLOCK_T) * {{step}}
 {%- endfor %}
 {%- endmacro %}
 {%- macro bases(var, plane, slot) %}
-    {{var}}_base = {{plane}}_WORDS{{ ".to(tl.pointer_type(tl.uint16))" if slot.scaled }} + b * ({{stride(plane + "_WORDS", 1)}} // {{2 if slot.scaled else 1}}) + h * ({{stride(plane + "_WORDS", 2)}} // {{2 if slot.scaled else 1}})
+    {{var}}_base = {{plane}}_WORDS{{ ".to(tl.pointer_type(tl.uint16))" if slot.scaled }} + b * ({{stride_of(plane + "_WORDS", 1)}} // {{2 if slot.scaled else 1}}) + h * ({{stride_of(plane + "_WORDS", 2)}} // {{2 if slot.scaled else 1}})
 {%- if slot.scaled %}
-    {{var}}_scales_base = {{plane}}_SCALES + b * {{stride(plane + "_SCALES", 1)}} + h * {{stride(plane + "_SCALES", 2)}}
+    {{var}}_scales_base = {{plane}}_SCALES + b * {{stride_of(plane + "_SCALES", 1)}} + h * {{stride_of(plane + "_SCALES", 2)}}
 {%- endif %}
 {%- if slot.zeros %}
-    {{var}}_zeros_base = {{plane}}_ZEROS + b * {{stride(plane + "_ZEROS", 1)}} + h * {{stride(plane + "_ZEROS", 2)}}
+    {{var}}_zeros_base = {{plane}}_ZEROS + b * {{stride_of(plane + "_ZEROS", 1)}} + h * {{stride_of(plane + "_ZEROS", 2)}}
 {%- endif %}
 {%- endmacro %}
 {#- The exponent of the largest magnitude in one plane among this program's tokens; NaN and infinity do not count. #}
@@ -86,10 +86,10 @@ t0.to(tl.int64) * {{step}} + tl.arange(0, BLOCK_T) * {{step}}
         t = i // {{row}} * PAGE_ROWS + i % {{row}} // {{slot.scales}} * {{slot.block}}
         seen = (t < end) & (t + {{slot.block}} > begin)
 {%- if HAS_KEEP and slot.block == 1 %}
-        seen = seen & (tl.load(KEEP + b * {{stride("KEEP", 0) if KEEP_B else 0}} + t * {{stride("KEEP", 1)}}, mask=seen, other=0) != 0)
+        seen = seen & (tl.load(KEEP + b * {{stride_of("KEEP", 0) if KEEP_B else 0}} + t * {{stride_of("KEEP", 1)}}, mask=seen, other=0) != 0)
 {%- endif %}
-{%- set inner = "i %% %d" % row if stride(plane, 3)|string == slot.scales|string else "i %% %d // %d * %s + i %% %d" % (row, slot.scales, stride(plane, 3), slot.scales) %}
-        each = tl.load({{base}} + (i // {{row}}).to(tl.int64) * {{stride(plane, 0)}} + {{inner}}, mask=seen, other=0.0)
+{%- set inner = "i %% %d" % row if stride_of(plane, 3)|string == slot.scales|string else "i %% %d // %d * %s + i %% %d" % (row, slot.scales, stride_of(plane, 3), slot.scales) %}
+        each = tl.load({{base}} + (i // {{row}}).to(tl.int64) * {{stride_of(plane, 0)}} + {{inner}}, mask=seen, other=0.0)
         each = tl.abs(each.to(tl.float32))
         top = tl.maximum(top, tl.where(each < float("inf"), each, 0.0))
     {{result}} = (tl.max(top, 0).to(tl.int32, bitcast=True) >> 23) & 255
@@ -144,7 +144,7 @@ STEP = r"""
 {%- if key.scaled %}{{ load_scales("k", "scales", "K_SCALES", key, whole) }}{% endif %}
 {%- if key.zeros %}{{ load_scales("k", "zeros", "K_ZEROS", key, whole) }}{% endif %}
 {%- if HAS_KEEP %}
-        kept = tl.load(KEEP + b * {{stride("KEEP", 0) if KEEP_B else 0}} + ({{"FIRST + " if CHUNK}}t0 + tl.arange(0, BLOCK_T)) * {{stride("KEEP", 1)}}{{ "" if whole else ", mask=live, other=0" }}) != 0
+        kept = tl.load(KEEP + b * {{stride_of("KEEP", 0) if KEEP_B else 0}} + ({{"FIRST + " if CHUNK}}t0 + tl.arange(0, BLOCK_T)) * {{stride_of("KEEP", 1)}}{{ "" if whole else ", mask=live, other=0" }}) != 0
 {%- endif %}
 {{- load_words("v", "V_WORDS", value, whole) }}
 {%- if value.scaled %}{{ load_scales("v", "scales", "V_SCALES", value, whole) }}{% endif %}
@@ -176,7 +176,7 @@ STEP = r"""
 """
 
 BODY = r"""
-    S = {{size("Q", 2)}}
+    S = {{size_of("Q", 2)}}
     SCAN: tl.constexpr = 8192
     # The last rows of a causal mask have the most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -189,13 +189,13 @@ BODY = r"""
     head_r = h * GROUP + r % GROUP
 
     # Rows beyond the last attend to nothing and hold nobody back.
-    capacity = {{"CAPACITY" if CHUNK else "%s * %s" % (size("K_WORDS", 0), size("K_WORDS", 3))}}
+    capacity = {{"CAPACITY" if CHUNK else "%s * %s" % (size_of("K_WORDS", 0), size_of("K_WORDS", 3))}}
 {%- if HAS_KEEP %}
-    capacity = tl.minimum(capacity, {{size("KEEP", 1)}})
+    capacity = tl.minimum(capacity, {{size_of("KEEP", 1)}})
 {%- endif %}
-    given = tl.load(HI + b * {{stride("HI", 0) if HI_B else 0}} + s_r * {{stride("HI", 1)}}, mask=r_ok, other=-1)
+    given = tl.load(HI + b * {{stride_of("HI", 0) if HI_B else 0}} + s_r * {{stride_of("HI", 1)}}, mask=r_ok, other=-1)
 {%- if HAS_RECENT %}
-    base = tl.load(BASE{% if BASE_B %} + b * {{stride("BASE", 0)}}{% endif %})
+    base = tl.load(BASE{% if BASE_B %} + b * {{stride_of("BASE", 0)}}{% endif %})
     hi = tl.minimum(given, tl.minimum(base, capacity) - 1).to(tl.int32)
 {%- else %}
     hi = tl.minimum(given, capacity - 1).to(tl.int32)
@@ -206,7 +206,7 @@ BODY = r"""
     stop = tl.max(hi, 0) + 1
     until = tl.min(tl.where(r_ok, hi, 2147483647), 0) + 1
 {%- if HAS_LO %}
-    lo = tl.maximum(tl.load(LO + b * {{stride("LO", 0) if LO_B else 0}} + s_r * {{stride("LO", 1)}}, mask=r_ok, other=2147483647), 0)
+    lo = tl.maximum(tl.load(LO + b * {{stride_of("LO", 0) if LO_B else 0}} + s_r * {{stride_of("LO", 1)}}, mask=r_ok, other=2147483647), 0)
 {%- if HAS_RECENT %}
     lo_given = lo
 {%- endif %}
@@ -248,9 +248,9 @@ BODY = r"""
 {%- endif %}
 
     column = tl.arange(0, {{key.dim}})
-    q = tl.load(Q + b * {{stride("Q", 0)}} + (head_r * {{stride("Q", 1)}} + s_r * {{stride("Q", 2)}})[:, None] + {{key.channel("column")}}[None, :] * {{stride("Q", 3)}}, mask=r_ok[:, None], other=0.0)
+    q = tl.load(Q + b * {{stride_of("Q", 0)}} + (head_r * {{stride_of("Q", 1)}} + s_r * {{stride_of("Q", 2)}})[:, None] + {{key.channel("column")}}[None, :] * {{stride_of("Q", 3)}}, mask=r_ok[:, None], other=0.0)
 {%- if key.scaled %}
-    row_scale = tl.load(Q_SCALES + b * {{stride("Q_SCALES", 0)}} + head_r * {{stride("Q_SCALES", 1)}} + s_r * {{stride("Q_SCALES", 2)}}, mask=r_ok, other=1.0) * k_down * {{QK_SCALE}}
+    row_scale = tl.load(Q_SCALES + b * {{stride_of("Q_SCALES", 0)}} + head_r * {{stride_of("Q_SCALES", 1)}} + s_r * {{stride_of("Q_SCALES", 2)}}, mask=r_ok, other=1.0) * k_down * {{QK_SCALE}}
 {%- else %}
     row_scale = tl.full([BLOCK_R], {{QK_SCALE}}, tl.float32)
 {%- endif %}
@@ -290,14 +290,14 @@ RECENT = r"""
 {%- if HAS_RECENT %}
 
     # Row j of the recent tokens stands at position base + j; the splits share them as they share the pages.
-    last = tl.minimum(given - base + 1, {{size("RECENT_K", 2)}})
+    last = tl.minimum(given - base + 1, {{size_of("RECENT_K", 2)}})
     newest = tl.maximum(tl.max(tl.where(r_ok, last, 0), 0), 0).to(tl.int32)
 {%- if CHUNK %}
     newest = tl.where(FIRST > 0, 0, newest)
 {%- endif %}
     share = tl.cdiv(tl.cdiv(newest, BLOCK_T), SPLITS) * BLOCK_T
 {%- if key.scaled %}
-    q_recent = tl.load(Q_RAW + b * {{stride("Q_RAW", 0)}} + (head_r * {{stride("Q_RAW", 1)}} + s_r * {{stride("Q_RAW", 2)}})[:, None] + column[None, :] * {{stride("Q_RAW", 3)}}, mask=r_ok[:, None], other=0.0)
+    q_recent = tl.load(Q_RAW + b * {{stride_of("Q_RAW", 0)}} + (head_r * {{stride_of("Q_RAW", 1)}} + s_r * {{stride_of("Q_RAW", 2)}})[:, None] + column[None, :] * {{stride_of("Q_RAW", 3)}}, mask=r_ok[:, None], other=0.0)
 {%- else %}
     q_recent = q
 {%- endif %}
@@ -308,16 +308,16 @@ RECENT = r"""
         t = base + j
         live = (j < newest) & (t >= 0)
 {%- if HAS_KEEP %}
-        kept = tl.load(KEEP + b * {{stride("KEEP", 0) if KEEP_B else 0}} + t * {{stride("KEEP", 1)}}, mask=live & (t < {{size("KEEP", 1)}}), other=0) != 0
+        kept = tl.load(KEEP + b * {{stride_of("KEEP", 0) if KEEP_B else 0}} + t * {{stride_of("KEEP", 1)}}, mask=live & (t < {{size_of("KEEP", 1)}}), other=0) != 0
         live = live & kept
 {%- endif %}
-        k_recent = tl.load(RECENT_K + b * {{stride("RECENT_K", 0)}} + h * {{stride("RECENT_K", 1)}} + j[:, None] * {{stride("RECENT_K", 2)}} + column[None, :] * {{stride("RECENT_K", 3)}}, mask=live[:, None], other=0.0)
+        k_recent = tl.load(RECENT_K + b * {{stride_of("RECENT_K", 0)}} + h * {{stride_of("RECENT_K", 1)}} + j[:, None] * {{stride_of("RECENT_K", 2)}} + column[None, :] * {{stride_of("RECENT_K", 3)}}, mask=live[:, None], other=0.0)
         s = tl.dot(q_recent, tl.trans(k_recent))
         mask = live[None, :] & (t[None, :] <= given[:, None]){% if HAS_LO %} & (t[None, :] >= lo_given[:, None]){% endif %}
 
         valid = tl.max(mask.to(tl.int32), 0) != 0
 {{- softmax("recent_scale[:, None]", "mask") }}
-        v_recent = tl.load(RECENT_V + b * {{stride("RECENT_V", 0)}} + h * {{stride("RECENT_V", 1)}} + j[:, None] * {{stride("RECENT_V", 2)}} + {{value.channel("out_column")}}[None, :] * {{stride("RECENT_V", 3)}}, mask=valid[:, None], other=0.0)
+        v_recent = tl.load(RECENT_V + b * {{stride_of("RECENT_V", 0)}} + h * {{stride_of("RECENT_V", 1)}} + j[:, None] * {{stride_of("RECENT_V", 2)}} + {{value.channel("out_column")}}[None, :] * {{stride_of("RECENT_V", 3)}}, mask=valid[:, None], other=0.0)
         acc = tl.dot(p.to({{"tl.%s" % QUERY.strip("'")}}), v_recent, acc * alpha[:, None])
 {%- endif %}
 """
@@ -326,7 +326,7 @@ EPILOGUE = r"""
     m = m - {{raised}}.0
 {%- if DIRECT %}
 {%- if HAS_SINKS %}
-    sink = tl.load(SINKS + head_r * {{stride("SINKS", 0)}}, mask=r_ok, other=float("-inf")).to(tl.float32) * LOG2E
+    sink = tl.load(SINKS + head_r * {{stride_of("SINKS", 0)}}, mask=r_ok, other=float("-inf")).to(tl.float32) * LOG2E
     m_safe = tl.where(m == float("-inf"), sink, m)
     m_safe = tl.where(m_safe == float("-inf"), 0.0, m_safe)
     l = l + tl.exp2(sink - m_safe)

@@ -24,6 +24,7 @@ from kvcompile.lowering import ops
 from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks, plane_names, plans
 from kvcompile.lowering.bit_tricks import looked_up, multiplied, pair_table, scaled_by
 from kvcompile.lowering.buffers import equals, examples, hint, multiple, realize, static, varies
+from kvcompile.lowering.template_sizes import GLOBALS
 from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.triton_source import LOG2E, SOURCE
 from kvcompile.types import Role, SlotSpec
@@ -41,7 +42,7 @@ def attend_grid(batch: Any, kv_heads: Any, rows: Any, meta: dict[str, Any], *, c
 
 attend_template = TritonTemplate(name="kvcompile_attend", grid=attend_grid, source=SOURCE)
 # The template asks for both slots' plans while it is rendered.
-attend_template.template.globals |= {
+attend_template.template.globals |= GLOBALS | {
     "plans": plans, "looked_up": looked_up, "multiplied": multiplied, "pair_table": pair_table, "scaled_by": scaled_by,
 }
 

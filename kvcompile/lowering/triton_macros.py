@@ -37,22 +37,22 @@ MACROS = r"""
 {%- macro over(x, block) %}{{ "(%s // %d)" % (x, block) if block > 1 else x }}{% endmacro %}
 {%- macro page(plane, view, block=1) %}
 {%- if not PAGED -%}
-{{over("t0", block)}}.to(tl.int64) * ({{stride(plane, 3)}} // {{view}})
+{{over("t0", block)}}.to(tl.int64) * ({{stride_of(plane, 3)}} // {{view}})
 {%- elif BLOCK_T <= PAGE_ROWS -%}
-(t0 // PAGE_ROWS).to(tl.int64) * ({{stride(plane, 0)}} // {{view}}) + {{over("(t0 % PAGE_ROWS)", block)}} * ({{stride(plane, 3)}} // {{view}})
+(t0 // PAGE_ROWS).to(tl.int64) * ({{stride_of(plane, 0)}} // {{view}}) + {{over("(t0 % PAGE_ROWS)", block)}} * ({{stride_of(plane, 3)}} // {{view}})
 {%- else -%}
-(t0 // PAGE_ROWS).to(tl.int64) * ({{stride(plane, 0)}} // {{view}})
+(t0 // PAGE_ROWS).to(tl.int64) * ({{stride_of(plane, 0)}} // {{view}})
 {%- endif -%}
 {%- endmacro %}
 {%- macro rows_of(plane, view, block=1) %}
 {%- if PAGED and BLOCK_T > PAGE_ROWS -%}
-(t_i // PAGE_ROWS).to(tl.int64) * ({{stride(plane, 0)}} // {{view}}) + {{over("(t_i % PAGE_ROWS)", block)}} * ({{stride(plane, 3)}} // {{view}})
+(t_i // PAGE_ROWS).to(tl.int64) * ({{stride_of(plane, 0)}} // {{view}}) + {{over("(t_i % PAGE_ROWS)", block)}} * ({{stride_of(plane, 3)}} // {{view}})
 {%- else -%}
-{{over("t_i", block)}} * ({{stride(plane, 3)}} // {{view}})
+{{over("t_i", block)}} * ({{stride_of(plane, 3)}} // {{view}})
 {%- endif -%}
 {%- endmacro %}
 {%- macro plane(var, name, view, recast, block=1) %}
-    {{var}} = {{name}}{{ ".to(tl.pointer_type(%s))" % recast if recast else "" }} + b * ({{stride(name, 1)}} // {{view}}) + h * ({{stride(name, 2)}} // {{view}})
+    {{var}} = {{name}}{{ ".to(tl.pointer_type(%s))" % recast if recast else "" }} + b * ({{stride_of(name, 1)}} // {{view}}) + h * ({{stride_of(name, 2)}} // {{view}})
     {{var}}_t = {{rows_of(name, view, block)}}
 {%- endmacro %}
 {%- macro planes_of(var, name, plan, pack) %}
@@ -61,11 +61,11 @@ MACROS = r"""
 {{plane(var + letter + "_base", name + suffix, pack, "tl.uint%d" % (16 * pack) if pack > 1 else none, plan.token_block)}}
 {%- endfor %}
 {%- if plan.levels %}
-    {{var}}l_base = {{name}}_TABLE + h * {{stride(name + "_TABLE", 2)}}
+    {{var}}l_base = {{name}}_TABLE + h * {{stride_of(name + "_TABLE", 2)}}
 {%- endif %}
 {%- if plan.tabled %}
 {%- for low, high in plan.pairs %}
-    {{var}}_table_{{low}}_{{high}} = {{pair_table("pairs_%s_%d_%d" % (var, low, high), "(%sl_base + %d * %s)" % (var, low, stride(name + "_TABLE", 3)), "(%sl_base + %d * %s)" % (var, high, stride(name + "_TABLE", 3)), stride(name + "_TABLE", 4))}}
+    {{var}}_table_{{low}}_{{high}} = {{pair_table("pairs_%s_%d_%d" % (var, low, high), "(%sl_base + %d * %s)" % (var, low, stride_of(name + "_TABLE", 3)), "(%sl_base + %d * %s)" % (var, high, stride_of(name + "_TABLE", 3)), stride_of(name + "_TABLE", 4))}}
 {%- endfor %}
 {%- endif %}
 {%- endmacro %}
@@ -79,7 +79,7 @@ MACROS = r"""
 {%- endfor %}
 {%- else %}
 {%- for i in range(plan.scales) %}
-        {{var}}_{{i}} = tl.load({{base}} + ({{page(name, 1)}}) + {{base}}_t{% if plan.scales > 1 %} + {{i}} * {{stride(name, 4)}}{% endif %}{{mask}}){{cast}}
+        {{var}}_{{i}} = tl.load({{base}} + ({{page(name, 1)}}) + {{base}}_t{% if plan.scales > 1 %} + {{i}} * {{stride_of(name, 4)}}{% endif %}{{mask}}){{cast}}
 {%- endfor %}
 {%- endif %}
 {%- endmacro %}
@@ -90,7 +90,7 @@ MACROS = r"""
 {%- set inside = "(tl.arange(0, %d) < %d)%s" % (chunk.block, chunk.count, column) %}
 {%- set terms = ([] if whole else ["live" + token]) + ([inside] if chunk.padded else []) %}
 {%- set mask = "mask=%s, other=0" % " & ".join(terms) if terms else "" %}
-{%- set step = " * %s" % stride(name, 4) if plan.words_per_view == 1 else "" %}
+{%- set step = " * %s" % stride_of(name, 4) if plan.words_per_view == 1 else "" %}
 {%- for segment in range(plan.segments) %}
         {{var}}_{{chunk.name}}{% if segment %}_{{segment}}{% endif %} = tl.load({{base}} + ({{page(name, plan.words_per_view)}}) + {{base}}_t{{token}} + ({{chunk.first + segment * plan.row_words}} + tl.arange(0, {{chunk.block}})){{column}}{{step}}, {{mask}})
 {%- endfor %}
@@ -108,9 +108,9 @@ MACROS = r"""
 {%- set channels = "tl.minimum(%d + %d * tl.arange(0, %d), %d)" % (piece.first, piece.step, piece.block, plan.dim - 1) %}
 {%- set start = "%s + (%s)" % (base, page(name, 1, plan.token_block)) %}
 {%- if plan.single_group(piece) %}
-{%- set at = "%s + %d * %s" % (start, piece.first // plan.group, stride(name, 4)) %}
+{%- set at = "%s + %d * %s" % (start, piece.first // plan.group, stride_of(name, 4)) %}
 {%- else %}
-{%- set at = "%s + (%s * %s)%s" % (start, over(channels, plan.group), stride(name, 4), column) %}
+{%- set at = "%s + (%s * %s)%s" % (start, over(channels, plan.group), stride_of(name, 4), column) %}
 {%- endif %}
         {{letter}} = tl.load({{at}}{% if not one_block %} + {{base}}_t{{token}}, mask=({% if full or WHOLE %}t_i >= 0{% else %}live{% endif %}){{token}}, other=0.0{% endif %}).to(tl.float32)
 {%- endmacro %}
@@ -120,7 +120,7 @@ MACROS = r"""
         element = {{piece.unpack(var + "_" + piece.chunk.name)}}
 {%- if plan.levels %}
 {%- set channels = "tl.minimum(%d + %d * tl.arange(0, %d), %d)" % (piece.first, piece.step, piece.block, plan.dim - 1) %}
-        element = tl.load({{var}}l_base + ({{over(channels, plan.group)}} * {{stride(name + "_TABLE", 3)}}){{column}} + element.to(tl.int32) * {{stride(name + "_TABLE", 4)}}).to(tl.float32)
+        element = tl.load({{var}}l_base + ({{over(channels, plan.group)}} * {{stride_of(name + "_TABLE", 3)}}){{column}} + element.to(tl.int32) * {{stride_of(name + "_TABLE", 4)}}).to(tl.float32)
 {%- endif %}
 {%- if plan.scaled %}
 {{- load_element_scales(var, "s", name + "_SCALES", plan, piece, channels_first, full) }}
@@ -144,9 +144,9 @@ ROTATION = r"""
     {{name}}_c = {{first}} + {{step}} * tl.arange(0, {{block}})
     {{name}}_ok = ({{name}}_c < {{ROTARY_DIM}}) & (tl.arange(0, {{block}}) < {{count}})
 {%- if TOKENS_FIRST %}
-    {{name}} = tl.load(q_base[None, :] + ({{partner(name + "_c")}} * {{stride("Q", 3)}})[:, None], mask={{name}}_ok[:, None] & r_ok[None, :], other=0.0)
+    {{name}} = tl.load(q_base[None, :] + ({{partner(name + "_c")}} * {{stride_of("Q", 3)}})[:, None], mask={{name}}_ok[:, None] & r_ok[None, :], other=0.0)
 {%- else %}
-    {{name}} = tl.load(q_base[:, None] + ({{partner(name + "_c")}} * {{stride("Q", 3)}})[None, :], mask={{name}}_ok[None, :] & r_ok[:, None], other=0.0)
+    {{name}} = tl.load(q_base[:, None] + ({{partner(name + "_c")}} * {{stride_of("Q", 3)}})[None, :], mask={{name}}_ok[None, :] & r_ok[:, None], other=0.0)
 {%- endif %}
     {{name}} = tl.where(({{ name + ("_c % 2 == 0" if INTERLEAVED else "_c < %d" % (ROTARY_DIM // 2)) }}){{ "[:, None]" if TOKENS_FIRST else "[None, :]" }}, {{name}}, -{{name}})
 {%- endmacro %}
@@ -156,8 +156,8 @@ ROTATION = r"""
 {%- set column = "[None, :]" if TOKENS_FIRST else "[:, None]" %}
         rotary_c = {{first}} + {{step}} * tl.arange(0, {{block}})
         rotary_ok = live{{token}} & ((rotary_c < {{ROTARY_DIM}}) & (tl.arange(0, {{block}}) < {{count}})){{column}}
-        cos_at = b * {{stride("COS", 0) if ROTATION_B else 0}} + t{{token}} * {{stride("COS", 1)}} + (rotary_c * {{stride("COS", 2)}}){{column}}
-        sin_at = b * {{stride("SIN", 0) if ROTATION_B else 0}} + t{{token}} * {{stride("SIN", 1)}} + ({{partner("rotary_c")}} * {{stride("SIN", 2)}}){{column}}
+        cos_at = b * {{stride_of("COS", 0) if ROTATION_B else 0}} + t{{token}} * {{stride_of("COS", 1)}} + (rotary_c * {{stride_of("COS", 2)}}){{column}}
+        sin_at = b * {{stride_of("SIN", 0) if ROTATION_B else 0}} + t{{token}} * {{stride_of("SIN", 1)}} + ({{partner("rotary_c")}} * {{stride_of("SIN", 2)}}){{column}}
         straight = (element * tl.load(COS + cos_at, mask=rotary_ok, other=1.0).to(tl.float32)).to({{dtype}})
         across = (element * tl.load(SIN + sin_at, mask=rotary_ok, other=0.0).to(tl.float32)).to({{dtype}})
         part = tl.dot({{ "straight, " + q if TOKENS_FIRST else q + ", straight" }}{% if chained %}, part{% endif %}{{PRECISION}})

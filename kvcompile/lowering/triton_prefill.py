@@ -25,6 +25,7 @@ from kvcompile.lowering.buffers import equals, examples, hint, multiple, realize
 from kvcompile.lowering.prefill_config import SMALLEST, PrefillConfig, slots
 from kvcompile.lowering.prefill_source import SOURCE
 from kvcompile.lowering.prefill_tiles import FEWEST_ROWS, choose_cut, choose_tiles, splits_for
+from kvcompile.lowering.template_sizes import GLOBALS
 from kvcompile.lowering.triton_attend import attend_grid, merge
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -32,7 +33,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 prefill_template = TritonTemplate(name="kvcompile_prefill", grid=attend_grid, source=SOURCE)
 # The template asks for both slots while it is rendered.
-prefill_template.template.globals["slots"] = slots
+prefill_template.template.globals |= GLOBALS | {"slots": slots}
 
 
 def lower_prefill(

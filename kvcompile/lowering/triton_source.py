@@ -45,7 +45,7 @@ OPERANDS = r"""
 """
 
 PROLOGUE = r"""
-    S = {{size("Q", 2)}}
+    S = {{size_of("Q", 2)}}
 {%- if ONE_QUERY %}
     tile = tl.program_id(0)
 {%- else %}
@@ -62,28 +62,28 @@ PROLOGUE = r"""
     head_r = h * GROUP + r % GROUP
 
     # Which tokens this tile may attend to at all, and this split's share of them.
-    capacity = {{size("K_WORDS", 0)}} * {{size("K_WORDS", 3)}}
+    capacity = {{size_of("K_WORDS", 0)}} * {{size_of("K_WORDS", 3)}}
 {%- if HAS_KEEP %}
-    capacity = tl.minimum(capacity, {{size("KEEP", 1)}})
+    capacity = tl.minimum(capacity, {{size_of("KEEP", 1)}})
 {%- endif %}
 {%- if BIAS_KIND %}
-    capacity = tl.minimum(capacity, {{size("BIAS", 3)}})
+    capacity = tl.minimum(capacity, {{size_of("BIAS", 3)}})
 {%- endif %}
 {%- if ONE_QUERY %}
-    hi = tl.load(HI + b * {{stride("HI", 0) if HI_B else 0}})
+    hi = tl.load(HI + b * {{stride_of("HI", 0) if HI_B else 0}})
     hi = tl.minimum(hi, capacity - 1).to(tl.int32)
     stop = hi + 1
 {%- else %}
-    hi = tl.load(HI + b * {{stride("HI", 0) if HI_B else 0}} + s_r * {{stride("HI", 1)}}, mask=r_ok, other=-1)
+    hi = tl.load(HI + b * {{stride_of("HI", 0) if HI_B else 0}} + s_r * {{stride_of("HI", 1)}}, mask=r_ok, other=-1)
     hi = tl.minimum(hi, capacity - 1).to(tl.int32)
     stop = tl.max(hi, 0) + 1
 {%- endif %}
 {%- if HAS_LO and ONE_QUERY %}
-    lo = tl.maximum(tl.load(LO + b * {{stride("LO", 0) if LO_B else 0}}), 0)
+    lo = tl.maximum(tl.load(LO + b * {{stride_of("LO", 0) if LO_B else 0}}), 0)
     lo = tl.minimum(lo, capacity).to(tl.int32)
     start = lo
 {%- elif HAS_LO %}
-    lo = tl.maximum(tl.load(LO + b * {{stride("LO", 0) if LO_B else 0}} + s_r * {{stride("LO", 1)}}, mask=r_ok, other=2147483647), 0)
+    lo = tl.maximum(tl.load(LO + b * {{stride_of("LO", 0) if LO_B else 0}} + s_r * {{stride_of("LO", 1)}}, mask=r_ok, other=2147483647), 0)
     lo = tl.minimum(lo, capacity).to(tl.int32)
     start = tl.min(lo, 0)
 {%- else %}
@@ -93,50 +93,50 @@ PROLOGUE = r"""
 {%- if HAS_RECENT %}
     # Positions fit 32 bits; a base far below zero is as good as one just below it.
     visible = stop
-    base = tl.maximum(tl.load(BASE + b * {{stride("BASE", 0) if BASE_B else 0}}), -1073741824).to(tl.int32)
+    base = tl.maximum(tl.load(BASE + b * {{stride_of("BASE", 0) if BASE_B else 0}}), -1073741824).to(tl.int32)
     stop = tl.maximum(tl.minimum(stop, base), first)
 {%- endif %}
     share = tl.cdiv(tl.cdiv(tl.maximum(stop - first, 0), BLOCK_T), SPLITS - HAS_RECENT) * BLOCK_T
 {%- if SHARES %}
     # Rows differ in length: programs get what a row of average length gives each of SHARES, unless this row has too few for it.
     tiles = 0
-    for other in range(0, {{size("Q", 0)}}, 32):
+    for other in range(0, {{size_of("Q", 0)}}, 32):
         rows = (other + tl.arange(0, 32)).to(tl.int64)
-        there = rows < {{size("Q", 0)}}
-        until = tl.minimum(tl.load(HI + rows * {{stride("HI", 0) if HI_B else 0}}, mask=there, other=-1), capacity - 1) + 1
+        there = rows < {{size_of("Q", 0)}}
+        until = tl.minimum(tl.load(HI + rows * {{stride_of("HI", 0) if HI_B else 0}}, mask=there, other=-1), capacity - 1) + 1
 {%- if HAS_LO %}
-        since = tl.minimum(tl.maximum(tl.load(LO + rows * {{stride("LO", 0) if LO_B else 0}}, mask=there, other=0), 0), capacity)
+        since = tl.minimum(tl.maximum(tl.load(LO + rows * {{stride_of("LO", 0) if LO_B else 0}}, mask=there, other=0), 0), capacity)
 {%- else %}
         since = 0
 {%- endif %}
 {%- if HAS_RECENT %}
-        until = tl.minimum(until, tl.load(BASE + rows * {{stride("BASE", 0) if BASE_B else 0}}, mask=there, other=0))
+        until = tl.minimum(until, tl.load(BASE + rows * {{stride_of("BASE", 0) if BASE_B else 0}}, mask=there, other=0))
 {%- endif %}
         tiles += tl.sum(tl.cdiv(tl.where(there, tl.maximum(until - since, 0), 0).to(tl.int32), BLOCK_T), 0)
-    share = tl.maximum(share, tl.cdiv(tiles, SHARES * {{size("Q", 0)}}).to(tl.int32) * BLOCK_T)
+    share = tl.maximum(share, tl.cdiv(tiles, SHARES * {{size_of("Q", 0)}}).to(tl.int32) * BLOCK_T)
 {%- endif %}
     begin = first + split * share
     end = tl.minimum(begin + share, stop)
 
     # Queries, cut the way the keys are; in float16 only after each row was brought to at most one by a power
     # of two, so nothing overflows and what underflows is below 2^-24 of the row's largest element.
-    q_base = Q + b * {{stride("Q", 0)}} + head_r * {{stride("Q", 1)}} + s_r * {{stride("Q", 2)}}
+    q_base = Q + b * {{stride_of("Q", 0)}} + head_r * {{stride_of("Q", 1)}} + s_r * {{stride_of("Q", 2)}}
 {%- if key.folded and PACKED %}
     r_in = tl.minimum(r, S * GROUP - 1)
-    q_inside = Q + b * {{stride("Q", 0)}} + (h * GROUP + r_in % GROUP) * {{stride("Q", 1)}} + (r_in // GROUP) * {{stride("Q", 2)}}
+    q_inside = Q + b * {{stride_of("Q", 0)}} + (h * GROUP + r_in % GROUP) * {{stride_of("Q", 1)}} + (r_in // GROUP) * {{stride_of("Q", 2)}}
 {%- endif %}
 {%- for piece in key.pieces %}
 {%- set columns = "tl.arange(0, %d)" % piece.chunk.block %}
 {%- set at = "(%d + %d * %s)" % (piece.first, piece.step, columns) %}
 {%- if key.folded and PACKED %}
-    q_{{piece.name}} = tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [(q_inside[None, :] + tl.minimum({{at}}, KEY_DIM - 1)[:, None] * {{stride("Q", 3)}}).to(tl.int64)], dtype={{MODEL_TYPE}}, is_pure=True, pack=1)
+    q_{{piece.name}} = tl.inline_asm_elementwise("ld.global.nc.b16 $0, [$1];", "=h,l", [(q_inside[None, :] + tl.minimum({{at}}, KEY_DIM - 1)[:, None] * {{stride_of("Q", 3)}}).to(tl.int64)], dtype={{MODEL_TYPE}}, is_pure=True, pack=1)
 {%- if piece.chunk.padded %}
     q_{{piece.name}} = tl.where(({{columns}} < {{piece.chunk.count}})[:, None], q_{{piece.name}}, 0.0)
 {%- endif %}
 {%- elif TOKENS_FIRST %}
-    q_{{piece.name}} = tl.load(q_base[None, :] + {{at}}[:, None] * {{stride("Q", 3)}}, mask=r_ok[None, :]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[:, None]{% endif %}, other=0.0)
+    q_{{piece.name}} = tl.load(q_base[None, :] + {{at}}[:, None] * {{stride_of("Q", 3)}}, mask=r_ok[None, :]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[:, None]{% endif %}, other=0.0)
 {%- else %}
-    q_{{piece.name}} = tl.load(q_base[:, None] + {{at}}[None, :] * {{stride("Q", 3)}}, mask=r_ok[:, None]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[None, :]{% endif %}, other=0.0)
+    q_{{piece.name}} = tl.load(q_base[:, None] + {{at}}[None, :] * {{stride_of("Q", 3)}}, mask=r_ok[:, None]{% if piece.chunk.padded %} & ({{columns}} < {{piece.chunk.count}})[None, :]{% endif %}, other=0.0)
 {%- endif %}
 {%- if ROTARY_DIM %}
 {{load_turned("turned_" + piece.name, piece.first, piece.step, piece.chunk.count, piece.block)}}
@@ -198,7 +198,7 @@ STEP = r"""
 {%- endmacro %}
 {%- macro load_kept() %}
 {%- if HAS_KEEP %}
-        kept = tl.load(KEEP + b * {{stride("KEEP", 0) if KEEP_B else 0}} + t * {{stride("KEEP", 1)}}, mask=live, other=0) != 0
+        kept = tl.load(KEEP + b * {{stride_of("KEEP", 0) if KEEP_B else 0}} + t * {{stride_of("KEEP", 1)}}, mask=live, other=0) != 0
 {%- endif %}
 {%- endmacro %}
 {%- macro mask_scores() %}
@@ -219,7 +219,7 @@ STEP = r"""
 {%- endif %}
 {%- endif %}
 {%- if BIAS_KIND %}
-        b_at = BIAS + b * {{stride("BIAS", 0) if BIAS_B else 0}} + {{row("(head_r * %s + s_r * %s)" % (stride("BIAS", 1) if BIAS_H else 0, stride("BIAS", 2) if BIAS_S else 0))}} + {{tok("t")}} * {{stride("BIAS", 3)}}
+        b_at = BIAS + b * {{stride_of("BIAS", 0) if BIAS_B else 0}} + {{row("(head_r * %s + s_r * %s)" % (stride_of("BIAS", 1) if BIAS_H else 0, stride_of("BIAS", 2) if BIAS_S else 0))}} + {{tok("t")}} * {{stride_of("BIAS", 3)}}
         b_in = {{tok("live")}} & {{row("r_ok")}}
 {%- if BIAS_KIND == 2 %}
         mask = mask & (tl.load(b_at, mask=b_in, other=0) != 0)
@@ -290,7 +290,7 @@ LOOP = r"""
 EPILOGUE = r"""
 {%- if DIRECT %}
 {%- if HAS_SINKS %}
-    sink = tl.load(SINKS + head_r * {{stride("SINKS", 0)}}, mask=r_ok, other=float("-inf")).to(tl.float32) * LOG2E
+    sink = tl.load(SINKS + head_r * {{stride_of("SINKS", 0)}}, mask=r_ok, other=float("-inf")).to(tl.float32) * LOG2E
     m_safe = tl.where(m == float("-inf"), sink, m)
     m_safe = tl.where(m_safe == float("-inf"), 0.0, m_safe)
     l = l + tl.exp2(sink - m_safe)
@@ -328,10 +328,10 @@ EPILOGUE = r"""
 RECENT = r"""
 {%- if HAS_RECENT %}
     if split == SPLITS - 1:
-        rows = {{size("RECENT_K", 2)}}
-        raw_q = Q + b * {{stride("Q", 0)}} + head_r * {{stride("Q", 1)}} + s_r * {{stride("Q", 2)}}
-        rk_base = RECENT_K + b * {{stride("RECENT_K", 0)}} + h * {{stride("RECENT_K", 1)}}
-        rv_base = RECENT_V + b * {{stride("RECENT_V", 0)}} + h * {{stride("RECENT_V", 1)}}
+        rows = {{size_of("RECENT_K", 2)}}
+        raw_q = Q + b * {{stride_of("Q", 0)}} + head_r * {{stride_of("Q", 1)}} + s_r * {{stride_of("Q", 2)}}
+        rk_base = RECENT_K + b * {{stride_of("RECENT_K", 0)}} + h * {{stride_of("RECENT_K", 1)}}
+        rv_base = RECENT_V + b * {{stride_of("RECENT_V", 0)}} + h * {{stride_of("RECENT_V", 1)}}
         m = tl.full([BLOCK_R], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_R], tl.float32)
 {%- for run in value.runs %}
@@ -340,7 +340,7 @@ RECENT = r"""
 {%- for run in key.runs %}
 {%- set column = "tl.arange(0, %d)" % run.block %}
 {%- set inside = " & (%s < %d)%s" % (column, run.count, "[:, None]" if TOKENS_FIRST else "[None, :]") if run.padded else "" %}
-        raw_{{run.name}} = tl.load({{row("raw_q")}} + {{channel("((%d + %s) * %s)" % (run.first, column, stride("Q", 3)))}}, mask={{row("r_ok")}}{{inside}}, other=0.0)
+        raw_{{run.name}} = tl.load({{row("raw_q")}} + {{channel("((%d + %s) * %s)" % (run.first, column, stride_of("Q", 3)))}}, mask={{row("r_ok")}}{{inside}}, other=0.0)
 {%- if ROTARY_DIM %}
 {%- filter indent(4, first=true) %}
 {{load_turned("raw_turned_" + run.name, run.first, 1, run.count, run.block)}}
@@ -357,7 +357,7 @@ RECENT = r"""
 {%- for run in key.runs %}
 {%- set column = "tl.arange(0, %d)" % run.block %}
 {%- set inside = " & " + row("(%s < %d)" % (column, run.count)) if run.padded else "" %}
-        element = tl.load(rk_base + {{tok("(j * %s)" % stride("RECENT_K", 2))}} + {{row("((%d + %s) * %s)" % (run.first, column, stride("RECENT_K", 3)))}}, mask={{tok("live")}}{{inside}}, other=0.0)
+        element = tl.load(rk_base + {{tok("(j * %s)" % stride_of("RECENT_K", 2))}} + {{row("((%d + %s) * %s)" % (run.first, column, stride_of("RECENT_K", 3)))}}, mask={{tok("live")}}{{inside}}, other=0.0)
 {%- if ROTARY_DIM %}
         element = element.to(tl.float32)
 {{- rotated_dot(run.first, 1, run.count, run.block, "raw_" + run.name, "raw_turned_" + run.name, MODEL_TYPE, not loop.first) }}
@@ -377,7 +377,7 @@ RECENT = r"""
         weight = p.to({{MODEL_TYPE}})
 {%- for run in value.runs %}
 {%- set column = "tl.arange(0, %d)" % run.block %}
-        element = tl.load(rv_base + {{row("(j * %s)" % stride("RECENT_V", 2))}} + {{channel("((%d + %s) * %s)" % (run.first, column, stride("RECENT_V", 3)))}}, mask={{row("valid")}}{% if run.padded %} & {{channel("(%s < %d)" % (column, run.count))}}{% endif %}, other=0.0)
+        element = tl.load(rv_base + {{row("(j * %s)" % stride_of("RECENT_V", 2))}} + {{channel("((%d + %s) * %s)" % (run.first, column, stride_of("RECENT_V", 3)))}}, mask={{row("valid")}}{% if run.padded %} & {{channel("(%s < %d)" % (column, run.count))}}{% endif %}, other=0.0)
         sum_{{run.name}} = tl.dot({{ "element, weight, sum_%s * alpha[None, :]" % run.name if TOKENS_FIRST else "weight, element, sum_%s * alpha[:, None]" % run.name }}{{PRECISION}})
 {%- endfor %}
 {%- endfilter %}
