@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.passes.flex import Stays
+from kvcompile.passes.memo import Memo
 from kvcompile.passes.prefix import join_prefixes
 from kvcompile.passes.retrace import Retrace
 from kvcompile.passes.stacked import join_stacked
@@ -109,7 +110,7 @@ def capture(
 
     def traced(spell_out: bool) -> fx.GraphModule:
         with mode:
-            again = Retrace(gm, spell_out)
+            again = Retrace(gm, spell_out, Memo(mode))
 
             def run(*args: object) -> object:
                 return again.run(*args, enable_io_processing=False)

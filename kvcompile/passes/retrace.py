@@ -9,6 +9,7 @@ What made a block mask that is then not read is left out.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes import flex
+from kvcompile.passes.memo import Memo
 from kvcompile.passes.vmapped import Region, regions
 
 SHAPED: dict[Any, Callable[..., torch.Tensor]] = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.full_like: torch.full}
@@ -26,8 +28,10 @@ SHAPED: dict[Any, Callable[..., torch.Tensor]] = {torch.zeros_like: torch.zeros,
 class Retrace(fx.Interpreter):
     """Runs Dynamo's graph under ``make_fx``; ``spell_out``: flex attention as plain operations, or ``flex.Stays`` is raised."""
 
-    def __init__(self, module: fx.GraphModule, spell_out: bool = True) -> None:
+    def __init__(self, module: fx.GraphModule, spell_out: bool = True, memo: Memo | None = None) -> None:
         super().__init__(module)
+        # Regions of autocast change what a call becomes, and no key knows of them.
+        self.memo = memo if not any("autocast" in str(node.target) for node in module.graph.nodes) else None
         found = regions(module.graph)
         self.spell_out = spell_out and any(flex.is_flex(node.target) for node in module.graph.nodes)
         self.left_out = unread(module.graph, found) if self.spell_out else set()
@@ -67,7 +71,13 @@ class Retrace(fx.Interpreter):
             like, *fill = args
             if len(fill) == (target is torch.full_like):
                 return SHAPED[target](like.shape, *fill, **{"dtype": like.dtype, "device": like.device, **kwargs})
-        return super().call_function(target, args, kwargs)
+        run = functools.partial(super().call_function, target, args, kwargs)
+        return self.memo.call("function", target, args, kwargs, run) if self.memo is not None else run()
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of a tensor's method."""
+        run = functools.partial(super().call_method, target, args, kwargs)
+        return self.memo.call("method", target, args, kwargs, run) if self.memo is not None else run()
 
 
 def unread(graph: fx.Graph, mapped: list[Region]) -> set[fx.Node]:
