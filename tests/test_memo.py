@@ -13,7 +13,9 @@ from kvcompile.passes.memo import Memo
 
 transformers = pytest.importorskip("transformers")
 
-CASES = [("llama", "static"), ("llama", "dynamic"), ("gpt_oss", "static"), ("deepseek_v3", "dynamic"), ("bloom", "static"), ("lfm2", "static")]
+CASES = [
+    ("llama", "static"), ("llama", "dynamic"), ("gpt_oss", "static"), ("deepseek_v3", "dynamic"), ("bloom", "static"), ("lfm2", "static"),
+]
 """Beside these gemma2, gptj, falcon, phi and mixtral were compared when the memo was written."""
 
 

@@ -236,7 +236,7 @@ def _step(node: fx.Node, place: dict[fx.Node, _Ref], fakes: list[tuple[_Ref, tor
         described = [_described(item, fakes) for item in value]
     else:
         described = _described(value, fakes)
-    name = node.graph._target_to_str(getattr(node.target, "overloadpacket", node.target).__name__)
+    name = node.graph._target_to_str(getattr(node.target, "overloadpacket", node.target).__name__)  # type: ignore[union-attr]
     return _Step(node.target, args, kwargs, name, described)
 
 
