@@ -71,12 +71,20 @@ def accept_handles(captured: Captured, examples: Collection[Any], arguments: Col
             wanted[source] = value
     replaced = 0
     for guard in context.guards_context.dynamo_guards:
-        if guard.originating_source in wanted and guard.create_fn_name() == "TENSOR_MATCH":
+        if guard.originating_source not in wanted:
+            continue
+        if guard.create_fn_name() == "TYPE_MATCH":
+            guard.create_fn = _covered
+        elif guard.create_fn_name() == "TENSOR_MATCH":
             guard.create_fn = functools.partial(_either, expected=Expected.of(wanted[guard.originating_source]))
             replaced += 1
     if replaced != len(wanted):
         log.debug("%d of %d cache tensors have a guard of Dynamo's own: the model will be traced once more", replaced, len(wanted))
     return replaced
+
+
+def _covered(builder: Any, guard: Any) -> None:
+    """Build no guard on the class: the other one looks at it."""
 
 
 def _either(builder: Any, guard: Any, expected: Expected) -> None:

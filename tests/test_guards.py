@@ -1,0 +1,80 @@
+"""One guard for both faces of a cache: as many frames as stock compiles, and none that would be wrong for what is passed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import kvcompile
+from kvcompile.runtime.guards import Expected
+from kvcompile.runtime.handle import CompressedCache
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64, vocab_size=64,
+    )
+    return transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def _request(compiled: Any, model: Any, first: Any, prompt: int, rows: int = 1) -> float:
+    """The largest difference of the logits of six steps from the uncompiled model's; ``first`` runs the prompt."""
+    ours, theirs = (transformers.StaticCache(model.config, max_cache_len=64) for _ in range(2))
+    ids = torch.randint(0, 64, (rows, 24), generator=torch.Generator().manual_seed(prompt))
+    worst = 0.0
+    with torch.no_grad():
+        first(ids[:, :prompt], past_key_values=ours)
+        model(ids[:, :prompt], past_key_values=theirs)
+        for at in range(prompt, prompt + 6):
+            got, want = (run(ids[:, at : at + 1], past_key_values=cache).logits for run, cache in ((compiled, ours), (model, theirs)))
+            worst = max(worst, (got - want).abs().max().item())
+    assert compiled is model or isinstance(ours.layers[0].keys, CompressedCache)
+    return worst
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_eager_prompt_costs_no_second_trace(model: Any) -> None:
+    counters.clear()
+    compiled = torch.compile(model, backend=kvcompile.backend("dense", strict=True, inner="aot_eager"))
+    for prompt in (7, 11):
+        assert _request(compiled, model, model, prompt) < 1e-5
+    assert counters["frames"]["ok"] == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_prompts_compiled_and_eager_share_a_decode_step(model: Any) -> None:
+    counters.clear()
+    compiled = torch.compile(model, backend=kvcompile.backend("dense", strict=True, inner="aot_eager"))
+    assert _request(compiled, model, compiled, 7) < 1e-5
+    assert _request(compiled, model, model, 9) < 1e-5
+    assert counters["frames"]["ok"] == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_another_batch_is_another_frame(model: Any) -> None:
+    counters.clear()
+    compiled = torch.compile(model, backend=kvcompile.backend("dense", strict=True, inner="aot_eager"), dynamic=False)
+    for rows in (1, 3, 1):
+        assert _request(compiled, model, model, 7, rows) < 1e-5
+    assert counters["frames"]["ok"] == 2
+
+
+def test_what_is_accepted() -> None:
+    dense = torch.zeros(1, 2, 8, 4)
+    expected = Expected.of(dense)
+    assert expected.accepts(torch.ones(1, 2, 8, 4))
+    refused = {
+        "rows": torch.zeros(2, 2, 8, 4), "dtype": torch.zeros(1, 2, 8, 4, dtype=torch.float64), "no tensor": None,
+        "strides": torch.zeros(1, 8, 2, 4).transpose(1, 2), "gradients": torch.zeros(1, 2, 8, 4, requires_grad=True),
+        "parameter": torch.nn.Parameter(dense),
+    }
+    assert [name for name, value in refused.items() if expected.accepts(value)] == []
+    with torch.inference_mode():
+        assert not expected.accepts(torch.zeros(1, 2, 8, 4))
