@@ -8,7 +8,7 @@ wrapper, by the code that Inductor has for kernels of the user's. So the schedul
 
 Facts about torch 2.11 to 2.13 that this relies on, each used here alone:
 
-    ``ir.UserDefinedTritonKernel.codegen``  reads ``kwargs``, ``grid``, ``ordered_kwargs_for_cpp_kernel``, ``fx_node`` and ``get_kernel_and_metadata()``
+    ``ir.UserDefinedTritonKernel.codegen``  reads ``kwargs``, ``grid``, ``fx_node`` and ``get_kernel_and_metadata()``
     ``ir.MutationOutput(layout, buffer, operation)``  is an output that says which buffer an operation writes
     an operation may have several outputs, and the scheduler allocates those whose ``should_allocate()`` is true
     outputs without users are in ``V.graph.removed_buffers`` by the time of code generation, and are then neither allocated nor freed
@@ -230,7 +230,7 @@ class PythonCall:
     def codegen(self, wrapper: Any) -> None:
         """Write the line."""
         spelled = (item.codegen_reference() if isinstance(item, ir.IRNode) else wrapper.val_to_arg_str(item) for item in self.operands)
-        wrapper.writeline(f"torch.ops.{str(self.target)}({', '.join(spelled)})")
+        wrapper.writeline(f"torch.ops.{self.target!s}({', '.join(spelled)})")
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
