@@ -46,8 +46,9 @@ def append_operands(text: str, count: int, padded: bool = False) -> list[Any]:
         if not schemes.parse(text).window:
             operands += [x, planes, pos, spelled]
             continue
-        moves = planes[append_ops.WRITTEN] if len(planes) > append_ops.WRITTEN else None
-        operands += [x, planes[: append_ops.WRITTEN], moves, pos, torch.zeros(1, dtype=torch.int64) if padded else None, spelled]
+        written = append_ops.written(planes)
+        moves = planes[-1] if text == "squat" and role is Role.KEY else None
+        operands += [x, written, moves, pos, torch.zeros(1, dtype=torch.int64) if padded else None, spelled]
     return operands
 
 
@@ -88,6 +89,10 @@ CASES: dict[str, tuple[Any, Callable[..., Any], Callable[[], list[Any]]]] = {
     "kivi, one": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("kivi", 1)),
     "kivi, one, alone": (append_ops.append_window_kernel, append_ops.windows_by_kernels, lambda: append_operands("kivi", 1, True)[6:]),
     "kivi, many": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("kivi", 40, True)),
+    "certified append": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("certified", 1)),
+    "certified append to host": (
+        append_ops.append_window_kernel, append_ops.windows_by_kernels, lambda: append_operands("certified(tier2=host)", 1, True)[:6],
+    ),
     "squat, one": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("squat", 1)),
     "squat, many": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("squat", 40)),
 }

@@ -1,8 +1,8 @@
 """Operators for appends that are done by kernels of our own: one slot or two, keys and values, in one call.
 
 ``append_kernel``         what ``append`` says, of many tokens (``triton_append_rows``)
-``append_window_kernel``  what ``append_window`` says (``triton_append`` one token, ``triton_append_blocks`` many), but for the origins in
-                          force, which are plain tensor code that reads the clock before
+``append_window_kernel``  what ``append_window`` says, of one token (``triton_append``, ``certified_append``) or many
+                          (``triton_append_blocks``), but for the origins in force: they are tensor code that reads the clock before
 
 Each has a form for two slots. They only take what the kernels know (``appends`` asks), run the kernels where they are called, and declare
 every plane that a kernel writes as mutated, none else: a compiled graph functionalizes them and puts them back in place.
@@ -16,15 +16,13 @@ import torch
 
 from kvcompile.lowering.launches import Direct, Launcher
 from kvcompile.lowering.ops import LIBRARY
+from kvcompile.lowering.windows import _encoded
 
 ROWS = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor pos{0}, str scheme{0}"
 WINDOW = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor? moves{0}, Tensor pos{0}, Tensor? origin{0}, str scheme{0}"
 
 ROW_OPERANDS, WINDOW_OPERANDS = 4, 6
 """Operands of one slot."""
-
-WRITTEN = 5
-"""Planes of a window that the kernels write: codes, scales, zero points, the window, the clock."""
 
 LIBRARY.define(f"append_kernel({ROWS.format('', 'a')}) -> ()")
 LIBRARY.define(f"append_kernel_pair({ROWS.format('', 'a')}, {ROWS.format('_2', 'b')}) -> ()")
@@ -47,12 +45,14 @@ def rows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
 
 def windows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
     """Start the kernels of ``append_window_kernel``; the newest tokens of each slot."""
-    from kvcompile.lowering import triton_append, triton_append_blocks
+    from kvcompile.lowering import certified_append, triton_append, triton_append_blocks
 
     slots = [
         triton_append.Slot(x, [*planes, *([] if moves is None else [moves])], pos, origin, scheme)
         for x, planes, moves, pos, origin, scheme in _slots(operands, WINDOW_OPERANDS)
     ]
+    if certified_append.is_certified(slots[0].scheme):
+        return certified_append.append_certified(slots, launcher)
     if all(triton_append.one_token(slot.x) for slot in slots):
         return triton_append.append_window_slots(slots, launcher)
     return triton_append_blocks.append_window_blocks(slots, launcher)
@@ -74,8 +74,13 @@ def _rows_meta(*operands: Any) -> None:
     return None
 
 
+def written(planes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the planes of a slot with a window those that the kernels write: up to the clock, which stands behind the window."""
+    return planes[: _encoded(planes) + 2]
+
+
 def _newest(x: torch.Tensor, planes: list[torch.Tensor], *more: Any) -> torch.Tensor:
-    return x.new_empty(*x.shape[:2], planes[3].shape[3] + x.shape[2], x.shape[3])
+    return x.new_empty(*x.shape[:2], planes[-2].shape[3] + x.shape[2], x.shape[3])
 
 
 def _newest_of_both(*operands: Any) -> tuple[torch.Tensor, ...]:

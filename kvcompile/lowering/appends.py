@@ -1,7 +1,7 @@
 """How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
 
 ``append``         one token: the body, which Inductor fuses with what makes the token; more: ``triton_append_rows``.
-``append_window``  one token: ``triton_append``; more: ``triton_append_blocks``, or else the operation as it is.
+``append_window``  one token: ``triton_append`` or ``certified_append``; more: ``triton_append_blocks``, or else the operation as it is.
 
 What else the kernels do not know is the body's. Many tokens into a window are not traced even there: encoding with what queries
 taught (squat) is hundreds of nodes a layer, for which a model of 32 layers compiled above five minutes, and a prefill runs once.
@@ -64,12 +64,12 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
 
 def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if calls[0][0].device.type == "cuda":
-        from kvcompile.lowering import triton_append_blocks
+        from kvcompile.lowering import certified_append, triton_append_blocks
         from kvcompile.lowering.triton_append import Slot, fits
 
         slots = [Slot(*call) for call in calls]
         many = all(triton_append_blocks.fits(slot) and slot.x.shape[0] == slots[0].x.shape[0] for slot in slots)
-        if many or all(fits(slot) for slot in slots):
+        if many or all(fits(slot) for slot in slots) or all(certified_append.fits(slot) for slot in slots):
             return _window_kernels(slots)
         if len(calls) > 1:
             return [result for call in calls for result in _windows([call])]
@@ -84,7 +84,7 @@ def _window_kernels(slots: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]
     used = [slot.used for slot in slots]
     operands = [
         operand for slot in slots for operand in (
-            slot.x, slot.planes[: append_ops.WRITTEN], slot.moves[0] if slot.corrects else None, slot.pos, slot.origin, slot.scheme,
+            slot.x, append_ops.written(slot.planes), slot.moves[0] if slot.corrects else None, slot.pos, slot.origin, slot.scheme,
         )
     ]
     if len(slots) == 1:
