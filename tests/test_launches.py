@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_writes import stand_in_for_a_device, written_by
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -26,7 +27,7 @@ from kvcompile.schemes.certified import PLACES, SCRATCH, TELEMETRY
 from kvcompile.settings import Settings
 from kvcompile.types import Role, SlotSpec
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 K, G, D, PAGES = 2, 2, 64, 4
 
@@ -99,30 +100,9 @@ CASES: dict[str, tuple[Any, Callable[..., Any], Callable[[], list[Any]]]] = {
 each_case = pytest.mark.parametrize("case", CASES)
 
 
-class DeviceStandIn:
-    """What triton asks of a driver to lower a kernel."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
 def faked(operands: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
     """The same with fake tensors."""
     return tree_map_only(torch.Tensor, lambda x: mode.from_tensor(x, static_shapes=True), list(operands))
-
-
-def written_by(launch: KernelLaunch) -> list[torch.Tensor]:
-    """What torch reads in a kernel's code that it writes."""
-    from torch._higher_order_ops import triton_kernel_wrap
-
-    if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):
-        found = triton_kernel_wrap.identify_accessed_tensors(launch.kernel, launch.arguments, {})
-        names = [dependency.name for dependency in found.read_writes.writes]
-    else:
-        names = triton_kernel_wrap.identify_mutated_tensors(launch.kernel, launch.arguments, {})
-    return [launch.arguments[name] for name in names if isinstance(launch.arguments[name], torch.Tensor)]
 
 
 def declared(target: Any, operands: Sequence[Any]) -> list[torch.Tensor]:
@@ -137,7 +117,7 @@ def declared(target: Any, operands: Sequence[Any]) -> list[torch.Tensor]:
 @each_case
 @pytest.mark.timeout(300)
 def test_an_operator_declares_exactly_what_its_kernels_write(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.runtime.driver, "_active", DeviceStandIn())
+    stand_in_for_a_device(monkeypatch)
     target, body, make = CASES[case]
     mode, recorder = FakeTensorMode(), Recorder()
     operands = faked(make(), mode)
@@ -145,7 +125,7 @@ def test_an_operator_declares_exactly_what_its_kernels_write(case: str, monkeypa
         body(recorder, *operands)
     written = {
         id(tensor) for step in recorder.steps
-        for tensor in (written_by(step) if isinstance(step, KernelLaunch) else declared(step.target, step.operands))
+        for tensor in (written_by(step).values() if isinstance(step, KernelLaunch) else declared(step.target, step.operands))
     }
     names = {id(tensor): f"{at}" for at, tensor in enumerate(tree_leaves(operands)) if isinstance(tensor, torch.Tensor)}
     assert {names[each] for each in written if each in names} == {names[id(tensor)] for tensor in declared(target, operands)}
@@ -218,7 +198,7 @@ def test_a_compiled_operator_is_its_launches_and_nothing_is_derived(case: str, m
         raise AssertionError("torch derived what a kernel writes")
 
     monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", derived)
-    monkeypatch.setattr(triton.runtime.driver, "_active", DeviceStandIn())
+    stand_in_for_a_device(monkeypatch)
     target, body, make = CASES[case]
     inductor.install()
 
