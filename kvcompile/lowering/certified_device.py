@@ -34,11 +34,10 @@ import torch
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering import certificate as certificates
 from kvcompile.lowering.bound_printer import slack
-from kvcompile.lowering.certified_blocks import Deviations, Masses
-from kvcompile.lowering.certified_checks import rank_fails, ranked
+from kvcompile.lowering.certified_blocks import Masses
 from kvcompile.lowering.certified_promotion import ALL
+from kvcompile.lowering.certified_ranks import certified_ranks
 from kvcompile.lowering.launches import Direct, Launcher
-from kvcompile.lowering.ops import LIBRARY
 from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, SET, Certified
 from kvcompile.schemes.certify import Certify, Count, Fallback, Figure
@@ -143,31 +142,6 @@ def tally_of(blocks: int) -> tuple[int, int]:
     if not isinstance(blocks, int):
         return TALLY
     return next((each for most, each in TALLIES.items() if blocks <= most), TALLY)
-
-
-LIBRARY.define(
-    "certified_ranks(Tensor(a!) causes, Tensor at, Tensor coded_peak, Tensor coded_weight, Tensor exact_peak, Tensor exact_weight,"
-    " Tensor read, Tensor delta, Tensor own, int group, int rank) -> ()"
-)
-
-
-def certified_ranks_body(
-    causes: torch.Tensor, at: torch.Tensor, coded_peak: torch.Tensor, coded_weight: torch.Tensor, exact_peak: torch.Tensor,
-    exact_weight: torch.Tensor, read: torch.Tensor, delta: torch.Tensor, own: torch.Tensor, group: int, rank: int,
-) -> None:
-    """Write what ``rank_fails`` finds into ``causes`` [B, K, Q], from the masses by codes and by the originals of blocks that were read."""
-    coded, exact, S = Masses(coded_peak, coded_weight), Masses(exact_peak, exact_weight), at.shape[1] // 2
-    first = torch.arange(read.shape[3], device=read.device) * BLOCK
-    last, least, window = (x[:, None, None, None] for x in at.split([S, S, 1], 1))
-    seen = (first <= last.mT) & (first + BLOCK > least.mT) & (first < window)
-    codes, was_read = seen.expand(-1, read.shape[1], group, -1, -1).flatten(2, 3), read != 0
-    mixed = Masses(*(torch.where(was_read, new, old) for new, old in zip(exact, coded, strict=True)))
-    known = ~codes & torch.isfinite(coded.peak) | was_read
-    found = rank_fails(coded, mixed, Deviations(delta, own), known, codes & ~was_read, rank)
-    causes.copy_(ranked(*found))
-
-
-LIBRARY.impl("certified_ranks", certified_ranks_body, "CompositeExplicitAutograd")
 
 
 def certified_by_kernels(
@@ -415,7 +389,7 @@ class DeviceStep:
         """``certified_checks.rank_fails`` for more than one leading block, as causes; int32 [B, K, Q]."""
         causes = torch.empty(self.shape, dtype=torch.int32, device=read.device)
         self.launch.operator(
-            torch.ops.kvcompile.certified_ranks.default, causes, self.at, *coded, *exact, read, self.delta, self.own, self.heads[1],
+            certified_ranks, causes, self.at, *coded, *exact, read, self.delta, self.own, self.heads[1],
             self.rules.rank,
         )
         return causes
