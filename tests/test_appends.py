@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import kvcompile
 from kvcompile import schemes
 from kvcompile.explain import observe
-from kvcompile.lowering import appends, ops
+from kvcompile.lowering import append_ops, appends, ops
 from kvcompile.lowering.compile import BODIES, compile_graph, inductor_patches, inline_append
 from kvcompile.settings import Settings
 from kvcompile.targets import CacheKind, Options, resolve
@@ -156,152 +154,51 @@ def test_compiled_codes_are_made_from_what_is_stored(text: str) -> None:
         assert torch.equal(mine, body), (int((mine != body).sum()), tuple(mine.shape), mine.dtype)
 
 
-class Wrapped:
-    """A kernel that a trace on the CPU records as one on CUDA."""
+class OnCuda(torch.Tensor):
+    """A tensor on the CPU that says it is on CUDA."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Any:
-        from torch.library import wrap_triton
-
-        return wrap_triton(self.kernel)[grid]
+    device = torch.device("cuda")
 
 
-def traced_step(step: Callable[..., Any], text: str, count: int, growing: bool, origin: bool = False) -> fx.GraphModule:
-    """A step of new keys and values, positions, the origins where asked for, and all planes; no size of those that grow is fixed."""
-    shapes = ShapeEnv()
-    mode = torch._subclasses.FakeTensorMode(shape_env=shapes)
-
-    def faked(x: torch.Tensor, axis: int) -> torch.Tensor:
-        sizes = [DimDynamic.DYNAMIC if growing and at == axis and x.shape[at] > 1 else DimDynamic.STATIC for at in range(x.dim())]
-        return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
-
-    stores = [plane for role in Role for plane in planes_of(text, role)]
-    new = [torch.zeros(1, count, KV, DIM).transpose(1, 2) for _ in Role]
-    given = [mode.from_tensor(torch.zeros(1, dtype=torch.int64))] if origin else []
-    operands = [*(faked(x, 2) for x in new), faked(torch.arange(count).unsqueeze(0), 1), *given, *(faked(x, 0) for x in stores)]
-    with mode:
-        traced = make_fx(step)(*operands)
-    assert not [value for value in shapes.replacements.values() if value.is_number], "a size was fixed"
-    return traced
+def kernels_of(calls: list[tuple[Any, ...]], step: Callable[[list[tuple[Any, ...]]], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The operators that a step of these appends calls on CUDA, with their operands."""
+    taken: list[Any] = []
+    for name in ("append_kernel", "append_kernel_pair", "append_window_kernel", "append_window_kernel_pair"):
+        monkeypatch.setattr(append_ops, name, lambda *operands, name=name: taken.append((name, operands)) or [None] * (len(calls)))
+    step([(call[0].as_subclass(OnCuda), *call[1:]) for call in calls])
+    return taken
 
 
-@pytest.mark.parametrize("growing", [False, True])
-@pytest.mark.parametrize(("text", "count"), [("kivi", 1), ("int8", 65), ("int4", 65)])
-def test_a_traced_append_is_one_kernel_on_whole_planes(text: str, count: int, growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is copied before or behind: what a kernel changes are the graph's own inputs, not views of them.
-
-    ``growing``: numbers of pages and of new tokens are symbols, on which nothing may depend but sizes and operands.
-    """
+@pytest.mark.parametrize(("text", "count", "name"), [
+    ("kivi", 1, "append_window_kernel_pair"), ("kivi", 65, "append_window_kernel_pair"), ("int8", 65, "append_kernel_pair"),
+    ("squat", 65, "append_window_kernel_pair"), ("certified", 1, "append_window_kernel_pair"),
+])
+def test_appends_of_keys_and_values_are_one_operator_that_writes_its_planes(
+    text: str, count: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every plane is an operand once; what a scheme only reads is not among those that are declared as written."""
     pytest.importorskip("triton")
-    from kvcompile.lowering import triton_append, triton_append_rows
-
-    for module, name in ((triton_append, "append_two"), (triton_append_rows, "append_rows_two")):
-        monkeypatch.setattr(module, name, Wrapped(getattr(module, name)))
-    window = bool(schemes.parse(text).window)
-
-    def step(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *planes: torch.Tensor) -> list[torch.Tensor]:
-        halves = list(planes[: len(planes) // 2]), list(planes[len(planes) // 2 :])
-        if not window:
-            slots = [triton_append_rows.Rows(x, half, pos, text) for x, half in zip((k, v), halves, strict=True)]
-            assert all(triton_append_rows.fits(slot) for slot in slots)
-            triton_append_rows.append_rows(slots)
-            return []
-        both = [triton_append.Slot(x, half, pos, None, one) for x, half, one in zip((k, v), halves, spelled(text), strict=True)]
-        return [recent for recent, _ in triton_append.append_window_slots(both)]
-
-    traced = traced_step(step, text, count, growing)
-    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 1
-    given = kernels[0].kwargs["kwargs"].values()  # type: ignore[union-attr]
-    inputs = [node for node in given if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor)]
-    # Room for the newest tokens is the one thing that is made.
-    assert {node.op for node in inputs} == {"placeholder"} | ({"call_function"} if window else set())
-    assert {node.target for node in inputs if node.op == "call_function"} <= {aten.empty.memory_format, aten.new_empty.default}
-    given_once(kernels[0])
-
-
-def given_once(kernel: fx.Node) -> None:
-    """What a kernel may change it has under one name: what it reads as well under another would be copied first."""
-    operands = kernel.kwargs["kwargs"]
-    assert isinstance(operands, dict)
-    nodes = [node for node in operands.values() if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor)]
-    read = {"X", "POS", "ORIGIN", "MOVES"}
-    again = {name for name, node in operands.items() if nodes.count(node) > 1}
-    assert {name.removesuffix("_2") for name in again} <= read, again
-
-
-def block_step(padded: bool, monkeypatch: pytest.MonkeyPatch, text: str = "kivi") -> Callable[..., Any]:
-    """A step of many tokens by the kernels, as a trace on the CPU records it."""
-    from kvcompile.lowering import triton_append_blocks as blocks
-    from kvcompile.lowering.triton_append import Slot
-
-    for name in ("append_blocks_two", "roll_two"):
-        monkeypatch.setattr(blocks, name, Wrapped(getattr(blocks, name)))
-
-    def step(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
-        origin, planes = (rest[0], rest[1:]) if padded else (None, rest)
-        halves = list(planes[:-5]), list(planes[-5:])
-        slots = [Slot(x, half, pos, origin, one) for x, half, one in zip((k, v), halves, spelled(text), strict=True)]
-        assert all(blocks.fits(slot) for slot in slots)
-        return [recent for recent, _ in blocks.append_window_blocks(slots)]
-
-    return step
-
-
-@pytest.mark.parametrize("growing", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_traced_block_of_a_window_is_two_kernels_on_whole_planes(growing: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they read and change are the graph's own inputs and the room for the newest tokens, which is made once."""
-    pytest.importorskip("triton")
-    traced = traced_step(block_step(padded, monkeypatch), "kivi", 65, growing, padded)
-    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 2
-    for kernel in kernels:
-        given = kernel.kwargs["kwargs"].values()  # type: ignore[union-attr]
-        inputs = {node for node in given if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor)}
-        made = [node for node in inputs if node.op == "call_function"]
-        assert {node.target for node in made} <= {aten.empty.memory_format, aten.new_empty.default}
-        assert len(made) == 2, "keys and values"
-        assert {node.op for node in inputs} == {"placeholder", "call_function"}
-
-
-class DeviceStandIn:
-    """What triton asks of a driver to lower a kernel."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-@pytest.mark.parametrize(("text", "padded"), [("kivi", False), ("kivi", True), ("squat", True)])
-def test_a_block_of_a_window_changes_what_it_writes(text: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads in a kernel's code what it may write; positions taken for written would be copied, and no graph of a step recorded."""
-    pytest.importorskip("triton")
-    from triton.runtime import driver
-
-    monkeypatch.setattr(driver, "_active", DeviceStandIn())
-    traced = traced_step(torch.func.functionalize(block_step(padded, monkeypatch, text), remove="mutations"), text, 65, True, padded)
-    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    written = [{name for name in node.kwargs["tensors_to_clone"] if not name.endswith("_2")} for node in kernels]  # type: ignore[union-attr]
-    given_once(kernels[0])
-    assert written == [{"CODES", "SCALES", "ZEROS", "RECENT"}, {"RING", "CLOCK"}]
+    stores, window = [planes_of(text, role) for role in Role], bool(schemes.parse(text).window)
+    pos, more = torch.arange(count)[None], ((None,) if window else ())
+    calls = [
+        (torch.zeros(1, KV, count, DIM), planes, pos, *more, one) for planes, one in zip(stores, spelled(text), strict=True)
+    ]
+    (called, operands), = kernels_of(calls, appends._windows if window else appends._rows, monkeypatch)
+    assert called == name
+    each = append_ops.WINDOW_OPERANDS if window else append_ops.ROW_OPERANDS
+    for slot, planes in zip((operands[:each], operands[each:]), stores, strict=True):
+        assert [id(plane) for plane in slot[1]] == [id(plane) for plane in (append_ops.written(planes) if window else planes)]
+        if window:
+            assert slot[2] is (planes[5] if text == "squat" and len(planes) > 5 else None)
 
 
 def test_many_tokens_of_a_window_take_the_kernels_that_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernels know goes to them, one token of the rest to the body, many of them to the operation."""
     pytest.importorskip("triton")
-    from kvcompile.lowering import triton_append_blocks as blocks
-
     taken: list[Any] = []
-    monkeypatch.setattr(blocks, "append_window_blocks", lambda slots: taken.append(len(slots)) or [None] * len(slots))
+    monkeypatch.setattr(appends, "_window_kernels", lambda slots: taken.append(len(slots)) or [None] * len(slots))
     monkeypatch.setattr(ops, "append_window_body", lambda *call: taken.append("body"))
     monkeypatch.setattr(ops, "append_window", lambda *call: taken.append("operation"))
-
-    class OnCuda(torch.Tensor):
-        device = torch.device("cuda")
 
     def calls(text: str, count: int) -> list[tuple[Any, ...]]:
         x = torch.zeros(1, KV, count, DIM).as_subclass(OnCuda)

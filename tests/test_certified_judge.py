@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from typing import Any
 
 import mpmath
 import pytest
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent), str(pathlib.Path(__file__).resolve().parent.parent)]
 
@@ -23,11 +21,12 @@ import triton.language as tl  # noqa: E402
 from interpreted import interpreted  # noqa: E402
 
 from benchmarks.certified_soundness import Cache, Draw, Shape, Step, gaussian, padded  # noqa: E402
-from kvcompile.lowering import certified_device, triton_bounds  # noqa: E402
+from kvcompile.lowering import triton_bounds  # noqa: E402
 from kvcompile.lowering.bound_printer import FUNCTION, slack, triton_source, up32  # noqa: E402
 from kvcompile.lowering.certified_device import certified_by_kernels  # noqa: E402
 from kvcompile.lowering.certified_promotion import chance  # noqa: E402
 from kvcompile.lowering.certified_telemetry import COLUMNS, MOST, accumulate  # noqa: E402
+from kvcompile.lowering.launches import KernelLaunch, OnlyRoom, Recorder  # noqa: E402
 from kvcompile.lowering.offline import load_module  # noqa: E402
 from kvcompile.lowering.triton_choose import draw, drawn_before  # noqa: E402
 from kvcompile.lowering.triton_judge import as_dtype  # noqa: E402
@@ -195,24 +194,17 @@ def test_both_ends_of_the_kernels_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize(("policy", "kernels"), [(Certify(), 12), (Certify(explore=0.1, value_budget=0.1, key_budget=1.0), 12),
                                                  (Certify(fallback=Fallback.REPORT), 9)], ids=str)
-def test_nothing_but_kernels_stands_in_a_graph(policy: Certify, kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside them only buffers are made and looked at: Inductor would make a kernel of everything else."""
-    launch = certified_device.Launch
-    monkeypatch.setattr(certified_device, "Launch", lambda cuda: launch(True))
+def test_nothing_but_kernels_stands_in_a_graph(policy: Certify, kernels: int) -> None:
+    """Beside them only buffers are made and looked at."""
     step, _, _ = gaussian(Draw(1), Shape(B=2, H=8, K=2, S=1, D=64, T=333)).step(policy, torch.bfloat16)
-    cache = step.cache
-
-    def run(q: torch.Tensor, keys: list, values: list, originals: list, hi: torch.Tensor, recent: list, base: torch.Tensor,
-            held: torch.Tensor) -> Any:
-        return certified_by_kernels(policy, Certified(), q, keys, values, originals, hi, None, None, held, 0.1, 64, recent, base,
-                                    telemetry=held)[0]
-
-    mode = FakeTensorMode()
+    cache, mode, recorder = step.cache, FakeTensorMode(), Recorder()
     held = torch.zeros(1, 2, 2, 1, TELEMETRY, dtype=F64)
     given = (step.q, cache.keys, cache.values, cache.originals, step.hi, cache.recent, cache.base, held)
-    operands = [[mode.from_tensor(x) for x in side] if isinstance(side, list) else mode.from_tensor(side) for side in given]
-    with mode:
-        nodes = [str(node.target) for node in make_fx(run)(*operands).graph.nodes if node.op == "call_function"]
-    assert sum("triton_kernel_wrapper" in name for name in nodes) == kernels
-    rest = {name for name in nodes if "triton_kernel_wrapper" not in name}
-    assert rest <= {"aten.empty.memory_format", "aten.new_empty.default", "aten.empty_like.default", "aten.expand.default"}, rest
+    q, keys, values, originals, hi, recent, base, held = (
+        [mode.from_tensor(x) for x in side] if isinstance(side, list) else mode.from_tensor(side) for side in given
+    )
+    with mode, OnlyRoom():
+        certified_by_kernels(
+            policy, Certified(), q, keys, values, originals, hi, None, None, held, 0.1, 64, recent, base, telemetry=held, launcher=recorder
+        )
+    assert [type(step) for step in recorder.steps] == [KernelLaunch] * kernels

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from interpreted import interpreted
+from kernel_writes import stand_in_for_a_device, written_by
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -40,6 +40,7 @@ from benchmarks.certified_soundness import (
 )
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering import certified_device
+from kvcompile.lowering.launches import KernelLaunch, OnlyRoom, Recorder
 from kvcompile.schemes.certified import BLOCK, TELEMETRY, Certified
 from kvcompile.schemes.certify import Cause, Certify, Count, Figure, Rung
 
@@ -179,29 +180,15 @@ def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
 
 @pytest.mark.parametrize("slots", [0, 4])
 @pytest.mark.parametrize("growing", [False, True])
-def test_a_step_is_traced_kernel_by_kernel(growing: bool, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiled graph holds: twelve kernels, nothing that reads data; tracing would raise on a number taken to the host.
+def test_a_step_is_recorded_kernel_by_kernel(growing: bool, slots: int) -> None:
+    """A step is twelve kernels and nothing that reads data; a number taken to the host would raise.
 
     ``slots``: of a scratch, which is one kernel more. ``growing``: the number of pages is a symbol, on which nothing may depend but
     sizes and operands.
     """
     pytest.importorskip("triton")
-
-    class Wrapped(certified_device.Launch):
-        def __new__(cls, cuda: bool, *rest: Any) -> Any:
-            del cuda
-            return super().__new__(cls, True, *rest)
-
-    monkeypatch.setattr(certified_device, "Launch", Wrapped)
     step, _, _ = gaussian(Draw(1), Shape(S=1, T=333, D=64)).step(Certify(), BF16)
     cache = step.cache
-
-    def run(q: torch.Tensor, keys: list, values: list, originals: list, hi: torch.Tensor, clock: torch.Tensor, recent: list,
-            base: torch.Tensor, scratch: list) -> Any:
-        return certified_device.certified_by_kernels(
-            Certify(), Certified(), q, keys, values, originals, hi, None, None, clock, 0.1, 64, recent, base,
-            scratch=(scratch[0], scratch[1]) if slots else None,
-        )
 
     pages = cache.keys[0].shape[0]
     scratch = [torch.zeros(pages, 1, 2, 4, 2, dtype=torch.int32), torch.zeros(pages, 1, 2, 4 * max(1, slots), 64, dtype=BF16)]
@@ -217,33 +204,23 @@ def test_a_step_is_traced_kernel_by_kernel(growing: bool, slots: int, monkeypatc
     operands = [faked(x) for x in (
         step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([1]), cache.recent, cache.base, scratch,
     )]
-    with mode:
-        traced = make_fx(run)(*operands)
-    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 12 + bool(slots)
+    q, keys, values, originals, hi, clock, recent, base, held = operands
+    recorder = Recorder()
+    with mode, OnlyRoom():
+        certified_device.certified_by_kernels(
+            Certify(), Certified(), q, keys, values, originals, hi, None, None, clock, 0.1, 64, recent, base,
+            scratch=(held[0], held[1]) if slots else None, launcher=recorder,
+        )
+    assert len(recorder.steps) == 12 + bool(slots)
     symbols = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
     assert bool(symbols) == growing
     assert not [value for value in shapes.replacements.values() if value.is_number], "the number of pages was fixed"
 
 
-class DeviceStandIn:
-    """What triton asks of a driver to lower a kernel."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
 def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads in a kernel's code what it may write: planes that are taken for written would be copied at every step."""
+    """Planes are read only, but for the scratch."""
     pytest.importorskip("triton")
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-    from triton.runtime import driver
-
-    monkeypatch.setattr(driver, "_active", DeviceStandIn())
-    launch = certified_device.Launch
-    monkeypatch.setattr(certified_device, "Launch", lambda cuda: launch(True))
+    stand_in_for_a_device(monkeypatch)
     policy = Certify(explore=0.1)
     step, _, _ = gaussian(Draw(1), Shape(S=1, T=333, D=64)).step(policy, BF16)
     pages, mode = step.cache.keys[0].shape[0], FakeTensorMode()
@@ -251,20 +228,16 @@ def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None
     given = (step.q, step.cache.keys, step.cache.values, step.cache.originals, step.hi, step.cache.recent, step.cache.base, held,
              torch.zeros(1, 1, 2, 1, TELEMETRY, dtype=torch.float64))
 
-    def run(q: torch.Tensor, keys: list, values: list, originals: list, hi: torch.Tensor, recent: list, base: torch.Tensor,
-            scratch: list, telemetry: torch.Tensor) -> Any:
-        return certified_device.certified_by_kernels(
-            policy, Certified(), q, keys, values, originals, hi, None, None, telemetry, 0.1, 64, recent, base, telemetry=telemetry,
-            scratch=(scratch[0], scratch[1]),
-        )[0]
-
-    operands = [[mode.from_tensor(x) for x in side] if isinstance(side, list) else mode.from_tensor(side) for side in given]
+    q, keys, values, originals, hi, recent, base, scratch, telemetry = (
+        [mode.from_tensor(x) for x in side] if isinstance(side, list) else mode.from_tensor(side) for side in given
+    )
+    recorder = Recorder()
     with mode:
-        traced = make_fx(torch.func.functionalize(run, remove="mutations"))(*operands)
-    written = {
-        kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__: set(node.kwargs["tensors_to_clone"])
-        for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)
-    }
+        certified_device.certified_by_kernels(
+            policy, Certified(), q, keys, values, originals, hi, None, None, telemetry, 0.1, 64, recent, base, telemetry=telemetry,
+            scratch=(scratch[0], scratch[1]), launcher=recorder,
+        )
+    written = {launch.kernel.fn.__name__: set(written_by(launch)) for launch in recorder.steps if isinstance(launch, KernelLaunch)}
     assert len(written) == 12, "one kernel runs twice"
     assert written["stage"] == {"SCRATCH", "PLACES", "HELD", "FOUND_AT"}
     assert written["exact"] == {"LOGITS", "PEAK", "WEIGHT", "TOP", "DAMAGED"}

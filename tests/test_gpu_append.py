@@ -122,7 +122,7 @@ def test_blocks_into_a_window(
 
     traced: list[int] = []
     real = kernels.append_window_blocks
-    monkeypatch.setattr(kernels, "append_window_blocks", lambda slots: traced.append(len(slots)) or real(slots))
+    monkeypatch.setattr(kernels, "append_window_blocks", lambda slots, launcher=None: traced.append(len(slots)) or real(slots, launcher))
     given, rows = origins()[padding]
     origin = None if given is None else given.cuda()
     halves = [schemes.parse(text).of(role).spell() for role in Role]

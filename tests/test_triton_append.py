@@ -74,7 +74,9 @@ def compare() -> None:
                 pos, new = torch.full((rows, 1), at), x[:, :, min(at, before + 2)].unsqueeze(2)
                 slots = [triton_append.Slot(new, planes, pos, origin, half.spell()) for planes, half in zip(kernel, halves, strict=True)]
                 assert all(triton_append.fits(slot) for slot in slots)
-                found = triton_append.append_window_slots(slots)
+                # The clock is read before it moves on.
+                origins = [slot.used for slot in slots]
+                found = zip(triton_append.append_window_slots(slots), origins, strict=True)
                 for planes, half, mine, results in zip(stores, halves, kernel, found, strict=True):
                     wanted = windows.append_window_body(new, planes, pos, origin, half.spell())
                     assert_same((*mine, *results), (*planes, *wanted), (half.spell(), dtype, at, rows))

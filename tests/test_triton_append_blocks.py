@@ -89,7 +89,9 @@ def compare(case: int) -> None:
         for index, (which, pos) in enumerate(calls(count, pieces, rows)):
             slots = [Slot(x[:, :, which], planes, pos, origin, half) for x, planes, half in zip(new, found, halves, strict=True)]
             assert all(kernels.fits(slot) for slot in slots), text
-            results = kernels.append_window_blocks(slots)
+            # The clock is read before it moves on.
+            used = [slot.used for slot in slots]
+            results = list(zip(kernels.append_window_blocks(slots), used, strict=True))
             if index == 0:
                 kernels.append_window_blocks([slots[0]._replace(planes=alone[0])])
                 assert_same(alone[0], found[0], (text, "alone"))

@@ -70,7 +70,8 @@ def compare(text: str, dtype: torch.dtype, device: str = "cpu") -> None:
         slot = triton_append.Slot(new, found, pos, None, scheme.spell())
         one = triton_append.fits(slot)
         assert one == (end - begin == 1) and (one or triton_append_blocks.fits(slot))
-        (recent, used), = triton_append.append_window_slots([slot]) if one else triton_append_blocks.append_window_blocks([slot])
+        used = slot.used
+        (recent,) = triton_append.append_window_slots([slot]) if one else triton_append_blocks.append_window_blocks([slot])
         expected = windows.append_window_body(new, wanted, pos, None, scheme.spell())
         for mine, theirs in ((recent, expected[0]), (used, expected[1]), (found[3], wanted[3]), (found[4], wanted[4])):
             assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)), (text, begin)

@@ -1,7 +1,7 @@
 """How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
 
 ``append``         one token: the body, which Inductor fuses with what makes the token; more: ``triton_append_rows``.
-``append_window``  one token: ``triton_append``; more: ``triton_append_blocks``, or else the operation as it is.
+``append_window``  one token: ``triton_append`` or ``certified_append``; more: ``triton_append_blocks``, or else the operation as it is.
 
 What else the kernels do not know is the body's. Many tokens into a window are not traced even there: encoding with what queries
 taught (squat) is hundreds of nodes a layer, for which a model of 32 layers compiled above five minutes, and a prefill runs once.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.lowering import ops
+from kvcompile.lowering import append_ops, ops
 from kvcompile.lowering.windows import one_token
 
 Appended = tuple[torch.Tensor, torch.Tensor] | None
@@ -47,11 +47,12 @@ def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]
 def _rows(calls: list[tuple[Any, ...]]) -> None:
     x = calls[0][0]
     if x.device.type == "cuda" and not one_token(x):
-        from kvcompile.lowering.triton_append_rows import Rows, append_rows, fits
+        from kvcompile.lowering.triton_append_rows import Rows, fits
 
         slots = [Rows(*call) for call in calls]
         if all(fits(slot) and slot.x.shape[0] == x.shape[0] for slot in slots):
-            append_rows(slots)
+            kernel = append_ops.append_kernel if len(calls) == 1 else append_ops.append_kernel_pair
+            kernel(*(operand for call in calls for operand in call))
             return
         if len(calls) > 1:
             for call in calls:
@@ -63,20 +64,32 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
 
 def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if calls[0][0].device.type == "cuda":
-        from kvcompile.lowering.triton_append import Slot, append_window_slots, fits
+        from kvcompile.lowering import certified_append, triton_append_blocks
+        from kvcompile.lowering.triton_append import Slot, fits
 
         slots = [Slot(*call) for call in calls]
-        if all(fits(slot) for slot in slots):
-            return append_window_slots(slots)
-        from kvcompile.lowering import triton_append_blocks as blocks
-
-        if all(blocks.fits(slot) and slot.x.shape[0] == slots[0].x.shape[0] for slot in slots):
-            return blocks.append_window_blocks(slots)
+        many = all(triton_append_blocks.fits(slot) and slot.x.shape[0] == slots[0].x.shape[0] for slot in slots)
+        if many or all(fits(slot) for slot in slots) or all(certified_append.fits(slot) for slot in slots):
+            return _window_kernels(slots)
         if len(calls) > 1:
             return [result for call in calls for result in _windows([call])]
         if not one_token(slots[0].x):
             return [ops.append_window(*calls[0])]
     return [ops.append_window_body(*call) for call in calls]
+
+
+def _window_kernels(slots: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The results of ``append_window`` of one slot or two that the kernels know."""
+    # The clock is read before it moves on.
+    used = [slot.used for slot in slots]
+    operands = [
+        operand for slot in slots for operand in (
+            slot.x, append_ops.written(slot.planes), slot.moves[0] if slot.corrects else None, slot.pos, slot.origin, slot.scheme,
+        )
+    ]
+    if len(slots) == 1:
+        return [(append_ops.append_window_kernel(*operands), used[0])]
+    return list(zip(append_ops.append_window_kernel_pair(*operands), used, strict=True))
 
 
 BOTH: dict[Any, Any] = {ops.append: append_both, ops.append_window: append_window_both}

@@ -34,9 +34,10 @@ import torch
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering import certificate as certificates
 from kvcompile.lowering.bound_printer import slack
-from kvcompile.lowering.certified_blocks import Deviations, Masses
-from kvcompile.lowering.certified_checks import rank_fails, ranked
+from kvcompile.lowering.certified_blocks import Masses
 from kvcompile.lowering.certified_promotion import ALL
+from kvcompile.lowering.certified_ranks import certified_ranks
+from kvcompile.lowering.launches import Direct, Launcher
 from kvcompile.schemes import bounds
 from kvcompile.schemes.certified import BLOCK, SET, Certified
 from kvcompile.schemes.certify import Certify, Count, Fallback, Figure
@@ -143,35 +144,21 @@ def tally_of(blocks: int) -> tuple[int, int]:
     return next((each for most, each in TALLIES.items() if blocks <= most), TALLY)
 
 
-class Launch(NamedTuple):
-    """How kernels are started."""
-
-    cuda: bool
-
-    def __call__(self, kernel: object, grid: tuple[int, ...], *operands: object, warps: int, **constants: object) -> None:
-        """Run, in a graph as a node of it."""
-        from torch.library import wrap_triton
-
-        if self.cuda:
-            constants["num_warps"] = warps
-        made = wrap_triton(kernel) if self.cuda else kernel  # type: ignore[arg-type]
-        made[grid](*operands, **constants)  # type: ignore[index]
-
-
 def certified_by_kernels(
     rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
     originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
     scale: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, splits: int | None = None,
-    telemetry: torch.Tensor | None = None, scratch: tuple[torch.Tensor, torch.Tensor] | None = None,
+    telemetry: torch.Tensor | None = None, scratch: tuple[torch.Tensor, torch.Tensor] | None = None, launcher: Launcher | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, figures and counters of ``certified_attend``, for what ``kernel_gap`` lets through.
 
     ``clock``: of any dtype, whose first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, 34].
+    ``launcher``: starts the kernels; None runs them at once.
     """
     for plane, what in zip(originals, ("original keys", "original values"), strict=True):
         if plane.shape[0] < keys[0].shape[0] or plane.shape[3] != keys[0].shape[3]:
             raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
-    run = DeviceStep(rules, scheme, q, keys, values, originals, scale, value_dim, recent, splits)
+    run = DeviceStep(rules, scheme, q, keys, values, originals, scale, value_dim, recent, splits, launcher)
     run.score(hi, lo, base, sinks)
     read, explored = run.choose(clock)
     coded = Masses(run.peak, run.weight)
@@ -202,6 +189,7 @@ class DeviceStep:
     def __init__(
         self, rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
         originals: Sequence[torch.Tensor], scale: float, value_dim: int, recent: Sequence[torch.Tensor], splits: int | None,
+        launcher: Launcher | None = None,
     ) -> None:
         from kvcompile.lowering.triton_mix import NEAR, turn_of
         from kvcompile.lowering.triton_mix_rows import tile_of
@@ -226,7 +214,7 @@ class DeviceStep:
         self.value_tile = tile_of(self.page, value_dim)
         self.sizes = dict(K=K, G=H // K, S=S)
         self.tallied, self.tally_warps = tally_of(N)
-        self.launch = Launch(q.device.type == "cuda")
+        self.launch = launcher or Direct(q.device.type == "cuda")
 
         self.at = torch.empty(B, 2 * S + 1, dtype=torch.int32, device=q.device)
         self.sinks, self.damaged = self.floats(*self.shape), torch.empty(B, K, dtype=torch.int8, device=q.device)
@@ -267,7 +255,7 @@ class DeviceStep:
         lows, own_sinks = hi if lo is None else lo, self.sinks if sinks is None else sinks
         tiles = -(-Q // ROW_TILE.value)
         span = span_of(N, B * K * tiles)
-        self.launch(
+        self.launch.kernel(
             score, (-(-N // span) + 1, B * K, tiles), q, *keys[:3], key_notes, value_notes, new_k, new_v, hi, lows, base,
             own_sinks, self.at, self.sinks, self.damaged, self.logits, self.channels, self.peak, self.weight, self.delta, self.own,
             self.notes, self.query_norm, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *key_notes.stride()[:3],
@@ -285,7 +273,7 @@ class DeviceStep:
         rules, read = self.rules, self.flags(*self.shape, self.blocks)
         explored = self.flags(*self.shape, self.blocks) if rules.explore else None
         widen = not math.isinf(rules.key_budget)
-        self.launch(
+        self.launch.kernel(
             choose, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, clock, self.order,
             self.share_of, self.term, read, read if explored is None else explored, self.list, self.listed, self.top, self.stats,
             self.blocks, warps=32, LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST),
@@ -306,7 +294,7 @@ class DeviceStep:
         found = torch.empty(B, K, self.blocks, dtype=torch.int32, device=held.device)
         steps = clock if telemetry is None else telemetry
         strides = (0, 0) if telemetry is None else telemetry.stride()[1:3]
-        self.launch(
+        self.launch.kernel(
             stage, (-(-self.blocks // SET), B * K), read, read if explored is None else explored, originals, held, places, steps, found,
             *originals.stride()[:4], *held.stride()[:3], *places.stride()[:3], *strides, self.blocks, warps=1, D=self.q.shape[3], K=K,
             ROWS=Q, ROWS2=1 << (Q - 1).bit_length(), SLOTS=self.slots(held), PER_PAGE=self.page // BLOCK, EXPLORE=explored is not None,
@@ -326,7 +314,7 @@ class DeviceStep:
         held, slots = (originals, 0) if scratch is None else (scratch[1], self.slots(scratch[1]))
         # Not more than there are blocks, whose number may be a symbol that nothing is to be decided by.
         programs = torch.sym_min(self.blocks, max(1, min(self.rules.k_max, MOST_LISTED)))
-        self.launch(
+        self.launch.kernel(
             exact, (programs, math.prod(self.shape)), q, *keys[:3], originals, self.list, self.listed, self.at, self.notes, self.delta,
             self.own, self.logits, *found, self.top, self.damaged, held, self.list if found_at is None else found_at, *q.stride()[:3],
             *keys[0].stride()[:3], *keys[1].stride()[:3], *originals.stride()[:4], *held.stride()[:3], self.blocks, warps=EXACT_WARPS,
@@ -339,7 +327,7 @@ class DeviceStep:
         from kvcompile.lowering.triton_exact import exact_rows
 
         q, originals, found = self.q, self.originals[0], self.masses()
-        self.launch(
+        self.launch.kernel(
             exact_rows, (torch.sym_min(self.blocks, KEY_PROGRAMS),), q, originals, self.falls, self.at, self.peak, self.logits, *found,
             self.exact_top, self.key_size, *q.stride()[:3], *originals.stride()[:4], math.prod(self.shape), self.blocks, warps=EXACT_WARPS,
             STAGES=STAGES, **self.of_originals(),
@@ -362,7 +350,7 @@ class DeviceStep:
         rules, values = self.rules, self.flags(*self.shape, self.blocks)
         spend = not math.isinf(rules.value_budget)
         found = self._tally(exact, read, self.top, False, 1 if spend else -(-self.blocks // self.tallied))
-        self.launch(
+        self.launch.kernel(
             kernels.tally_values, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact, read,
             read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
             found.values, self.blocks, found.keys.shape[3], self.share,
@@ -388,7 +376,7 @@ class DeviceStep:
         # A place's tiles and newest tokens one after the other, then the places of a tile, of which a chain has a block's already.
         tile, newest = self.value_tile, self.new_v.shape[2]
         added = -(-self.blocks * BLOCK // (tile * self.value_programs)) + -(-newest // tile) + tile - BLOCK
-        self.launch(
+        self.launch.kernel(
             kernels.tally, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes,
             self.key_size, self.value_size, self.query_norm, self.at, top, keys, values, self.blocks, added,
             warps=self.tally_warps, CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale),
@@ -399,22 +387,19 @@ class DeviceStep:
 
     def ranked(self, coded: Masses, exact: Masses, read: torch.Tensor) -> torch.Tensor:
         """``certified_checks.rank_fails`` for more than one leading block, as causes; int32 [B, K, Q]."""
-        first, S = torch.arange(self.blocks, device=read.device) * BLOCK, self.sizes["S"]
-        last, least, window = (x[:, None, None, None] for x in self.at.split([S, S, 1], 1))
-        seen = (first <= last.mT) & (first + BLOCK > least.mT) & (first < window)
-        codes, was_read = seen.expand(-1, *self.heads, -1, -1).flatten(2, 3), read != 0
-        mixed = Masses(*(torch.where(was_read, new, old) for new, old in zip(exact, coded, strict=True)))
-        known = ~codes & torch.isfinite(coded.peak) | was_read
-        return ranked(
-            *rank_fails(coded, mixed, Deviations(self.delta, self.own), known, codes & ~was_read, self.rules.rank)
-        ).to(torch.int32)
+        causes = torch.empty(self.shape, dtype=torch.int32, device=read.device)
+        self.launch.operator(
+            certified_ranks, causes, self.at, *coded, *exact, read, self.delta, self.own, self.heads[1],
+            self.rules.rank,
+        )
+        return causes
 
     def judge(self, sums: Sums, parts: torch.Tensor, causes: torch.Tensor | None) -> None:
         """Result, figures, counters, and which rows fall; ``causes``: of ranks, where those are known already."""
         from kvcompile.lowering.triton_judge import judge
 
         rules, (_, K, Q) = self.rules, self.shape
-        self.launch(
+        self.launch.kernel(
             judge, (math.prod(self.shape),), sums.keys, sums.values, parts, self.sinks, sums.top, self.own, self.stats, self.damaged,
             self.counts if causes is None else causes, self.result, self.figures, self.counts, self.falls, self.exact_top, self.blocks,
             sums.keys.shape[3], sums.values.shape[3], parts.shape[0], warps=16, KEY_BUDGET=min(rules.key_budget, LARGEST),
@@ -428,7 +413,7 @@ class DeviceStep:
 
         B, K, Q = self.shape
         held = self.stats if telemetry is None else telemetry
-        self.launch(
+        self.launch.kernel(
             settle, (B * K,), sums.keys, sums.values, parts, self.sinks, sums.top, self.falls, self.result, self.figures, self.counts, held,
             *held.stride()[1:3], sums.keys.shape[3], parts.shape[0], warps=16, K=K, ROWS=Q, ROWS2=1 << (Q - 1).bit_length(),
             DENSE=self.rules.fallback is Fallback.DENSE, COUNTS_STEPS=telemetry is not None, **self.rounding(),
@@ -450,12 +435,12 @@ class DeviceStep:
         values, originals, new_v = self.values, self.originals[1], self.new_v
         sizes = dict(self.value_sizes(), GROUP=self.group)
         parts = self.floats(self.splits + self.own_programs, *self.shape, self.value_dim)
-        self.launch(
+        self.launch.kernel(
             kernels.mix, (self.splits, B * K, self.tiles), *values[:3], self.logits, self.top, asked, self.at, parts,
             *values[0].stride()[:3], *values[1].stride()[:3], self.blocks, self.share, warps=1, TILE=self.tile, T=self.turn,
             PACKED=self.launch.cuda, **sizes,
         )
-        self.launch(
+        self.launch.kernel(
             kernels.mix_own, (self.own_programs, B * K, Q), *values[:3], originals, new_v, self.logits, self.top, asked, self.at,
             self.notes, parts, self.damaged, *values[0].stride()[:3], *values[1].stride()[:3], *originals.stride()[:4],
             *new_v.stride()[:3], self.blocks, new_v.shape[2], self.own_share, self.splits, warps=OWN_WARPS, **sizes,
@@ -468,7 +453,7 @@ class DeviceStep:
 
         originals, new_v, programs = self.originals[1], self.new_v, self.value_programs
         parts = self.floats(programs, *self.shape, self.value_dim)
-        self.launch(
+        self.launch.kernel(
             mix_rows, (programs,), originals, new_v, self.falls, self.at, self.logits, self.exact_top, parts, self.value_size,
             *originals.stride()[:4], *new_v.stride()[:3], math.prod(self.shape), self.blocks, new_v.shape[2], warps=VALUE_WARPS,
             T=self.value_tile, STAGES=STAGES, **self.value_sizes(),

@@ -30,7 +30,7 @@ KEPT = (ops.attend, certified_site.certified_site, report_site.report_site)
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
     ops.gather: ops.gather_body,
-    certified_site.certified_site: certified_site.certified_site_traced, report_site.report_site: report_site.report_site_traced,
+    report_site.report_site: report_site.report_site_traced,
 }
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from torch._inductor.lowering import fallback_handler, register_lowering
 
 from kvcompile import schemes
-from kvcompile.lowering import ops
+from kvcompile.lowering import append_ops, ops
 from kvcompile.lowering.buffers import static
+from kvcompile.lowering.certified_site import certified_site
 from kvcompile.types import Role, SlotSpec
 
 PLAIN = 13
@@ -50,7 +51,30 @@ def _lower_attend(q: Any, *operands: Any) -> Any:
     return fallback_handler(ops.attend)(q, *operands)
 
 
+def _lower_append(*operands: Any) -> None:
+    from kvcompile.lowering.append_lower import lower_append
+
+    lower_append(*operands)
+
+
+def _lower_append_window(*operands: Any) -> Any:
+    from kvcompile.lowering.append_lower import lower_append_window
+
+    return lower_append_window(*operands)
+
+
+def _lower_certified_site(*operands: Any, **named: Any) -> Any:
+    from kvcompile.lowering.certified_lower import lower_certified_site
+
+    return lower_certified_site(*operands, **named)
+
+
 @functools.cache
 def install() -> None:
-    """Make Inductor lower ``kvcompile::attend`` with our templates; calling it again does nothing."""
+    """Make Inductor lower our operations with templates and kernels of ours; calling it again does nothing."""
     register_lowering(ops.attend, type_promotion_kind=None)(_lower_attend)
+    register_lowering(certified_site, type_promotion_kind=None)(_lower_certified_site)
+    for append in (append_ops.append_kernel, append_ops.append_kernel_pair):
+        register_lowering(append, type_promotion_kind=None)(_lower_append)
+    for append in (append_ops.append_window_kernel, append_ops.append_window_kernel_pair):
+        register_lowering(append, type_promotion_kind=None)(_lower_append_window)

@@ -15,14 +15,14 @@ before. The products are the body's but for the order of their sums, and so a co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch.library import wrap_triton
 
 from kvcompile import schemes
+from kvcompile.lowering.launches import Direct, Launcher
 from kvcompile.lowering.triton_rounding import MAGIC, quotient, rounded_down, rounded_up
 from kvcompile.lowering.windows import _encoded, one_token
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
@@ -235,13 +235,19 @@ class Slot(NamedTuple):
         return self.planes[_encoded(self.planes) + 1]
 
     @property
+    def corrects(self) -> bool:
+        """Whether errors of channels move others, so that the scheme has a plane that says how far."""
+        rule = schemes.parse(self.scheme).minmax
+        return rule is not None and bool(rule.subblock)
+
+    @property
     def moves(self) -> tuple[torch.Tensor, int, int]:
         """[1, 1 or B, K, D, D], how far errors move channels, and its strides from row to row and from head to head.
 
-        Positions where the scheme has none: a plane that the kernel changes, read under another name, would be copied first.
+        Positions where the scheme has none, as an argument that nothing reads.
         """
-        rule, moves = schemes.parse(self.scheme).minmax, self.planes[-1]
-        if rule is None or not rule.subblock:
+        moves = self.planes[-1]
+        if not self.corrects:
             return self.pos, 0, 0
         return moves, 0 if moves.shape[1] == 1 else moves.stride(1), moves.stride(2)
 
@@ -261,7 +267,7 @@ class Slot(NamedTuple):
         return self.x.new_empty(*self.x.shape[:2], self.window.shape[3] + self.x.shape[2], self.x.shape[3])
 
     def operands(self, recent: torch.Tensor) -> tuple[object, ...]:
-        """Of the kernels, in their order: whole planes, no views, which functionalization would copy."""
+        """Arguments of the kernels, in their order: whole planes, no views."""
         codes, scales, zeros = self.planes[:3]
         origin = self.pos if self.origin is None else self.origin
         moves, *moves_strides = self.moves
@@ -271,7 +277,7 @@ class Slot(NamedTuple):
             codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *moves_strides,
         )
 
-    def constants(self, suffix: str = "") -> dict[str, object]:
+    def constants(self, suffix: str = "") -> dict[str, Any]:
         """Of the kernels, by name."""
         rule = schemes.parse(self.scheme).minmax
         assert rule is not None
@@ -304,14 +310,17 @@ def fits(slot: Slot) -> bool:
     return one_token(slot.x) and known(slot)
 
 
-def append_window_slots(slots: Sequence[Slot]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``append_window_body`` of one token of one slot or two, in one launch; for what ``fits``."""
-    # What the clock says is read before it moves on.
-    results = [(slot.recent(), slot.used) for slot in slots]
-    kernel, constants, counts = (append_one, slots[0].constants(), ()) if len(slots) == 1 else (
-        append_two, {**slots[0].constants(), **slots[1].constants("_2")}, (slots[0].programs,),
-    )
-    operands = [operand for slot, (recent, _) in zip(slots, results, strict=True) for operand in slot.operands(recent)]
-    made = wrap_triton(kernel) if slots[0].x.device.type == "cuda" else kernel
-    made[(sum(slot.programs for slot in slots),)](*counts, *operands, **constants)
+def append_window_slots(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:
+    """The newest tokens that ``append_window_body`` of one token gives for one slot or two, in one launch; for what ``fits``.
+
+    None launches at once. Origins in force are ``Slot.used``, to be asked for before.
+    """
+    launcher = launcher or Direct(slots[0].x.device.type == "cuda")
+    results = [slot.recent() for slot in slots]
+    operands = [operand for slot, recent in zip(slots, results, strict=True) for operand in slot.operands(recent)]
+    grid = (sum(slot.programs for slot in slots),)
+    if len(slots) == 1:
+        launcher.kernel(append_one, grid, *operands, **slots[0].constants())
+    else:
+        launcher.kernel(append_two, grid, slots[0].programs, *operands, **slots[0].constants(), **slots[1].constants("_2"))
     return results

@@ -17,13 +17,13 @@ body encodes even where the call has no token for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch.library import wrap_triton
 
+from kvcompile.lowering.launches import Direct, Launcher
 from kvcompile.lowering.triton_append import Slot, corrected, known, minmax_codes, origin_of
 
 TILE = 4096
@@ -259,7 +259,7 @@ class Blocks(NamedTuple):
         return self.slot.pos if self.slot.origin is None else self.slot.origin
 
     def operands(self) -> tuple[object, ...]:
-        """Of the first launch's kernels, in their order: whole planes, no views, which functionalization would copy."""
+        """Arguments of the first launch's kernels, in their order: whole planes, no views."""
         x, pos, (codes, scales, zeros), (moves, *moves_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.moves
         return (
             x, self.slot.window, self.slot.clock, codes, scales, zeros, moves, pos, self.origin, self.recent, x.stride(0), x.stride(1),
@@ -267,7 +267,7 @@ class Blocks(NamedTuple):
             codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *moves_strides,
         )
 
-    def constants(self, suffix: str = "") -> dict[str, object]:
+    def constants(self, suffix: str = "") -> dict[str, Any]:
         """Of the first launch's kernels, by name."""
         together = self.slot.origin is None and self.slot.pos.shape[0] == 1
         named = {**self.slot.constants(), "TOGETHER": together, "ROWS": self.rows}
@@ -277,7 +277,7 @@ class Blocks(NamedTuple):
         """Of the second launch's kernels, in their order."""
         return (self.slot.window, self.slot.clock, self.slot.pos, self.origin, self.recent, self.slot.x.shape[2], self.pos_b)
 
-    def roll_constants(self, suffix: str = "") -> dict[str, object]:
+    def roll_constants(self, suffix: str = "") -> dict[str, Any]:
         """Of the second launch's kernels, by name."""
         named = {**{name: self.slot.constants()[name] for name in ("D", "W", "HEADS", "HAS_ORIGIN")}, "COPY": self.copied}
         return {name + suffix: value for name, value in named.items()}
@@ -298,21 +298,23 @@ def fits(slot: Slot) -> bool:
     return rows * D <= MOST and page % rows == 0 and (slot.origin is None or slot.origin.is_contiguous())
 
 
-def append_window_blocks(slots: Sequence[Slot]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``append_window_body`` of many tokens of one slot or two of one batch, in two launches; for what ``fits``."""
-    batch, device = slots[0].x.shape[0], slots[0].x.device.type
+def append_window_blocks(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:
+    """The newest tokens that ``append_window_body`` of many gives for one slot or two of one batch, in two launches; for what ``fits``.
+
+    None launches at once. Origins in force are ``Slot.used``, to be asked for before.
+    """
+    launcher, batch = launcher or Direct(slots[0].x.device.type == "cuda"), slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)
-    # What the clock says is read before it moves on.
-    results = [(slot.recent(), slot.used) for slot in slots]
-    work = [Blocks(slot, recent) for slot, (recent, _) in zip(slots, results, strict=True)]
+    work = [Blocks(slot, slot.recent()) for slot in slots]
     operands = [operand for blocks in work for operand in blocks.operands()]
     rolled = [operand for blocks in work for operand in blocks.roll_operands()]
     grids = (sum(blocks.programs for blocks in work), batch), (sum(blocks.rolls for blocks in work), batch)
-    launch = wrap_triton if device == "cuda" else lambda kernel: kernel
-    if len(work) == 1:
-        launch(append_blocks_one)[grids[0]](*operands, **work[0].constants())
-        launch(roll_one)[grids[1]](*rolled, **work[0].roll_constants())
+    one, *others = work
+    if not others:
+        launcher.kernel(append_blocks_one, grids[0], *operands, **one.constants())
+        launcher.kernel(roll_one, grids[1], *rolled, **one.roll_constants())
     else:
-        launch(append_blocks_two)[grids[0]](work[0].programs, *operands, **work[0].constants(), **work[1].constants("_2"))
-        launch(roll_two)[grids[1]](work[0].rolls, *rolled, **work[0].roll_constants(), **work[1].roll_constants("_2"))
-    return results
+        two = others[0]
+        launcher.kernel(append_blocks_two, grids[0], one.programs, *operands, **one.constants(), **two.constants("_2"))
+        launcher.kernel(roll_two, grids[1], one.rolls, *rolled, **one.roll_constants(), **two.roll_constants("_2"))
+    return [blocks.recent for blocks in work]

@@ -13,14 +13,14 @@ Positions outside of the planes poison the last row, as in ``ops.append_body``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch.library import wrap_triton
 
 from kvcompile import schemes
+from kvcompile.lowering.launches import Direct, Launcher
 from kvcompile.lowering.triton_rounding import MAGIC, quotient, rounded_up
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import AbsMax
@@ -164,7 +164,7 @@ class Rows(NamedTuple):
         return (self.x.shape[2] + self.rows - 1) // self.rows * self.x.shape[1]
 
     def operands(self) -> tuple[object, ...]:
-        """Of the kernels, in their order: whole planes, no views, which functionalization would copy."""
+        """Arguments of the kernels, in their order: whole planes, no views."""
         x, pos, (codes, scales) = self.x, self.pos, self.planes
         return (
             x, codes, scales, pos, x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0),
@@ -172,7 +172,7 @@ class Rows(NamedTuple):
             scales.stride(1), scales.stride(2),
         )
 
-    def constants(self, suffix: str = "") -> dict[str, object]:
+    def constants(self, suffix: str = "") -> dict[str, Any]:
         """Of the kernels, by name."""
         rule, dtype = self.rule, self.planes[1].dtype
         width = self.x.shape[3] // rule.parts
@@ -198,13 +198,13 @@ def fits(slot: Rows) -> bool:
     return in_order and known and len(slot.planes) == 2 and slot.planes[0].shape[3] == slot.planes[1].shape[3]
 
 
-def append_rows(slots: Sequence[Rows]) -> None:
-    """``append_body`` of one slot or two of one batch, in one launch; for what ``fits``."""
+def append_rows(slots: Sequence[Rows], launcher: Launcher | None = None) -> None:
+    """``append_body`` of one slot or two of one batch, in one launch; for what ``fits``. None launches at once."""
     assert all(slot.x.shape[0] == slots[0].x.shape[0] for slot in slots)
+    launcher = launcher or Direct(slots[0].x.device.type == "cuda")
     operands = [operand for slot in slots for operand in slot.operands()]
     grid = (sum(slot.programs for slot in slots), slots[0].x.shape[0])
-    launch = wrap_triton if slots[0].x.device.type == "cuda" else lambda kernel: kernel
     if len(slots) == 1:
-        launch(append_rows_one)[grid](*operands, **slots[0].constants())
+        launcher.kernel(append_rows_one, grid, *operands, **slots[0].constants())
     else:
-        launch(append_rows_two)[grid](slots[0].programs, *operands, **slots[0].constants(), **slots[1].constants("_2"))
+        launcher.kernel(append_rows_two, grid, slots[0].programs, *operands, **slots[0].constants(), **slots[1].constants("_2"))
