@@ -1,6 +1,7 @@
 """How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
 
-``append``         one token: the body, which Inductor fuses with what makes the token; more: ``triton_append_rows``.
+``append``         ``triton_append_rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
+                   has, and becomes four kernels where this is one launch for keys and values.
 ``append_window``  one token: ``triton_append`` or ``certified_append``; more: ``triton_append_blocks``, or else the operation as it is.
 
 What else the kernels do not know is the body's. Many tokens into a window are not traced even there: encoding with what queries
@@ -46,7 +47,7 @@ def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]
 
 def _rows(calls: list[tuple[Any, ...]]) -> None:
     x = calls[0][0]
-    if x.device.type == "cuda" and not one_token(x):
+    if x.device.type == "cuda":
         from kvcompile.lowering.triton_append_rows import Rows, fits
 
         slots = [Rows(*call) for call in calls]
