@@ -118,11 +118,11 @@ def test_blocks_into_a_window(
     text: str, dim: int, dtype: torch.dtype, pages: int, pieces: tuple[int, ...], padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one compiled graph a size, by the kernels: their launches are counted where they are traced."""
-    from kvcompile.lowering import triton_append_blocks as kernels
+    from kvcompile.lowering import appends
 
     traced: list[int] = []
-    real = kernels.append_window_blocks
-    monkeypatch.setattr(kernels, "append_window_blocks", lambda slots, launcher=None: traced.append(len(slots)) or real(slots, launcher))
+    real = appends._window_kernels
+    monkeypatch.setattr(appends, "_window_kernels", lambda slots: traced.append(len(slots)) or real(slots))
     given, rows = origins()[padding]
     origin = None if given is None else given.cuda()
     halves = [schemes.parse(text).of(role).spell() for role in Role]
