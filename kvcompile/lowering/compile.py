@@ -88,6 +88,8 @@ def inductor_patches(
         patches.update({name.replace("-", "_"): value for name, value in source.items()})
     if not replayed:
         patches["triton.cudagraphs"] = False
+    # They look for calls of torch, and the graph is ATen.
+    patches.setdefault("use_pre_grad_passes", bool(patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)))
     # Codes are made from quotients, and Triton's own division is not the eager one.
     # The option has moved between versions of torch.
     moved = hasattr(torch._inductor.config, "eager_numerics")
