@@ -25,6 +25,8 @@ PROMPT, STEPS, AGAIN = 37, 40, 29
 ROOM = 96
 """Capacity of static caches; no multiple of anything that a kernel tiles by would show less."""
 LAYERS = 2
+START = 1
+"""The first token of every decoder that has an encoder."""
 WINDOWS = ("sliding_window", "attention_window_size", "sliding_window_size", "local_attention", "attention_chunk_size")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 
@@ -81,7 +83,7 @@ class Words:
         config = inner.model.generation_config
         if config is not None:
             config.eos_token_id = config.forced_eos_token_id = config.forced_bos_token_id = None
-            config.pad_token_id = 0
+            config.pad_token_id, config.decoder_start_token_id = 0, START
         return cls(case, inner, device)
 
     def copied(self, dtype: torch.dtype | None = None) -> Words:
@@ -103,7 +105,7 @@ class Words:
         words = torch.randint(3, self.inner.vocabulary, (len(pads), total), generator=generator)
         if self.inner.encoded:
             # generate puts the start token in front of a prompt that does not begin with it.
-            words[:, 0] = self.inner.model.config.decoder_start_token_id or 0
+            words[:, 0] = START
         mask = None
         if any(pads):
             mask = torch.ones(len(pads), total, dtype=torch.long)
