@@ -25,7 +25,8 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="run the cases whose identifier contains this")
     parser.add_argument("--case", metavar="ID", help="run one case in this process and let its exception through")
     parser.add_argument("--list", action="store_true", help="print the identifiers and run nothing")
-    parser.add_argument("--jobs", type=int, default=0, help="processes side by side (default: cores less two with a GPU, half of the cores without)")
+    parser.add_argument("--layers", type=int, default=0, help="layers of a model (default: 2, or one of each kind in --slice cpu)")
+    parser.add_argument("--jobs", type=int, default=0, help="processes side by side (default: cores less two; without a GPU half)")
     parser.add_argument("--limit-seconds", type=float, default=540, help="start no case after this long (default %(default)s)")
     parser.add_argument("--timeout", type=float, default=0, help="seconds a case may take (default: 150 with a GPU, 600 without)")
     parser.add_argument("--all-rows", action="store_true", help="show all results in the table, not the failures alone")
@@ -42,7 +43,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     return [name for name in (*readme, *(case.id for case in cases)) if options.only in name]
 
 
-def _one(identifier: str, console: Console) -> int:
+def _one(identifier: str, layers: int, console: Console) -> int:
     from benchmarks.accept.drive import run_case
     from benchmarks.accept.ten_lines import TEN_LINES, check, execute
 
@@ -50,7 +51,7 @@ def _one(identifier: str, console: Console) -> int:
         mode = identifier.removeprefix("readme-")
         check(execute(None if mode == "default" else mode))
         return 0
-    result = run_case(by_id(identifier), raises=True)
+    result = run_case(by_id(identifier), layers, raises=True)
     console.print(result.plain())
     return int(result.outcome.failed)
 
@@ -65,11 +66,12 @@ def _about() -> dict[str, str]:
 def main(given: Sequence[str] | None = None) -> int:
     """Run the cases that the arguments name; return 0 where none failed and all were run, 1 otherwise."""
     started, options, console = time.monotonic(), _arguments(given), Console()
+    layers = options.layers or (1 if options.slice == "cpu" else 2)
     if options.case:
-        return _one(options.case, console)
+        return _one(options.case, layers, console)
     names = _chosen(options)
     if options.list:
-        console.print("\n".join(names), highlight=False)
+        print("\n".join(names))
         return 0
     import torch
 
@@ -85,14 +87,16 @@ def main(given: Sequence[str] | None = None) -> int:
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=len(names))
-        for result in Pool(jobs, timeout, started + options.limit_seconds, log).results(names):
+        for result in Pool(jobs, timeout, started + options.limit_seconds, layers, log).results(names):
             results.append(result)
             bar.update(task, advance=1, description=f"{sum(item.outcome.failed for item in results)} failed")
             if result.outcome.failed or not console.is_terminal:
-                bar.console.print(f"{result.outcome.value:16}{result.seconds:5.0f} s  {result.id}  {result.detail}", highlight=False, markup=False)
+                line = f"{result.outcome.value:16}{result.seconds:5.0f} s  {result.id}  {result.detail}"
+                bar.console.print(line, highlight=False, markup=False)
     console.print(screen(results, options.all_rows))
     unrun = sum(result.outcome is Outcome.NOT_RUN for result in results)
-    console.print(f"{summary(results)}; {time.monotonic() - started:.0f} s on {jobs} processes" + (f"; {unrun} were not run" if unrun else ""))
+    said = f"; {unrun} were not run" if unrun else ""
+    console.print(f"{summary(results)}; {time.monotonic() - started:.0f} s on {jobs} processes{said}")
     about = {**_about(), "seconds": f"{time.monotonic() - started:.0f}", "jobs": str(jobs)}
     if options.json:
         options.json.write_text(as_json(results, about))

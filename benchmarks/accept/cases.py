@@ -14,7 +14,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.accept.architectures import ARCHITECTURES
 from benchmarks.accept.axes import (
-    AXES, SPREAD, Architecture, Batch, Caching, Case, Dtype, Family, HeadDim, Mode, Prompt, Scheme, Trait,
+    AXES,
+    SPREAD,
+    Architecture,
+    Batch,
+    Caching,
+    Case,
+    Dtype,
+    Family,
+    HeadDim,
+    Mode,
+    Prompt,
+    Scheme,
+    Trait,
 )
 
 Pair = tuple[str, object, str, object]
@@ -204,8 +216,21 @@ def _parsed(architecture: Architecture, rest: str) -> Case:
 
 CPU_SLICE = (
     "llama-int8-static-compiled-default-d64-padded-float32",
+    "gemma2/eager-int8-dynamic-eager-default-d64-one-float32",
+    "llama-kivi-dynamic-eager-max-autotune-no-cudagraphs-d64-padded-bfloat16",
+    "qwen3-squat-static-compiled-default-d80-one-bfloat16",
+    "llama/eager-certified-static-eager-default-d64-one-float32",
+    "gpt2-fp8-generate-compiled-reduce-overhead-d96-one-float16",
+    "bloom/eager-dense-dynamic-eager-default-d64-padded-float32",
+    "deepseek_v3-int4-static-eager-default-d64-one-float32",
+    "gpt_oss/eager-fp8-static-eager-default-d64-one-float32",
+    "bart+encoder-fp8+int4-static-eager-default-d64-padded-float16",
+    "lfm2-int4-generate-dynamic-compiled-default-d128-padded-bfloat16",
+    "gpt-fast-int4-static-compiled-reduce-overhead-d64-one-float32",
+    "nano-gpt-int8-dynamic-eager-default-d256-one-float16",
+    "block-table-fp8-static-eager-default-d128-padded-float32",
 )
-"""A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, one or two layers each."""
+"""A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, as few layers as there are kinds of them."""
 
 
 def cpu_slice() -> tuple[Case, ...]:

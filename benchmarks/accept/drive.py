@@ -24,8 +24,7 @@ from benchmarks.accept.cases import refusal
 from benchmarks.accept.modules import Module
 from benchmarks.accept.oracles import Oracle, scheme_of
 from benchmarks.accept.outcomes import Outcome, Result
-from benchmarks.accept.subjects import AGAIN, PROMPT, Request, Words, quiet
-from kvcompile.types import Role
+from benchmarks.accept.subjects import AGAIN, LAYERS, PROMPT, Request, Words, quiet
 
 ROUNDING = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-16}
 """Of the logits' norm: what a sum in another order may add where the uncompiled model happens to be exact."""
@@ -96,12 +95,12 @@ def reference_of(case: Case) -> Reference:
     return Reference.EXACT
 
 
-def run_case(case: Case, *, raises: bool = False) -> Result:
-    """Return the result of a case; ``raises`` lets the exception of a crash through."""
+def run_case(case: Case, layers: int = LAYERS, *, raises: bool = False) -> Result:
+    """Return the result of a case over a model of ``layers`` layers; ``raises`` lets the exception of a crash through."""
     started = time.perf_counter()
     try:
         with quiet(), _fresh():
-            result = _judged(case, raises)
+            result = _judged(case, layers, raises)
     except Outside as reason:
         result = Result(case.id, Outcome.OUTSIDE, str(reason))
     finally:
@@ -112,9 +111,9 @@ def run_case(case: Case, *, raises: bool = False) -> Result:
     return replace(result, seconds=round(time.perf_counter() - started, 1))
 
 
-def _judged(case: Case, raises: bool) -> Result:
+def _judged(case: Case, layers: int, raises: bool) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    subject = _built(case, device)
+    subject = _built(case, device, layers)
     requests = [subject.request(7), subject.request(8, PROMPT if case.prompt is Prompt.COMPILED else AGAIN, 24)]
     owner = kvcompile.backend(case.scheme.spell(int(case.head_dim)))
     ours = subject.copied()
@@ -146,11 +145,11 @@ def _judged(case: Case, raises: bool) -> Result:
     return replace(found, outcome=Outcome.REFUSED, detail=announced or "") if found.refused else found
 
 
-def _built(case: Case, device: torch.device) -> Words | Module:
+def _built(case: Case, device: torch.device, layers: int) -> Words | Module:
     if Trait.MODULE in case.architecture.traits:
         return Module.build(case, device)
     try:
-        return Words.build(case, device)
+        return Words.build(case, device, layers)
     except KeyError as error:
         raise Outside(f"this transformers has no {error}") from error
     except Exception as error:
@@ -220,12 +219,12 @@ def _fresh() -> Iterator[None]:
 
 
 def _wider(subject: Any) -> Any:
-    """Return the subject in float32; in float32 it is its own reference, as codes of a float64 model would differ from it more than ours do."""
+    """Return the subject in float32; one in float32 is its own reference, as a float64 model would have other codes."""
     return subject if subject.case.dtype is Dtype.FP32 else subject.copied(torch.float32)
 
 
 def _verdict(subject: Any, requests: Sequence[Any], trace: Trace) -> Verdict:
-    """Return the verdict on the worst request of a trace, each by the reference that it is nearest to; raises Outside where there is none."""
+    """Return the verdict on the worst request of a trace, each by its nearest reference; raises Outside where there is none."""
     try:
         high = _wider(subject)
         plain = uncompiled(high, requests)
@@ -236,7 +235,7 @@ def _verdict(subject: Any, requests: Sequence[Any], trace: Trace) -> Verdict:
         raise Outside("the uncompiled model's logits are not finite")
     found = []
     for number, logits in enumerate(trace.logits):
-        verdicts = [_compared(subject.case, number, logits, *(expected[number], own[number], control)) for expected, own, control in allowed]
+        verdicts = [_compared(subject.case, number, logits, wide[number], own[number], control) for wide, own, control in allowed]
         found.append(min(verdicts, key=lambda item: item.excess))
     return max(found, key=lambda item: item.excess)
 
@@ -256,7 +255,9 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _references(subject: Any, high: Any, plain: list[Logits], requests: Sequence[Any]) -> Iterator[tuple[list[Logits], list[Logits], float]]:
+def _references(
+    subject: Any, high: Any, plain: list[Logits], requests: Sequence[Any]
+) -> Iterator[tuple[list[Logits], list[Logits], float]]:
     """Return (logits in the wider dtype, logits in the case's dtype, control error) of every reference that is allowed."""
     case, kind = subject.case, reference_of(subject.case)
     if case.scheme is Scheme.DENSE:

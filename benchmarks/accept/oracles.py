@@ -59,7 +59,8 @@ class Oracle:
         self.keys, self.values = scheme_of(case, Role.KEY), scheme_of(case, Role.VALUE)
         self.pads, self.codes_in_prompt = case.batch.pads, codes_in_prompt
         self.by_token = self.keys.window == self.values.window == 0
-        self.roles = ((self.keys, "keys", Role.VALUE if Trait.LATENT in case.architecture.traits else Role.KEY), (self.values, "values", Role.VALUE))
+        key_role = Role.VALUE if Trait.LATENT in case.architecture.traits else Role.KEY
+        self.roles = ((self.keys, "keys", key_role), (self.values, "values", Role.VALUE))
         self._restart(None)
 
     def _restart(self, past: Any) -> None:

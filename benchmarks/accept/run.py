@@ -32,19 +32,20 @@ class _Worker:
     started: float = 0.0
     done: int = 0
 
-    def give(self, case: str) -> None:
+    def give(self, case: str, layers: int) -> None:
         """Start a case."""
         self.case, self.started = case, time.monotonic()
-        self.pipe.send(case)
+        self.pipe.send((case, layers))
 
 
 @dataclass(frozen=True)
 class Pool:
-    """How many processes run, how long a case may take, until when cases are started, and where the processes write their output."""
+    """How many processes run, how long a case may take, until when cases are started, their models' layers, and where output goes."""
 
     jobs: int
     timeout: float
     deadline: float
+    layers: int
     log: Path
 
     def results(self, cases: Sequence[str]) -> Iterator[Result]:
@@ -59,7 +60,7 @@ class Pool:
                     waiting.clear()
                 while waiting and len(running) < self.jobs:
                     running.append(self._worker(context))
-                    running[-1].give(waiting.popleft())
+                    running[-1].give(waiting.popleft(), self.layers)
                 yield from self._step(running, waiting)
         finally:
             for worker in running:
@@ -78,7 +79,7 @@ class Pool:
                 running.remove(worker)
                 _end(worker)
             else:
-                worker.give(waiting.popleft())
+                worker.give(waiting.popleft(), self.layers)
             yield result
 
     def _collected(self, worker: _Worker) -> Result | None:

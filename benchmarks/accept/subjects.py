@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.accept.axes import Caching, Case, Trait
+from benchmarks.accept.axes import Case
 from kvcompile.cli import architectures
 
 WINDOW = 24
@@ -72,10 +72,9 @@ class Words:
         self.case, self.inner, self.device, self.model = case, inner, device, inner.model
 
     @classmethod
-    def build(cls, case: Case, device: torch.device) -> Words:
+    def build(cls, case: Case, device: torch.device, layers: int = LAYERS) -> Words:
         """Return the model of a case, its weights rounded to the case's dtype; raises whatever its classes raise."""
         with quiet():
-            layers = 1 if case.scheme.value == "certified" and Trait.HYBRID not in case.architecture.traits else LAYERS
             inner = architectures.build(case.architecture.name, case.architecture.attention, layers, settings(case))
         inner.model.requires_grad_(False)
         cast(inner.model, getattr(torch, case.dtype.value))
@@ -147,7 +146,8 @@ class Words:
         past = self.cache()
         out = self.model.generate(
             **given, **({} if past is None else {"past_key_values": past}), max_new_tokens=request.steps, do_sample=False,
-            output_logits=True, return_dict_in_generate=True, logits_processor=LogitsProcessorList([Forced(request.words)] if forced else []),
+            output_logits=True, return_dict_in_generate=True,
+            logits_processor=LogitsProcessorList([Forced(request.words)] if forced else []),
             # Stock compilation of a static cache's steps, which generate adds by itself on a GPU, is no reference.
             **({"disable_compile": True} if forced else {}),
         )
@@ -171,9 +171,9 @@ def wide(logits: torch.Tensor) -> torch.Tensor:
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast weights and saved buffers; what a model computes at its start (rotary frequencies) keeps its precision, as from_pretrained does."""
+    """Cast weights and saved buffers; what a model computes at its start keeps its precision, as with from_pretrained."""
     kept = model.state_dict().keys()
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     for name, buffer in model.named_buffers():

@@ -48,7 +48,8 @@ def markdown(results: Sequence[Result], about: str) -> str:
     """Return the table of a run as a markdown page; ``about`` says when, where and with what it was made."""
     rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in _cells(result)) + " |" for result in reversed(sorted_results(results))]
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join(["# Acceptance run", "", about, "", f"{summary(results)}. How to read it: [ACCEPT.md](ACCEPT.md).", "", *head, *rows, ""])
+    said = f"{summary(results)}. How to read it: [ACCEPT.md](ACCEPT.md)."
+    return "\n".join(["# Acceptance run", "", about, "", said, "", *head, *rows, ""])
 
 
 def as_json(results: Sequence[Result], about: dict[str, Any]) -> str:

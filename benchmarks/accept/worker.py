@@ -18,7 +18,7 @@ from benchmarks.accept.ten_lines import TEN_LINES, run_ten_lines
 
 
 def serve(pipe: Any, log: str) -> None:
-    """Run the cases whose identifiers come through ``pipe`` until it closes; what models and compilers print goes to the file ``log``."""
+    """Run the cases that come through ``pipe`` as (identifier, layers) until it closes; what else is printed goes to the file ``log``."""
     stream = open(log, "a", buffering=1)  # noqa: PTH123, SIM115 - lives as long as the process
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
@@ -29,7 +29,7 @@ def serve(pipe: Any, log: str) -> None:
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     while True:
         try:
-            identifier = pipe.recv()
+            identifier, layers = pipe.recv()
         except EOFError:
             return
-        pipe.send(run_ten_lines(identifier) if identifier in TEN_LINES else run_case(by_id(identifier)))
+        pipe.send(run_ten_lines(identifier) if identifier in TEN_LINES else run_case(by_id(identifier), layers))

@@ -111,7 +111,7 @@ def _has_encoder(name: str) -> bool:
 
 
 def build(name: str, attention: str, layers: int = 2, sizes: Callable[[Any], Mapping[str, Any]] | None = None) -> Subject:
-    """A tiny random model in evaluation mode; ``sizes`` maps its default configuration to settings of its own; raises whatever its classes raise."""
+    """A tiny random model in evaluation mode; ``sizes`` maps its default configuration to settings; raises whatever its classes raise."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind = name.removesuffix(WITH_ENCODER)
