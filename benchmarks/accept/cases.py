@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.accept.architectures import ARCHITECTURES
@@ -193,31 +194,29 @@ def _dealt(cases: Iterable[Case]) -> Iterator[Case]:
         yield from (case for case in row if case is not None)
 
 
+def _form() -> re.Pattern[str]:
+    """Return the pattern of ``Case.id``."""
+    axes = {"scheme": Scheme, "caching": Caching, "prompt": Prompt, "mode": Mode, "head_dim": HeadDim, "batch": Batch, "dtype": Dtype}
+    values = {axis: [f"d{int(item)}" if axis == "head_dim" else str(item.value) for item in kind] for axis, kind in axes.items()}
+    values = {"architecture": [str(item) for item in ARCHITECTURES], **values}
+    return re.compile("-".join(f"(?P<{axis}>{'|'.join(map(re.escape, words))})" for axis, words in values.items()))
+
+
 def by_id(identifier: str) -> Case:
     """Return the case with an identifier, of the whole run or not; raises KeyError for one that names no combination."""
-    known = {case.id: case for case in (*all_cases(), *cpu_slice())}
-    if identifier in known:
-        return known[identifier]
-    for architecture in sorted(ARCHITECTURES, key=lambda item: -len(str(item))):
-        if identifier.startswith(f"{architecture}-"):
-            return _parsed(architecture, identifier.removeprefix(f"{architecture}-"))
-    raise KeyError(identifier)
-
-
-def _parsed(architecture: Architecture, rest: str) -> Case:
-    """Return the case of an architecture whose identifier goes on with ``rest``; raises KeyError."""
-    for values in itertools.product(Scheme, Caching, Prompt, Mode, HeadDim, Batch, Dtype):
-        scheme, caching, prompt, mode, head_dim, batch, dtype = values
-        case = Case(architecture, caching, mode, prompt, scheme, head_dim, batch, dtype)
-        if case.id == f"{architecture}-{rest}":
-            return case
-    raise KeyError(rest)
+    found = _form().fullmatch(identifier)
+    if found is None:
+        raise KeyError(identifier)
+    return Case(
+        next(item for item in ARCHITECTURES if str(item) == found["architecture"]), Caching(found["caching"]), Mode(found["mode"]),
+        Prompt(found["prompt"]), Scheme(found["scheme"]), HeadDim(int(found["head_dim"][1:])), Batch(found["batch"]), Dtype(found["dtype"]),
+    )
 
 
 CPU_SLICE = (
     "llama-int8-static-compiled-default-d64-padded-float32",
     "gemma2/eager-int8-dynamic-eager-default-d64-one-float32",
-    "llama-kivi-dynamic-eager-max-autotune-no-cudagraphs-d64-padded-bfloat16",
+    "llama-kivi-dynamic-eager-default-d64-padded-bfloat16",
     "qwen3-squat-static-compiled-default-d80-one-bfloat16",
     "llama/eager-certified-static-eager-default-d64-one-float32",
     "gpt2-fp8-generate-compiled-reduce-overhead-d96-one-float16",
@@ -235,8 +234,4 @@ CPU_SLICE = (
 
 def cpu_slice() -> tuple[Case, ...]:
     """Return the cases of ``CPU_SLICE``."""
-    found = []
-    for identifier in CPU_SLICE:
-        architecture = max((item for item in ARCHITECTURES if identifier.startswith(f"{item}-")), key=lambda item: len(str(item)))
-        found.append(_parsed(architecture, identifier.removeprefix(f"{architecture}-")))
-    return tuple(found)
+    return tuple(map(by_id, CPU_SLICE))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.accept.axes import Case
-from benchmarks.accept.subjects import PROMPT, ROOM, STEPS, Call, wide
+from benchmarks.accept.subjects import LONG, ROOM, STEPS, Call, wide
 from kvcompile.schemes import Scheme
 from kvcompile.types import Role, SlotSpec
 
@@ -94,7 +94,7 @@ class Module:
         """Return the dtype of the weights."""
         return self.model.q.weight.dtype
 
-    def request(self, seed: int, prompt: int = PROMPT, steps: int = STEPS) -> States:
+    def request(self, seed: int, prompt: int = LONG, steps: int = STEPS) -> States:
         """Return random hidden states, rounded to the case's dtype."""
         steps = min(steps, self.room - prompt)
         generator = torch.Generator().manual_seed(seed)

@@ -19,9 +19,9 @@ from benchmarks.accept.axes import Case
 from kvcompile.cli import architectures
 
 WINDOW = 24
-"""Tokens that sliding layers keep: fewer than the prompt, so that they go around."""
-PROMPT, STEPS, AGAIN = 37, 40, 29
-"""Tokens of the prompt, decode steps behind it, and tokens of the second request's prompt where another length costs no compilation."""
+"""Tokens that sliding layers keep, and go around in."""
+LONG, SHORT, STEPS = 37, 13, 40
+"""Tokens of a prompt that is longer than the window, of one that leaves it to be filled step by step, and decode steps behind it."""
 ROOM = 96
 """Capacity of static caches; no multiple of anything that a kernel tiles by would show less."""
 LAYERS = 2
@@ -97,7 +97,7 @@ class Words:
         """Return the dtype of the weights."""
         return next(parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point())
 
-    def request(self, seed: int, prompt: int = PROMPT, steps: int = STEPS) -> Request:
+    def request(self, seed: int, prompt: int = LONG, steps: int = STEPS) -> Request:
         """Return random words, left-padded as the case says."""
         generator = torch.Generator().manual_seed(seed)
         pads, total = self.case.batch.pads, prompt + steps
