@@ -60,6 +60,8 @@ def invalid(case: Case) -> str | None:
 def refusal(case: Case) -> str | None:
     """Return why the README says that some attention of this case stays dense, or None where all must be rewritten."""
     traits = case.architecture.traits
+    if Trait.CROSS in traits and case.prompt is Prompt.EAGER:
+        return "a cache that is only read is stored compressed where a compiled call has filled it"
     if not case.scheme.windowed:
         return None
     if Trait.SLIDING in traits:
@@ -217,12 +219,12 @@ CPU_SLICE = (
     "llama-int8-static-compiled-default-d64-padded-float32",
     "gemma2/eager-int8-dynamic-eager-default-d64-one-float32",
     "llama-kivi-dynamic-eager-default-d64-padded-bfloat16",
-    "qwen3-squat-static-compiled-default-d80-one-bfloat16",
+    "qwen3-squat-static-compiled-default-d64-one-bfloat16",
     "llama/eager-certified-static-eager-default-d64-one-float32",
     "gpt2-fp8-generate-compiled-reduce-overhead-d96-one-float16",
     "bloom/eager-dense-dynamic-eager-default-d64-padded-float32",
     "deepseek_v3-int4-static-eager-default-d64-one-float32",
-    "gpt_oss/eager-fp8-static-eager-default-d64-one-float32",
+    "gpt_oss/eager-fp8-static-eager-default-d80-one-float32",
     "bart+encoder-fp8+int4-static-eager-default-d64-padded-float16",
     "lfm2-int4-generate-dynamic-compiled-default-d128-padded-bfloat16",
     "gpt-fast-int4-static-compiled-reduce-overhead-d64-one-float32",

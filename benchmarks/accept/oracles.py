@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.accept.axes import Case, Trait
+from benchmarks.accept.axes import Case, Prompt, Trait
 from kvcompile import schemes
 from kvcompile.schemes import Scheme
 from kvcompile.types import Role, SlotSpec
@@ -58,6 +58,8 @@ class Oracle:
     def __init__(self, case: Case, codes_in_prompt: bool = False) -> None:
         self.keys, self.values = scheme_of(case, Role.KEY), scheme_of(case, Role.VALUE)
         self.pads, self.codes_in_prompt = case.batch.pads, codes_in_prompt
+        # An encoder's keys and values that uncompiled code filled stay as they are: see ``cases.refusal``.
+        self.cross = case.prompt is Prompt.COMPILED
         self.by_token = self.keys.window == self.values.window == 0
         key_role = Role.VALUE if Trait.LATENT in case.architecture.traits else Role.KEY
         self.roles = ((self.keys, "keys", key_role), (self.values, "values", Role.VALUE))
@@ -102,7 +104,7 @@ class Oracle:
         self.past = out.past_key_values
         self.length += words.shape[1]
         if self.by_token and not self.inside:
-            for layer, _ in _layers(self.past):
+            for layer in [layer for layer, cross in _layers(self.past) if self.cross or not cross]:
                 for scheme, name, role in self.roles:
                     setattr(layer, name, round_trip(scheme, getattr(layer, name), role))
         self.inside = True
