@@ -1,4 +1,4 @@
-# make demo | make test | make lint: each does its whole set-up on a fresh machine, and does it again only
+# make demo | make test | make lint | make accept: each does its whole set-up on a fresh machine, and does it again only
 # when pyproject.toml changed. Torch goes in first and pinned, so that nothing else chooses it.
 
 TORCH ?= torch==2.13.0
@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint accept clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -18,6 +18,10 @@ PARALLEL = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo '-n auto 
 
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# The real thing on a GPU, or slowly on a CPU: benchmarks/ACCEPT.md says what runs. make accept ARGS='--only llama' for a part.
+accept: $(READY)
+	$(BIN)/python -m benchmarks.accept $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ Configurations only: nothing is downloaded and no architecture is listed here. A
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,15 +110,16 @@ def _has_encoder(name: str) -> bool:
     return bool(getattr(CONFIG_MAPPING[name](), "is_encoder_decoder", False))
 
 
-def build(name: str, attention: str, layers: int = 2) -> Subject:
-    """A tiny random model in evaluation mode; raises whatever its classes raise."""
+def build(name: str, attention: str, layers: int = 2, sizes: Callable[[Any], Mapping[str, Any]] | None = None) -> Subject:
+    """A tiny random model in evaluation mode; ``sizes`` maps its default configuration to settings; raises whatever its classes raise."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     kind = name.removesuffix(WITH_ENCODER)
     config, paired = CONFIG_MAPPING[kind](), kind != name
     inner = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     known = AutoModelForCausalLM._model_mapping
-    config = tiny_config(inner if type(inner) in known and not paired else config, layers, OPEN.get(kind))
+    config = inner if type(inner) in known and not paired else config
+    config = tiny_config(config, layers, {**OPEN.get(kind, {}), **(sizes(config) if sizes is not None else {})})
     auto = AutoModelForSeq2SeqLM if paired or type(config) not in known else AutoModelForCausalLM
     if not paired and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True

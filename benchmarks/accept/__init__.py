@@ -1,0 +1,1 @@
+"""Acceptance run: compiled models beside uncompiled ones, step by step, over every axis a user chooses; see benchmarks/ACCEPT.md."""

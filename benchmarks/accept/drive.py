@@ -1,0 +1,85 @@
+"""Drive: run one case in this process, two requests through one compiled model beside its references, and return what came of it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+
+import torch
+
+import kvcompile
+from benchmarks.accept.axes import Case, Prompt, Trait
+from benchmarks.accept.cases import refusal
+from benchmarks.accept.modules import Module
+from benchmarks.accept.outcomes import Outcome, Result
+from benchmarks.accept.references import verdict_on
+from benchmarks.accept.stock import counts, more, outside_if_stock_fails, stock_trace, wrong
+from benchmarks.accept.subjects import LAYERS, LONG, SHORT, Words, quiet
+from benchmarks.accept.traces import Outside, compiled, fresh, sentence
+
+AGAIN = 24
+"""Steps of the second request."""
+
+
+def run_case(case: Case, layers: int = LAYERS, *, raises: bool = False) -> Result:
+    """Return the result of a case over a model of ``layers`` layers; ``raises`` lets the exception of a crash through."""
+    started = time.perf_counter()
+    try:
+        with quiet(), fresh():
+            result = _judged(case, layers, raises)
+    except Outside as reason:
+        result = Result(case.id, Outcome.OUTSIDE, str(reason))
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return replace(result, seconds=round(time.perf_counter() - started, 1))
+
+
+def _judged(case: Case, layers: int, raises: bool) -> Result:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    subject = _built(case, device, layers)
+    first, second = (SHORT, LONG) if Trait.SLIDING in case.architecture.traits else (LONG, SHORT)
+    # A prompt of another length costs a compilation where it is compiled.
+    requests = [subject.request(7, first), subject.request(8, first if case.prompt is Prompt.COMPILED else second, AGAIN)]
+    owner = kvcompile.backend(case.scheme.spell(int(case.head_dim)))
+    ours = subject.copied()
+    try:
+        trace, requests = compiled(ours, requests, owner, lambda: len(owner.graphs))
+    except Exception as error:
+        if raises:
+            raise
+        outside_if_stock_fails(subject, requests, error)
+        return Result(case.id, Outcome.CRASHED, sentence(error))
+    found = Result(
+        case.id, Outcome.RIGHT, sites=max((len(graph.sites) for graph in owner.graphs), default=0), graphs=trace.total,
+        refused=tuple(dict.fromkeys(item.reason for graph in owner.graphs for item in graph.refusals)),
+    )
+    del ours
+    verdict = verdict_on(subject, requests, trace)
+    found = replace(
+        found, error=verdict.error, tolerance=verdict.tolerance, eager=verdict.eager, control=verdict.control, step=verdict.step
+    )
+    if not verdict.right:
+        return replace(found, **wrong(subject, requests, verdict))
+    announced = refusal(case)
+    if (found.refused or not found.sites) and announced is None:
+        return replace(found, outcome=Outcome.REFUSED_WRONGLY, detail=found.refused[0] if found.refused else "nothing was rewritten")
+    stock = stock_trace(subject, requests)
+    found = replace(found, stock=stock.total if stock is not None else None)
+    if stock is not None and more(trace, stock):
+        return replace(found, outcome=Outcome.RECOMPILES, detail=f"{counts(trace)} against stock {counts(stock)}")
+    return replace(found, outcome=Outcome.REFUSED, detail=announced or "") if found.refused else found
+
+
+def _built(case: Case, device: torch.device, layers: int) -> Words | Module:
+    if Trait.MODULE in case.architecture.traits:
+        return Module.build(case, device)
+    try:
+        return Words.build(case, device, layers)
+    except KeyError as error:
+        raise Outside(f"this transformers has no {error}") from error
+    except Exception as error:
+        raise Outside(f"cannot be built: {sentence(error)}") from error

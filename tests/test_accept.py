@@ -1,0 +1,218 @@
+"""The acceptance run: its cases cover what they should, its references notice what is wrong, and its CPU slice is right."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.accept import drive, references, stock, traces
+from benchmarks.accept.architectures import ARCHITECTURES
+from benchmarks.accept.axes import AXES, SPREAD, Batch, Caching, Case, Dtype, Family, HeadDim, Mode, Prompt, Scheme, Trait
+from benchmarks.accept.cases import all_cases, by_id, cpu_slice, invalid, pairs, witnesses
+from benchmarks.accept.modules import RECIPES
+from benchmarks.accept.oracles import Oracle
+from benchmarks.accept.outcomes import Outcome, Result
+from benchmarks.accept.run import Pool, _Worker
+from benchmarks.accept.subjects import Words
+from benchmarks.accept.table import as_json, markdown, summary
+from kvcompile.schemes import SCHEMES
+
+CPU = torch.device("cpu")
+FAMILIES = [next(item for item in ARCHITECTURES if item.family is family and Trait.MODULE not in item.traits)
+            for family in Family if family not in {Family.BUFFER, Family.CONCAT, Family.PAGED}]
+
+
+def case_of(architecture: Any, scheme: Scheme = Scheme.INT8, caching: Caching = Caching.DYNAMIC) -> Case:
+    """A plain case: one row of float32, the prompt uncompiled."""
+    return Case(architecture, caching, Mode.DEFAULT, Prompt.EAGER, scheme, HeadDim.D64, Batch.ONE, Dtype.FP32)
+
+
+# --- the cases ------------------------------------------------------------------------------------------
+
+
+def test_every_valid_pair_of_values_is_covered() -> None:
+    covered = {pair for case in all_cases() for pair in pairs(case)}
+    assert not witnesses().keys() - covered
+    schemes = {(Family.GROUPED, scheme) for scheme in Scheme}
+    assert schemes <= {(case.architecture.family, case.scheme) for case in all_cases()}
+
+
+def test_what_is_no_valid_pair_has_a_reason() -> None:
+    reasons = {invalid(replace(case, prompt=Prompt.EAGER)) for case in all_cases()} - {None}
+    assert "generate sends the prompt through model.forward, which is compiled" in reasons
+    assert not any(invalid(case) for case in all_cases())
+    missing = [
+        (one, a, other, b) for index, one in enumerate(AXES) for other in list(AXES)[index + 1 :] for a in AXES[one] for b in AXES[other]
+        if (one, a, other, b) not in witnesses()
+    ]
+    # What excludes them is a trait of the whole family, or generate's prompt.
+    assert all(one == "family" or {a, b} & {Caching.GENERATE, Caching.GENERATE_DYNAMIC} for one, a, _, b in missing), missing
+
+
+def test_every_architecture_meets_every_value_that_is_valid_for_it() -> None:
+    for architecture in ARCHITECTURES:
+        own = [case for case in all_cases() if case.architecture == architecture]
+        for axis in SPREAD:
+            met = {case.value(axis) for case in own}
+            for value in set(AXES[axis]) - met:
+                tried = [replace(case, **{axis: value}) for case in own]
+                assert all(invalid(case) for case in tried), (str(architecture), value)
+
+
+def test_there_are_enough_architectures_and_not_too_many_cases() -> None:
+    assert len({str(item) for item in ARCHITECTURES}) == len(ARCHITECTURES) >= 45
+    assert len({item.name for item in ARCHITECTURES if Trait.MODULE not in item.traits}) >= 40
+    assert {item.name for item in ARCHITECTURES if Trait.MODULE in item.traits} == RECIPES.keys()
+    assert 150 <= len(all_cases()) <= 260
+    # A run that ends early has met every architecture.
+    assert {case.architecture for case in all_cases()[: len(ARCHITECTURES)]} == set(ARCHITECTURES)
+
+
+def test_identifiers_are_the_same_every_time_and_name_one_case_each() -> None:
+    again = all_cases.__wrapped__()
+    assert again == all_cases()
+    assert len({case.id for case in again}) == len(again)
+    assert all(by_id(case.id) == case for case in (*again[::20], *cpu_slice()))
+    other = replace(again[0], mode=Mode.MAX_AUTOTUNE, head_dim=HeadDim.D80)
+    assert by_id(other.id) == other
+    with pytest.raises(KeyError):
+        by_id("llama-int5")
+
+
+def test_schemes_are_those_of_the_package() -> None:
+    assert {scheme.name for scheme in SCHEMES} == {scheme.value for scheme in Scheme} - {Scheme.MIXED.value}
+
+
+def test_the_cpu_slice_has_every_value_but_of_the_mode() -> None:
+    for axis in ("scheme", "caching", "dtype", "prompt", "batch", "head_dim"):
+        assert {case.value(axis) for case in cpu_slice()} == set(AXES[axis]), axis
+    assert not any(invalid(case) for case in cpu_slice())
+
+
+# --- the references -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", FAMILIES, ids=str)
+def test_attention_matters_in_the_logits(architecture: Any, one_thread: None) -> None:
+    """A cache that is gone moves the logits far more than any case allows."""
+    subject = Words.build(case_of(architecture), CPU, layers=1)
+    request = subject.request(1, steps=2)
+    plain = traces.uncompiled(subject, [request])
+    with Oracle(subject.case).on(subject.model):
+        control = traces.worst(plain, traces.uncompiled(subject, [request]))
+
+    def forgetful(**given: Any) -> Any:
+        past = given["past_key_values"]
+        for layer in getattr(past, "self_attention_cache", past).layers:
+            if getattr(layer, "keys", None) is not None:
+                layer.keys.zero_(), layer.values.zero_()
+        return subject.model(**given)
+
+    moved = traces.worst(plain, [subject.logits(request, subject.model, forgetful)])
+    allowed = references.ROUNDING[Dtype.FP32] + references.SHARE * control
+    assert 0 < control < moved
+    assert moved > 20 * allowed, (moved, control)
+
+
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.INT4, Scheme.FP8, Scheme.KIVI, Scheme.MIXED])
+def test_the_error_of_quantization_is_no_allowance(scheme: Scheme, one_thread: None) -> None:
+    """Logits that were not quantized at all are wrong: what is allowed is rounding beside the codes."""
+    subject = Words.build(case_of(ARCHITECTURES[0], scheme), CPU, layers=1)
+    requests = [subject.request(1), subject.request(2, steps=8)]
+    plain = traces.uncompiled(subject, requests)
+    verdict = references.verdict_on(subject, requests, traces.Trace(plain))
+    assert not verdict.right and verdict.error > 2 * verdict.tolerance
+    with Oracle(subject.case).on(subject.model):
+        codes = traces.uncompiled(subject, requests)
+    assert references.verdict_on(subject, requests, traces.Trace(codes)).right
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
+def test_low_precision_is_held_to_twice_the_eager_error(dtype: Dtype, one_thread: None) -> None:
+    subject = Words.build(replace(case_of(ARCHITECTURES[0], Scheme.DENSE), dtype=dtype), CPU, layers=1)
+    requests = [subject.request(1, steps=8)]
+    own = traces.uncompiled(subject, requests)
+    verdict = references.verdict_on(subject, requests, traces.Trace(own))
+    assert verdict.right and 0 < verdict.eager < 0.05
+    off = [[item * (1 + 4 * verdict.tolerance) for item in own[0]]]
+    assert not references.verdict_on(subject, requests, traces.Trace(off)).right
+
+
+def test_not_a_number_and_missing_steps_are_wrong() -> None:
+    logits = [torch.ones(1, 4), torch.ones(1, 4)]
+    case = case_of(ARCHITECTURES[0], Scheme.DENSE)
+    assert references.compared(case, 0, logits, logits, logits, 0.0).right
+    assert not references.compared(case, 0, [logits[0], logits[0] * float("nan")], logits, logits, 0.0).right
+    assert not references.compared(case, 0, logits[:1], logits, logits, 0.0).right
+
+
+def test_more_graphs_than_stock() -> None:
+    plain = traces.Trace([], [[1, 1, *[0] * 20], [0] * 22])
+    assert not stock.more(traces.Trace([], [[1, 1, 1, *[0] * 19], [0, 1, *[0] * 20]]), plain)
+    assert stock.more(traces.Trace([], [[1, 1, *[0] * 20], [*[0] * 21, 1]]), plain)
+    assert stock.more(traces.Trace([], [[1] * 5 + [0] * 17, [0] * 22]), plain)
+
+
+# --- processes ------------------------------------------------------------------------------------------
+
+
+def _odd(pipe: Any) -> None:
+    """A worker whose cases say what happens to it."""
+    # The test's own would print where it died.
+    faulthandler.disable()
+    while True:
+        case, _ = pipe.recv()
+        if case == "dies":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if case == "hangs":
+            time.sleep(60)
+        pipe.send(Result(case, Outcome.RIGHT))
+
+
+class _OddPool(Pool):
+    def _worker(self, context: Any) -> _Worker:
+        ours, theirs = get_context("fork").Pipe()
+        process = get_context("fork").Process(target=_odd, args=(theirs,))
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+
+def test_a_process_that_dies_or_hangs_loses_its_case_alone(tmp_path: Path) -> None:
+    pool = _OddPool(1, 2.0, time.monotonic() + 60, 1, tmp_path / "log")
+    found = {result.id: result for result in pool.results(["a", "dies", "b", "hangs", "c"])}
+    assert [found[name].outcome for name in "abc"] == [Outcome.RIGHT] * 3
+    assert found["dies"].outcome is Outcome.CRASHED and "SIGSEGV" in found["dies"].detail
+    assert found["hangs"].outcome is Outcome.TIMEOUT
+
+
+def test_cases_after_the_deadline_are_not_run(tmp_path: Path) -> None:
+    pool = _OddPool(2, 2.0, time.monotonic() - 1, 1, tmp_path / "log")
+    assert {result.outcome for result in pool.results(["a", "b"])} == {Outcome.NOT_RUN}
+
+
+def test_tables() -> None:
+    results = [Result("a", Outcome.RIGHT, error=1e-6, tolerance=2e-5, graphs=3, stock=3), Result("b", Outcome.CRASHED, "x | y")]
+    assert summary(results) == "2 cases: 1 right, 1 crashed"
+    page = markdown(results, "Made here.")
+    assert page.index("| b | crashed") < page.index("| a | right | 1e-06 / 2e-05") and "x \\| y" in page
+    assert '"outcome": "crashed"' in as_json(results, {})
+
+
+# --- the slice ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("case", cpu_slice(), ids=lambda case: case.id)
+def test_cpu_slice(case: Case, one_thread: None) -> None:
+    result = drive.run_case(case, layers=1)
+    assert not result.outcome.failed and result.outcome is not Outcome.OUTSIDE, result
