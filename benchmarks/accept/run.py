@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.accept.outcomes import Outcome, Result
 
 RETIRE = 12
@@ -50,8 +52,10 @@ class Pool:
 
     def results(self, cases: Sequence[str]) -> Iterator[Result]:
         """Return the result of each case as it is done; cases not started by the deadline are ``NOT_RUN``."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.accept.worker"])
+        # Importing the libraries touches the driver, and a forked process cannot use a driver that its parent has touched.
+        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        if not torch.cuda.is_available():
+            context.set_forkserver_preload(["benchmarks.accept.worker"])
         waiting, running = deque(cases), list[_Worker]()
         try:
             while waiting or running:
