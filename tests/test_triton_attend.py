@@ -409,3 +409,26 @@ def test_rows_of_one_length_keep_their_splits() -> None:
         (config_of("int8", masks=config.masks, one_query=False), 8, 16),
     ):
         assert ragged_splits(other, splits, batch) == (splits, 0)
+
+
+@pytest.mark.parametrize("scheme", ["kivi", "squat"])
+def test_queries_wider_than_the_newest_tokens_compile(scheme: str) -> None:
+    """GPT-J and CodeGen attend in float32 over a cache in bfloat16: the newest tokens are brought to the queries' type."""
+    spell = [schemes.parse(scheme).of(role).spell() for role in Role]
+    base = config_of("kivi", tile=Tile(32, 8, True, 1, 3), beside=Beside(recent=True), splits=4)
+    config = dataclasses.replace(base, key_scheme=spell[0], value_scheme=spell[1], dtype=torch.float32)
+    source = offline.attend_source(config)
+    operands = offline.operands_for(config)
+    kernel = getattr(offline.load_module(source), offline.KERNEL)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kvcompile.lowering.prefill_offline import POINTERS
+
+    signature = {name: "i32" for name in kernel.arg_names}
+    for name, operand in operands.items():
+        dtype = torch.bfloat16 if name.startswith("RECENT") else operand.dtype
+        signature[name] = "*" + POINTERS[dtype]
+    signature["OUT"] = "*fp32"
+    assert triton.compile(ASTSource(kernel, signature, {}), target=GPUTarget("cuda", 90, 32)).asm["cubin"]

@@ -312,13 +312,13 @@ RECENT = r"""
         live = live & kept
 {%- endif %}
         k_recent = tl.load(RECENT_K + b * {{stride_of("RECENT_K", 0)}} + h * {{stride_of("RECENT_K", 1)}} + j[:, None] * {{stride_of("RECENT_K", 2)}} + column[None, :] * {{stride_of("RECENT_K", 3)}}, mask=live[:, None], other=0.0)
-        s = tl.dot(q_recent, tl.trans(k_recent))
+        s = tl.dot(q_recent, tl.trans(k_recent.to(q_recent.dtype)))
         mask = live[None, :] & (t[None, :] <= given[:, None]){% if HAS_LO %} & (t[None, :] >= lo_given[:, None]){% endif %}
 
         valid = tl.max(mask.to(tl.int32), 0) != 0
 {{- softmax("recent_scale[:, None]", "mask") }}
         v_recent = tl.load(RECENT_V + b * {{stride_of("RECENT_V", 0)}} + h * {{stride_of("RECENT_V", 1)}} + j[:, None] * {{stride_of("RECENT_V", 2)}} + {{value.channel("out_column")}}[None, :] * {{stride_of("RECENT_V", 3)}}, mask=valid[:, None], other=0.0)
-        acc = tl.dot(p.to({{"tl.%s" % QUERY.strip("'")}}), v_recent, acc * alpha[:, None])
+        acc = tl.dot(p.to({{"tl.%s" % QUERY.strip("'")}}), v_recent.to({{"tl.%s" % QUERY.strip("'")}}), acc * alpha[:, None])
 {%- endif %}
 """
 

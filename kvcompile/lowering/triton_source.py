@@ -362,6 +362,7 @@ RECENT = r"""
         element = element.to(tl.float32)
 {{- rotated_dot(run.first, 1, run.count, run.block, "raw_" + run.name, "raw_turned_" + run.name, MODEL_TYPE, not loop.first) }}
 {%- else %}
+        element = element.to({{MODEL_TYPE}})
         part = tl.dot({{ "element, raw_" + run.name if TOKENS_FIRST else "raw_%s, element" % run.name }}{% if not loop.first %}, part{% endif %}{{PRECISION}})
 {%- endif %}
 {%- endfor %}
@@ -377,7 +378,7 @@ RECENT = r"""
         weight = p.to({{MODEL_TYPE}})
 {%- for run in value.runs %}
 {%- set column = "tl.arange(0, %d)" % run.block %}
-        element = tl.load(rv_base + {{row("(j * %s)" % stride_of("RECENT_V", 2))}} + {{channel("((%d + %s) * %s)" % (run.first, column, stride_of("RECENT_V", 3)))}}, mask={{row("valid")}}{% if run.padded %} & {{channel("(%s < %d)" % (column, run.count))}}{% endif %}, other=0.0)
+        element = tl.load(rv_base + {{row("(j * %s)" % stride_of("RECENT_V", 2))}} + {{channel("((%d + %s) * %s)" % (run.first, column, stride_of("RECENT_V", 3)))}}, mask={{row("valid")}}{% if run.padded %} & {{channel("(%s < %d)" % (column, run.count))}}{% endif %}, other=0.0).to({{MODEL_TYPE}})
         sum_{{run.name}} = tl.dot({{ "element, weight, sum_%s * alpha[None, :]" % run.name if TOKENS_FIRST else "weight, element, sum_%s * alpha[:, None]" % run.name }}{{PRECISION}})
 {%- endfor %}
 {%- endfilter %}
