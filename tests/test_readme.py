@@ -8,8 +8,8 @@ import torch
 from benchmarks.accept.ten_lines import check, example, execute
 
 
-def test_the_example_is_ten_lines() -> None:
-    assert len([line for line in example().splitlines() if line.strip()]) == 10
+def test_the_example_is_no_longer_than_it_says() -> None:
+    assert 5 <= len([line for line in example().splitlines() if line.strip()]) <= 10
     assert 'mode="reduce-overhead"' in example("reduce-overhead")
     assert (".cuda()" in example()) == torch.cuda.is_available()
 

@@ -114,6 +114,7 @@ class Module:
     @torch.no_grad()
     def logits(self, request: States, first: Call, call: Call) -> list[torch.Tensor]:
         """Return the output at the last token of the prompt, which ``first`` runs, and at each step, [B, width]."""
+        self._reset()
         start, found = 0, []
         past: Any = {} if self.recipe.feed == "past-dict" else None
         # Modules make positions and masks without a device.
@@ -127,6 +128,12 @@ class Module:
                 found.append(wide(y[:, -1]))
                 start = stop
         return found
+
+    def _reset(self) -> None:
+        """Empty the module's caches for another request, as its owner would; a compressed one forgets its tokens."""
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("cache"):
+                buffer.zero_()
 
     def _places(self, start: int, stop: int) -> tuple[Any, ...]:
         pos, rows = torch.arange(start, stop, device=self.device), len(self.case.batch.pads)
