@@ -26,7 +26,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *_of(Family.ENCODER, "bart+encoder marian+encoder", Trait.CROSS),
     *_of(Family.ENCODER, "t5+encoder", Trait.CROSS, attention="eager"),
     *_of(Family.EXPERTS, "mixtral qwen3_moe olmoe", Trait.EXPERTS),
-    *_of(Family.BUFFER, "gpt-fast index-copy einsum combined per-row slice-assign", Trait.MODULE, Trait.NO_DYNAMIC),
+    *_of(Family.BUFFER, "gpt-fast index-copy einsum combined", Trait.MODULE, Trait.NO_DYNAMIC),
+    *_of(Family.BUFFER, "per-row", Trait.MODULE, Trait.NO_DYNAMIC, Trait.STEPS_BACK),
+    *_of(Family.BUFFER, "slice-assign", Trait.MODULE, Trait.NO_DYNAMIC, Trait.FLOAT32),
     *_of(Family.CONCAT, "nano-gpt time-first", Trait.MODULE, Trait.NO_STATIC),
     *_of(Family.PAGED, "block-table slot-mapping", Trait.MODULE, Trait.PAGED, Trait.NO_DYNAMIC),
 )

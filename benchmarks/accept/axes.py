@@ -135,6 +135,7 @@ class Trait(enum.Enum):
     NO_DYNAMIC = "it has a cache of one form only, and that is static"
     NO_PADDING = "it takes no padding mask"
     NO_GENERATE = "generate does not take what its decoder needs"
+    STEPS_BACK = "padded rows write their next token over padding, which schemes with a window answer with NaN"
     FLOAT32 = "it overflows or mixes dtypes in half precision without a compiler too"
     FIXED_DIM = "its head dim is no setting"
 

@@ -48,6 +48,8 @@ def invalid(case: Case) -> str | None:
         return "generate sends the prompt through model.forward, which is compiled"
     if Trait.NO_PADDING in traits and case.batch is Batch.PADDED:
         return Trait.NO_PADDING.value
+    if Trait.STEPS_BACK in traits and case.batch is Batch.PADDED and case.scheme.windowed:
+        return Trait.STEPS_BACK.value
     if Trait.EXPERTS in traits and case.dtype is not Dtype.FP32:
         return Trait.EXPERTS.value
     if Trait.FLOAT32 in traits and case.dtype is not Dtype.FP32:
@@ -127,8 +129,8 @@ def _possible(row: Sequence[object]) -> bool:
     if "family" not in given:
         return True
     # Only these axes take part in ``invalid``; those not chosen yet are free.
-    open_axes = [axis for axis in ("caching", "prompt", "batch", "dtype", "head_dim") if axis not in given]
-    defaults = {"scheme": Scheme.DENSE, "mode": Mode.DEFAULT}
+    open_axes = [axis for axis in ("caching", "prompt", "batch", "dtype", "head_dim", "scheme") if axis not in given]
+    defaults = {"mode": Mode.DEFAULT}
     for values in itertools.product(*(AXES[axis] for axis in open_axes)):
         if _first({**defaults, **given, **dict(zip(open_axes, values, strict=True))}) is not None:
             return True
@@ -224,10 +226,8 @@ CPU_SLICE = (
     "gpt2-fp8-generate-compiled-reduce-overhead-d96-one-float16",
     "bloom/eager-dense-dynamic-eager-default-d64-padded-float32",
     "deepseek_v3-int4-static-eager-default-d80-one-float32",
-    "bart+encoder-fp8+int4-static-eager-default-d64-padded-float16",
-    "lfm2-int4-generate-dynamic-compiled-default-d128-padded-bfloat16",
-    "nano-gpt-int8-dynamic-eager-default-d256-one-float16",
-    "block-table-fp8-static-eager-default-d128-padded-float32",
+    "phi-int4-generate-dynamic-compiled-default-d128-padded-bfloat16",
+    "nano-gpt-fp8+int4-dynamic-eager-default-d256-one-float16",
 )
 """A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, as few layers as there are kinds of them."""
 
