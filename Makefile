@@ -14,7 +14,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 # Side by side where pytest-xdist could be had; the suite is the same without it.
-PARALLEL = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4')
+PARALLEL = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist worksteal')
 
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL)

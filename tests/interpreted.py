@@ -28,11 +28,40 @@ def interpreting() -> Any:
     return context
 
 
+def patch_language_once_a_launch() -> None:
+    """Let the interpreter patch ``triton.language`` once a launch and module, not at every call of a function of a kernel.
+
+    Triton 3.6 and 3.7 look through the whole language at each such call, which is half of the time of a launch, and patch what is
+    patched already.
+    """
+    from triton.runtime import interpreter
+
+    patch_lang, scope_type = interpreter._patch_lang, interpreter._LangPatchScope
+    patched: set[int] = set()
+
+    class Launch(scope_type):  # type: ignore[misc, valid-type]
+        """What one call patched; only the launch itself restores it."""
+
+        def restore(self) -> None:
+            patched.clear()
+            super().restore()
+
+    def patch_once(function: Callable[..., object]) -> Any:
+        launch, module = Launch(), id(function.__globals__)
+        if module not in patched:
+            patched.add(module)
+            launch._changes = patch_lang(function)._changes
+        return launch
+
+    interpreter._patch_lang = patch_once
+
+
 def attempt(to: Connection, function: Callable[..., object], *args: object) -> None:
     """In the process: how the call failed, or None."""
     from triton import knobs
 
     assert knobs.runtime.interpret, "a process that was started before the interpreter was chosen"
+    patch_language_once_a_launch()
     try:
         function(*args)
         to.send(None)

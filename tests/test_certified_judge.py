@@ -5,8 +5,10 @@ As in ``test_certified_kernels``, what needs Triton's interpreter runs in a proc
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
+from collections.abc import Callable
 
 import mpmath
 import pytest
@@ -70,11 +72,16 @@ def draws(CLOCK, OUT, K: tl.constexpr, Q: tl.constexpr, N: tl.constexpr, N2: tl.
     tl.store(OUT + r * N + n, draw(before, n), mask=n < N)
 
 
+@functools.cache
+def function_of(bound: Bound) -> Callable[..., mpmath.mpf]:
+    """The bound as it is written, as a function of its arguments in order."""
+    return sympy.lambdify(sorted(bound.expression.free_symbols, key=lambda symbol: symbol.name), bound.expression, "mpmath")
+
+
 def exact(bound: Bound, arguments: list[float]) -> mpmath.mpf:
-    """The bound as it is written, of its arguments in order, in 60 digits."""
-    symbols = sorted(bound.expression.free_symbols, key=lambda symbol: symbol.name)
+    """Evaluate the bound at its arguments in order, in 60 digits."""
     with mpmath.workdps(60):
-        return mpmath.mpf(sympy.lambdify(symbols, bound.expression, "mpmath")(*map(mpmath.mpf, arguments)))
+        return mpmath.mpf(function_of(bound)(*map(mpmath.mpf, arguments)))
 
 
 def printed_functions(device: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import pathlib
 import sys
@@ -250,7 +251,7 @@ KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
     "score": (1, dict(COMMON, SCALE=0.09, D=128, DV=128, SPAN=16, PER_PAGE=4, KEY_NOTE=2, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
                        HAS_LO=True, HAS_SINK=True, PACKED=True, STAGES=3)),
     "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4, SLOTS=4)),
-    "stage": (1, dict(D=128, K=8, ROWS=4, ROWS2=4, SLOTS=16, PER_PAGE=4, EXPLORE=True, COUNTS_STEPS=True)),
+    "stage": (1, dict(D=128, K=8, ROWS=4, ROWS2=4, SLOTS=8, PER_PAGE=4, EXPLORE=True, COUNTS_STEPS=True)),
     "exact_rows": (1, dict(COMMON, SCALE=0.09, D=128, PER_PAGE=4, STAGES=3)),
     "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64, T=64, PACKED=True)),
     "mix_own": (4, dict(COMMON, DV=128, GROUP=16, PAGE=64)),
@@ -286,8 +287,11 @@ OF_VALUES = {"CODES": "*u8", "STEPS": "*fp16", "ZEROS": "*fp16"}
 OF_TALLIES = {"OUT": "*fp64"}
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("capability", [80, 90, 100])
+UNION = ("score", "exact", "exact_rows", "stage", "mix", "tally", "settle")
+"""Kernels that together have all that differs by architecture: integer and float dots, PTX, atomics, pipelined loads, float64, rounding."""
+
+
+@pytest.mark.parametrize(("capability", "name"), [*((90, name) for name in KERNELS), *itertools.product((80, 100), UNION)])
 def test_the_kernels_compile_offline(capability: int, name: str) -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -310,6 +314,9 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
         "judge": triton_judge, "settle": triton_judge,
     }
     kernel, (warps, constants) = getattr(modules[name], name), KERNELS[name]
+    if name == "stage" and capability != 90:
+        # As many slots as it copies at once; more take LLVM ever longer.
+        constants = constants | {"SLOTS": 4}
     pointers = POINTERS | (OF_VALUES if name.startswith("mix") else OF_TALLIES if name.startswith("tally") else {})
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(kernel.arg_names) if signature[each].startswith("*")}

@@ -127,7 +127,8 @@ def test_matches_float64(name: str) -> None:
     case = CASES[name]
     run = compiled(case)
     for batch, queries in case.shapes:
-        for tokens in TOKENS:
+        # One token is a graph and a kernel of its own: these cases together have every kind of mask.
+        for tokens in TOKENS if batch == 1 or "keep" in case.masks else TOKENS[1:]:
             q = torch.randn(batch, queries, case.kv_heads * case.group, case.width, dtype=case.dtype).transpose(1, 2)
             k = torch.randn(batch, case.kv_heads, tokens, case.width, dtype=case.dtype)
             v = torch.randn(batch, case.kv_heads, tokens, case.width_v, dtype=case.dtype)

@@ -7,13 +7,12 @@ time, not about direction.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvcompile"
@@ -33,8 +32,13 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(path: Path) -> tuple[tuple[str, int], ...]:
     """Every module that a source imports, ours resolved to the module where ``from kvcompile.x import y`` names one."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -68,53 +72,66 @@ ALLOWED = {
 """What a layer may import of ours. What is not listed (backend, explain, the command line) stands on top of all."""
 
 
+def may_import(layer: str, imported: str) -> bool:
+    """Whether a layer may import one of our modules, or a package that holds only what it may import."""
+    return any(within(imported, root) or root.startswith(imported + ".") for root in ALLOWED[layer])
+
+
+def importers(*allowed: str, of: tuple[str, ...]) -> list[str]:
+    """List the imports of some libraries in our modules, except in those that stand in ``allowed``."""
+    return [
+        f"{dotted(path)}:{line} imports {imported}" for path in MODULES if not within(dotted(path), *allowed)
+        for imported, line in imports(path) if within(imported, *of)
+    ]
+
+
 def layer_of(name: str) -> str | None:
     """The layer of a module, None for those on top."""
     return next((layer for layer in ALLOWED if within(name, layer)), None)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_direction(path: Path) -> None:
-    layer = layer_of(dotted(path))
-    if layer is None:
-        return
-    for name, line in imports(path):
-        if within(name, "kvcompile") and name != "kvcompile":
-            fine = any(within(name, root) for root in ALLOWED[layer]) or any(root.startswith(name + ".") for root in ALLOWED[layer])
-            assert fine, f"{dotted(path)}:{line} imports {name}: {layer} may import {ALLOWED[layer]}"
-        assert name != "kvcompile", f"{dotted(path)}:{line} imports the whole package"
+def test_direction() -> None:
+    wrong = []
+    for path in MODULES:
+        name, layer = dotted(path), layer_of(dotted(path))
+        for imported, line in imports(path) if layer else ():
+            if imported == "kvcompile":
+                wrong.append(f"{name}:{line} imports the whole package")
+            elif within(imported, "kvcompile") and not may_import(layer, imported):
+                wrong.append(f"{name}:{line} imports {imported}: {layer} may import {ALLOWED[layer]}")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_only_lowering_touches_inductor_and_triton(path: Path) -> None:
-    for name, line in imports(path):
-        if within(name, "torch._inductor", "triton"):
-            assert within(dotted(path), "kvcompile.lowering"), f"{dotted(path)}:{line} imports {name}: only kvcompile.lowering may"
+def test_only_lowering_touches_inductor_and_triton() -> None:
+    wrong = importers("kvcompile.lowering", of=("torch._inductor", "triton"))
+    assert not wrong, "only kvcompile.lowering may:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_only_the_command_line_knows_transformers(path: Path) -> None:
-    for name, line in imports(path):
-        if within(name, "transformers"):
-            assert within(dotted(path), *COMMAND_LINE), f"{dotted(path)}:{line} imports {name}: no model families in the library"
+def test_only_the_command_line_knows_transformers() -> None:
+    wrong = importers(*COMMAND_LINE, of=("transformers",))
+    assert not wrong, "no model families in the library:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_no_model_family_is_named_in_the_passes(path: Path) -> None:
-    if not within(dotted(path), "kvcompile.passes"):
-        return
-    text = path.read_text().lower()
-    for family in ("llama", "mistral", "gemma", "qwen", "gpt2", "bloom", "falcon", "mixtral"):
-        assert family not in text, f"{dotted(path)} names {family}: recognisers are about graphs"
+def test_no_model_family_is_named_in_the_passes() -> None:
+    families = ("llama", "mistral", "gemma", "qwen", "gpt2", "bloom", "falcon", "mixtral")
+    passes = [path for path in MODULES if within(dotted(path), "kvcompile.passes")]
+    wrong = [f"{dotted(path)} names {family}" for path in passes for family in families if family in path.read_text().lower()]
+    assert passes and not wrong, "recognisers are about graphs:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_and_sizes(path: Path) -> None:
-    assert path.stem not in FORBIDDEN_NAMES, f"{path.stem} says nothing about what is in it"
-    lines = len(path.read_text().splitlines())
-    if PACKAGE in path.parents and lines > SOFT:
-        warnings.warn(f"{dotted(path)} has {lines} lines, soft cap {SOFT}", stacklevel=1)
-    assert lines <= (HARD if ROOT / "tests" not in path.parents else HARD + SOFT), f"{path} has {lines} lines: split it"
+def test_names_and_sizes() -> None:
+    wrong, large = [], []
+    for path in SOURCES:
+        name, lines = str(path.relative_to(ROOT)), len(path.read_text().splitlines())
+        if path.stem in FORBIDDEN_NAMES:
+            wrong.append(f"{name} says nothing about what is in it")
+        if lines > (HARD if ROOT / "tests" not in path.parents else HARD + SOFT):
+            wrong.append(f"{name} has {lines} lines: split it")
+        elif PACKAGE in path.parents and lines > SOFT:
+            large.append(f"{name} has {lines}")
+    if large:
+        warnings.warn(f"above the soft cap of {SOFT} lines: {', '.join(large)}", stacklevel=1)
+    assert not wrong, "\n".join(wrong)
 
 
 def test_importing_the_package_loads_no_compiler_and_no_model_library() -> None:

@@ -426,7 +426,7 @@ def test_queries_wider_than_the_newest_tokens_compile(scheme: str) -> None:
 
     from kvcompile.lowering.prefill_offline import POINTERS
 
-    signature = {name: "i32" for name in kernel.arg_names}
+    signature = dict.fromkeys(kernel.arg_names, "i32")
     for name, operand in operands.items():
         dtype = torch.bfloat16 if name.startswith("RECENT") else operand.dtype
         signature[name] = "*" + POINTERS[dtype]
