@@ -133,7 +133,7 @@ def test_a_gather_ahead_of_its_append_fails() -> None:
         (two_appends, "one append into every plane"),
         (no_append, "one append into every plane"),
         (append_too_late, "every attend comes after the append of its tokens"),
-        (plane_missing, "as many inputs as kept arguments, planes and cursors"),
+        (plane_missing, "as many inputs as kept arguments, planes, cursors and sizes"),
         (dtype_changed, "a result of torch.float32"),
         (shape_changed, "a result of torch.float32"),
         (result_missing, "as many results as before"),
