@@ -226,7 +226,8 @@ CPU_SLICE = (
     "gpt2-fp8-generate-compiled-reduce-overhead-d96-one-float16",
     "bloom/eager-dense-dynamic-eager-default-d64-padded-float32",
     "deepseek_v3-int4-static-eager-default-d80-one-float32",
-    "phi-int4-generate-dynamic-compiled-default-d128-padded-bfloat16",
+    # Known and open: with int4 here, and with lfm2, Inductor's C++ try_loop_split asserts (torch 2.13).
+    "phi-int8-generate-dynamic-compiled-default-d128-padded-bfloat16",
     "nano-gpt-fp8+int4-dynamic-eager-default-d256-one-float16",
 )
 """A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, as few layers as there are kinds of them."""
