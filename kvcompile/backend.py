@@ -195,14 +195,15 @@ class _Compilation:
             compiled = self._inner(self.gm, self.examples, captured.fake_mode, "")
             self.report.compile_seconds += time.perf_counter() - started
             return compiled
-        _refuse_writes(captured, effects, given)
-        log.warning("a graph without a rewritten site reads %d compressed cache tensors: they are decoded at every call", len(given))
+        written = _written(captured, effects, given)
+        if read := len(given) - len(written):
+            log.warning("a graph without a rewritten site reads %d compressed cache tensors: they are decoded at every call", read)
         compiled = self._inner(captured.module, captured.fakes, captured.fake_mode, "")
         self.report.compile_seconds += time.perf_counter() - started
 
         def run(*args: Any) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
-                return compiled(*[handles.decoded(arg) if index in given else arg for index, arg in enumerate(args)])
+                return compiled(*handles.in_full(args, given, written))
 
         return run
 
@@ -226,7 +227,7 @@ class _Compilation:
         pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
         used = {part.slot.placeholder for item in planned.sites for part in item.parts}
         decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
-        _refuse_writes(captured, effects, decode)
+        written = _written(captured, effects, decode)
         positions = positions_of(captured, planned, effects)
         made: dict[Variant, Rewritten] = {Variant.PAST: first}
 
@@ -239,7 +240,7 @@ class _Compilation:
         accept_handles(captured, self.examples, adopted)
         # For ``dump``, which may show the variant that no call needed.
         self.stage["compile_variant"] = compile_variant
-        bound = BoundGraph(captured, groups, pairs, compile_variant, positions, self.owner.growth, self.owner.live, decode)
+        bound = BoundGraph(captured, groups, pairs, compile_variant, positions, self.owner.growth, self.owner.live, decode, written)
         self.report.pass_seconds += time.perf_counter() - started
         likely = Variant.FRESH if bound.born_only else Variant.PAST if bound.with_past else None
         if likely is None and all(item.site.tokens == 1 for item in planned.sites):
@@ -276,14 +277,15 @@ class _Compilation:
         return rewritten, compiled
 
 
-def _refuse_writes(captured: Captured, effects: Effects, given: tuple[int, ...]) -> None:
-    """Raise where the graph writes to a compressed cache that it will only get a decoded copy of."""
-    for entry in captured.inputs:
-        if entry.index in given and effects.writes.get(entry.node):
-            raise CacheMutated(
-                found=f"a write at {source_line(effects.writes[entry.node][0])}, whose attention could not be rewritten (see the report),",
-                length="its", shape=tuple(value_of(entry.node).shape),
-            )
+def _written(captured: Captured, effects: Effects, given: tuple[int, ...]) -> dict[int, str]:
+    """Those compressed cache tensors among the arguments ``given`` that a graph writes by an attention that stays dense, and why.
+
+    A decoded copy would lose what is written: at the call they become dense tensors again.
+    """
+    return {
+        entry.index: f"it is written at {source_line(effects.writes[entry.node][0])}, by an attention that could not be rewritten "
+        "(see the report)" for entry in captured.inputs if entry.index in given and effects.writes.get(entry.node)
+    }
 
 
 def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], dict[Any, str]]:

@@ -170,7 +170,7 @@ class SliceAssign(Buffered):
         self.v_cache[:, :, start : start + count] = v
         keys, values = self.k_cache[:, :, : start + count], self.v_cache[:, :, : start + count]
         scores = q @ keys.mT * self.dim**-0.5
-        t, s = torch.arange(start + count), torch.arange(start, start + count)
+        t, s = torch.arange(start + count, device=x.device), torch.arange(start, start + count, device=x.device)
         scores = scores + torch.where(t[None, :] > s[:, None], float("-inf"), 0.0)
         return self.close(scores.softmax(-1) @ values)
 
@@ -226,10 +226,10 @@ class PerRow(Buffered):
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
-        rows = torch.arange(x.shape[0])[:, None]
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
         self.k_cache[rows, :, pos] = k
         self.v_cache[rows, :, pos] = v
-        mask = torch.arange(self.capacity)[None, None, None] <= pos[:, None, :, None]
+        mask = torch.arange(self.capacity, device=x.device)[None, None, None] <= pos[:, None, :, None]
         return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), self.k_cache, self.v_cache, attn_mask=mask))
 
 
@@ -306,7 +306,7 @@ class Concatenated(Attention):
         total, count = k.shape[2], x.shape[1]
         scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         if count > 1:
-            mask = torch.ones(total, total, dtype=torch.bool).tril()[total - count :]
+            mask = torch.ones(total, total, dtype=torch.bool, device=x.device).tril()[total - count :]
             scores = scores.masked_fill(mask == 0, float("-inf"))
         return self.close(F.softmax(scores, dim=-1) @ v), (k, v)
 
@@ -322,7 +322,8 @@ class ConcatenatedTimeFirst(Attention):
         if past:
             k, v = torch.cat((past["k"], k), 1), torch.cat((past["v"], v), 1)
         total, count = k.shape[1], x.shape[1]
-        mask = torch.arange(total) <= torch.arange(total - count, total)[:, None]
+        t, s = torch.arange(total, device=x.device), torch.arange(total - count, total, device=x.device)
+        mask = t <= s[:, None]
         keys, values = k.transpose(1, 2).expand(-1, self.heads, -1, -1), v.transpose(1, 2).expand(-1, self.heads, -1, -1)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask)
         return self.close(y), {"k": k, "v": v}
@@ -535,7 +536,7 @@ class RowsAndOnePosition(Buffered):
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
-        rows = torch.arange(x.shape[0])[:, None]
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
         self.k_cache[rows, :, pos] = k
         self.v_cache[rows, :, pos] = v
         y = F.scaled_dot_product_attention(q.transpose(1, 2), self.k_cache, self.v_cache, attn_mask=visible(pos, self.capacity))
@@ -555,7 +556,7 @@ class RowScattered(Attention):
         self.k_cache.scatter_(1, index, k)
         self.v_cache.scatter_(1, index, v)
         keys, values = self.k_cache.transpose(1, 2), self.v_cache.transpose(1, 2)
-        mask = torch.arange(self.capacity)[None, None, None] <= pos[:, None, :, None]
+        mask = torch.arange(self.capacity, device=x.device)[None, None, None] <= pos[:, None, :, None]
         return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask))
 
 

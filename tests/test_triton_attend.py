@@ -432,15 +432,3 @@ def test_queries_wider_than_the_newest_tokens_compile(scheme: str) -> None:
         signature[name] = "*" + POINTERS[dtype]
     signature["OUT"] = "*fp32"
     assert triton.compile(ASTSource(kernel, signature, {}), target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-
-
-@pytest.mark.parametrize(("scheme", "dim", "found"), [
-    ("int4(group=16)", 80, True), ("int4(group=16)", 96, False), ("int4", 128, False), ("int4(granularity=token)", 80, False),
-    ("kivi", 64, False), ("int8", 80, False), ("dense", 80, False),
-])
-def test_groups_that_lie_in_two_parts_of_the_words(scheme: str, dim: int, found: bool) -> None:
-    """In float32 these run by the eager definition: on a GPU the kernel was wrong."""
-    from kvcompile.lowering.triton_attend import straddles
-
-    formats = [schemes.parse(scheme).of(role).format(SlotSpec(8, dim, torch.float32, role)) for role in Role]
-    assert any(straddles(fmt, dim) for fmt in formats) == found

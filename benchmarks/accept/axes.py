@@ -132,6 +132,7 @@ class Trait(enum.Enum):
     MODULE = "a hand-written module, no transformers model"
     PAGED = "a pool of blocks that is read through a gather"
     NO_STATIC = "transformers cannot use it with a static cache"
+    SPLIT_STATIC = "with a static cache a graph break stands inside its attention"
     NO_DYNAMIC = "it has a cache of one form only, and that is static"
     NO_PADDING = "it takes no padding mask"
     NO_GENERATE = "generate does not take what its decoder needs"

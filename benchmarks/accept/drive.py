@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 import kvcompile
-from benchmarks.accept.axes import Case, Prompt, Trait
+from benchmarks.accept.axes import Case, Mode, Prompt, Trait
 from benchmarks.accept.cases import refusal
 from benchmarks.accept.modules import Module
 from benchmarks.accept.outcomes import Outcome, Result
@@ -20,34 +22,69 @@ from benchmarks.accept.traces import Outside, compiled, fresh, sentence
 
 AGAIN = 24
 """Steps of the second request."""
+OURS_ALONE = {"max_autotune_gemm_backends": "ATEN", "coordinate_descent_tuning": False}
+"""Under max-autotune our kernels' tilings are measured and chosen; tuning torch's own kernels is most of the time and tests torch."""
 
 
 def run_case(case: Case, layers: int = LAYERS, *, raises: bool = False) -> Result:
     """Return the result of a case over a model of ``layers`` layers; ``raises`` lets the exception of a crash through."""
-    started = time.perf_counter()
+    started, spent = time.perf_counter(), Spent()
     try:
         with quiet(), fresh():
-            result = _judged(case, layers, raises)
+            result = _judged(case, layers, raises, spent)
     except Outside as reason:
         result = Result(case.id, Outcome.OUTSIDE, str(reason))
+    except Exception as error:
+        # A fault of the references must not end the worker, and the cases that it would run next.
+        if raises:
+            raise
+        result = Result(case.id, Outcome.CRASHED, f"while judging: {sentence(error)}")
     finally:
         torch._dynamo.reset()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return replace(result, seconds=round(time.perf_counter() - started, 1))
+    return replace(result, seconds=round(time.perf_counter() - started, 1), spent=spent.seconds)
 
 
-def _judged(case: Case, layers: int, raises: bool) -> Result:
+def poison(device: torch.device) -> None:
+    """Leave NaN in the memory that the device's allocator gives out next, so that a kernel that reads what nobody wrote is noticed."""
+    if device.type == "cuda":
+        # Tensors below one MiB have a pool of their own.
+        sizes = (1 << 26, *[1 << 17] * 64)
+        held = [torch.full((size,), float("nan"), device=device) for size in sizes]
+        del held
+
+
+class Spent:
+    """Seconds by phase of a case: what a slow run spends its time on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def on(self, phase: str) -> Iterator[None]:
+        """Count what runs inside to ``phase``, also where it raises."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = round(time.perf_counter() - started, 1)
+
+
+def _judged(case: Case, layers: int, raises: bool, spent: Spent) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    subject = _built(case, device, layers)
+    with spent.on("build"):
+        subject = _built(case, device, layers)
     first, second = (SHORT, LONG) if Trait.SLIDING in case.architecture.traits else (LONG, SHORT)
     # A prompt of another length costs a compilation where it is compiled.
     requests = [subject.request(7, first), subject.request(8, first if case.prompt is Prompt.COMPILED else second, AGAIN)]
-    owner = kvcompile.backend(case.scheme.spell(int(case.head_dim)))
+    owner = kvcompile.backend(case.scheme.spell(int(case.head_dim)), options=OURS_ALONE if case.mode is Mode.MAX_AUTOTUNE else None)
     ours = subject.copied()
+    poison(device)
     try:
-        trace, requests = compiled(ours, requests, owner, lambda: len(owner.graphs))
+        with spent.on("ours"):
+            trace, requests = compiled(ours, requests, owner, lambda: len(owner.graphs))
     except Exception as error:
         if raises:
             raise
@@ -58,7 +95,8 @@ def _judged(case: Case, layers: int, raises: bool) -> Result:
         refused=tuple(dict.fromkeys(item.reason for graph in owner.graphs for item in graph.refusals)),
     )
     del ours
-    verdict = verdict_on(subject, requests, trace)
+    with spent.on("references"):
+        verdict = verdict_on(subject, requests, trace, rewritten=found.sites > 0)
     found = replace(
         found, error=verdict.error, tolerance=verdict.tolerance, eager=verdict.eager, control=verdict.control, step=verdict.step
     )
@@ -67,7 +105,8 @@ def _judged(case: Case, layers: int, raises: bool) -> Result:
     announced = refusal(case)
     if (found.refused or not found.sites) and announced is None:
         return replace(found, outcome=Outcome.REFUSED_WRONGLY, detail=found.refused[0] if found.refused else "nothing was rewritten")
-    stock = stock_trace(subject, requests)
+    with spent.on("stock"):
+        stock = stock_trace(subject, requests)
     found = replace(found, stock=stock.total if stock is not None else None)
     if stock is not None and more(trace, stock):
         return replace(found, outcome=Outcome.RECOMPILES, detail=f"{counts(trace)} against stock {counts(stock)}")

@@ -108,7 +108,7 @@ class Module:
 
     def _table(self) -> torch.Tensor:
         blocks, rows = self.model.blocks, self.model.batch
-        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(2))[: rows * ((blocks - 2) // rows)]
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(2), device="cpu")[: rows * ((blocks - 2) // rows)]
         return order.view(rows, -1).to(self.device)
 
     @torch.no_grad()

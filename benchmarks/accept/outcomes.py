@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -33,6 +33,7 @@ class Result:
     ``error``, ``tolerance``: at the worst step, relative to the norm of the reference's logits. ``eager``: the same error of
     the uncompiled model in the case's dtype. ``control``: how far the scheme's rounding moves the logits without a compiler.
     ``graphs``, ``stock``: graphs compiled over both requests by this backend and by stock torch.compile.
+    ``spent``: seconds by phase (build, ours, references, stock) of the case's ``seconds``.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Result:
     graphs: int = 0
     stock: int | None = None
     seconds: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """Return the record for JSON."""

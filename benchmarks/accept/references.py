@@ -72,14 +72,17 @@ def wider(subject: Any) -> Any:
     return subject if subject.case.dtype is Dtype.FP32 else subject.copied(torch.float32)
 
 
-def verdict_on(subject: Any, requests: Sequence[Any], trace: Trace) -> Verdict:
-    """Return the verdict on the worst request of a trace, each by its nearest reference; raises Outside where there is none."""
+def verdict_on(subject: Any, requests: Sequence[Any], trace: Trace, *, rewritten: bool = True) -> Verdict:
+    """Return the verdict on the worst request of a trace, each by its nearest reference; raises Outside where there is none.
+
+    ``rewritten``: whether any site was; a model whose sites all stayed dense is held to the plain model.
+    """
     try:
         high = wider(subject)
         plain = uncompiled(high, requests)
     except Exception as error:
         raise Outside(f"the uncompiled model fails: {sentence(error)}") from error
-    allowed = list(_references(subject, high, plain, requests))
+    allowed = list(_references(subject, high, plain, requests, rewritten))
     if not all(torch.isfinite(item).all() for expected, own, _ in allowed for logits in (*expected, *own) for item in logits):
         raise Outside("the uncompiled model's logits are not finite")
     found = []
@@ -105,11 +108,11 @@ def _median(values: list[float]) -> float:
 
 
 def _references(
-    subject: Any, high: Any, plain: list[Logits], requests: Sequence[Any]
+    subject: Any, high: Any, plain: list[Logits], requests: Sequence[Any], rewritten: bool
 ) -> Iterator[tuple[list[Logits], list[Logits], float]]:
     """Return (logits in the wider dtype, logits in the case's dtype, control error) of every reference that is allowed."""
     case, kind = subject.case, reference_of(subject.case)
-    if case.scheme is Scheme.DENSE:
+    if case.scheme is Scheme.DENSE or not rewritten:
         yield plain, plain if high is subject else uncompiled(subject, requests), 0.0
         return
     if kind is Reference.DEFINITION or (kind is Reference.BOUNDED and isinstance(subject, Module)):

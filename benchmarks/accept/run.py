@@ -6,13 +6,17 @@ outlasts a case's time is replaced, and only the case that it was running is los
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
 import time
+import unittest.mock
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ class Pool:
     deadline: float
     layers: int
     log: Path
+    turns: Iterator[int] = field(default_factory=itertools.count)
 
     def results(self, cases: Sequence[str]) -> Iterator[Result]:
         """Return the result of each case as it is done; cases not started by the deadline are ``NOT_RUN``."""
@@ -101,12 +106,23 @@ class Pool:
             return Result(worker.case, Outcome.TIMEOUT, f"not done after {self.timeout:.0f} s", seconds=round(taken, 1))
         return None
 
+    @contextlib.contextmanager
+    def _device(self) -> Iterator[None]:
+        """Show the processes that are started inside the next GPU alone, in turns where there are several."""
+        if torch.cuda.device_count() < 2:
+            yield
+            return
+        shown = {"CUDA_VISIBLE_DEVICES": str(next(self.turns) % torch.cuda.device_count())}
+        with unittest.mock.patch.dict(os.environ, shown):
+            yield
+
     def _worker(self, context: Any) -> _Worker:
         from benchmarks.accept.worker import serve
 
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs, str(self.log)))
-        process.start()
+        with self._device():
+            process.start()
         theirs.close()
         return _Worker(process, ours)
 

@@ -83,6 +83,7 @@ class Words:
         if config is not None:
             config.eos_token_id = config.forced_eos_token_id = config.forced_bos_token_id = None
             config.pad_token_id, config.decoder_start_token_id = 0, START
+            config.use_cache = True
         return cls(case, inner, device)
 
     def copied(self, dtype: torch.dtype | None = None) -> Words:

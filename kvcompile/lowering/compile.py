@@ -18,14 +18,11 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcompile.errors import BadSetting
-from kvcompile.lowering import appends, certified_site, inductor, ops, report_site
+from kvcompile.lowering import appends, inductor, ops, report_site
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.settings import Inner, Settings
 
 Compiled = Callable[..., Any]
-
-KEPT = (ops.attend, certified_site.certified_site, report_site.report_site)
-"""Operations of rewritten graphs that stay what they are until they are lowered; on CUDA all but the first become nodes of their own."""
 
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
@@ -94,6 +91,9 @@ def inductor_patches(
     # The option has moved between versions of torch.
     moved = hasattr(torch._inductor.config, "eager_numerics")
     patches.setdefault("eager_numerics.division_rounding" if moved else "emulate_divison_rounding", True)
+    # Torch 2.11 to 2.13 read a buffer by padded strides that it then allocates without, where the stride of a head is no multiple
+    # of 128 bytes: an append of 37 tokens of 80 channels encoded other tokens' channels.
+    patches.setdefault("comprehensive_padding", False)
     mine = patches.get("post_grad_custom_pre_pass", torch._inductor.config.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = CacheKey(plan, mine)
     return patches

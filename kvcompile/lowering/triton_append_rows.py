@@ -148,7 +148,9 @@ class Rows(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Tokens of a program."""
+        """Tokens of a program: as many as fill a tile, or the one of a decode step."""
+        if isinstance(self.x.shape[2], int) and self.x.shape[2] == 1:
+            return 1
         rule = self.rule
         width = self.x.shape[3] // rule.parts
         return max(1, TILE // (triton.next_power_of_2(width // rule.group) * triton.next_power_of_2(rule.group)))
@@ -204,7 +206,10 @@ def append_rows(slots: Sequence[Rows], launcher: Launcher | None = None) -> None
     launcher = launcher or Direct(slots[0].x.device.type == "cuda")
     operands = [operand for slot in slots for operand in slot.operands()]
     grid = (sum(slot.programs for slot in slots), slots[0].x.shape[0])
+    # One token has a few channels for each thread of one warp; more warps would only wait for each other.
+    warps = 1 if slots[0].rows == 1 else None
     if len(slots) == 1:
-        launcher.kernel(append_rows_one, grid, *operands, **slots[0].constants())
+        launcher.kernel(append_rows_one, grid, *operands, warps=warps, **slots[0].constants())
     else:
-        launcher.kernel(append_rows_two, grid, slots[0].programs, *operands, **slots[0].constants(), **slots[1].constants("_2"))
+        constants = {**slots[0].constants(), **slots[1].constants("_2")}
+        launcher.kernel(append_rows_two, grid, slots[0].programs, *operands, warps=warps, **constants)

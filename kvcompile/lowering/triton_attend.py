@@ -27,7 +27,7 @@ from kvcompile.lowering.buffers import equals, examples, hint, multiple, realize
 from kvcompile.lowering.template_sizes import GLOBALS
 from kvcompile.lowering.tiles import ONE_PASS, choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.triton_source import LOG2E, SOURCE
-from kvcompile.types import KernelFormat, Role, SlotSpec
+from kvcompile.types import Role, SlotSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -69,8 +69,6 @@ def lower_attend_cuda(
     for letter, planes, spelled, role, dim in (("K", keys, key_scheme, Role.KEY, D), ("V", values, value_scheme, Role.VALUE, Dv)):
         fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
         formats.append(fmt)
-        if q.get_dtype() == torch.float32 and straddles(fmt, dim):
-            return fallback_handler(ops.attend)(*arguments)
         nodes |= plane_names(letter, planes, fmt)
     nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
     B, _, S, _ = nodes["Q"].get_size()
@@ -117,16 +115,6 @@ def lower_attend_cuda(
     # torch 2.12 began to return the choice beside the node.
     partial = chosen[0] if isinstance(chosen, tuple) else chosen
     return partial if direct else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
-
-
-def straddles(fmt: KernelFormat, dim: int) -> bool:
-    """Whether a group of channels lies in two parts of the words, so that channels are decoded eight at a time.
-
-    On an H200 (Triton 3.6) the kernel's float32 products over such pieces were wrong, with int4(group=16) and 80 channels, where the
-    interpreter and float16 are right; the cause is not known. The eager definition runs in its place.
-    """
-    words = dim // fmt.parts
-    return words % fmt.group != 0 and fmt.group % words != 0
 
 
 def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype) -> Any:

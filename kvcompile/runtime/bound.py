@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,11 @@ class BoundGraph:
     def __init__(
         self, captured: Captured, groups: tuple[Group, ...], pairs: tuple[tuple[int, int], ...],
         compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: Positions | None,
-        growth: Growth, live: weakref.WeakSet[Any], decode_arguments: tuple[int, ...],
+        growth: Growth, live: weakref.WeakSet[Any], decode_arguments: tuple[int, ...], thawed: Mapping[int, str],
     ) -> None:
         self.captured, self.groups, self.pairs = captured, groups, pairs
         self.compile_variant, self.positions, self.growth, self.live = compile_variant, positions, growth, live
-        self.decode_arguments = decode_arguments
+        self.decode_arguments, self.thawed = decode_arguments, thawed
         self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
         self.sizes = SizeReader(captured)
         self.steady: Steady | None = None
@@ -335,7 +335,7 @@ class BoundGraph:
 
     def _run(self, args: tuple[Any, ...]) -> Any:
         if self.decode_arguments:
-            args = tuple(handles.decoded(arg) if index in self.decode_arguments else arg for index, arg in enumerate(args))
+            args = tuple(handles.in_full(args, self.decode_arguments, self.thawed))
         if not all(reader.unchanged(args) for reader in self.rotaries.values()):
             self.steady = None
         if self.steady is not None and (settled := self.steady.ready(args)) is not None:

@@ -5,11 +5,12 @@ code sees a plain tensor; everything else goes through ``__torch_function__``, s
 neither crash nor lie:
 
 * shape, dtype, device, size()... answer as the dense tensor would
-* zero_() (a cache's ``reset``) empties it; indexing rows, index_select, repeat_interleave (beam search,
-  batch select), [..., :n, :] (crop), clone, deepcopy and pickling act on the codes, never on decoded values
-* any other read gives the decoded values, as a view that cannot be written to where the dense tensor's result
-  would share its memory; any other write raises CacheMutated, except on an empty cache,
-  which simply becomes the dense tensor again
+* zero_() (a cache's ``reset``), fill_(0), mul_(0) and [...] = 0 empty it; indexing rows, index_select,
+  repeat_interleave (beam search, batch select), [..., :n, :] (crop), clone, deepcopy and pickling act on the
+  codes, never on decoded values
+* any other read gives the decoded values, as a view where the dense tensor's result would share its memory
+* any other write, to it or to such a view, turns it back into the dense tensor of what its codes decode to
+  (``thaw``), with one warning: right, at the dense tensor's size, until a compiled call adopts it again
 
 A buffer that lives in a module or in a static cache keeps its identity: its class is changed in place
 and its storage replaced, which costs one recompilation of each graph that saw it dense, and none after.
@@ -17,17 +18,17 @@ and its storage replaced, which costs one recompilation of each graph that saw i
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-from kvcompile.errors import CacheMutated
 from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.views import VIEWS, name_of, read_only, writes
+from kvcompile.runtime.views import VIEWS, Origin, name_of, viewed, with_first, writes
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +125,10 @@ def face_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def make(state: CacheState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, length: int | None = None) -> CompressedCache:
     """A new handle of ``shape`` on a state."""
-    with torch._C.DisableTorchFunctionSubclass():
-        handle = _stub(dtype, device).expand(shape).as_subclass(CompressedCache)
+    # No view of the stub: what is thawed must own its memory alone to be taken over again.
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(False):
+        handle = torch.Tensor._make_subclass(CompressedCache, torch.empty(0, dtype=dtype, device=device))
+        handle.set_(_stub(dtype, device).untyped_storage(), 0, shape, (0,) * len(shape))
         handle._face = face_of(handle)
     _attach(handle, state, state.length if length is None else length)
     return handle
@@ -163,13 +166,25 @@ def _attach(handle: CompressedCache, state: CacheState, length: int) -> None:
     handle._kv, handle._length, handle._epoch = state, length, state.epoch
 
 
-def restore(handle: CompressedCache) -> torch.Tensor:
-    """Turn an empty handle back into the dense tensor of zeros that it stands for, in place."""
+def thaw(handle: CompressedCache, why: str) -> torch.Tensor:
+    """Turn a handle back into the dense tensor that it stands for, in place: its identity stays, the bytes it saved are used again.
+
+    ``why`` is said once for each reason, unless the cache is empty, which costs nothing but the memory.
+    """
+    if handle._length:
+        _say(why, handle.numel() * handle.element_size())
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(handle.is_inference()):
-        dense = torch.zeros(tuple(handle.shape), dtype=handle.dtype, device=handle.device)
+        _resume(handle)
+        dense = handle._kv.dense(tuple(handle.shape), handle._length).contiguous()
         handle.__class__ = torch.Tensor  # type: ignore[assignment]
-        handle.set_(dense.untyped_storage(), 0, dense.shape, dense.stride())
+        handle.set_(dense.untyped_storage(), dense.storage_offset(), dense.shape, dense.stride())
     return handle
+
+
+@functools.cache
+def _say(why: str, size: int) -> None:
+    """Warn, once for each reason and size."""
+    log.warning("a compressed cache tensor becomes the dense tensor of %d bytes again: %s", size, why)
 
 
 def decoded(value: torch.Tensor) -> torch.Tensor:
@@ -179,6 +194,14 @@ def decoded(value: torch.Tensor) -> torch.Tensor:
     _resume(value)
     with torch._C.DisableTorchFunctionSubclass():
         return value._kv.dense(tuple(value.shape), value._length)
+
+
+def in_full(args: Sequence[Any], given: Collection[int], written: Mapping[int, str]) -> list[Any]:
+    """Arguments in which those of index ``given`` are dense: the tensors themselves where a graph writes them, else decoded copies."""
+    return [
+        thaw(arg, written[index]) if index in written and is_handle(arg) else decoded(arg) if index in given else arg
+        for index, arg in enumerate(args)
+    ]
 
 
 def shown(handle: CompressedCache) -> int:
@@ -318,8 +341,25 @@ def _repr(handle: CompressedCache, **kwargs: Any) -> str:
     return f"CompressedCache(shape={tuple(handle.shape)}, tokens={handle._length}, {schemes}, {handle._kv.nbytes} bytes)"
 
 
+def _nought(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and value == 0
+
+
+def _clear_if_nought(handle: CompressedCache, value: Any) -> Any:
+    return _zero(handle) if _nought(value) else NotImplemented
+
+
+def _setitem(handle: CompressedCache, index: Any, value: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    if not _nought(value) or not all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items):
+        return NotImplemented
+    _zero(handle)
+    return None
+
+
 HANDLERS: dict[str, Callable[..., Any]] = {
-    "zero_": _zero, "index_select": _index_select, "repeat_interleave": _repeat_interleave, "__getitem__": _getitem, "clone": _copy,
+    "zero_": _zero, "fill_": _clear_if_nought, "mul_": _clear_if_nought, "__imul__": _clear_if_nought, "__setitem__": _setitem,
+    "index_select": _index_select, "repeat_interleave": _repeat_interleave, "__getitem__": _getitem, "clone": _copy,
     "__deepcopy__": _deepcopy, "detach": _same, "contiguous": _same, "to": _to, "__reduce_ex__": _reduce, "__repr__": _repr,
     "__format__": lambda handle, spec: _repr(handle),
 }
@@ -330,11 +370,11 @@ def _outside(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
     target = args[0] if args else None
     target = kwargs.get("out", target)
     if writes(name, kwargs) and isinstance(target, CompressedCache):
-        if target._kv.length:
-            raise CacheMutated(found=f"{name}() from outside", length=target._length, shape=tuple(target.shape))
-        restore(target)
+        thaw(target, f"{name} writes to it outside of compiled code")
         return func(*args, **kwargs)
     log.debug("%s outside compiled code reads a compressed cache: decoding it", name)
     plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    return read_only(result) if name in VIEWS and args and args[0] is target else result
+    if name not in VIEWS or not args or args[0] is not target or not isinstance(target, CompressedCache):
+        return result
+    return viewed(result, Origin(target, (), functools.partial(with_first, func, plain_args[1:], plain_kwargs)))

@@ -1,17 +1,17 @@
-"""Read-only views: what indexing or reshaping a compressed cache from outside gives.
+"""Views: what indexing or reshaping a compressed cache from outside gives.
 
-The dense cache would share memory with its views, so a write into one would change the cache. Here a view
-is made of decoded values, and a write into it would be lost: it raises instead.
+The dense cache would share memory with its views, so a write into one would change the cache. Here a view is made of
+decoded values. When it is written to, the cache becomes dense, and the view one of its memory.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from kvcompile.errors import CacheMutated
 
 VIEWS = {
     "__getitem__", "narrow", "select", "slice", "transpose", "swapaxes", "swapdims", "permute", "movedim", "view", "view_as", "reshape",
@@ -35,8 +35,26 @@ def name_of(func: Callable[..., Any]) -> str:
     return func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a decoded view comes from: the cache tensor, and the operations that take it there one after another."""
+
+    root: torch.Tensor
+    before: tuple[Callable[[Any], Any], ...]
+    last: Callable[[Any], Any]
+
+    def of(self, root: torch.Tensor) -> Any:
+        """The same view of another tensor."""
+        value: Any = root
+        for step in (*self.before, self.last):
+            value = step(value)
+        return value
+
+
 class DecodedView(torch.Tensor):
-    """Decoded values of part of a compressed cache: an ordinary tensor to read, and an error to write."""
+    """Decoded values of part of a compressed cache: an ordinary tensor to read; a write to it goes to the cache, made dense."""
+
+    _origin: Origin
 
     @classmethod
     def __torch_function__(
@@ -49,18 +67,49 @@ class DecodedView(torch.Tensor):
         name = name_of(func)
         target = kwargs.get("out", args[0] if args else None)
         if writes(name, kwargs) and isinstance(target, DecodedView):
-            raise CacheMutated(found=f"{name}() on a view of it", length="some", shape=f"a view of {tuple(target.shape)}")
+            _share(target, f"{name} writes to a view of it outside of compiled code")
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        shared = name in VIEWS and isinstance(args[0], DecodedView)
-        return read_only(result) if shared else result
+        if name not in VIEWS or not isinstance(args[0], DecodedView):
+            return result
+        origin = args[0]._origin
+        step = functools.partial(with_first, func, args[1:], dict(kwargs))
+        return viewed(result, Origin(origin.root, (*origin.before, origin.last), step))
 
 
-def read_only(result: Any) -> Any:
-    """The tensors of a result as read-only views."""
+def _share(view: DecodedView, why: str) -> None:
+    """Turn a view of decoded values into a view of the cache's own memory, in place; a cache that is compressed becomes dense for it."""
+    from kvcompile.runtime.handle import CompressedCache, thaw
+
+    origin = view._origin
+    if isinstance(origin.root, CompressedCache):
+        thaw(origin.root, why)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
+        real = origin.of(origin.root)
+        view.__class__ = torch.Tensor  # type: ignore[assignment]
+        view.set_(real.untyped_storage(), real.storage_offset(), real.shape, real.stride())
+
+
+def with_first(func: Callable[..., Any], rest: tuple[Any, ...], named: dict[str, Any], first: Any) -> Any:
+    """``func(first, *rest, **named)``, for ``functools.partial``."""
+    return func(first, *rest, **named)
+
+
+def _part(index: int, parts: Any) -> Any:
+    return parts[index]
+
+
+def viewed(result: Any, origin: Origin) -> Any:
+    """The tensors of a result as decoded views of an origin."""
     if isinstance(result, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
-            return result.as_subclass(DecodedView)
+            view = result.as_subclass(DecodedView)
+        view._origin = origin
+        return view
     if isinstance(result, (tuple, list)):
-        return type(result)([read_only(item) for item in result])
+        steps = (*origin.before, origin.last)
+        return type(result)([
+            viewed(item, Origin(origin.root, steps, functools.partial(_part, index))) for index, item in enumerate(result)
+        ])
     return result
