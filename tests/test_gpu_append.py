@@ -15,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from test_triton_append import assert_same
 from test_triton_append_blocks import CASES as BLOCKS
 from test_triton_append_blocks import calls, empty, new_tokens, origins
-from test_triton_append_rows import CASES, KV, PAGES, one_nan, positions, stores, tokens
+from test_triton_append_rows import BATCH, CASES, KV, PAGES, one_nan, positions, stores, tokens
 from test_triton_moves import CASES as MOVING
 from test_triton_moves import compare as compare_moves
 
@@ -67,6 +67,28 @@ def test_tokens_without_a_window(text: str, dim: int, dtype: torch.dtype, batch:
         ops.append_body(x, planes, pos, spelled)
     for mine, body in zip(found, wanted, strict=True):
         assert_same(one_nan(mine, text), one_nan(body, text), (text, dim, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(("text", "dim"), [("int4(group=16)", 80), ("int8", 80), ("int4", 128)])
+def test_tokens_that_the_graph_makes(text: str, dim: int, dtype: torch.dtype) -> None:
+    """Keys of a projection, turned to heads first and attended to as well: Inductor settles the strides that the append reads."""
+    rows, count = BATCH, 37
+    h, w = torch.randn(rows, count, 256, device="cuda", dtype=dtype), torch.randn(256, KV * dim, device="cuda", dtype=dtype)
+    # Products with powers of two are exact in either dtype.
+    scale = torch.exp2(torch.randint(-2, 3, (count, dim), device="cuda")).to(dtype)
+    wanted, found = (stores(text, dim, dtype, "cuda")[0] for _ in range(2))
+    spelled = schemes.parse(text).spell()
+
+    def run(h: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, pos: torch.Tensor, *planes: torch.Tensor) -> list[torch.Tensor]:
+        k = (h @ w).view(rows, count, KV, dim).transpose(1, 2) * scale
+        ops.append(k, list(planes), pos, spelled)
+        return [torch.nn.functional.scaled_dot_product_attention(k, k, k)]
+
+    arguments = [h, w, scale, torch.arange(count, device="cuda")[None], *found]
+    compiled(run, arguments)(*arguments)
+    ops.append_body((h @ w).view(rows, count, KV, dim).transpose(1, 2) * scale, wanted, arguments[3], spelled)
+    assert_same(found, wanted, (text, dim, dtype))
 
 
 @pytest.mark.parametrize("padded", [False, True])

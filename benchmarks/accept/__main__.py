@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -23,6 +24,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accept", description=__doc__)
     parser.add_argument("--slice", choices=("all", "cpu"), default="all", help="all cases, or the few that are part of make test")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="run the cases whose identifier contains this")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="run what was neither right nor refused in this JSON of an earlier run")
     parser.add_argument("--case", metavar="ID", help="run one case in this process and let its exception through")
     parser.add_argument("--list", action="store_true", help="print the identifiers and run nothing")
     parser.add_argument("--layers", type=int, default=0, help="layers of a model (default: 2, or one of each kind in --slice cpu)")
@@ -40,7 +42,12 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
     cases = cpu_slice() if options.slice == "cpu" else all_cases()
     readme = TEN_LINES if options.slice == "all" else ()
-    return [name for name in (*readme, *(case.id for case in cases)) if options.only in name]
+    names = [name for name in (*readme, *(case.id for case in cases)) if options.only in name]
+    if options.again is None:
+        return names
+    done = {Outcome.RIGHT.value, Outcome.REFUSED.value}
+    settled = {item["id"] for item in json.loads(options.again.read_text())["results"] if item["outcome"] in done}
+    return [name for name in names if name not in settled]
 
 
 def _one(identifier: str, layers: int, console: Console) -> int:

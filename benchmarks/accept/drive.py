@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -38,13 +39,17 @@ def run_case(case: Case, layers: int = LAYERS, *, raises: bool = False) -> Resul
         # A fault of the references must not end the worker, and the cases that it would run next.
         if raises:
             raise
-        result = Result(case.id, Outcome.CRASHED, f"while judging: {sentence(error)}")
+        result = Result(case.id, Outcome.CRASHED, f"while judging: {sentence(error)}", trace=_trace(error))
     finally:
         torch._dynamo.reset()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return replace(result, seconds=round(time.perf_counter() - started, 1), spent=spent.seconds)
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-6000:]
 
 
 def poison(device: torch.device) -> None:
@@ -89,7 +94,7 @@ def _judged(case: Case, layers: int, raises: bool, spent: Spent) -> Result:
         if raises:
             raise
         outside_if_stock_fails(subject, requests, error)
-        return Result(case.id, Outcome.CRASHED, sentence(error))
+        return Result(case.id, Outcome.CRASHED, sentence(error), trace=_trace(error))
     found = Result(
         case.id, Outcome.RIGHT, sites=max((len(graph.sites) for graph in owner.graphs), default=0), graphs=trace.total,
         refused=tuple(dict.fromkeys(item.reason for graph in owner.graphs for item in graph.refusals)),

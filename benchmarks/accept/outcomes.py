@@ -33,7 +33,8 @@ class Result:
     ``error``, ``tolerance``: at the worst step, relative to the norm of the reference's logits. ``eager``: the same error of
     the uncompiled model in the case's dtype. ``control``: how far the scheme's rounding moves the logits without a compiler.
     ``graphs``, ``stock``: graphs compiled over both requests by this backend and by stock torch.compile.
-    ``spent``: seconds by phase (build, ours, references, stock) of the case's ``seconds``.
+    ``spent``: seconds by phase (build, ours, references, stock) of the case's ``seconds``. ``trace``: where a crash
+    came from, as Python prints it.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Result:
     stock: int | None = None
     seconds: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
+    trace: str = ""
 
     def plain(self) -> dict[str, Any]:
         """Return the record for JSON."""

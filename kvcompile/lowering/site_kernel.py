@@ -112,7 +112,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
         cut = choose_cut(many, rows, batch, MULTIPROCESSORS[arch], SHARED_MEMORY[arch], capacity) if many.fits else None
         if cut is not None:
             return ChunkedSite(chunked.cut_as(many, cut), batch, queries)
-    tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False)[0]
+    tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False, shared_memory=SHARED_MEMORY[arch])[0]
     splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch], hint(pages) * hint(keys[0].shape[3]))
     splits, shares = ragged_splits(tiled, splits, batch)
     return SiteKernel(tiled.with_splits(splits, writes_directly(tiled, splits), shares), batch, queries)

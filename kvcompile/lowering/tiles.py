@@ -37,8 +37,8 @@ MAX_SPLITS = {4: ONE_PASS, 2: ONE_PASS, 1: 2 * ONE_PASS}
 """By warps a program: a single warp hides less latency, so more programs pay for their merge."""
 
 
-def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bool) -> list[AttendConfig]:
-    """``base`` with each tile worth trying for ``rows`` rows; only the first unless ``tuned``."""
+def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bool, shared_memory: int = 1 << 30) -> list[AttendConfig]:
+    """``base`` with each tile worth trying for ``rows`` rows that fits ``shared_memory`` bytes; only the first unless ``tuned``."""
     tiles = _decode_tiles(base, rows) if rows <= DECODE_ROWS else _extend_tiles(base, rows)
     block = base.fold_block
     if block:
@@ -46,7 +46,19 @@ def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bo
         tiles = [dataclasses.replace(tile, block_t=min(tile.block_t, block)) if tile.tokens_first else tile for tile in tiles]
         tiles = list(dict.fromkeys(tiles))
     fitting = [tile for tile in tiles if page_rows is None or not (page_rows % tile.block_t and tile.block_t % page_rows)]
+    # The last one holds the fewest tokens: if the estimate is too high for it, the compiler has the last word.
+    fitting = [tile for tile in fitting if needed(base, tile) <= shared_memory] or fitting[-1:]
     return [dataclasses.replace(base, tile=tile) for tile in (fitting if tuned else fitting[:1])]
+
+
+def needed(base: AttendConfig, tile: Tile) -> int:
+    """Bytes of shared memory of one program at most: words in flight, the wider tile decoded, queries, scores, and reductions."""
+    itemsize, row = base.dtype.itemsize, max(base.key_dim, base.value_dim)
+    words = base.key_dim * base.key_word.itemsize + base.value_dim * base.value_word.itemsize
+    if base.beside.recent:
+        words = max(words, (base.key_dim + base.value_dim) * itemsize)
+    scores = 2 * tile.block_t * tile.block_r * 4
+    return tile.block_t * (max(1, tile.num_stages - 1) * words + row * itemsize) + tile.block_r * base.key_dim * itemsize + scores
 
 
 def _decode_tiles(base: AttendConfig, rows: int) -> list[Tile]:
@@ -59,7 +71,7 @@ def _decode_tiles(base: AttendConfig, rows: int) -> list[Tile]:
         return [Tile(32 if base.dtype.itemsize == 2 else 16, block_r, True, 4, 2)]
     if base.dtype.itemsize > 2 or max(base.key_dim, base.value_dim) > 128:
         # Float32 or large heads: shared memory is what runs out.
-        return [Tile(64, block_r, True, 4, 2), Tile(32, block_r, True, 4, 2), Tile(32, block_r, True, 2, 2)]
+        return [Tile(64, block_r, True, 4, 2), Tile(32, block_r, True, 4, 2), Tile(32, block_r, True, 2, 2), Tile(16, block_r, True, 4, 2)]
     if key.elements or value.elements:
         # Decoded in float32: registers are what runs out.
         return [Tile(32, block_r, True, 4, 2), Tile(32, block_r, True, 2, 2), Tile(64, block_r, True, 4, 2)]
@@ -76,7 +88,7 @@ def _extend_tiles(base: AttendConfig, rows: int) -> list[Tile]:
     if max(base.key_dim, base.value_dim) > LATENT:
         return [Tile(32 if base.dtype.itemsize == 2 else 16, 32, False, 4, 2)]
     if base.dtype.itemsize > 2 or max(base.key_dim, base.value_dim) > 128:
-        return [Tile(32, 64, False, 4, 2), Tile(64, 32, False, 4, 2)]
+        return [Tile(32, 64, False, 4, 2), Tile(64, 32, False, 4, 2), Tile(16, 32, False, 4, 2)]
     key, value = base.plans
     square, turned = Tile(64, 64, False, 4, 3), Tile(64, 64, True, 4, 3)
     if not key.scaled and not value.scaled:

@@ -89,8 +89,11 @@ def lower_attend_cuda(
         packed=torch.version.hip is None,  # Packed unpacking is PTX.
     )
     device = q.get_device()
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    configs = choose_tiles(config, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune))
+    properties: Any = torch.cuda.get_device_properties(device)
+    multiprocessors = properties.multi_processor_count
+    configs = choose_tiles(
+        config, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune), properties.shared_memory_per_block_optin
+    )
     tokens_hint = hint(keys[0].get_size()[0]) * page_rows
     splits = splits_for(configs[0], rows_hint, hint(B) * K, multiprocessors, tokens_hint)
     splits, shares = ragged_splits(configs[0], splits, hint(B))
