@@ -403,7 +403,7 @@ class ScalarPosition(Buffered):
         q, k, v = self.project(x)
         self.k_cache.index_copy_(2, pos.reshape(1), k.transpose(1, 2))
         self.v_cache.index_copy_(2, pos.reshape(1), v.transpose(1, 2))
-        mask = torch.arange(self.capacity) <= pos
+        mask = torch.arange(self.capacity, device=pos.device) <= pos
         y = F.scaled_dot_product_attention(q.transpose(1, 2), self.k_cache, self.v_cache, attn_mask=mask[None, None, None])
         return self.close(y)
 
@@ -416,7 +416,7 @@ class RowDecode(Buffered):
         rows = torch.arange(x.shape[0])
         self.k_cache[rows, :, pos] = k[:, 0]
         self.v_cache[rows, :, pos] = v[:, 0]
-        mask = torch.arange(self.capacity)[None] <= pos[:, None]
+        mask = torch.arange(self.capacity, device=pos.device)[None] <= pos[:, None]
         y = F.scaled_dot_product_attention(q.transpose(1, 2), self.k_cache, self.v_cache, attn_mask=mask[:, None, None])
         return self.close(y)
 

@@ -36,7 +36,7 @@ class Paged(Attention):
 
     def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         """Attention over [B, K, T, D], of which each row sees its own length."""
-        mask = torch.arange(keys.shape[2])[None, None, None] <= pos[:, None, :, None]
+        mask = torch.arange(keys.shape[2], device=pos.device)[None, None, None] <= pos[:, None, :, None]
         y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=self.kv < self.heads)
         return self.close(y)
 
@@ -75,7 +75,7 @@ class HeadsFirst(Paged):
             for pool in (self.k_cache, self.v_cache)
         )
         scores = q.transpose(1, 2) @ keys.mT * self.dim**-0.5
-        seen = torch.arange(keys.shape[2])[None, None, None] <= pos[:, None, :, None]
+        seen = torch.arange(keys.shape[2], device=pos.device)[None, None, None] <= pos[:, None, :, None]
         return self.close(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values)
 
 
@@ -86,7 +86,7 @@ class Slots(Paged):
         q, k, v = self.project(x)
         blocks, offsets = self.where(pos, table)
         slots = (blocks * BLOCK + offsets).flatten()
-        tokens = (table[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten()
+        tokens = (table[:, :, None] * BLOCK + torch.arange(BLOCK, device=table.device)).flatten()
         for pool, new in ((self.k_cache, k), (self.v_cache, v)):
             pool.view(-1, self.kv, self.dim)[slots] = new.flatten(0, 1)
         keys, values = (
@@ -104,7 +104,7 @@ class FlatPool(Paged):
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
-        tokens = (table[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)
+        tokens = (table[:, :, None] * BLOCK + torch.arange(BLOCK, device=table.device)).flatten(1)
         slots = tokens.gather(1, pos).flatten()
         self.k_cache.index_copy_(0, slots, k.flatten(0, 1))
         self.v_cache.index_copy_(0, slots, v.flatten(0, 1))
@@ -143,10 +143,10 @@ class RowsAndHeads(RowsOfRequests):
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
-        rows, heads = table[:, None, None], torch.arange(self.kv)[:, None]
+        rows, heads = table[:, None, None], torch.arange(self.kv, device=table.device)[:, None]
         self.k_cache[rows, heads, pos[:, None]] = k.transpose(1, 2)
         self.v_cache[rows, heads, pos[:, None]] = v.transpose(1, 2)
-        keys, values = (pool[rows, heads, torch.arange(self.capacity)] for pool in (self.k_cache, self.v_cache))
+        keys, values = (pool[rows, heads, torch.arange(self.capacity, device=pos.device)] for pool in (self.k_cache, self.v_cache))
         return self.attend(q, keys, values, pos)
 
 
@@ -209,7 +209,7 @@ class TokenByToken(Paged):
         blocks, offsets = self.where(pos, table)
         self.k_cache[blocks, offsets] = k.flatten(2)
         self.v_cache[blocks, offsets] = v.flatten(2)
-        t = torch.arange(self.capacity)
+        t = torch.arange(self.capacity, device=pos.device)
         keys, values = (
             pool[table[:, t // BLOCK], t % BLOCK].unflatten(2, (self.kv, self.dim)).transpose(1, 2) for pool in (self.k_cache, self.v_cache)
         )
@@ -224,7 +224,7 @@ class Looked(Paged):
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         q, k, v = self.project(x)
-        tokens = (table[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)
+        tokens = (table[:, :, None] * BLOCK + torch.arange(BLOCK, device=table.device)).flatten(1)
         slots = tokens.gather(1, pos).flatten()
         self.k_cache.scatter_(0, slots[:, None].expand(-1, self.kv * self.dim), k.flatten(0, 1).flatten(1))
         self.v_cache[slots] = v.flatten(0, 1).flatten(1)
@@ -253,7 +253,7 @@ class OneToken(RowsOfRequests):
             pool[table].repeat_interleave(self.heads // self.kv, 1).flatten(0, 1) for pool in (self.k_cache, self.v_cache)
         )
         scores = torch.bmm(q.transpose(1, 2).flatten(0, 1), keys.mT).unflatten(0, (x.shape[0], self.heads)) * self.dim**-0.5
-        seen = torch.arange(self.capacity)[None, None, None] <= pos[:, None, :, None]
+        seen = torch.arange(self.capacity, device=pos.device)[None, None, None] <= pos[:, None, :, None]
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).flatten(0, 1)
         return self.close(torch.bmm(weights, values).unflatten(0, (x.shape[0], self.heads)))
 
@@ -324,7 +324,7 @@ class Lengths(Paged):
         keys, values = (
             torch.index_select(pool, 0, table.view(-1)).view(x.shape[0], -1, self.kv, self.dim) for pool in (self.k_cache, self.v_cache)
         )
-        past = torch.arange(keys.shape[1]) >= (pos + 1)[:, None, :, None]
+        past = torch.arange(keys.shape[1], device=pos.device) >= (pos + 1)[:, None, :, None]
         bias = torch.zeros(past.shape, dtype=q.dtype).masked_fill(past, float("-inf"))
         scores = torch.einsum("bskgd,btkd->bkgst", q.unflatten(2, (self.kv, -1)), keys) * self.dim**-0.5 + bias[:, :, None]
         return self.o(torch.einsum("bkgst,btkd->bskgd", scores.softmax(-1), values).flatten(2))
@@ -550,7 +550,7 @@ class OtherOrder(Unusual):
 
     def read(self, pool: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         flat = pool.transpose(0, 1).reshape(-1, self.kv, self.dim)
-        return flat[(table[:, :, None] + torch.arange(BLOCK) * self.blocks).flatten(1)].transpose(1, 2)
+        return flat[(table[:, :, None] + torch.arange(BLOCK, device=table.device) * self.blocks).flatten(1)].transpose(1, 2)
 
 
 class BackwardBlocks(Unusual):

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from e2e_models import CASES, Case, inputs
+from e2e_models import CASES, Case, by_offset, by_position, inputs
 from torch import nn
 
 import kvcompile
@@ -209,3 +209,19 @@ def test_state_dict_of_a_compressed_module() -> None:
     other: nn.Module = case.make()
     other.load_state_dict({name: kvcompile.decoded(value) for name, value in state.items()})
     assert torch.equal(other.k_cache, kvcompile.decoded(module.k_cache))
+
+
+@pytest.mark.parametrize("case", [case for case in REWRITTEN if case.drive in {by_position, by_offset}], ids=str)
+def test_a_window_holds_all_tokens(case: Case) -> None:
+    """A scheme that keeps more tokens in its window than come loses nothing, however the cache is written; the prompt is not compiled."""
+    backend = kvcompile.backend("kivi(group=16,window=64)", inner="eager")
+    module = case.make(dim=16)
+    plain = copy.deepcopy(module)
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    calls = iter([module] + [compiled] * 8)
+    given = inputs(module, (7, 1, 1, 2))
+    with torch.no_grad():
+        found = case.drive(module, lambda *args: next(calls)(*args), given)
+        expected = case.drive(plain, plain, given)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=TOLERANCE[torch.float32], rtol=0)

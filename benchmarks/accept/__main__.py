@@ -70,6 +70,13 @@ def _about() -> dict[str, str]:
     return {"device": device, "torch": torch.__version__, "transformers": version("transformers")}
 
 
+def _written(options: argparse.Namespace, results: Sequence[Result], about: dict[str, str]) -> None:
+    if options.json:
+        options.json.write_text(as_json(results, about))
+    if options.markdown:
+        options.markdown.write_text(markdown(results, ", ".join(f"{name} {value}" for name, value in about.items()) + "."))
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Run the cases that the arguments name; return 0 where none failed and all were run, 1 otherwise."""
     started, options, console = time.monotonic(), _arguments(given), Console()
@@ -96,6 +103,8 @@ def main(given: Sequence[str] | None = None) -> int:
         task = bar.add_task("", total=len(names))
         for result in Pool(jobs, timeout, started + options.limit_seconds, layers, log).results(names):
             results.append(result)
+            # A run that is cut off leaves what it found.
+            _written(options, results, {"seconds": f"{time.monotonic() - started:.0f}", "jobs": str(jobs)})
             bar.update(task, advance=1, description=f"{sum(item.outcome.failed for item in results)} failed")
             if result.outcome.failed or not console.is_terminal:
                 line = f"{result.outcome.value:16}{result.seconds:5.0f} s  {result.id}  {result.detail}"
@@ -104,11 +113,7 @@ def main(given: Sequence[str] | None = None) -> int:
     unrun = sum(result.outcome is Outcome.NOT_RUN for result in results)
     said = f"; {unrun} were not run" if unrun else ""
     console.print(f"{summary(results)}; {time.monotonic() - started:.0f} s on {jobs} processes{said}")
-    about = {**_about(), "seconds": f"{time.monotonic() - started:.0f}", "jobs": str(jobs)}
-    if options.json:
-        options.json.write_text(as_json(results, about))
-    if options.markdown:
-        options.markdown.write_text(markdown(results, ", ".join(f"{name} {value}" for name, value in about.items()) + "."))
+    _written(options, results, {**_about(), "seconds": f"{time.monotonic() - started:.0f}", "jobs": str(jobs)})
     return int(unrun > 0 or any(result.outcome.failed for result in results))
 
 

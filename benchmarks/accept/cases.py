@@ -222,7 +222,7 @@ def by_id(identifier: str) -> Case:
 CPU_SLICE = (
     "llama-int8-static-compiled-default-d64-padded-float32",
     "gemma2/eager-int8-dynamic-eager-default-d64-one-float32",
-    "llama-kivi-static-eager-default-d64-padded-bfloat16",
+    "llama-kivi-static-eager-default-d64-one-bfloat16",
     "gpt-fast-squat-static-compiled-default-d64-one-bfloat16",
     "llama/eager-certified-static-eager-default-d64-one-float32",
     "gpt2-fp8-generate-compiled-reduce-overhead-d96-one-float16",

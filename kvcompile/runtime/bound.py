@@ -153,7 +153,7 @@ class BoundGraph:
         batch = tensor.shape[labels.index(("B",))] if ("B",) in labels else 1
         state = self._new_state(group, batch, tensor.device, args)
         capacity = tensor.shape[group.token_dim] if group.kind in {SlotKind.BUFFER, SlotKind.UPDATED} else None
-        kept = prior if capacity is None or group.ring is not None else min(max(prior, self._reach(group, args)), capacity)
+        kept = prior if capacity is None or group.ring is not None else self._kept(group, prior, capacity, args)
         if group.pool:
             pools.adopt(group, tensor, state)
             handles.take_over(tensor, state)
@@ -171,6 +171,19 @@ class BoundGraph:
         if owned:
             handles.take_over(tensor, state)
         return state
+
+    def _kept(self, group: Group, prior: int, capacity: int, args: tuple[Any, ...]) -> int:
+        """How many tokens of a dense buffer are encoded: those there before this call, and what attention reads behind its own."""
+        reached = min(self._reach(group, args), capacity)
+        count = self.sizes.read(group.first.plan.slot.write.count, args) if group.kind is not SlotKind.READ else 0
+        if reached <= prior + count:
+            return prior
+        if any(item.plan.window for item in group.bindings):
+            raise Unsupported(
+                expected=f"attention over the {prior} tokens of a filled cache and {count} new ones", found=f"attention over {reached}",
+                where=group.where, todo="use a scheme without a window for this layer, or mask what was not written yet",
+            )
+        return reached
 
     def _prior(self, group: Group, args: tuple[Any, ...], found: Callable[[], Found]) -> int:
         """Tokens that a filled buffer holds before this call's write."""
