@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import pathlib
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -50,11 +51,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ["g++", "-std=c++17", "-O3", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC", "unpack.cpp", "-o", "u.so"],
         cwd=folder, check=True,
     )
-    return ctypes.CDLL(str(folder / "u.so"))
+    loaded = ctypes.CDLL(str(folder / "u.so"))
+    # What loading it did to this process would be done to every test behind it.
+    torch.set_flush_denormal(False)
+    return loaded
+
+
+@pytest.fixture
+def flushing(library: ctypes.CDLL) -> Iterator[None]:
+    """Subnormals flushed to zero during the test, as such a library leaves them."""
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize(("name", "part"), parts())
-def test_cpp_equals_eager(library: ctypes.CDLL, name: str, part: int) -> None:
+def test_cpp_equals_eager(library: ctypes.CDLL, flushing: None, name: str, part: int) -> None:
     fmt = schemes.make(name).format(SLOT)
     words, out = all_words(fmt), torch.full((256,), float("nan"))
     getattr(library, f"{name}_{part}")(ctypes.c_void_p(words.data_ptr()), ctypes.c_void_p(out.data_ptr()))

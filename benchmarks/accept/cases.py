@@ -220,7 +220,6 @@ def by_id(identifier: str) -> Case:
 
 
 CPU_SLICE = (
-    "llama-int8-static-compiled-default-d64-padded-float32",
     "gemma2/eager-int8-dynamic-eager-default-d64-one-float32",
     "llama-kivi-static-eager-default-d64-one-bfloat16",
     "gpt-fast-squat-static-compiled-default-d64-one-bfloat16",
