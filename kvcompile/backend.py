@@ -18,7 +18,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from kvcompile.errors import BadSetting, CacheMutated, NoOriginals, SiteRefused
+from kvcompile.errors import BadSetting, CacheMutated, KvcompileError, NoOriginals, SiteRefused
 from kvcompile.lowering.certified_telemetry import Telemetry
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.reuse import call_key, fingerprint, identities
@@ -140,16 +140,23 @@ class _Compilation:
                 Stage.CAPTURE, f"the graph could not be retraced: {type(error).__name__}: {first}",
                 "the captured graph", advice="please report this model with the output of TORCH_LOGS=+kvcompile",
             ))
-        matched = match(captured)
-        planned = plan(matched, self.owner.policy)
+        try:
+            matched = match(captured)
+            planned = plan(matched, self.owner.policy)
+            past = rewrite(captured, planned, Variant.PAST, matched.effects) if planned.sites else None
+        except KvcompileError:
+            raise
+        except Exception as error:
+            log.debug("a graph could not be analysed", exc_info=True)
+            return self._unknown(captured, error)
         self.stage.update(captured=captured, matched=matched, plan=planned)
         described = graph_report(self.report.index, planned, matched.uncached)
         self.report.sites, self.report.refusals, self.report.uncached = described.sites, described.refusals, described.uncached
         self._announce()
         self.report.pass_seconds = time.perf_counter() - started
-        if not planned.sites:
+        if past is None:
             return self._dense(captured, matched.effects)
-        bound = self._bind(captured, matched, planned)
+        bound = self._bind(captured, matched, planned, past)
         if key is not None:
             self.owner.bound[key] = (bound, self.report, self.stage)
         return bound
@@ -187,8 +194,18 @@ class _Compilation:
         self.report.compile_seconds += time.perf_counter() - started
         return compiled
 
-    def _dense(self, captured: Captured, effects: Effects) -> Callable[..., Any]:
-        """A graph without sites; compressed caches that reach it are decoded for it, each call."""
+    def _unknown(self, captured: Captured, error: Exception) -> Callable[..., Any]:
+        """The graph as it is, where a fault of ours kept it from being understood: never an error of the program, unless ``strict``."""
+        first = next(iter(str(error).splitlines()), "")
+        self.report.refusals = (Refusal(
+            Stage.MATCH, f"the graph could not be analysed: {type(error).__name__}: {first}", "the captured graph",
+            advice="please report this model with the output of TORCH_LOGS=+kvcompile",
+        ),)
+        self._announce()
+        return self._dense(captured, None)
+
+    def _dense(self, captured: Captured, effects: Effects | None) -> Callable[..., Any]:
+        """A graph without sites; compressed caches that reach it are decoded for it, each call, or dense again where it writes them."""
         given = tuple(entry.index for entry in captured.inputs if entry.compressed)
         started = time.perf_counter()
         if not given:
@@ -214,10 +231,9 @@ class _Compilation:
 
     # --- with sites ------------------------------------------------------------------------------
 
-    def _bind(self, captured: Captured, matched: Matched, planned: Plan) -> BoundGraph:
+    def _bind(self, captured: Captured, matched: Matched, planned: Plan, first: Rewritten) -> BoundGraph:
         effects = matched.effects
         started = time.perf_counter()
-        first = rewrite(captured, planned, Variant.PAST, effects)
         by_root = {(slot.root, slot.axes.select): item for item in planned.sites for slot in item.site.slots}
         sites = [by_root[binding.plan.slot.root, binding.part] for binding in first.bindings]
         groups = group_bindings(
@@ -277,11 +293,14 @@ class _Compilation:
         return rewritten, compiled
 
 
-def _written(captured: Captured, effects: Effects, given: tuple[int, ...]) -> dict[int, str]:
+def _written(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
     """Those compressed cache tensors among the arguments ``given`` that a graph writes by an attention that stays dense, and why.
 
-    A decoded copy would lose what is written: at the call they become dense tensors again.
+    A decoded copy would lose what is written: at the call they become dense tensors again. ``effects`` is None of a graph that was not
+    understood, which may write all of them.
     """
+    if effects is None:
+        return dict.fromkeys(given, "it may be written by a graph that could not be analysed (see the report)")
     return {
         entry.index: f"it is written at {source_line(effects.writes[entry.node][0])}, by an attention that could not be rewritten "
         "(see the report)" for entry in captured.inputs if entry.index in given and effects.writes.get(entry.node)

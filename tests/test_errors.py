@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -245,6 +246,33 @@ def test_one_of_two_layers_is_refused_later() -> None:
             torch.testing.assert_close(compiled(step, pos, probe), plain(step, pos, probe), atol=1e-5, rtol=0)
             kinds.append([isinstance(layer.k_cache, kvcompile.CompressedCache) for layer in (module.one, module.two)])
     assert kinds == [[True, True], [True, False], [True, False], [True, True]]
+
+
+@pytest.mark.parametrize("stage", ["match", "plan", "rewrite"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_fault_of_ours_is_a_refusal(kind: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that a pass breaks on runs as it is, over caches that others have compressed; under ``strict`` it raises."""
+    model, backend = llama(layers=1), kvcompile.backend("dense", inner="eager")
+    compiled, cache, plain = torch.compile(model, backend=backend), cache_of(model, kind), cache_of(model, kind)
+    module = sys.modules["kvcompile.backend"]
+
+    def broken(*given: Any) -> Any:
+        raise IndexError("list index out of range")
+
+    def step(count: int, run: Any = compiled) -> float:
+        words = prompt(3, count, count)
+        with torch.no_grad():
+            expected = model(words, past_key_values=plain).logits
+            return (run(words, past_key_values=cache).logits - expected).abs().max().item()
+
+    assert max(step(9), step(1)) <= 1e-6
+    with monkeypatch.context() as patched:
+        patched.setattr(module, stage, broken)
+        # Another number of tokens is another graph.
+        assert step(4) <= 1e-6
+        assert "IndexError: list index out of range" in backend.report().refusals[-1].reason
+        with pytest.raises(BackendCompilerFailed, match="could not be analysed"):
+            step(5, torch.compile(copy.deepcopy(model), backend=kvcompile.backend("dense", inner="eager", strict=True)))
 
 
 @pytest.mark.parametrize("other", ["eager", "aot_eager"])
