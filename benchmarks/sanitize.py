@@ -43,7 +43,7 @@ SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) ha
 
 @dataclass(frozen=True)
 class Finding:
-    """What a tool said of a case: ``errors`` is None where its summary is missing. ``said``: the first lines of what it found."""
+    """The result of one tool on one case. ``errors``: the number in the tool's summary, None without one. ``said``: its first lines."""
 
     case: str
     tool: str

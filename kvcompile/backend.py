@@ -135,11 +135,7 @@ class _Compilation:
             captured = capture(self.gm, self.examples, handles.is_handle, handles.can_take_over)
         except Exception as error:
             log.debug("capture failed", exc_info=True)
-            first = next(iter(str(error).splitlines()), "")
-            return self._unchanged(Refusal(
-                Stage.CAPTURE, f"the graph could not be retraced: {type(error).__name__}: {first}",
-                "the captured graph", advice="please report this model with the output of TORCH_LOGS=+kvcompile",
-            ))
+            return self._unchanged(_fault(Stage.CAPTURE, "retraced", error))
         try:
             matched = match(captured)
             planned = plan(matched, self.owner.policy)
@@ -148,7 +144,10 @@ class _Compilation:
             raise
         except Exception as error:
             log.debug("a graph could not be analysed", exc_info=True)
-            return self._unknown(captured, error)
+            # Never an error of the program, unless ``strict``.
+            self.report.refusals = (_fault(Stage.MATCH, "analysed", error),)
+            self._announce()
+            return self._dense(captured, None)
         self.stage.update(captured=captured, matched=matched, plan=planned)
         described = graph_report(self.report.index, planned, matched.uncached)
         self.report.sites, self.report.refusals, self.report.uncached = described.sites, described.refusals, described.uncached
@@ -193,16 +192,6 @@ class _Compilation:
         compiled = self._inner(self.gm, self.examples, torch._guards.detect_fake_mode(self.examples), "")
         self.report.compile_seconds += time.perf_counter() - started
         return compiled
-
-    def _unknown(self, captured: Captured, error: Exception) -> Callable[..., Any]:
-        """The graph as it is, where a fault of ours kept it from being understood: never an error of the program, unless ``strict``."""
-        first = next(iter(str(error).splitlines()), "")
-        self.report.refusals = (Refusal(
-            Stage.MATCH, f"the graph could not be analysed: {type(error).__name__}: {first}", "the captured graph",
-            advice="please report this model with the output of TORCH_LOGS=+kvcompile",
-        ),)
-        self._announce()
-        return self._dense(captured, None)
 
     def _dense(self, captured: Captured, effects: Effects | None) -> Callable[..., Any]:
         """A graph without sites; compressed caches that reach it are decoded for it, each call, or dense again where it writes them."""
@@ -293,11 +282,20 @@ class _Compilation:
         return rewritten, compiled
 
 
-def _written(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
-    """Those compressed cache tensors among the arguments ``given`` that a graph writes by an attention that stays dense, and why.
+def _fault(stage: Stage, done: str, error: Exception) -> Refusal:
+    """Return the refusal of a whole graph that a fault of this package kept from being ``done``."""
+    first = next(iter(str(error).splitlines()), "")
+    return Refusal(
+        stage, f"the graph could not be {done}: {type(error).__name__}: {first}", "the captured graph",
+        advice="please report this model with the output of TORCH_LOGS=+kvcompile",
+    )
 
-    A decoded copy would lose what is written: at the call they become dense tensors again. ``effects`` is None of a graph that was not
-    understood, which may write all of them.
+
+def _written(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
+    """Return the indices of the compressed cache tensors among ``given`` that the graph writes, each with the reason to make it dense.
+
+    An attention that stays dense would write into a decoded copy, and the tokens would be lost. ``effects`` is None where a graph could
+    not be analysed: it may write all of them.
     """
     if effects is None:
         return dict.fromkeys(given, "it may be written by a graph that could not be analysed (see the report)")

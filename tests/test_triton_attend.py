@@ -384,11 +384,12 @@ def test_compiles_offline(scheme: str, arch: str, changes: dict) -> None:
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 32), (2, 64)])
 def test_kivi_decodes_in_packed_halves(bits: int, group: int) -> None:
     """What is chosen without tuning: scales folded into queries, values by one multiply-add, which a tile above a block would rule out."""
+    from kvcompile.lowering.site_kernel import SHARED_MEMORY
     from kvcompile.lowering.tiles import choose_tiles
 
     spell = [schemes.parse(f"kivi(bits={bits},group={group},window=64)").of(role).spell() for role in Role]
     base = AttendConfig(*spell, 128, 128, 8, 4, torch.bfloat16, torch.uint8, torch.uint8, 0.09, value_scale_pack=4)
-    (chosen,) = choose_tiles(base, 4, PAGE, tuned=False)
+    (chosen,) = choose_tiles(base, 4, PAGE, tuned=False, shared_memory=SHARED_MEMORY["sm_90"])
     key, value = chosen.plans
     assert key.folded and value.shifted, (key.decode, value.decode)
     assert chosen.tile.block_t <= group and chosen.tile.num_warps == 1

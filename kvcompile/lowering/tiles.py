@@ -37,7 +37,7 @@ MAX_SPLITS = {4: ONE_PASS, 2: ONE_PASS, 1: 2 * ONE_PASS}
 """By warps a program: a single warp hides less latency, so more programs pay for their merge."""
 
 
-def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bool, shared_memory: int = 1 << 30) -> list[AttendConfig]:
+def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bool, shared_memory: int) -> list[AttendConfig]:
     """``base`` with each tile worth trying for ``rows`` rows that fits ``shared_memory`` bytes; only the first unless ``tuned``."""
     tiles = _decode_tiles(base, rows) if rows <= DECODE_ROWS else _extend_tiles(base, rows)
     block = base.fold_block

@@ -28,7 +28,7 @@ from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.views import VIEWS, Origin, name_of, viewed, with_first, writes
+from kvcompile.runtime.views import VIEWS, Origin, name_of, viewed, writes
 
 log = logging.getLogger(__name__)
 
@@ -174,8 +174,7 @@ def thaw(handle: CompressedCache, why: str) -> torch.Tensor:
     if handle._length:
         _say(why, handle.numel() * handle.element_size())
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(handle.is_inference()):
-        _resume(handle)
-        dense = handle._kv.dense(tuple(handle.shape), handle._length).contiguous()
+        dense = decoded(handle).contiguous()
         handle.__class__ = torch.Tensor  # type: ignore[assignment]
         handle.set_(dense.untyped_storage(), dense.storage_offset(), dense.shape, dense.stride())
     return handle
@@ -377,4 +376,4 @@ def _outside(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
     result = func(*plain_args, **plain_kwargs)
     if name not in VIEWS or not args or args[0] is not target or not isinstance(target, CompressedCache):
         return result
-    return viewed(result, Origin(target, (), functools.partial(with_first, func, plain_args[1:], plain_kwargs)))
+    return viewed(result, Origin(target).then(func, *plain_args[1:], **plain_kwargs))

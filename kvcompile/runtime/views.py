@@ -7,6 +7,7 @@ decoded values. When it is written to, the cache becomes dense, and the view one
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,18 +38,18 @@ def name_of(func: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a decoded view comes from: the cache tensor, and the operations that take it there one after another."""
+    """How a view was made: the cache tensor ``root``, and the operations that were applied to it, in their order."""
 
     root: torch.Tensor
-    before: tuple[Callable[[Any], Any], ...]
-    last: Callable[[Any], Any]
+    steps: tuple[Callable[[Any], Any], ...] = ()
 
-    def of(self, root: torch.Tensor) -> Any:
-        """The same view of another tensor."""
-        value: Any = root
-        for step in (*self.before, self.last):
-            value = step(value)
-        return value
+    def then(self, func: Callable[..., Any], *rest: Any, **named: Any) -> Origin:
+        """Return the origin of ``func(view, *rest, **named)``."""
+        return Origin(self.root, (*self.steps, lambda view: func(view, *rest, **named)))
+
+    def again(self) -> Any:
+        """Return the result of the same operations on the root as it is now."""
+        return functools.reduce(lambda value, step: step(value), self.steps, self.root)
 
 
 class DecodedView(torch.Tensor):
@@ -73,9 +74,7 @@ class DecodedView(torch.Tensor):
             result = func(*args, **kwargs)
         if name not in VIEWS or not isinstance(args[0], DecodedView):
             return result
-        origin = args[0]._origin
-        step = functools.partial(with_first, func, args[1:], dict(kwargs))
-        return viewed(result, Origin(origin.root, (*origin.before, origin.last), step))
+        return viewed(result, args[0]._origin.then(func, *args[1:], **kwargs))
 
 
 def _share(view: DecodedView, why: str) -> None:
@@ -86,18 +85,9 @@ def _share(view: DecodedView, why: str) -> None:
     if isinstance(origin.root, CompressedCache):
         thaw(origin.root, why)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
-        real = origin.of(origin.root)
+        real = origin.again()
         view.__class__ = torch.Tensor  # type: ignore[assignment]
         view.set_(real.untyped_storage(), real.storage_offset(), real.shape, real.stride())
-
-
-def with_first(func: Callable[..., Any], rest: tuple[Any, ...], named: dict[str, Any], first: Any) -> Any:
-    """``func(first, *rest, **named)``, for ``functools.partial``."""
-    return func(first, *rest, **named)
-
-
-def _part(index: int, parts: Any) -> Any:
-    return parts[index]
 
 
 def viewed(result: Any, origin: Origin) -> Any:
@@ -108,8 +98,5 @@ def viewed(result: Any, origin: Origin) -> Any:
         view._origin = origin
         return view
     if isinstance(result, (tuple, list)):
-        steps = (*origin.before, origin.last)
-        return type(result)([
-            viewed(item, Origin(origin.root, steps, functools.partial(_part, index))) for index, item in enumerate(result)
-        ])
+        return type(result)([viewed(item, origin.then(operator.getitem, index)) for index, item in enumerate(result)])
     return result
