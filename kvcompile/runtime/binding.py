@@ -1,0 +1,38 @@
+"""Bind a rewritten graph: from its captured graph and plan, make the callable that finds stores at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.plan import Plan
+from kvcompile.passes.reach import reach
+from kvcompile.passes.rewritten import Rewritten, Variant
+from kvcompile.runtime.bound import BoundGraph
+from kvcompile.runtime.groups import group_bindings
+from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.positions import limits_of, positions_of
+
+
+def bind(
+    captured: Captured, planned: Plan, effects: Effects, first: Rewritten,
+    compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], growth: Growth, live: Ledger,
+    decoded: tuple[int, ...] = (), thawed: Mapping[int, str] | None = None,
+) -> BoundGraph:
+    """Return the callable of a captured graph whose planned sites are rewritten; ``first`` is any of its variants.
+
+    ``compile_variant`` gives the compiled code of a variant when a call first needs it. ``decoded``: arguments that arrive compressed and
+    belong to no site, of which those in ``thawed`` are written (see ``BoundGraph``).
+    """
+    by_root = {(slot.root, slot.axes.select): item for item in planned.sites for slot in item.site.slots}
+    sites = [by_root[binding.plan.slot.root, binding.part] for binding in first.bindings]
+    groups = group_bindings(
+        first.bindings, [item.site for item in sites], [reach(item.site) for item in sites], [limits_of(item.site) for item in sites]
+    )
+    index = {group.root: position for position, group in enumerate(groups)}
+    pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
+    positions = positions_of(captured, planned, effects)
+    return BoundGraph(captured, groups, pairs, compile_variant, positions, growth, live, decoded, thawed or {})

@@ -1,0 +1,78 @@
+"""Validation: every rewrite is checked as a translation when it is compiled.
+
+Sites that share caches are cut out of the captured graph with what lies between their queries, new tokens, caches, positions, masks and
+their outputs (``cut``), brought to the CPU in float32 (``plain``), and run beside their rewritten twin over random tokens (``trial``).
+What is not equal is refused. Equal sites are tried once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.sites import Site
+from kvcompile.validation.cut import NotApart, Outline, clusters, cut, fingerprint, outline
+from kvcompile.validation.plain import plain, unguarded
+from kvcompile.validation.sizes import MOST, captured_values, elements, reductions
+from kvcompile.validation.trial import Outcome, Verdict, tried
+
+log = logging.getLogger(__name__)
+
+__all__ = ["Outcome", "Verdict", "verdicts"]
+
+
+@contextlib.contextmanager
+def _undisturbed(captured: Captured) -> Iterator[None]:
+    """Plain eager execution on the CPU: no modes, no gradients, no casts, no guards for the caller's graph."""
+    with (
+        torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode(False), torch.no_grad(),
+        torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction(), unguarded(captured.fake_mode),
+    ):
+        yield
+
+
+def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
+    """Try a program as it is, or made smaller where it is large: then one way that shows both equal is enough."""
+    part = cut(whole)
+    if elements(part, captured_values(part)) <= MOST:
+        return tried(plain(part), examples)
+    verdict = Verdict(Outcome.UNKNOWN, "its sizes are too large to try, and a smaller program could not be made of it")
+    for number in reductions(part):
+        try:
+            small = plain(cut(whole, number), number)
+            if elements(small, captured_values(small)) > MOST:
+                continue
+            made = tried(small, examples)
+        except NotApart:
+            continue
+        if made.outcome is Outcome.EQUAL:
+            return made
+        verdict = made if verdict.outcome is not Outcome.DIFFERENT else verdict
+    return verdict
+
+
+def verdicts(
+    captured: Captured, effects: Effects, sites: Sequence[Site], examples: Sequence[Any], known: dict[str, Verdict]
+) -> list[tuple[tuple[Site, ...], Verdict]]:
+    """Return sites in groups that share caches, each with its verdict; ``known`` holds verdicts by fingerprint and is added to."""
+    found = []
+    for group in clusters(sites):
+        try:
+            with _undisturbed(captured):
+                whole = outline(captured, effects, group)
+                key = fingerprint(whole)
+                if key not in known:
+                    known[key] = _verdict(whole, examples)
+            found.append((group, known[key]))
+        except NotApart as reason:
+            found.append((group, Verdict(Outcome.UNKNOWN, str(reason))))
+        except Exception as error:
+            log.debug("a site could not be validated", exc_info=True)
+            found.append((group, Verdict(Outcome.UNKNOWN, f"validation itself failed with {type(error).__name__}: {error}")))
+    return found

@@ -1,0 +1,252 @@
+"""Arguments: random operands for a cut program, with positions and masks that are those of a cache in use.
+
+Queries, new tokens and caches are random. Integers, booleans and additive masks that positions or masks depend on must say something
+possible: several readings of each (positions of the new tokens, a count of tokens, who is padding) are tried until the program writes
+its tokens at the wanted place and shows every query its own token and nothing behind the last one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+
+from kvcompile.passes.patterns.steps import VERY_NEGATIVE
+from kvcompile.passes.prologue import dataflow, extract
+from kvcompile.passes.shapes import value_of
+from kvcompile.passes.sites import LimitKind, MaskKind, MaskTerm, SlotKind
+from kvcompile.validation.cut import Cut, NotApart
+from kvcompile.validation.sizes import Values, read
+
+COMBINATIONS = 400
+"""Readings of a program's arguments that are tried."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One call: the program's sizes, the position of its first token, how many tokens of each row are padding at most.
+
+    ``blind``: the first tokens are padding too, so that their queries see nothing; elsewhere every query sees some token.
+    """
+
+    values: Values
+    start: int
+    padded: int = 0
+    blind: bool = False
+
+    def padding(self, rows: int) -> torch.Tensor:
+        """How many tokens on the left of each row are hidden, int64 [rows]."""
+        padded = self.padded if self.blind or self.start > self.padded else 0
+        return torch.arange(rows) % (padded + 1)
+
+
+@dataclass
+class Arguments:
+    """Makes arguments for the calls of one program; ``examples`` are the captured graph's arguments, where they are known."""
+
+    part: Cut
+    examples: Sequence[Any]
+    random: torch.Generator
+    settled: dict[int, int] = field(default_factory=dict)
+    """Which reading of an argument was right in the first call."""
+
+    def __post_init__(self) -> None:
+        sites, effects = self.part.sites, self.part.effects
+        captured = self.part.captured
+        written = [slot.write.position for site in sites for slot in site.slots if slot.kind is not SlotKind.READ]
+        self.indices = tuple(dict.fromkeys(where.index for where in written if where.index is not None))
+        self.offsets = tuple(dict.fromkeys(where.offset for where in written if where.index is None and where.past is None))
+        terms = [term for site in sites for term in site.bounds.carried]
+        terms += [MaskTerm(site.bounds.keep[0], MaskKind.BOOL, site.bounds.keep[1]) for site in sites if site.bounds.keep is not None]
+        self.terms = tuple(dict.fromkeys(term for term in terms if "T" in term.roles))
+        limits = [limit.node for site in sites for limit in (site.bounds.hi, site.bounds.lo) if limit and limit.node is not None]
+        flow = dataflow(captured, effects)
+        masks = {term.node for site in sites for term in (*site.attention.masks, *site.bounds.carried)} | {term.node for term in self.terms}
+        told = {node for node in (*self.indices, *limits, *masks) if node in flow}
+        self.behind = told.union(*(nx.ancestors(flow, node) for node in told)) if told else set()
+        placed = [node for node in (*self.indices, *limits) if node in flow]
+        self.places = set(placed).union(*(nx.ancestors(flow, node) for node in placed)) if placed else set()
+        inputs = {entry.node for entry in captured.inputs if isinstance(value_of(entry.node), torch.Tensor)}
+        # Masks that are more than arithmetic of positions: what they hide is up to the arguments.
+        self.free = {term for term in self.terms if (nx.ancestors(flow, term.node) | {term.node}) & inputs - self.places}
+        self.caches = {slot.placeholder for site in sites for slot in site.slots if slot.placeholder is not None}
+        nodes = (*self.indices, *(term.node for term in self.terms))
+        # Nothing but mask arguments may hide what was not written yet.
+        self.open = any(site.bounds.hi.kind is LimitKind.ALL for site in sites)
+        self.checks = extract(captured, nodes, effects) if nodes else None
+        beside = {site.attention.beside.q for site in sites if site.attention.beside is not None}
+        self.queries = {site.attention.q for site in sites} | beside
+
+    # --- sizes of a call --------------------------------------------------------------------------
+
+    def tokens(self, moment: Moment) -> int:
+        """New tokens of a call."""
+        counts = [slot.write.count for site in self.part.sites for slot in site.slots if slot.kind is not SlotKind.READ]
+        return read(counts[0] if counts else self.part.sites[0].tokens, moment.values)
+
+    def keys(self, moment: Moment) -> int:
+        """Tokens that attention reads."""
+        attention = self.part.sites[0].attention
+        return read(value_of(attention.k).shape[attention.k_roles.index("T")], moment.values)
+
+    def shape(self, fake: torch.Tensor, moment: Moment) -> tuple[int, ...]:
+        """The shape of an argument in a call."""
+        return tuple(read(size, moment.values) for size in fake.shape)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, spread: float = 1.0) -> torch.Tensor:
+        """Random numbers; integers and booleans among them are small."""
+        if dtype.is_floating_point:
+            return (torch.randn(tuple(shape), generator=self.random, device="cpu") * spread).to(dtype)
+        return torch.randint(0, 2, tuple(shape), generator=self.random, device="cpu").to(dtype)
+
+    # --- one call ---------------------------------------------------------------------------------
+
+    def make(self, moment: Moment, kept: dict[int, torch.Tensor]) -> list[Any]:
+        """Return the arguments of a call; ``kept``: caches and counters that stay from call to call. Raises NotApart."""
+        made: list[Any] = []
+        choices: dict[int, list[Any]] = {}
+        for entry, fake in zip(self.part.captured.inputs, self.part.captured.fakes, strict=True):
+            if isinstance(fake, torch.SymInt):
+                made.append(read(fake, moment.values))
+            elif not isinstance(fake, torch.Tensor):
+                made.append(fake)
+            elif entry.index in kept:
+                made.append(kept[entry.index])
+            elif entry.node in self.behind and entry.index not in self.part.given:
+                choices[entry.index] = self.readings(fake, entry.index, moment)
+                made.append(choices[entry.index][0])
+            else:
+                made.append(self.plain(fake, entry.index, moment))
+        order = list(choices)
+        ways = [
+            [choices[index][self.settled[index]]] if self.settled.get(index, 99) < len(choices[index]) else choices[index]
+            for index in order
+        ]
+        chosen = list(itertools.islice(itertools.product(*(range(len(options)) for options in ways)), COMBINATIONS))
+        # A mask that hides everything from some query whatever it is given is tried as it is.
+        for way, strict in [*((way, True) for way in chosen), *((way, False) for way in chosen if self.free)]:
+            for index, options, number in zip(order, ways, way, strict=True):
+                made[index] = options[number]
+            if self.possible(made, moment, strict):
+                for index, options, number in zip(order, ways, way, strict=True):
+                    if len(options) > 1 or index not in self.settled:
+                        self.settled[index] = number
+                return made
+        raise NotApart("no values of its positions and masks were found with which it writes its tokens in order")
+
+    def plain(self, fake: torch.Tensor, index: int, moment: Moment) -> torch.Tensor:
+        """An operand that neither positions nor masks depend on."""
+        shape = self.shape(fake, moment)
+        node = self.part.captured.inputs[index].node
+        if not fake.dtype.is_floating_point and (example := self.example(index, shape)) is not None:
+            return example
+        if index in self.part.given:
+            return self.normal(shape, fake.dtype, 3.0 if node in self.queries else 1.0)
+        # A weight: sums over its last dim keep their size.
+        return self.normal(shape, fake.dtype, max(shape[-1], 1) ** -0.5 if len(shape) > 1 else 1.0)
+
+    def example(self, index: int, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The value that an argument was compiled with, where its size is that of this call."""
+        if index not in self.part.sources:
+            return None
+        value = self.examples[self.part.sources[index]] if self.part.sources[index] < len(self.examples) else None
+        if type(value) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer} or tuple(value.shape) != shape:  # type: ignore[union-attr]
+            return None
+        return value.detach().to("cpu", copy=True)  # type: ignore[union-attr]
+
+    def readings(self, fake: torch.Tensor, index: int, moment: Moment) -> list[torch.Tensor]:
+        """What an argument behind positions or masks may say in a call, the likeliest first."""
+        shape, count, keys = self.shape(fake, moment), self.tokens(moment), self.keys(moment)
+        start, dtype = moment.start, fake.dtype
+        if not shape:
+            return [torch.full((), number, dtype=dtype) for number in (start, start + count, start + count - 1)]
+        found: list[torch.Tensor] = []
+        wide = shape[-1] == keys and (keys != count or len(shape) > 1 or start == 0) and keys > 1
+        if dtype is torch.bool or (dtype.is_floating_point and wide):
+            if wide:
+                shown = self.shown(shape, moment)
+                if dtype is torch.bool:
+                    found += [shown, ~shown]
+                else:
+                    lowest = torch.finfo(dtype).min
+                    # What is shown is biased: a mask argument may be both.
+                    bias = self.normal(shape, dtype)
+                    found += [] if self.open else [bias]
+                    found += [torch.where(shown, bias, low) for low in (lowest, float("-inf"))]
+            example = self.example(index, shape)
+            return [*found, *([example] if example is not None else []), self.normal(shape, dtype)]
+        if dtype.is_floating_point:
+            return [self.normal(shape, dtype)]
+        if self.part.captured.inputs[index].node not in self.places:
+            # Ones where a token counts.
+            found.append(self.shown(shape, moment))
+        if shape[-1] == count:
+            found.append((torch.arange(count) + start).expand(shape))
+        if shape[0] == count and len(shape) > 1:
+            found.append((torch.arange(count) + start).view(-1, *[1] * (len(shape) - 1)).expand(shape))
+        if wide:
+            found.append(self.shown(shape, moment).to(dtype))
+        if max(shape) == 1 or (len(shape) <= 2 and shape[-1] != keys):
+            found += [torch.full(shape, number) for number in (start, start + count, start + count - 1)]
+        if shape[-1] == keys:
+            found.append(torch.arange(keys).expand(shape))
+        if (example := self.example(index, shape)) is not None:
+            found.insert(0 if index not in self.settled and not found else len(found), example)
+        found.append(torch.zeros(shape))
+        return [value.to(dtype).clone() for value in found]
+
+    def shown(self, shape: tuple[int, ...], moment: Moment) -> torch.Tensor:
+        """bool of ``shape`` [..., T]: hides padding on the left and what is not written yet; causal where there is a dim of queries."""
+        count, keys, start = self.tokens(moment), shape[-1], moment.start
+        t = torch.arange(keys)
+        seen = (t < start + count).expand(shape).clone()
+        if len(shape) >= 2 and shape[-2] == count and (len(shape) > 2 or count > 1):
+            seen &= t <= start + torch.arange(count)[:, None]
+        if len(shape) >= 2 and shape[0] > 1:
+            seen &= t >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
+        return seen
+
+    def possible(self, made: list[Any], moment: Moment, strict: bool) -> bool:
+        """Whether the program writes its tokens in order from the wanted place and, ``strict``, its masks show what they should."""
+        for offset in self.offsets:
+            value = offset if isinstance(offset, int) else read(value_of(offset), moment.values)
+            if value != moment.start:
+                return False
+        if self.checks is None:
+            return True
+        module, taken, _ = self.checks
+        try:
+            values = module(*[item.clone() if isinstance(item, torch.Tensor) else item for item in (made[index] for index in taken)])
+        except (RuntimeError, IndexError, ValueError):
+            # Positions outside of a table, say.
+            return False
+        count = self.tokens(moment)
+        wanted = torch.arange(moment.start, moment.start + count)
+        if not all(self.in_order(value, wanted) for value in values[: len(self.indices)]):
+            return False
+        return not strict or all(
+            self.hides(term, value, moment) for term, value in zip(self.terms, values[len(self.indices) :], strict=True)
+            if term in self.free
+        )
+
+    @staticmethod
+    def in_order(value: torch.Tensor, wanted: torch.Tensor) -> bool:
+        """Whether positions are the wanted ones in every row."""
+        flat = value.reshape(-1).to(torch.int64)
+        if flat.numel() == 0 or flat.numel() % wanted.numel():
+            return False
+        if torch.equal(flat.view(-1, wanted.numel()), wanted.expand(flat.numel() // wanted.numel(), -1)):
+            return True
+        return torch.equal(flat.view(wanted.numel(), -1), wanted[:, None].expand(-1, flat.numel() // wanted.numel()))
+
+    def hides(self, term: MaskTerm, value: torch.Tensor, moment: Moment) -> bool:
+        """Whether a mask shows every query some token, and none behind the last one that is written where nothing else hides it."""
+        seen = value > VERY_NEGATIVE if term.kind is MaskKind.ADD else value != 0
+        seen = ~seen if term.kind is MaskKind.FILL else seen
+        seen = seen.movedim(term.roles.index("T"), -1)
+        last = moment.start + self.tokens(moment)
+        return (moment.blind or bool(seen[..., :last].any(-1).all())) and not (self.open and bool(seen[..., last:].any()))

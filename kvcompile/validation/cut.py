@@ -1,0 +1,278 @@
+"""Cut: sites that share caches as a program of their own, from queries, new tokens, caches, positions and masks to their outputs.
+
+    captured:  x -> projections -> q, k, v -> writes -> attention -> projection -> ...
+    cut:                           q, k, v -> writes -> attention -> outputs, caches
+
+Queries and new keys and values become inputs; everything else that the outputs or the caches depend on is copied. What the cut program
+means is what the captured graph means between these points, so a rewrite of the one is right where a rewrite of the other is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.capture import Captured, Input
+from kvcompile.passes.effects import Effects, analyse
+from kvcompile.passes.shapes import is_tensor, op_name, value_of
+from kvcompile.passes.sites import Attention, Site, SlotKind
+
+Number = Callable[[int], int]
+
+
+def same(number: int) -> int:
+    """Return a number as it is."""
+    return number
+
+
+class NotApart(Exception):
+    """Why sites cannot be run apart from their graph; the message goes into the report."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Sites as a program of their own.
+
+    ``given``: the arguments that were values of the captured graph (queries, new tokens, sizes), by index. ``sources``: for every other
+    argument the index of the captured graph's argument that it was. ``outputs``: how many results are outputs of attentions; caches that
+    the graph returns stand behind them. ``number``: what each int became, where the program was made smaller.
+    """
+
+    captured: Captured
+    effects: Effects
+    sites: tuple[Site, ...]
+    given: frozenset[int]
+    sources: dict[int, int]
+    outputs: int
+    number: Number = same
+
+
+def clusters(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
+    """Sites in groups that share no cache tensor with one another, in order."""
+    owner: dict[fx.Node, int] = {}
+    members: dict[int, list[Site]] = {}
+    for number, site in enumerate(sites):
+        roots = [slot.root for slot in site.slots]
+        merged = sorted({owner[root] for root in roots if root in owner})
+        members[number] = [item for group in merged for item in members.pop(group)] + [site]
+        for item in members[number]:
+            for slot in item.slots:
+                owner[slot.root] = number
+    return [tuple(group) for group in members.values()]
+
+
+def _borders(sites: Iterable[Site]) -> dict[fx.Node, None]:
+    """The values at which a program of some sites begins: queries and new tokens, in order."""
+    found: dict[fx.Node, None] = {}
+    for site in sites:
+        attention = site.attention
+        found[attention.q] = None
+        if attention.beside is not None:
+            found[attention.beside.q] = None
+        for slot in site.slots:
+            if slot.kind is not SlotKind.READ:
+                found[slot.write.values] = None
+    return found
+
+
+def _needed(captured: Captured, effects: Effects, wanted: Iterable[fx.Node], borders: Iterable[fx.Node]) -> set[fx.Node]:
+    """All nodes that ``wanted`` depend on, writes to what they read among them, none from behind the borders."""
+    stop, found, queue = set(borders), set(), list(wanted)
+    while queue:
+        node = queue.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node in stop or _is_size(node, stop):
+            continue
+        queue += node.all_input_nodes
+        if is_tensor(node):
+            queue += effects.writes.get(effects.root.get(node, node), ())
+    return found
+
+
+def _is_size(node: fx.Node, borders: Iterable[fx.Node]) -> bool:
+    """Whether a node asks a computed tensor for a size, which an argument of the cut program says as well."""
+    if op_name(node) != "sym_size":
+        return False
+    asked = node.args[0]
+    return isinstance(asked, fx.Node) and asked.op != "placeholder" and asked not in borders
+
+
+def _first_use(node: fx.Node, needed: set[fx.Node], effects: Effects) -> tuple[int, int]:
+    """Where a value is first used, so that equal programs have equal arguments: layers may share some, the first has them first."""
+    uses = [user for user in node.users if user in needed]
+    first = min(uses, key=lambda user: effects.order[user], default=None)
+    return (effects.order[first], first.all_input_nodes.index(node)) if first is not None else (len(effects.order), 0)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a program of ``sites`` would hold of its captured graph: nodes ``inside`` and nodes at which it ``begins``, in its order.
+
+    ``outputs``: the sites' results; ``caches``: the results of the captured graph that are their caches, by index.
+    """
+
+    captured: Captured
+    effects: Effects
+    sites: tuple[Site, ...]
+    begins: tuple[fx.Node, ...]
+    inside: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    caches: dict[int, fx.Node]
+
+
+def outline(captured: Captured, effects: Effects, sites: tuple[Site, ...]) -> Outline:
+    """Find what a program of ``sites`` holds."""
+    borders = _borders(sites)
+    returned = captured.graph.find_nodes(op="output")[0].args[0]
+    caches = {index: returned[index] for index in sorted({index for site in sites for slot in site.slots for index in slot.outputs})}
+    roots = {slot.root for site in sites for slot in site.slots}
+    outputs = tuple(dict.fromkeys(site.attention.output for site in sites))
+    wanted = [*outputs, *caches.values(), *roots, *(write for root in roots for write in effects.writes.get(root, ()))]
+    needed = _needed(captured, effects, wanted, borders)
+    begins = [node for node in needed if node.op == "placeholder" or node in borders or _is_size(node, borders)]
+    ordered = tuple(sorted(begins, key=lambda node: _first_use(node, needed, effects)))
+    stop = set(begins)
+    inside = sorted((node for node in needed if node not in stop and node.op != "output"), key=effects.order.__getitem__)
+    return Outline(captured, effects, sites, ordered, tuple(inside), outputs, caches)
+
+
+def cut(whole: Outline, number: Number = same) -> Cut:
+    """Return a program as an outline says; raises NotApart where it cannot be cut out of the captured graph.
+
+    ``number`` says what each int of what was understood of the sites becomes, where the program is to be made smaller.
+    """
+    captured = whole.captured
+    graph, env = fx.Graph(), {}
+    given: set[int] = set()
+    sources: dict[int, int] = {}
+    entries: list[Input] = []
+    borders = _borders(whole.sites)
+    known = {entry.node: entry for entry in captured.inputs if entry.node not in borders}
+    for index, node in enumerate(whole.begins):
+        env[node] = made = graph.placeholder(node.name)
+        made.meta = dict(node.meta)
+        entry = known.get(node)
+        entries.append(Input(index, made, node.name if entry is None else entry.source, False, node, entry is None or entry.owned))
+        if entry is None:
+            given.add(index)
+        else:
+            sources[index] = entry.index
+    _name_symbols(captured, graph, entries, given)
+    for node in whole.inside:
+        env[node] = graph.node_copy(node, lambda item: env[item])
+        env[node].meta = dict(node.meta)
+    graph.output(tuple(env[node] for node in (*whole.outputs, *whole.caches.values())))
+    module = fx.GraphModule(captured.module, graph)
+    fakes = tuple(value_of(entry.node) for entry in entries)
+    apart = Captured(module, tuple(entries), fakes, captured.origin, captured.fake_mode)
+    places = {index: len(whole.outputs) + position for position, index in enumerate(whole.caches)}
+    told = _Translation(env, places, number)
+    sites = tuple(told.of(site) for site in whole.sites)
+    return Cut(apart, analyse(graph), sites, frozenset(given), sources, len(whole.outputs), number)
+
+
+def _name_symbols(captured: Captured, graph: fx.Graph, entries: list[Input], given: set[int]) -> None:
+    """Give every symbol that the arguments' sizes have an argument of its own, where none is that symbol by itself."""
+    sizes = [size for entry in entries for size in _sizes(value_of(entry.node))]
+    bare = {size.node.expr for size in sizes}
+    free = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    for symbol in sorted(free - bare, key=str):
+        made = graph.placeholder(f"size_{symbol}")
+        env = captured.fake_mode.shape_env
+        assert env is not None
+        made.meta["val"] = env.create_symintnode(symbol, hint=None)
+        given.add(len(entries))
+        entries.append(Input(len(entries), made, str(symbol), False, made))
+
+
+def _sizes(value: Any) -> list[torch.SymInt]:
+    """List the symbolic ints of a value: itself, or its sizes."""
+    sizes = [value] if isinstance(value, torch.SymInt) else list(value.shape) if isinstance(value, torch.Tensor) else []
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+
+class _Translation:
+    """Copies values of the matcher with the captured graph's nodes replaced by those of the cut program."""
+
+    def __init__(self, env: dict[fx.Node, fx.Node], outputs: dict[int, int], number: Number) -> None:
+        self.env, self.outputs, self.number = env, outputs, number
+        self.made: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """Return a copy; values that were one object stay one. Raises NotApart for a node outside of the program."""
+        if isinstance(value, fx.Node):
+            if value not in self.env:
+                raise NotApart(f"{value.name} is not computed from its operands")
+            return self.env[value]
+        if isinstance(value, (tuple, frozenset)):
+            kept = [item for item in value if not isinstance(item, fx.Node) or item in self.env]
+            return type(value)(self.of(item) for item in kept)
+        if type(value) is int:
+            return self.number(value)
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        if id(value) not in self.made:
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            if isinstance(value, Attention):
+                fields["others"] = ()
+            if "outputs" in fields:
+                fields["outputs"] = tuple(self.outputs[index] for index in fields["outputs"])
+                fields = {name: item if name == "outputs" else self.of(item) for name, item in fields.items()}
+            else:
+                fields = {name: self.of(item) for name, item in fields.items()}
+            self.made[id(value)] = dataclasses.replace(value, **fields)
+        return self.made[id(value)]
+
+
+def fingerprint(whole: Outline) -> str:
+    """A key of a program and of what was understood of it, for sites that are equal but for their names."""
+    digest = hashlib.sha256()
+    names: dict[fx.Node, str] = defaultdict(lambda: "?")
+    module = whole.captured.module
+    for index, node in enumerate((*whole.begins, *whole.inside)):
+        names[node] = f"n{index}"
+        begins = index < len(whole.begins)
+        target = "" if begins or node.op == "placeholder" else str(node.target)
+        operands = () if begins else fx.node.map_arg((node.args, node.kwargs), lambda item: names[item])
+        held = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+        constant = held.flatten()[:64].tolist() if isinstance(held, torch.Tensor) else ""
+        digest.update(f"{target} {operands!r} {_described(value_of(node))} {constant}\n".encode())
+    places = {index: position for position, index in enumerate(whole.caches)}
+    digest.update(repr([_spelled(site, names, places) for site in whole.sites]).encode())
+    return digest.hexdigest()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(map(str, value.shape))}"
+    return str(value) if isinstance(value, (torch.SymInt, int)) else ""
+
+
+def _spelled(value: Any, names: dict[fx.Node, str], places: dict[int, int]) -> Any:
+    """A value of the matcher as text without the names of nodes, modules and source lines."""
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, (tuple, list)):
+        return [_spelled(item, names, places) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(_spelled(item, names, places)) for item in value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return str(value)
+    left = {"index", "path", "line"} if isinstance(value, Site) else {"others"} if isinstance(value, Attention) else set()
+    found = [type(value).__name__]
+    for item in dataclasses.fields(value):
+        held = getattr(value, item.name)
+        if item.name == "outputs":
+            held = tuple(places[index] for index in held)
+        if item.name not in left:
+            found.append(_spelled(held, names, places))
+    return found

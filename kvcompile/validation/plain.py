@@ -1,0 +1,100 @@
+"""Plain: a cut program on the CPU, in float32, with fake values that say so.
+
+A rewrite is compared in float32 where the model rounds to nothing coarser than its queries, caches and results have anyway: then every
+difference is one of meaning. A cast to something coarser (float8, an int, bfloat16 in a float32 model) is meaning and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from kvcompile.passes.effects import analyse
+from kvcompile.passes.shapes import value_of
+from kvcompile.validation.cut import Cut, NotApart, Number, same
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+def _coarsest(part: Cut) -> float:
+    """The largest rounding step (eps) among queries, new tokens, caches and results."""
+    nodes = {node for site in part.sites for node in (site.attention.q, site.attention.output)}
+    nodes |= {node for site in part.sites for slot in site.slots for node in (slot.root, slot.write.values)}
+    found = [value_of(node).dtype for node in nodes if isinstance(value_of(node), torch.Tensor)]
+    return max((torch.finfo(dtype).eps for dtype in found if dtype in FLOATS), default=0.0)
+
+
+@contextlib.contextmanager
+def unguarded(mode: Any) -> Iterator[None]:
+    """What is traced inside adds no guard to the caller's graph."""
+    with mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
+        yield
+
+
+def _narrowed(held: torch.Tensor, number: Number) -> torch.Tensor:
+    """A constant with the first places of each dim that becomes smaller."""
+    for dim, size in enumerate(held.shape):
+        held = held.narrow(dim, 0, number(size))
+    return held
+
+
+class _Propagate(fx.Interpreter):
+    """Runs a program over fake tensors and writes down what each node gives."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of one node."""
+        value = super().run_node(n)
+        if n.op != "output":
+            n.meta["val"] = value
+        return value
+
+
+def plain(part: Cut, number: Number = same) -> Cut:
+    """Return the program on the CPU in float32; ``number`` says what each int of the program becomes. Changes the nodes in place.
+
+    Raises NotApart where the program does not run so.
+    """
+    eps = _coarsest(part)
+    lifted = {dtype for dtype in FLOATS if torch.finfo(dtype).eps <= eps}
+
+    def told(item: Any) -> Any:
+        if isinstance(item, torch.dtype):
+            return torch.float32 if item in lifted else item
+        if isinstance(item, torch.device):
+            return CPU
+        if isinstance(item, (list, tuple)):
+            return type(item)(told(entry) for entry in item)
+        return number(item) if type(item) is int else item
+
+    captured, mode = part.captured, part.captured.fake_mode
+    module, graph = captured.module, captured.graph
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            held = getattr(module, str(node.target))
+            if isinstance(held, torch.Tensor):
+                # The graph may hold a constant more than once: the cut program gets one of its own.
+                setattr(module, str(node.target), _narrowed(held.detach(), number).to(CPU, told(held.dtype)))
+        elif node.op == "call_function":
+            node.args = tuple(told(item) for item in node.args)
+            node.kwargs = {name: told(item) for name, item in node.kwargs.items()}
+    module.recompile()
+    # Some operators are symbolic only under the dispatcher that the graph was traced with.
+    with unguarded(mode), enable_python_dispatcher(), mode, torch.no_grad():
+        fakes = tuple(
+            torch.empty([told(size) for size in fake.shape], dtype=told(fake.dtype), device=CPU) if isinstance(fake, torch.Tensor) else fake
+            for fake in captured.fakes
+        )
+        try:
+            _Propagate(module).run(*fakes, enable_io_processing=False)
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), "")
+            raise NotApart(f"it does not run on small float32 tensors ({type(error).__name__}: {first})") from error
+    apart = dataclasses.replace(captured, fakes=fakes)
+    return dataclasses.replace(part, captured=apart, effects=analyse(graph))

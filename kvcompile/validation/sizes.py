@@ -1,0 +1,176 @@
+"""Sizes: values for the symbols of a cut program, small ones, that its guards allow; and smaller numbers in place of its large ones.
+
+A program over a cache of 131,072 places is the same program over one of 23, if every 131,072 in it (and 131,071) is replaced alike. Which
+numbers those are is found by trying: a replacement with which the program does not run is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import sympy
+import torch
+
+from kvcompile.passes.shapes import value_of
+from kvcompile.passes.sites import Slot, SlotKind
+from kvcompile.validation.cut import Cut, NotApart, Number
+
+SMALL = 48
+"""A size up to this is taken as it was captured."""
+MOST = 1 << 22
+"""Elements that the largest value of a program may have when it is tried."""
+LONG = 64
+"""A length of tokens from here on is made smaller where a program is too large."""
+NEAR = 8
+"""Lengths no further apart stay as far apart."""
+TRIED = (5, 7, 11, 2, 3, 16, 24, 1, 64)
+
+Values = dict[Any, int]
+
+
+def _symbols(part: Cut) -> list[Any]:
+    """All symbols of the program's arguments, in order of their names."""
+    found = set()
+    for fake in part.captured.fakes:
+        sizes = [fake] if isinstance(fake, torch.SymInt) else fake.shape if isinstance(fake, torch.Tensor) else ()
+        found |= {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+    return sorted(found, key=str)
+
+
+def read(size: Any, values: Values) -> int:
+    """A size, int or symbolic, as a number."""
+    return size if isinstance(size, int) else int(size.node.expr.xreplace(values))
+
+
+def _hint(env: Any, symbol: Any) -> int:
+    """The value that a symbol had when the graph was captured."""
+    known = getattr(env, "backed_var_to_val", None) or env.var_to_val
+    return int(known[symbol]) if symbol in known else 7
+
+
+def allowed(part: Cut, values: Values) -> bool:
+    """Whether the guards of the captured graph hold for these values, as far as they name no other symbol."""
+    env = part.captured.fake_mode.shape_env
+    if env is None:
+        return True
+    for symbol, value in values.items():
+        bounds = env.var_to_range.get(symbol)
+        if bounds is not None and not _least(bounds, part.number) <= value <= bounds.upper:
+            return False
+    return all(
+        _told(guard.expr, part.number).xreplace(values) != sympy.false for guard in env.guards if guard.expr.free_symbols <= set(values)
+    )
+
+
+def _least(bounds: Any, number: Number) -> int:
+    """The smallest value of a symbol."""
+    return number(int(bounds.lower)) if bounds.lower.is_Integer else 0
+
+
+def _told(expr: Any, number: Number) -> Any:
+    """A guard with the numbers of a smaller program."""
+    return expr.xreplace({item: sympy.Integer(number(int(item))) for item in expr.atoms(sympy.Integer)})
+
+
+def captured_values(part: Cut) -> Values:
+    """Return small values for all symbols, those of the capture where they are small; raises NotApart where the guards allow none."""
+    env, symbols = part.captured.fake_mode.shape_env, _symbols(part)
+    hints = {symbol: _hint(env, symbol) for symbol in symbols}
+    free = [symbol for symbol in symbols if hints[symbol] > SMALL]
+    ranges = [env.var_to_range.get(symbol) for symbol in free] if env is not None else []
+    least = [_least(bounds, part.number) if bounds is not None else 2 for bounds in ranges]
+    tried = [dict.fromkeys((*TRIED, low, low + 5)) for low in least]
+    for choice in itertools.islice(itertools.product(*tried), 2000):
+        values = {**hints, **dict(zip(free, choice, strict=True))}
+        if len(set(choice)) == len(choice) and allowed(part, values):
+            return values
+    raise NotApart("no small sizes fit its guards")
+
+
+def loose(part: Cut) -> set[Any]:
+    """The symbols that are ints among the arguments and no tensor's size: positions that Python counts."""
+    ints = {symbol for fake in part.captured.fakes if isinstance(fake, torch.SymInt) for symbol in fake.node.expr.free_symbols}
+    values: tuple[Any, ...] = (*(value_of(node) for node in part.captured.graph.nodes), *part.captured.fakes)
+    shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    return ints - {symbol for shape in shapes for size in shape if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+
+
+def past(slot: Slot) -> Any:
+    """Tokens that a cache which grows by concatenation holds before a call, int or symbolic."""
+    before = slot.placeholder if slot.write.position.past is None else slot.write.position.past
+    return value_of(slot.root if before is None else before).shape[slot.axes.token_dim]
+
+
+def pasts(part: Cut, values: Values) -> Iterator[Values]:
+    """The values, and the same with other lengths of the past, where caches grow by concatenation."""
+    yield values
+    grown = {
+        symbol for site in part.sites for slot in site.slots if slot.kind is SlotKind.CONCAT
+        for size in [past(slot)] if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+    }
+    # A cache that keeps its newest tokens may have been captured before or after it was full: longer ones are another program.
+    rings = any(slot.ring is not None for site in part.sites for slot in site.slots)
+    for length in (2, 19):
+        changed = {**values, **dict.fromkeys(grown, length)}
+        if grown and allowed(part, changed) and not (rings and any(length > values[symbol] for symbol in grown)):
+            yield changed
+
+
+def elements(part: Cut, values: Values) -> int:
+    """The number of elements of the program's largest value."""
+    shapes = [value_of(node).shape for node in part.captured.graph.nodes if isinstance(value_of(node), torch.Tensor)]
+    return max(math.prod(read(size, values) if _known(size, values) else 1 for size in shape) for shape in shapes)
+
+
+def _known(size: Any, values: Values) -> bool:
+    return isinstance(size, int) or size.node.expr.free_symbols <= set(values)
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    """All ints in what was understood of a site, or in the operands of a node."""
+    if type(value) is int:
+        yield abs(value)
+    elif isinstance(value, (list, tuple, frozenset)):
+        for item in value:
+            yield from _numbers(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from _numbers(getattr(value, item.name))
+
+
+def _lengths(part: Cut) -> set[int]:
+    """The lengths of tokens that are numbers in a program: of its caches, its calls and its windows."""
+    found: set[int] = set()
+    for site in part.sites:
+        for slot in site.slots:
+            found |= set(_numbers([value_of(slot.root).shape[dim] for dim in slot.axes.token_dims]))
+            found |= set(_numbers([slot.write.count, slot.ring, slot.capacity, slot.write.position.offset]))
+        found |= set(_numbers([site.tokens, site.bounds.hi, site.bounds.lo]))
+        found |= set(_numbers(list(value_of(site.attention.k).shape)[site.attention.k_roles.index("T")]))
+    return found
+
+
+def reductions(part: Cut) -> Iterator[Number]:
+    """Give ways to make a program's numbers smaller, the most thorough first."""
+    lengths = {number for number in _lengths(part) if number >= LONG}
+    literal = {number for node in part.captured.graph.nodes for number in _numbers([*node.args, *node.kwargs.values()])}
+    near = {number for number in literal if any(abs(number - length) <= NEAR for length in lengths)}
+    large = {number for number in literal | lengths if 3 * LONG <= number < 1 << 31}
+    for chosen in dict.fromkeys((frozenset(large | lengths | near), frozenset(lengths | near))):
+        yield _smaller(chosen)
+
+
+def _smaller(numbers: Iterable[int]) -> Number:
+    """Return a function that maps these numbers to small ones in their order, those near each other alike, and no other number."""
+    told: dict[int, int] = {}
+    last = None
+    small = 4
+    for number in sorted(numbers):
+        small = small + number - last if last is not None and number - last <= NEAR else small + 2 * NEAR - 1
+        told[number], last = small, number
+    return lambda number: told.get(number, number) if number >= 0 else -told.get(-number, -number)

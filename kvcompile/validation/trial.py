@@ -1,0 +1,250 @@
+"""Trial: a cut program and its rewritten twin run side by side over random tokens, and what they give is compared.
+
+The twin stores tokens as they are (the scheme "dense"), in the very stores and by the very runtime that a user's call goes through:
+adoption of filled caches, the choice of a variant, growth. So whatever differs is the rewrite's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcompile.errors import KvcompileError
+from kvcompile.passes.plan import Plan, policy_of, site_plan
+from kvcompile.passes.rewrite import rewrite
+from kvcompile.passes.rewritten import Rewritten, Variant
+from kvcompile.passes.shapes import value_of
+from kvcompile.passes.sites import SlotKind
+from kvcompile.runtime import handle as handles
+from kvcompile.runtime.binding import bind
+from kvcompile.runtime.bound import BoundGraph
+from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.ledger import Ledger
+from kvcompile.validation.arguments import Arguments, Moment
+from kvcompile.validation.cut import Cut, NotApart
+from kvcompile.validation.sizes import Values, allowed, captured_values, loose, past, pasts, read
+
+log = logging.getLogger(__name__)
+
+SEED = 20
+ALLOWED = 1e-4
+"""The largest difference that float32 may make, relative to the largest result: 20 times what was seen over all idioms."""
+LARGE = 37.0
+"""The spread of what lies in places that nobody wrote yet."""
+
+
+class Outcome(enum.Enum):
+    """What a trial of a site showed."""
+
+    EQUAL = "validated"
+    DIFFERENT = "differs"
+    UNKNOWN = "not validated"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome, and where it is not EQUAL the reason as a sentence.
+
+    ``blind``: queries that see no token give something else, though everything else is equal.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    blind: bool = False
+
+
+class _Session:
+    """One cache of a program and of its twin, from call to call."""
+
+    def __init__(self, part: Cut, bound: BoundGraph, arguments: Arguments) -> None:
+        self.part, self.bound, self.arguments = part, bound, arguments
+        self.ours: dict[int, Any] = {}
+        self.theirs: dict[int, Any] = {}
+        roots = {slot.placeholder for site in part.sites for slot in site.slots}
+        effects = part.effects
+        # Caches, and counters that the program moves on itself.
+        self.kept = [
+            entry.index for entry in part.captured.inputs
+            if isinstance(part.captured.fakes[entry.index], torch.Tensor) and (entry.node in roots or effects.writes.get(entry.node))
+        ]
+
+    def fill(self, moment: Moment, unwritten: float) -> None:
+        """Caches as they are before a call: random tokens ahead of its start, ``unwritten`` times random ones behind."""
+        slots = {slot.placeholder: slot for site in self.part.sites for slot in site.slots if slot.placeholder is not None}
+        for entry in self.part.captured.inputs:
+            if entry.node not in slots:
+                continue
+            slot, fake = slots[entry.node], self.part.captured.fakes[entry.index]
+            assert isinstance(fake, torch.Tensor)
+            held = self.arguments.normal(self.arguments.shape(fake, moment), fake.dtype)
+            if slot.kind in {SlotKind.BUFFER, SlotKind.UPDATED} and slot.table is None and slot.ring is None:
+                behind = held.narrow(slot.axes.token_dim, moment.start, held.shape[slot.axes.token_dim] - moment.start)
+                behind.mul_(unwritten)
+            self.theirs[entry.index], self.ours[entry.index] = held, held.clone()
+
+    def call(self, moment: Moment) -> str:
+        """Run one call of both; return where they differ, '' where they do not. Raises NotApart where the program itself cannot run."""
+        args = self.arguments.make(moment, {**self.theirs})
+        for index in self.kept:
+            if index not in self.theirs:
+                self.theirs[index], self.ours[index] = args[index], args[index].clone()
+        mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
+        try:
+            expected = self.part.captured.module(*args)
+        except Exception as error:
+            raise NotApart(f"it does not run by itself ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})") from error
+        found = self.bound(*mine)
+        for index in range(self.part.outputs):
+            difference = compared(expected[index], found[index])
+            if difference:
+                return f"the attention's result {difference}"
+        return self._caches(moment, expected, found)
+
+    def blind(self, moment: Moment) -> bool:
+        """Run the first call with padding among its tokens; return whether results of padding differ and no other does. Raises NotApart."""
+        args = self.arguments.make(moment, {**self.theirs})
+        # Counters among the arguments are moved on by the program.
+        mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
+        expected, found = self.part.captured.module(*args), self.bound(*mine)
+        roles = self.part.sites[0].attention.out_roles
+        if not {"B", "S"} <= set(roles) or not compared(expected[0], found[0]):
+            return False
+        both = [item.movedim((roles.index("B"), roles.index("S")), (0, 1)) for item in (expected[0], found[0])]
+        padding = torch.arange(both[0].shape[1]) < moment.padding(both[0].shape[0])[:, None]
+        if difference := compared(both[0][~padding], both[1][~padding]):
+            raise NotApart(f"with padding among the first tokens its result {difference}")
+        return True
+
+    def _caches(self, moment: Moment, expected: Sequence[Any], found: Sequence[Any]) -> str:
+        """Compare the caches after a call, as far as they are written, and hand them on to the next."""
+        last = moment.start + self.arguments.tokens(moment)
+        for site in self.part.sites:
+            for slot in site.slots:
+                for output in slot.outputs:
+                    difference = compared(expected[output], handles.decoded(found[output])) if slot.ring is None else ""
+                    if difference and slot.kind is not SlotKind.BUFFER and slot.kind is not SlotKind.UPDATED:
+                        return f"the cache that it returns {difference}"
+                place = next((entry.index for entry in self.part.captured.inputs if entry.node is slot.placeholder), None)
+                if place is None:
+                    continue
+                if slot.outputs:
+                    self.theirs[place], self.ours[place] = expected[slot.outputs[0]], found[slot.outputs[0]]
+                if slot.kind in {SlotKind.BUFFER, SlotKind.UPDATED} and slot.table is None and slot.ring is None:
+                    dim = slot.axes.token_dim
+                    both = self.theirs[place], handles.decoded(self.ours[place])
+                    if difference := compared(*(item.narrow(dim, 0, min(last, item.shape[dim])) for item in both)):
+                        return f"the cache that it writes {difference}"
+        return ""
+
+
+def compared(expected: Any, found: Any) -> str:
+    """Say how two results differ, '' where they are equal to float32's rounding."""
+    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return ""
+    if expected.shape != found.shape:
+        return f"has the shape {tuple(found.shape)} in place of {tuple(expected.shape)}"
+    expected, found = expected.double(), found.double()
+    odd = ~expected.isfinite()
+    if not torch.equal(odd, ~found.isfinite()):
+        return "is NaN or infinite in other places"
+    error = (expected - found).masked_fill(odd, 0).abs().max() if expected.numel() else torch.zeros(())
+    scale = expected.masked_fill(odd, 0).abs().max().clamp(min=1e-3) if expected.numel() else torch.ones(())
+    return f"differs by {float(error / scale):.1e} of its largest value" if float(error) > ALLOWED * float(scale) else ""
+
+
+def _starts(part: Cut, arguments: Arguments, values: Values) -> tuple[list[int], int | None]:
+    """(positions at which the first token of a call may lie, the room of the cache, None without an end)."""
+    slots = [slot for site in part.sites for slot in site.slots if slot.kind in {SlotKind.BUFFER, SlotKind.UPDATED}]
+    count = arguments.tokens(Moment(values, 0))
+    fixed = [offset if isinstance(offset, int) else read(value_of(offset), values) for offset in arguments.offsets]
+    if not slots or any(slot.table is not None for slot in slots):
+        before = [read(past(slot), values) for site in part.sites for slot in site.slots if slot.kind is SlotKind.CONCAT]
+        return [fixed[0] if fixed else before[0] if before else 0], None
+    room = min(read(slot.axes.room(value_of(slot.root).shape), values) for slot in slots)
+    counted = [values[symbol] for symbol in loose(part)]
+    if fixed and not counted:
+        return [fixed[0]], room
+    return sorted({start for start in (0, min(6, room // 3), room - count, *counted) if 0 <= start <= room - count}), room
+
+
+def _moments(part: Cut, arguments: Arguments) -> Iterator[tuple[list[Moment], float]]:
+    """Give the sessions that are tried: calls one after another, and what lies in places that nobody wrote yet."""
+    for values in pasts(part, captured_values(part)):
+        starts, room = _starts(part, arguments, values)
+        count = arguments.tokens(Moment(values, 0))
+        for start in starts:
+            session: list[Moment] = []
+            once = room is None or (arguments.offsets and not loose(part))
+            for at in range(start, start + count * (1 if once else 3), count):
+                # What Python counts is where the tokens go.
+                counted = {**values, **dict.fromkeys(loose(part), at)}
+                if not allowed(part, counted) or (room is not None and at + count > room):
+                    break
+                session.append(Moment(counted, at, padded=1))
+            if session:
+                yield session, 0.0
+            if session and start:
+                yield session[:1], LARGE
+
+
+def _twin(part: Cut) -> BoundGraph:
+    """Return the program rewritten with stores that keep tokens as they are."""
+    pair = policy_of("dense").of("")
+    assert pair is not None
+    planned = Plan(tuple(site_plan(site, pair, part.effects) for site in part.sites), ())
+
+    def variant(which: Variant) -> tuple[Rewritten, Callable[..., Any]]:
+        made = rewrite(part.captured, planned, which, part.effects)
+        return made, made.module
+
+    first = rewrite(part.captured, planned, Variant.PAST, part.effects)
+    return bind(part.captured, planned, part.effects, first, variant, Growth(), Ledger())
+
+
+def tried(part: Cut, examples: Sequence[Any]) -> Verdict:
+    """Run a plain program and its twin side by side; ``examples`` are the captured graph's arguments."""
+    try:
+        arguments = Arguments(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
+        sessions = list(_moments(part, arguments))
+    except NotApart as reason:
+        return Verdict(Outcome.UNKNOWN, str(reason))
+    done, unknown = 0, "no call of it could be made"
+    for moments, unwritten in sessions:
+        try:
+            session = _Session(part, _twin(part), arguments)
+            session.fill(moments[0], unwritten)
+            for number, moment in enumerate(moments):
+                if difference := session.call(moment):
+                    state = f"{moment.start} tokens before it" + (", unwritten places not zero" if unwritten else "")
+                    return Verdict(Outcome.DIFFERENT, f"{difference} (call {number + 1}, {state}, seed {SEED})")
+                done += 1
+        except NotApart as reason:
+            unknown = str(reason)
+        except KvcompileError as error:
+            # Refused at run time, loudly: no wrong number.
+            unknown = f"its twin was refused: {error}"
+        except Exception as error:
+            log.debug("a rewritten twin fails", exc_info=True)
+            first = next(iter(str(error).splitlines()), "")
+            return Verdict(Outcome.DIFFERENT, f"it fails with {type(error).__name__}: {first} (seed {SEED})")
+    return Verdict(Outcome.EQUAL, blind=_blind(part, arguments, sessions)) if done else Verdict(Outcome.UNKNOWN, unknown)
+
+
+def _blind(part: Cut, arguments: Arguments, sessions: list[tuple[list[Moment], float]]) -> bool:
+    """Whether queries of padding, which see no token, give something else where the cache is empty."""
+    first = next((moments[0] for moments, _ in sessions if moments[0].start == 0), None)
+    if first is None or not arguments.free or arguments.tokens(first) == 1:
+        return False
+    moment = dataclasses.replace(first, padded=2, blind=True)
+    try:
+        session = _Session(part, _twin(part), arguments)
+        session.fill(moment, 0.0)
+        return session.blind(moment)
+    except (NotApart, KvcompileError):
+        return False
