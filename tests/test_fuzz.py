@@ -1,0 +1,41 @@
+"""A fixed slice of the fuzzer (``benchmarks/fuzz.py``), and all that it ever found."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.fuzz import AXES, CORPUS, Found, drawn, tried
+
+GOOD = {Found.RIGHT, Found.REFUSED, Found.OUTSIDE}
+SEEDS = 32
+
+
+@pytest.fixture(autouse=True)
+def _fresh(one_thread: None, fresh_dynamo: None) -> None:
+    """Small tensors on one thread, nothing compiled before."""
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_random_module_is_right_or_refused(seed: int) -> None:
+    result = tried(seed, drawn(seed))
+    assert result.found in GOOD, f"{result.choice}: {result.said}"
+
+
+@pytest.mark.parametrize(("seed", "choice"), CORPUS)
+def test_what_was_found_once_stays_mended(seed: int, choice: dict[str, str]) -> None:
+    result = tried(seed, choice)
+    assert result.found in GOOD, f"{result.choice}: {result.said}"
+
+
+def test_the_fuzzer_sees_a_difference() -> None:
+    """A cap of the negative scores, which the matcher reads wrongly: found where rewrites are not validated."""
+    choice = {axis: options[0] for axis, options in AXES.items()} | {"scores": "cap-negative"}
+    assert tried(0, choice, validate=False).found is Found.DIFFERENT
+    assert tried(0, choice).found is Found.REFUSED
+
+
+def test_the_slice_holds_both_outcomes() -> None:
+    """Plain modules are rewritten: a matcher that refused everything would pass the slice."""
+    plain = {axis: options[0] for axis, options in AXES.items()}
+    assert tried(1, plain).found is Found.RIGHT
+    assert tried(1, plain | {"layout": "concatenated", "groups": "2", "mask": "window"}).found is Found.RIGHT
