@@ -7,9 +7,9 @@ adopting a cache that arrives filled, and the first write into an empty one.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +19,22 @@ from torch import fx
 
 from kvcompile.errors import CacheFull, CacheStale, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
 from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewrite import BORN, Binding, Rewritten, Variant
+from kvcompile.passes.rewrite import BORN
+from kvcompile.passes.rewritten import Binding, Rewritten, Variant
 from kvcompile.passes.rope import Rotation
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import Ring, SlotKind
+from kvcompile.runtime import adoption, pools, rings
 from kvcompile.runtime import handle as handles
-from kvcompile.runtime import pools, rings
 from kvcompile.runtime.groups import Group, SizeReader
 from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.positions import Found, Positions
 from kvcompile.runtime.rotary import Rotary, RotaryReader
 from kvcompile.runtime.state import CacheState, bring
 from kvcompile.runtime.steady import Row, Steady
 from kvcompile.runtime.store import Store, StoreSpec
+from kvcompile.runtime.undo import Undo
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class _Call:
     states: list[CacheState]
     starts: list[int]
     counts: list[int]
+    undo: Undo
 
 
 class BoundGraph:
@@ -51,7 +55,7 @@ class BoundGraph:
     def __init__(
         self, captured: Captured, groups: tuple[Group, ...], pairs: tuple[tuple[int, int], ...],
         compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: Positions | None,
-        growth: Growth, live: weakref.WeakSet[Any], decode_arguments: tuple[int, ...], thawed: Mapping[int, str],
+        growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str],
     ) -> None:
         self.captured, self.groups, self.pairs = captured, groups, pairs
         self.compile_variant, self.positions, self.growth, self.live = compile_variant, positions, growth, live
@@ -82,7 +86,9 @@ class BoundGraph:
         self.learners = tuple(
             index for index in self.written if any(item.plan.scheme.learns(item.plan.spec) for item in groups[index].bindings)
         )
+        self.undone = any(item.plan.window for group in groups for item in group.bindings) or any(group.ring for group in groups)
         self.warned = False
+        self.left: adoption.Left | None = None  # a trial has none
 
     # --- finding the states ----------------------------------------------------------------------
 
@@ -92,7 +98,7 @@ class BoundGraph:
 
     def _new_state(self, group: Group, batch: int, device: torch.device, args: tuple[Any, ...]) -> CacheState:
         stores = {item.part: Store(self._spec(item), batch, device, 0, self._rotary(item, args)) for item in group.bindings}
-        state = CacheState({item.part: item.plan.slot.axes for item in group.bindings}, stores)
+        state = CacheState({item.part: item.plan.slot.axes for item in group.bindings}, stores, growth=self.growth)
         state.ring = group.ring.slots if group.ring is not None else None
         self.live.add(state)
         return state
@@ -158,14 +164,19 @@ class BoundGraph:
             pools.adopt(group, tensor, state)
             handles.take_over(tensor, state)
             return state
+        if adoption.whole(group, tensor, kept):
+            if self.left is not None:
+                adoption.say_whole(group, tensor)
+            kept = tensor.shape[group.token_dim]
         for item in group.bindings:
             store = state.stores[item.part]
             if kept:
                 store.reserve(self.growth.pages(kept, capacity))
                 dense = bring(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
-                origin = found().origin(group.site) if item.plan.window else None
+                origin = found().origin(group.site) if item.plan.window or item.plan.scheme.keeps_padding_out else None
                 store.adopt(dense[:, :, :kept], origin)
-        state.length = state.top = prior
+        state.length = state.top = state.behind = prior
+        state.held = kept
         if kept:
             self._untaught(group, "arrived filled")
         if owned:
@@ -231,7 +242,7 @@ class BoundGraph:
         if position.index is None:
             return self._offset(position.offset, args)
         count = self.sizes.read(group.first.plan.slot.write.count, args)
-        length = self._length(group, state, args)
+        length = state.behind if group.kind is SlotKind.BUFFER else self._length(group, state, args)
         if length and value_of(position.index).device.type != "cpu" and length + count <= self._capacity(group, args):
             return length
         # On a GPU this waits, once the tokens counted fill the cache: it is full, or its caller started again.
@@ -250,7 +261,7 @@ class BoundGraph:
         return start
 
     def _prepare(self, args: tuple[Any, ...], found: Callable[[], Found]) -> _Call:
-        states, starts, counts = [], [], []
+        states, starts, counts, undo = [], [], [], Undo()
         for group in self.groups:
             state = self._state(group, args, found)
             start = self._start(group, state, args, found)
@@ -261,12 +272,26 @@ class BoundGraph:
             states.append(state)
             starts.append(start)
             counts.append(count)
-            if start < state.length:
-                state.rewind(start)
         for key, value in self.pairs:
             if starts[key] != starts[value]:
                 raise LengthsDiffer(keys=starts[key], values=starts[value], where=self.groups[key].where)
-        return _Call(states, starts, counts)
+        self._go_back(states, starts, undo, found)
+        return _Call(states, starts, counts, undo)
+
+    def _go_back(self, states: list[CacheState], starts: list[int], undo: Undo, found: Callable[[], Found]) -> None:
+        """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""
+        with undo:
+            for group, state, start in zip(self.groups, states, starts, strict=True):
+                if start < state.behind:
+                    undo.whole(state)
+                    state.rewind(self._rows_start(group, start, found))
+
+    def _rows_start(self, group: Group, start: int, found: Callable[[], Found]) -> int | torch.Tensor:
+        """Where this call's tokens go in each row, int64 [B] where rows have positions of their own."""
+        position = group.first.plan.slot.write.position
+        if position.index is None or not position.rows or group.kind not in {SlotKind.BUFFER, SlotKind.UPDATED}:
+            return start
+        return found().values[position.index][:, 0]
 
     def _length(self, group: Group, state: CacheState, args: tuple[Any, ...]) -> int:
         """Tokens that the cache tensor of this call holds: an older tensor of a state that has gone on since holds fewer."""
@@ -354,12 +379,25 @@ class BoundGraph:
         if self.steady is not None and (settled := self.steady.ready(args)) is not None:
             rewritten, compiled = self.variants[Variant.PAST]
             planes, cursors = self.steady.planes(settled), self.steady.cursors(settled, rewritten.cursors)
-            results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors, *self._sizes(rewritten, args))
+            with Undo() as undo:
+                if self.undone:
+                    undo.keep(settled, [state.behind for state in settled], [row.count for row in self.steady.rows])
+                results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors, *self._sizes(rewritten, args))
             self.steady.commit(settled, args)
             return self._results(results, self._given_back(args), rewritten)
         shapes = [tuple(args[group.argument].shape) if group.argument is not None else None for group in self.groups]
-        found = self.positions.once(args) if self.positions is not None else _nowhere
+        found = self.positions.once(args) if self.positions is not None else functools.partial(Found, {})
+        prior = functools.partial(self._prior, args=args, found=found)
+        if self.left is not None and (dense := self.left.results(self.groups, args, prior, self.thawed)) is not None:
+            return dense
         call = self._prepare(args, found)
+        with call.undo:
+            rewritten, results = self._compute(call, args, found)
+        self._settle(call, args, rewritten)
+        return self._commit(call, args, shapes, results, rewritten)
+
+    def _compute(self, call: _Call, args: tuple[Any, ...], found: Callable[[], Found]) -> tuple[Rewritten, list[Any]]:
+        """The variant that serves a call, and what its compiled code gives."""
         variant = self._variant(call, args, found)
         if variant not in self.variants:
             self.variants[variant] = self.compile_variant(variant)
@@ -377,9 +415,9 @@ class BoundGraph:
             plane for item in rewritten.bindings for plane in by_root[item.plan.slot.root, item.part].planes
         ]
         last = (*self._cursors(rewritten, call), *self._sizes(rewritten, args))
-        results = list(compiled(*[args[index] for index in rewritten.kept], *planes, *last))
-        self._settle(call, args, rewritten)
-        return self._commit(call, args, shapes, results, rewritten)
+        if self.undone:
+            call.undo.keep(call.states, call.starts, call.counts)
+        return rewritten, list(compiled(*[args[index] for index in rewritten.kept], *planes, *last))
 
     def _untaught(self, group: Group, why: str) -> None:
         """Say once that a store is filled without what its scheme learns from queries."""
@@ -411,15 +449,13 @@ class BoundGraph:
             if group.ring is not None and (group.ring.refilled or group.kind is SlotKind.BUFFER):
                 keep = self.sizes.read(group.ring.keep, args)
                 state.epoch += 1
-                state.length = keep if group.ring.refilled else start + count
+                state.length = state.behind = keep if group.ring.refilled else start + count
                 state.top = state.length if group.ring.refilled else max(state.top, state.length)
                 if group.argument is not None:
                     tensor = args[group.argument]
                     tensor._length, tensor._epoch = state.length, state.epoch
             elif group.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER}:
-                capacity = self._capacity(group, args)
-                state.epoch += 1
-                state.length = min(max(state.length, start + count), capacity)
+                state.overwrite(min(start + count, self._capacity(group, args)))
                 if group.argument is not None:
                     tensor = args[group.argument]
                     tensor._length, tensor._epoch = state.length, state.epoch
@@ -459,7 +495,3 @@ class BoundGraph:
             # The next call has a longer one: Dynamo would learn that by compiling the first step for this length alone.
             torch._dynamo.maybe_mark_dynamic(handle, group.token_dim)
         return handle
-
-
-def _nowhere() -> Found:
-    return Found({})

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewrite import Binding
+from kvcompile.passes.rewritten import Binding
 from kvcompile.passes.shapes import source_line, value_of
 from kvcompile.passes.sites import Limit, Ring, Site, SlotKind
 

@@ -8,9 +8,13 @@ neither crash nor lie:
 * zero_() (a cache's ``reset``), fill_(0), mul_(0) and [...] = 0 empty it; indexing rows, index_select,
   repeat_interleave (beam search, batch select), [..., :n, :] (crop), clone, deepcopy and pickling act on the
   codes, never on decoded values
+* writes of tokens (index_copy_, slice and index assignment, copy_, index_put_, scatter_), to it or to a view of it, are encoded into
+  the codes, and ``cat`` with new tokens gives a handle of the longer cache, both with one warning (``writes`` says what is sound)
+* any other write turns it back into the dense tensor of what its codes decode to (``thaw``), with one warning: right, at the
+  dense tensor's size, until a compiled call adopts it again
+* whoever asks for its address (data_ptr, untyped_storage, dlpack) gets that of the dense tensor, into which it is turned for it;
+  numpy() gives decoded values that numpy refuses to write to
 * any other read gives the decoded values, as a view where the dense tensor's result would share its memory
-* any other write, to it or to such a view, turns it back into the dense tensor of what its codes decode to
-  (``thaw``), with one warning: right, at the dense tensor's size, until a compiled call adopts it again
 
 A buffer that lives in a module or in a static cache keeps its identity: its class is changed in place
 and its storage replaced, which costs one recompilation of each graph that saw it dense, and none after.
@@ -20,15 +24,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 
+from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.views import VIEWS, Origin, name_of, viewed, writes
+from kvcompile.runtime.views import name_of
+from kvcompile.runtime.writes import Rejected, encode
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +55,12 @@ class CompressedCache(torch.Tensor):
     _length: int
     _epoch: int
     _face: tuple[Any, ...]
+    _alone: bool
+    """Whether no other handle shows its state, so that a write into its codes changes nothing else."""
+    _slices: list[weakref.ref[Any]]
+    """Handles of parts of it: the dense tensor would share its memory with them."""
+    _origin: tuple[weakref.ref[Any], Callable[[Any], Any]] | None
+    """What it is a part of, and the indexing that made it."""
 
     @classmethod
     def __torch_function__(
@@ -65,12 +78,9 @@ class CompressedCache(torch.Tensor):
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        handler = HANDLERS.get(name)
-        if handler is not None and isinstance(args[0], CompressedCache):
-            found = handler(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        return _outside(func, name, args, dict(kwargs))
+        from kvcompile.runtime.operations import answer
+
+        return answer(func, name, args, dict(kwargs))
 
     # Tensor's own are written in Python: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
 
@@ -101,21 +111,20 @@ def _exposed(item: Any) -> Any:
     return item
 
 
-def is_handle(value: object) -> bool:
+def is_handle(value: object) -> TypeGuard[CompressedCache]:
     """Whether a value is a compressed cache tensor."""
     return isinstance(value, CompressedCache)
 
 
-_STUBS: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+def _stub(state: CacheState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the one NaN that all handles of a state share: whoever reads it by force reads no number.
 
-
-def _stub(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one NaN that all handles of a dtype and device share: whoever reads it by force reads no number."""
-    key = (dtype, device)
-    if key not in _STUBS:
+    Handles of different caches share no memory: Dynamo refuses to trace a nested region two of whose inputs do.
+    """
+    if state.stub is None or (state.stub.dtype, state.stub.device) != (dtype, device):
         with torch.inference_mode(False):
-            _STUBS[key] = torch.full((1,), float("nan"), dtype=dtype, device=device)
-    return _STUBS[key]
+            state.stub = torch.full((1,), float("nan"), dtype=dtype, device=device)
+    return state.stub
 
 
 def face_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -123,26 +132,28 @@ def face_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-def make(state: CacheState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, length: int | None = None) -> CompressedCache:
-    """A new handle of ``shape`` on a state."""
+def make(
+    state: CacheState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, length: int | None = None, alone: bool = False
+) -> CompressedCache:
+    """A new handle of ``shape`` on a state; ``alone``: no other handle shows that state."""
     # No view of the stub: what is thawed must own its memory alone to be taken over again.
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(False):
         handle = torch.Tensor._make_subclass(CompressedCache, torch.empty(0, dtype=dtype, device=device))
-        handle.set_(_stub(dtype, device).untyped_storage(), 0, shape, (0,) * len(shape))
+        handle.set_(_stub(state, dtype, device).untyped_storage(), 0, shape, (0,) * len(shape))
         handle._face = face_of(handle)
-    _attach(handle, state, state.length if length is None else length)
+    _attach(handle, state, state.length if length is None else length, alone)
     return handle
 
 
 def take_over(tensor: torch.Tensor, state: CacheState) -> None:
     """Turn a dense tensor into a handle in place: its memory is gone, its identity stays."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-        stub = _stub(tensor.dtype, tensor.device)
+        stub = _stub(state, tensor.dtype, tensor.device)
         shape = tensor.shape
         tensor.set_(stub.untyped_storage(), 0, shape, (0,) * len(shape))
         tensor.__class__ = CompressedCache
         tensor._face = face_of(tensor)  # type: ignore[attr-defined]
-    _attach(tensor, state, state.length)  # type: ignore[arg-type]
+    _attach(tensor, state, state.length, True)  # type: ignore[arg-type]
 
 
 def can_take_over(tensor: torch.Tensor) -> bool:
@@ -151,33 +162,76 @@ def can_take_over(tensor: torch.Tensor) -> bool:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How many tensors share the memory, as far as the storage knows: itself, views of it, detached ones."""
+    """How many share the memory, as far as the storage knows: itself, views of it, detached ones; and an owner that is not torch."""
     storage = tensor.untyped_storage()
-    # One of the uses is the storage object just made.
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+    # One of the uses is the storage object just made. Memory that came from outside (an array's, another process') cannot be resized.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + (not storage.resizable())  # type: ignore[attr-defined]
 
 
 def rebind(handle: CompressedCache, state: CacheState, length: int) -> None:
-    """Let a handle show the last of ``length`` tokens of another state."""
-    _attach(handle, state, length)
+    """Let a handle show the last of ``length`` tokens of another state, made for it."""
+    _attach(handle, state, length, True)
 
 
-def _attach(handle: CompressedCache, state: CacheState, length: int) -> None:
-    handle._kv, handle._length, handle._epoch = state, length, state.epoch
+def _attach(handle: CompressedCache, state: CacheState, length: int, alone: bool) -> None:
+    handle._kv, handle._length, handle._epoch, handle._alone = state, length, state.epoch, alone
+    handle._slices, handle._origin = [], None
 
 
 def thaw(handle: CompressedCache, why: str) -> torch.Tensor:
     """Turn a handle back into the dense tensor that it stands for, in place: its identity stays, the bytes it saved are used again.
 
-    ``why`` is said once for each reason, unless the cache is empty, which costs nothing but the memory.
+    Handles of parts of it become views of its memory; a part itself is turned back with what it is a part of. ``why`` is said once
+    for each reason, unless the cache is empty, which costs nothing but the memory.
     """
+    if handle._origin is not None and is_handle(whole := handle._origin[0]()):
+        thaw(whole, why)
+        return handle
     if handle._length:
         _say(why, handle.numel() * handle.element_size())
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(handle.is_inference()):
-        dense = decoded(handle).contiguous()
-        handle.__class__ = torch.Tensor  # type: ignore[assignment]
-        handle.set_(dense.untyped_storage(), dense.storage_offset(), dense.shape, dense.stride())
+    become(handle, decoded(handle).contiguous())
+    for part in [ref() for ref in handle.__dict__.pop("_slices")]:
+        if is_handle(part) and part._origin is not None:
+            become(part, part._origin[1](handle))
     return handle
+
+
+def become(handle: CompressedCache, dense: torch.Tensor) -> None:
+    """Let a handle have the memory of a dense tensor; its state is gone."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(handle.is_inference()):
+        handle.__class__ = torch.Tensor  # type: ignore[assignment]
+        del handle._kv
+        handle.set_(dense.untyped_storage(), dense.storage_offset(), dense.shape, dense.stride())
+
+
+def put(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether ``write``, which overwrites parts of a dense tensor, was encoded into the codes; if not, the handle is dense by now."""
+    line = user_line()
+    if (handle._origin is not None and handle._origin[0]() is not None) or any(part() is not None for part in handle._slices):
+        thaw(handle, f"{name} writes to it outside of compiled code, at {line}, while there are handles of parts of it")
+        return False
+    resume(handle)
+    if not handle._alone:
+        state = handle._kv.mapped(lambda store: store.clone())
+        state.length = handle._length
+        rebind(handle, state, handle._length)
+    try:
+        encode(handle, write, shown(handle))
+    except Rejected as reason:
+        thaw(handle, f"{name} writes to it outside of compiled code, at {line}, and {reason}")
+        return False
+    handle._length, handle._epoch = handle._kv.length, handle._kv.epoch
+    tell(line)
+    return True
+
+
+@functools.cache
+def tell(line: str) -> None:
+    """Warn, once for each line."""
+    log.warning(
+        "a compressed cache tensor is used outside of compiled code, at %s: tokens written there are encoded, and all that is read is "
+        "decoded, which is slow", line,
+    )
 
 
 @functools.cache
@@ -190,7 +244,7 @@ def decoded(value: torch.Tensor) -> torch.Tensor:
     """A dense copy of what a compressed cache tensor stands for; any other tensor as it is."""
     if not isinstance(value, CompressedCache):
         return value
-    _resume(value)
+    resume(value)
     with torch._C.DisableTorchFunctionSubclass():
         return value._kv.dense(tuple(value.shape), value._length)
 
@@ -208,172 +262,6 @@ def shown(handle: CompressedCache) -> int:
     return min(handle._length, next(iter(handle._kv.axes.values())).room(handle.shape))
 
 
-def _resume(handle: CompressedCache) -> None:
+def resume(handle: CompressedCache) -> None:
+    """Raise CacheStale where tokens that a handle shows were written over."""
     handle._kv.resume(handle._length, handle._epoch, shown(handle))
-
-
-def _derived(handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int) -> CompressedCache:
-    return make(state, shape, handle.dtype, handle.device, length)
-
-
-def _batch_dim(handle: CompressedCache) -> int | None:
-    axes = next(iter(handle._kv.axes.values()))
-    return axes.labels.index(("B",)) if ("B",) in axes.labels else None
-
-
-def _rows(handle: CompressedCache, rows: torch.Tensor) -> CompressedCache:
-    _resume(handle)
-    dim = _batch_dim(handle)
-    state = handle._kv.mapped(lambda store: store.select_rows(rows))
-    state.length = handle._length
-    shape = list(handle.shape)
-    shape[dim] = int(rows.shape[0])  # type: ignore[index]
-    return _derived(handle, state, tuple(shape), handle._length)
-
-
-def _zero(handle: CompressedCache) -> CompressedCache:
-    handle._kv.clear()
-    handle._length, handle._epoch = 0, handle._kv.epoch
-    return handle
-
-
-def _index_select(handle: CompressedCache, dim: int, index: torch.Tensor) -> Any:
-    if dim % handle.dim() != _batch_dim(handle):
-        return NotImplemented
-    return _rows(handle, index)
-
-
-def _repeat_interleave(handle: CompressedCache, repeats: Any, dim: int | None = None, **rest: Any) -> Any:
-    if dim is None or dim % handle.dim() != _batch_dim(handle) or rest:
-        return NotImplemented
-    size = handle.shape[dim]
-    rows = torch.arange(size, device=handle.device).repeat_interleave(repeats)
-    return _rows(handle, rows)
-
-
-def _getitem(handle: CompressedCache, index: Any) -> Any:
-    items = list(index) if isinstance(index, tuple) else [index]
-    rank = handle.dim()
-    if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (rank - len(items) + 1)
-    items += [slice(None)] * (rank - len(items))
-    used = [(dim, item) for dim, item in enumerate(items) if not (isinstance(item, slice) and item == slice(None))]
-    if not used:
-        return handle
-    if len(used) != 1 or len(items) != rank:
-        return NotImplemented
-    dim, item = used[0]
-    if dim == _batch_dim(handle):
-        if isinstance(item, torch.Tensor) and item.dim() == 1:
-            rows = item.nonzero().flatten() if item.dtype == torch.bool else item
-            return _rows(handle, rows)
-        if isinstance(item, slice):
-            return _rows(handle, torch.arange(handle.shape[dim], device=handle.device)[item])
-        return NotImplemented
-    axes = next(iter(handle._kv.axes.values()))
-    if dim == axes.token_dim and isinstance(item, slice) and not axes.pool:
-        start, stop, step = item.indices(handle.shape[dim])
-        if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim]:
-            _resume(handle)
-            shape = list(handle.shape)
-            shape[dim] = stop
-            made = _derived(handle, handle._kv, tuple(shape), stop)
-            made._epoch = handle._epoch
-            return made
-        if step == 1 and start < stop and shown(handle) == handle.shape[dim] and handle._kv.by_token:
-            _resume(handle)
-            shape = list(handle.shape)
-            shape[dim] = stop - start
-            moved = handle._kv.moved(handle._length - shown(handle) + start, stop - start, None)
-            return _derived(handle, moved, tuple(shape), stop - start)
-    return NotImplemented
-
-
-def _copy(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
-    _resume(handle)
-    state = handle._kv.mapped(lambda store: store.clone())
-    state.length = handle._length
-    return _derived(handle, state, tuple(handle.shape), handle._length)
-
-
-def _deepcopy(handle: CompressedCache, memo: dict[int, Any]) -> CompressedCache:
-    if id(handle) not in memo:
-        memo[id(handle)] = _copy(handle)
-    return memo[id(handle)]
-
-
-def _same(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
-    return handle
-
-
-def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
-    device, dtype, _, _ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k in {"dtype", "device", "non_blocking"}})
-    same = (device is None or device == handle.device) and (dtype is None or dtype == handle.dtype)
-    return handle if same and not kwargs.get("copy") else NotImplemented
-
-
-def _reduce(handle: CompressedCache, protocol: int) -> Any:
-    _resume(handle)
-    parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
-    ring = handle._kv.ring, handle._kv.top
-    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *ring)
-
-
-def rebuild(
-    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, ring: int | None = None, top: int = 0
-) -> CompressedCache:
-    """A handle from what pickling kept: planes and layout, codes as they were."""
-    from kvcompile.runtime.store import Store
-
-    stores = {}
-    for part, (spec, planes) in parts.items():
-        stores[part] = Store.holding(spec, list(planes))
-    del device
-    state = CacheState(axes, stores, length, ring=ring)
-    state.top = max(top, length)
-    return make(state, shape, dtype, next(iter(stores.values())).device, length)
-
-
-def _repr(handle: CompressedCache, **kwargs: Any) -> str:
-    schemes = " + ".join(store.spec.scheme.spell() for store in handle._kv.stores.values())
-    return f"CompressedCache(shape={tuple(handle.shape)}, tokens={handle._length}, {schemes}, {handle._kv.nbytes} bytes)"
-
-
-def _nought(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and value == 0
-
-
-def _clear_if_nought(handle: CompressedCache, value: Any) -> Any:
-    return _zero(handle) if _nought(value) else NotImplemented
-
-
-def _setitem(handle: CompressedCache, index: Any, value: Any) -> Any:
-    items = index if isinstance(index, tuple) else (index,)
-    if not _nought(value) or not all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items):
-        return NotImplemented
-    _zero(handle)
-    return None
-
-
-HANDLERS: dict[str, Callable[..., Any]] = {
-    "zero_": _zero, "fill_": _clear_if_nought, "mul_": _clear_if_nought, "__imul__": _clear_if_nought, "__setitem__": _setitem,
-    "index_select": _index_select, "repeat_interleave": _repeat_interleave, "__getitem__": _getitem, "clone": _copy,
-    "__deepcopy__": _deepcopy, "detach": _same, "contiguous": _same, "to": _to, "__reduce_ex__": _reduce, "__repr__": _repr,
-    "__format__": lambda handle, spec: _repr(handle),
-}
-
-
-def _outside(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation from outside compiled code that acts on values."""
-    target = args[0] if args else None
-    target = kwargs.get("out", target)
-    if writes(name, kwargs) and isinstance(target, CompressedCache):
-        thaw(target, f"{name} writes to it outside of compiled code")
-        return func(*args, **kwargs)
-    log.debug("%s outside compiled code reads a compressed cache: decoding it", name)
-    plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
-    if name not in VIEWS or not args or args[0] is not target or not isinstance(target, CompressedCache):
-        return result
-    return viewed(result, Origin(target).then(func, *plain_args[1:], **plain_kwargs))

@@ -38,4 +38,4 @@ def adopt(group: Group, tensor: torch.Tensor, state: CacheState) -> None:
         for start in range(0, tensor.shape[outer], step):
             part = tensor.narrow(outer, start, min(step, tensor.shape[outer] - start))
             store.adopt(bring(part, axes, spec.heads, spec.head_dim), first=start * places)
-        state.length = state.top = capacity
+        state.length = state.top = state.behind = capacity

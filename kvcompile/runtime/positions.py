@@ -140,8 +140,9 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
                 if limit is not None and limit.kind is LimitKind.NODE:
                     nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]
                     counts.setdefault(limit.node, _queries(item.site))  # type: ignore[arg-type]
-    # Where a filled cache is adopted into blocks, the rows' padding must be known.
-    masks = tuple(dict.fromkeys(term.node for item in planned.sites if item.key.window for term in padding(item.site.bounds)))
+    # Where a filled cache is adopted into blocks, or tokens share scales, the rows' padding must be known.
+    asking = [item.site for item in planned.sites if any(part.window or part.scheme.keeps_padding_out for part in item.parts)]
+    masks = tuple(dict.fromkeys(term.node for site in asking for term in padding(site.bounds)))
     if not nodes and not masks:
         return None
     module, taken, writes = extract(captured, (*nodes, *masks), effects)

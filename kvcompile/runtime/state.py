@@ -3,18 +3,27 @@
 A dynamic cache is a new tensor every step, so many tensors can stand for one state. Codes are written
 once, but a rolled-back cache (speculative decoding, branching) writes over positions: an epoch counts
 the writes, and a tensor is valid as long as nothing was written below its length after its epoch.
+
+Two numbers say where a state is. ``length`` is how many tokens can be read. ``behind`` is the position behind the token that was
+written last: where a caller that writes in order goes on, and where the exact tokens of a window end. They differ in a buffer without
+a window that is written in its middle: what lies behind is still there, as in a dense buffer. With a window it is not, since the window
+holds the newest tokens of the last write, so that both step back. Where a call begins is known on the host without a wait from
+positions on a CPU, from sizes, and from a cache that grows; on a GPU the next call of a buffer is taken to begin at ``behind`` until the
+buffer would be full. A caller that starts again at 0 there is served all the same, as the window's own clock, on the device, counts by
+the positions; so a rollback asks that clock and not ``length`` how far it goes (``Store.rewind``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from kvcompile.errors import CacheStale
 from kvcompile.passes.sites import Axes
-from kvcompile.runtime.store import Store
+from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.store import Store, Telling
 from kvcompile.types import PAGE
 
 Part = tuple[tuple[int, int], ...]
@@ -30,11 +39,18 @@ class CacheState:
     epoch: int = 0
     ring: int | None = None
     """The number of slots that tokens go around in; None where every token has its own."""
+    growth: Growth = field(default_factory=Growth)
+    """How much room tokens get that are written outside of compiled code."""
 
     def __post_init__(self) -> None:
         self.rollbacks: list[tuple[int, int]] = []
         # The position behind the last token that was ever written: in a ring it says which older ones are gone.
-        self.top = self.length
+        self.top = self.behind = self.length
+        self.windowed = any(store.window is not None for store in self.stores.values())
+        # Places from the first on that were encoded when the cache was adopted, whether a token was written there or not.
+        self.held = 0
+        # The memory of its handles.
+        self.stub: torch.Tensor | None = None
         # The graphs whose checks this state has passed; see ``steady``.
         self.settled: set[object] = set()
 
@@ -52,20 +68,37 @@ class CacheState:
             while self.rollbacks and self.rollbacks[-1][1] >= start:
                 self.rollbacks.pop()
             self.rollbacks.append((self.epoch, start))
-        self.length = start + tokens
+        self.length = self.behind = start + tokens
         self.top = max(self.top, self.length)
 
-    def rewind(self, wanted: int) -> None:
-        """Bring the stores back to ``wanted`` tokens before others are written behind them; raises WindowPassed."""
+    def overwrite(self, end: int) -> None:
+        """Count a write into a buffer, whose last token stands before ``end``."""
+        self.epoch += 1
+        self.behind = end
+        if self.windowed or end > self.length:
+            self.length = end
+        self.top = max(self.top, self.length)
+
+    def rewind(self, wanted: int | torch.Tensor) -> None:
+        """Bring the stores back to ``wanted`` tokens, of all rows or [B], before others are written behind them; raises WindowPassed."""
         for store in self.stores.values():
-            store.rewind(self.length, wanted)
+            store.rewind(wanted)
+
+    def make_room(self, tokens: int, capacity: int | None = None) -> None:
+        """Have pages for ``tokens`` tokens in all stores, at most those of ``capacity``."""
+        for store in self.stores.values():
+            store.reserve(self.growth.pages(tokens, capacity))
 
     def clear(self) -> None:
         """Forget all tokens."""
         self.advance(0, 0)
-        self.top = 0
+        self.top = self.held = 0
         for store in self.stores.values():
             store.clear()
+
+    def told(self) -> list[Telling]:
+        """The telemetry of its stores."""
+        return [told for store in self.stores.values() if (told := store.told) is not None]
 
     @property
     def device(self) -> torch.device:
@@ -105,22 +138,22 @@ class CacheState:
             return self.moved(length - shown, shown, None).dense(shape, shown)
         result = torch.zeros(shape, dtype=first.spec.slot.dtype, device=first.device)
         for part, store in self.stores.items():
-            tokens = min(length, self.axes[part].room(shape))
+            tokens = min(max(length, self.held), self.axes[part].room(shape))
             if tokens:
-                place(store.decode(min(tokens, store.pages * PAGE), self.length), result, self.axes[part])
+                place(store.decode(min(tokens, store.pages * PAGE)), result, self.axes[part])
         return result
 
     def mapped(self, change: Callable[[Store], Store]) -> CacheState:
         """A new state whose stores are ``change(store)``."""
         stores = {part: change(store) for part, store in self.stores.items()}
-        made = CacheState(self.axes, stores, self.length, ring=self.ring)
-        made.top = self.top
+        made = CacheState(self.axes, stores, self.length, ring=self.ring, growth=self.growth)
+        made.top, made.behind, made.held = self.top, self.behind, self.held
         return made
 
     def moved(self, first: int, count: int, slots: int | None) -> CacheState:
         """A new state, a ring of ``slots`` or none, whose first tokens are the ``count`` from position ``first`` on: codes as they are."""
         stores = {part: store.gathered(first, count, self.ring) for part, store in self.stores.items()}
-        return CacheState(self.axes, stores, count, ring=slots)
+        return CacheState(self.axes, stores, count, ring=slots, growth=self.growth)
 
 
 def bring(dense: torch.Tensor, axes: Axes, heads: int, head_dim: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.passes.rewrite import Rewritten
+from kvcompile.passes.rewritten import Rewritten
 from kvcompile.runtime import rings
 from kvcompile.runtime.handle import CompressedCache
 from kvcompile.runtime.state import CacheState, Part
@@ -70,10 +70,10 @@ class Steady:
                     return None
                 if cursors.setdefault(row.slots, slot) != slot:
                     return None
-            elif state.length + row.count > min(room, row.capacity) or not state.in_order:
+            elif state.behind + row.count > min(room, row.capacity) or not state.in_order:
                 return None
             states.append(state)
-        if any(states[key].length != states[value].length for key, value in self.pairs):
+        if any(states[key].behind != states[value].behind for key, value in self.pairs):
             return None
         return states
 
@@ -91,8 +91,6 @@ class Steady:
     def commit(self, states: Sequence[CacheState], args: tuple[Any, ...]) -> None:
         """Count the new tokens."""
         for row, state in zip(self.rows, states, strict=True):
-            state.epoch += 1
-            state.length += row.count
-            state.top = max(state.top, state.length)
+            state.overwrite(state.behind + row.count)
             tensor = args[row.argument]
             tensor._length, tensor._epoch = state.length, state.epoch

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from kvcompile.lowering.rings import taken
 from kvcompile.runtime.pinned import host_plane
 from kvcompile.runtime.rotary import Rotary
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.certified import ORIGINALS, PLACES, SCRATCH
+from kvcompile.schemes.certified import ORIGINALS, PLACES, REFILLED, SCRATCH, TELEMETRY_PLANE
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 ADOPT_TOKENS = 4096
@@ -42,14 +43,22 @@ def _ordinary() -> Iterator[None]:
         yield
 
 
+class Telling(NamedTuple):
+    """A telemetry plane, and what it held when its store was made from another one, None for nothing."""
+
+    plane: torch.Tensor
+    before: torch.Tensor | None
+
+
 class Store:
     """The planes of one slot for one cache."""
 
-    __slots__ = ("batch", "device", "pages", "planes", "rotary", "spec")
+    __slots__ = ("batch", "before", "device", "pages", "planes", "rotary", "spec")
 
     def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rotary: Rotary | None = None) -> None:
         self.spec, self.batch, self.device, self.rotary = spec, batch, device, rotary
         self.pages = 0
+        self.before: torch.Tensor | None = None
         self.planes: list[torch.Tensor] = [self._zeros(plane, 0) for plane in spec.layout.planes]
         self.reserve(pages)
 
@@ -95,15 +104,15 @@ class Store:
             if self.rotary is not None:
                 part = self.rotary.turned_back(part, pos if origin is None else pos - origin[:, None])
             if self.window is None:
-                append_body(part, planes, pos, spelled)
+                append_body(part, planes, pos, spelled, origin if self.spec.scheme.keeps_padding_out else None)
             else:
                 append_window_body(part, planes, pos, origin, spelled)
 
     @property
     def window(self) -> torch.Tensor | None:
         """The newest tokens in full precision, [B, K, W, D], token t in slot t % W; None where the scheme keeps none."""
-        found = [plane for plane, spec in self._described() if spec.name == "window"]
-        return found[0][0] if found else None
+        found = self._plane("window")
+        return None if found is None else found[0]
 
     @property
     def untaught(self) -> bool:
@@ -111,11 +120,11 @@ class Store:
         learned = [plane for plane, spec in self._described() if spec.name in self.spec.scheme.learned]
         return bool(learned) and not any(bool(plane.any()) for plane in learned)
 
-    def decode(self, tokens: int, length: int) -> torch.Tensor:
-        """The first ``tokens`` of the ``length`` tokens written, as dense [B, K, T, D] in the model's dtype."""
+    def decode(self, tokens: int) -> torch.Tensor:
+        """The first ``tokens`` tokens as dense [B, K, T, D] in the model's dtype; what is behind the newest one of a window is zero."""
         pages = min(pages_for(tokens), self.pages)
         values = self._values(0, pages)[:, :, :tokens].to(self.spec.slot.dtype)
-        values = values if self.window is None else self._in_place(values, length)
+        values = values if self.window is None else self._in_place(values)
         return self._turned(values) if self.spec.scheme.pre_rope else values
 
     def _values(self, first: int, last: int) -> torch.Tensor:
@@ -133,34 +142,94 @@ class Store:
         place = torch.arange(keys.shape[2], device=self.device).unsqueeze(0)
         return self.rotary.turned(keys, place if self.origin is None else place - self.origin[:, None])
 
-    def _in_place(self, values: torch.Tensor, length: int) -> torch.Tensor:
+    def _in_place(self, values: torch.Tensor) -> torch.Tensor:
         """Decoded tokens with the window's laid over them, each at its position of the caller's numbering; padding is zero."""
-        window, origin = self.window, self.origin
+        window, clock = self.window, self._plane("clock")
         assert window is not None
-        assert origin is not None
+        assert clock is not None
+        held, origin = clock[0, :, 0, 0].unbind(-1)
         t = torch.arange(values.shape[2], device=self.device) - origin[:, None]
         rows = (-1, values.shape[1], -1, values.shape[3])
         behind = values.gather(2, t.clamp(min=0)[:, None, :, None].expand(rows))
         newest = window.gather(2, (t % window.shape[2])[:, None, :, None].expand(rows))
-        exact = (t >= (length - origin)[:, None] - window.shape[2])[:, None, :, None]
-        return torch.where((t >= 0)[:, None, :, None], torch.where(exact, newest, behind), 0)
+        exact = (t >= held[:, None] - window.shape[2])[:, None, :, None]
+        return torch.where(((t >= 0) & (t < held[:, None]))[:, None, :, None], torch.where(exact, newest, behind), 0)
 
-    def rewind(self, length: int, wanted: int) -> None:
-        """Go on from ``wanted`` of the ``length`` tokens: the window is refilled with what came before, from the codes.
+    def unwritable(self, at: torch.Tensor, rows_BKn: torch.Tensor, length: int) -> str:
+        """Why ``rows`` of the tokens ``at`` [n], ascending, cannot be encoded into a store of ``length`` tokens; "" where they can.
 
-        Raises WindowPassed where that ends inside a block whose originals have left the window. Waits for the device.
+        Waits for the device.
         """
-        window, origin = self.window, self.origin
-        if window is None or origin is None or wanted >= length:
+        if self.spec.scheme.pre_rope and self.rotary is None:
+            return "no compiled call has said by which angles its keys are turned"
+        if not length and (self.window is not None or self.spec.scheme.keeps_padding_out):
+            return "its scheme must know the padding of the first tokens"
+        if self.window is None or not len(at):
+            return ""
+        first, last, size = int(at[0]), int(at[-1]), self.window.shape[2]
+        if length - first > size or bool(self._lost(first).any()):
+            return f"it writes over tokens that are only codes by now: {self.spec.scheme.spell()} keeps {size} of {length} tokens"
+        behind = at >= length
+        if int(behind.sum()) != max(last + 1 - length, 0) or not rows_BKn[:, :, behind].all():
+            return f"{self.spec.scheme.spell()} takes tokens in their order, all heads of all rows"
+        return ""
+
+    def write(self, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor, length: int) -> None:
+        """Encode ``rows`` of the tokens ``at`` [n], ascending, of a store of ``length`` tokens with room for them; see ``unwritable``."""
+        if not len(at):
+            return
+        if self.window is None:
+            self._write_codes(x_BKnD, rows_BKn, at)
+            return
+        first, last = int(at[0]), int(at[-1])
+        held = x_BKnD.new_zeros(*x_BKnD.shape[:2], max(length, last + 1) - first, x_BKnD.shape[3])
+        if first < length:
+            # All of these are in the window, so nothing is encoded from what codes decode to.
+            held[:, :, : length - first] = self.decode(length)[:, :, first:]
+            self.rewind(first)
+        held[:, :, at - first] = torch.where(rows_BKn[..., None], x_BKnD, held[:, :, at - first])
+        self.adopt(held, self.origin, first)
+
+    def _write_codes(self, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor) -> None:
+        """Write the codes of some rows of tokens of a scheme without a window; those of the others stay as they are."""
+        for start in range(0, len(at), ADOPT_TOKENS):
+            some, rows = at[start : start + ADOPT_TOKENS], rows_BKn[:, :, start : start + ADOPT_TOKENS, None]
+            x = torch.where(rows, x_BKnD[:, :, start : start + ADOPT_TOKENS], 0)
+            x = x if self.rotary is None else self.rotary.turned_back(x, some.unsqueeze(0))
+            for plane, codes in zip(self.planes, self.spec.scheme.encode(x), strict=False):
+                write_rows(plane, torch.where(rows, codes.to(plane.dtype), taken(plane, some)), some.unsqueeze(0))
+
+    def _lost(self, wanted: int | torch.Tensor) -> torch.Tensor:
+        """Which rows would end, at ``wanted`` tokens, inside a block whose originals have left the window; bool [B]."""
+        window, clock = self.window, self.clock
+        assert window is not None
+        size, block = window.shape[2], self.spec.scheme.block
+        held, origin = clock[0, :, 0, 0].unbind(-1)
+        now = torch.minimum((wanted - origin).clamp(min=0), held)
+        return (now % block != 0) & (held - now > size - now % block)
+
+    def rewind(self, wanted: int | torch.Tensor) -> None:
+        """Go on from ``wanted`` tokens, of all rows or [B]: the window is refilled with what came before, from the codes.
+
+        A row that holds fewer stays as it is. Raises WindowPassed where a row ends inside a block whose originals have left the
+        window. The plane ``refilled``, where there is one, then says up to which token the window holds what codes stand for. Waits for
+        the device.
+        """
+        window, clock = self.window, self._plane("clock")
+        if window is None or clock is None:
             return
         size, block = window.shape[2], self.spec.scheme.block
-        now, before = (wanted - origin).clamp(min=0), length - origin
-        if ((now % block != 0) & (before - now > size - now % block)).any():
+        held, origin = clock[0, :, 0, 0].unbind(-1)
+        now = torch.minimum((wanted - origin).clamp(min=0), held)
+        if not (now < held).any():
+            return
+        if (lost := self._lost(wanted)).any():
             raise WindowPassed(
-                scheme=self.spec.scheme.spell(), window=size, length=length, wanted=wanted, block=block, most=size - block + 1
+                scheme=self.spec.scheme.spell(), window=size, length=int((held + origin)[lost].max()),
+                wanted=int((now + origin)[lost].max()), block=block, most=size - block + 1,
             )
         slot = torch.arange(size, device=self.device)
-        newest = (before[:, None] - 1) - (before[:, None] - 1 - slot) % size
+        newest = (held[:, None] - 1) - (held[:, None] - 1 - slot) % size
         older = (now[:, None] - 1) - (now[:, None] - 1 - slot) % size
         first, pages = max(0, int(older.min())) // PAGE, pages_for(int(now.max()))
         if pages > first:
@@ -168,23 +237,48 @@ class Store:
             at = (older - first * PAGE).clamp(0, values.shape[2] - 1)[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
             refill = ((newest >= now[:, None]) & (older >= 0))[:, None, :, None]
             window.copy_(torch.where(refill, values.gather(2, at).to(window.dtype), window))
-        clock = next(plane for plane, spec in self._described() if spec.name == "clock")
-        clock[0, :, :, 0, 0] = (wanted - origin)[:, None]
+        if (refilled := self._plane(REFILLED)) is not None:
+            first_exact = torch.minimum(torch.maximum(refilled[0, :, 0, 0, 0], held - size), now)
+            refilled.copy_(first_exact[None, :, None, None, None].expand_as(refilled))
+        clock[0, :, :, 0, 0] = now[:, None]
+
+    @property
+    def clock(self) -> torch.Tensor:
+        """The tokens of each row and its first position, int64 [1, B, 1, 1, 2], of a store with a window."""
+        found = self._plane("clock")
+        assert found is not None
+        return found
 
     @property
     def origin(self) -> torch.Tensor | None:
         """The first position of each row that is no padding, int64 [B]; None without a window."""
-        found = [plane for plane, spec in self._described() if spec.name == "clock"]
-        return found[0][0, :, 0, 0, 1] if found else None
+        found = self._plane("clock")
+        return None if found is None else found[0, :, 0, 0, 1]
+
+    @property
+    def grown(self) -> list[torch.Tensor]:
+        """The planes that new tokens are encoded into."""
+        return self.planes[: self.spec.layout.encoded]
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """The planes that a rollback changes: the window, its clock, and what it says of itself."""
+        return [plane for plane, spec in self._described() if spec.name in {"window", "clock", REFILLED}]
+
+    def _plane(self, name: str) -> torch.Tensor | None:
+        """The plane of this name, None where the layout has none."""
+        return next((plane for plane, spec in self._described() if spec.name == name), None)
 
     def _described(self) -> Iterator[tuple[torch.Tensor, PlaneSpec]]:
         return zip(self.planes, self.spec.layout.planes, strict=True)
 
     def clear(self) -> None:
-        """Forget everything and give the memory back."""
+        """Forget everything but telemetry and give the memory back."""
         self.pages = 0
         with _ordinary():
             for index, spec in enumerate(self.spec.layout.planes):
+                if spec.name == TELEMETRY_PLANE.name:
+                    continue
                 self.planes[index] = torch.zeros(spec.shape(0, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
 
     @staticmethod
@@ -194,7 +288,19 @@ class Store:
         store.spec, store.planes, store.rotary = spec, planes, rotary
         store.pages, store.batch = planes[0].shape[:2]
         store.device = planes[0].device
+        store._begin()
         return store
+
+    def _begin(self) -> None:
+        """Remember what telemetry holds already: it was counted where it came from."""
+        plane = self._plane(TELEMETRY_PLANE.name)
+        self.before = None if plane is None else plane.clone()
+
+    @property
+    def told(self) -> Telling | None:
+        """What attention over it said of itself; None where it says nothing."""
+        plane = self._plane(TELEMETRY_PLANE.name)
+        return None if plane is None else Telling(plane, self.before)
 
     def select_rows(self, rows: torch.Tensor) -> Store:
         """A new store with the given batch rows: codes are copied, never re-encoded."""
@@ -220,6 +326,7 @@ class Store:
                     target.copy_(plane)
                     continue
                 write_rows(target, taken(plane, at if slots is None else at % slots), place)
+            made._begin()
         return made
 
     def clone(self) -> Store:

@@ -1,18 +1,21 @@
 """Views: what indexing or reshaping a compressed cache from outside gives.
 
-The dense cache would share memory with its views, so a write into one would change the cache. Here a view is made of
-decoded values. When it is written to, the cache becomes dense, and the view one of its memory.
+The dense cache would share memory with its views, so a write into one changes the other. Here a view is made of decoded
+values, which are decoded again when the cache has been written since. A write to a view goes into the codes (``writes``); where it
+cannot, the cache becomes dense, and the view one of its memory.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from kvcompile.runtime.callers import user_line
 
 VIEWS = {
     "__getitem__", "narrow", "select", "slice", "transpose", "swapaxes", "swapdims", "permute", "movedim", "view", "view_as", "reshape",
@@ -27,13 +30,28 @@ ASSIGNMENTS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"
 def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation of this name writes to its first operand or to ``out``."""
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ASSIGNMENTS
-    return in_place or kwargs.get("out") is not None
+    return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to, lists of tensors taken apart; those of a torch operator by its schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None and isinstance(func, torch._ops.OpOverloadPacket):
+        schema = getattr(func, func.overloads()[0])._schema
+    found = []
+    if schema is not None:
+        given = {item.name: args[at] if at < len(args) else kwargs.get(item.name) for at, item in enumerate(schema.arguments)}
+        found = [given[item.name] for item in schema.arguments if item.is_write]
+    elif writes(name, kwargs):
+        found = [kwargs["out"] if kwargs.get("out") is not None else args[0] if args else None]
+    return [part for item in found for part in (item if isinstance(item, (list, tuple)) else [item])]
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """The bare name of what ``__torch_function__`` was called for; a property's is its attribute's."""
+    """The bare name of what ``__torch_function__`` was called for; a property's is its attribute's, an overload's its operator's."""
     name = getattr(func, "__name__", "")
-    return func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
+    name = func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
+    return name.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -47,46 +65,111 @@ class Origin:
         """Return the origin of ``func(view, *rest, **named)``."""
         return Origin(self.root, (*self.steps, lambda view: func(view, *rest, **named)))
 
-    def again(self) -> Any:
-        """Return the result of the same operations on the root as it is now."""
-        return functools.reduce(lambda value, step: step(value), self.steps, self.root)
+    def of(self, tensor: torch.Tensor) -> Any:
+        """Return the result of the same operations on another tensor."""
+        return functools.reduce(lambda value, step: step(value), self.steps, tensor)
+
+    @property
+    def seen(self) -> tuple[Any, ...]:
+        """What changes when the root is written to."""
+        root: Any = self.root
+        return (root._kv, root._length, root._epoch) if hasattr(root, "_kv") else ()
 
 
 class DecodedView(torch.Tensor):
-    """Decoded values of part of a compressed cache: an ordinary tensor to read; a write to it goes to the cache, made dense."""
+    """Decoded values of part of a compressed cache: an ordinary tensor to read; see the module for what a write does."""
 
     _origin: Origin
+    _seen: tuple[Any, ...]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        from kvcompile.runtime.handle import CompressedCache
+
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if any(issubclass(kind, CompressedCache) for kind in types):
+            # A cache beside its view, or another: the cache's own dispatch knows what to do with it.
+            return NotImplemented
         name = name_of(func)
-        target = kwargs.get("out", args[0] if args else None)
-        if writes(name, kwargs) and isinstance(target, DecodedView):
-            _share(target, f"{name} writes to a view of it outside of compiled code")
-            return func(*args, **kwargs)
+        for target in written(func, name, args, kwargs):
+            if isinstance(target, DecodedView):
+                rest = (args[1:], kwargs) if target is args[0] else None
+                if rest is not None and _encoded(target, func, name, *rest):
+                    return None if name == "__setitem__" else target
+                share(target, f"{name} writes to a view of it outside of compiled code, at {user_line()}")
+        torch.utils._pytree.tree_map_only(DecodedView, refresh, (args, kwargs))
+        view = args[0] if name in VIEWS and args else None
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if name not in VIEWS or not isinstance(args[0], DecodedView):
-            return result
-        return viewed(result, args[0]._origin.then(func, *args[1:], **kwargs))
+        return viewed(result, view._origin.then(func, *args[1:], **kwargs)) if isinstance(view, DecodedView) else result
 
 
-def _share(view: DecodedView, why: str) -> None:
+def _encoded(view: DecodedView, func: Callable[..., Any], name: str, rest: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Whether a write to a view went into the codes of its cache."""
+    from kvcompile.runtime.handle import CompressedCache, put
+    from kvcompile.runtime.writes import overwrites
+
+    if not isinstance(view._origin.root, CompressedCache) or not overwrites(name, named):
+        return False
+    plain, plain_named = torch.utils._pytree.tree_map(plainly, (rest, dict(named)))
+    return put(view._origin.root, name, lambda dense: func(view._origin.of(dense), *plain, **plain_named))
+
+
+def plainly(value: Any) -> Any:
+    """A decoded view as the tensor of the values that it has now; anything else as it is."""
+    if not isinstance(value, DecodedView):
+        return value
+    refresh(value)
+    return value.as_subclass(torch.Tensor)
+
+
+def refresh(view: DecodedView) -> None:
+    """Let a view show what its cache holds now."""
+    from kvcompile.runtime.handle import CompressedCache, decoded
+
+    if type(view) is not DecodedView:
+        return
+    root = view._origin.root
+    if not isinstance(root, CompressedCache):
+        share(view, "")
+    elif view._origin.seen != view._seen:
+        real = view._origin.of(decoded(root))
+        view._seen = view._origin.seen
+        _show(view, real)
+
+
+def share(view: DecodedView, why: str) -> None:
     """Turn a view of decoded values into a view of the cache's own memory, in place; a cache that is compressed becomes dense for it."""
     from kvcompile.runtime.handle import CompressedCache, thaw
 
     origin = view._origin
     if isinstance(origin.root, CompressedCache):
         thaw(origin.root, why)
+    real = origin.of(origin.root)
+    view.__class__ = torch.Tensor  # type: ignore[assignment]
+    _show(view, real)
+
+
+def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph that may write to decoded views among its arguments: they become views of dense caches first."""
+
+    def run(*args: Any) -> Any:
+        for arg in args:
+            if type(arg) is DecodedView:
+                share(arg, "a view of it is an argument of a compiled graph")
+        return compiled(*args)
+
+    return run
+
+
+def _show(view: torch.Tensor, real: torch.Tensor) -> None:
+    """Let a tensor have the memory of another."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
-        real = origin.again()
-        view.__class__ = torch.Tensor  # type: ignore[assignment]
         view.set_(real.untyped_storage(), real.storage_offset(), real.shape, real.stride())
 
 
@@ -95,7 +178,7 @@ def viewed(result: Any, origin: Origin) -> Any:
     if isinstance(result, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             view = result.as_subclass(DecodedView)
-        view._origin = origin
+        view._origin, view._seen = origin, origin.seen
         return view
     if isinstance(result, (tuple, list)):
         return type(result)([viewed(item, origin.then(operator.getitem, index)) for index, item in enumerate(result)])

@@ -1,0 +1,86 @@
+"""Adoption: which dense cache tensors can be taken over, and how many of their places are encoded.
+
+A store reads as zero where nothing was written. A dense tensor that arrives with anything else there (made of ones, by ``torch.empty``, or
+still holding an earlier request) would read back as something else, so that all of its places are encoded. A scheme with a window holds
+tokens in their order only: there the cache stays dense, and so does one whose memory is not its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.passes.sites import SlotKind
+from kvcompile.runtime import handle as handles
+from kvcompile.runtime.groups import Group
+
+log = logging.getLogger(__name__)
+
+LEFT = "_kvcompile_left"
+"""The attribute of a cache tensor that stays dense: the reason."""
+
+
+def whole(group: Group, tensor: torch.Tensor, kept: int) -> bool:
+    """Whether a dense tensor holds anything behind the ``kept`` tokens that are encoded of it. Waits for the device."""
+    ring = group.ring
+    if group.kind not in {SlotKind.BUFFER, SlotKind.UPDATED} or group.pool or kept >= tensor.shape[group.token_dim]:
+        return False
+    if ring is not None and (ring.refilled or ring.slots < tensor.shape[group.token_dim]):
+        return False
+    return bool(tensor.narrow(group.token_dim, kept, tensor.shape[group.token_dim] - kept).any())
+
+
+def left(group: Group, tensor: object, kept: Callable[[], int]) -> str:
+    """Why a cache tensor of a call stays dense, "" where it does not; ``kept``: how many of its tokens would be encoded."""
+    if group.kind not in {SlotKind.BUFFER, SlotKind.UPDATED} or not isinstance(tensor, torch.Tensor) or handles.is_handle(tensor):
+        return ""
+    if known := getattr(tensor, LEFT, ""):
+        return str(known)
+    if group.kind is SlotKind.BUFFER and not handles.can_take_over(tensor):
+        return "its memory is not its own: it is a view, a parameter, an array, or something else holds a view of it"
+    if any(item.plan.window for item in group.bindings) and whole(group, tensor, kept()):
+        why = "its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros"
+        setattr(tensor, LEFT, why)
+        return why
+    return ""
+
+
+class Left:
+    """The graph as it was captured, for calls with a cache that stays dense; without a compiler for it such calls raise."""
+
+    def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None) -> None:
+        self.compile_captured = compile_captured
+        self.compiled: Callable[..., Any] | None = None
+
+    def results(
+        self, groups: Sequence[Group], args: tuple[Any, ...], prior: Callable[[Group], int], thawed: Mapping[int, str]
+    ) -> tuple[Any, ...] | None:
+        """The results of a call one of whose caches stays dense, with one warning; None where none does.
+
+        ``prior``: how many tokens of a dense cache were there before the call. ``thawed``: other arguments that the graph writes.
+        """
+        for group in groups if self.compile_captured is not None else ():
+            if group.argument is not None and (why := left(group, args[group.argument], functools.partial(prior, group))):
+                return self._run(groups, args, why, group.where, thawed)
+        return None
+
+    def _run(self, groups: Sequence[Group], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+        if self.compiled is None:
+            assert self.compile_captured is not None
+            log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
+            self.compiled = self.compile_captured()
+        written = {group.argument: why for group in groups if group.argument is not None and group.kind is not SlotKind.READ}
+        compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
+        return tuple(self.compiled(*handles.in_full(args, compressed, {**written, **thawed})))
+
+
+def say_whole(group: Group, tensor: Any) -> None:
+    """Warn that all places of a cache are encoded."""
+    log.warning(
+        "the cache at %s arrives with values in places that were not written yet: all of its %d places are encoded; make it of zeros, and "
+        "it costs what is in use", group.where, tensor.shape[group.token_dim],
+    )

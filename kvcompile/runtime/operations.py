@@ -1,0 +1,309 @@
+"""Operations on a compressed cache from outside of compiled code: on its codes where they can be, else on decoded values.
+
+``handle`` says what a caller may expect of each. An operation has a handler here where it need not decode; the rest is told apart by
+what it writes to (``views.written``) and by whether it overwrites (``writes``).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.errors import WindowPassed
+from kvcompile.runtime.callers import user_line
+from kvcompile.runtime.handle import CompressedCache, become, decoded, is_handle, make, put, rebind, resume, shown, tell, thaw
+from kvcompile.runtime.state import CacheState, bring
+from kvcompile.runtime.views import VIEWS, Origin, viewed, written
+from kvcompile.runtime.writes import appended, overwrites
+
+log = logging.getLogger(__name__)
+
+
+def _derived(
+    handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int, index: Any = None
+) -> CompressedCache:
+    """A handle on a state; ``index``: the dense tensor's ``[index]`` would share its memory."""
+    made = make(state, shape, handle.dtype, handle.device, length, state is not handle._kv)
+    if state is handle._kv:
+        handle._alone = False
+    if index is not None:
+        made._origin = weakref.ref(handle), lambda whole: whole[index]
+        handle._slices = [ref for ref in handle._slices if ref() is not None] + [weakref.ref(made)]
+    return made
+
+
+def _batch_dim(handle: CompressedCache) -> int | None:
+    axes = next(iter(handle._kv.axes.values()))
+    return axes.labels.index(("B",)) if ("B",) in axes.labels else None
+
+
+def _rows(handle: CompressedCache, rows: torch.Tensor, index: Any = None) -> CompressedCache:
+    resume(handle)
+    dim = _batch_dim(handle)
+    state = handle._kv.mapped(lambda store: store.select_rows(rows))
+    state.length = handle._length
+    shape = list(handle.shape)
+    shape[dim] = int(rows.shape[0])  # type: ignore[index]
+    return _derived(handle, state, tuple(shape), handle._length, index)
+
+
+def _zero(handle: CompressedCache) -> CompressedCache:
+    handle._kv.clear()
+    handle._length, handle._epoch = 0, handle._kv.epoch
+    return handle
+
+
+def _index_select(handle: CompressedCache, dim: int, index: torch.Tensor) -> Any:
+    if dim % handle.dim() != _batch_dim(handle):
+        return NotImplemented
+    return _rows(handle, index)
+
+
+def _repeat_interleave(handle: CompressedCache, repeats: Any, dim: int | None = None, **rest: Any) -> Any:
+    if dim is None or dim % handle.dim() != _batch_dim(handle) or rest:
+        return NotImplemented
+    size = handle.shape[dim]
+    rows = torch.arange(size, device=handle.device).repeat_interleave(repeats)
+    return _rows(handle, rows)
+
+
+def _getitem(handle: CompressedCache, index: Any) -> Any:
+    items = list(index) if isinstance(index, tuple) else [index]
+    rank = handle.dim()
+    if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (rank - len(items) + 1)
+    items += [slice(None)] * (rank - len(items))
+    used = [(dim, item) for dim, item in enumerate(items) if not (isinstance(item, slice) and item == slice(None))]
+    if not used:
+        return handle
+    if len(used) != 1 or len(items) != rank:
+        return NotImplemented
+    dim, item = used[0]
+    if dim == _batch_dim(handle):
+        if isinstance(item, torch.Tensor) and item.dim() == 1:
+            rows = item.nonzero().flatten() if item.dtype == torch.bool else item
+            return _rows(handle, rows)
+        if isinstance(item, slice):
+            return _rows(handle, torch.arange(handle.shape[dim], device=handle.device)[item], index)
+        return NotImplemented
+    axes = next(iter(handle._kv.axes.values()))
+    if dim == axes.token_dim and isinstance(item, slice) and not axes.pool:
+        start, stop, step = item.indices(handle.shape[dim])
+        if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim]:
+            resume(handle)
+            shape = list(handle.shape)
+            shape[dim] = stop
+            made = _derived(handle, handle._kv, tuple(shape), stop, index)
+            made._epoch = handle._epoch
+            return made
+        if step == 1 and start < stop and shown(handle) == handle.shape[dim] and handle._kv.by_token:
+            resume(handle)
+            shape = list(handle.shape)
+            shape[dim] = stop - start
+            moved = handle._kv.moved(handle._length - shown(handle) + start, stop - start, None)
+            return _derived(handle, moved, tuple(shape), stop - start, index)
+    return NotImplemented
+
+
+def _copy(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
+    resume(handle)
+    state = handle._kv.mapped(lambda store: store.clone())
+    state.length = handle._length
+    return _derived(handle, state, tuple(handle.shape), handle._length)
+
+
+def _deepcopy(handle: CompressedCache, memo: dict[int, Any]) -> CompressedCache:
+    if id(handle) not in memo:
+        memo[id(handle)] = _copy(handle)
+    return memo[id(handle)]
+
+
+def _same(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
+    return handle
+
+
+def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k in {"dtype", "device", "non_blocking"}})
+    same = (device is None or device == handle.device) and (dtype is None or dtype == handle.dtype)
+    return handle if same and not kwargs.get("copy") else NotImplemented
+
+
+def _reduce(handle: CompressedCache, protocol: int) -> Any:
+    resume(handle)
+    parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
+    ring = handle._kv.ring, handle._kv.top
+    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *ring)
+
+
+def rebuild(
+    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, ring: int | None = None, top: int = 0
+) -> CompressedCache:
+    """A handle from what pickling kept: planes and layout, codes as they were."""
+    from kvcompile.runtime.store import Store
+
+    stores = {}
+    for part, (spec, planes) in parts.items():
+        stores[part] = Store.holding(spec, list(planes))
+    del device
+    state = CacheState(axes, stores, length, ring=ring)
+    # A cropped tensor of a state that went on: its stores hold more tokens than it shows.
+    state.top = state.behind = max(top, length)
+    return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
+
+
+def _repr(handle: CompressedCache, **kwargs: Any) -> str:
+    schemes = " + ".join(store.spec.scheme.spell() for store in handle._kv.stores.values())
+    return f"CompressedCache(shape={tuple(handle.shape)}, tokens={handle._length}, {schemes}, {handle._kv.nbytes} bytes)"
+
+
+def _nought(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and value == 0
+
+
+def _clear_if_nought(handle: CompressedCache, value: Any) -> Any:
+    return _zero(handle) if _nought(value) else NotImplemented
+
+
+def _setitem(handle: CompressedCache, index: Any, value: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items):
+        return NotImplemented
+    if _nought(value):
+        _zero(handle)
+        return None
+    return None if is_handle(value) and _copy_codes(handle, value) is handle else NotImplemented
+
+
+def _copy_codes(handle: CompressedCache, source: Any, non_blocking: bool = False) -> Any:
+    """``copy_`` of a cache that is compressed in the same way: of its codes."""
+    if not is_handle(source) or source is handle or source.shape != handle.shape or handle._slices or handle._origin is not None:
+        return NotImplemented
+    ours, theirs = handle._kv, source._kv
+    same = ours.axes == theirs.axes and ours.device == theirs.device and all(
+        store.spec == theirs.stores[part].spec for part, store in ours.stores.items()
+    )
+    if not same:
+        return NotImplemented
+    rebind(handle, _copy(source)._kv, source._length)
+    return handle
+
+
+def _cat(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
+    """``cat`` of a cache and new tokens behind it: they are encoded there; a cache that others go on from is copied first, its codes."""
+    handle, *new = parts
+    axes = next(iter(handle._kv.axes.values()))
+    grown = dim % handle.dim() == axes.token_dim and not axes.pool and handle._kv.ring is None and not rest
+    if not grown or not new or handle._length != handle.shape[axes.token_dim]:
+        return NotImplemented
+    plain = all(
+        type(item) is torch.Tensor and item.dtype == handle.dtype and item.device == handle.device and item.dim() == handle.dim()
+        and not item.requires_grad for item in new
+    )
+    shape = list(handle.shape)
+    fits = plain and all([*item.shape[: axes.token_dim], *item.shape[axes.token_dim + 1 :]]
+                         == [*shape[: axes.token_dim], *shape[axes.token_dim + 1 :]] for item in new)
+    if not fits:
+        return NotImplemented
+    resume(handle)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        tokens = torch.cat(new, dim)
+        state = handle._kv
+        if handle._alone or not handle._length == state.length == state.behind:
+            state = _gone_back(_copy(handle)._kv, handle._length)
+        parts_of = {
+            part: bring(tokens, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim) for part, store in state.stores.items()
+        } if state is not None else {}
+        if state is None or not appended(state, parts_of):
+            return NotImplemented
+    tell(user_line())
+    shape[axes.token_dim] = state.length
+    made = make(state, tuple(shape), handle.dtype, handle.device, state.length, state is not handle._kv)
+    torch._dynamo.maybe_mark_dynamic(made, axes.token_dim)
+    return made
+
+
+def _gone_back(state: CacheState, length: int) -> CacheState | None:
+    """A state of its own, brought back to ``length`` tokens; None where its window has passed them."""
+    try:
+        state.rewind(length)
+    except WindowPassed:
+        return None
+    state.length = state.behind = state.top = length
+    return state
+
+
+def _data(handle: CompressedCache, *value: torch.Tensor) -> Any:
+    """``.data``: the cache itself, as a detached tensor shares its memory; assigned to, it has the memory of what is assigned."""
+    if not value:
+        return handle
+    become(handle, decoded(value[0]))
+    return None
+
+
+def _requires_grad(handle: CompressedCache, requires_grad: bool = True) -> Any:
+    return NotImplemented if requires_grad else handle
+
+
+def _numpy(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
+    """Decoded values as an array that refuses to be written to: the cache would know nothing of it."""
+    made = decoded(handle).__array__(*args) if args and not isinstance(args[0], bool) else decoded(handle).numpy(*args, **kwargs)
+    made.flags.writeable = False
+    return made
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "zero_": _zero, "fill_": _clear_if_nought, "mul_": _clear_if_nought, "__imul__": _clear_if_nought, "__setitem__": _setitem,
+    "index_select": _index_select, "repeat_interleave": _repeat_interleave, "__getitem__": _getitem, "clone": _copy,
+    "__deepcopy__": _deepcopy, "detach": _same, "contiguous": _same, "to": _to, "__reduce_ex__": _reduce, "__repr__": _repr,
+    "__format__": lambda handle, spec: _repr(handle), "copy_": _copy_codes, "data": _data, "requires_grad_": _requires_grad,
+    "numpy": _numpy, "__array__": _numpy,
+}
+"""What acts on codes, by name; a handler that gives NotImplemented leaves the operation to ``_on_values``."""
+
+JOINS = {"cat", "concat", "concatenate"}
+
+ADDRESSES = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "share_memory_", "set_", "resize_"}
+"""What gives the tensor's memory away, or changes which it is."""
+
+
+def answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation, called ``name``, that has a compressed cache among its arguments, outside of compiled code."""
+    handler = HANDLERS.get(name)
+    if handler is not None and args and is_handle(args[0]):
+        found = handler(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+    return _on_values(func, name, args, kwargs)
+
+
+def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation that acts on values: it writes, or it reads decoded ones."""
+    target = args[0] if args else None
+    if name in JOINS and isinstance(target, (tuple, list)) and target and is_handle(target[0]):
+        made = _cat(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+    if name in ADDRESSES and is_handle(target):
+        thaw(target, f"{name} asks for its memory, at {user_line()}")
+        return func(*args, **kwargs)
+    touched = [item for item in written(func, name, args, kwargs) if is_handle(item)]
+    if touched:
+        plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args[1:], kwargs))
+        alone = len(touched) == 1 and touched[0] is target and overwrites(name, kwargs)
+        if alone and put(touched[0], name, lambda dense: func(dense, *plain_args, **plain_kwargs)):
+            return None if name == "__setitem__" else target
+        for item in touched:
+            if is_handle(item):
+                thaw(item, f"{name} writes to it outside of compiled code, at {user_line()}")
+        return func(*args, **kwargs)
+    log.debug("%s outside compiled code reads a compressed cache: decoding it", name)
+    plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if name not in VIEWS or not is_handle(target):
+        return result
+    return viewed(result, Origin(target).then(func, *plain_args[1:], **plain_kwargs))

@@ -1,0 +1,87 @@
+"""Undo: what a call overwrites in the stores is kept until the call has returned, so that a step that raises leaves them as they were.
+
+The host's lengths are counted after compiled code has returned, and codes behind them are nobody's: a step that is tried again writes the
+same codes to the same places. Three things are overwritten while they are still read:
+
+* a window: the new tokens take the slots of its oldest ones, which the step attends to, and its clock goes on
+* a window that goes back before the step: it is refilled, so all of it is kept
+* a ring: the new tokens take the slots of its oldest ones
+
+Each is at most as many tokens as the call brings, or one window. They are kept where the stores are on a CPU. On a GPU a copy of each
+layer's slot would be a launch a layer in every step: there an interrupted step moves the clocks back, and what a window lost is put back
+from its codes, within the scheme's rounding, with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from kvcompile.lowering.ops import write_rows
+from kvcompile.lowering.rings import taken
+from kvcompile.runtime.state import CacheState
+
+log = logging.getLogger(__name__)
+
+
+class Undo:
+    """The tokens that one call overwrites; a context that is left by an exception puts them back."""
+
+    def __init__(self) -> None:
+        self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.slots: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.again: list[tuple[CacheState, int]] = []
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            self.restore()
+
+    def whole(self, state: CacheState) -> None:
+        """Keep the windows of a state that goes back."""
+        for store in state.stores.values():
+            if store.window is not None:
+                self.planes += [(plane, plane.clone()) for plane in store.kept]
+
+    def keep(self, states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Keep what is overwritten where each state's call begins and brings so many tokens."""
+        if states[0].device.type != "cpu":
+            self.again = list(zip(states, starts, strict=True))
+            return
+        for state, start, count in zip(states, starts, counts, strict=True):
+            for store in state.stores.values():
+                if state.windowed and (window := store.window) is not None:
+                    self._window(window, store.clock, count)
+                elif state.ring is not None and start + count > state.ring > count:
+                    at = torch.arange(start, start + count) % state.ring
+                    self.rows += [(plane, taken(plane, at), at.unsqueeze(0)) for plane in store.grown]
+
+    def _window(self, window: torch.Tensor, clock: torch.Tensor, count: int) -> None:
+        size, held = window.shape[2], clock[0, :, 0, 0, :1]
+        self.planes.append((clock, clock.clone()))
+        if count >= size:
+            self.planes.append((window, window.clone()))
+            return
+        at = (held + torch.arange(count)) % size
+        at = at[:, None, :, None].expand(*window.shape[:2], count, window.shape[3])
+        self.slots.append((window, window.gather(2, at), at))
+
+    def restore(self) -> None:
+        """Bring the stores back to what they held before the call."""
+        with torch.inference_mode(False), torch.no_grad():
+            for window, kept, at in self.slots:
+                window.scatter_(2, at, kept)
+            for plane, kept, at in self.rows:
+                write_rows(plane, kept, at)
+            # The last first: what a rollback kept is older than what the call did.
+            for plane, kept in reversed(self.planes):
+                plane.copy_(kept)
+        for state, start in self.again:
+            state.rewind(start)
+        if any(state.windowed for state, _ in self.again):
+            log.warning("a step was interrupted: what the windows of its caches lost is put back from their codes")

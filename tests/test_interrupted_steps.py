@@ -1,0 +1,109 @@
+"""A step that raises in its middle leaves the caches as they were: tried again, it gives what it would have given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from e2e_models import Attention, buffers, cache_of, llama, prompt, visible
+from torch.nn import functional as F
+
+import kvcompile
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
+
+SCHEMES = ("kivi(group=16,window=16)", "squat(group=16,window=16,subblock=8)", "certified", "int8")
+FAULT = {"armed": False}
+
+
+class Fault(RuntimeError):
+    """What the model raises in the middle of a step."""
+
+
+@torch.library.custom_op("kvcompile_tests::fault", mutates_args=())
+def fault(x: torch.Tensor) -> torch.Tensor:
+    """Raise once where a test said so; else a copy."""
+    if FAULT["armed"]:
+        FAULT["armed"] = False
+        raise Fault("in the middle of a step")
+    return x.clone()
+
+
+fault.register_fake(lambda x: torch.empty_like(x))
+
+
+class Layers(torch.nn.Module):
+    """Two attentions over buffers; what comes out of the first may raise, after its keys and values were written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = One(), One()
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        return self.second(fault(self.first(x, pos)), pos)
+
+
+class One(Attention):
+    """An ``index_copy_`` cache in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(kv=2, dim=32)
+        buffers(self, self.batch, self.kv, 128, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = (item.transpose(1, 2) for item in self.project(x))
+        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, 128), enable_gqa=True))
+
+
+def steps(scheme: str, inner: str, interrupted: bool) -> list[torch.Tensor]:
+    """The results of a prompt and of steps of one token and of many, each tried twice where it is interrupted, and the caches."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Layers().eval()
+    run = torch.compile(module, backend=kvcompile.backend(scheme, inner=inner, strict=True), fullgraph=True)
+    x = torch.randn(module.first.batch, 70, module.first.width, generator=torch.Generator().manual_seed(1))
+    found, at = [], 0
+    with torch.no_grad():
+        for count in (40, 1, 1, 3, 1, 20, 1):
+            given = x[:, at : at + count], torch.arange(at, at + count)
+            if interrupted and at:
+                held = [kvcompile.decoded(item) for item in module.buffers()]
+                FAULT["armed"] = True
+                with pytest.raises(Fault):
+                    run(*given)
+                assert all(torch.equal(kvcompile.decoded(item), before) for item, before in zip(module.buffers(), held, strict=True))
+            found.append(run(*given))
+            at += count
+        return [*found, *(kvcompile.decoded(item) for item in module.buffers())]
+
+
+@pytest.mark.parametrize(("scheme", "inner"), [
+    *((scheme, "aot_eager") for scheme in SCHEMES), pytest.param(SCHEMES[0], "inductor", marks=pytest.mark.compile),
+])
+def test_a_step_is_atomic(scheme: str, inner: str) -> None:
+    expected, found = (steps(scheme, inner, interrupted) for interrupted in (False, True))
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[:1])
+def test_a_returned_cache_is_as_it_was(scheme: str) -> None:
+    """A cache that grows by concatenation: the tensors that the caller holds go on."""
+    model = llama(layers=2, head_dim=32)
+    run = torch.compile(model, backend=kvcompile.backend(scheme, inner="aot_eager", strict=True))
+    results = []
+    for interrupted in (False, True):
+        cache, found = cache_of(model, "dynamic"), []
+        hook = model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda module, args, out: fault(out))
+        with torch.no_grad():
+            for at, count in ((0, 40), (40, 1), (41, 3), (44, 1)):
+                ids = prompt(2, count, seed=at)
+                if interrupted and at:
+                    FAULT["armed"] = True
+                    with pytest.raises(Fault):
+                        run(ids, past_key_values=cache)
+                found.append(run(ids, past_key_values=cache).logits)
+        hook.remove()
+        results.append(found)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
