@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from registry import each_scheme, slot
 
+from kvcompile import schemes
 from kvcompile.errors import BadOption, HeadDimNotDivisible, SchemeError, UnknownOption, UnknownScheme
 from kvcompile.passes.plan import policy_of
-from kvcompile.schemes import SCHEMES, Scheme, make, parse
+from kvcompile.schemes import SCHEMES, Int4, Kivi, Planes, Scheme, make, parse
 from kvcompile.types import Role
 
 OPTIONS = [(cls, field) for cls in SCHEMES for field in dataclasses.fields(cls)]
@@ -96,6 +97,85 @@ def test_what_is_no_policy(found: object) -> None:
         return
     with pytest.raises(SchemeError):
         policy_of(found)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "bits"),
+    [
+        (16, 16, 5.0), (24, 24, 4 + 16 / 24), (32, 32, 4.5), (40, 8, 6.0), (64, 32, 4.5), (72, 8, 6.0), (80, 16, 5.0), (96, 32, 4.5),
+        (128, 32, 4.5),
+    ],
+)
+def test_the_default_group_is_the_largest_that_fits(head_dim: int, group: int, bits: float) -> None:
+    spec, scheme = slot(head_dim=head_dim), make("int4")
+    scheme.check(spec)
+    assert scheme.format(spec).group == group and scheme.bits_per_value(spec) == pytest.approx(bits)
+    x = torch.randn(1, 2, 5, head_dim)
+    planes = scheme.encode(x)
+    widths = [head_dim // 2, head_dim // group]
+    assert [plane.shape[-1] for plane in planes] == [plane.width for plane in scheme.layout(spec).planes] == widths
+    # Each group has a scale of its own.
+    loud = x.clone()
+    loud[..., :group] *= 1e3
+    assert torch.equal(scheme.decode(scheme.encode(loud), spec)[..., group:], scheme.decode(planes, spec)[..., group:])
+    assert ((scheme.decode(planes, spec) - x).abs() <= x.abs().amax() / 13).all()
+
+
+@pytest.mark.parametrize(("text", "head_dim"), [("int4(group=64)", 80), ("int4(group=16)", 72), ("int4", 36), ("int4", 33)])
+def test_a_group_that_does_not_fit_is_refused(text: str, head_dim: int) -> None:
+    with pytest.raises(HeadDimNotDivisible, match=f"found head dim {head_dim}"):
+        parse(text).check(slot(head_dim=head_dim))
+
+
+@dataclasses.dataclass(frozen=True)
+class Offset(Int4):
+    """Four bits whose codes are stored otherwise than int4's."""
+
+    name: ClassVar[str] = "offset"
+
+    def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
+        return super().unpack(words ^ 0x55, part)
+
+    def pack(self, scaled: torch.Tensor) -> torch.Tensor:
+        return super().pack(scaled) ^ 0x55
+
+
+@dataclasses.dataclass(frozen=True)
+class Coarse(Kivi):
+    """Two bits of which one is used."""
+
+    name: ClassVar[str] = "coarse"
+
+    def quantize(self, x_BKSD: torch.Tensor) -> Planes:
+        codes, scale, zero = super().quantize(x_BKSD)
+        return codes & 2, scale, zero
+
+
+@pytest.mark.parametrize("derived", [Offset(), Coarse().of(Role.VALUE)], ids=lambda scheme: scheme.name)
+def test_a_derived_scheme_inherits_no_kernel(derived: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels encode as int4 and kivi do; a class that derives from them may not."""
+    parent = type(derived).__mro__[1]()
+    assert parent.in_kernels and not derived.in_kernels
+    assert derived.absmax(64) is None and derived.minmax(64) is None
+    assert parent.absmax(64) is not None or parent.minmax(64) is not None
+    # As the append kernels ask.
+    monkeypatch.setitem(schemes.BY_NAME, derived.name, type(derived))
+    spec = slot()
+    planes = [torch.zeros(plane.shape(1, 1, 2), dtype=plane.dtype) for plane in derived.layout(spec).planes]
+    x, pos = torch.randn(1, 2, 1, 64), torch.zeros(1, 1, dtype=torch.int64)
+    if derived.window:
+        from kvcompile.lowering.triton_append import Slot, known
+
+        assert known(Slot(x, planes, pos, None, parent.of(Role.VALUE).spell())) and not known(Slot(x, planes, pos, None, derived.spell()))
+    else:
+        from kvcompile.lowering.triton_append_rows import Rows, fits
+
+        assert fits(Rows(x, planes, pos, parent.spell())) and not fits(Rows(x, planes, pos, derived.spell()))
+
+
+def test_every_scheme_says_for_itself_whether_kernels_encode() -> None:
+    said = {cls.name for cls in SCHEMES if vars(cls).get("kernel_encoding")}
+    assert said == {"int8", "int4", "fp8", "kivi", "squat"}
 
 
 @each_scheme

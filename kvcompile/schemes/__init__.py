@@ -31,6 +31,11 @@ SCHEMES: tuple[type[Scheme], ...] = (
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
 
+SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
+    "squat-pre": ("squat", {"pre_rope": True}),
+}
+"""Names of settings that a source gives a name of its own."""
+
 
 def _option(scheme: type[Scheme], name: str, text: object) -> object:
     """One option's value from text, by the type of the field's default."""
@@ -59,9 +64,13 @@ def _option(scheme: type[Scheme], name: str, text: object) -> object:
 
 def make(name: str, **options: object) -> Scheme:
     """A scheme by name with options; raises UnknownScheme, UnknownOption or BadOption."""
+    if name in SETTINGS:
+        base, given = SETTINGS[name]
+        return make(base, **{**given, **options})
     if name not in BY_NAME:
-        near = difflib.get_close_matches(name, BY_NAME, n=1)
-        raise UnknownScheme(known=list(BY_NAME), name=name, hint=f"; did you mean {near[0]!r}?" if near else "")
+        names = [*BY_NAME, *SETTINGS]
+        near = difflib.get_close_matches(name, names, n=1)
+        raise UnknownScheme(known=names, name=name, hint=f"; did you mean {near[0]!r}?" if near else "")
     cls = BY_NAME[name]
     return cls(**{key: _option(cls, key, value) for key, value in options.items()})
 
@@ -80,6 +89,6 @@ def parse(text: str) -> Scheme:
 
 
 __all__ = [
-    "AMAX", "BY_NAME", "SCHEMES", "SPREAD", "Certified", "Certify", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Planes", "Scheme", "Squat",
-    "make", "parse",
+    "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Certified", "Certify", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Planes", "Scheme",
+    "Squat", "make", "parse",
 ]

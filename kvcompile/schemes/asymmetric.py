@@ -97,6 +97,7 @@ class Kivi(Scheme):
     pre_rope: bool = False
 
     name: ClassVar[str] = "kivi"
+    kernel_encoding: ClassVar[bool] = True
     source: ClassVar[str] = "KIVI: Asymmetric 2bit Quantization for KV Cache, section 3; SQuat, Table 1"
 
     def __post_init__(self) -> None:
@@ -135,8 +136,10 @@ class Kivi(Scheme):
     def block(self) -> int:
         return self.group if self.axis is Axis.CHANNEL else 1
 
-    @property
-    def minmax(self) -> MinMax | None:
+    def minmax(self, head_dim: int) -> MinMax | None:
+        del head_dim
+        if not self.in_kernels:
+            return None
         return MinMax(self.bits, PARTS[self.bits], SEGMENTS[self.bits], self.group, self.block)
 
     @property

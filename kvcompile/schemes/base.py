@@ -39,8 +39,12 @@ class Scheme(abc.ABC):
     """Names of the fixed planes that ``learn`` makes."""
     pre_rope = False
     """Whether keys are stored as they are before their rotary embedding, which attention then applies; an option."""
+    learns_before_rope = False
+    """Whether ``learn`` takes queries as they are before their rotary embedding, where keys are stored so."""
     certified: ClassVar[bool] = False
     """Whether attention over its planes is ``kvcompile::certified_site``: both halves of a site are, or none."""
+    kernel_encoding: ClassVar[bool] = False
+    """Whether kernels may encode as ``absmax`` or ``minmax`` says. Said by every class for itself: what a subclass encodes is its own."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
 
@@ -89,19 +93,29 @@ class Scheme(abc.ABC):
         return self.by_token and not self.window and not self.learned and not self.pre_rope
 
     @property
+    def keeps_padding_out(self) -> bool:
+        """Whether other tokens set a token's scale, so that the write path must keep padding out of it."""
+        return bool(self.window) or not self.by_token
+
+    @property
     def block(self) -> int:
         """How many consecutive tokens are encoded together, once all of them are there; divides ``window``."""
         return 1
 
-    @property
-    def minmax(self) -> MinMax | None:
-        """How a kernel may encode in place of ``encode``, bit for bit; None where it may not."""
+    def minmax(self, head_dim: int) -> MinMax | None:
+        """How a kernel may encode rows of ``head_dim`` channels in place of ``encode``, bit for bit; None where it may not."""
+        del head_dim
         return None
 
     def absmax(self, head_dim: int) -> AbsMax | None:
-        """The same for schemes without zero points or blocks, of rows of ``head_dim`` channels."""
+        """How a kernel may encode rows of ``head_dim`` channels in place of ``encode`` where there are no zero points and no blocks."""
         del head_dim
         return None
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether this very class, and not one that it derives from, says that kernels may encode."""
+        return bool(vars(type(self)).get("kernel_encoding", False))
 
     def learns(self, slot: SlotSpec) -> bool:
         """Whether its fixed planes come out of ``learn``, from the queries of the call that fills an empty cache."""

@@ -51,6 +51,12 @@ SCRATCH = "scratch"
 PLACES = "places"
 """The name of the plane that says where in it a block is: int32, the slot in its set plus one, zero for nowhere; a step's number."""
 
+REFILLED = "refilled"
+"""The name of the plane that says from which token on a window holds originals: those before were put back from codes by a rollback."""
+
+REFILLED_PLANE = PlaneSpec(REFILLED, torch.int64, 1, 1, Extent.ROW, tally=True)
+"""Where that is, of a store with a window whose attention reports its error; int64, counted from the row's origin as the clock counts."""
+
 TELEMETRY = 34
 """Accumulators of each kv head and row; ``lowering.certified_telemetry`` names them."""
 

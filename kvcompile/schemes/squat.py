@@ -12,6 +12,9 @@ span. A later query of that subspace then scores a quantized key nearly as the o
   sub-blocks and less at more, and a plane of zeros moves nothing: lam = 0, plain ``kivi``. A store that never saw a query
   (a cache that was filled by other code) therefore needs no case of its own.
 * NaN or Inf in a group moves nothing, and queries that are not finite teach nothing: neither may reach other channels.
+* With ``pre_rope`` (the source's SQuat-pre) a stored key meets a query that is turned by how far it stands behind the key.
+  The subspace is that of queries before RoPE, as in the source: it is the same at every distance but for that turning, while
+  queries after RoPE are turned by where they stand in the prompt. ``queries=post`` is the other choice.
 * The originals are what is encoded, at the first write and at every later one, so a block's codes depend on its own
   tokens and the plane alone.
 """
@@ -31,6 +34,13 @@ from kvcompile.schemes import subspace as algebra
 from kvcompile.schemes.asymmetric import Axis, Kivi, pack
 from kvcompile.schemes.base import Planes, Scheme, require, require_divides
 from kvcompile.types import Extent, Layout, MinMax, PlaneSpec, Role, SlotSpec
+
+
+class Queries(enum.Enum):
+    """Which queries span the subspace of keys that are stored before RoPE: as they are before RoPE, or after."""
+
+    PRE = "pre"
+    POST = "post"
 
 
 class Subspace(enum.Enum):
@@ -54,9 +64,11 @@ class Squat(Kivi):
     subblock: int = 32
     normalise: bool = True
     subspace: Subspace = Subspace.BATCH
+    queries: Queries = Queries.PRE
 
     learned: ClassVar[frozenset[str]] = frozenset({"moves"})
     name: ClassVar[str] = "squat"
+    kernel_encoding: ClassVar[bool] = True
     source: ClassVar[str] = "SQuat: Subspace-orthogonal KV Cache Quantization, sections 3 and B.2"
 
     def __post_init__(self) -> None:
@@ -73,15 +85,22 @@ class Squat(Kivi):
         )
         require(
             _whole(self.subblock) and (self.subblock in {1, 2, 4} or (self.subblock > 0 and self.subblock % 8 == 0)), self.name, "subblock",
-            "1, 2, 4 or a multiple of 8 that divides the head dim", self.subblock, "32 is the default, 64 the setting of the source",
+            "1, 2, 4 or a multiple of 8 that divides the head dim", self.subblock, "32 is the default, 64 the setting of the source; "
+            "half of the head dim is the most that is used",
         )
         require(isinstance(self.normalise, bool), self.name, "normalise", "True or False", self.normalise, "True is the default")
         require(isinstance(self.subspace, Subspace), self.name, "subspace", "batch or row", self.subspace, "batch is the source's rule")
+        require(isinstance(self.queries, Queries), self.name, "queries", "pre or post", self.queries, "pre is the source's rule")
 
     @classmethod
     def paper(cls, **options: Any) -> Squat:
         """The source's setting: unnormalised, lam 1e-3, five directions, 64 channels at a time."""
         return cls(**{"lam": 1e-3, "rank": 5, "subblock": 64, "normalise": False, **options})
+
+    @property
+    def learns_before_rope(self) -> bool:  # type: ignore[override]
+        """Whether its queries are taken before RoPE."""
+        return self.pre_rope and self.queries is Queries.PRE
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
@@ -106,22 +125,19 @@ class Squat(Kivi):
             return dataclasses.replace(self, axis=Axis.CHANNEL)
         return Kivi(self.bits, self.group, self.window, self.axis, self.scale_dtype).of(role)
 
-    @property
-    def minmax(self) -> MinMax | None:
-        made = super().minmax
-        assert made is not None
-        return dataclasses.replace(made, subblock=self.subblock) if self.lam > 0 else made
+    def minmax(self, head_dim: int) -> MinMax | None:
+        made = super().minmax(head_dim)
+        return dataclasses.replace(made, subblock=self.channels_at_once(head_dim)) if made is not None and self.lam > 0 else made
+
+    def channels_at_once(self, head_dim: int) -> int:
+        """The sub-block of a head: at most half of it, since what comes after the last one is what moves."""
+        return max(1, min(self.subblock, head_dim // 2))
 
     def check(self, slot: SlotSpec) -> None:
         super().check(slot)
         if slot.role is not Role.KEY:
             return
-        require_divides(self.subblock, slot, self.name, "subblock")
-        if self.subblock == slot.head_dim:
-            raise BadOption(
-                scheme=self.name, option="subblock", expected=f"smaller than the head dim ({slot.head_dim})", found=self.subblock,
-                todo="what comes after the last block is what moves, and there is nothing",
-            )
+        require_divides(self.channels_at_once(slot.head_dim), slot, self.name, "subblock")
         if self.rank > slot.head_dim:
             raise BadOption(
                 scheme=self.name, option="rank", expected=f"at most the head dim ({slot.head_dim})", found=self.rank,
@@ -149,7 +165,7 @@ class Squat(Kivi):
             seen = tokens if keep_BS is None else keep_BS.sum(-1).clamp(min=1).to(torch.float64)[:, None, None, None]
             weight = self.lam / (groups * seen)
         gram = algebra.gram(q_BKGSD.flatten(2, 3))
-        moves = algebra.moves(weight * algebra.leading(gram, self.rank), self.subblock)
+        moves = algebra.moves(weight * algebra.leading(gram, self.rank), self.channels_at_once(gram.shape[-1]))
         finite = torch.isfinite(moves).all(-1, keepdim=True).all(-2, keepdim=True)
         return (torch.where(finite, moves, torch.zeros_like(moves)).to(torch.float32).unsqueeze(0),)
 
@@ -159,15 +175,16 @@ class Squat(Kivi):
         moves = fixed[0][0]
         rest = x_BKSD.to(torch.float32)
         made: list[Planes] = []
-        for start in range(0, rest.shape[-1], self.subblock):
-            k, rest = rest[..., : self.subblock], rest[..., self.subblock :]
+        width = self.channels_at_once(rest.shape[-1])
+        for start in range(0, rest.shape[-1], width):
+            k, rest = rest[..., :width], rest[..., width:]
             codes, scale, zero = self.quantize(k)
             made.append((codes, scale, zero))
             if not rest.shape[-1]:
                 break
             error = self._spread(scale) * codes.to(torch.float32) + self._spread(zero) - k
             error = torch.where(torch.isfinite(error), error, torch.zeros_like(error))
-            end = start + self.subblock
+            end = start + width
             rest = rest + _by_head(error, moves[:, :, start:end, end:])
         codes, scale, zero = (torch.cat(parts, dim=-1) for parts in zip(*made, strict=True))
         return pack(codes, self.bits), scale, zero

@@ -12,15 +12,20 @@ scale = amax / qmax, code = clamp(rne(x / scale)). What differs from the source,
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import sympy
 import torch
 
+from kvcompile.errors import HeadDimNotDivisible
 from kvcompile.schemes.base import AMAX, Planes, Scheme, require, require_divides
 from kvcompile.schemes.bounds import STEP
 from kvcompile.schemes.bounds import TINY as TINIEST
 from kvcompile.types import AbsMax, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
+
+DEFAULT_GROUP, LEAST_GROUP = 32, 8
+"""Channels that share a scale unless an option says otherwise; the fewest that may."""
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TINY = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
@@ -62,7 +67,7 @@ class Symmetric(Scheme):
     """Symmetric codes with one scale per token and head, per channel group, or per write."""
 
     granularity: Granularity = Granularity.TOKEN
-    group: int = 32
+    group: int = DEFAULT_GROUP
     scale_dtype: torch.dtype = torch.float16
 
     qmax: ClassVar[float]
@@ -77,8 +82,8 @@ class Symmetric(Scheme):
             "one of " + ", ".join(g.value for g in Granularity), self.granularity, "pass a Granularity or its name",
         )
         require(
-            isinstance(self.group, int) and self.group >= 8 and self.group & (self.group - 1) == 0, self.name, "group",
-            "a power of two, at least 8", self.group, "32 is the usual choice",
+            isinstance(self.group, int) and self.group >= LEAST_GROUP and self.group & (self.group - 1) == 0, self.name, "group",
+            f"a power of two, at least {LEAST_GROUP}", self.group, f"{DEFAULT_GROUP} is the usual choice",
         )
         require(
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
@@ -111,28 +116,36 @@ class Symmetric(Scheme):
         return None
 
     def absmax(self, head_dim: int) -> AbsMax | None:
-        if self.granularity is Granularity.TENSOR:
+        if self.granularity is Granularity.TENSOR or not self.in_kernels:
             return None
-        group = self.group if self.granularity is Granularity.GROUP else head_dim
-        return AbsMax(self.bits, self.parts, group, self.qmax, self.e4m3)
+        return AbsMax(self.bits, self.parts, self.channels_per_scale(head_dim), self.qmax, self.e4m3)
 
-    def channels_per_scale(self, slot: SlotSpec) -> int:
-        """How many consecutive channels one stored scale covers."""
-        return self.group if self.granularity is Granularity.GROUP else slot.head_dim
+    def channels_per_scale(self, head_dim: int) -> int:
+        """How many consecutive channels of a head one stored scale covers.
+
+        The default group stands for the most that fit: the head itself up to that size, else the largest power of two that divides both.
+        """
+        if self.granularity is not Granularity.GROUP:
+            return head_dim
+        if self.group != DEFAULT_GROUP:
+            return self.group
+        return head_dim if head_dim <= DEFAULT_GROUP else math.gcd(head_dim, DEFAULT_GROUP)
 
     def check(self, slot: SlotSpec) -> None:
         require_divides(self.parts, slot, self.name, "codes per byte")
-        if self.granularity is Granularity.GROUP:
-            require_divides(self.group, slot, self.name, "group")
+        group = self.channels_per_scale(slot.head_dim)
+        if group < LEAST_GROUP and group != slot.head_dim:
+            raise HeadDimNotDivisible(scheme=self.name, what="group", head_dim=slot.head_dim, by=LEAST_GROUP)
+        require_divides(group, slot, self.name, "group")
 
     def layout(self, slot: SlotSpec) -> Layout:
         return Layout((
             PlaneSpec("codes", self.word_dtype, slot.head_dim // self.parts),
-            PlaneSpec("scales", self.scale_dtype, slot.head_dim // self.channels_per_scale(slot)),
+            PlaneSpec("scales", self.scale_dtype, slot.head_dim // self.channels_per_scale(slot.head_dim)),
         ))
 
     def format(self, slot: SlotSpec) -> KernelFormat:
-        return KernelFormat(self.word_dtype, self.parts, self.channels_per_scale(slot), True, self.unpack)
+        return KernelFormat(self.word_dtype, self.parts, self.channels_per_scale(slot.head_dim), True, self.unpack)
 
     @property
     def word_dtype(self) -> torch.dtype:
@@ -150,10 +163,8 @@ class Symmetric(Scheme):
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         del fixed
         x = x_BKSD.to(torch.float32)
-        if self.granularity is Granularity.GROUP:
-            grouped = x.unflatten(-1, (x.shape[-1] // self.group, self.group))
-        else:
-            grouped = x.unsqueeze(-2)
+        group = self.channels_per_scale(x.shape[-1])
+        grouped = x.unflatten(-1, (x.shape[-1] // group, group))
         amax = grouped.abs().amax(dim=-1, keepdim=True)
         if self.granularity is Granularity.TENSOR:
             amax = amax.amax(dim=(1, 2), keepdim=True).expand(-1, x.shape[1], x.shape[2], -1, -1)
@@ -188,6 +199,7 @@ class Int8(Symmetric):
     """Eight-bit integers in [-127, 127]; one scale per token and head by default."""
 
     name: ClassVar[str] = "int8"
+    kernel_encoding: ClassVar[bool] = True
     qmax: ClassVar[float] = 127.0
     bits: ClassVar[int] = 8
 
@@ -205,11 +217,12 @@ class Int8(Symmetric):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Symmetric):
-    """Four-bit integers in [-7, 7], two to the byte, part 0 in the low nibble; groups of 32 channels by default."""
+    """Four-bit integers in [-7, 7], two to the byte, part 0 in the low nibble; groups of 32 channels, or of the most up to 32 that fit."""
 
     granularity: Granularity = Granularity.GROUP
 
     name: ClassVar[str] = "int4"
+    kernel_encoding: ClassVar[bool] = True
     qmax: ClassVar[float] = 7.0
     bits: ClassVar[int] = 4
     parts: ClassVar[int] = 2
@@ -228,6 +241,7 @@ class Fp8(Symmetric):
     """e4m3 floats by the real conversion, kept as bytes; one scale per token and head by default."""
 
     name: ClassVar[str] = "fp8"
+    kernel_encoding: ClassVar[bool] = True
     qmax: ClassVar[float] = 448.0
     e4m3: ClassVar[bool] = True
     # Scaled values reach 448, where neighboring floats are 32 apart.

@@ -1,0 +1,87 @@
+"""Which kernel an attention gets is said by what chooses it: the report, ``explain`` and Inductor's lowering agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from e2e_models import IndexCopyAttribute
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+
+import kvcompile
+from kvcompile.explain import explain
+from kvcompile.lowering.attend_kernels import CPP, EAGER, KERNELS, TRITON, AttendOperands, choose
+from kvcompile.schemes import SCHEMES, Scheme
+from kvcompile.types import Role, SlotSpec
+
+pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo")]
+
+EXPECTED = {
+    "dense": (CPP, None), "int8": (CPP, None), "kivi": (EAGER, "zero points, tables or scales of several tokens (kivi)"),
+    "squat(subblock=16,rank=8)": (EAGER, "zero points, tables or scales of several tokens (squat)"),
+}
+
+
+def module() -> IndexCopyAttribute:
+    """An attention over two buffers, 64 channels a head."""
+    torch.manual_seed(0)
+    return IndexCopyAttribute(batch=1, heads=2, kv=2, dim=64, capacity=96)
+
+
+def step(run: Any, at: int) -> Any:
+    """One call with one token."""
+    with torch.no_grad():
+        return run(torch.ones(1, 1, 128), torch.arange(at, at + 1))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("scheme", EXPECTED)
+def test_what_is_said_is_what_inductor_emits(scheme: str) -> None:
+    kernel, why = EXPECTED[scheme]
+    with inductor_config.patch(force_disable_caches=True):
+        fresh = kvcompile.backend(scheme, strict=True)
+        filled = module()
+        with torch.no_grad():
+            filled(torch.randn(1, 5, 128), torch.arange(5))
+        _, code = run_and_get_code(lambda: step(torch.compile(filled, backend=fresh, fullgraph=True), 5))
+    emitted = "\n".join(code)
+    called = "torch.ops.kvcompile.attend.default(" in emitted
+    assert called == (kernel is EAGER)
+    said = f"1 x attend ({kernel.name}{': ' + why if why else ''})"
+    assert f"over a filled cache: {said}" in fresh.report().graphs[-1].kernels[-1]
+    assert said in " ".join(str(fresh.report()).split())
+    told = explain(module(), (torch.randn(1, 1, 128), torch.arange(1)), scheme)
+    assert any(said in line for graph in told.graphs for line in graph.kernels)
+
+
+def test_other_compilers_run_eager_bodies_and_say_so() -> None:
+    owner = kvcompile.backend("int8", inner="eager", strict=True)
+    step(torch.compile(module(), backend=owner, fullgraph=True), 0)
+    assert "1 x attend (eager body)" in str(owner.report().graphs[-1].kernels)
+
+
+@pytest.mark.parametrize("cls", SCHEMES, ids=lambda cls: cls.name)
+@pytest.mark.parametrize("device", ["cuda", "cpu", "xpu"])
+def test_every_scheme_gets_a_kernel_or_a_reason(cls: type[Scheme], device: str) -> None:
+    for scheme in cls.variants():
+        slots = tuple((scheme.of(role).spell(), SlotSpec(2, 128, torch.float32, role)) for role in Role)
+        kernel, why = choose(AttendOperands(device, slots, recent=bool(scheme.window)))
+        assert kernel.device in {None, device} and kernel in KERNELS
+        assert (kernel is EAGER) == (why is not None) or device == "xpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "found"),
+    [
+        ("cuda", {"more": True}, "keys in two planes"), ("cuda", {"dtype": torch.float64}, "queries in torch.float64"),
+        ("cuda", {"page_rows": 48}, "pages of 48 tokens"), ("cpu", {"recent": True}, "newest tokens in full precision"),
+        ("cpu", {"rotation": True}, "keys stored before RoPE"), ("cpu", {"more": True}, "keys in two planes"),
+    ],
+)
+def test_gaps(device: str, given: dict[str, Any], found: str) -> None:
+    slots = tuple(("int8", SlotSpec(2, 64, torch.float32, role)) for role in Role)
+    kernel, why = choose(AttendOperands(device, slots, **given))
+    assert kernel is EAGER and why is not None and found in why
+    assert choose(AttendOperands(device, slots)) == (TRITON if device == "cuda" else CPP, None)
