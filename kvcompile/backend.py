@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,36 +18,48 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from kvcompile.errors import BadSetting, CacheMutated, KvcompileError, NoOriginals, SiteRefused
-from kvcompile.lowering.certified_telemetry import Telemetry
+from kvcompile.errors import BadSetting, KvcompileError, NoOriginals, SiteRefused
+from kvcompile.lowering.attend_kernels import kernel_lines
+from kvcompile.lowering.certified_telemetry import Telemetry, added_up
 from kvcompile.lowering.compile import compile_graph
+from kvcompile.lowering.remembered import Remembered
 from kvcompile.lowering.reuse import call_key, fingerprint, identities
 from kvcompile.passes.capture import Captured, capture
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.match import Matched, match
+from kvcompile.passes.nested import inlined
 from kvcompile.passes.plan import Pair, Plan, Policy, plan, policy_of
-from kvcompile.passes.reach import reach
 from kvcompile.passes.replay import gap, steady_inputs
 from kvcompile.passes.reporting import check_scheme
-from kvcompile.passes.rewrite import Rewritten, Variant, rewrite
+from kvcompile.passes.retrace import unexposed
+from kvcompile.passes.rewrite import rewrite
+from kvcompile.passes.rewritten import Rewritten, Variant
 from kvcompile.passes.shapes import source_line, value_of
 from kvcompile.passes.sites import Refusal, SlotKind, Stage
 from kvcompile.passes.verify import verify
 from kvcompile.report import GraphReport, Report, graph_report
 from kvcompile.runtime import handle as handles
+from kvcompile.runtime.adoption import Left
+from kvcompile.runtime.binding import bind
 from kvcompile.runtime.bound import BoundGraph
-from kvcompile.runtime.groups import group_bindings
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.guards import accept_handles
-from kvcompile.runtime.positions import limits_of, positions_of
+from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.views import DecodedView, over_tensors
 from kvcompile.schemes import Certified, Certify, Dense, Scheme
 from kvcompile.schemes.certify import Fallback
 from kvcompile.settings import Inner, Settings
 from kvcompile.types import PAGE, Role, SlotSpec
+from kvcompile.validation import Outcome, Verdict, verdicts
+from kvcompile.validation.known import Known
 
 log = logging.getLogger(__name__)
 
 PAGES_HINT = 64
+BLIND = (
+    "queries that see no token (left padding) give zeros here, and something else in the uncompiled model, whose mask is a finite number; "
+    "nobody reads them where padding stays hidden"
+)
 
 
 class Backend:
@@ -57,10 +69,12 @@ class Backend:
         self.policy, self.settings = policy, settings
         self.graphs: list[GraphReport] = []
         self.stages: list[dict[str, Any]] = []
-        self.live: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.live = Ledger(added_up)
         self.growth = Growth(least=settings.reserve)
         self.compiled: dict[str, Callable[..., Any]] = {}
         self.bound: dict[str, tuple[BoundGraph, GraphReport, dict[str, Any]]] = {}
+        # What Inductor would compile anew is validated anew as well; the other ways to run a graph keep nothing on disk.
+        self.verdicts: dict[str, Verdict] = Known(Remembered("validated") if settings.inner is Inner.INDUCTOR else None)
         self.__name__ = "kvcompile"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
@@ -78,7 +92,7 @@ class Backend:
     def report(self) -> Report:
         """What was compiled so far, and the caches that live now."""
         report = Report(graphs=list(self.graphs))
-        for state in list(self.live):
+        for state in self.live:
             for store in state.stores.values():
                 report.allocated += store.nbytes
                 report.hosted += store.host_nbytes
@@ -89,10 +103,8 @@ class Backend:
         return report
 
     def telemetry(self) -> Telemetry:
-        """What certified attention did, and others reported, in the caches that live now, all layers together; waits for the device."""
-        stores = [store for state in list(self.live) for store in state.stores.values()]
-        planes = [(plane, spec) for store in stores for plane, spec in zip(store.planes, store.spec.layout.planes, strict=True)]
-        return Telemetry.of(plane for plane, spec in planes if spec.name == "telemetry")
+        """What certified attention did, and others reported, in all caches so far, all layers together; waits for the device."""
+        return Telemetry.of(added_up([told]) for told in self.live.tellings())
 
 
 class _Compilation:
@@ -101,7 +113,7 @@ class _Compilation:
     def __init__(
         self, owner: Backend, gm: fx.GraphModule, example_inputs: list[Any], mode: str | None, options: dict[str, Any] | None
     ) -> None:
-        self.owner, self.gm, self.examples, self.mode, self.options = owner, gm, example_inputs, mode, options
+        self.owner, self.gm, self.examples, self.mode, self.options = owner, inlined(gm), example_inputs, mode, options
         self.settings = owner.settings
         self.salt = ""
         self.report = GraphReport(len(owner.graphs))
@@ -111,11 +123,13 @@ class _Compilation:
 
     def run(self) -> Callable[..., Any]:
         """The callable that Dynamo runs in place of the graph."""
+        views = any(type(value) is DecodedView for value in self.examples)
         try:
-            return self._compiled()
+            compiled = self._compiled()
         finally:
             # The real arguments, caches among them, must not live as long as the compiled graph does.
             self.examples = []
+        return over_tensors(compiled) if views else compiled
 
     def _compiled(self) -> Callable[..., Any]:
         started = time.perf_counter()
@@ -139,6 +153,7 @@ class _Compilation:
         try:
             matched = match(captured)
             planned = plan(matched, self.owner.policy)
+            planned = self._validated(captured, matched, planned)
             past = rewrite(captured, planned, Variant.PAST, matched.effects) if planned.sites else None
         except KvcompileError:
             raise
@@ -173,9 +188,36 @@ class _Compilation:
         self.stage.update(stage)
         return bound
 
+    def _validated(self, captured: Captured, matched: Matched, planned: Plan) -> Plan:
+        """The plan without the sites whose rewritten twin does something else than they do."""
+        if not self.settings.validate:
+            return planned
+        found = verdicts(captured, matched.effects, [item.site for item in planned.sites], self.examples, self.owner.verdicts)
+        refused = {site.index: verdict.reason for group, verdict in found if verdict.outcome is Outcome.DIFFERENT for site in group}
+        self.report.unvalidated = tuple(
+            f"{site.path or site.line}: {verdict.reason}" for group, verdict in found if verdict.outcome is Outcome.UNKNOWN
+            for site in group
+        )
+        if any(verdict.blind for _, verdict in found):
+            self.report.notes = (BLIND,)
+        if not refused:
+            return planned
+        refusals = tuple(
+            Refusal(
+                Stage.VALIDATE, f"its rewritten twin does something else: {refused[item.site.index]}", item.site.line, item.site.path,
+                item.site.attention.idiom, advice="please report this module: the matcher reads it wrongly",
+            ) for item in planned.sites if item.site.index in refused
+        )
+        return Plan(tuple(item for item in planned.sites if item.site.index not in refused), (*planned.refusals, *refusals))
+
     def _announce(self) -> None:
         for refusal in self.report.refusals:
             log.warning("kvcompile leaves an attention as it is: %s", refusal)
+        if self.report.unvalidated:
+            log.warning(
+                "kvcompile rewrote %d attentions that it could not validate, the first: %s", len(self.report.unvalidated),
+                self.report.unvalidated[0],
+            )
         if self.settings.strict and self.report.refusals:
             listed = "\n".join(f"  {refusal}" for refusal in self.report.refusals)
             raise SiteRefused(count=len(self.report.refusals), refusals=listed)
@@ -183,11 +225,18 @@ class _Compilation:
     # --- without sites ---------------------------------------------------------------------------
 
     def _unchanged(self, refusal: Refusal) -> Callable[..., Any]:
-        """The graph as Dynamo gave it, compiled as it is."""
+        """The graph as Dynamo gave it, compiled as it is; run as it is where it was traced for compressed caches, which become dense."""
         self.report.refusals = (refusal,)
         self._announce()
-        if any(handles.is_handle(value) for value in self.examples):
-            raise CacheMutated(found=refusal.reason, length="some", shape="see the report")
+        given = tuple(index for index, value in enumerate(self.examples) if handles.is_handle(value))
+        if given:
+            # Dynamo traces the next call for the dense tensors: this one is not worth compiling.
+            module, why = unexposed(self.gm), f"a graph takes it that is left as it was: {refusal.reason}"
+
+            def run(*args: Any) -> Any:
+                return module.forward(*handles.in_full(args, given, dict.fromkeys(given, why)))
+
+            return run
         started = time.perf_counter()
         compiled = self._inner(self.gm, self.examples, torch._guards.detect_fake_mode(self.examples), "")
         self.report.compile_seconds += time.perf_counter() - started
@@ -223,17 +272,9 @@ class _Compilation:
     def _bind(self, captured: Captured, matched: Matched, planned: Plan, first: Rewritten) -> BoundGraph:
         effects = matched.effects
         started = time.perf_counter()
-        by_root = {(slot.root, slot.axes.select): item for item in planned.sites for slot in item.site.slots}
-        sites = [by_root[binding.plan.slot.root, binding.part] for binding in first.bindings]
-        groups = group_bindings(
-            first.bindings, [item.site for item in sites], [reach(item.site) for item in sites], [limits_of(item.site) for item in sites]
-        )
-        index = {group.root: position for position, group in enumerate(groups)}
-        pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
         used = {part.slot.placeholder for item in planned.sites for part in item.parts}
         decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
         written = _written(captured, effects, decode)
-        positions = positions_of(captured, planned, effects)
         made: dict[Variant, Rewritten] = {Variant.PAST: first}
 
         def compile_variant(variant: Variant) -> tuple[Rewritten, Callable[..., Any]]:
@@ -241,11 +282,12 @@ class _Compilation:
             with compile_lock:
                 return self._variant(captured, planned, effects, variant, made)
 
-        adopted = {group.argument for group in groups if group.kind is SlotKind.BUFFER and group.argument is not None}
-        accept_handles(captured, self.examples, adopted)
         # For ``dump``, which may show the variant that no call needed.
         self.stage["compile_variant"] = compile_variant
-        bound = BoundGraph(captured, groups, pairs, compile_variant, positions, self.owner.growth, self.owner.live, decode, written)
+        bound = bind(captured, planned, effects, first, compile_variant, self.owner.growth, self.owner.live, decode, written)
+        adopted = {group.argument for group in bound.groups if group.kind is SlotKind.BUFFER and group.argument is not None}
+        accept_handles(captured, self.examples, adopted)
+        bound.left = Left(None if self.settings.strict else functools.partial(self._as_captured, captured))
         self.report.pass_seconds += time.perf_counter() - started
         likely = Variant.FRESH if bound.born_only else Variant.PAST if bound.with_past else None
         if likely is None and all(item.site.tokens == 1 for item in planned.sites):
@@ -253,6 +295,14 @@ class _Compilation:
         if likely is not None:
             bound.variants[likely] = compile_variant(likely)
         return bound
+
+    def _as_captured(self, captured: Captured) -> Callable[..., Any]:
+        """The graph without its rewrite, compiled when a call first needs it."""
+        with compile_lock:
+            started = time.perf_counter()
+            compiled = self._inner(captured.module, captured.fakes, captured.fake_mode, "")
+            self.report.compile_seconds += time.perf_counter() - started
+            return compiled
 
     def _variant(
         self, captured: Captured, planned: Plan, effects: Effects, variant: Variant, made: dict[Variant, Rewritten]
@@ -269,6 +319,8 @@ class _Compilation:
         self.stage[variant.value + "_fakes"] = fakes
         self.report.pass_seconds += time.perf_counter() - started
         started = time.perf_counter()
+        # Before it is compiled: Inductor's passes change the graph.
+        text = kernel_text(rewritten, len(planned.sites), self.settings.inner)
         key = f"{self.owner.policy.spell()}:{variant.value}"
         print_key = fingerprint(rewritten.module, fakes, symbols, f"{key}:{self.salt}")
         compiled = self.owner.compiled.get(print_key) if print_key is not None else None
@@ -278,6 +330,7 @@ class _Compilation:
             if print_key is not None:
                 self.owner.compiled[print_key] = compiled
         self.report.variants = (*self.report.variants, variant.value)
+        self.report.kernels = (*self.report.kernels, text)
         self.report.compile_seconds += time.perf_counter() - started
         return rewritten, compiled
 
@@ -412,8 +465,19 @@ def _certifying(policy: Policy, certify: object) -> Policy:
     return Policy(tuple((glob, certified(glob, pair)) for glob, pair in policy.rules))
 
 
+VARIANTS = {Variant.PAST: "over a filled cache", Variant.FRESH: "into an empty cache"}
+
+
+def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR) -> str:
+    """In which case a rewritten graph runs, which operations its sites became, and what runs those under ``inner``, with the reason."""
+    device = value_of(rewritten.bindings[0].plan.slot.root).device.type
+    slots = {binding.plan.scheme.spell(): binding.plan.spec for binding in rewritten.bindings}
+    return f"{VARIANTS[rewritten.variant]}: {kernel_lines(rewritten.module.graph, device, slots, sites, inner is Inner.INDUCTOR)}"
+
+
 def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,
-            options: Mapping[str, Any] | None = None, reserve: int = 256, certify: Certify | None = None) -> Backend:
+            options: Mapping[str, Any] | None = None, reserve: int = 256, certify: Certify | None = None,
+            validate: bool = True) -> Backend:
     """A Dynamo backend that stores KV caches as ``scheme`` says.
 
     ``scheme``: a name ("int4"), a spelled scheme ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or
@@ -422,7 +486,8 @@ def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, str
     ``options`` go to Inductor (torch.compile's own arguments win). ``reserve``: the least tokens a store
     holds. ``certify``: budgets and checks of the scheme "certified"; of other bounded schemes, which keep no originals, with
     ``fallback="report"`` only: every step over codes then adds the bounds of its error to ``Backend.telemetry``, and budgets are
-    counted where they are passed. Raises a SchemeError before anything is compiled.
+    counted where they are passed. ``validate``: run every site beside its rewritten twin over small random tokens when it is compiled,
+    and leave it as it is where the two differ. Raises a SchemeError before anything is compiled.
     """
     policy = policy_of(scheme) if certify is None else _certifying(policy_of(scheme), certify)
-    return Backend(policy, Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve))
+    return Backend(policy, Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve, validate=validate))

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from kvcompile.backend import Backend
+from kvcompile.backend import Backend, kernel_text
 from kvcompile.errors import NothingToDump
-from kvcompile.explain import VARIANTS, kernel_text
 from kvcompile.lowering.compile import emitted_modules
 from kvcompile.lowering.offline import ARCHITECTURES, OfflineCompilation, sass
 from kvcompile.lowering.site_kernel import ChunkedSite, SiteKernel, attends, site_kernel
 from kvcompile.normal_form import normal_form
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.plan import Plan
-from kvcompile.passes.rewrite import BORN, Rewritten, Variant
+from kvcompile.passes.rewrite import BORN
+from kvcompile.passes.rewritten import Rewritten, Variant
 from kvcompile.passes.shapes import hint, module_path
 from kvcompile.passes.sites import SlotKind
 from kvcompile.report import count_text, short_paths, short_scheme
@@ -82,7 +82,7 @@ class Dump:
     def rewritten(self) -> str:
         """The rewritten graph of the chosen variant."""
         variant, rewritten = self._rewritten()
-        title = f"# graph {self.index} rewritten, attention {VARIANTS[variant]}: {kernel_text(rewritten, self._plan())}\n"
+        title = f"# graph {self.index} rewritten, attention {kernel_text(rewritten, len(self._plan().sites))}\n"
         others = ", ".join(item.value for item in self._variants() if item is not variant)
         return title + (f"# other variants: {others}\n" if others else "") + _readable(rewritten.module)
 
@@ -97,13 +97,13 @@ class Dump:
 
     def kernels(self, arch: str) -> list[tuple[SiteKernel | ChunkedSite, list[str]]]:
         """The distinct attend kernels of the chosen variant, each with the module paths that it serves."""
-        variant, rewritten = self._rewritten()
+        _, rewritten = self._rewritten()
         found: dict[SiteKernel | ChunkedSite, list[str]] = {}
         for node in attends(rewritten.module):
             found.setdefault(site_kernel(node, arch, hint), []).append(module_path(node) or node.name)
         if not found:
             raise NothingToDump(
-                expected="an attend kernel", found=f"graph {self.index} {VARIANTS[variant]}: {kernel_text(rewritten, self._plan())}",
+                expected="an attend kernel", found=f"graph {self.index} {kernel_text(rewritten, len(self._plan().sites))}",
                 todo="ask for a graph that reads a filled cache (see --graph and --variant)",
             )
         return list(found.items())

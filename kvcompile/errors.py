@@ -161,13 +161,6 @@ class SchemeChanged(KvcompileError):
     )
 
 
-class CacheMutated(KvcompileError):
-    template = (
-        "expected that only compiled code writes to a compressed cache, found {found} on a cache holding {length} tokens "
-        "({shape}); take a dense copy first with kvcompile.decoded(tensor), or call the cache's reset()"
-    )
-
-
 class ForeignBackend(KvcompileError):
     template = (
         "expected that graphs which use a compressed cache are compiled by kvcompile, found one of {shape} in a graph of another "

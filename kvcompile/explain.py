@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kvcompile.backend import Backend, backend
+from kvcompile.backend import Backend, backend, kernel_text
 from kvcompile.passes.plan import Plan
-from kvcompile.passes.rewrite import Rewritten, Variant
-from kvcompile.passes.shapes import op_name, value_of
+from kvcompile.passes.rewritten import Variant
 from kvcompile.report import Report, graph_report
 from kvcompile.schemes import Certify
 from kvcompile.settings import Inner
-
-TEMPLATES = {"cpu": "Inductor C++ template", "cuda": "Inductor Triton template"}
-VARIANTS = {Variant.PAST: "over a filled cache", Variant.FRESH: "into an empty cache"}
 
 
 def observe(model: Any, inputs: Any, owner: Backend) -> None:
@@ -74,20 +69,6 @@ def described(owner: Backend, tokens: int | None = None) -> Report:
             graphs.append(graph)
             continue
         made = graph_report(graph.index, plan, graph.uncached, tokens)
-        kernels = tuple(f"{VARIANTS[variant]}: {kernel_text(stage[variant.value], plan)}" for variant in Variant if variant.value in stage)
+        kernels = tuple(kernel_text(stage[variant.value], len(plan.sites)) for variant in Variant if variant.value in stage)
         graphs.append(dataclasses.replace(graph, sites=made.sites, kernels=kernels))
     return Report(graphs=graphs, tokens=tokens)
-
-
-def kernel_text(rewritten: Rewritten, plan: Plan) -> str:
-    """Which operations the sites became, counted."""
-    counts = Counter(op_name(node) for node in rewritten.module.graph.nodes)
-    device = value_of(rewritten.bindings[0].plan.slot.root).device.type
-    # Other attentions of the graph may be SDPA too; of the sites it is those that have no attend.
-    certified = counts["certified_site"]
-    made = (
-        (counts["attend"], f"attend ({TEMPLATES.get(device, 'eager body')})"), (certified, "certified_site (eager body)"),
-        (counts["report_site"], f"report_site ({'tensor code' if device == 'cuda' else 'eager body'})"),
-        (len(plan.sites) - counts["attend"] - certified, "scaled_dot_product_attention"), (counts["append"], "append (fused by Inductor)"),
-    )
-    return ", ".join(f"{count} x {name}" for count, name in made if count)

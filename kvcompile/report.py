@@ -57,7 +57,8 @@ class SiteReport:
 class GraphReport:
     """One captured graph: sites, refusals, and how long our passes and the inner compiler took (seconds).
 
-    ``kernels`` says, for each variant that was made, which operations the sites became.
+    ``kernels`` says, for each variant that was made, which operations the sites became. ``unvalidated``: rewritten sites that could not
+    be run beside their rewritten twins, each with the reason. ``notes``: what else differs from the uncompiled model.
     """
 
     index: int
@@ -68,6 +69,8 @@ class GraphReport:
     pass_seconds: float = 0.0
     compile_seconds: float = 0.0
     kernels: tuple[str, ...] = ()
+    unvalidated: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -186,6 +189,8 @@ def _graph(graph: GraphReport, tokens: int | None) -> RenderableType:
     if graph.sites:
         parts.append(_site_table(graph, tokens))
     parts += [Padding(Text(f"kernels, {line}"), (0, 0, 0, 1)) for line in graph.kernels]
+    parts += [Padding(Text(f"not validated: {short_paths(line)}", style="yellow"), (0, 0, 0, 1)) for line in graph.unvalidated]
+    parts += [Padding(Text(f"note: {line}", style="dim"), (0, 0, 0, 1)) for line in graph.notes]
     parts += [Padding(_refusal(refusal), (1, 0, 0, 1)) for refusal in graph.refusals]
     parts.append(Text())
     return Group(*parts)

@@ -35,3 +35,4 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     reserve: int = 256
     verify: bool = True
+    validate: bool = True

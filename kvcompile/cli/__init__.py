@@ -28,7 +28,7 @@ from kvcompile.cli import bench
 from kvcompile.errors import KvcompileError, TargetError
 from kvcompile.explain import described, observe
 from kvcompile.passes.plan import policy_of
-from kvcompile.passes.rewrite import Variant
+from kvcompile.passes.rewritten import Variant
 from kvcompile.scheme_table import scheme_table
 from kvcompile.targets import CacheKind, Options, Target, resolve
 

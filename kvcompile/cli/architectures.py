@@ -107,7 +107,10 @@ def names() -> list[str]:
 def _has_encoder(name: str) -> bool:
     from transformers import CONFIG_MAPPING
 
-    return bool(getattr(CONFIG_MAPPING[name](), "is_encoder_decoder", False))
+    # A type that is made of two others has no configuration of its own.
+    with contextlib.suppress(ValueError):
+        return bool(getattr(CONFIG_MAPPING[name](), "is_encoder_decoder", False))
+    return False
 
 
 def build(name: str, attention: str, layers: int = 2, sizes: Callable[[Any], Mapping[str, Any]] | None = None) -> Subject:

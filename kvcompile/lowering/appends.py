@@ -18,14 +18,15 @@ import torch
 from torch import fx
 
 from kvcompile.lowering import append_ops, ops
+from kvcompile.lowering.append_ops import ROW_OPERANDS
 from kvcompile.lowering.windows import one_token
 
 Appended = tuple[torch.Tensor, torch.Tensor] | None
 
 
-def append_traced(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> None:
+def append_traced(*operands: Any) -> None:
     """``append`` in a compiled graph."""
-    _rows([(x, planes, pos, scheme)])
+    _rows([operands])
 
 
 def append_window_traced(
@@ -37,12 +38,18 @@ def append_window_traced(
 
 def append_both(*operands: Any) -> None:
     """Two ``append`` in a compiled graph, the operands of one behind those of the other."""
-    _rows([operands[:4], operands[4:]])
+    _rows(_halves(operands))
 
 
 def append_window_both(*operands: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Two ``append_window`` in a compiled graph, the operands of one behind those of the other."""
-    return _windows([operands[:5], operands[5:]])
+    return _windows(_halves(operands))
+
+
+def _halves(operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The operands of two calls that have as many each."""
+    count = len(operands) // 2
+    return [operands[:count], operands[count:]]
 
 
 def _rows(calls: list[tuple[Any, ...]]) -> None:
@@ -50,8 +57,9 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
     if x.device.type == "cuda":
         from kvcompile.lowering.triton_append_rows import Rows, fits
 
-        slots = [Rows(*call) for call in calls]
-        if all(fits(slot) and slot.x.shape[0] == x.shape[0] for slot in slots):
+        # The kernels know no padding: what shares scales among tokens is the body's anyway.
+        slots = [Rows(*call[:ROW_OPERANDS]) for call in calls]
+        if all(len(call) == ROW_OPERANDS for call in calls) and all(fits(slot) and slot.x.shape[0] == x.shape[0] for slot in slots):
             kernel = append_ops.append_kernel if len(calls) == 1 else append_ops.append_kernel_pair
             kernel(*(operand for call in calls for operand in call))
             return

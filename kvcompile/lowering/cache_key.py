@@ -19,10 +19,10 @@ SALTED = ("types.py", "backend.py", "schemes", "passes", "lowering")
 
 
 @functools.cache
-def sources_hash(package: Path = PACKAGE) -> str:
-    """A hash of every source that can change an emitted kernel."""
+def sources_hash(package: Path = PACKAGE, names: tuple[str, ...] = SALTED) -> str:
+    """A hash of every source that can change an emitted kernel, or of other files and folders of the package."""
     digest = hashlib.sha256()
-    for name in SALTED:
+    for name in names:
         root = package / name
         files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.suffix in {".py", ".jinja"})
         for path in files:

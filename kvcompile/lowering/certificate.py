@@ -112,4 +112,7 @@ def certificate(
     value, added = total(value_terms(softmax, values.eta)), accumulation(softmax, values, chain)
     size = norm(output)
     center = _center_norm(norm=size, value_sum=value + added, vmax=values.vmax)
-    return Certificate(key_bound(softmax, delta, values, center), value, added + output_rounding(size, dtype, output.shape[-1]))
+    rounding = output_rounding(size, dtype, output.shape[-1])
+    # A result beyond the dtype's range becomes infinite, which no rounding bounds.
+    beyond = (torch.isinf(output.to(dtype)) & torch.isfinite(output)).any(-1)
+    return Certificate(key_bound(softmax, delta, values, center), value, torch.where(beyond, math.inf, added + rounding))

@@ -163,6 +163,8 @@ def certified_step(
         causes = causes | ranked(*rank_fails(coded, exact, delta, known, codes & ~promoted.read, rules.rank))
     # Before a bias: a large one would round both logits by more than the keys' codes could.
     damaged = logits_differ(products.coded, products.exact, of_products, sight.from_codes, rules.guard) & promoted.read
+    # Of keys that no code stands for, which their note says, there is no logit to compare.
+    damaged = damaged & ~torch.isnan(notes.kappa).unsqueeze(2)
     own = sight.from_codes.any(2)
     damaged = damaged | (promoted.read & notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own).unsqueeze(2))
     damaged = damaged | (original_values & notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own).unsqueeze(2))

@@ -223,7 +223,7 @@ def _constants(slot: Slot, suffix: str = "") -> dict[str, Any]:
     """Constants of the kernels, by name."""
     scheme = schemes.parse(slot.scheme)
     assert isinstance(scheme, Certified)
-    rule, dtype = scheme.values.minmax, scheme.values.scale_dtype
+    rule, dtype = scheme.values.minmax(slot.x.shape[3]), scheme.values.scale_dtype
     assert rule is not None
     named = {
         "D": slot.x.shape[3], "PAGE": slot.planes[0].shape[3], "HEADS": slot.x.shape[1], "KEYS": scheme.half is Half.KEY,

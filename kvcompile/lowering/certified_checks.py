@@ -1,4 +1,4 @@
-"""The checks that send a head, or all heads of a batch row, to the originals. Every comparison fails on NaN."""
+"""The checks that send a head, or all heads of a batch row, to the originals. Comparisons fail on NaN, but for notes that are NaN."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def rank_fails(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Theorem 7, two flags [B, K, Q]: the leading ``rank`` blocks of ``known`` ones differ; a block of the ``tail`` may be among them.
 
-    ``known``: blocks whose keys are exact, in full precision or promoted, of which ``exact`` has the masses.
+    ``known``: blocks whose keys are exact, in full precision or promoted, of which ``exact`` has the masses. Where no block of
+    codes is left in the tail nothing rests on their order, and neither fails: blocks that tie are ordered by rounding alone.
     """
     by_codes, by_originals = torch.where(known, coded.log, NONE), torch.where(known, exact.log, NONE)
     if not known.shape[-1]:
@@ -45,7 +46,9 @@ def rank_fails(
     last = second[..., -1:]
     least = by_originals.gather(-1, last) - delta.originals.gather(-1, last)
     upper = torch.where(tail, _largest_log_mass(log_mass=coded.log, delta=delta.codes), NONE)
-    return (first != second).any(-1), ~(upper.amax(-1) <= least.squeeze(-1))
+    highest = upper.amax(-1)
+    left = ~torch.isneginf(highest)
+    return (first != second).any(-1) & left, ~(highest <= least.squeeze(-1)) & left
 
 
 def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, visible: torch.Tensor, guard: float) -> torch.Tensor:
@@ -57,7 +60,10 @@ def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, v
 def notes_differ(
     decoded: torch.Tensor, originals: torch.Tensor, notes: tuple[torch.Tensor, torch.Tensor], of: torch.Tensor
 ) -> torch.Tensor:
-    """For each block [B, K, N]: the norms that ``notes`` has (of residuals, of originals) are below those of the tokens ``of``."""
+    """For each block [B, K, N]: the norms that ``notes`` has (of residuals, of originals) are below those of the tokens ``of``.
+
+    A note that is NaN says that its block held what no code stands for: nothing is known to compare with, and nothing rests on it.
+    """
     residual, size = notes
-    fine = norms(originals.to(torch.float64) - decoded.to(torch.float64), of) <= residual
-    return ~(fine & (norms(originals, of) <= size))
+    fine = (norms(originals.to(torch.float64) - decoded.to(torch.float64), of) <= residual) | torch.isnan(residual)
+    return ~(fine & ((norms(originals, of) <= size) | torch.isnan(size)))

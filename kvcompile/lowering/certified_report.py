@@ -15,7 +15,7 @@ import torch
 from kvcompile.errors import NotBounded
 from kvcompile.lowering import certificate as certificates
 from kvcompile.lowering.bound_printer import aten
-from kvcompile.lowering.certificate import Certificate, Sum, Values, norm
+from kvcompile.lowering.certificate import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, Values, norm
 from kvcompile.lowering.certified_blocks import NEAR, Scores, gaps, visible_to_queries
 from kvcompile.lowering.ops import decodable, with_recent
 from kvcompile.schemes import Scheme, bounds
@@ -50,13 +50,22 @@ def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: Sl
     return values, aten(bound)(**stored)
 
 
+def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How far a number may be from one that was rounded to ``dtype`` and became ``x``."""
+    return x.abs() * (2 * OUTPUT_UNIT[dtype]) + OUTPUT_TINY[dtype]
+
+
 def report_step(
     key_scheme: Scheme, value_scheme: Scheme, output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
-    base: torch.Tensor | None = None,
+    base: torch.Tensor | None = None, refilled: torch.Tensor | None = None,
 ) -> tuple[Certificate, torch.Tensor]:
-    """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S]."""
+    """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S].
+
+    ``refilled``: int64 [B], the first of the ``recent`` tokens that is an original. Those before are what their codes stand for, as
+    they were put back by a rollback, and are rounded to their dtype besides.
+    """
     B, H, S, D = q.shape
     K = keys[0].shape[2]
     heads = (K, H // K)
@@ -66,9 +75,14 @@ def report_step(
     mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, T)
     if recent:
         assert base is not None
-        exact = (torch.arange(T, device=q.device) >= base[:, None])[:, None, :, None]
+        place = torch.arange(T, device=q.device)
+        first = base if refilled is None else torch.maximum(base, refilled)
+        new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
         k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
-        key_radius, value_radius = torch.where(exact, 0, key_radius), torch.where(exact, 0, value_radius)
+        key_radius, value_radius = (
+            torch.where(exact, 0, torch.where(new, radius + _stored_rounding(x, rows.dtype), radius))
+            for radius, x, rows in zip((key_radius, value_radius), (k, v), recent, strict=True)
+        )
     seen = mask.any(2)[..., None]
     k, v, key_radius, value_radius = (torch.where(seen, x, 0) for x in (k, v, key_radius, value_radius))
 

@@ -26,15 +26,16 @@ Compiled = Callable[..., Any]
 
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
-    ops.gather: ops.gather_body,
+    ops.gather: ops.gather_body, ops.first_visible: ops.first_visible_body,
     report_site.report_site: report_site.report_site_traced,
 }
 
 
 ON_CUDA: dict[Any, Callable[..., Any]] = {
-    **BODIES, ops.append: appends.append_traced, ops.append_window: appends.append_window_traced,
+    **{target: body for target, body in BODIES.items() if target is not ops.first_visible},
+    ops.append: appends.append_traced, ops.append_window: appends.append_window_traced,
 }
-"""The same where kernels may stand in for bodies."""
+"""The same where kernels may stand in for bodies. What finds the padding's end runs as it is, so that Inductor fuses nothing with it."""
 
 
 def inline_append(module: fx.GraphModule, cuda: bool = False) -> fx.GraphModule:

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch._inductor.lowering import fallback_handler, register_lowering
 
-from kvcompile import schemes
 from kvcompile.lowering import append_ops, ops
-from kvcompile.lowering.buffers import static
+from kvcompile.lowering.attend_kernels import CPP, TRITON, AttendOperands, choose
+from kvcompile.lowering.buffers import equals, static
 from kvcompile.lowering.certified_site import certified_site
 from kvcompile.types import Role, SlotSpec
 
@@ -24,27 +24,28 @@ MORE = 16
 """Where the planes of more keys stand among the operands behind q."""
 
 
-def _plain(q: Any, operands: tuple[Any, ...]) -> bool:
-    """Whether the C++ template knows all of this attention: token-wise symmetric codes, nothing beside the planes."""
-    spelled, values = operands[7:9], operands[1]
-    heads, dims = static(values[0].get_size()[2]), (q.get_size()[-1], operands[11])
-    for text, role, dim in zip(spelled, Role, dims, strict=True):
-        slot = SlotSpec(heads, static(dim), values[0].get_dtype(), role)
-        if not schemes.parse(text).format(slot).symmetric:
-            return False
-    return not any(operands[PLAIN - 1 :])
+def _facts(q: Any, operands: tuple[Any, ...]) -> AttendOperands:
+    """The facts of an ``attend`` that Inductor lowers; ``operands``: those behind q."""
+    values, spelled = operands[1], operands[7:9]
+    heads, dims = static(values[0].get_size()[2]), (static(q.get_size()[-1]), static(operands[11]))
+    slots = tuple(
+        (text, SlotSpec(heads, dim, values[0].get_dtype(), role)) for text, role, dim in zip(spelled, Role, dims, strict=True)
+    )
+    rows = 1 if equals(operands[0][0].get_size()[0], 1) else static(operands[0][0].get_size()[3])
+    recent, _, rotation, _, more = (*operands[PLAIN - 1 :], *[None] * 5)[:5]
+    return AttendOperands(q.get_device().type, slots, q.get_dtype(), rows, bool(recent), bool(rotation), bool(more))
 
 
 def _lower_attend(q: Any, *operands: Any) -> Any:
-    device = q.get_device().type
-    if device == "cuda" and not any(operands[MORE:]):
+    kernel, _ = choose(_facts(q, operands))
+    if kernel is TRITON:
         from kvcompile.lowering.triton_attend import lower_attend_cuda
         from kvcompile.lowering.triton_prefill import lower_prefill
 
         operands = operands[:MORE]
         many = lower_prefill(q, *operands)
         return lower_attend_cuda(q, *operands) if many is None else many
-    if device == "cpu" and _plain(q, operands):
+    if kernel is CPP:
         from kvcompile.lowering.cpp_attend import lower_attend_cpu
 
         return lower_attend_cpu(q, *operands[: PLAIN - 1])

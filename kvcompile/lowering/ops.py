@@ -4,6 +4,7 @@
 ``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``windows.py``).
 ``kvcompile::learn``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
 ``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
+``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
 ``kvcompile::unroll``  copies the codes of a ring's newest tokens, then of new ones, in the order of the tokens (``rings.py``).
 ``kvcompile::gather``  copies the codes of tokens by the numbers of their places in a store of one row (``places.py``).
 ``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
@@ -54,11 +55,12 @@ from kvcompile.types import Role, SlotSpec
 
 LIBRARY = torch.library.Library("kvcompile", "DEF")
 LIBRARY.define("expose(Tensor x) -> Tensor")
-LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme) -> ()")
+LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme, Tensor? origin=None) -> ()")
 LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme) -> (Tensor, Tensor)")
 # What it runs may choose algorithms by size and device, so it is left out of CUDA graphs; no decode step has it.
 LIBRARY.define("learn(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 LIBRARY.define("unrotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
+LIBRARY.define("first_visible(Tensor seen) -> Tensor")
 LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme) -> Tensor[]")
 LIBRARY.define("gather(Tensor[] planes, Tensor places, SymInt head_dim, str scheme) -> Tensor[]")
 LIBRARY.define(
@@ -85,8 +87,13 @@ def write_rows(plane: torch.Tensor, rows_BKSW: torch.Tensor, pos: torch.Tensor) 
     plane[page, batch, :, row] = rows_BKSW.permute(0, 2, 1, 3)
 
 
-def append_body(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> None:
+def append_body(
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str, origin: torch.Tensor | None = None
+) -> None:
     """Encode x [B, K, S, D] and write the codes at positions pos [1 or B, S].
+
+    ``origin``: int64 [B], each row's first position that is no padding, for schemes whose tokens share scales. What lies before it
+    is encoded apart: it sets no other token's scale, and still holds what it held.
 
     A position outside of the planes cannot be seen on the host without waiting for the device, and an index
     out of bounds would take the process down with it: such a token is written as NaN into the last row,
@@ -96,8 +103,16 @@ def append_body(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, 
     inside = (pos >= 0) & (pos < room)
     x = torch.where(inside[:, None, :, None], x, float("nan"))
     pos = torch.where(inside, pos, room - 1)
-    for plane, rows in zip(planes, schemes.parse(scheme).encode(x), strict=True):
+    made = schemes.parse(scheme)
+    for plane, rows in zip(planes, made.encode(x) if origin is None else _encoded_apart(made, x, pos >= origin[:, None]), strict=True):
         write_rows(plane, rows.to(plane.dtype), pos)
+
+
+def _encoded_apart(scheme: schemes.Scheme, x: torch.Tensor, keep_BS: torch.Tensor) -> list[torch.Tensor]:
+    """What the scheme encodes of x [B, K, S, D], tokens to ``keep`` and the others as two separate writes."""
+    keep = keep_BS[:, None, :, None]
+    one, other = (scheme.encode(torch.where(chosen, x, torch.zeros_like(x))) for chosen in (keep, ~keep))
+    return [torch.where(keep, a, b) for a, b in zip(one, other, strict=True)]
 
 
 def learn_body(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
@@ -157,6 +172,13 @@ def unrotate_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interle
     right = (b * cos[..., first] - a * sin[..., second]) / size
     part = torch.stack((left, right), dim=-1).flatten(-2) if interleaved else torch.cat((left, right), dim=-1)
     return torch.cat((part.to(x.dtype), x[..., width:]), dim=-1)
+
+
+def first_visible_body(seen: torch.Tensor) -> torch.Tensor:
+    """Return the first position whose entry of ``seen`` [B, T] is not zero, int64 [B]; T where there is none."""
+    tokens = seen.shape[1]
+    index = torch.arange(tokens, dtype=torch.int64, device=seen.device)
+    return (index + (seen == 0).to(torch.int64) * tokens).amin(1)
 
 
 def with_recent(decoded: torch.Tensor, recent: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -251,12 +273,18 @@ def _learn_meta(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor 
     return None
 
 
-def _append_meta(x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str) -> None:
+def _append_meta(
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str, origin: torch.Tensor | None = None
+) -> None:
     return None
 
 
 def _unrotate_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return x.new_empty(x.shape)
+
+
+def _first_visible_meta(seen: torch.Tensor) -> torch.Tensor:
+    return seen.new_empty(seen.shape[0], dtype=torch.int64)
 
 
 def _expose(x: torch.Tensor) -> torch.Tensor:
@@ -283,6 +311,8 @@ LIBRARY.impl("gather", gather_meta, "Meta")
 LIBRARY.impl("append", _append_meta, "Meta")
 LIBRARY.impl("unrotate", unrotate_body, "CompositeExplicitAutograd")
 LIBRARY.impl("unrotate", _unrotate_meta, "Meta")
+LIBRARY.impl("first_visible", first_visible_body, "CompositeExplicitAutograd")
+LIBRARY.impl("first_visible", _first_visible_meta, "Meta")
 LIBRARY.impl("attend", attend_meta, "Meta")
 
 expose = torch.ops.kvcompile.expose.default
@@ -290,6 +320,7 @@ append = torch.ops.kvcompile.append.default
 append_window = torch.ops.kvcompile.append_window.default
 learn = torch.ops.kvcompile.learn.default
 unrotate = torch.ops.kvcompile.unrotate.default
+first_visible = torch.ops.kvcompile.first_visible.default
 unroll = torch.ops.kvcompile.unroll.default
 gather = torch.ops.kvcompile.gather.default
 attend = torch.ops.kvcompile.attend.default

@@ -26,7 +26,7 @@ from kvcompile.schemes.certify import parse_policy
 LIBRARY.define(
     "report_site(Tensor output, Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
     " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[]? recent, Tensor? base,"
-    " Tensor(a!) telemetry, str certify) -> ()"
+    " Tensor(a!) telemetry, str certify, Tensor? refilled) -> ()"
 )
 LIBRARY.define("as_stored(Tensor x) -> Tensor")
 
@@ -35,12 +35,15 @@ def report_site_body(
     output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor,
     lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str,
     value_scheme: str, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None,
-    telemetry: torch.Tensor, certify: str,
+    telemetry: torch.Tensor, certify: str, refilled: torch.Tensor | None,
 ) -> None:
-    """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 34]; the operands are those of ``attend``."""
+    """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 34]; the operands are those of ``attend``.
+
+    ``refilled`` [1, B, K, 1, 1]: from which token on ``recent`` holds originals; those before were put back from codes.
+    """
     bounds, delta = report_step(
         schemes.parse(key_scheme), schemes.parse(value_scheme), output, q, keys, values, hi, lo, keep, bias, sinks, scale, softcap,
-        value_dim, recent, base,
+        value_dim, recent, base, None if refilled is None else refilled[0, :, 0, 0, 0],
     )
     zero, no = torch.zeros_like(delta), torch.zeros_like(delta, dtype=torch.bool)
     causes = causes_of(bounds, parse_policy(certify))
@@ -52,10 +55,10 @@ def report_site_code(
     lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, *more: Any,
 ) -> None:
     """The body as tensor code of a graph that ``attend`` stands in."""
-    *fixed, recent, base, telemetry, certify = more
+    *fixed, recent, base, telemetry, certify, refilled = more
     recent = recent and [as_stored(x) for x in recent]
     bias, sinks = (None if x is None else as_stored(x) for x in (bias, sinks))
-    fixed += [recent, base, telemetry, certify]
+    fixed += [recent, base, telemetry, certify, refilled]
     operands: list[Any] = [as_stored(output), as_stored(q), keys, values, hi, lo, keep, bias, sinks, *fixed]
     report_site_body(*operands)
 

@@ -237,7 +237,7 @@ class Slot(NamedTuple):
     @property
     def corrects(self) -> bool:
         """Whether errors of channels move others, so that the scheme has a plane that says how far."""
-        rule = schemes.parse(self.scheme).minmax
+        rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
         return rule is not None and bool(rule.subblock)
 
     @property
@@ -279,7 +279,7 @@ class Slot(NamedTuple):
 
     def constants(self, suffix: str = "") -> dict[str, Any]:
         """Of the kernels, by name."""
-        rule = schemes.parse(self.scheme).minmax
+        rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
         assert rule is not None
         dtype = self.planes[1].dtype
         named = {
@@ -292,7 +292,7 @@ class Slot(NamedTuple):
 
 def known(slot: Slot) -> bool:
     """Whether kernels know the scheme and the planes: min-max codes, sizes that are powers of two, planes that lie in order."""
-    rule = schemes.parse(slot.scheme).minmax
+    rule = schemes.parse(slot.scheme).minmax(slot.x.shape[3])
     D, W = slot.x.shape[3], slot.window.shape[3]
     if rule is None or D & (D - 1) or W & (W - 1):
         return False

@@ -16,11 +16,10 @@ import sympy
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.ir import FixedLayout, FlexibleLayout
-from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
 
 from kvcompile import schemes
-from kvcompile.lowering import ops
 from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks, plane_names, plans
 from kvcompile.lowering.bit_tricks import looked_up, multiplied, pair_table, scaled_by
 from kvcompile.lowering.buffers import equals, examples, hint, multiple, realize, static, varies
@@ -30,9 +29,6 @@ from kvcompile.lowering.triton_source import LOG2E, SOURCE
 from kvcompile.types import Role, SlotSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 @SymbolicGridFn
 def attend_grid(batch: Any, kv_heads: Any, rows: Any, meta: dict[str, Any], *, cdiv: Callable[[Any, Any], Any]) -> tuple:
@@ -52,15 +48,8 @@ def lower_attend_cuda(
     scale: float, softcap: float, value_dim: Any, recent: Any = None, base: Any = None, rotation: Any = None, interleaved: bool = False,
 ) -> Any:
     """The result of ``attend`` as a TensorBox; operands as in ``kvcompile.lowering.ops``."""
-    arguments = (
-        q, keys, values, hi, lo, keep, bias, sinks, key_scheme, value_scheme, scale, softcap, value_dim, recent, base, rotation,
-        interleaved,
-    )
     page_rows = static(keys[0].get_size()[3])
     paged = not equals(keys[0].get_size()[0], 1)
-    if q.get_dtype() not in QUERY_DTYPES or (paged and page_rows & (page_rows - 1)):
-        return fallback_handler(ops.attend)(*arguments)
-
     B, H, S, D = q.get_size()
     H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, value_dim))
     nodes = {"Q": q, "HI": hi, "LO": lo, "KEEP": keep, "BIAS": bias, "SINKS": sinks, "BASE": base}

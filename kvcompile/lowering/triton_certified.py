@@ -87,9 +87,9 @@ def doubtful(square, note):
 
 @triton.jit
 def above(square, note):
-    """Whether a norm, by its float64 square, is above what a note says, whose square is exact; also where either is no number."""
+    """Whether a norm, by its float64 square, is above what a note says, whose square is exact, or no number; a note of NaN says nothing."""
     note = note.to(tl.float64)
-    return (square * (1.0 + 2.0**-39) <= note * note) == 0
+    return (tl.where(note == note, square, 0.0) * (1.0 + 2.0**-39) <= tl.where(note == note, note * note, 0.0)) == 0
 
 
 @triton.jit

@@ -121,7 +121,8 @@ def exact(
         # Exact logits may be above all those by codes; whoever comes first, the largest stays.
         if peak > top:
             tl.atomic_max(TOP + r, peak, sem="relaxed")
-        if damaged | ((moved.to(tl.float64) <= consistent(delta, GUARD, rounded)) == 0):
+        # As in ``certified``: what no code stands for, which its note says, has no logit to compare.
+        if damaged | ((kappa == kappa) & ((moved.to(tl.float64) <= consistent(delta, GUARD, rounded)) == 0)):
             tl.store(DAMAGED + pair, 1)
 
 

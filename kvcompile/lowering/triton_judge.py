@@ -172,6 +172,13 @@ def found_of(
 
 
 @triton.jit
+def bounded(arithmetic, stored):
+    """A bound on the arithmetic, infinite where the result as it is ``stored`` is: beyond its dtype's range."""
+    beyond = tl.max((tl.abs(stored.to(tl.float32)) == float("inf")).to(tl.int32), 0)
+    return tl.where(beyond != 0, float("inf"), arithmetic)
+
+
+@triton.jit
 def ranks_fail(SUMS, OWN, r, most, blocks, chunks):
     """``certified_checks.rank_fails`` for one leading block, as bits."""
     by_codes = at(most, BY_CODES)
@@ -190,8 +197,11 @@ def ranks_fail(SUMS, OWN, r, most, blocks, chunks):
         first_by_exact = tl.minimum(first_by_exact, tl.min(exact_first, 0))
     standing = first_by_exact < blocks
     own = tl.load(OWN + r.to(tl.int64) * blocks + tl.where(standing, first_by_exact, 0.0).to(tl.int64), mask=standing, other=0.0)
-    entering = (at(most, UPPER) <= by_exact - own) == 0
-    return tl.where(first_by_codes == first_by_exact, 0, RANK) | tl.where(entering, BOUNDARY, 0)
+    highest = at(most, UPPER)
+    entering = (highest <= by_exact - own) == 0
+    found = tl.where(first_by_codes == first_by_exact, 0, RANK) | tl.where(entering, BOUNDARY, 0)
+    # Without a block of codes in the tail nothing rests on the order.
+    return tl.where(highest == float("-inf"), 0, found)
 
 
 @triton.jit
@@ -208,6 +218,8 @@ def judge(
     sums, most, left, output, by_keys, by_values, arithmetic = found_of(
         SUMS, LEFT, PARTS, SINKS, TOP, r, tl.num_programs(0), chunks, programs, parts, OUT_UNIT, OUT_TINY, DV, SPAN,
     )
+    stored = as_dtype(output.to(tl.float32), RESULT.dtype.element_ty)
+    arithmetic = bounded(arithmetic, stored)
     finite = tl.abs(by_keys + by_values + arithmetic) <= LARGEST_NUMBER
     within = (by_keys <= KEY_BUDGET) & (by_values <= VALUE_BUDGET)
     causes = tl.where(finite, tl.where(within, 0, BUDGET), NOT_FINITE)
@@ -224,7 +236,7 @@ def judge(
     tl.store(FALLS + r, falls.to(tl.int8))
     # A sink's logit is the first of those that ``exact_rows`` compares.
     tl.store(EXACT_TOP + r, tl.load(SINKS + r))
-    tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), as_dtype(output.to(tl.float32), RESULT.dtype.element_ty))
+    tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), stored)
 
     figures = FOUND + r * FIGURES
     tl.store(figures + CANDIDATES, up32(by_keys))
@@ -267,8 +279,9 @@ def settle(
             _sums, _most, _left, output, by_keys, _by_values, arithmetic = found_of(
                 SUMS, LEFT, PARTS, SINKS, TOP, r, tl.num_programs(0) * ROWS, chunks, chunks, parts, OUT_UNIT, OUT_TINY, DV, SPAN,
             )
-            tl.store(FOUND + r * FIGURES + RETURNED + 2, up32(by_keys + arithmetic))
-            tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), as_dtype(output.to(tl.float32), RESULT.dtype.element_ty))
+            stored = as_dtype(output.to(tl.float32), RESULT.dtype.element_ty)
+            tl.store(FOUND + r * FIGURES + RETURNED + 2, up32(bounded(by_keys + arithmetic, stored)))
+            tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), stored)
     if COUNTS_STEPS:
         # Written by some threads of this program, read by others.
         tl.debug_barrier()

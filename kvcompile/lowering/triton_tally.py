@@ -231,7 +231,8 @@ def tally_values(
         else:
             used = (value(total, value_term(eta, gap, weight)) <= V_TOL) == 0
         values += (used & coded & (explored == 0)).to(tl.float64)
-        tl.store(VALUES + row + n, (used | explored).to(tl.int8), mask=n < blocks)
+        # Where the total is no number all are used, but only blocks of codes have originals to be compared with.
+        tl.store(VALUES + row + n, ((used & coded) | explored).to(tl.int8), mask=n < blocks)
         eta = tl.where(used, 0.0, eta)
         value_sum += value_term(eta, gap, weight)
         by_codes = coded & (used == 0) & (explored == 0)

@@ -6,6 +6,7 @@ only a site if nobody but its attentions reads the cache.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from kvcompile.passes.patterns import sdpa, softmax
 from kvcompile.passes.reach import reach
 from kvcompile.passes.shapes import hint, module_path, op_name, size_along, sizes, source_line
 from kvcompile.passes.sites import Assembly, Attention, Axes, Miss, Refusal, Ring, Site, Slot, SlotKind, Stage
+
+log = logging.getLogger(__name__)
 
 ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
     sdpa.recognise,
@@ -331,6 +334,15 @@ def _unrecognised(product: fx.Node) -> Miss:
     )
 
 
+def _failed(error: Exception) -> Miss:
+    """The refusal of a site at which a recogniser of ours raised."""
+    first = next(iter(str(error).splitlines()), "")
+    return Miss(
+        f"it could not be analysed: {type(error).__name__}: {first}",
+        advice="please report this model with the output of TORCH_LOGS=+kvcompile",
+    )
+
+
 def match(captured: Captured) -> Matched:
     """All sites and refusals of a captured graph."""
     effects = analyse(captured.graph)
@@ -359,6 +371,11 @@ def match(captured: Captured) -> Matched:
                     missed.append((node, refuse(miss, node, nearest)))
                 else:
                     uncached += 1
+            except Exception as error:
+                # A graph that nobody foresaw: this attention stays as it is, the program runs.
+                log.debug("a recogniser failed at %s", node.format_node(), exc_info=True)
+                spoken.add(node)
+                missed.append((node, refuse(_failed(error), node, recognise.__module__.rpartition(".")[2])))
     # A softmax inside of a larger one (weights that are masked and divided by their sum again) is part of that one's attention.
     inside = {node for site in sites for node in site.attention.nodes}
     refusals = [refusal for node, refusal in missed if node not in inside]

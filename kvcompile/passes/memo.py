@@ -160,9 +160,10 @@ def _key(item: Any, operands: list[FakeTensor]) -> Any:
                 return "again", index
         operands.append(item)
         sizes = (*item.shape, *item.stride(), item.storage_offset())
-        if item.requires_grad or not all(type(size) is int for size in sizes):
+        if not all(type(size) is int for size in sizes):
             raise _Unknown
-        return "tensor", item.dtype, item.device, len(item.shape), sizes
+        # Without gradients a result has none, whatever its operands.
+        return "tensor", item.dtype, item.device, item.requires_grad, len(item.shape), sizes
     if kind in PLAIN:
         return kind, item
     if kind is slice:

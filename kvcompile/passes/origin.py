@@ -48,11 +48,8 @@ def padded_rows(emit: Emitter, env: dict[fx.Node, fx.Node], terms: tuple[MaskTer
     found: fx.Node | None = None
     for term in terms:
         seen = emit.call(aten.amax.default, emit.call(aten.to.dtype, shown(emit, env, term, site), torch.int64), [1, 2])
-        # The least visible position, or their number where none is: a reduction, where a running sum crashed Triton 3.6's compiler.
-        size = emit.call(aten.sym_size.int, seen, 1)
-        index = emit.call(aten.arange.default, size, dtype=torch.int64, device=value_of(term.node).device)
-        hidden = emit.call(aten.to.dtype, emit.call(aten.eq.Scalar, seen, 0), torch.int64)
-        first = emit.call(aten.amin.default, emit.call(aten.add.Tensor, index, emit.call(aten.mul.Tensor, hidden, size)), [1])
+        # An operation of its own: Inductor fused the search with its neighbours, and with one row Triton 3.6 could not compile that.
+        first = emit.call(torch.ops.kvcompile.first_visible.default, seen)
         found = first if found is None else emit.call(aten.maximum.default, found, first)
     assert found is not None
     made[key] = found

@@ -241,7 +241,8 @@ def _rolls(site: Site) -> int | None:
     return slot.capacity if hi.symbols == lo.symbols and hi.offset - lo.offset + 1 >= slot.capacity else None
 
 
-def _site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
+def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
+    """Return a site with both its slots planned by ``pair``; raises a SchemeError where a scheme cannot hold its slot."""
     window = max(pair.k.window, pair.v.window)
     if window and site.key.kind is SlotKind.READ:
         raise WindowOnlyRead(window=window, path=site.path or "*")
@@ -278,7 +279,7 @@ def plan(matched: Matched, policy: Policy) -> Plan:
         try:
             if pair is None:
                 raise NotInPolicy(path=site.path)
-            sites.append(_site_plan(site, pair, matched.effects))
+            sites.append(site_plan(site, pair, matched.effects))
         except Miss as miss:
             advice = "use the scheme without pre_rope for this layer"
             refusals.append(refuse(miss, site.attention.output, site.attention.idiom, Stage.PLAN, advice))

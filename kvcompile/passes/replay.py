@@ -10,7 +10,8 @@ import torch
 
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects
-from kvcompile.passes.rewrite import BORN, Rewritten, Variant
+from kvcompile.passes.rewrite import BORN
+from kvcompile.passes.rewritten import Rewritten, Variant
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import SlotKind
 

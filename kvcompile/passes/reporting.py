@@ -7,7 +7,7 @@ import dataclasses
 from kvcompile.errors import NotBounded, NotReported
 from kvcompile.passes.sites import Site
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.certified import TELEMETRY_PLANE
+from kvcompile.schemes.certified import REFILLED_PLANE, TELEMETRY_PLANE
 from kvcompile.types import Layout, Role, SlotSpec
 
 TALLY = dataclasses.replace(TELEMETRY_PLANE, tally=True)
@@ -35,5 +35,8 @@ def check_scheme(scheme: Scheme, slot: SlotSpec, path: str) -> None:
 
 
 def with_tally(layout: Layout, slot: SlotSpec) -> Layout:
-    """A layout with the plane that an attention's reports are added to, behind all others of its keys."""
-    return Layout((*layout.planes, TALLY)) if slot.role is Role.KEY else layout
+    """A layout with the plane that an attention's reports are added to, behind all others of its keys; and what a window refilled."""
+    if slot.role is not Role.KEY:
+        return layout
+    windowed = any(plane.name == "window" for plane in layout.planes)
+    return Layout((*layout.planes, *([REFILLED_PLANE] if windowed else []), TALLY))

@@ -80,6 +80,19 @@ class Retrace(fx.Interpreter):
         return self.memo.call("method", target, args, kwargs, run) if self.memo is not None else run()
 
 
+def unexposed(module: fx.GraphModule) -> fx.GraphModule:
+    """Dynamo's graph, changed in place so that it takes dense tensors where it was traced for compressed caches."""
+    for part in module.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in list(part.graph.nodes):
+            if getattr(node.target, "overloadpacket", node.target) is torch.ops.kvcompile.expose:
+                node.replace_all_uses_with(node.args[0])
+                part.graph.erase_node(node)
+        part.recompile()
+    return module
+
+
 def unread(graph: fx.Graph, mapped: list[Region]) -> set[fx.Node]:
     """The calls whose results nothing reads once flex attention is spelled out: whole regions, and calls without effects."""
     by_last = {region.nodes[-1]: region for region in mapped}

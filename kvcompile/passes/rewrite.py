@@ -13,7 +13,6 @@ FRESH   the store is empty: attention reads the new keys and values as they are,
 
 from __future__ import annotations
 
-import enum
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from kvcompile.passes.new_tokens import new_tokens
 from kvcompile.passes.origin import from_origin, padded_rows, padding
 from kvcompile.passes.plan import DTYPES, Plan, SitePlan, SlotPlan
 from kvcompile.passes.reach import exceeds
+from kvcompile.passes.rewritten import Binding, Rewritten, Variant
 from kvcompile.passes.ring_rewrite import Rings, covered
 from kvcompile.passes.shapes import hint, op_name, size_along, value_of
 from kvcompile.passes.sites import Limit, LimitKind, Position, Site, Slot, SlotKind
@@ -38,48 +38,10 @@ from kvcompile.passes.symbols import Symbols
 from kvcompile.passes.table_rewrite import Pools, rows_of
 from kvcompile.passes.teach import teach
 from kvcompile.passes.turning import Turning
-from kvcompile.schemes.certified import PLACES, SCRATCH
+from kvcompile.schemes.certified import PLACES, REFILLED, SCRATCH
 
 DENSE = "dense()"
 BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
-
-
-class Variant(enum.Enum):
-    """What the stores hold when the graph runs."""
-
-    PAST = "past"
-    FRESH = "fresh"
-
-
-@dataclass(frozen=True)
-class Binding:
-    """One slot of the rewritten graph: where its cache comes in and goes out, and where its planes are."""
-
-    plan: SlotPlan
-    argument: int | None
-    outputs: tuple[int, ...]
-    first_plane: int
-
-    @property
-    def part(self) -> tuple[tuple[int, int], ...]:
-        """Which part of the cache tensor the slot is; () for the whole."""
-        return self.plan.slot.axes.select
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """The rewritten graph, which of the caller's arguments it still takes, and its slots in plane order."""
-
-    module: fx.GraphModule
-    variant: Variant
-    kept: tuple[int, ...]
-    bindings: tuple[Binding, ...]
-    dropped_outputs: tuple[int, ...]
-    results: int
-    cursors: tuple[int, ...] = ()
-    """The ring sizes whose cursors come behind the planes."""
-    sizes: tuple[Any, ...] = ()
-    """The symbols whose values come behind the cursors: sizes that only cache tensors had."""
 
 
 @dataclass(frozen=True)
@@ -248,10 +210,19 @@ class _Rewriter:
         if slot.window:
             self._append_window(emit, slot, source, position)
         else:
-            stored = self.turning.back(emit, slot, source, position, None)
-            emit.call(torch.ops.kvcompile.append.default, stored, planes, position, slot.scheme.spell())
+            self._append_rows(emit, slot, source, position)
         self.sources[key] = source
         return source
+
+    def _append_rows(self, emit: Emitter, slot: SlotPlan, source: fx.Node, position: fx.Node) -> None:
+        """Append to a store without a window; where its scheme shares scales among tokens, with the rows' padding."""
+        planes = self.planes[slot.slot.root, slot.slot.axes.select][: slot.layout.written]
+        origin = None
+        if slot.scheme.keeps_padding_out:
+            emit, position, origin = self._padding(emit, slot, position)
+        stored = self.turning.back(emit, slot, source, position, origin)
+        apart = [] if origin is None else [origin]
+        emit.call(torch.ops.kvcompile.append.default, stored, planes, position, slot.scheme.spell(), *apart)
 
     def attend(self, item: SitePlan) -> None:
         """Replace one attention."""
@@ -279,7 +250,7 @@ class _Rewriter:
             q = absorb.queries(emit, self.env, q, dtype, made.keys, site.read_as_keys, site.heads)
         elif fresh:
             if self._learns(item.key) and (site.key.root, site.key.axes.select) not in self.sources:
-                teach(emit, self.env, item, q, self.plane_nodes(item.key), self.tokens(item.key))
+                teach(emit, self.env, item, self._taught(emit, item, q), self.plane_nodes(item.key), self.tokens(item.key))
             # As the cache rounds them, then as the attention takes them: a cache may be kept in another precision than it is used in.
             new_k, new_v = (
                 part if slot.spec.dtype == dtype else emit.call(aten.to.dtype, part, dtype)
@@ -324,9 +295,10 @@ class _Rewriter:
                 *(self._attention_writes(item.key) if certified else []),
             )
             if item.certify is not None and not fresh:
-                telemetry = self.plane_nodes(item.key)[-1]
+                planes = self._named(item.key)
                 emit.call(
-                    torch.ops.kvcompile.report_site.default, out, *operands, *(beside or [None, None]), telemetry, item.certify.spell()
+                    torch.ops.kvcompile.report_site.default, out, *operands, *(beside or [None, None]), planes["telemetry"],
+                    item.certify.spell(), planes.get(REFILLED),
                 )
         if made is not None and not fresh:
             out = absorb.result(emit, self.env, out, dtype, made.value, site.heads)
@@ -339,10 +311,23 @@ class _Rewriter:
         self.env[attention.output] = new
         free_strides(new)
 
+    def _taught(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> fx.Node:
+        """The queries that a scheme learns from: turned back as the keys are, where it learns before RoPE and both stand at one place."""
+        attention, slot = item.site.attention, item.key
+        own = hint(size_along(attention.q, attention.q_roles, "S", attention.folded)) == hint(self.tokens(slot))
+        if not slot.scheme.learns_before_rope or not own:
+            return q_BHSD
+        emit, position, origin = self._padding(emit, slot, self.position(emit, slot))
+        return self.turning.back(emit, slot, q_BHSD, position, origin)
+
     def _attention_writes(self, keys: SlotPlan) -> list[fx.Node]:
         """The planes of keys that a certified attention writes: telemetry, and the scratch where they have one."""
-        planes = {spec.name: node for spec, node in zip(keys.layout.planes, self.plane_nodes(keys), strict=True)}
+        planes = self._named(keys)
         return [planes[name] for name in ("telemetry", PLACES, SCRATCH) if name in planes]
+
+    def _named(self, slot: SlotPlan) -> dict[str, fx.Node]:
+        """The planes of a slot by name."""
+        return {spec.name: node for spec, node in zip(slot.layout.planes, self.plane_nodes(slot), strict=True)}
 
     def _new(self, slot: Slot) -> fx.Node:
         """The new tokens of a slot whose append stands in the graph."""
@@ -369,15 +354,9 @@ class _Rewriter:
         return self.pools.gathered(emit, slot, planes, self.device, rows_of(site))
 
     def _append_window(self, emit: Emitter, slot: SlotPlan, source: fx.Node, position: fx.Node) -> None:
-        """Append to a store with a window, at the write, or where its rows' padding is known if that is later."""
+        """Append to a store with a window."""
         key = slot.slot.root, slot.slot.axes.select
-        site = next(item.site for item in self.plan.sites for part in item.parts if part is slot)
-        terms = padding(site.bounds)
-        if terms and max(self.effects.order[term.node] for term in terms) > self.effects.order[slot.slot.write.node]:
-            # The position is taken where the write stood: its counter may have moved on by then.
-            position = emit.call(aten.clone.default, position)
-            emit = Emitter(self.graph, self.env[site.attention.output], self.symbol)
-        origin = padded_rows(emit, self.env, terms, site, self.origins) if terms else None
+        emit, position, origin = self._padding(emit, slot, position)
         stored = self.turning.back(emit, slot, source, position, origin)
         planes = self.planes[key][: slot.layout.written]
         made = emit.call(torch.ops.kvcompile.append_window.default, stored, planes, position, origin, slot.scheme.spell())
@@ -386,6 +365,18 @@ class _Rewriter:
         if origin is not None:
             start = emit.call(aten.sub.Tensor, start, used)
         self.recent[key] = Recent(tokens, start, used if origin is not None else None)
+
+    def _padding(self, emit: Emitter, slot: SlotPlan, position: fx.Node) -> tuple[Emitter, fx.Node, fx.Node | None]:
+        """Where to append and at which position, at the write or later if the masks are, and the rows' origins [B] where they have any."""
+        site = next(item.site for item in self.plan.sites for part in item.parts if part is slot)
+        terms = padding(site.bounds)
+        if not terms:
+            return emit, position, None
+        if max(self.effects.order[term.node] for term in terms) > self.effects.order[slot.slot.write.node]:
+            # The position is taken where the write stood: its counter may have moved on by then.
+            position = emit.call(aten.clone.default, position)
+            emit = Emitter(self.graph, self.env[site.attention.output], self.symbol)
+        return emit, position, padded_rows(emit, self.env, terms, site, self.origins)
 
     def _beside(self, emit: Emitter, item: SitePlan) -> list[Any]:
         """The optional operands: the newest tokens and where they begin, the angles that turn keys stored before RoPE, more keys."""

@@ -38,6 +38,7 @@ class Stage(enum.Enum):
     CAPTURE = "capture"
     MATCH = "match"
     PLAN = "plan"
+    VALIDATE = "validation"
 
 
 @dataclass(frozen=True)

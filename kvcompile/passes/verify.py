@@ -16,7 +16,7 @@ from torch import fx
 
 from kvcompile.errors import VerificationFailed
 from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewrite import Binding, Rewritten
+from kvcompile.passes.rewritten import Binding, Rewritten
 from kvcompile.passes.shapes import op_name, source_line
 from kvcompile.passes.sites import SlotKind
 

@@ -1,0 +1,47 @@
+"""Remembered: what was found to hold once, in files beside Inductor's cache, so that no new process has to find it out again.
+
+A key counts for the sources of this package and the version of torch that it was found with. Nothing is kept where Inductor keeps
+nothing (``force_disable_caches``, or ``fx_graph_cache`` off).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch._inductor import config
+from torch._inductor.runtime.runtime_utils import cache_dir
+
+from kvcompile.lowering.cache_key import SALTED, sources_hash
+
+SOURCES = (*SALTED, "runtime", "validation")
+
+
+class Remembered:
+    """A set of keys that outlasts the process; ``kind`` names what they are keys of."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __contains__(self, key: str) -> bool:
+        return _kept() and self._file(key).exists()
+
+    def add(self, key: str) -> None:
+        """Keep a key; where the folder cannot be written it is forgotten with the process."""
+        if not _kept():
+            return
+        file = self._file(key)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        except OSError:
+            return
+
+    def _file(self, key: str) -> Path:
+        name = hashlib.sha256(f"{sources_hash(names=SOURCES)}:{torch.__version__}:{key}".encode()).hexdigest()
+        return Path(cache_dir()) / "kvcompile" / self.kind / name
+
+
+def _kept() -> bool:
+    return bool(config.fx_graph_cache) and not config.force_disable_caches

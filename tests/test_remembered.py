@@ -1,0 +1,73 @@
+"""Verdicts of validation that outlast the process: only of equal programs, only for the same sources, only where Inductor keeps its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config
+
+import kvcompile
+from kvcompile.lowering import remembered
+from kvcompile.lowering.remembered import Remembered
+from kvcompile.validation import Outcome, Verdict
+from kvcompile.validation.known import Known
+
+CONTAINS = Remembered.__contains__
+EQUAL, DIFFERENT = Verdict(Outcome.EQUAL), Verdict(Outcome.DIFFERENT, "it differs")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(remembered, "cache_dir", lambda: str(tmp_path))
+    # All other tests go without what is kept on disk.
+    monkeypatch.setattr(Remembered, "__contains__", CONTAINS)
+
+
+def test_only_equal_programs_are_kept() -> None:
+    first = Known(Remembered("tests"))
+    first["a"], first["b"] = EQUAL, DIFFERENT
+    assert first["b"] is DIFFERENT
+    second = Known(Remembered("tests"))
+    assert "a" in second
+    assert second["a"] == EQUAL
+    assert "b" not in second
+    assert "a" not in Known(Remembered("others"))
+    assert "a" not in Known()
+
+
+def test_other_sources_and_versions_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Remembered("tests")
+    keys.add("a")
+    assert "a" in keys
+    with monkeypatch.context() as patched:
+        patched.setattr(remembered, "sources_hash", lambda names: "other")
+        assert "a" not in keys
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert "a" not in keys
+
+
+@pytest.mark.parametrize("off", [{"force_disable_caches": True}, {"fx_graph_cache": False}])
+def test_nothing_is_kept_where_inductor_keeps_nothing(off: dict[str, bool]) -> None:
+    keys = Remembered("tests")
+    with config.patch(off):
+        keys.add("a")
+        assert "a" not in keys
+    assert "a" not in keys
+    keys.add("a")
+    with config.patch(off):
+        assert "a" not in keys
+
+
+def test_the_sources_counted_are_all_that_a_verdict_depends_on() -> None:
+    package = Path(kvcompile.__file__).parent
+    assert all((package / name).exists() for name in remembered.SOURCES)
+    assert {"passes", "runtime", "validation", "schemes"} <= set(remembered.SOURCES)
+
+
+def test_only_inductor_backends_keep_verdicts() -> None:
+    assert kvcompile.backend("int8").verdicts.lasting is not None  # type: ignore[attr-defined]
+    assert kvcompile.backend("int8", inner="eager").verdicts.lasting is None  # type: ignore[attr-defined]
