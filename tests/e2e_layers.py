@@ -69,14 +69,14 @@ def visible(pos: torch.Tensor, capacity: int) -> torch.Tensor:
 # --- transformers ---------------------------------------------------------------------------------------
 
 
-def llama(kv: int = 2, attention: str = "sdpa", layers: int = 2, seed: int = 0) -> Any:
-    """A tiny random Llama: 4 query heads of 16 channels, 64 words."""
+def llama(kv: int = 2, attention: str = "sdpa", layers: int = 2, seed: int = 0, head_dim: int = 16) -> Any:
+    """A tiny random Llama: 4 query heads, 64 words."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=kv, vocab_size=64,
-        head_dim=16, attn_implementation=attention, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+        head_dim=head_dim, attn_implementation=attention, eos_token_id=None, bos_token_id=None, pad_token_id=0,
     )).eval()
 
 

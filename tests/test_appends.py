@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvcompile
 from kvcompile import schemes
@@ -124,6 +125,16 @@ def test_a_step_has_one_append_a_layer(seen: Any) -> None:
     assert made.count(appends.append_window_both) == layers
     assert not {ops.append_window, appends.append_window_traced, ops.append_window_body} & set(made)
     assert targets(inline_append(module)).count(ops.append_window_body) == 2 * layers
+
+
+def test_the_end_of_padding_is_found_where_nothing_fuses_with_it() -> None:
+    seen = torch.tensor([[0, 0, 3, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    module = make_fx(ops.first_visible)(seen)
+    assert targets(inline_append(module, cuda=True)) == [ops.first_visible]
+    assert targets(inline_append(module)) == [ops.first_visible_body]
+    for mask in (seen, seen.bool(), seen[:1]):
+        assert ops.first_visible(mask).tolist() == [2, 5, 0][: len(mask)]
+        torch.library.opcheck(ops.first_visible, (mask,), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_divisions_are_those_of_eager() -> None:

@@ -160,7 +160,8 @@ def swap(dtype: torch.dtype = torch.float32) -> tuple[Inputs, torch.Tensor]:
 
 def test_ranking_fails_exactly_where_the_leading_blocks_differ() -> None:
     inputs, k = swap()
-    step, _, _ = inputs.step(Certify(tau_cov=1.0, k_max=128, rank=1), torch.float32)
+    # Two of the three blocks of codes are promoted: on their order rests which one stays codes.
+    step, _, _ = inputs.step(Certify(tau_cov=0.0, k_min=2, k_max=2, widen=0, v_tol=0.05, rank=1), torch.float32)
     output, figures, counts = step.run()
     by_codes = block_masses(step, k)[..., :-1]
     exact = step.exact(k, torch.eye(64)[None, None].expand(4, 8, 64, 64)).unflatten(-1, (-1, BLOCK)).sum(-1)
@@ -171,11 +172,13 @@ def test_ranking_fails_exactly_where_the_leading_blocks_differ() -> None:
     clear = torch.stack([(each[..., 0] - each[..., 1]) / each[..., 0] > 1e-5 for each in leaders]).all(0)
     assert (differ & clear).any() and (~differ & clear).any() and clear.float().mean() > 0.8
     assert (flagged == differ)[clear].all()
-    assert (counts[..., Count.RUNG][flagged] == Rung.HEAD).all() and (counts[..., Count.RUNG][~flagged] < Rung.HEAD).all()
+    quiet = counts[..., Count.CAUSES] == 0
+    assert (counts[..., Count.RUNG][flagged] == Rung.HEAD).all() and (counts[..., Count.RUNG][quiet] < Rung.HEAD).all()
     assert torch.equal(output[flagged], step.dense()[flagged])
     assert (figures[..., Figure.KEY][flagged] == 0).all() and (figures[..., Figure.VALUE][flagged] == 0).all()
-    quiet = step.policy, dataclasses.replace(step.policy, rank=0)
-    assert (dataclasses.replace(step, policy=quiet[1]).run()[2][..., Count.CAUSES] == 0).all()
+    assert (dataclasses.replace(step, policy=dataclasses.replace(step.policy, rank=0)).run()[2][..., Count.CAUSES] == 0).all()
+    whole = dataclasses.replace(step, policy=Certify(tau_cov=1.0, k_max=128, rank=1)).run()[2]
+    assert (whole[..., Count.CAUSES] == 0).all(), "nothing rests on the order where no codes are left"
 
 
 def test_a_tail_block_that_may_lead_fails_the_boundary() -> None:

@@ -130,7 +130,9 @@ def test_a_scratch_is_announced_and_otherwise_nothing_changes(inner: str) -> Non
     """The definition leaves it alone, and every block's place is nowhere."""
     x = tokens(100)
     wanted, results = steps(Layer(), x, 90), []
-    for scheme in ("certified", "certified(tier2=host, scratch=0)", "certified(tier2=host, scratch=8)"):
+    schemes = ("certified", "certified(tier2=host, scratch=0)", "certified(tier2=host, scratch=8)")
+    # Taking writes out of a graph takes them out of every plane, which only the last has.
+    for scheme in schemes if inner == "eager" else schemes[2:]:
         backend, layer, run = compiled(inner=inner, scheme=scheme)
         results.append(steps(run, x, 90))
         report = backend.report()
@@ -141,8 +143,8 @@ def test_a_scratch_is_announced_and_otherwise_nothing_changes(inner: str) -> Non
         }
         assert ({PLACES, SCRATCH} <= set(planes)) == ("scratch=8" in scheme)
         assert not any(planes[name].any() for name in (PLACES, SCRATCH) if name in planes)
-    for want, device, plain, held in zip(wanted, *results, strict=True):
-        assert torch.equal(device, plain) and torch.equal(plain, held) and torch.allclose(held, want, atol=0.2)
+    for want, *found in zip(wanted, *results, strict=True):
+        assert all(torch.equal(found[0], other) for other in found[1:]) and torch.allclose(found[0], want, atol=0.2)
 
 
 @pytest.mark.slow
@@ -162,7 +164,7 @@ def test_explain_says_that_there_is_no_kernel() -> None:
     x = tokens(20)
     with torch.no_grad():
         told = str(kvcompile.explain(Layer(), (x[:, :1], torch.tensor([3])), scheme="certified"))
-    assert "1 x certified_site (eager body)" in " ".join(told.split())
+    assert "1 x certified_site (eager body: its kernels are for CUDA)" in " ".join(told.split())
 
 
 def test_policies_that_make_no_sense_are_refused() -> None:

@@ -116,6 +116,29 @@ def doubtful_norms() -> None:
             assert bool((counts[..., Count.CAUSES] & int(Cause.DAMAGED)).any()) == caught, (place, factor)
 
 
+def odd_numbers() -> None:
+    """Values that float16 cannot hold, a NaN among keys, and blocks that tie: no damage, no ranking where no codes are left."""
+    shape = Shape(B=1, H=4, K=2, S=1, D=32, T=120)
+    for number, (policy, dtype) in enumerate([
+        (Certify(explore=1.0), F32), (Certify(), F32), (Certify(tau_cov=1.0, k_max=64), F32),
+    ]):
+        inputs = gaussian(Draw(40 + number), shape)
+        if number == 0:
+            inputs.v[0, 0, 40:44] *= 1e6
+        elif number == 1:
+            inputs.k[0, 1, 70, 3] = math.nan
+        else:
+            inputs.k = inputs.k[:, :, :16].repeat(1, 1, 8, 1)[:, :, :120] + 1e-5 * torch.randn(inputs.k.shape)
+        step, k, v = inputs.step(policy, dtype)
+        if number == 1:
+            # The largest deviation is no number in the definition, and the largest number in the kernels: telemetry alone has it.
+            counts = step.run()[2]
+            assert torch.equal(step.run(by_kernels)[2], counts)
+        else:
+            counts = compare(step, k, v, f"odd {number}")
+        assert not (counts[..., Count.CAUSES] & int(Cause.DAMAGED | Cause.RANK)).any(), number
+
+
 def compare_all() -> None:
     """Everything that needs the interpreter."""
     early(3), early(40)
@@ -124,6 +147,7 @@ def compare_all() -> None:
     both = Certify(tau_cov=0.7, k_min=0, k_max=2, widen=2, key_budget=0.05, v_tol=math.inf, value_budget=0.05, explore=0.1, rank=2)
     wide = Certify(tau_cov=0.0, k_min=0, k_max=2, widen=3, key_budget=0.3, v_tol=math.inf, rank=0)
     doubtful_norms()
+    odd_numbers()
     rungs: collections.Counter[int] = collections.Counter()
     for number, (made, shape, policy, dtype) in enumerate([
         (gaussian, small, POLICIES["default"], BF16), (gaussian, one, wide, F32), (needle, small, both, F16),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import io
 import math
 from typing import Any
@@ -21,9 +23,12 @@ from kvcompile.errors import BadSetting, NoOriginals, NotBounded, NotReported
 from kvcompile.lowering import compile as compiling
 from kvcompile.lowering import report_site
 from kvcompile.lowering.certified_report import report_step
-from kvcompile.lowering.certified_telemetry import COLUMNS
+from kvcompile.lowering.certified_telemetry import COLUMNS, Telemetry, added_up
 from kvcompile.lowering.ops import attend_body
 from kvcompile.passes.plan import policy_of
+from kvcompile.runtime.ledger import MOST_KEPT, Ledger
+from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.store import Telling
 from kvcompile.schemes import parse
 from kvcompile.schemes.certified import TELEMETRY_PLANE
 from kvcompile.schemes.certify import Certify
@@ -205,8 +210,59 @@ def test_a_value_that_is_no_number_is_no_bound() -> None:
     assert (column(told(layer), "sum_key")[1] == math.inf).all() and torch.isfinite(column(told(layer), "sum_key")[0]).all()
 
 
+def within(layer: Layer, before: torch.Tensor, error: torch.Tensor) -> bool:
+    """Whether errors [B, H, S] are within the bounds that were added since ``before``, by kv head."""
+    added = told(layer) - before
+    bound = sum(column(added, f"sum_{name}") for name in ("key", "value", "arithmetic"))
+    return bool((error.unflatten(1, (layer.split[1], -1)).sum((2, 3)) <= bound).all())
+
+
+@pytest.mark.parametrize("scheme", ["kivi(bits=4,window=64)", "kivi(group=16,window=64)", {"k": "int8", "v": "kivi(window=64)"}], ids=str)
+def test_what_a_rollback_put_back_from_codes_is_no_original(scheme: object) -> None:
+    """A buffer of 102 tokens goes back to 64: of the window's 64 tokens 38 are what codes stand for."""
+    x = tokens(102)
+    _, layer, run = compiled(scheme, REPORT, kv=4)
+    exact = Exact(Layer(kv=4), x)
+    with torch.no_grad():
+        run(x, torch.arange(102))
+        for at in range(64, 100):
+            before = told(layer)
+            found = run(x[:, at : at + 1], torch.arange(at, at + 1))
+            assert within(layer, before, torch.linalg.vector_norm(found.double() - exact(at, 1), dim=-1)), f"at {at}"
+    (keys,) = layer.keys._kv.stores.values()
+    refilled = next(plane for plane, spec in zip(keys.planes, keys.spec.layout.planes, strict=True) if spec.name == "refilled")
+    assert (refilled == 102 - 64).all()
+
+
+def test_a_cropped_cache_reports_what_it_put_back() -> None:
+    """``DynamicCache.crop``, in bfloat16: what is put back from codes is rounded to the cache's dtype once more."""
+    torch.manual_seed(0)
+    model = llama(layers=1).to(torch.bfloat16)
+    attended: list[torch.Tensor] = []
+    backend = kvcompile.backend("kivi(bits=4,window=64,group=16)", certify=REPORT, inner="eager", strict=True)
+    run = torch.compile(model, backend=backend)
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, args: attended.append(args[0]))
+    cache, plain = cache_of(model, "dynamic"), cache_of(model, "dynamic")
+    ids = prompt(2, 110)
+    for at, count in ((0, 102), *((at, 1) for at in range(64, 84))):
+        if at == 64:
+            cache.crop(-38)
+            plain.crop(-38)
+        before = backend.telemetry()
+        attended.clear()
+        with torch.no_grad():
+            run(ids[:, at : at + count], past_key_values=cache)
+            model(ids[:, at : at + count], past_key_values=plain)
+        after = backend.telemetry()
+        if at:
+            apart = torch.linalg.vector_norm((attended[0].double() - attended[-1].double()).unflatten(-1, (4, -1)), dim=-1)
+            bound = sum(after[name] - before[name] for name in ("sum_key", "sum_value", "sum_arithmetic"))
+            # The plain model rounds its result as well.
+            assert 0 < float(apart.sum()) <= bound + 2.0**-7 * float(attended[-1].double().abs().sum())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "inner"), [("kivi", "inductor"), ("int8", "aot_eager")])
+@pytest.mark.parametrize(("scheme", "inner"), [("int8", "inductor"), ("kivi", "aot_eager")])
 def test_compilers_make_the_same(scheme: str, inner: str) -> None:
     holds(scheme, inner, (70, 1, 1, 1))
 
@@ -334,3 +390,55 @@ def test_caches_that_hold_something_else_are_refused_with_the_reason(case: Any, 
     case.error(backend)
     report = backend.report()
     assert not report.sites and report.refusals and all(reason in refusal.reason for refusal in report.refusals)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_what_was_said_outlives_the_cache(kind: str) -> None:
+    """``generate`` keeps no cache: its head-steps count all the same, those of beams and copies once."""
+    model = llama(layers=2)
+    backend = kvcompile.backend("int8", certify=REPORT, inner="eager", strict=True)
+    run = torch.compile(model, backend=backend)
+    counts = []
+    for _ in range(2):
+        cache = cache_of(model, kind)
+        with torch.no_grad():
+            for count in (5, 1, 1, 1):
+                run(prompt(2, count), past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 1]))
+            run(prompt(2, 1), past_key_values=cache)
+        kept = copy.deepcopy(cache)
+        counts.append(backend.telemetry()["head_steps"])
+        cache = None
+        gc.collect()
+        assert backend.telemetry()["head_steps"] == counts[-1]
+        del kept
+        gc.collect()
+        found = backend.telemetry()
+        assert found["head_steps"] == counts[-1] and len(backend.live) == 0
+    # Four steps over codes, two layers, two rows, four heads.
+    assert counts == [4 * 2 * 2 * 4, 2 * 4 * 2 * 2 * 4]
+    assert 0 < found["sum_key"] and found["most_key"] <= found["sum_key"] and found["rung_plain"] == counts[-1]
+
+
+def test_an_emptied_cache_keeps_what_it_said() -> None:
+    x = tokens(12)
+    backend, layer, run = compiled("int8", REPORT)
+    outputs(run, x, (10, 1, 1))
+    before = backend.telemetry()["head_steps"]
+    layer.keys.zero_(), layer.values.zero_()
+    assert backend.telemetry()["head_steps"] == before > 0
+    outputs(run, x, (10, 1, 1))
+    assert backend.telemetry()["head_steps"] == 2 * before
+
+
+def test_many_dead_caches_are_one_sum() -> None:
+    ledger = Ledger(added_up)
+    planes = torch.rand(600, 1, 2, 3, 1, TELEMETRY_PLANE.width, dtype=torch.float64)
+    for plane in planes:
+        ledger.dead.append(Telling(plane, None))
+        ledger.add(CacheState({}, {}))
+    assert len(ledger.dead) <= MOST_KEPT + 1
+    found = Telemetry.of(telling.plane for telling in ledger.tellings())
+    flat = planes[..., 0, :].reshape(-1, TELEMETRY_PLANE.width)
+    assert found["head_steps"] == pytest.approx(float(flat[:, COLUMNS.index("head_steps")].sum()))
+    assert found["most_key"] == float(flat[:, COLUMNS.index("most_key")].max())

@@ -38,6 +38,7 @@ from benchmarks.certified_soundness import (
     returned,
     trials,
 )
+from kvcompile.lowering.certificate import Sum, Values, certificate
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.certify import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
 from kvcompile.types import Role, SlotSpec
@@ -280,6 +281,75 @@ def test_no_false_alarms(dtype: torch.dtype) -> None:
         step, _, _ = case(Draw(100 + number), Shape()).step(dataclasses.replace(NOTHING, explore=1.0, guard=0.0), dtype)
         _, _, counts = step.run()
         assert not ((counts[..., Count.CAUSES] & Cause.DAMAGED) != 0).any(), case.__name__
+
+
+SOME = Shape(B=2, H=4, K=2, S=4, D=32, T=200)
+LAX = Certify(tau_cov=0.5, k_min=1, k_max=2, widen=0, v_tol=math.inf, rank=0)
+
+
+def causes(counts: torch.Tensor, cause: Cause) -> torch.Tensor:
+    """Which head-steps fell for a cause, bool [B, H, S]."""
+    return (counts[..., Count.CAUSES] & int(cause)) != 0
+
+
+@pytest.mark.parametrize("policy", [LAX, Certify(), NAIVE], ids=["lax", "default", "naive"])
+def test_values_at_the_end_of_float16_stay_numbers(policy: Certify) -> None:
+    inputs = gaussian(Draw(31), SOME)
+    inputs.v[:, 0] = 65504 * torch.sign(inputs.v[:, 0])
+    inputs.v[:, 1, :, :16] = 65504
+    step, k, v = inputs.step(policy, torch.float16)
+    output, figures, counts = step.run()
+    assert torch.isfinite(output).all() and (distance(output, step.exact(k, v)) <= returned(figures)).all()
+    assert not causes(counts, Cause.DAMAGED).any()
+
+
+def test_a_result_beyond_its_dtype_has_no_certificate() -> None:
+    softmax = Sum(*(torch.zeros(1, 1, 2, 1, dtype=torch.float64) + x for x in (0.0, 1.0)), 0.0)
+    delta = torch.zeros(1, 1, 2, 1, dtype=torch.float64)
+    values = Values(delta + 7e4, delta)
+    output = torch.tensor([65504.0, 65530.0], dtype=torch.float64).view(1, 1, 2, 1)
+    found = certificate(softmax, delta, values, output, torch.float16).arithmetic[0, 0]
+    assert torch.isfinite(found[0]) and found[1] == math.inf
+    assert torch.isfinite(certificate(softmax, delta, values, output, torch.bfloat16).arithmetic).all()
+
+
+@pytest.mark.parametrize("policy", [LAX, Certify(), Certify(explore=1.0)], ids=["lax", "default", "explored"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_that_float16_cannot_hold_are_no_damage(dtype: torch.dtype, policy: Certify) -> None:
+    """They have no scale, so that the heads that see them are dense; every other one is what it was."""
+    inputs = gaussian(Draw(32), SOME)
+    inputs.q *= 0.1
+    clean = inputs.step(policy, dtype)[0].run()
+    inputs.v[0, 0, 40:44] *= 1e6
+    step, k, v = inputs.step(policy, dtype)
+    output, figures, counts = step.run()
+    assert (distance(output, step.exact(k, v)) <= returned(figures)).all()
+    assert not causes(counts, Cause.DAMAGED).any() and (counts[0, :2, ..., Count.RUNG] == Rung.HEAD).all()
+    assert torch.equal(output[0, 2:], clean[0][0, 2:]) and torch.equal(output[1], clean[0][1])
+    assert torch.equal(counts[0, 2:], clean[2][0, 2:]) and torch.equal(counts[1], clean[2][1])
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_nan_is_no_damage_and_stays_in_its_head(side: str) -> None:
+    inputs = gaussian(Draw(33), SOME)
+    clean = inputs.step(Certify(explore=1.0), torch.float32)[0].run()
+    getattr(inputs, side)[0, 1, 70, 3] = math.nan
+    output, _, counts = inputs.step(Certify(explore=1.0), torch.float32)[0].run()
+    assert not causes(counts, Cause.DAMAGED).any()
+    assert torch.isnan(output[0, 2:]).any(-1).all() and causes(counts, Cause.NOT_FINITE)[0, 2:].all()
+    assert torch.equal(output[0, :2], clean[0][0, :2]) and torch.equal(counts[0, :2], clean[2][0, :2])
+    assert torch.equal(output[1], clean[0][1])
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_ties_do_not_fall_where_no_codes_are_left(rank: int) -> None:
+    """Blocks of equal keys: their order by codes and by originals differs by rounding, on which nothing rests once all are exact."""
+    inputs = gaussian(Draw(34), SOME)
+    inputs.k = inputs.k[:, :, :16].repeat(1, 1, 13, 1)[:, :, :200] + 1e-5 * torch.randn(inputs.k.shape)
+    step, k, v = inputs.step(dataclasses.replace(EXACT, rank=rank), torch.float32)
+    output, figures, counts = step.run()
+    assert not causes(counts, Cause.RANK | Cause.BOUNDARY).any() and (counts[..., Count.RUNG] < Rung.HEAD).all()
+    assert (distance(output, step.exact(k, v)) <= returned(figures)).all()
 
 
 def test_an_uncertified_cache_would_be_noticed() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvcompile import quality
 from kvcompile.cli import _split, main
 from kvcompile.errors import TargetError
 from kvcompile.schemes import SCHEMES
@@ -199,7 +201,11 @@ def test_split_at_outer_commas() -> None:
 
 
 @pytest.mark.slow
-def test_eval_prints_the_telemetry_of_certified_attention(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_eval_prints_the_telemetry_of_certified_attention(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is printed, of as little text as has every line of it; figures are held by the test of JSON."""
+    monkeypatch.setattr(quality, "QUICK", replace(quality.QUICK, tail=6, batch=2))
     status, out, _ = run(
         "eval", "--quick", "--schemes", "dense,certified(certify=k_max:2)", "--context", "256", "--questions", "1", "--telemetry"
     )

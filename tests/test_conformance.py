@@ -173,7 +173,7 @@ def test_zero_range_group_decodes_exactly(scheme: Scheme, dtype: torch.dtype) ->
 def test_untouched_store_reads_as_zero(scheme: Scheme) -> None:
     spec = fitting(scheme)
     store = Store(StoreSpec(spec, scheme, scheme.layout(spec)), 2, CPU, 2)
-    assert not store.decode(100, 0).any()
+    assert not store.decode(100).any()
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

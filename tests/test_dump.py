@@ -13,7 +13,7 @@ from kvcompile.dump import Dump, Stage
 from kvcompile.errors import NothingToDump
 from kvcompile.explain import described, observe
 from kvcompile.lowering.offline import OfflineCompilation
-from kvcompile.passes.rewrite import Variant
+from kvcompile.passes.rewritten import Variant
 from kvcompile.report import GraphReport, Report
 from kvcompile.targets import CacheKind, Options, resolve
 

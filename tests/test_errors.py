@@ -51,7 +51,7 @@ def test_a_wrong_inner_compiler() -> None:
 
 
 def test_a_group_that_does_not_divide_the_head_dim() -> None:
-    backend = kvcompile.backend("int4", inner="eager")
+    backend = kvcompile.backend("int4(group=64)", inner="eager")
     module = BY_NAME["additive"].make(dim=16)
     plain = copy.deepcopy(module)
     given = inputs(module, (5, 1))
@@ -98,8 +98,10 @@ def test_gradients_on_a_compressed_cache() -> None:
     with torch.no_grad():
         compiled(prompt(), past_key_values=cache)
         compiled(prompt(3, 1), past_key_values=cache)
-    with pytest.raises(BackendCompilerFailed, match="gradients"):
-        compiled(prompt(3, 1), past_key_values=cache)
+    # The program runs, on the dense tensor of what was compressed.
+    assert compiled(prompt(3, 1), past_key_values=cache).logits.requires_grad
+    assert type(cache.layers[0].keys) is torch.Tensor
+    assert "gradients" in backend.report().refusals[-1].reason
 
 
 def test_a_policy_without_the_layer() -> None:
@@ -187,9 +189,8 @@ def test_a_full_static_cache() -> None:
             compiled(prompt(3, 1), past_key_values=cache)
 
 
-@pytest.mark.parametrize("scheme", ["dense", "int8", "fp8", "int4(group=16)"])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_nan_stays_nan(scheme: str, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "scheme"), [("static", "dense"), ("dynamic", "int8"), ("static", "fp8"), ("dynamic", "int4(group=16)")])
+def test_nan_stays_nan(kind: str, scheme: str) -> None:
     """A poisoned token poisons every later result of its row and no other row."""
     model = llama(layers=1)
     compiled, cache = torch.compile(model, backend=kvcompile.backend(scheme, inner="eager", strict=True)), cache_of(model, kind)
@@ -248,8 +249,7 @@ def test_one_of_two_layers_is_refused_later() -> None:
     assert kinds == [[True, True], [True, False], [True, False], [True, True]]
 
 
-@pytest.mark.parametrize("stage", ["match", "plan", "rewrite"])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize(("kind", "stage"), [("static", "match"), ("dynamic", "plan"), ("static", "rewrite"), ("dynamic", "rewrite")])
 def test_a_fault_of_ours_is_a_refusal(kind: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that a pass breaks on runs as it is, over caches that others have compressed; under ``strict`` it raises."""
     model, backend = llama(layers=1), kvcompile.backend("dense", inner="eager")

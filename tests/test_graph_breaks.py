@@ -87,3 +87,32 @@ def test_a_cache_is_asked_outside_of_compiled_frames() -> None:
         by_position(module, torch.compile(module, backend=backend), inputs(module, (7, 1, 1)))
     assert backend.report().sites
     assert module.lengths == [module.layer.capacity * (1 + module.layer.batch * module.layer.kv * module.layer.dim)] * 3
+
+
+class Stack(torch.nn.Module):
+    """More layers than Dynamo compiles one code object for."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Broken("nowhere") for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, pos)
+        return x
+
+
+@pytest.mark.parametrize("scheme", ["dense", "kivi(group=16,window=64)"])
+def test_layers_compiled_one_by_one(scheme: str) -> None:
+    """Dynamo gives a code object up that it compiled too often; its caches are then used by code that is not compiled."""
+    torch.manual_seed(0)
+    module = Stack(5).eval()
+    plain, given = copy.deepcopy(module), inputs(module.layers[0], (7, 1, 1, 4, 1, 2, 1, 3))
+    backend = kvcompile.backend(scheme, inner="eager")
+    for layer in module.layers:
+        layer.compile(backend=backend, dynamic=False)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=4):
+        expected, found = by_position(plain, plain, given), by_position(module, module, given)
+    assert max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)) <= 2e-5
+    held = [type(layer.k_cache) is kvcompile.CompressedCache for layer in module.layers]
+    assert backend.report().sites and any(held)

@@ -59,10 +59,9 @@ def test_schemes_are_near_the_module(name: str, scheme: str) -> None:
     assert 0 < case.error(kvcompile.backend(scheme, inner="eager", strict=True), chunks=(7, *[1] * 8, 4, 1)) <= bound
 
 
-@pytest.mark.parametrize("name", ["latent-two-buffers", "latent-one-buffer"])
-def test_inductor(name: str) -> None:
-    """Two stores read as one key, and one store read as keys and as values."""
-    case = next(case for case in REWRITTEN if case.name == name)
+def test_inductor() -> None:
+    """One store read as keys and as values; two stores read as one key are in the acceptance run's slice."""
+    case = next(case for case in REWRITTEN if case.name == "latent-one-buffer")
     backend = kvcompile.backend("dense", strict=True)
     assert case.error(backend, chunks=(7, 1, 1, 1)) <= 2e-6
     assert backend.report().sites

@@ -67,6 +67,7 @@ ALLOWED = {
         "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.ops",
         "kvcompile.lowering.rings", "kvcompile.runtime",
     ),
+    "kvcompile.validation": ("kvcompile.types", "kvcompile.errors", "kvcompile.passes", "kvcompile.runtime", "kvcompile.validation"),
     "kvcompile.report": ("kvcompile.types", "kvcompile.passes", "kvcompile.schemes"),
 }
 """What a layer may import of ours. What is not listed (backend, explain, the command line) stands on top of all."""

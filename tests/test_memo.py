@@ -19,11 +19,12 @@ CASES = [
 """Beside these gemma2, gptj, falcon, phi and mixtral were compared when the memo was written."""
 
 
-def _graphs(name: str, kind: str) -> list[tuple[fx.GraphModule, list[Any]]]:
+def _graphs(name: str, kind: str, gradients: bool = True) -> list[tuple[fx.GraphModule, list[Any]]]:
     """Dynamo's graphs of a prompt and two steps of a tiny model, with their arguments."""
     from kvcompile.cli.architectures import build
 
     subject = build(name, "eager" if name in {"gpt_oss", "bloom"} else "sdpa", layers=3)
+    subject.model.requires_grad_(gradients)
     found: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def keep(gm: fx.GraphModule, examples: list[Any]) -> Any:
@@ -74,7 +75,10 @@ def _text(module: fx.GraphModule) -> list[str]:
         value = node.meta.get("val")
         values = value if isinstance(value, (list, tuple)) else [value]
         sizes = [
-            (tuple(map(str, item.shape)), tuple(map(str, item.stride())), str(item.storage_offset()), item.dtype, item.device)
+            (
+                tuple(map(str, item.shape)), tuple(map(str, item.stride())), str(item.storage_offset()), item.dtype, item.device,
+                item.requires_grad,
+            )
             if isinstance(item, torch.Tensor) else str(item) for item in values
         ]
         trace = (node.meta.get("stack_trace") or "").rstrip().splitlines()[-1:]
@@ -104,3 +108,8 @@ def test_a_capture_with_the_memo_is_the_capture_without(name: str, kind: str) ->
         assert _shared(ours.module) == _shared(plain.module)
         hits += count
     assert hits > 20
+
+
+def test_parameters_that_could_have_gradients_are_remembered_too() -> None:
+    # from_pretrained leaves requires_grad on: the projections of 32 layers were traced one by one.
+    assert [count for *_, count in _graphs("llama", "static", True)] == [count for *_, count in _graphs("llama", "static", False)]

@@ -67,7 +67,8 @@ def compare(
             given["position_ids"] = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)[:, -count:]
         used = first if first is not None and index == 0 else call
         wanted = model(tokens, past_key_values=plain, **given).logits
-        worst = max(worst, (wanted - used(tokens, past_key_values=cache, **given).logits)[:, -1].abs().max().item())
+        apart = (wanted - used(tokens, past_key_values=cache, **given).logits)[:, -1].abs().max()
+        worst = max(worst, apart.nan_to_num(nan=torch.inf).item())
     return worst
 
 
@@ -78,9 +79,10 @@ def strict(model: Any, scheme: object) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_rotation(name: str) -> None:
     family, options = MODELS[name]
-    model = model_of(family, options)
-    kind = "static" if list(MODELS).index(name) % 2 else "dynamic"
-    assert compare(model, strict(model, LOSSLESS), kind) <= 1e-6
+    model, number = model_of(family, options), list(MODELS).index(name)
+    # Several tokens at once are turned as one is, whatever the angles: one model of each kind of cache has them.
+    chunks = (9, 1, 4, 1) if number < 2 else (9, 1, 1)
+    assert compare(model, strict(model, LOSSLESS), "static" if number % 2 else "dynamic", chunks=chunks) <= 1e-6
 
 
 @pytest.mark.parametrize(("prefill", "positions", "kinds"), [
@@ -90,7 +92,9 @@ def test_every_kind_of_rotation(name: str) -> None:
 def test_windows_with_padded_rows(prefill: str, positions: bool, kinds: tuple[str, ...]) -> None:
     """Blocks and windows begin with a row's first token, whichever positions the model gives to it."""
     model = llama(layers=1)
-    options = {"first": model if prefill == "eager" else None, "positions": positions, "chunks": (9, *[1] * 4, 4, 1)}
+    options: dict[str, Any] = {"first": model if prefill == "eager" else None, "positions": positions}
+    # Several tokens at once after a prompt are another graph, and the same one whoever read the prompt.
+    options["chunks"] = (9, *[1] * 4, 4, 1) if prefill == "compiled" else (9, *[1] * 9)
     errors = []
     for kind, scheme in (("static", {**WINDOWED, "k": "dense"}), *((kind, WINDOWED) for kind in kinds)):
         torch._dynamo.reset()
@@ -148,8 +152,10 @@ def test_frequencies_that_follow_the_length_are_refused(kind: str, more: dict[st
 
 @pytest.mark.compile
 def test_inductor() -> None:
-    model = llama(layers=1)
-    for scheme in (LOSSLESS, WINDOWED):
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend=kvcompile.backend(scheme, strict=True), fullgraph=True)
-        assert compare(model, compiled, "static", chunks=(9, 1, 1)) <= (1e-5 if scheme is LOSSLESS else 0.02)
+    """Two layers, one that loses nothing and one with a window, in one compilation: what the rewritten graph makes when it runs eagerly."""
+    model = llama(layers=2)
+    scheme = {"*layers.0*": LOSSLESS, "*": WINDOWED}
+    eager, compiled = (
+        torch.compile(model, backend=kvcompile.backend(scheme, inner=inner, strict=True), fullgraph=True) for inner in ("eager", "inductor")
+    )
+    assert compare(eager, compiled, "static", chunks=(9, 1, 1)) <= 1e-5

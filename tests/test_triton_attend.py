@@ -102,6 +102,10 @@ def cases(scheme: str) -> list[Case]:
     found += [
         dataclasses.replace(base, dtype=torch.bfloat16, T=130, magnitude=30.0),
         dataclasses.replace(base, dtype=torch.float32, T=70),
+        dataclasses.replace(base, magnitude=1e-4, T=100),
+        dataclasses.replace(base, outlier=True, T=100, dtype=torch.bfloat16),
+    ]
+    masks_and_tiles = [
         dataclasses.replace(base, lo=True, T=200, B=2), dataclasses.replace(base, lo=True, T=400, B=3, splits=7, shares=2),
         dataclasses.replace(base, keep=True, T=100, B=2),
         dataclasses.replace(base, bias=Bias.ADDED, S=3, T=90, B=2),
@@ -111,9 +115,9 @@ def cases(scheme: str) -> list[Case]:
         dataclasses.replace(base, S=5, T=150, tile=wide, sinks=True),
         dataclasses.replace(base, T=300, tile=dataclasses.replace(wide, tokens_first=True, block_r=8), B=2),
         dataclasses.replace(base, S=40, T=100, tile=Tile(32, 128, True)), dataclasses.replace(base, S=20, T=70, tile=Tile(64, 64, True)),
-        dataclasses.replace(base, magnitude=1e-4, T=100),
-        dataclasses.replace(base, outlier=True, T=100, dtype=torch.bfloat16),
     ]
+    # What these vary does not depend on how words are decoded: one scheme has all of them, the others every second.
+    found += masks_and_tiles if scheme == "int4" else masks_and_tiles[scheme == "int8" :: 2]
     if scheme == "dense":
         found += [
             dataclasses.replace(base, S=20, T=20, splits=1, direct=True, plain=True, tile=wide, sinks=True),

@@ -13,7 +13,7 @@ from torch import fx
 
 import kvcompile
 from kvcompile.errors import VerificationFailed
-from kvcompile.passes.rewrite import Rewritten
+from kvcompile.passes.rewritten import Rewritten
 from kvcompile.passes.verify import verify
 from kvcompile.schemes.certify import Certify, Fallback
 
