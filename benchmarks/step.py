@@ -46,6 +46,7 @@ class Row:
     graphs: int = 0
     pass_s: float = 0.0
     compile_s: float = 0.0
+    windows: tuple[float, ...] = ()
 
 
 def build(layers: int) -> tuple[Any, Any]:
@@ -93,28 +94,35 @@ def clear() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def timed(step: Any, steps: int, warm: int, turns: Path | None = None) -> tuple[float, float]:
-    """(median ms, warm-up s); times each step from host to host with the device drained."""
+def timed(step: Any, steps: int, warm: int, turns: Path | None = None, windows: int = 1) -> tuple[list[float], float]:
+    """(median ms of each window of steps, warm-up s); times each step from host to host with the device drained.
+
+    Windows lie a second apart: where another process ran a prompt meanwhile, some are slower, and the least is the step's.
+    """
     started = time.perf_counter()
     for _ in range(warm):
         step()
     torch.cuda.synchronize()
     warm_s = time.perf_counter() - started
     torch.cuda.reset_peak_memory_stats()
-    samples = []
-    with turn(turns):
-        for _ in range(steps):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            step()
-            torch.cuda.synchronize()
-            samples.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(samples), warm_s
+    medians = []
+    for window in range(windows):
+        time.sleep(1.0 if window else 0.0)
+        samples = []
+        with turn(turns):
+            for _ in range(steps):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                step()
+                torch.cuda.synchronize()
+                samples.append((time.perf_counter() - begin) * 1e3)
+        medians.append(statistics.median(samples))
+    return medians, warm_s
 
 
 def measure(
     model: Any, config: Any, name: str, batch: int, context: int, steps: int, owners: dict[Any, Any], turns: Path | None = None,
-    prompt: str = "filled",
+    prompt: str = "filled", windows: int = 1,
 ) -> Row:
     """One configuration: ``eager``, ``stock``, ``stock:reduce-overhead``, or ``scheme[:mode]``."""
     clear()
@@ -142,13 +150,13 @@ def measure(
             torch.compiler.cudagraph_mark_step_begin()
         call(token, past_key_values=cache, use_cache=True)
 
-    ms, warm_s = timed(step, steps, 6 if mode else 4, turns)
+    medians, warm_s = timed(step, steps, 6 if mode else 4, turns, windows)
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.model.embed_tokens.weight.numel() * 2
     dense = 2 * batch * config.num_key_value_heads * config.head_dim * context * 2 * config.num_hidden_layers
     held = owner.report().allocated if owner is not None else dense
     return Row(
-        name, batch, context, ms, (weights + held) / BANDWIDTH * 1e3, held / 1e9, torch.cuda.max_memory_allocated() / 1e9, warm_s,
-        *_compile_share(owner.graphs[before:] if owner is not None else []),
+        name, batch, context, min(medians), (weights + held) / BANDWIDTH * 1e3, held / 1e9, torch.cuda.max_memory_allocated() / 1e9, warm_s,
+        *_compile_share(owner.graphs[before:] if owner is not None else []), tuple(medians),
     )
 
 
@@ -199,6 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", default=",".join(f"{b}x{t}" for b, t in SHAPES))
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further configuration starts")
     parser.add_argument("--turns", type=Path, help="a file by whose lock processes that compile side by side take turns to be timed")
+    parser.add_argument("--windows", type=int, default=1, help="windows of --steps steps, a second apart; the least median counts")
     parser.add_argument("--prompt", choices=["filled", "compiled"], default="filled")
     parser.add_argument("--no-gate", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -222,7 +231,9 @@ def main(argv: list[str] | None = None) -> int:
                 console.print(f"budget spent: {name} {shape} not measured")
                 continue
             try:
-                rows.append(measure(model, config, name, batch, context, options.steps, owners, options.turns, options.prompt))
+                rows.append(measure(
+                    model, config, name, batch, context, options.steps, owners, options.turns, options.prompt, options.windows
+                ))
                 console.print(f"{time.perf_counter() - started:.0f} s: {rows[-1]}")
             except Exception as error:
                 console.print(f"{name} {shape} failed: {type(error).__name__}: {str(error)[:600]}")
