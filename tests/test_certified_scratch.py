@@ -172,7 +172,7 @@ def back(layer: Layer, at: int) -> int:
     """A crop, into blocks that were promoted; what is written from there on is new."""
     there = at // BLOCK * BLOCK - 2 * BLOCK
     for store in layer.stores:
-        store.rewind(at, there)
+        store.rewind(there)
     layer.write(numbers(str(layer.device), 2, layer.stores[0].batch, K, 30, D, seed=300 + at), there)
     return there + 30
 

@@ -101,7 +101,7 @@ def test_what_the_author_absorbed_is_one_store() -> None:
 
 
 def test_a_scheme_that_does_not_fit_the_rotary_part_refuses_the_site() -> None:
-    backend = kvcompile.backend("int4", inner="eager")
+    backend = kvcompile.backend("int4(group=16)", inner="eager")
     assert LATENT_CASES[0].error(backend) == 0.0
     assert all("group" in item.reason and item.stage.value == "plan" for item in backend.report().refusals)
     assert backend.report().refusals

@@ -164,9 +164,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 def unrotate_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """What ``rotate`` makes x of, in x's dtype; where cos and sin are no rotation the inverse of what they are."""
     width = cos.shape[-1]
-    cos, sin = cos.to(torch.float32).unsqueeze(1), sin.to(torch.float32).unsqueeze(1)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(exact).unsqueeze(1), sin.to(exact).unsqueeze(1)
     first, second = (slice(0, width, 2), slice(1, width, 2)) if interleaved else (slice(width // 2), slice(width // 2, width))
-    a, b = x[..., first].to(torch.float32), x[..., second].to(torch.float32)
+    a, b = x[..., first].to(exact), x[..., second].to(exact)
     size = cos[..., first] * cos[..., second] + sin[..., first] * sin[..., second]
     left = (a * cos[..., second] + b * sin[..., first]) / size
     right = (b * cos[..., first] - a * sin[..., second]) / size
@@ -195,9 +196,10 @@ def attend_body(
     key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
     recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None, rotation: Sequence[torch.Tensor] | None = None,
     interleaved: bool = False, more: Sequence[torch.Tensor] | None = None, more_scheme: str = "", more_dim: int = 0,
-    compute: torch.dtype = torch.float32,
+    compute: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The definition of ``attend`` in ``compute`` precision; decodes one kv head at a time."""
+    """The definition of ``attend`` in ``compute`` precision (q's, at least float32); decodes one kv head at a time."""
+    compute = compute or torch.promote_types(q.dtype, torch.float32)
     B, H, S, D = q.shape
     ks, vs = schemes.parse(key_scheme), schemes.parse(value_scheme)
     key_slot = slot_spec(keys, D - more_dim, Role.KEY)

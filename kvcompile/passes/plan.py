@@ -185,8 +185,6 @@ class Plan:
 def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, rolling: int | None, effects: Effects) -> SlotPlan:
     scheme = chosen.of(role)
     spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
-    if spec.dtype not in DTYPES:
-        raise UnsupportedDtype(known=[str(dtype).removeprefix("torch.") for dtype in DTYPES], dtype=spec.dtype)
     scheme.check(spec)
     layout = scheme.layout(spec)
     if slot.table is not None:
@@ -206,6 +204,13 @@ def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turne
     if scheme.pre_rope:
         return f"stores keys turned back by their place in the cache, which is not their position{turned}"
     return None
+
+
+def _check_dtypes(site: Site) -> None:
+    """Raise where a cache's dtype is none that kernels are made for."""
+    for slot in site.slots:
+        if (dtype := value_of(slot.root).dtype) not in DTYPES:
+            raise UnsupportedDtype(known=[str(known).removeprefix("torch.") for known in DTYPES], dtype=dtype)
 
 
 def _check_table(scheme: Scheme, layout: Layout) -> None:
@@ -279,6 +284,7 @@ def plan(matched: Matched, policy: Policy) -> Plan:
         try:
             if pair is None:
                 raise NotInPolicy(path=site.path)
+            _check_dtypes(site)
             sites.append(site_plan(site, pair, matched.effects))
         except Miss as miss:
             advice = "use the scheme without pre_rope for this layer"

@@ -234,8 +234,8 @@ class _Rewriter:
             more = emit.heads(self.env[attention.beside.q], attention.beside.q_roles, ("S", "D"), site.heads, site.groups)
             q = emit.call(aten.cat.default, [q, absorb.scaled(emit, more, attention.beside.factor)], -1)
         dtype = value_of(attention.q).dtype
-        if dtype not in DTYPES:
-            # Double precision: no kernel has it, and a cache holds none.
+        if dtype not in DTYPES and item.key.spec.dtype in DTYPES:
+            # Double precision: no kernel has it, and only the caches of a trial hold it.
             dtype = torch.float32
             q = emit.call(aten.to.dtype, q, dtype)
         count = size_along(attention.q, attention.q_roles, "S", attention.folded)

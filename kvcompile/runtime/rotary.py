@@ -41,8 +41,9 @@ class Rotary:
 
     def turned(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Stored keys as the model's."""
-        cos, sin = (table.to(torch.float32) for table in self.at(position))
-        return rotate(x_BKTD.to(torch.float32), cos, sin, self.interleaved).to(x_BKTD.dtype)
+        exact = torch.promote_types(x_BKTD.dtype, torch.float32)
+        cos, sin = (table.to(exact) for table in self.at(position))
+        return rotate(x_BKTD.to(exact), cos, sin, self.interleaved).to(x_BKTD.dtype)
 
     def turned_back(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """The model's keys as they are stored."""

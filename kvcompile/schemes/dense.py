@@ -47,6 +47,10 @@ class Dense(Scheme):
         del fixed
         return (x_BKSD,)
 
+    def decode(self, planes: Planes, slot: SlotSpec) -> torch.Tensor:
+        """The values as they are; those of a float64 model in float64."""
+        return planes[0] if planes[0].dtype == torch.float64 else super().decode(planes, slot)
+
     def radius(self, slot: SlotSpec) -> sympy.Expr:
         return sympy.Integer(0)
 

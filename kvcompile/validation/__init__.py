@@ -1,7 +1,7 @@
 """Validation: every rewrite is checked as a translation when it is compiled.
 
 Sites that share caches are cut out of the captured graph with what lies between their queries, new tokens, caches, positions, masks and
-their outputs (``cut``), brought to the CPU in float32 (``plain``), and run beside their rewritten twin over random tokens (``trial``).
+their outputs (``cut``), brought to the CPU in float64 (``plain``), and run beside their rewritten twin over random tokens (``trial``).
 What is not equal is refused. Equal sites are tried once.
 """
 
@@ -17,7 +17,7 @@ import torch
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.sites import Site
-from kvcompile.validation.cut import NotApart, Outline, clusters, cut, fingerprint, outline
+from kvcompile.validation.cut import NotApart, Number, Outline, clusters, cut, fingerprint, outline, same
 from kvcompile.validation.plain import plain, unguarded
 from kvcompile.validation.sizes import MOST, captured_values, elements, reductions
 from kvcompile.validation.trial import Outcome, Verdict, tried
@@ -37,19 +37,35 @@ def _undisturbed(captured: Captured) -> Iterator[None]:
         yield
 
 
+def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict | None:
+    """Try a program in float64, or in float32 where it does not run so; None where it is large. Raises NotApart."""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            part = plain(cut(whole, number), dtype, number)
+            if elements(part, captured_values(part)) > MOST:
+                return None
+            verdict = tried(part, examples)
+        except NotApart:
+            if dtype is torch.float32:
+                raise
+            continue
+        if verdict.outcome is not Outcome.UNKNOWN:
+            break
+    return verdict
+
+
 def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
     """Try a program as it is, or made smaller where it is large: then one way that shows both equal is enough."""
     part = cut(whole)
-    if elements(part, captured_values(part)) <= MOST:
-        return tried(plain(part), examples)
+    if elements(part, captured_values(part)) <= MOST and (verdict := _tried(whole, same, examples)):
+        return verdict
     verdict = Verdict(Outcome.UNKNOWN, "its sizes are too large to try, and a smaller program could not be made of it")
     for number in reductions(part):
         try:
-            small = plain(cut(whole, number), number)
-            if elements(small, captured_values(small)) > MOST:
-                continue
-            made = tried(small, examples)
+            made = _tried(whole, number, examples)
         except NotApart:
+            continue
+        if made is None:
             continue
         if made.outcome is Outcome.EQUAL:
             return made

@@ -1,7 +1,7 @@
-"""Plain: a cut program on the CPU, in float32, with fake values that say so.
+"""Plain: a cut program on the CPU, in float64 or float32, with fake values that say so.
 
-A rewrite is compared in float32 where the model rounds to nothing coarser than its queries, caches and results have anyway: then every
-difference is one of meaning. A cast to something coarser (float8, an int, bfloat16 in a float32 model) is meaning and stays.
+A rewrite is compared in a wide dtype where the model rounds to nothing coarser than its queries, caches and results have anyway: then
+every difference is one of meaning. A cast to something coarser (float8, an int, bfloat16 in a float32 model) is meaning and stays.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _Propagate(fx.Interpreter):
         return value
 
 
-def plain(part: Cut, number: Number = same) -> Cut:
-    """Return the program on the CPU in float32; ``number`` says what each int of the program becomes. Changes the nodes in place.
+def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
+    """Return the program on the CPU in ``dtype``; ``number`` says what each int of the program becomes. Changes the nodes in place.
 
     Raises NotApart where the program does not run so.
     """
@@ -66,7 +66,7 @@ def plain(part: Cut, number: Number = same) -> Cut:
 
     def told(item: Any) -> Any:
         if isinstance(item, torch.dtype):
-            return torch.float32 if item in lifted else item
+            return dtype if item in lifted else item
         if isinstance(item, torch.device):
             return CPU
         if isinstance(item, (list, tuple)):
@@ -95,6 +95,6 @@ def plain(part: Cut, number: Number = same) -> Cut:
             _Propagate(module).run(*fakes, enable_io_processing=False)
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
-            raise NotApart(f"it does not run on small float32 tensors ({type(error).__name__}: {first})") from error
+            raise NotApart(f"it does not run on small tensors of {dtype} ({type(error).__name__}: {first})") from error
     apart = dataclasses.replace(captured, fakes=fakes)
     return dataclasses.replace(part, captured=apart, effects=analyse(graph))
