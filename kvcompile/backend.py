@@ -185,6 +185,7 @@ class _Compilation:
             return None
         self.report.sites, self.report.refusals, self.report.uncached = report.sites, report.refusals, report.uncached
         self.report.variants, self.report.kernels = report.variants, report.kernels
+        self.report.unvalidated, self.report.notes = report.unvalidated, report.notes
         self.stage.update(stage)
         return bound
 

@@ -90,3 +90,11 @@ def validated_anew() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvcompile.lowering.remembered.Remembered.__contains__", lambda self, key: False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def every_rewrite_is_validated(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A site that is rewritten without having been tried fails its test, unless the test is marked ``unvalidated``."""
+    yield
+    said = [record.getMessage() for record in caplog.get_records("call") if "could not validate" in record.msg]
+    assert not said or request.node.get_closest_marker("unvalidated"), said[0]

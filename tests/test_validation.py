@@ -193,6 +193,7 @@ MUTANTS: dict[str, Callable[[Site], Site]] = {
     "sees-the-next-token": _moved("hi", 1),
     "swap-the-order-of-groups": _heads({"H": "GK"}),
     "twice-the-scale": lambda site: replace(site, attention=replace(site.attention, scale=2 * site.attention.scale)),
+    "the-scale-a-millionth-off": lambda site: replace(site, attention=replace(site.attention, scale=(1 + 1e-6) * site.attention.scale)),
     "values-are-keys": lambda site: replace(site, value=site.key),
     "limits-from-the-call": lambda site: replace(
         site, bounds=replace(site.bounds, hi=replace(site.bounds.hi, kind=LimitKind.OWN, node=None, roles=()))
@@ -215,6 +216,43 @@ def test_a_mutant_of_the_matcher_is_refused(name: str, monkeypatch: pytest.Monke
     error, report = run(Windowed(), chunks=(5, 1))
     assert report.refusals and all(refusal.stage is Stage.VALIDATE for refusal in report.refusals)
     assert error < 1e-5
+
+
+class Hundredfold(Windowed):
+    """Takes the positions times 100."""
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, pos // 100)
+
+
+def _hundredfold(call: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    starts = [sum(x.shape[1] for x in given[:number]) for number in range(len(given))]
+    return [call(x, 100 * torch.arange(start, start + x.shape[1])) for start, x in zip(starts, given, strict=True)]
+
+
+@pytest.mark.unvalidated
+@pytest.mark.parametrize("mutant", ["", "twice-the-scale"])
+def test_what_cannot_be_tried_apart_is_compared_at_its_first_step(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step at a hundred times its position: no readings of that are tried, but those that the graph was compiled with."""
+    if mutant:
+        match = module_of_backend.match
+        monkeypatch.setattr(
+            module_of_backend, "match",
+            lambda captured: dataclasses.replace(found := match(captured), sites=tuple(MUTANTS[mutant](site) for site in found.sites)),
+        )
+    torch.manual_seed(0)
+    module, owner = Hundredfold().eval(), kvcompile.backend("dense", inner="eager")
+    given = inputs(module, (5, 1))
+    with torch.no_grad():
+        expected = _hundredfold(copy.deepcopy(module), given)
+        found = _hundredfold(torch.compile(module, backend=owner), given)
+    assert all(float((a - b).abs().max()) < 1e-5 for a, b in zip(expected, found, strict=True))
+    report = owner.report()
+    if mutant:
+        assert [refusal.stage for refusal in report.refusals] == [Stage.VALIDATE] * 2
+        assert "the first step" in report.refusals[-1].reason
+    else:
+        assert report.sites == 2 and "its first step is equal" in report.graphs[-1].unvalidated[0]
 
 
 def test_without_mutants_it_is_rewritten() -> None:

@@ -19,8 +19,8 @@ from kvcompile.passes.effects import Effects
 from kvcompile.passes.sites import Site
 from kvcompile.validation.cut import NotApart, Number, Outline, clusters, cut, fingerprint, outline, same
 from kvcompile.validation.plain import plain, unguarded
-from kvcompile.validation.sizes import MOST, captured_values, elements, reductions
-from kvcompile.validation.trial import Outcome, Verdict, tried
+from kvcompile.validation.sizes import MOST, captured_values, elements, hints, reductions
+from kvcompile.validation.trial import Outcome, Verdict, first_step, tried
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,28 @@ def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict |
 
 
 def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
+    """Try a program with arguments of our own, or else with those of the first step: that one step is then all that is known."""
+    # The places that a table gives are the caller's to choose: those of the first step are right ones.
+    pooled = any(slot.table is not None for site in whole.sites for slot in site.slots)
+    once = _first_step(whole, examples) if pooled else None
+    if once is not None and once.outcome is not Outcome.UNKNOWN:
+        return once
+    verdict = _apart(whole, examples)
+    if verdict.outcome is not Outcome.UNKNOWN or once is not None or (once := _first_step(whole, examples)) is None:
+        return verdict
+    if once.outcome is Outcome.DIFFERENT:
+        return once
+    said = "its first step is equal" if once.outcome is Outcome.EQUAL else f"nor could its first step be compared: {once.reason}"
+    return Verdict(Outcome.UNKNOWN, f"{verdict.reason}; {said}")
+
+
+def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
+    """Compare the first step of a program; None where it is large."""
+    part = plain(cut(whole), torch.float32)
+    return first_step(part, examples) if elements(part, hints(part)) <= MOST else None
+
+
+def _apart(whole: Outline, examples: Sequence[Any]) -> Verdict:
     """Try a program as it is, or made smaller where it is large: then one way that shows both equal is enough."""
     part = cut(whole)
     if elements(part, captured_values(part)) <= MOST and (verdict := _tried(whole, same, examples)):

@@ -19,6 +19,7 @@ from kvcompile.passes.patterns.steps import VERY_NEGATIVE
 from kvcompile.passes.prologue import dataflow, extract
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import LimitKind, MaskKind, MaskTerm, SlotKind
+from kvcompile.runtime import handle as handles
 from kvcompile.validation.cut import Cut, NotApart
 from kvcompile.validation.sizes import Values, read
 
@@ -57,7 +58,10 @@ class Arguments:
     def __post_init__(self) -> None:
         sites, effects = self.part.sites, self.part.effects
         captured = self.part.captured
-        written = [slot.write.position for site in sites for slot in site.slots if slot.kind is not SlotKind.READ]
+        written = [slot.write.position for site in sites for slot in site.slots if slot.kind is not SlotKind.READ and slot.ring is None]
+        # Places that a table gives are in no order.
+        self.pooled = any(slot.table is not None for site in sites for slot in site.slots)
+        written = [] if self.pooled else written
         self.indices = tuple(dict.fromkeys(where.index for where in written if where.index is not None))
         self.offsets = tuple(dict.fromkeys(where.offset for where in written if where.index is None and where.past is None))
         terms = [term for site in sites for term in site.bounds.carried]
@@ -154,6 +158,8 @@ class Arguments:
         if index not in self.part.sources:
             return None
         value = self.examples[self.part.sources[index]] if self.part.sources[index] < len(self.examples) else None
+        if handles.is_handle(value) and tuple(value.shape) == shape:
+            return handles.decoded(value).to("cpu")
         if type(value) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer} or tuple(value.shape) != shape:  # type: ignore[union-attr]
             return None
         return value.detach().to("cpu", copy=True)  # type: ignore[union-attr]
@@ -180,7 +186,10 @@ class Arguments:
             example = self.example(index, shape)
             return [*found, *([example] if example is not None else []), self.normal(shape, dtype)]
         if dtype.is_floating_point:
-            return [self.normal(shape, dtype)]
+            where = [(torch.arange(count) + start).expand(shape).to(dtype)] if shape[-1] == count else []
+            return [self.normal(shape, dtype), *where]
+        if self.pooled and len(shape) == 2 and shape[-1] != count:
+            found.append(torch.randperm(shape[0] * shape[1], generator=self.random).view(shape))
         if self.part.captured.inputs[index].node not in self.places:
             # Ones where a token counts.
             found.append(self.shown(shape, moment))

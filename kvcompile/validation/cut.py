@@ -68,7 +68,7 @@ def clusters(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
     return [tuple(group) for group in members.values()]
 
 
-def _borders(sites: Iterable[Site]) -> dict[fx.Node, None]:
+def _borders(sites: Sequence[Site]) -> dict[fx.Node, None]:
     """The values at which a program of some sites begins: queries and new tokens, in order."""
     found: dict[fx.Node, None] = {}
     for site in sites:
@@ -79,7 +79,9 @@ def _borders(sites: Iterable[Site]) -> dict[fx.Node, None]:
         for slot in site.slots:
             if slot.kind is not SlotKind.READ:
                 found[slot.write.values] = None
-    return found
+    # An attention may be of what another one gives.
+    results = {site.attention.output for site in sites}
+    return {node: None for node in found if node not in results}
 
 
 def _needed(captured: Captured, effects: Effects, wanted: Iterable[fx.Node], borders: Iterable[fx.Node]) -> set[fx.Node]:

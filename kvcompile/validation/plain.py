@@ -46,14 +46,30 @@ def _narrowed(held: torch.Tensor, number: Number) -> torch.Tensor:
 
 
 class _Propagate(fx.Interpreter):
-    """Runs a program over fake tensors and writes down what each node gives."""
+    """Runs a program over fake tensors and writes down what each node gives; ``narrow``: nodes that made a dtype of their own."""
+
+    def __init__(self, module: fx.GraphModule, lifted: set[torch.dtype], dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self.lifted, self.dtype = lifted - {dtype}, dtype
+        self.narrow: list[tuple[fx.Node, torch.Tensor]] = []
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of one node."""
+        """The value of one node, wide."""
         value = super().run_node(n)
+        if n.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype in self.lifted:
+            self.narrow.append((n, value))
+            value = value.to(self.dtype)
         if n.op != "output":
             n.meta["val"] = value
         return value
+
+
+def _widen(graph: fx.Graph, node: fx.Node, value: torch.Tensor, dtype: torch.dtype) -> None:
+    """Make a node give ``dtype`` that chooses torch's default by itself, as a mask made of two numbers does; it stays the node it is."""
+    with graph.inserting_before(node):
+        made = graph.call_function(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
+    made.meta["val"] = value
+    node.target, node.args, node.kwargs = torch.ops.aten.to.dtype, (made, dtype), {}
 
 
 def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
@@ -92,9 +108,13 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
             for fake in captured.fakes
         )
         try:
-            _Propagate(module).run(*fakes, enable_io_processing=False)
+            run = _Propagate(module, lifted, dtype)
+            run.run(*fakes, enable_io_processing=False)
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
             raise NotApart(f"it does not run on small tensors of {dtype} ({type(error).__name__}: {first})") from error
+    for node, value in run.narrow:
+        _widen(graph, node, value, dtype)
+    module.recompile()
     apart = dataclasses.replace(captured, fakes=fakes)
     return dataclasses.replace(part, captured=apart, effects=analyse(graph))

@@ -76,16 +76,20 @@ def _told(expr: Any, number: Number) -> Any:
     return expr.xreplace({item: sympy.Integer(number(int(item))) for item in expr.atoms(sympy.Integer)})
 
 
+def hints(part: Cut) -> Values:
+    """The values that all symbols had when the graph was captured."""
+    return {symbol: _hint(part.captured.fake_mode.shape_env, symbol) for symbol in _symbols(part)}
+
+
 def captured_values(part: Cut) -> Values:
     """Return small values for all symbols, those of the capture where they are small; raises NotApart where the guards allow none."""
-    env, symbols = part.captured.fake_mode.shape_env, _symbols(part)
-    hints = {symbol: _hint(env, symbol) for symbol in symbols}
-    free = [symbol for symbol in symbols if hints[symbol] > SMALL]
+    env, known = part.captured.fake_mode.shape_env, hints(part)
+    free = [symbol for symbol, value in known.items() if value > SMALL]
     ranges = [env.var_to_range.get(symbol) for symbol in free] if env is not None else []
     least = [_least(bounds, part.number) if bounds is not None else 2 for bounds in ranges]
     tried = [dict.fromkeys((*TRIED, low, low + 5)) for low in least]
     for choice in itertools.islice(itertools.product(*tried), 2000):
-        values = {**hints, **dict(zip(free, choice, strict=True))}
+        values = {**known, **dict(zip(free, choice, strict=True))}
         if len(set(choice)) == len(choice) and allowed(part, values):
             return values
     raise NotApart("no small sizes fit its guards")
