@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ from kvcompile.types import Role, SlotSpec
 
 SUM = "1 + s0"
 BARE = re.compile(r".*(?:(?<!\()1 \+ s0|1 \+ s0(?!\))).*")
+
+
+def _decode_text(scheme: str, queries: int) -> str:
+    """The decode kernel's text with sums for strides, without its signature."""
+    beside = Beside(recent=scheme.startswith("kivi"), base_per_batch=scheme.startswith("kivi"), rotary_dim=64, rotation_per_batch=True)
+    config = config_of(scheme, masks=MASKS, beside=beside, one_query=queries == 1)
+    operands = _symbolic(offline.operands_for(config, 3, queries))
+    return offline.render(config, operands, offline.output_for(config, 3, queries)).split("):", 1)[1]
 
 
 def _symbolic(operands: dict[str, Operand]) -> dict[str, Operand]:
@@ -44,12 +53,17 @@ MASKS = Masks(True, True, Bias.ADDED, True, True, True, True, True, True, True)
 @pytest.mark.parametrize("scheme", ["dense", "int8", "int4(group=32)", "kivi(bits=2)"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_decode(scheme: str, queries: int) -> None:
-    beside = Beside(recent=scheme.startswith("kivi"), base_per_batch=scheme.startswith("kivi"), rotary_dim=64, rotation_per_batch=True)
-    config = config_of(scheme, masks=MASKS, beside=beside, one_query=queries == 1)
-    operands = _symbolic(offline.operands_for(config, 3, queries))
-    text = offline.render(config, operands, offline.output_for(config, 3, queries)).split("):", 1)[1]
+    text = _decode_text(scheme, queries)
     assert SUM in text
     assert BARE.findall(text) == []
+
+
+@pytest.mark.parametrize("mutant", [str, lambda text: "7" if SUM in str(text) else str(text)], ids=["bare-sum", "stale-stride"])
+def test_a_mutant_of_strides_is_seen(mutant: Callable[[object], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stride that is a sum without parentheses, or the number that it was at the first step."""
+    monkeypatch.setattr("kvcompile.lowering.template_sizes.whole", mutant)
+    text = _decode_text("int4(group=32)", 1)
+    assert SUM not in text or BARE.findall(text)
 
 
 @pytest.mark.parametrize("scheme", ["dense", "int8", "int4(group=32)", "kivi(bits=2)"])
