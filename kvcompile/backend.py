@@ -185,7 +185,7 @@ class _Compilation:
             return None
         self.report.sites, self.report.refusals, self.report.uncached = report.sites, report.refusals, report.uncached
         self.report.variants, self.report.kernels = report.variants, report.kernels
-        self.report.unvalidated, self.report.notes = report.unvalidated, report.notes
+        self.report.validated, self.report.unvalidated, self.report.notes = report.validated, report.unvalidated, report.notes
         self.stage.update(stage)
         return bound
 
@@ -199,6 +199,7 @@ class _Compilation:
             f"{site.path or site.line}: {verdict.reason}" for group, verdict in found if verdict.outcome is Outcome.UNKNOWN
             for site in group
         )
+        self.report.validated = sum(len(group) for group, verdict in found if verdict.outcome is Outcome.EQUAL)
         if any(verdict.blind for _, verdict in found):
             self.report.notes = (BLIND,)
         if not refused:

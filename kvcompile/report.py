@@ -58,7 +58,8 @@ class GraphReport:
     """One captured graph: sites, refusals, and how long our passes and the inner compiler took (seconds).
 
     ``kernels`` says, for each variant that was made, which operations the sites became. ``unvalidated``: rewritten sites that could not
-    be run beside their rewritten twins, each with the reason. ``notes``: what else differs from the uncompiled model.
+    be run beside their rewritten twins, each with the reason; ``validated``: how many could, and did the same. ``notes``: what else differs
+    from the uncompiled model.
     """
 
     index: int
@@ -69,6 +70,7 @@ class GraphReport:
     pass_seconds: float = 0.0
     compile_seconds: float = 0.0
     kernels: tuple[str, ...] = ()
+    validated: int = 0
     unvalidated: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -182,6 +184,7 @@ def _graph(graph: GraphReport, tokens: int | None) -> RenderableType:
     if graph.sites:
         title.append(f" ({count_text(graph.sites[0].tokens, 'new token')} a call)", style="not bold")
     words = [f"{count_text(len(graph.sites), 'attention')} rewritten"]
+    words += [f"{graph.validated} validated"] if graph.sites else []
     words += [f"{len(graph.refusals)} refused"] if graph.refusals else []
     words += [f"{graph.uncached} attention-like without a cache"] if graph.uncached else []
     title.append(": " + ", ".join(words), style="not bold")

@@ -183,7 +183,7 @@ def test_explained_bytes_are_those_of_the_asked_length(dynamic: Backend) -> None
 
 def test_report_reads_well_when_narrow(dynamic: Backend) -> None:
     text = str(described(dynamic, 4096))
-    assert "graph 1 (1 new token a call): 2 attentions rewritten" in text
+    assert "graph 1 (1 new token a call): 2 attentions rewritten, 2 validated" in text
     assert "and 1 more like it" in text
     assert "over a filled cache: 2 x attend" in text
     assert "granularity" not in text
