@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,12 @@ from kvcompile.passes.capture import Captured, Input
 from kvcompile.passes.effects import Effects, analyse
 from kvcompile.passes.shapes import is_tensor, op_name, value_of
 from kvcompile.passes.sites import Attention, Site, SlotKind
+
+SYMBOL = re.compile(r"\b[su]\d+\b")
+"""The name of a symbolic size."""
+
+MANY = 1 << 12
+"""Elements of a constant above which another constant is another program."""
 
 Number = Callable[[int], int]
 
@@ -237,20 +244,28 @@ class _Translation:
 
 def fingerprint(whole: Outline) -> str:
     """A key of a program and of what was understood of it, for sites that are equal but for their names."""
-    digest = hashlib.sha256()
+    lines: list[str] = []
     names: dict[fx.Node, str] = defaultdict(lambda: "?")
     module = whole.captured.module
     for index, node in enumerate((*whole.begins, *whole.inside)):
         names[node] = f"n{index}"
         begins = index < len(whole.begins)
-        target = "" if begins or node.op == "placeholder" else str(node.target)
+        target = "" if begins or node.op in {"placeholder", "get_attr"} else str(node.target)
         operands = () if begins else fx.node.map_arg((node.args, node.kwargs), lambda item: names[item])
         held = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-        constant = held.flatten()[:64].tolist() if isinstance(held, torch.Tensor) else ""
-        digest.update(f"{target} {operands!r} {_described(value_of(node))} {constant}\n".encode())
+        constant = _content(held, str(node.target)) if isinstance(held, torch.Tensor) else ""
+        lines.append(f"{target} {operands!r} {_described(value_of(node))} {constant}")
     places = {index: position for position, index in enumerate(whole.caches)}
-    digest.update(repr([_spelled(site, names, places) for site in whole.sites]).encode())
-    return digest.hexdigest()
+    lines += [repr(_spelled(site, names, places)) for site in whole.sites]
+    # The caches of every layer have sizes of their own: symbols are numbered as they come.
+    symbols: dict[str, str] = {}
+    text = SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), "\n".join(lines))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _content(held: torch.Tensor, name: str) -> str:
+    """What stands for a constant's values; its name where there are many."""
+    return str(held.tolist()) if held.numel() <= MANY else name
 
 
 def _described(value: Any) -> str:
