@@ -479,7 +479,7 @@ def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR)
 
 def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,
             options: Mapping[str, Any] | None = None, reserve: int = 256, certify: Certify | None = None,
-            validate: bool = True) -> Backend:
+            validate: bool = True, fold: bool = False) -> Backend:
     """A Dynamo backend that stores KV caches as ``scheme`` says.
 
     ``scheme``: a name ("int4"), a spelled scheme ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or
@@ -489,7 +489,8 @@ def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, str
     holds. ``certify``: budgets and checks of the scheme "certified"; of other bounded schemes, which keep no originals, with
     ``fallback="report"`` only: every step over codes then adds the bounds of its error to ``Backend.telemetry``, and budgets are
     counted where they are passed. ``validate``: run every site beside its rewritten twin over small random tokens when it is compiled,
-    and leave it as it is where the two differ. Raises a SchemeError before anything is compiled.
+    and leave it as it is where the two differ. ``fold``: compile equal layers once; not yet tried on CUDA.
+    Raises a SchemeError before anything is compiled.
     """
     policy = policy_of(scheme) if certify is None else _certifying(policy_of(scheme), certify)
-    return Backend(policy, Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve, validate=validate))
+    return Backend(policy, Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve, validate=validate, fold=fold))

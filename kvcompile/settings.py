@@ -27,7 +27,10 @@ class Inner(enum.Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """``inner`` compiler, ``strict`` refusals, Inductor's ``mode`` and ``options``, the least tokens a store holds."""
+    """``inner`` compiler, ``strict`` refusals, Inductor's ``mode`` and ``options``, the least tokens a store holds.
+
+    ``fold``: equal layers are compiled once.
+    """
 
     inner: Inner = Inner.INDUCTOR
     strict: bool = False
@@ -36,3 +39,4 @@ class Settings:
     reserve: int = 256
     verify: bool = True
     validate: bool = True
+    fold: bool = False

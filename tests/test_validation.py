@@ -118,6 +118,25 @@ def test_equal_layers_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(count) == 1
 
 
+def test_equal_layers_over_growing_caches_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's cache has symbolic sizes of its own."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    validation, count = sys.modules["kvcompile.validation"], []
+    tried = validation.tried
+    monkeypatch.setattr(validation, "tried", lambda part, examples: count.append(1) or tried(part, examples))
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+    )
+    model, owner = LlamaForCausalLM(config).eval(), kvcompile.backend("dense", inner="eager")
+    compiled, cache = torch.compile(model, backend=owner), DynamicCache(config=config)
+    with torch.no_grad():
+        for tokens in (6, 1, 1, 1):
+            compiled(torch.zeros((1, tokens), dtype=torch.int64), past_key_values=cache)
+    assert owner.report().sites == 4 * len(owner.report().graphs)
+    assert len(count) == len(owner.report().graphs)
+
+
 def test_padding_that_sees_nothing_is_noted() -> None:
     class Padded(Buffered):
         """A mask argument with a finite fill: rows of padding are the mean of all values in the module, zeros here."""

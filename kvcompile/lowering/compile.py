@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcompile.errors import BadSetting
 from kvcompile.lowering import appends, inductor, ops, report_site
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
+from kvcompile.lowering.fold import fold
 from kvcompile.settings import Inner, Settings
 
 Compiled = Callable[..., Any]
@@ -123,6 +124,8 @@ def compile_graph(
     for name in ("_param_name_to_source",):
         if hasattr(module, name):
             setattr(inlined, name, getattr(module, name))
+    if settings.fold:
+        fold(inlined, fakes)
     with _context(fake_mode):
         if settings.inner is Inner.AOT_EAGER:
             return torch._dynamo.lookup_backend("aot_eager")(inlined, list(fakes))

@@ -1,0 +1,319 @@
+"""Fold: equal layers of a graph become calls of one region, which AOTAutograd and Inductor then compile once.
+
+before:  ... norm, linear, append, attend, linear, ... norm, linear, append, attend, linear, ...
+after:   ... invoke_subgraph(layer, x, weights, planes) -> invoke_subgraph(layer, x, weights, planes) -> ...
+
+Layers are found by what they do, not by their names: a stretch of nodes with an attention of ours in it that follows itself, node for
+node, with operands of the same kind from outside. Where operands share memory that a layer writes, or a layer returns a view of what
+it was given, nothing is folded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+LEAST = 2
+"""Layers that make folding worth it."""
+MOST = 8
+"""Stretches that are looked at node for node."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """``count`` runs of ``length`` nodes each, one behind the other, the first at ``start``."""
+
+    start: int
+    length: int
+    count: int
+
+    @property
+    def saved(self) -> int:
+        """Nodes that need not be compiled."""
+        return self.length * (self.count - 1)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One run as text, with what it takes from outside in the order of first use."""
+
+    text: tuple[str, ...]
+    operands: tuple[fx.Node, ...]
+
+
+def fold(module: fx.GraphModule, fakes: Sequence[Any]) -> int:
+    """Fold the longest stretch of equal layers of a graph in place; return how many layers it has, 0 where none are equal.
+
+    ``fakes``: the fake arguments of the graph.
+    """
+    for node, fake in zip(module.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        node.meta.setdefault("val", fake)
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    for node in nodes:
+        if getattr(node.target, "__module__", "") == "_operator" and "val" not in node.meta:
+            _compute(node)
+    kinds = [_kind(node) for node in nodes]
+    found = []
+    for stretch in _stretches(nodes, kinds):
+        starts = [(_left(nodes, moved), moved.start) for moved in _moved(kinds, stretch)]
+        if starts:
+            found.append((-stretch.saved, *min(starts), stretch))
+    for _, _, start, stretch in sorted(found, key=lambda known: known[:3])[:MOST]:
+        moved = Stretch(start, stretch.length, stretch.count)
+        if _outputs(nodes, moved) and (layers := _layers(nodes, moved)) and _apart(nodes, moved, layers):
+            _replace(module, nodes, moved, layers)
+            return moved.count
+    return 0
+
+
+def _compute(node: fx.Node) -> None:
+    """Note the value of arithmetic of sizes, which nothing else says of nodes that a rewrite added."""
+    args = fx.node.map_arg(node.args, lambda item: item.meta.get("val"))
+    if all(isinstance(item, (int, torch.SymInt)) for item in args) and callable(node.target):
+        node.meta["val"] = node.target(*args)
+
+
+# --- finding ----------------------------------------------------------------------------------------------
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(map(str, value.shape))} {tuple(map(str, value.stride()))} {value.device}"
+    return str(value) if isinstance(value, (torch.SymInt, int)) else ""
+
+
+def _kind(node: fx.Node) -> str:
+    """What a node does, without its operands."""
+    value = node.meta.get("val")
+    return f"{node.target} {_described(value) if isinstance(value, torch.Tensor) else ''}"
+
+
+def _ours(node: fx.Node) -> bool:
+    """Whether a node is an operation of this package."""
+    target = node.target
+    return target.namespace == "kvcompile" if isinstance(target, torch._ops.OpOverload) else (
+        str(getattr(target, "__module__", "")).startswith("kvcompile.")
+    )
+
+
+def _stretches(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[Stretch]:
+    """Give the stretches that could repeat: an operation of ours that comes again at equal distances, with what is alike around it."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for at, node in enumerate(nodes):
+        if _ours(node):
+            places[kinds[at]].append(at)
+    found: set[tuple[int, int, int]] = set()
+    for where in places.values():
+        for step in range(1, len(where)):
+            for first in range(step):
+                found.update(_runs(where[first::step]))
+    for first, length, count in found:
+        yield Stretch(first, length, count)
+
+
+def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Give (first place, distance, count) for all that lie at equal distances, without gaps."""
+    begin = 0
+    for at in range(1, len(where)):
+        last = at == len(where) - 1
+        if last or where[at + 1] - where[at] != where[at] - where[at - 1]:
+            # What stands around the first and the last may be different.
+            for first, end in ((begin, at), (begin + 1, at), (begin, at - 1), (begin + 1, at - 1)):
+                if end - first + 1 >= LEAST:
+                    yield where[first], where[at] - where[at - 1], end - first + 1
+            begin = at
+
+
+def _moved(kinds: Sequence[str], stretch: Stretch) -> Iterator[Stretch]:
+    """Give the stretches of the same runs that begin at or before ``stretch``, as far as their nodes do the same."""
+    def alike(offset: int) -> bool:
+        at = [stretch.start + number * stretch.length + offset for number in range(stretch.count)]
+        return at[0] >= 0 and at[-1] < len(kinds) and all(kinds[place] == kinds[at[0]] for place in at)
+
+    behind = 0
+    while behind < stretch.length and alike(behind):
+        behind += 1
+    for before in range(stretch.length):
+        if before and not alike(-before):
+            return
+        if behind + before >= stretch.length:
+            yield Stretch(stretch.start - before, stretch.length, stretch.count)
+
+
+def _members(nodes: Sequence[fx.Node], stretch: Stretch, number: int) -> Sequence[fx.Node]:
+    begin = stretch.start + number * stretch.length
+    return nodes[begin : begin + stretch.length]
+
+
+def _left(nodes: Sequence[fx.Node], stretch: Stretch) -> int:
+    """How many results of the second run are used outside of it."""
+    members = _members(nodes, stretch, 1)
+    inside = set(members)
+    return sum(any(user not in inside for user in node.users) for node in members)
+
+
+def _outputs(nodes: Sequence[fx.Node], stretch: Stretch) -> list[int]:
+    """The places in a run whose results are used outside of it, in any run, and are none of its operands."""
+    found = set()
+    for number in range(stretch.count):
+        members = _members(nodes, stretch, number)
+        inside, same = set(members), _operands_given_back(members)
+        found |= {at for at, node in enumerate(members) if node not in same and any(user not in inside for user in node.users)}
+    return sorted(found)
+
+
+def _operands_given_back(members: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Nodes that give a whole operand back, written in place or as it was, each with that operand."""
+    inside = set(members)
+    operands = {_whole(node): node for member in members for node in member.all_input_nodes if node not in inside}
+    return {node: operands[_whole(node)] for node in members if isinstance(node.meta.get("val"), torch.Tensor) and _whole(node) in operands}
+
+
+def _whole(node: fx.Node) -> Any:
+    """What is equal for two names of one tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return node
+    return _memory(node), str(value.storage_offset()), _described(value)
+
+
+def _layers(nodes: Sequence[fx.Node], stretch: Stretch) -> list[Layer]:
+    """Return the runs, where they do the same with operands of the same kind; none where they do not."""
+    layers: list[Layer] = []
+    for number in range(stretch.count):
+        layer = _spelled(_members(nodes, stretch, number))
+        if layers and (layer.text != layers[0].text or not _same_operands(layer, layers[0])):
+            return []
+        layers.append(layer)
+    return layers
+
+
+def _spelled(members: Sequence[fx.Node]) -> Layer:
+    inside = {node: f"n{at}" for at, node in enumerate(members)}
+    operands: dict[fx.Node, str] = {}
+
+    def name(node: fx.Node) -> str:
+        return inside[node] if node in inside else operands.setdefault(node, f"x{len(operands)}")
+
+    text = tuple(f"{_kind(node)} {_text((node.args, node.kwargs), name)}" for node in members)
+    return Layer(text, tuple(operands))
+
+
+def _text(value: Any, name: Any) -> str:
+    if isinstance(value, fx.Node):
+        return str(name(value))
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(_text(item, name) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_text(item, name)}' for key, item in value.items())}}}"
+    return repr(value)
+
+
+def _same_operands(one: Layer, other: Layer) -> bool:
+    """Whether operands have the same shapes, strides and devices; what nothing is known of must be the very same."""
+    if len(one.operands) != len(other.operands):
+        return False
+    for a, b in zip(one.operands, other.operands, strict=True):
+        values = [node.meta.get("val") for node in (a, b)]
+        # A length that only this layer has: what depends on it has no known shape, or the layers' texts would differ.
+        lengths = all(isinstance(value, torch.SymInt) and not value.node.expr.is_number for value in values)
+        if a is not b and not lengths and (not (told := _described(values[0])) or told != _described(values[1])):
+            return False
+    return True
+
+
+# --- what makes folding unsound ---------------------------------------------------------------------------
+
+
+def _memory(node: fx.Node) -> Any:
+    """What tells whether two values share memory; a value that nothing is known of shares none with others."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
+
+
+def _apart(nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer]) -> bool:
+    """Whether no run is given memory twice that it writes, nor a part of a tensor from its middle, nor returns memory that it was given."""
+    outputs = _outputs(nodes, stretch)
+    for number, layer in enumerate(layers):
+        members = _members(nodes, stretch, number)
+        given: dict[Any, list[fx.Node]] = defaultdict(list)
+        for operand in layer.operands:
+            value = operand.meta.get("val")
+            if isinstance(value, torch.Tensor) and operand.op == "call_function" and value.storage_offset() != 0:
+                return False
+            given[_memory(operand)].append(operand)
+        written = {_memory(node) for member in members for node in _written(member)}
+        if any(len(given[memory]) > 1 for memory in written):
+            return False
+        returned = [_memory(members[at]) for at in outputs]
+        if len(set(returned)) < len(returned) or any(memory in given for memory in returned):
+            return False
+        if any(not isinstance(members[at].meta.get("val"), torch.Tensor) for at in outputs):
+            return False
+        # AOTAutograd finds no functional form of these inside of a region.
+        if any(isinstance(node.target, torch._ops.OpOverload) and _ours(node) and node.target._schema.is_mutable for node in members):
+            return False
+    return True
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """Give the operands that a node may write."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        # A body of ours, which writes planes; what else it takes is none's.
+        yield from node.all_input_nodes
+        return
+    for number, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        held = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+        yield from (item for item in (held if isinstance(held, (list, tuple)) else [held]) if isinstance(item, fx.Node))
+
+
+# --- replacing --------------------------------------------------------------------------------------------
+
+
+def _replace(module: fx.GraphModule, nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer]) -> None:
+    """Put a call of one region in place of each run."""
+    graph, outputs = module.graph, _outputs(nodes, stretch)
+    # Torch keeps what it traced by this name: equal names are equal regions.
+    told = [*layers[0].text, *(_described(operand.meta.get("val")) for operand in layers[0].operands), str(outputs)]
+    name = f"kvcompile_layer_{hashlib.sha256(chr(10).join(told).encode()).hexdigest()[:16]}"
+    setattr(module, name, _region(module, _members(nodes, stretch, 0), layers[0], outputs))
+    moved: dict[fx.Node, fx.Node] = {}
+    for number, layer in enumerate(layers):
+        members = _members(nodes, stretch, number)
+        with graph.inserting_before(members[-1].next):
+            region = graph.get_attr(name)
+            given = [moved.get(operand, operand) for operand in layer.operands]
+            call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (region, name, *given))
+            inside = set(members)
+            for node, operand in _operands_given_back(members).items():
+                # Who reads it behind the call finds it written.
+                node.replace_all_uses_with(operand, delete_user_cb=lambda user, inside=inside: user not in inside)  # type: ignore[misc]
+            for place, at in enumerate(outputs):
+                result = graph.call_function(operator.getitem, (call, place))
+                result.meta = dict(members[at].meta)
+                moved[members[at]] = result
+                members[at].replace_all_uses_with(result, delete_user_cb=lambda user, inside=inside: user not in inside)  # type: ignore[misc]
+        for node in reversed(members):
+            graph.erase_node(node)
+    module.recompile()
+
+
+def _region(module: fx.GraphModule, members: Sequence[fx.Node], layer: Layer, outputs: Sequence[int]) -> fx.GraphModule:
+    """One run as a graph of its own, from its operands to its outputs."""
+    graph, env = fx.Graph(), {}
+    for at, operand in enumerate(layer.operands):
+        env[operand] = graph.placeholder(f"x{at}")
+        env[operand].meta = dict(operand.meta)
+    for node in members:
+        env[node] = graph.node_copy(node, lambda item: env[item])
+    graph.output(tuple(env[members[at]] for at in outputs))
+    return fx.GraphModule(module, graph)

@@ -1,0 +1,165 @@
+"""Equal layers become calls of one region: the same results, compiled once; what would not mean the same stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import kvcompile
+from kvcompile.lowering import ops
+from kvcompile.lowering.fold import fold
+
+aten = torch.ops.aten
+Layer = Callable[[fx.Graph, fx.Node, fx.Node, fx.Node, int], fx.Node]
+
+
+def visible_length(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    return graph.call_function(ops.first_visible, (x,))
+
+
+def plain(graph: fx.Graph, x: fx.Node, weight: fx.Node, count: fx.Node, number: int) -> fx.Node:
+    """A layer that moves a counter on and multiplies by a weight; an operation of this package stands in it."""
+    del number
+    seen = visible_length(graph, x)
+    graph.call_function(aten.add_.Tensor, (count, 1))
+    y = graph.call_function(aten.mul.Tensor, (x, weight))
+    z = graph.call_function(aten.add.Tensor, (y, seen))
+    return graph.call_function(aten.add.Tensor, (z, count))
+
+
+def scaled_by_its_number(graph: fx.Graph, x: fx.Node, weight: fx.Node, count: fx.Node, number: int) -> fx.Node:
+    return graph.call_function(aten.mul.Tensor, (plain(graph, x, weight, count, number), 2.0 + number))
+
+
+def returning_a_view(graph: fx.Graph, x: fx.Node, weight: fx.Node, count: fx.Node, number: int) -> fx.Node:
+    """What it hands on is a view of the counter it was given."""
+    plain(graph, x, weight, count, number)
+    return graph.call_function(aten.expand.default, (count, [2, 3]))
+
+
+def fakes_and_module(layer: Layer, layers: int = 4, shared: bool = False) -> tuple[fx.GraphModule, list[Any]]:
+    """A graph of equal layers over fake values, as a capture leaves it; ``shared``: one counter under two names."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    graph, fakes = fx.Graph(), []
+
+    def given(name: str, value: torch.Tensor) -> fx.Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = mode.from_tensor(value)
+        fakes.append(node.meta["val"])
+        return node
+
+    x = given("x", torch.zeros(2, 3))
+    weights = [given(f"weight{number}", torch.zeros(2, 3)) for number in range(layers)]
+    counts = [given(f"count{number}", torch.zeros(2, 1, dtype=torch.int64)) for number in range(layers)]
+    for number in range(layers):
+        count = counts[number]
+        if shared:
+            other = graph.call_function(aten.view.default, (count, [1, 2]))
+            with mode:
+                other.meta["val"] = count.meta["val"].view(1, 2)
+            x = graph.call_function(aten.add.Tensor, (x, graph.call_function(aten.sum.default, (other,))))
+        x = layer(graph, x, weights[number], count, number)
+    graph.output((x, *counts))
+    with mode:
+        for node in graph.nodes:
+            if node.op == "call_function" and "val" not in node.meta:
+                node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda item: item.meta["val"]))
+    return fx.GraphModule({}, graph), fakes
+
+
+def arguments(layers: int = 4) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    weights = [torch.randn(2, 3) for _ in range(layers)]
+    return [torch.randn(2, 3), *weights, *(torch.full((2, 1), number) for number in range(layers))]
+
+
+def test_equal_layers_become_calls_of_one_region() -> None:
+    module, fakes = fakes_and_module(plain)
+    expected = module(*arguments())
+    assert fold(module, fakes) == 4
+    calls = [node for node in module.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+    assert len(calls) == 4 and len({call.args[1] for call in calls}) == 1
+    found = module(*arguments())
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("layer", [scaled_by_its_number, returning_a_view])
+def test_what_is_not_equal_or_shares_memory_stays(layer: Layer) -> None:
+    module, fakes = fakes_and_module(layer)
+    before = str(module.graph)
+    assert fold(module, fakes) == 0
+    assert str(module.graph) == before
+
+
+def test_the_name_of_a_region_says_what_it_does() -> None:
+    """Torch keeps what it traced by that name, so another region has another."""
+    names = []
+    for layer in (plain, lambda *given: plain(*given[:4], 0) and plain(*given[:4], 1)):
+        module, fakes = fakes_and_module(layer)
+        assert fold(module, fakes)
+        names += [node.args[1] for node in module.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+    assert len(set(names)) == 2
+
+
+def llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+
+
+def calls_of(model: Any, kind: str, backend: Any) -> list[torch.Tensor]:
+    """Logits of a prompt, of single tokens and of three at once, and of a second request."""
+    from transformers import DynamicCache, StaticCache
+
+    torch._dynamo.reset()
+    compiled, words, found = torch.compile(model, backend=backend), torch.arange(20).view(1, -1) % 7, []
+    for _ in range(2):
+        cache = StaticCache(config=model.config, max_cache_len=64) if kind == "static" else DynamicCache(config=model.config)
+        start = 0
+        for count in (9, 1, 1, 3):
+            with torch.no_grad():
+                found.append(compiled(words[:, start : start + count], past_key_values=cache).logits)
+            start += count
+    return found
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("int4", "static"), ("kivi", "dynamic"), ("fp8", "dynamic"), ("squat", "static")])
+def test_a_folded_model_gives_the_same(scheme: str, kind: str, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+    folded: list[int] = []
+    monkeypatch.setattr("kvcompile.lowering.compile.fold", lambda *given: folded.append(fold(*given)))
+    model = llama()
+    expected = calls_of(model, kind, kvcompile.backend(scheme, inner="aot_eager"))
+    assert not folded
+    found = calls_of(model, kind, kvcompile.backend(scheme, inner="aot_eager", fold=True))
+    assert max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)) <= 1e-6
+    assert 4 in folded
+
+
+def test_certified_layers_stay_as_they_were(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+    """An operation that writes and returns has no functional form inside of a region."""
+    folded: list[int] = []
+    monkeypatch.setattr("kvcompile.lowering.compile.fold", lambda *given: folded.append(fold(*given)))
+    calls_of(llama(num_hidden_layers=2), "static", kvcompile.backend("certified", inner="aot_eager", fold=True))
+    assert folded and folded[-1] == 0
+
+
+@pytest.mark.compile
+def test_inductor(fresh_dynamo: None) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    model = llama(num_hidden_layers=3)
+    expected = calls_of(model, "static", kvcompile.backend("int8", inner="aot_eager"))
+    found, sources = run_and_get_code(calls_of, model, "static", kvcompile.backend("int8", fold=True))
+    assert max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)) <= 1e-5
+    assert any(source.count("kvcompile_layer_") >= 3 for source in sources)
