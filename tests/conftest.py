@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 # Inductor compiles in this process: workers that it starts import torch again, and the suite has one process a core.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import joined_kernels
 import pytest
+import sympy
 import torch
 from torch._dynamo import guards
+from torch._inductor import sizevars
 from torch._inductor import utils as inductor_utils
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 
@@ -21,6 +26,13 @@ gc.set_threshold(200_000, 20, 50)
 # A full collection after every graph, and a flushed cache to measure how long its guards take: as much again.
 torch._dynamo.config.run_gc_after_compile = False
 guards.profile_guard_manager = lambda *measured: 0.0
+# Inductor simplifies an index expression for every stride it asks for: a third of its own time for a graph of squat. Expanding is equal,
+# gave the same expression for all of the 735 strides of that graph, and takes a tenth of the time.
+sizevars.sympy = SimpleNamespace(**{**vars(sympy), "simplify": sympy.expand})
+# Pytest listens to loggers that do not propagate, so that torch prints every graph of every stage for its trace log.
+_TRACE = logging.getLogger("torch.__trace")
+_TRACE.addHandler = lambda handler: None  # type: ignore[method-assign]
+_TRACE.handlers.clear()
 
 
 def _fill_once_a_set_of_rules(fill: Callable[[object], None]) -> Callable[[object], None]:
@@ -40,6 +52,7 @@ def _fill_once_a_set_of_rules(fill: Callable[[object], None]) -> Callable[[objec
 
 
 DtypePropagationOpsHandler.__init__ = _fill_once_a_set_of_rules(DtypePropagationOpsHandler.__init__)  # type: ignore[method-assign]
+joined_kernels.install()
 
 FIRST = ("certified", "triton", "prefill", "chunked", "cpp", "inductor")
 """Parts of the names of tests that compile kernels or interpret them: tens of seconds, so they do not come last."""
@@ -59,6 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: collections of garbage that tests ask for need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

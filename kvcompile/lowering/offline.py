@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import os
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -107,10 +109,18 @@ def output_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> Operan
     return Operand.contiguous((config.splits, batch, heads, queries, config.value_dim + 2), torch.float32)
 
 
-def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) -> str:
-    """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
+@functools.cache
+def template(source: str) -> Any:
+    """Return Jinja's template of a kernel's source, which takes longer to make than to render."""
     import jinja2
 
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.globals |= GLOBALS
+    return environment.from_string(source)
+
+
+def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) -> str:
+    """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
     named = sorted(
         {e for operand in (*operands.values(), out) for e in (*operand.size, *operand.stride) if isinstance(e, str)}
     )
@@ -134,10 +144,7 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
         at = " + ".join(f"({index}) * {step}" for index, step in zip(indices, out.stride, strict=True))
         return f"tl.store(OUT + ({at}), ({value}).to({TRITON_TYPES[out.dtype]}), mask={mask})"
 
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
-    environment.globals |= GLOBALS
-    template = environment.from_string(SOURCE)
-    text = template.render(
+    text = template(SOURCE).render(
         plans=plans, looked_up=looked_up, multiplied=multiplied, pair_table=pair_table, scaled_by=scaled_by, def_kernel=def_kernel,
         size=size, stride=stride, store_output=store_output, **config.options(),
     )

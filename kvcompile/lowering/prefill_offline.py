@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvcompile.lowering.expressions import TRITON_TYPES
-from kvcompile.lowering.offline import ARCHITECTURES, KERNEL, Operand, load_module
+from kvcompile.lowering.offline import ARCHITECTURES, KERNEL, Operand, load_module, template
 from kvcompile.lowering.prefill_config import PrefillConfig, slots
 from kvcompile.lowering.prefill_source import SOURCE
-from kvcompile.lowering.template_sizes import GLOBALS
 
 POINTERS = {
     torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16",
@@ -58,8 +57,6 @@ def output_for(config: PrefillConfig, batch: int = 1, queries: int = 512) -> Ope
 
 def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand) -> str:
     """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
-    import jinja2
-
     named = sorted({e for operand in (*operands.values(), out) for e in (*operand.size, *operand.stride) if isinstance(e, str)})
     named += ["CAPACITY", "FIRST"] if config.chunk else []
 
@@ -81,10 +78,7 @@ def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand)
         outer, *inner = (f"({index}) * {step}" for index, step in zip(indices, out.stride, strict=True))
         return " + ".join([f"({indices[0]}).to(tl.int64) * {out.stride[0]}" if config.chunk else outer, *inner])
 
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
-    environment.globals |= GLOBALS
-    template = environment.from_string(SOURCE)
-    text = template.render(
+    text = template(SOURCE).render(
         slots=slots, def_kernel=def_kernel, size=lambda name, axis: str(operands[name].size[axis]),
         stride=lambda name, axis: str(operands[name].stride[axis]), store_output=store_output, load_output=load_output,
         **config.options(),
