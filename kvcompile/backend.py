@@ -18,7 +18,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from kvcompile.errors import BadSetting, KvcompileError, NoOriginals, SiteRefused
+from kvcompile.errors import BadSetting, KvcompileError, NoOriginals, SiteRefused, Unsupported
 from kvcompile.lowering.attend_kernels import kernel_lines
 from kvcompile.lowering.certified_telemetry import Telemetry, added_up
 from kvcompile.lowering.compile import compile_graph
@@ -155,9 +155,9 @@ class _Compilation:
             planned = plan(matched, self.owner.policy)
             planned = self._validated(captured, matched, planned)
             past = rewrite(captured, planned, Variant.PAST, matched.effects) if planned.sites else None
-        except KvcompileError:
-            raise
         except Exception as error:
+            if isinstance(error, KvcompileError) and not isinstance(error, Unsupported):
+                raise
             log.debug("a graph could not be analysed", exc_info=True)
             # Never an error of the program, unless ``strict``.
             self.report.refusals = (_fault(Stage.MATCH, "analysed", error),)
