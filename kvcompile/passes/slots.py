@@ -146,6 +146,11 @@ def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: 
 
 def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
     """The slot at the end of a trail, a window of the newest tokens or all of them; raises Miss, or NoCache where there is none."""
+    if "T" not in read.roles:
+        raise Miss(
+            "what the attention's weights are multiplied with has no dim of cached tokens (the weights are mixed over heads, say)",
+            read.operand, advice="multiply the weights with the cached values, and mix what comes of it",
+        )
     window = rings.find(trail, read.roles, read.operand, attention, effects)
     if window is not None:
         axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
@@ -244,6 +249,11 @@ def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
 
 
 def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
+    if writes := effects.writes.get(root):
+        raise Miss(
+            "the concatenated cache is written to after it is made (it grew by empty places, say)", writes[0],
+            advice="concatenate the new tokens themselves, or make the larger cache outside of the compiled call",
+        )
     past, write = concatenation(root)
     outputs = _returned(root, effects)
     if past is None:
