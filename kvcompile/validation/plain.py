@@ -16,11 +16,16 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from kvcompile.passes.effects import analyse
-from kvcompile.passes.shapes import value_of
+from kvcompile.passes.shapes import is_tensor, value_of
 from kvcompile.validation.cut import Cut, NotApart, Number, same
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
+EMPTY = {
+    torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default, torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+    torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
+}
+"""What makes a tensor of any values, and what makes it of those that a store has where nothing was written."""
 
 
 def _coarsest(part: Cut) -> float:
@@ -43,6 +48,13 @@ def _narrowed(held: torch.Tensor, number: Number) -> torch.Tensor:
     for dim, size in enumerate(held.shape):
         held = held.narrow(dim, 0, number(size))
     return held
+
+
+def _made_of_nothing(node: fx.Node) -> bool:
+    """Whether a node makes a tensor from sizes and numbers alone, in the default dtype where it names none."""
+    if not isinstance(node.target, torch._ops.OpOverload) or any(is_tensor(item) for item in node.all_input_nodes):
+        return False
+    return any(argument.name == "dtype" and argument.kwarg_only for argument in node.target._schema.arguments)
 
 
 class _Propagate(fx.Interpreter):
@@ -84,6 +96,11 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
         elif node.op == "call_function":
             node.args = tuple(told(item) for item in node.args)
             node.kwargs = {name: told(item) for name, item in node.kwargs.items()}
+            if node.target in EMPTY:
+                node.kwargs = {name: item for name, item in node.kwargs.items() if name != "memory_format"}
+                node.target = EMPTY[node.target]
+            if _made_of_nothing(node) and isinstance(value := value_of(node), torch.Tensor) and value.dtype in FLOATS:
+                node.kwargs = {**node.kwargs, "dtype": told(value.dtype)}
     module.recompile()
     # Some operators are symbolic only under the dispatcher that the graph was traced with.
     with unguarded(mode), enable_python_dispatcher(), mode, torch.no_grad():
