@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvcompile.errors import Unsupported
 from kvcompile.passes.sites import SlotKind
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group
@@ -65,17 +66,29 @@ class Left:
         """
         for group in groups if self.compile_captured is not None else ():
             if group.argument is not None and (why := left(group, args[group.argument], functools.partial(prior, group))):
-                return self._run(groups, args, why, group.where, thawed)
+                return self.run(groups, args, why, group.where, thawed)
         return None
 
-    def _run(self, groups: Sequence[Group], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+    def run(self, groups: Sequence[Group], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+        """The results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler for the graph."""
+        if self.compile_captured is None:
+            raise Unsupported(
+                expected="a call that a compressed cache can serve, as strict=True demands", found=why, where=where,
+                todo="use a scheme without a window for this layer, or leave strict out",
+            )
         if self.compiled is None:
-            assert self.compile_captured is not None
             log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
             self.compiled = self.compile_captured()
         written = {group.argument: why for group in groups if group.argument is not None and group.kind is not SlotKind.READ}
         compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
         return tuple(self.compiled(*handles.in_full(args, compressed, {**written, **thawed})))
+
+
+def leave(group: Group, args: Sequence[Any], results: Sequence[Any], why: str) -> None:
+    """Let a group's cache, and what a graph gave in its place, stay dense in later calls."""
+    kept = [args[group.argument]] if group.argument is not None else []
+    for tensor in (*kept, *(results[index] for index in group.outputs)):
+        setattr(tensor, LEFT, why)
 
 
 def say_whole(group: Group, tensor: Any) -> None:

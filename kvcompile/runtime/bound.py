@@ -24,11 +24,12 @@ from kvcompile.passes.rewritten import Binding, Rewritten, Variant
 from kvcompile.passes.rope import Rotation
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import Ring, SlotKind
-from kvcompile.runtime import adoption, pools, rings
+from kvcompile.runtime import adoption, order, pools, rings
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group, SizeReader
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.order import Seen
 from kvcompile.runtime.positions import Found, Positions
 from kvcompile.runtime.rotary import Rotary, RotaryReader
 from kvcompile.runtime.state import CacheState, bring
@@ -55,11 +56,11 @@ class BoundGraph:
     def __init__(
         self, captured: Captured, groups: tuple[Group, ...], pairs: tuple[tuple[int, int], ...],
         compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: Positions | None,
-        growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str],
+        growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str], seen: Seen,
     ) -> None:
         self.captured, self.groups, self.pairs = captured, groups, pairs
         self.compile_variant, self.positions, self.growth, self.live = compile_variant, positions, growth, live
-        self.decode_arguments, self.thawed = decode_arguments, thawed
+        self.decode_arguments, self.thawed, self.seen = decode_arguments, thawed, seen
         self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
         self.sizes = SizeReader(captured)
         self.steady: Steady | None = None
@@ -275,15 +276,35 @@ class BoundGraph:
         for key, value in self.pairs:
             if starts[key] != starts[value]:
                 raise LengthsDiffer(keys=starts[key], values=starts[value], where=self.groups[key].where)
-        self._go_back(states, starts, undo, found)
         return _Call(states, starts, counts, undo)
 
-    def _go_back(self, states: list[CacheState], starts: list[int], undo: Undo, found: Callable[[], Found]) -> None:
+    def _out_of_order(self, call: _Call, args: tuple[Any, ...], found: Callable[[], Found]) -> tuple[Any, ...] | None:
+        """The results of a call whose tokens a window cannot take, so that its caches become dense; None where all can be taken."""
+        for group, state, start, count in zip(self.groups, call.states, call.starts, call.counts, strict=True):
+            if self.left is None or not order.holds(group, state):
+                continue
+            length = self._length(group, state, args)
+            if why := order.gap(start, length):
+                if state.top > length:
+                    raise Unsupported(
+                        expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
+                        where=group.where, todo="write them again, or use a scheme without a window for this layer",
+                    )
+                return self.left.run(self.groups, args, why, group.where, self.thawed)
+            if start >= state.behind:
+                continue
+            if why := order.lost(start, count, self.seen.end(group, args, found, functools.partial(self.sizes.read, args=args))):
+                results = self.left.run(self.groups, args, why, group.where, self.thawed)
+                adoption.leave(group, args, results, why)
+                return results
+        return None
+
+    def _go_back(self, call: _Call, found: Callable[[], Found]) -> None:
         """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""
-        with undo:
-            for group, state, start in zip(self.groups, states, starts, strict=True):
+        with call.undo:
+            for group, state, start in zip(self.groups, call.states, call.starts, strict=True):
                 if start < state.behind:
-                    undo.whole(state)
+                    call.undo.whole(state)
                     state.rewind(self._rows_start(group, start, found))
 
     def _rows_start(self, group: Group, start: int, found: Callable[[], Found]) -> int | torch.Tensor:
@@ -391,6 +412,9 @@ class BoundGraph:
         if self.left is not None and (dense := self.left.results(self.groups, args, prior, self.thawed)) is not None:
             return dense
         call = self._prepare(args, found)
+        if (dense := self._out_of_order(call, args, found)) is not None:
+            return dense
+        self._go_back(call, found)
         with call.undo:
             rewritten, results = self._compute(call, args, found)
         self._settle(call, args, rewritten)
