@@ -18,6 +18,7 @@ from kvcompile.errors import Unsupported
 from kvcompile.passes.sites import SlotKind
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group
+from kvcompile.runtime.order import Broken
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +67,20 @@ class Left:
         """
         for group in groups if self.compile_captured is not None else ():
             if group.argument is not None and (why := left(group, args[group.argument], functools.partial(prior, group))):
-                return self.run(groups, args, why, group.where, thawed)
+                return self._run(groups, args, why, group.where, thawed)
         return None
 
-    def run(self, groups: Sequence[Group], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+    def out_of_order(self, groups: Sequence[Group], args: tuple[Any, ...], broken: Broken, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+        """The results of a call that a window cannot serve: its caches become dense, and stay so where later calls were refused too."""
+        group = broken.group
+        results = self._run(groups, args, broken.why, group.where, thawed)
+        if broken.lost:
+            kept = [args[group.argument]] if group.argument is not None else []
+            for tensor in (*kept, *(results[index] for index in group.outputs)):
+                setattr(tensor, LEFT, broken.why)
+        return results
+
+    def _run(self, groups: Sequence[Group], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
         """The results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler for the graph."""
         if self.compile_captured is None:
             raise Unsupported(
@@ -82,13 +93,6 @@ class Left:
         written = {group.argument: why for group in groups if group.argument is not None and group.kind is not SlotKind.READ}
         compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
         return tuple(self.compiled(*handles.in_full(args, compressed, {**written, **thawed})))
-
-
-def leave(group: Group, args: Sequence[Any], results: Sequence[Any], why: str) -> None:
-    """Let a group's cache, and what a graph gave in its place, stay dense in later calls."""
-    kept = [args[group.argument]] if group.argument is not None else []
-    for tensor in (*kept, *(results[index] for index in group.outputs)):
-        setattr(tensor, LEFT, why)
 
 
 def say_whole(group: Group, tensor: Any) -> None:

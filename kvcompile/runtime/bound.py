@@ -24,7 +24,7 @@ from kvcompile.passes.rewritten import Binding, Rewritten, Variant
 from kvcompile.passes.rope import Rotation
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import Ring, SlotKind
-from kvcompile.runtime import adoption, order, pools, rings
+from kvcompile.runtime import adoption, pools, rings
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group, SizeReader
 from kvcompile.runtime.growth import Growth
@@ -221,10 +221,7 @@ class BoundGraph:
         return math.prod(self.sizes.read(shape[dim], args) for dim in group.first.plan.slot.axes.token_dims)
 
     def _offset(self, offset: fx.Node | int, args: tuple[Any, ...]) -> int:
-        if isinstance(offset, int):
-            return offset
-        seen = value_of(offset)
-        return self.sizes.read(seen, args)
+        return offset if isinstance(offset, int) else self.sizes.read(value_of(offset), args)
 
     # --- one call --------------------------------------------------------------------------------
 
@@ -277,27 +274,6 @@ class BoundGraph:
             if starts[key] != starts[value]:
                 raise LengthsDiffer(keys=starts[key], values=starts[value], where=self.groups[key].where)
         return _Call(states, starts, counts, undo)
-
-    def _out_of_order(self, call: _Call, args: tuple[Any, ...], found: Callable[[], Found]) -> tuple[Any, ...] | None:
-        """The results of a call whose tokens a window cannot take, so that its caches become dense; None where all can be taken."""
-        for group, state, start, count in zip(self.groups, call.states, call.starts, call.counts, strict=True):
-            if self.left is None or not order.holds(group, state):
-                continue
-            length = self._length(group, state, args)
-            if why := order.gap(start, length):
-                if state.top > length:
-                    raise Unsupported(
-                        expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
-                        where=group.where, todo="write them again, or use a scheme without a window for this layer",
-                    )
-                return self.left.run(self.groups, args, why, group.where, self.thawed)
-            if start >= state.behind:
-                continue
-            if why := order.lost(start, count, self.seen.end(group, args, found, functools.partial(self.sizes.read, args=args))):
-                results = self.left.run(self.groups, args, why, group.where, self.thawed)
-                adoption.leave(group, args, results, why)
-                return results
-        return None
 
     def _go_back(self, call: _Call, found: Callable[[], Found]) -> None:
         """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""
@@ -412,8 +388,10 @@ class BoundGraph:
         if self.left is not None and (dense := self.left.results(self.groups, args, prior, self.thawed)) is not None:
             return dense
         call = self._prepare(args, found)
-        if (dense := self._out_of_order(call, args, found)) is not None:
-            return dense
+        if self.left is not None:
+            broken = self.seen.broken(self.groups, call.states, call.starts, call.counts, args, found, self.sizes)
+            if broken is not None:
+                return self.left.out_of_order(self.groups, args, broken, self.thawed)
         self._go_back(call, found)
         with call.undo:
             rewritten, results = self._compute(call, args, found)

@@ -7,13 +7,16 @@ that does the one, or attends to what the other lost (a ring that is spelled as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx
 
+from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.effects import Effects
 from kvcompile.passes.masks import hiding
@@ -22,7 +25,8 @@ from kvcompile.passes.plan import Plan
 from kvcompile.passes.prologue import dataflow, extract
 from kvcompile.passes.shapes import size_along, value_of
 from kvcompile.passes.sites import LimitKind, MaskKind, MaskTerm, Site, SlotKind
-from kvcompile.runtime.groups import Group
+from kvcompile.runtime.groups import Group, SizeReader
+from kvcompile.runtime.handle import is_handle
 from kvcompile.runtime.positions import Found
 from kvcompile.runtime.state import CacheState
 
@@ -32,6 +36,20 @@ Read = Callable[[Any], int]
 """Evaluates a symbolic size of the captured graph for one call."""
 
 
+@dataclass(frozen=True)
+class Broken:
+    """The group whose window cannot serve a call, why, and whether tokens that attention sees would be lost: then no later call can."""
+
+    group: Group
+    why: str
+    lost: bool
+
+
+def _in_order(group: Group, state: CacheState) -> bool:
+    """Whether a group's tokens must come in their order."""
+    return state.windowed and group.kind in IN_PLACE and not group.pool and group.ring is None
+
+
 class Seen:
     """How far the attentions of a graph see; asked where a call goes back behind tokens that a window holds. May wait for the device."""
 
@@ -39,6 +57,34 @@ class Seen:
         self.captured, self.effects = captured, effects
         self.sites = [item.site for item in planned.sites]
         self.shown: dict[MaskTerm, tuple[fx.GraphModule, tuple[int, ...]] | None] = {}
+
+    def broken(
+        self, groups: Sequence[Group], states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], args: tuple[Any, ...],
+        found: Callable[[], Found], sizes: SizeReader,
+    ) -> Broken | None:
+        """The first group whose window cannot take a call's tokens, None where all can; raises Unsupported where tokens are missed."""
+        for group, state, start, count in zip(groups, states, starts, counts, strict=True):
+            if not _in_order(group, state):
+                continue
+            tensor = args[group.argument] if group.argument is not None else None
+            length = tensor._length if is_handle(tensor) else state.length
+            if start > length:
+                why = f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
+                if state.top > length:
+                    raise Unsupported(
+                        expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
+                        where=group.where, todo="write them again, or use a scheme without a window for this layer",
+                    )
+                return Broken(group, why, False)
+            if start >= state.behind:
+                continue
+            end = self.end(group, args, found, functools.partial(sizes.read, args=args))
+            if end > start + count:
+                return Broken(
+                    group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window forgets "
+                    "what lies behind the tokens that were written last", True,
+                )
+        return None
 
     def end(self, group: Group, args: tuple[Any, ...], found: Callable[[], Found], read: Read) -> int:
         """The token behind the last one that any query of a call may see of a group's cache."""
@@ -79,25 +125,3 @@ class Seen:
         seen = ~seen if term.kind is MaskKind.FILL else seen
         tokens = seen.movedim(term.roles.index("T"), -1).flatten(0, -2).any(0).nonzero()
         return int(tokens.max()) + 1 if len(tokens) else 0
-
-
-def holds(group: Group, state: CacheState) -> bool:
-    """Whether a group's tokens must come in their order."""
-    return state.windowed and group.kind in IN_PLACE and not group.pool and group.ring is None
-
-
-def gap(start: int, length: int) -> str:
-    """Why a window that holds ``length`` tokens takes none at ``start``, "" where it does."""
-    if start <= length:
-        return ""
-    return f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
-
-
-def lost(start: int, count: int, end: int) -> str:
-    """Why attention cannot see ``end`` tokens once a window took ``count`` at ``start``, "" where it can."""
-    if end <= start + count:
-        return ""
-    return (
-        f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window forgets what lies behind "
-        "the tokens that were written last"
-    )
