@@ -316,6 +316,38 @@ def test_padding_by_a_symbolic_size(make: Callable[[], nn.Module], scheme: str) 
     assert all(sites(backend)), reasons(backend)
 
 
+# --- sizes that are equal in the traced call only ---------------------------------------------------------
+
+
+class SomeRows(Attention):
+    """The first rows of a cache of four, as many as come in."""
+
+    def __init__(self) -> None:
+        super().__init__(kv=2)
+        self.register_buffer("k_cache", torch.zeros(4, 2, 32, 16))
+        self.register_buffer("v_cache", torch.zeros(4, 2, 32, 16))
+
+    def forward(self, x: Tensor, pos: Tensor) -> Tensor:
+        q, k, v = self.heads_first(x)
+        k = self.k_cache[: x.shape[0]].index_copy_(2, pos, k)
+        v = self.v_cache[: x.shape[0]].index_copy_(2, pos, v)
+        return self.close(sdpa(q, k, v, torch.arange(32) <= pos[:, None]))
+
+
+def test_a_batch_that_once_fills_the_cache() -> None:
+    """The graph of a symbolic batch is traced with four rows, and called with three."""
+
+    def drive(compile_: Callable[[Any], Any]) -> list[Tensor]:
+        call = compile_(SomeRows())
+        return [
+            call(x.repeat(2, 1, 1)[:rows], torch.arange(at, at + x.shape[1]))
+            for rows in (2, 4, 3) for at, x in zip((0, 5, 6), tokens(5, 1, 1, seed=rows), strict=True)
+        ]
+
+    backend = check(drive, "dense")
+    assert "covers only part of the cache" in reasons(backend)
+
+
 # --- refused, and why -------------------------------------------------------------------------------------
 
 
