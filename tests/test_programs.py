@@ -6,6 +6,7 @@ A program is driven twice, compiled and uncompiled, over two requests. Each was 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from e2e_layers import Attention, Buffered
 from torch import nn
 
 import kvcompile
+import kvcompile.lowering.compile
 from kvcompile.errors import SiteRefused, Unsupported
 
 Tensor = torch.Tensor
@@ -382,3 +384,20 @@ def test_a_graph_whose_sizes_cannot_be_spelled_is_left_as_it_is(monkeypatch: pyt
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         check(drive, "int4", bound=0.2, validate=False, strict=True)
     assert isinstance(caught.value.inner_exception, SiteRefused)
+
+
+@pytest.mark.parametrize("scheme", ["dense", KIVI])
+@pytest.mark.parametrize("failing", ["past", "fresh"])
+def test_a_graph_that_the_inner_compiler_rejects_is_left_as_it_is(failing: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler may fail on what a graph became, and not on what it was."""
+    compile_graph = kvcompile.lowering.compile.compile_graph
+
+    def reject(*args: Any, plan: str, **rest: Any) -> Any:
+        if plan.endswith(failing):
+            raise RuntimeError("no such instruction")
+        return compile_graph(*args, plan=plan, **rest)
+
+    monkeypatch.setattr(importlib.import_module("kvcompile.backend"), "compile_graph", reject)
+    drive = by_position(Positioned, [(0, 9), (9, 1), (10, 1), (0, 7), (7, 1)])
+    backend = check(drive, scheme)
+    assert ("no such instruction" in reasons(backend)) == (failing == "past")

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 
 from kvcompile.errors import Unsupported
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.shapes import source_line
 from kvcompile.passes.sites import SlotKind
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group
@@ -101,3 +104,17 @@ def say_whole(group: Group, tensor: Any) -> None:
         "the cache at %s arrives with values in places that were not written yet: all of its %d places are encoded; make it of zeros, and "
         "it costs what is in use", group.where, tensor.shape[group.token_dim],
     )
+
+
+def written(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
+    """Return the indices of the compressed cache tensors among ``given`` that the graph writes, each with the reason to make it dense.
+
+    An attention that stays dense would write into a decoded copy, and the tokens would be lost. ``effects`` is None where a graph could
+    not be analysed: it may write all of them.
+    """
+    if effects is None:
+        return dict.fromkeys(given, "it may be written by a graph that could not be analysed (see the report)")
+    return {
+        entry.index: f"it is written at {source_line(effects.writes[entry.node][0])}, by an attention that could not be rewritten "
+        "(see the report)" for entry in captured.inputs if entry.index in given and effects.writes.get(entry.node)
+    }

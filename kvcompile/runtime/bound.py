@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.errors import CacheFull, CacheStale, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
+from kvcompile.errors import CacheFull, CacheStale, LengthsDiffer, NotCompiled, PositionsUnknown, SchemeChanged, Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import BORN
 from kvcompile.passes.rewritten import Binding, Rewritten, Variant
@@ -29,7 +29,7 @@ from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group, SizeReader
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
-from kvcompile.runtime.order import Seen
+from kvcompile.runtime.order import Broken, Seen
 from kvcompile.runtime.positions import Found, Positions
 from kvcompile.runtime.rotary import Rotary, RotaryReader
 from kvcompile.runtime.state import CacheState, bring
@@ -357,12 +357,7 @@ class BoundGraph:
         for group, start in zip(self.groups, call.starts, strict=True):
             if group.ring is not None and not group.ring.refilled:
                 rings.one_start(starts, group.ring, start, group.where)
-        if not rewritten.cursors:
-            return []
-        return rings.cursors(rewritten.cursors, starts, value_of(self.groups[0].root).device)
-
-    def _sizes(self, rewritten: Rewritten, args: tuple[Any, ...]) -> list[int]:
-        return [self.sizes.value(symbol, args) for symbol in rewritten.sizes]
+        return rings.cursors(rewritten.cursors, starts, value_of(self.groups[0].root).device) if rewritten.cursors else []
 
     def __call__(self, *args: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -379,7 +374,8 @@ class BoundGraph:
             with Undo() as undo:
                 if self.undone:
                     undo.keep(settled, [state.behind for state in settled], [row.count for row in self.steady.rows])
-                results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors, *self._sizes(rewritten, args))
+                sizes = [self.sizes.value(size, args) for size in rewritten.sizes]
+                results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors, *sizes)
             self.steady.commit(settled, args)
             return self._results(results, self._given_back(args), rewritten)
         shapes = [tuple(args[group.argument].shape) if group.argument is not None else None for group in self.groups]
@@ -388,13 +384,18 @@ class BoundGraph:
         if self.left is not None and (dense := self.left.results(self.groups, args, prior, self.thawed)) is not None:
             return dense
         call = self._prepare(args, found)
-        if self.left is not None:
-            broken = self.seen.broken(self.groups, call.states, call.starts, call.counts, args, found, self.sizes)
-            if broken is not None:
-                return self.left.out_of_order(self.groups, args, broken, self.thawed)
+        broken = self.seen.broken(self.groups, call.states, call.starts, call.counts, args, found, self.sizes)
+        if broken is not None and self.left is not None:
+            return self.left.out_of_order(self.groups, args, broken, self.thawed)
         self._go_back(call, found)
-        with call.undo:
-            rewritten, results = self._compute(call, args, found)
+        try:
+            with call.undo:
+                rewritten, results = self._compute(call, args, found)
+        except NotCompiled as error:
+            if self.left is None:
+                raise
+            broken = Broken(self.groups[0], str(error), Variant.PAST not in self.variants)
+            return self.left.out_of_order(self.groups, args, broken, self.thawed)
         self._settle(call, args, rewritten)
         return self._commit(call, args, shapes, results, rewritten)
 
@@ -416,7 +417,7 @@ class BoundGraph:
         planes = [
             plane for item in rewritten.bindings for plane in by_root[item.plan.slot.root, item.part].planes
         ]
-        last = (*self._cursors(rewritten, call), *self._sizes(rewritten, args))
+        last = (*self._cursors(rewritten, call), *(self.sizes.value(size, args) for size in rewritten.sizes))
         if self.undone:
             call.undo.keep(call.states, call.starts, call.counts)
         return rewritten, list(compiled(*[args[index] for index in rewritten.kept], *planes, *last))
