@@ -248,17 +248,22 @@ def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
     return _slot(SlotKind.UPDATED, root, past, outputs, axes, heads, write, trail, tiled)
 
 
-def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
+def _unwritten(root: fx.Node, effects: Effects) -> None:
+    """Raise Miss where a concatenation is written to: its new tokens are not what it joins."""
     if writes := effects.writes.get(root):
         raise Miss(
             "the concatenated cache is written to after it is made (it grew by empty places, say)", writes[0],
             advice="concatenate the new tokens themselves, or make the larger cache outside of the compiled call",
         )
+
+
+def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
     past, write = concatenation(root)
     outputs = _returned(root, effects)
     if past is None:
         if not outputs:
             raise NoCache(root)
+        _unwritten(root, effects)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
         return _slot(SlotKind.BORN_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
     origin = effects.root[past]
@@ -269,6 +274,7 @@ def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> 
             "the past passes through other operations before it is concatenated", past,
             advice="concatenate the past as it came in with the new tokens, and take views of the result",
         )
+    _unwritten(root, effects)
     if not outputs:
         raise Miss(
             "the concatenated cache is not returned as it is (a window of it, or nothing, is kept)", root,

@@ -16,7 +16,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from kvcompile.passes.effects import analyse
-from kvcompile.passes.shapes import is_tensor, value_of
+from kvcompile.passes.shapes import bind, is_tensor, value_of
 from kvcompile.validation.cut import Cut, NotApart, Number, same
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -50,13 +50,6 @@ def _narrowed(held: torch.Tensor, number: Number) -> torch.Tensor:
     return held
 
 
-def _made_of_nothing(node: fx.Node) -> bool:
-    """Whether a node makes a tensor from sizes and numbers alone, in the default dtype where it names none."""
-    if not isinstance(node.target, torch._ops.OpOverload) or any(is_tensor(item) for item in node.all_input_nodes):
-        return False
-    return any(argument.name == "dtype" and argument.kwarg_only for argument in node.target._schema.arguments)
-
-
 class _Propagate(fx.Interpreter):
     """Runs a program over fake tensors and writes down what each node gives."""
 
@@ -66,6 +59,19 @@ class _Propagate(fx.Interpreter):
         if n.op != "output":
             n.meta["val"] = value
         return value
+
+
+def _match_masks(graph: fx.Graph) -> None:
+    """Give every mask that is added the dtype of its queries: a float32 one beside float64 queries is read wrongly on a CPU."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default):
+        arguments = bind(node)
+        mask, wanted = arguments["attn_mask"], value_of(arguments["query"]).dtype
+        if not is_tensor(mask) or value_of(mask).dtype in {torch.bool, wanted}:
+            continue
+        with graph.inserting_before(node):
+            cast = graph.call_function(torch.ops.aten.to.dtype, (mask, wanted))
+        cast.meta["val"] = value_of(mask).to(wanted)
+        node.replace_input_with(mask, cast)
 
 
 def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
@@ -99,8 +105,6 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
             if node.target in EMPTY:
                 node.kwargs = {name: item for name, item in node.kwargs.items() if name != "memory_format"}
                 node.target = EMPTY[node.target]
-            if _made_of_nothing(node) and isinstance(value := value_of(node), torch.Tensor) and value.dtype in FLOATS:
-                node.kwargs = {**node.kwargs, "dtype": told(value.dtype)}
     module.recompile()
     # Some operators are symbolic only under the dispatcher that the graph was traced with.
     with unguarded(mode), enable_python_dispatcher(), mode, torch.no_grad():
@@ -113,5 +117,7 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
             raise NotApart(f"it does not run on small tensors of {dtype} ({type(error).__name__}: {first})") from error
+        _match_masks(graph)
+        module.recompile()
     apart = dataclasses.replace(captured, fakes=fakes)
     return dataclasses.replace(part, captured=apart, effects=analyse(graph))
