@@ -18,10 +18,10 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from kvcompile.errors import BadSetting, KvcompileError, NoOriginals, SiteRefused
+from kvcompile.errors import BadSetting, KvcompileError, NoOriginals, NotCompiled, SiteRefused, Unsupported
 from kvcompile.lowering.attend_kernels import kernel_lines
 from kvcompile.lowering.certified_telemetry import Telemetry, added_up
-from kvcompile.lowering.compile import compile_graph
+from kvcompile.lowering.compile import compile_graph, compiling
 from kvcompile.lowering.remembered import Remembered
 from kvcompile.lowering.reuse import call_key, fingerprint, identities
 from kvcompile.passes.capture import Captured, capture
@@ -34,10 +34,11 @@ from kvcompile.passes.reporting import check_scheme
 from kvcompile.passes.retrace import unexposed
 from kvcompile.passes.rewrite import rewrite
 from kvcompile.passes.rewritten import Rewritten, Variant
-from kvcompile.passes.shapes import source_line, value_of
+from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import Refusal, SlotKind, Stage
 from kvcompile.passes.verify import verify
 from kvcompile.report import GraphReport, Report, graph_report
+from kvcompile.runtime import adoption
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.adoption import Left
 from kvcompile.runtime.binding import bind
@@ -155,9 +156,9 @@ class _Compilation:
             planned = plan(matched, self.owner.policy)
             planned = self._validated(captured, matched, planned)
             past = rewrite(captured, planned, Variant.PAST, matched.effects) if planned.sites else None
-        except KvcompileError:
-            raise
         except Exception as error:
+            if isinstance(error, KvcompileError) and not isinstance(error, Unsupported):
+                raise
             log.debug("a graph could not be analysed", exc_info=True)
             # Never an error of the program, unless ``strict``.
             self.report.refusals = (_fault(Stage.MATCH, "analysed", error),)
@@ -170,7 +171,14 @@ class _Compilation:
         self.report.pass_seconds = time.perf_counter() - started
         if past is None:
             return self._dense(captured, matched.effects)
-        bound = self._bind(captured, matched, planned, past)
+        try:
+            bound = self._bind(captured, matched, planned, past)
+        except NotCompiled as error:
+            log.debug("a rewritten graph could not be compiled", exc_info=True)
+            self.report.sites = ()
+            self.report.refusals = (*self.report.refusals, _fault(Stage.LOWER, "compiled", error))
+            self._announce()
+            return self._dense(captured, matched.effects)
         if key is not None:
             self.owner.bound[key] = (bound, self.report, self.stage)
         return bound
@@ -252,7 +260,7 @@ class _Compilation:
             compiled = self._inner(self.gm, self.examples, captured.fake_mode, "")
             self.report.compile_seconds += time.perf_counter() - started
             return compiled
-        written = _written(captured, effects, given)
+        written = adoption.written(captured, effects, given)
         if read := len(given) - len(written):
             log.warning("a graph without a rewritten site reads %d compressed cache tensors: they are decoded at every call", read)
         compiled = self._inner(captured.module, captured.fakes, captured.fake_mode, "")
@@ -276,13 +284,20 @@ class _Compilation:
         started = time.perf_counter()
         used = {part.slot.placeholder for item in planned.sites for part in item.parts}
         decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
-        written = _written(captured, effects, decode)
+        written = adoption.written(captured, effects, decode)
         made: dict[Variant, Rewritten] = {Variant.PAST: first}
+        failed: dict[Variant, NotCompiled] = {}
 
         def compile_variant(variant: Variant) -> tuple[Rewritten, Callable[..., Any]]:
+            if variant in failed:
+                raise failed[variant]
             # A variant may be made in the middle of a call, where Dynamo does not hold its lock; tracing is not thread-safe.
             with compile_lock:
-                return self._variant(captured, planned, effects, variant, made)
+                try:
+                    return self._variant(captured, planned, effects, variant, made)
+                except NotCompiled as error:
+                    failed[variant] = error
+                    raise
 
         # For ``dump``, which may show the variant that no call needed.
         self.stage["compile_variant"] = compile_variant
@@ -327,7 +342,8 @@ class _Compilation:
         print_key = fingerprint(rewritten.module, fakes, symbols, f"{key}:{self.salt}")
         compiled = self.owner.compiled.get(print_key) if print_key is not None else None
         if compiled is None:
-            compiled = self._inner(rewritten.module, fakes, captured.fake_mode, key, replayed=gap(rewritten, captured) is None)
+            with compiling():
+                compiled = self._inner(rewritten.module, fakes, captured.fake_mode, key, replayed=gap(rewritten, captured) is None)
             _forget_guards(captured, symbols)
             if print_key is not None:
                 self.owner.compiled[print_key] = compiled
@@ -344,20 +360,6 @@ def _fault(stage: Stage, done: str, error: Exception) -> Refusal:
         stage, f"the graph could not be {done}: {type(error).__name__}: {first}", "the captured graph",
         advice="please report this model with the output of TORCH_LOGS=+kvcompile",
     )
-
-
-def _written(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
-    """Return the indices of the compressed cache tensors among ``given`` that the graph writes, each with the reason to make it dense.
-
-    An attention that stays dense would write into a decoded copy, and the tokens would be lost. ``effects`` is None where a graph could
-    not be analysed: it may write all of them.
-    """
-    if effects is None:
-        return dict.fromkeys(given, "it may be written by a graph that could not be analysed (see the report)")
-    return {
-        entry.index: f"it is written at {source_line(effects.writes[entry.node][0])}, by an attention that could not be rewritten "
-        "(see the report)" for entry in captured.inputs if entry.index in given and effects.writes.get(entry.node)
-    }
 
 
 def _fakes(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], dict[Any, str]]:

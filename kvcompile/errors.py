@@ -147,6 +147,13 @@ class SiteRefused(CompileError):
     )
 
 
+class NotCompiled(CompileError):
+    template = (
+        "expected a rewritten graph that the inner compiler takes, found {error}; please report this model with the output of "
+        "TORCH_LOGS=+kvcompile"
+    )
+
+
 class VerificationFailed(CompileError):
     template = (
         "the rewritten graph lost a fact that soundness needs: {fact}, found {found} (at {where}); this is a bug in "

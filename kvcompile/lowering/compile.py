@@ -9,21 +9,34 @@ the projections that make the new tokens. In graphs for CUDA they may be kernels
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvcompile.errors import BadSetting
+from kvcompile.errors import BadSetting, KvcompileError, NotCompiled
 from kvcompile.lowering import appends, inductor, ops, report_site
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.fold import fold
 from kvcompile.settings import Inner, Settings
 
 Compiled = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Raise NotCompiled for what a compiler raises; Dynamo's own errors, which may ask it to begin again, and ours go on as they are."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, KvcompileError) or (isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)):
+            raise
+        raise NotCompiled(error=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+
 
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,

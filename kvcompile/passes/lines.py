@@ -192,7 +192,9 @@ class Lines:
         return _cut(line, 0, start) + written + _cut(line, start + count, self._size(node))
 
     def _place(self, target: fx.Node, node: fx.Node) -> tuple[Any, Any]:
-        """The range of ``node``'s dim that a view of it is."""
+        """The range of ``node``'s dim that a view of it is; raises Unknown where it is no such view."""
+        if value_of(target).dim() <= self.dim:
+            raise Unknown
         start, count = 0, self._size(target)
         while target is not node:
             name = op_name(target)

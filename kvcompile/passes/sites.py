@@ -39,6 +39,7 @@ class Stage(enum.Enum):
     MATCH = "match"
     PLAN = "plan"
     VALIDATE = "validation"
+    LOWER = "lowering"
 
 
 @dataclass(frozen=True)

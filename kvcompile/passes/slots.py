@@ -146,6 +146,11 @@ def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: 
 
 def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
     """The slot at the end of a trail, a window of the newest tokens or all of them; raises Miss, or NoCache where there is none."""
+    if "T" not in read.roles:
+        raise Miss(
+            "what the attention's weights are multiplied with has no dim of cached tokens (the weights are mixed over heads, say)",
+            read.operand, advice="multiply the weights with the cached values, and mix what comes of it",
+        )
     window = rings.find(trail, read.roles, read.operand, attention, effects)
     if window is not None:
         axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
@@ -243,12 +248,22 @@ def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
     return _slot(SlotKind.UPDATED, root, past, outputs, axes, heads, write, trail, tiled)
 
 
+def _unwritten(root: fx.Node, effects: Effects) -> None:
+    """Raise Miss where a concatenation is written to: its new tokens are not what it joins."""
+    if writes := effects.writes.get(root):
+        raise Miss(
+            "the concatenated cache is written to after it is made (it grew by empty places, say)", writes[0],
+            advice="concatenate the new tokens themselves, or make the larger cache outside of the compiled call",
+        )
+
+
 def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
     past, write = concatenation(root)
     outputs = _returned(root, effects)
     if past is None:
         if not outputs:
             raise NoCache(root)
+        _unwritten(root, effects)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
         return _slot(SlotKind.BORN_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
     origin = effects.root[past]
@@ -259,6 +274,7 @@ def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> 
             "the past passes through other operations before it is concatenated", past,
             advice="concatenate the past as it came in with the new tokens, and take views of the result",
         )
+    _unwritten(root, effects)
     if not outputs:
         raise Miss(
             "the concatenated cache is not returned as it is (a window of it, or nothing, is kept)", root,

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 
 from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.emit import aten
 from kvcompile.passes.shapes import value_of
+
+FOLDED: dict[Any, Callable[..., Any]] = {
+    sympy.Add: operator.add, sympy.Mul: operator.mul, Min: torch.sym_min, Max: torch.sym_max,
+    FloorDiv: operator.floordiv, CleanDiv: operator.floordiv, Mod: operator.mod, PythonMod: operator.mod,
+}
+"""What Dynamo's expressions of sizes are made of, and the function of two sizes that gives each, applied from left to right."""
 
 
 class Symbols:
@@ -43,19 +52,8 @@ class Symbols:
                 for dim, size in enumerate(value_of(node).shape):
                     if isinstance(size, torch.SymInt) and size.node.expr == expr:
                         return self._early(aten.sym_size.int, self.env[node], dim)
-        if expr.is_Add:
-            parts = [self.of(part) for part in expr.args]
-            total = parts[0]
-            for part in parts[1:]:
-                total = self._early(operator.add, total, part)
-            return total
-        if expr.is_Mul:
-            total = self.of(expr.args[0])
-            for part in expr.args[1:]:
-                total = self._early(operator.mul, self.of(part), total)
-            return total
-        if isinstance(expr, FloorDiv):
-            return self._early(operator.floordiv, *(self.of(part) for part in expr.args))
+        if expr.func in FOLDED:
+            return functools.reduce(functools.partial(self._early, FOLDED[expr.func]), [self.of(part) for part in expr.args])
         if expr in self.known:
             return self.input(expr)
         raise Unsupported(

@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 
+from kvcompile.errors import Unsupported
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.shapes import source_line
 from kvcompile.passes.sites import SlotKind
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group
+from kvcompile.runtime.order import Broken
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +73,24 @@ class Left:
                 return self._run(groups, args, why, group.where, thawed)
         return None
 
+    def out_of_order(self, groups: Sequence[Group], args: tuple[Any, ...], broken: Broken, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+        """The results of a call that a window cannot serve: its caches become dense, and stay so where later calls were refused too."""
+        group = broken.group
+        results = self._run(groups, args, broken.why, group.where, thawed)
+        if broken.lost:
+            kept = [args[group.argument]] if group.argument is not None else []
+            for tensor in (*kept, *(results[index] for index in group.outputs)):
+                setattr(tensor, LEFT, broken.why)
+        return results
+
     def _run(self, groups: Sequence[Group], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+        """The results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler for the graph."""
+        if self.compile_captured is None:
+            raise Unsupported(
+                expected="a call that a compressed cache can serve, as strict=True demands", found=why, where=where,
+                todo="use a scheme without a window for this layer, or leave strict out",
+            )
         if self.compiled is None:
-            assert self.compile_captured is not None
             log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
             self.compiled = self.compile_captured()
         written = {group.argument: why for group in groups if group.argument is not None and group.kind is not SlotKind.READ}
@@ -84,3 +104,17 @@ def say_whole(group: Group, tensor: Any) -> None:
         "the cache at %s arrives with values in places that were not written yet: all of its %d places are encoded; make it of zeros, and "
         "it costs what is in use", group.where, tensor.shape[group.token_dim],
     )
+
+
+def written(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
+    """Return the indices of the compressed cache tensors among ``given`` that the graph writes, each with the reason to make it dense.
+
+    An attention that stays dense would write into a decoded copy, and the tokens would be lost. ``effects`` is None where a graph could
+    not be analysed: it may write all of them.
+    """
+    if effects is None:
+        return dict.fromkeys(given, "it may be written by a graph that could not be analysed (see the report)")
+    return {
+        entry.index: f"it is written at {source_line(effects.writes[entry.node][0])}, by an attention that could not be rewritten "
+        "(see the report)" for entry in captured.inputs if entry.index in given and effects.writes.get(entry.node)
+    }

@@ -14,6 +14,7 @@ from kvcompile.runtime.bound import BoundGraph
 from kvcompile.runtime.groups import group_bindings
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.order import Seen
 from kvcompile.runtime.positions import limits_of, positions_of
 
 
@@ -35,4 +36,5 @@ def bind(
     index = {group.root: position for position, group in enumerate(groups)}
     pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
     positions = positions_of(captured, planned, effects)
-    return BoundGraph(captured, groups, pairs, compile_variant, positions, growth, live, decoded, thawed or {})
+    seen = Seen(captured, planned, effects)
+    return BoundGraph(captured, groups, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, seen)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.errors import CacheFull, CacheStale, LengthsDiffer, PositionsUnknown, SchemeChanged, Unsupported
+from kvcompile.errors import CacheFull, CacheStale, LengthsDiffer, NotCompiled, PositionsUnknown, SchemeChanged, Unsupported
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.rewrite import BORN
 from kvcompile.passes.rewritten import Binding, Rewritten, Variant
@@ -29,6 +29,7 @@ from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group, SizeReader
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.order import Broken, Seen
 from kvcompile.runtime.positions import Found, Positions
 from kvcompile.runtime.rotary import Rotary, RotaryReader
 from kvcompile.runtime.state import CacheState, bring
@@ -55,11 +56,11 @@ class BoundGraph:
     def __init__(
         self, captured: Captured, groups: tuple[Group, ...], pairs: tuple[tuple[int, int], ...],
         compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: Positions | None,
-        growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str],
+        growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str], seen: Seen,
     ) -> None:
         self.captured, self.groups, self.pairs = captured, groups, pairs
         self.compile_variant, self.positions, self.growth, self.live = compile_variant, positions, growth, live
-        self.decode_arguments, self.thawed = decode_arguments, thawed
+        self.decode_arguments, self.thawed, self.seen = decode_arguments, thawed, seen
         self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
         self.sizes = SizeReader(captured)
         self.steady: Steady | None = None
@@ -220,10 +221,7 @@ class BoundGraph:
         return math.prod(self.sizes.read(shape[dim], args) for dim in group.first.plan.slot.axes.token_dims)
 
     def _offset(self, offset: fx.Node | int, args: tuple[Any, ...]) -> int:
-        if isinstance(offset, int):
-            return offset
-        seen = value_of(offset)
-        return self.sizes.read(seen, args)
+        return offset if isinstance(offset, int) else self.sizes.read(value_of(offset), args)
 
     # --- one call --------------------------------------------------------------------------------
 
@@ -275,15 +273,14 @@ class BoundGraph:
         for key, value in self.pairs:
             if starts[key] != starts[value]:
                 raise LengthsDiffer(keys=starts[key], values=starts[value], where=self.groups[key].where)
-        self._go_back(states, starts, undo, found)
         return _Call(states, starts, counts, undo)
 
-    def _go_back(self, states: list[CacheState], starts: list[int], undo: Undo, found: Callable[[], Found]) -> None:
+    def _go_back(self, call: _Call, found: Callable[[], Found]) -> None:
         """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""
-        with undo:
-            for group, state, start in zip(self.groups, states, starts, strict=True):
+        with call.undo:
+            for group, state, start in zip(self.groups, call.states, call.starts, strict=True):
                 if start < state.behind:
-                    undo.whole(state)
+                    call.undo.whole(state)
                     state.rewind(self._rows_start(group, start, found))
 
     def _rows_start(self, group: Group, start: int, found: Callable[[], Found]) -> int | torch.Tensor:
@@ -360,12 +357,7 @@ class BoundGraph:
         for group, start in zip(self.groups, call.starts, strict=True):
             if group.ring is not None and not group.ring.refilled:
                 rings.one_start(starts, group.ring, start, group.where)
-        if not rewritten.cursors:
-            return []
-        return rings.cursors(rewritten.cursors, starts, value_of(self.groups[0].root).device)
-
-    def _sizes(self, rewritten: Rewritten, args: tuple[Any, ...]) -> list[int]:
-        return [self.sizes.value(symbol, args) for symbol in rewritten.sizes]
+        return rings.cursors(rewritten.cursors, starts, value_of(self.groups[0].root).device) if rewritten.cursors else []
 
     def __call__(self, *args: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -382,7 +374,8 @@ class BoundGraph:
             with Undo() as undo:
                 if self.undone:
                     undo.keep(settled, [state.behind for state in settled], [row.count for row in self.steady.rows])
-                results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors, *self._sizes(rewritten, args))
+                sizes = [self.sizes.value(size, args) for size in rewritten.sizes]
+                results = compiled(*[args[index] for index in rewritten.kept], *planes, *cursors, *sizes)
             self.steady.commit(settled, args)
             return self._results(results, self._given_back(args), rewritten)
         shapes = [tuple(args[group.argument].shape) if group.argument is not None else None for group in self.groups]
@@ -391,8 +384,18 @@ class BoundGraph:
         if self.left is not None and (dense := self.left.results(self.groups, args, prior, self.thawed)) is not None:
             return dense
         call = self._prepare(args, found)
-        with call.undo:
-            rewritten, results = self._compute(call, args, found)
+        broken = self.seen.broken(self.groups, call.states, call.starts, call.counts, args, found, self.sizes)
+        if broken is not None and self.left is not None:
+            return self.left.out_of_order(self.groups, args, broken, self.thawed)
+        self._go_back(call, found)
+        try:
+            with call.undo:
+                rewritten, results = self._compute(call, args, found)
+        except NotCompiled as error:
+            if self.left is None:
+                raise
+            broken = Broken(self.groups[0], str(error), Variant.PAST not in self.variants)
+            return self.left.out_of_order(self.groups, args, broken, self.thawed)
         self._settle(call, args, rewritten)
         return self._commit(call, args, shapes, results, rewritten)
 
@@ -414,7 +417,7 @@ class BoundGraph:
         planes = [
             plane for item in rewritten.bindings for plane in by_root[item.plan.slot.root, item.part].planes
         ]
-        last = (*self._cursors(rewritten, call), *self._sizes(rewritten, args))
+        last = (*self._cursors(rewritten, call), *(self.sizes.value(size, args) for size in rewritten.sizes))
         if self.undone:
             call.undo.keep(call.states, call.starts, call.counts)
         return rewritten, list(compiled(*[args[index] for index in rewritten.kept], *planes, *last))

@@ -90,6 +90,12 @@ class CompressedCache(torch.Tensor):
             return torch.ops.kvcompile.expose(self).split(split_size, dim)
         return torch.Tensor.split(self, split_size, dim)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.Tensor.set_``, which asks no ``__torch_function__``."""
+        if not torch.compiler.is_dynamo_compiling():
+            thaw(self, f"set_ gives it other memory, at {user_line()}")
+        return torch.Tensor.set_(self, *args, **kwargs)
+
     def unflatten(self, dim: Any, sizes: Any) -> Any:
         """As ``torch.Tensor.unflatten``."""
         if torch.compiler.is_dynamo_compiling():
@@ -139,7 +145,7 @@ def make(
     # No view of the stub: what is thawed must own its memory alone to be taken over again.
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(False):
         handle = torch.Tensor._make_subclass(CompressedCache, torch.empty(0, dtype=dtype, device=device))
-        handle.set_(_stub(state, dtype, device).untyped_storage(), 0, shape, (0,) * len(shape))
+        torch.Tensor.set_(handle, _stub(state, dtype, device).untyped_storage(), 0, shape, (0,) * len(shape))
         handle._face = face_of(handle)
     _attach(handle, state, state.length if length is None else length, alone)
     return handle

@@ -21,6 +21,11 @@ from kvcompile.validation.cut import Cut, NotApart, Number, same
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
+EMPTY = {
+    torch.ops.aten.empty.memory_format: torch.ops.aten.zeros.default, torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+    torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
+}
+"""What makes a tensor of any values, and what makes it of those that a store has where nothing was written."""
 
 
 def _coarsest(part: Cut) -> float:
@@ -100,6 +105,9 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
         elif node.op == "call_function":
             node.args = tuple(told(item) for item in node.args)
             node.kwargs = {name: told(item) for name, item in node.kwargs.items()}
+            if node.target in EMPTY:
+                node.kwargs = {name: item for name, item in node.kwargs.items() if name != "memory_format"}
+                node.target = EMPTY[node.target]
     module.recompile()
     # Some operators are symbolic only under the dispatcher that the graph was traced with.
     with unguarded(mode), enable_python_dispatcher(), mode, torch.no_grad():

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from kvcompile.passes.lines import same
 from kvcompile.passes.pullback import Coords, trace
-from kvcompile.passes.shapes import bind, op_name, operand, sizes
+from kvcompile.passes.shapes import bind, op_name, operand, sizes, value_of
 from kvcompile.passes.sites import Miss
 
 PLAIN = "write through the cache tensor itself, or a select, narrow or transpose of it"
@@ -81,10 +82,12 @@ def region(dest: fx.Node, root: fx.Node) -> Region:
 def whole(dest: fx.Node, root: fx.Node, dims: dict[int, int], offsets: dict[int, int], token_dim: int, ranged: bool = False) -> None:
     """Raise Miss where ``dest`` is only part of the cache along a dim other than the tokens (``ranged``: it is, along the tokens)."""
     for d, dim in dims.items():
-        whole = offsets.get(dim, 0) == 0 and (dim == token_dim or sizes(dest)[d] == sizes(root)[dim])
+        # Equal in every call of this graph, not only in the one that it was traced for.
+        written, held = value_of(dest).shape[d], value_of(root).shape[dim]
+        whole = offsets.get(dim, 0) == 0 and (dim == token_dim or same(written, held))
         if not whole and not (ranged and dim == token_dim):
             raise Miss(
-                f"the write covers only part of the cache (dim {dim}: {sizes(dest)[d]} of {sizes(root)[dim]}, from {offsets.get(dim, 0)})",
+                f"the write covers only part of the cache (dim {dim}: {written} of {held}, from {offsets.get(dim, 0)})",
                 dest, advice="write the new tokens of all rows, heads and channels at once, at positions counted from the first token",
             )
 

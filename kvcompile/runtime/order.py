@@ -1,0 +1,127 @@
+"""Order: whether the tokens of a call follow those that a window holds.
+
+A window keeps its newest tokens exact and encodes a block once all of it is there. So it has no place for a token that leaves others
+unwritten before it, and a write in the middle of a buffer loses what lies behind it. Neither matters to a store without a window. A call
+that does the one, or attends to what the other lost (a ring that is spelled as ``position % slots``, say), is served by the dense cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from kvcompile.errors import Unsupported
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.effects import Effects
+from kvcompile.passes.masks import hiding
+from kvcompile.passes.patterns.steps import VERY_NEGATIVE
+from kvcompile.passes.plan import Plan
+from kvcompile.passes.prologue import dataflow, extract
+from kvcompile.passes.shapes import size_along, value_of
+from kvcompile.passes.sites import LimitKind, MaskKind, MaskTerm, Site, SlotKind
+from kvcompile.runtime.groups import Group, SizeReader
+from kvcompile.runtime.handle import is_handle
+from kvcompile.runtime.positions import Found
+from kvcompile.runtime.state import CacheState
+
+IN_PLACE = {SlotKind.BUFFER, SlotKind.UPDATED}
+
+Read = Callable[[Any], int]
+"""Evaluates a symbolic size of the captured graph for one call."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The group whose window cannot serve a call, why, and whether tokens that attention sees would be lost: then no later call can."""
+
+    group: Group
+    why: str
+    lost: bool
+
+
+def _in_order(group: Group, state: CacheState) -> bool:
+    """Whether a group's tokens must come in their order."""
+    return state.windowed and group.kind in IN_PLACE and not group.pool and group.ring is None
+
+
+class Seen:
+    """How far the attentions of a graph see; asked where a call goes back behind tokens that a window holds. May wait for the device."""
+
+    def __init__(self, captured: Captured, planned: Plan, effects: Effects) -> None:
+        self.captured, self.effects = captured, effects
+        self.sites = [item.site for item in planned.sites]
+        self.shown: dict[MaskTerm, tuple[fx.GraphModule, tuple[int, ...]] | None] = {}
+
+    def broken(
+        self, groups: Sequence[Group], states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], args: tuple[Any, ...],
+        found: Callable[[], Found], sizes: SizeReader,
+    ) -> Broken | None:
+        """The first group whose window cannot take a call's tokens, None where all can; raises Unsupported where tokens are missed."""
+        for group, state, start, count in zip(groups, states, starts, counts, strict=True):
+            if not _in_order(group, state):
+                continue
+            tensor = args[group.argument] if group.argument is not None else None
+            length = tensor._length if is_handle(tensor) else state.length
+            if start > length:
+                why = f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
+                if state.top > length:
+                    raise Unsupported(
+                        expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
+                        where=group.where, todo="write them again, or use a scheme without a window for this layer",
+                    )
+                return Broken(group, why, False)
+            if start >= state.behind:
+                continue
+            end = self.end(group, args, found, functools.partial(sizes.read, args=args))
+            if end > start + count:
+                return Broken(
+                    group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window forgets "
+                    "what lies behind the tokens that were written last", True,
+                )
+        return None
+
+    def end(self, group: Group, args: tuple[Any, ...], found: Callable[[], Found], read: Read) -> int:
+        """The token behind the last one that any query of a call may see of a group's cache."""
+        sites = [site for site in self.sites if any(slot.root is group.root for slot in site.slots)]
+        return max(self._site(site, args, found, read) for site in sites)
+
+    def _site(self, site: Site, args: tuple[Any, ...], found: Callable[[], Found], read: Read) -> int:
+        attention = site.attention
+        total = read(value_of(attention.k).shape[attention.k_roles.index("T")])
+        most = min(total, self._limit(site, found, read))
+        return min([most, *[end for term in hiding(site.bounds) if (end := self._last(term, args)) is not None]])
+
+    def _limit(self, site: Site, found: Callable[[], Found], read: Read) -> int:
+        """The token behind the last one that a site's upper limit names."""
+        hi, attention = site.bounds.hi, site.attention
+        if hi.kind is LimitKind.ALL:
+            return read(value_of(attention.k).shape[attention.k_roles.index("T")])
+        offset = hi.offset + sum(coefficient * read(value_of(node)) for node, coefficient in hi.symbols)
+        if hi.kind is LimitKind.NODE:
+            assert hi.node is not None
+            return int(found().values[hi.node].max()) + offset + 1
+        own = read(size_along(attention.q, attention.q_roles, "S", attention.folded)) - 1 if hi.kind is LimitKind.OWN else 0
+        return own + offset + 1
+
+    def _last(self, term: MaskTerm, args: tuple[Any, ...]) -> int | None:
+        """The token behind the last one that a mask shows to any query; None where it is made from a cache."""
+        if term not in self.shown:
+            caches = {slot.placeholder for site in self.sites for slot in site.slots}
+            behind = nx.ancestors(dataflow(self.captured, self.effects), term.node)
+            self.shown[term] = None if behind & caches else extract(self.captured, (term.node,), self.effects)[:2]
+        made = self.shown[term]
+        if made is None:
+            return None
+        module, taken = made
+        with torch.no_grad():
+            (mask,) = module(*[item.clone() if isinstance(item, torch.Tensor) else item for item in (args[index] for index in taken)])
+        seen = mask > VERY_NEGATIVE if term.kind is MaskKind.ADD else mask != 0
+        seen = ~seen if term.kind is MaskKind.FILL else seen
+        tokens = seen.movedim(term.roles.index("T"), -1).flatten(0, -2).any(0).nonzero()
+        return int(tokens.max()) + 1 if len(tokens) else 0
