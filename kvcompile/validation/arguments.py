@@ -176,7 +176,8 @@ class Arguments:
             if wide:
                 shown = self.shown(shape, moment)
                 if dtype is torch.bool:
-                    found += [shown, ~shown]
+                    unpadded = self.unpadded(shape, moment)
+                    found += [unpadded, shown, ~unpadded, ~shown]
                 else:
                     lowest = torch.finfo(dtype).min
                     # What is shown is biased: a mask argument may be both.
@@ -192,7 +193,7 @@ class Arguments:
             found.append(torch.randperm(shape[0] * shape[1], generator=self.random).view(shape))
         if self.part.captured.inputs[index].node not in self.places:
             # Ones where a token counts.
-            found.append(self.shown(shape, moment))
+            found += [self.unpadded(shape, moment), self.shown(shape, moment)]
         if shape[-1] == count:
             found.append((torch.arange(count) + start).expand(shape))
         if shape[0] == count and len(shape) > 1:
@@ -217,6 +218,13 @@ class Arguments:
             seen &= t <= start + torch.arange(count)[:, None]
         if len(shape) >= 2 and shape[0] > 1:
             seen &= t >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
+        return seen
+
+    def unpadded(self, shape: tuple[int, ...], moment: Moment) -> torch.Tensor:
+        """bool of ``shape`` [..., T]: hides padding on the left and nothing else, as masks do that positions are compared beside."""
+        seen = torch.ones(shape, dtype=torch.bool)
+        if len(shape) >= 2 and shape[0] > 1:
+            seen &= torch.arange(shape[-1]) >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
         return seen
 
     def possible(self, made: list[Any], moment: Moment, strict: bool) -> bool:
@@ -253,9 +261,11 @@ class Arguments:
         return torch.equal(flat.view(wanted.numel(), -1), wanted[:, None].expand(-1, flat.numel() // wanted.numel()))
 
     def hides(self, term: MaskTerm, value: torch.Tensor, moment: Moment) -> bool:
-        """Whether a mask shows every query some token, and none behind the last one that is written where nothing else hides it."""
+        """Whether a mask shows every query some token, and not all behind the last one that is written where nothing else hides them."""
         seen = value > VERY_NEGATIVE if term.kind is MaskKind.ADD else value != 0
         seen = ~seen if term.kind is MaskKind.FILL else seen
         seen = seen.movedim(term.roles.index("T"), -1)
         last = moment.start + self.tokens(moment)
-        return (moment.blind or bool(seen[..., :last].any(-1).all())) and not (self.open and bool(seen[..., last:].any()))
+        # Where only some of what is not written yet is seen, positions decide what is: that is the program's own doing.
+        behind = seen[..., last:]
+        return (moment.blind or bool(seen[..., :last].any(-1).all())) and not (self.open and behind.numel() and bool(behind.all(-1).any()))

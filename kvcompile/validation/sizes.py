@@ -25,6 +25,8 @@ MOST = 1 << 22
 """Elements that the largest value of a program may have when it is tried."""
 LONG = 64
 """A length of tokens from here on is made smaller where a program is too large."""
+LEAST = 4
+"""Numbers become larger ones than this, and than the lengths that stay as they are."""
 NEAR = 8
 """Lengths no further apart stay as far apart."""
 TRIED = (5, 7, 11, 2, 3, 16, 24, 1, 64)
@@ -161,19 +163,20 @@ def _lengths(part: Cut) -> set[int]:
 
 def reductions(part: Cut) -> Iterator[Number]:
     """Give ways to make a program's numbers smaller, the most thorough first."""
-    lengths = {number for number in _lengths(part) if number >= LONG}
+    known = _lengths(part)
+    lengths, least = {number for number in known if number >= LONG}, max((number for number in known if number < LONG), default=0)
     literal = {number for node in part.captured.graph.nodes for number in _numbers([*node.args, *node.kwargs.values()])}
     near = {number for number in literal if any(abs(number - length) <= NEAR for length in lengths)}
     large = {number for number in literal | lengths if 3 * LONG <= number < 1 << 31}
     for chosen in dict.fromkeys((frozenset(large | lengths | near), frozenset(lengths | near))):
-        yield _smaller(chosen)
+        yield _smaller(chosen, max(least, LEAST))
 
 
-def _smaller(numbers: Iterable[int]) -> Number:
-    """Return a function that maps these numbers to small ones in their order, those near each other alike, and no other number."""
+def _smaller(numbers: Iterable[int], least: int = LEAST) -> Number:
+    """Return a function that maps these numbers to small ones above ``least``, in order, those near each other alike, and no other."""
     told: dict[int, int] = {}
     last = None
-    small = 4
+    small = least
     for number in sorted(numbers):
         small = small + number - last if last is not None and number - last <= NEAR else small + 2 * NEAR - 1
         told[number], last = small, number

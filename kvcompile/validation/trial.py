@@ -243,7 +243,7 @@ def _tried(part: Cut, arguments: Arguments, values: Values) -> Verdict:
     """Run a program and its twin at some sizes. Raises NotApart."""
     sessions = list(_moments(part, arguments, values))
     # A query that sees one token gives its value, whatever the scores are.
-    telling, unknown = False, "no call of it could be made in which a query sees more than one token"
+    done, telling, unknown = False, False, ""
     for moments, unwritten in sessions:
         try:
             session = _Session(part, _twin(part), arguments)
@@ -254,7 +254,7 @@ def _tried(part: Cut, arguments: Arguments, values: Values) -> Verdict:
                         raise NotApart(f"over a table that is not the model's own {difference}")
                     state = f"{moment.start} tokens before it" + (", unwritten places not zero" if unwritten else "")
                     return Verdict(Outcome.DIFFERENT, f"{difference} (call {number + 1}, {state}, seed {SEED})")
-                telling |= moment.start + arguments.tokens(moment) > 1
+                done, telling = True, telling or moment.start + arguments.tokens(moment) > 1
         except NotApart as reason:
             unknown = str(reason)
         except KvcompileError as error:
@@ -264,7 +264,10 @@ def _tried(part: Cut, arguments: Arguments, values: Values) -> Verdict:
             log.debug("a rewritten twin fails", exc_info=True)
             first = next(iter(str(error).splitlines()), "")
             return Verdict(Outcome.DIFFERENT, f"it fails with {type(error).__name__}: {first} (seed {SEED})")
-    return Verdict(Outcome.EQUAL, blind=_blind(part, arguments, sessions)) if telling else Verdict(Outcome.UNKNOWN, unknown)
+    # A prompt of one token has no other call.
+    if telling or (done and not unknown):
+        return Verdict(Outcome.EQUAL, blind=_blind(part, arguments, sessions))
+    return Verdict(Outcome.UNKNOWN, unknown or "no call of it could be made")
 
 
 class _OfTheFirstStep(Arguments):
