@@ -9,6 +9,8 @@ the projections that make the new tokens. In graphs for CUDA they may be kernels
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -23,6 +25,8 @@ from kvcompile.lowering import appends, inductor, ops, report_site
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.fold import fold
 from kvcompile.settings import Inner, Settings
+
+log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
 
@@ -137,18 +141,26 @@ def compile_graph(
     for name in ("_param_name_to_source",):
         if hasattr(module, name):
             setattr(inlined, name, getattr(module, name))
-    if settings.fold:
-        fold(inlined, fakes)
-    with _context(fake_mode):
-        if settings.inner is Inner.AOT_EAGER:
-            return torch._dynamo.lookup_backend("aot_eager")(inlined, list(fakes))
-        inductor.install()
-        from torch._inductor.compile_fx import compile_fx
+    # Regions hide what they call.
+    functions = own_functions(inlined.graph)
+    folded = settings.fold and fold(inlined, fakes)
+    try:
+        with _context(fake_mode):
+            if settings.inner is Inner.AOT_EAGER:
+                return torch._dynamo.lookup_backend("aot_eager")(inlined, list(fakes))
+            inductor.install()
+            from torch._inductor.compile_fx import compile_fx
 
-        patches = inductor_patches(settings, mode, options, plan, replayed)
-        marked = patches.get(CACHEABLE, getattr(torch._inductor.config, CACHEABLE))
-        patches[CACHEABLE] = marked | dict.fromkeys(own_functions(inlined.graph), sources_hash())
-        return cast(Compiled, compile_fx(inlined, list(fakes), config_patches=patches))
+            patches = inductor_patches(settings, mode, options, plan, replayed)
+            marked = patches.get(CACHEABLE, getattr(torch._inductor.config, CACHEABLE))
+            patches[CACHEABLE] = marked | dict.fromkeys(functions, sources_hash())
+            return cast(Compiled, compile_fx(inlined, list(fakes), config_patches=patches))
+    except Exception:
+        if not folded:
+            raise
+        log.warning("%d equal layers could not be compiled as one region, and are compiled one by one", folded, exc_info=True)
+    unfolded = dataclasses.replace(settings, fold=False)
+    return compile_graph(module, fakes, fake_mode, unfolded, mode=mode, options=options, plan=plan, replayed=replayed)
 
 
 def emitted_modules(
