@@ -63,8 +63,9 @@ def fold(module: fx.GraphModule, fakes: Sequence[Any]) -> int:
     found = []
     for stretch in _stretches(nodes, kinds):
         starts = [(_left(nodes, moved), moved.start) for moved in _moved(kinds, stretch)]
-        if starts:
-            found.append((-stretch.saved, *min(starts), stretch))
+        fewest = [start for left, start in starts if left == min(starts)[0]]
+        # The first run may take something else than the others.
+        found += [(-stretch.saved, min(starts)[0], start, stretch) for start in {*fewest[:1], *fewest[-1:]}]
     for _, _, start, stretch in sorted(found, key=lambda known: known[:3])[:MOST]:
         moved = Stretch(start, stretch.length, stretch.count)
         if _outputs(nodes, moved) and (layers := _layers(nodes, moved)) and _apart(nodes, moved, layers):
