@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -109,6 +110,15 @@ def validated_anew() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvcompile.lowering.remembered.Remembered.__contains__", lambda self, key: False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def said_anew() -> None:
+    """What is said once a process is said again in every test."""
+    handle = sys.modules.get("kvcompile.runtime.handle")
+    if handle is not None:
+        handle.tell.cache_clear()
+        handle._say.cache_clear()
 
 
 @pytest.fixture(autouse=True)
