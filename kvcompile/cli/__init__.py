@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 for success, 1 for refusals under --strict, 2 for errors."""
     arguments = _parser().parse_args(argv)
     package = logging.getLogger("kvcompile")
-    if package.level == logging.NOTSET:
+    level = package.level
+    if level == logging.NOTSET:
         # What the backend warns of stands in the report.
         package.setLevel(logging.ERROR)
     try:
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough (`| head`); what is left in the buffer must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        package.setLevel(level)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -61,7 +61,10 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
     once = _first_step(whole, examples) if pooled else None
     if once is not None and once.outcome is not Outcome.UNKNOWN:
         return once
-    verdict = _apart(whole, examples)
+    try:
+        verdict = _apart(whole, examples)
+    except NotApart as reason:
+        verdict = Verdict(Outcome.UNKNOWN, str(reason))
     if verdict.outcome is not Outcome.UNKNOWN or once is not None or (once := _first_step(whole, examples)) is None:
         return verdict
     if once.outcome is Outcome.DIFFERENT:
@@ -71,8 +74,11 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
 
 
 def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
-    """Compare the first step of a program; None where it is large."""
-    part = plain(cut(whole), torch.float32)
+    """Compare the first step of a program; None where it is large or does not run by itself."""
+    try:
+        part = plain(cut(whole), torch.float32)
+    except NotApart:
+        return None
     return first_step(part, examples) if elements(part, hints(part)) <= MOST else None
 
 

@@ -19,7 +19,6 @@ from kvcompile.passes.patterns.steps import VERY_NEGATIVE
 from kvcompile.passes.prologue import dataflow, extract
 from kvcompile.passes.shapes import value_of
 from kvcompile.passes.sites import LimitKind, MaskKind, MaskTerm, SlotKind
-from kvcompile.runtime import handle as handles
 from kvcompile.validation.cut import Cut, NotApart
 from kvcompile.validation.sizes import Values, read
 
@@ -158,8 +157,6 @@ class Arguments:
         if index not in self.part.sources:
             return None
         value = self.examples[self.part.sources[index]] if self.part.sources[index] < len(self.examples) else None
-        if handles.is_handle(value) and tuple(value.shape) == shape:
-            return handles.decoded(value).to("cpu")
         if type(value) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer} or tuple(value.shape) != shape:  # type: ignore[union-attr]
             return None
         return value.detach().to("cpu", copy=True)  # type: ignore[union-attr]
