@@ -61,7 +61,7 @@ def fold(module: fx.GraphModule, fakes: Sequence[Any]) -> int:
             _compute(node)
     kinds = [_kind(node) for node in nodes]
     found = []
-    for stretch in _stretches(nodes, kinds):
+    for stretch in sorted(_stretches(nodes, kinds), key=lambda known: (-known.saved, known.start))[: 4 * MOST]:
         starts = [(_left(nodes, moved), moved.start) for moved in _moved(kinds, stretch)]
         fewest = [start for left, start in starts if left == min(starts)[0]]
         # The first run may take something else than the others.
@@ -112,7 +112,7 @@ def _stretches(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[Stret
             places[kinds[at]].append(at)
     found: set[tuple[int, int, int]] = set()
     for where in places.values():
-        for step in range(1, len(where)):
+        for step in range(1, min(len(where), MOST)):
             for first in range(step):
                 found.update(_runs(where[first::step]))
     for first, length, count in found:
