@@ -57,7 +57,8 @@ def child(kind: str, layers: int, device: str, profile: Path | None) -> None:
         else:
             import kvcompile
 
-            call = torch.compile(model, backend=kvcompile.backend(kind, strict=True), fullgraph=True)
+            scheme, _, fold = kind.partition("+")
+            call = torch.compile(model, backend=kvcompile.backend(scheme, strict=True, fold=bool(fold)), fullgraph=True)
         for step in range(PROMPT, PROMPT + STEPS):
             call(words[:, step : step + 1], past_key_values=cache, use_cache=True)
             if device == "cuda":
@@ -97,7 +98,7 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run the configurations, side by side where ``--jobs`` says so, and print each against stock."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kinds", default="stock,int4,certified")
+    parser.add_argument("--kinds", default="stock,int4,certified", help="stock, schemes, and schemes with +fold")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=3, help="processes with full caches")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -50,8 +51,8 @@ def writing_by_an_operation(graph: fx.Graph, x: fx.Node, weight: fx.Node, count:
     return plain(graph, x, weight, count, number)
 
 
-def fakes_and_module(layer: Layer, layers: int = 4, shared: bool = False) -> tuple[fx.GraphModule, list[Any]]:
-    """A graph of equal layers over fake values, as a capture leaves it; ``shared``: one counter under two names."""
+def fakes_and_module(layer: Layer, layers: int = 4) -> tuple[fx.GraphModule, list[Any]]:
+    """A graph of equal layers over fake values, as a capture leaves it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode()
@@ -67,13 +68,7 @@ def fakes_and_module(layer: Layer, layers: int = 4, shared: bool = False) -> tup
     weights = [given(f"weight{number}", torch.zeros(2, 3)) for number in range(layers)]
     counts = [given(f"count{number}", torch.zeros(2, 1, dtype=torch.int64)) for number in range(layers)]
     for number in range(layers):
-        count = counts[number]
-        if shared:
-            other = graph.call_function(aten.view.default, (count, [1, 2]))
-            with mode:
-                other.meta["val"] = count.meta["val"].view(1, 2)
-            x = graph.call_function(aten.add.Tensor, (x, graph.call_function(aten.sum.default, (other,))))
-        x = layer(graph, x, weights[number], count, number)
+        x = layer(graph, x, weights[number], counts[number], number)
     graph.output((x, *counts))
     with mode:
         for node in graph.nodes:
@@ -96,6 +91,16 @@ def test_equal_layers_become_calls_of_one_region() -> None:
     assert len(calls) == 4 and len({call.args[1] for call in calls}) == 1
     found = module(*arguments())
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_many_layers_are_found_among_few_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 32 layers the search looked at every pair of them, and took longer than the compilation that it saves."""
+    module_of_fold, seen = sys.modules["kvcompile.lowering.fold"], []
+    moved = module_of_fold._moved
+    monkeypatch.setattr(module_of_fold, "_moved", lambda *given: seen.append(1) or moved(*given))
+    module, fakes = fakes_and_module(plain, 32)
+    assert fold(module, fakes) == 32
+    assert len(seen) <= 4 * module_of_fold.MOST
 
 
 @pytest.mark.parametrize("layer", [scaled_by_its_number, writing_by_an_operation])

@@ -68,8 +68,9 @@ def fold(module: fx.GraphModule, fakes: Sequence[Any]) -> int:
         found += [(-stretch.saved, min(starts)[0], start, stretch) for start in {*fewest[:1], *fewest[-1:]}]
     for _, _, start, stretch in sorted(found, key=lambda known: known[:3])[:MOST]:
         moved = Stretch(start, stretch.length, stretch.count)
-        if _outputs(nodes, moved) and (layers := _layers(nodes, moved)) and _apart(nodes, moved, layers):
-            _replace(module, nodes, moved, layers)
+        outputs = _outputs(nodes, moved)
+        if outputs and (layers := _layers(nodes, moved)) and _apart(nodes, moved, layers, outputs):
+            _replace(module, nodes, moved, layers, outputs)
             return moved.count
     return 0
 
@@ -239,9 +240,8 @@ def _memory(node: fx.Node) -> Any:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
 
-def _apart(nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer]) -> bool:
+def _apart(nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer], outputs: Sequence[int]) -> bool:
     """Whether no run is given memory twice that it writes, nor a part of a tensor from its middle, nor returns memory that it was given."""
-    outputs = _outputs(nodes, stretch)
     for number, layer in enumerate(layers):
         members = _members(nodes, stretch, number)
         given: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -280,9 +280,11 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 # --- replacing --------------------------------------------------------------------------------------------
 
 
-def _replace(module: fx.GraphModule, nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer]) -> None:
+def _replace(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer], outputs: Sequence[int]
+) -> None:
     """Put a call of one region in place of each run."""
-    graph, outputs = module.graph, _outputs(nodes, stretch)
+    graph = module.graph
     # Torch keeps what it traced by this name: equal names are equal regions.
     told = [*layers[0].text, *(_described(operand.meta.get("val")) for operand in layers[0].operands), str(outputs)]
     name = f"kvcompile_layer_{hashlib.sha256(chr(10).join(told).encode()).hexdigest()[:16]}"
