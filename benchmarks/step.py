@@ -124,7 +124,7 @@ def measure(
     model: Any, config: Any, name: str, batch: int, context: int, steps: int, owners: dict[Any, Any], turns: Path | None = None,
     prompt: str = "filled", windows: int = 1,
 ) -> Row:
-    """One configuration: ``eager``, ``stock``, ``stock:reduce-overhead``, or ``scheme[:mode]``."""
+    """One configuration: ``eager``, ``stock``, ``stock:reduce-overhead``, or ``scheme[+fold][:mode]``."""
     clear()
     kind, _, mode = name.partition(":")
     compiled_prompt = prompt == "compiled" and kind not in {"eager", "stock"}
@@ -136,7 +136,8 @@ def measure(
     elif kind == "stock":
         call = torch.compile(model, mode=mode or None)
     else:
-        owner = owners.setdefault((kind, mode), kvcompile.backend(kind, strict=True))
+        scheme, _, fold = kind.partition("+")
+        owner = owners.setdefault((kind, mode), kvcompile.backend(scheme, strict=True, fold=bool(fold)))
         call = torch.compile(model, backend=owner, mode=mode or None, fullgraph=True)
     before = len(owner.graphs) if owner is not None else 0
     token = torch.randint(0, 1000, (batch, 1), device="cuda")

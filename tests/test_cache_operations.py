@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from e2e_models import cache_of, llama, prompt
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 import kvcompile
@@ -248,6 +250,18 @@ def test_views_know_where_they_come_from(model: LlamaForCausalLM) -> None:
     assert part.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
 
 
+def test_a_tracer_that_describes_a_cache_leaves_it_compressed(model: LlamaForCausalLM) -> None:
+    """Dynamo of torch 2.11 asks each input for its storage; were the cache dense from then on, every step would be compiled anew."""
+    pair = Pair(model, "dynamic")
+    pair.step(9, 1)
+    keys = pair.cache.layers[0].keys
+    with tracing(TracingContext(FakeTensorMode())):
+        assert keys.untyped_storage().nbytes() <= 16
+    assert isinstance(keys, kvcompile.CompressedCache)
+    keys.untyped_storage()
+    assert type(keys) is torch.Tensor
+
+
 def test_views_show_what_is_written_after_them(model: LlamaForCausalLM) -> None:
     pair = Pair(model, "static")
     pair.step(9, 1)
@@ -279,10 +293,26 @@ def test_a_compiled_graph_writes_to_a_view(model: LlamaForCausalLM) -> None:
     assert pair.step(1) <= 1e-5
 
 
-@pytest.mark.parametrize("clear", [
+each_clear = pytest.mark.parametrize("clear", [
     lambda keys: keys.zero_(), lambda keys: keys.fill_(0), lambda keys: keys.mul_(0), lambda keys: keys.__setitem__(..., 0),
     lambda keys: keys.__setitem__(slice(None), 0.0),
 ], ids=["zero_", "fill_", "mul_", "ellipsis", "slice"])
+
+
+@each_clear
+@each_exact
+def test_zeros_in_a_cache_that_grows_are_tokens(model: LlamaForCausalLM, clear: Callable[[Any], Any], scheme: str) -> None:
+    """What transformers before 5.23 does to reset a DynamicCache: the next prompt stands behind as many zeros."""
+    pair = Pair(model, "dynamic", scheme)
+    pair.step(9, 1)
+    for layer in (*pair.cache.layers, *pair.plain.layers):
+        clear(layer.keys)
+        clear(layer.values)
+    assert pair.step(4, 1) <= 1e-5
+    assert pair.cache.layers[0].keys.shape == pair.plain.layers[0].keys.shape
+
+
+@each_clear
 def test_clearing_empties_a_cache(model: LlamaForCausalLM, clear: Callable[[Any], Any]) -> None:
     pair = Pair(model, "static")
     pair.step(9, 1)

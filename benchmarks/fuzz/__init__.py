@@ -110,6 +110,11 @@ def tried(seed: int, choice: Choice, validate: bool = True) -> Result:
     return Result(seed, choice, Found.DIFFERENT, f"{error:.1e}")
 
 
+def seeded(seeds: range) -> list[Result]:
+    """The results of the modules of some seeds."""
+    return [tried(seed, drawn(seed)) for seed in seeds]
+
+
 def shrunk(result: Result) -> Result:
     """The same failure with as many plain axes as it still fails with."""
     for axis, options in AXES.items():

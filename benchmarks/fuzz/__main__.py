@@ -4,44 +4,70 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
+import multiprocessing
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.fuzz import Found, Result, drawn, shrunk, tried
+from benchmarks.fuzz import Found, Result, seeded, shrunk
 from benchmarks.fuzz.grammar import AXES
 
+CHUNK = 20
+"""Seeds that one process takes at once."""
 
-def _seeded(seed: int) -> Result:
-    return tried(seed, drawn(seed))
+
+def _results(seeds: range, jobs: int, until: float) -> Iterator[list[Result]]:
+    """The results of the seeds, chunk by chunk, of chunks begun before ``until``; raises BrokenProcessPool where a process died."""
+    chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
+    # A process that has compiled some hundred modules has grown: it is replaced.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=15) as pool:
+        for done in as_completed([pool.submit(seeded, chunk) for chunk in chunks]):
+            with contextlib.suppress(CancelledError):
+                yield done.result()
+            if time.monotonic() > until:
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Fuzz as the arguments say; 1 where a module is silently different or fails because of us."""
+    """Fuzz as the arguments say; 1 where a module is silently different, fails because of us or was not run."""
     parser = argparse.ArgumentParser(description="random cached attentions, compiled and uncompiled")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", help="write failures here")
-    options, console = parser.parse_args(given), Console()
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="begin no module after this long")
+    parser.add_argument("--json", type=Path, help="write counts and failures here")
+    options, console, started = parser.parse_args(given), Console(), time.monotonic()
     counts: collections.Counter[str] = collections.Counter()
     bad: list[Result] = []
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for result in pool.map(_seeded, range(options.first, options.first + options.count), chunksize=4):
-            counts[result.found.value] += 1
-            if result.found in {Found.DIFFERENT, Found.FAULT}:
-                bad.append(shrunk(result))
-                odd = {axis: choice for axis, choice in bad[-1].choice.items() if choice != AXES[axis][0]}
-                console.print(f"seed {result.seed}: {result.found.value}: {odd} {bad[-1].said}", highlight=False, markup=False)
-    console.print(dict(counts))
-    if options.json:
-        rows = [{"seed": item.seed, "choice": item.choice, "found": item.found.value, "said": item.said} for item in bad]
-        Path(options.json).write_text(json.dumps(rows))
-    return int(bool(bad))
+    try:
+        for results in _results(range(options.first, options.first + options.count), options.jobs, started + options.limit_seconds):
+            counts.update(result.found.value for result in results)
+            for result in results:
+                if result.found in {Found.DIFFERENT, Found.FAULT}:
+                    bad.append(result)
+                    _say(console, result)
+            if options.json:
+                rows = [{"seed": item.seed, "choice": item.choice, "found": item.found.value, "said": item.said} for item in bad]
+                options.json.write_text(json.dumps({"counts": counts, "bad": rows}))
+    except BrokenProcessPool as died:
+        console.print(f"a process died: {died}", markup=False)
+    seconds = time.monotonic() - started
+    console.print(dict(counts), f"{counts.total()} of {options.count} modules, {seconds:.0f} s on {options.jobs} processes")
+    for result in bad:
+        _say(console, shrunk(result))
+    return int(bool(bad) or counts.total() < options.count)
+
+
+def _say(console: Console, result: Result) -> None:
+    odd = {axis: choice for axis, choice in result.choice.items() if choice != AXES[axis][0]}
+    console.print(f"seed {result.seed}: {result.found.value}: {odd} {result.said}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

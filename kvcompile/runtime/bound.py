@@ -99,8 +99,8 @@ class BoundGraph:
 
     def _new_state(self, group: Group, batch: int, device: torch.device, args: tuple[Any, ...]) -> CacheState:
         stores = {item.part: Store(self._spec(item), batch, device, 0, self._rotary(item, args)) for item in group.bindings}
-        state = CacheState({item.part: item.plan.slot.axes for item in group.bindings}, stores, growth=self.growth)
-        state.ring = group.ring.slots if group.ring is not None else None
+        axes, ring = {item.part: item.plan.slot.axes for item in group.bindings}, None if group.ring is None else group.ring.slots
+        state = CacheState(axes, stores, ring=ring, growth=self.growth, grown=group.grows)
         self.live.add(state)
         return state
 
@@ -489,12 +489,11 @@ class BoundGraph:
         fake = value_of(group.root)
         if shape is None:
             shape = tuple(self.sizes.read(size, args) for size in fake.shape)
-        grows = group.kind in {SlotKind.CONCAT, SlotKind.BORN_CONCAT}
-        if grows:
+        if group.grows:
             length = state.length if group.ring is None else self.sizes.read(group.ring.keep, args)
             shape = tuple(length if dim == group.token_dim else size for dim, size in enumerate(shape))
         handle = handles.make(state, shape, fake.dtype, fake.device)
-        if grows and group.ring is None:
+        if group.grows and group.ring is None:
             # The next call has a longer one: Dynamo would learn that by compiling the first step for this length alone.
             torch._dynamo.maybe_mark_dynamic(handle, group.token_dim)
         return handle

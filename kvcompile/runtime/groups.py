@@ -73,6 +73,11 @@ class Group:
         return self.first.plan.slot.ring
 
     @property
+    def grows(self) -> bool:
+        """Whether a step returns a longer cache, every place of which is a token."""
+        return self.kind in {SlotKind.CONCAT, SlotKind.BORN_CONCAT}
+
+    @property
     def pool(self) -> bool:
         """Whether it is read through a gather: any place may have been written, so all of them are held."""
         return self.first.plan.slot.table is not None

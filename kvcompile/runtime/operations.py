@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from kvcompile.errors import WindowPassed
 from kvcompile.runtime.callers import user_line
@@ -51,7 +52,10 @@ def _rows(handle: CompressedCache, rows: torch.Tensor, index: Any = None) -> Com
     return _derived(handle, state, tuple(shape), handle._length, index)
 
 
-def _zero(handle: CompressedCache) -> CompressedCache:
+def _zero(handle: CompressedCache) -> Any:
+    """Zeros in all places: none was written yet, unless each is a token (transformers before 5.23 resets a DynamicCache so)."""
+    if handle._kv.grown:
+        return NotImplemented
     handle._kv.clear()
     handle._length, handle._epoch = 0, handle._kv.epoch
     return handle
@@ -136,12 +140,13 @@ def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
 def _reduce(handle: CompressedCache, protocol: int) -> Any:
     resume(handle)
     parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
-    ring = handle._kv.ring, handle._kv.top
+    ring = handle._kv.ring, handle._kv.top, handle._kv.grown
     return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *ring)
 
 
 def rebuild(
-    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, ring: int | None = None, top: int = 0
+    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, ring: int | None = None, top: int = 0,
+    grown: bool = False,
 ) -> CompressedCache:
     """A handle from what pickling kept: planes and layout, codes as they were."""
     from kvcompile.runtime.store import Store
@@ -150,7 +155,7 @@ def rebuild(
     for part, (spec, planes) in parts.items():
         stores[part] = Store.holding(spec, list(planes))
     del device
-    state = CacheState(axes, stores, length, ring=ring)
+    state = CacheState(axes, stores, length, ring=ring, grown=grown)
     # A cropped tensor of a state that went on: its stores hold more tokens than it shows.
     state.top = state.behind = max(top, length)
     return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
@@ -174,8 +179,7 @@ def _setitem(handle: CompressedCache, index: Any, value: Any) -> Any:
     if not all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items):
         return NotImplemented
     if _nought(value):
-        _zero(handle)
-        return None
+        return NotImplemented if _zero(handle) is NotImplemented else None
     return None if is_handle(value) and _copy_codes(handle, value) is handle else NotImplemented
 
 
@@ -289,6 +293,10 @@ def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
         if made is not NotImplemented:
             return made
     if name in ADDRESSES and is_handle(target):
+        # Torch before 2.12 asks the tensors that it traces for their storage, to describe them: it means no access to values.
+        if TracingContext.try_get() is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         thaw(target, f"{name} asks for its memory, at {user_line()}")
         return func(*args, **kwargs)
     touched = [item for item in written(func, name, args, kwargs) if is_handle(item)]

@@ -41,6 +41,8 @@ class CacheState:
     """The number of slots that tokens go around in; None where every token has its own."""
     growth: Growth = field(default_factory=Growth)
     """How much room tokens get that are written outside of compiled code."""
+    grown: bool = False
+    """Whether every place of its tensors is a token, as where a step returns a longer one: zeros written there count."""
 
     def __post_init__(self) -> None:
         self.rollbacks: list[tuple[int, int]] = []
@@ -146,14 +148,14 @@ class CacheState:
     def mapped(self, change: Callable[[Store], Store]) -> CacheState:
         """A new state whose stores are ``change(store)``."""
         stores = {part: change(store) for part, store in self.stores.items()}
-        made = CacheState(self.axes, stores, self.length, ring=self.ring, growth=self.growth)
+        made = CacheState(self.axes, stores, self.length, ring=self.ring, growth=self.growth, grown=self.grown)
         made.top, made.behind, made.held = self.top, self.behind, self.held
         return made
 
     def moved(self, first: int, count: int, slots: int | None) -> CacheState:
         """A new state, a ring of ``slots`` or none, whose first tokens are the ``count`` from position ``first`` on: codes as they are."""
         stores = {part: store.gathered(first, count, self.ring) for part, store in self.stores.items()}
-        return CacheState(self.axes, stores, count, ring=slots, growth=self.growth)
+        return CacheState(self.axes, stores, count, ring=slots, growth=self.growth, grown=self.grown)
 
 
 def bring(dense: torch.Tensor, axes: Axes, heads: int, head_dim: int) -> torch.Tensor:
