@@ -2,12 +2,13 @@
 # when pyproject.toml changed. Torch goes in first and pinned, so that nothing else chooses it.
 
 TORCH ?= torch==2.13.0
+PINS ?=
 VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test lint accept clean
+.PHONY: demo test suite oldest lint accept clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -16,8 +17,15 @@ demo: $(READY)
 # Side by side where pytest-xdist could be had; the suite is the same without it.
 PARALLEL = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist worksteal')
 
-test: lint
+test: lint suite
+
+suite: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL)
+
+# The suite with the oldest versions that pyproject.toml admits; takes several GB, as that torch comes with CUDA alone.
+# Its Triton's interpreter does not run with a newer numpy.
+oldest:
+	$(MAKE) suite VENV=.venv-oldest TORCH='torch==2.11.0' PINS='transformers==5.17.0 numpy~=2.3.0'
 
 # The real thing on a GPU, or slowly on a CPU: benchmarks/ACCEPT.md says what runs. make accept ARGS='--only llama' for a part.
 accept: $(READY)
@@ -34,9 +42,9 @@ $(READY): pyproject.toml
 	  done; \
 	  echo 'kvcompile needs Python 3.11 or newer, found none: install one, or say make PYTHON=/path/to/python' >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet '$(TORCH)' --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet '$(TORCH)' $(PINS) --editable '.[dev]'
 	-$(BIN)/python -m pip install --quiet 'pytest-xdist>=3.6'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -27,6 +27,8 @@ COLUMNS: tuple[str, ...] = (
 """The accumulators, in order; ``sum_`` and the counters add up, ``most_`` is the largest. The last two count blocks of original keys of a
 kv head, where they are in host memory and some of them on the device: those asked for that were there, and those read over the bus."""
 
+# Dynamo of torch 2.11 cannot iterate over an enum.
+FIGURES = tuple(Figure)
 MOST = tuple(name.startswith("most_") for name in COLUMNS)
 
 
@@ -57,7 +59,7 @@ def figures_of(
         Figure.KEY: torch.where(falls, 0, key), Figure.VALUE: torch.where(falls, 0, value),
         Figure.ARITHMETIC: torch.where(falls, up32(dense), arithmetic), Figure.DELTA: up32(delta), Figure.TAIL: up32(tail),
     }
-    return side_by_side([columns[figure] for figure in Figure])
+    return side_by_side([columns[figure] for figure in FIGURES])
 
 
 class Counted(NamedTuple):
