@@ -27,8 +27,8 @@ COLUMNS: tuple[str, ...] = (
 """The accumulators, in order; ``sum_`` and the counters add up, ``most_`` is the largest. The last two count blocks of original keys of a
 kv head, where they are in host memory and some of them on the device: those asked for that were there, and those read over the bus."""
 
-# Dynamo of torch 2.11 cannot iterate over an enum.
-FIGURES = tuple(Figure)
+# The columns' order: Dynamo of torch 2.11 cannot iterate over an enum.
+FIGURES, COUNTS = tuple(Figure), tuple(Count)
 MOST = tuple(name.startswith("most_") for name in COLUMNS)
 
 
@@ -81,7 +81,7 @@ def counts_of(counted: Counted, widened: torch.Tensor, falls: torch.Tensor, caus
         Count.BLOCKS: counted.blocks, Count.KEYS: counted.keys, Count.VALUES: counted.values, Count.EXPLORED: counted.explored,
         Count.RUNG: rung, Count.CAUSES: causes,
     }
-    return side_by_side([columns[count].to(torch.int32) for count in Count])
+    return side_by_side([columns[count].to(torch.int32) for count in COUNTS])
 
 
 def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Tensor) -> None:
