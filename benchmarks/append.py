@@ -23,8 +23,9 @@ from attention import BANDWIDTH, D, K, graph_ms
 from graphs import compiled
 
 from kvcompile import schemes
-from kvcompile.lowering import appends, ops
 from kvcompile.lowering import compile as lowering
+from kvcompile.lowering.append import appends
+from kvcompile.lowering.ops import operations as ops
 from kvcompile.types import Role, SlotSpec, pages_for
 
 CAPACITY = 32768

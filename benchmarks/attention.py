@@ -4,7 +4,7 @@
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16. Times are medians over CUDA-graph replays, so launches are
 not counted against anybody. "Roof" is the time that the scheme's bytes need at 4.3 TB/s, the copy bandwidth of
-an H200. ``--sweep`` times the bare kernel over tiles and splits (what ``lowering/tiles.py`` was chosen by).
+an H200. ``--sweep`` times the bare kernel over tiles and splits (what ``lowering/decode/tiles.py`` was chosen by).
 """
 
 # ruff: noqa: B023 - closures are timed within the iteration that makes them.
@@ -26,9 +26,9 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from kvcompile import schemes
-from kvcompile.lowering import offline
-from kvcompile.lowering.attend_config import AttendConfig, Tile, plane_names
-from kvcompile.lowering.ops import attend_body
+from kvcompile.lowering.decode import offline
+from kvcompile.lowering.decode.config import AttendConfig, Tile, plane_names
+from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.asymmetric import UNPACK, Axis, Kivi
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 

@@ -24,9 +24,10 @@ from attention import D, DeviceStandIn, H, K, graph_ms, store
 from chunked import TOKENS, job, sdpa
 
 from kvcompile import schemes
-from kvcompile.lowering import chunked, inductor
-from kvcompile.lowering.ops import attend, attend_body
-from kvcompile.lowering.prefill_tiles import choose_cut, splits_for
+from kvcompile.lowering import inductor
+from kvcompile.lowering.ops.operations import attend, attend_body
+from kvcompile.lowering.prefill import chunked
+from kvcompile.lowering.prefill.tiles import choose_cut, splits_for
 from kvcompile.types import Role, SlotSpec, pages_for
 
 SCHEMES = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)")

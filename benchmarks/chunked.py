@@ -20,11 +20,12 @@ import torch
 from attention import D, DeviceStandIn, H, K, graph_ms, store
 
 from kvcompile import schemes
-from kvcompile.lowering import offline, prefill_offline
-from kvcompile.lowering.attend_config import Tile
-from kvcompile.lowering.ops import attend_body
-from kvcompile.lowering.prefill_config import PrefillConfig, normalized
-from kvcompile.lowering.prefill_tiles import splits_for
+from kvcompile.lowering.decode import offline
+from kvcompile.lowering.decode.config import Tile
+from kvcompile.lowering.ops.operations import attend_body
+from kvcompile.lowering.prefill import offline as prefill_offline
+from kvcompile.lowering.prefill.config import PrefillConfig, normalized
+from kvcompile.lowering.prefill.tiles import splits_for
 from kvcompile.types import PAGE, Role, SlotSpec
 
 TOKENS = 32768

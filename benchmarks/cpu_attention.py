@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcompile import schemes
-from kvcompile.lowering import inductor, ops
+from kvcompile.lowering import inductor
+from kvcompile.lowering.ops import operations as ops
 from kvcompile.types import PAGE
 
 SCHEMES = ("dense", "int8", "fp8", "int4")

@@ -19,7 +19,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from kvcompile.quality import Bench, Effort, labels, quality_table
+from kvcompile.cli.quality import Bench, Effort, labels, quality_table
 
 PARTS: dict[str, tuple[str, ...]] = {
     "schemes": ("dense", "int4", "kivi(bits=4)", "kivi", "squat", "squat(lam=0.001,rank=5,normalise=False)"),

@@ -22,8 +22,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from benchmarks.attention import BANDWIDTH, D, H, graph_ms, relative_error, store
 from benchmarks.graphs import compiled
 from kvcompile import schemes
-from kvcompile.lowering import triton_attend
-from kvcompile.lowering.attend_config import AttendConfig
+from kvcompile.lowering.decode import lower as triton_attend
+from kvcompile.lowering.decode.config import AttendConfig
 from kvcompile.types import Role
 
 LENGTHS = {

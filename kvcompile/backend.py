@@ -20,22 +20,22 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from kvcompile.errors import BadSetting, KvcompileError, NoOriginals, NotCompiled, SiteRefused, Unsupported
 from kvcompile.lowering.attend_kernels import kernel_lines
-from kvcompile.lowering.certified_telemetry import Telemetry, added_up
+from kvcompile.lowering.certified.telemetry import Telemetry, added_up
 from kvcompile.lowering.compile import compile_graph, compiling
 from kvcompile.lowering.remembered import Remembered
 from kvcompile.lowering.reuse import call_key, fingerprint, identities
-from kvcompile.passes.capture import Captured, capture
-from kvcompile.passes.effects import Effects
-from kvcompile.passes.match import Matched, match
-from kvcompile.passes.nested import inlined
-from kvcompile.passes.plan import Pair, Plan, Policy, plan, policy_of
-from kvcompile.passes.replay import gap, steady_inputs
-from kvcompile.passes.reporting import check_scheme
-from kvcompile.passes.retrace import unexposed
-from kvcompile.passes.rewrite import rewrite
-from kvcompile.passes.rewritten import Rewritten, Variant
-from kvcompile.passes.shapes import value_of
-from kvcompile.passes.sites import Refusal, SlotKind, Stage
+from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.nested import inlined
+from kvcompile.passes.capture.retrace import unexposed
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.match import Matched, match
+from kvcompile.passes.match.sites import Refusal, SlotKind, Stage
+from kvcompile.passes.plan.plan import Pair, Plan, Policy, plan, policy_of
+from kvcompile.passes.plan.reporting import check_scheme
+from kvcompile.passes.rewrite.replay import gap, steady_inputs
+from kvcompile.passes.rewrite.rewrite import rewrite
+from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.passes.verify import verify
 from kvcompile.report import GraphReport, Report, graph_report
 from kvcompile.runtime import adoption
@@ -48,7 +48,7 @@ from kvcompile.runtime.guards import accept_handles
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.views import DecodedView, over_tensors
 from kvcompile.schemes import Certified, Certify, Dense, Scheme
-from kvcompile.schemes.certify import Fallback
+from kvcompile.schemes.certified.policy import Fallback
 from kvcompile.settings import Inner, Settings
 from kvcompile.types import PAGE, Role, SlotSpec
 from kvcompile.validation import Outcome, Verdict, verdicts

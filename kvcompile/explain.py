@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from kvcompile.backend import Backend, backend, kernel_text
-from kvcompile.passes.plan import Plan
-from kvcompile.passes.rewritten import Variant
+from kvcompile.passes.plan.plan import Plan
+from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.report import Report, graph_report
 from kvcompile.schemes import Certify
 from kvcompile.settings import Inner

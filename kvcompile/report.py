@@ -14,10 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvcompile.passes.masks import describe
-from kvcompile.passes.plan import BATCH, TOKENS, Plan, SitePlan
-from kvcompile.passes.shapes import hint
-from kvcompile.passes.sites import Refusal, Slot, SlotKind
+from kvcompile.passes.graph.shapes import hint
+from kvcompile.passes.match.mask.masks import describe
+from kvcompile.passes.match.sites import Refusal, Slot, SlotKind
+from kvcompile.passes.plan.plan import BATCH, TOKENS, Plan, SitePlan
 from kvcompile.schemes import Scheme
 
 LONGEST_PATH = 36

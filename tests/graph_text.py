@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.passes.shapes import op_name
+from kvcompile.passes.graph.shapes import op_name
 
 SILENT = {"alias", "detach", "detach_", "lift_fresh_copy", "lift_fresh"}
 """Copies and views that torch versions put in and leave out; a reader follows their operand."""

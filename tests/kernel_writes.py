@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcompile.lowering.launches import KernelLaunch
+from kvcompile.lowering.host.launches import KernelLaunch
 
 
 class DeviceStandIn:

@@ -13,11 +13,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvcompile
 from kvcompile import schemes
+from kvcompile.cli.targets import CacheKind, Options, resolve
 from kvcompile.explain import observe
-from kvcompile.lowering import append_ops, appends, ops
+from kvcompile.lowering.append import appends
+from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.compile import BODIES, compile_graph, inductor_patches, inline_append
+from kvcompile.lowering.ops import operations as ops
 from kvcompile.settings import Settings
-from kvcompile.targets import CacheKind, Options, resolve
 from kvcompile.types import Role, SlotSpec
 
 KV, DIM = 2, 64

@@ -13,8 +13,8 @@ import pytest
 import torch
 from registry import VARIANTS, each_dtype, each_scheme, fitting, holds, normal, slot, unwritten
 
-from kvcompile.lowering.ops import append_body, attend, attend_body, decodable
-from kvcompile.lowering.windows import append_window_body
+from kvcompile.lowering.ops.append_window import append_window_body
+from kvcompile.lowering.ops.operations import append_body, attend, attend_body, decodable
 from kvcompile.schemes import Scheme
 from kvcompile.types import PAGE, Role, SlotSpec, pages_for
 

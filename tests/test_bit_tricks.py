@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.attend_plan import SlotPlan, slot_plan
-from kvcompile.lowering.bit_tricks import fused, looked_up, multiplied, pair_table, scaled_by
+from kvcompile.lowering.codegen.bit_tricks import fused, looked_up, multiplied, pair_table, scaled_by
+from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
 from kvcompile.types import Role, SlotSpec
 
 CODED = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)")

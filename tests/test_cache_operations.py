@@ -325,7 +325,7 @@ def test_clearing_empties_a_cache(model: LlamaForCausalLM, clear: Callable[[Any]
 @pytest.mark.parametrize("position", [256, 100_000, -1])
 def test_a_position_outside_of_the_planes_is_loud(scheme: str, position: int) -> None:
     """On a GPU the host does not see positions: what lies outside must become NaN, not a crash and not a number."""
-    from kvcompile.lowering import ops
+    from kvcompile.lowering.ops import operations as ops
     from kvcompile.schemes import parse
     from kvcompile.types import Role, SlotSpec
 

@@ -10,8 +10,8 @@ from interpreted import interpreted
 from test_triton_append import assert_same, fuse
 
 from kvcompile import schemes
-from kvcompile.lowering import windows
-from kvcompile.lowering.launches import KernelLaunch, Recorder
+from kvcompile.lowering.host.launches import KernelLaunch, Recorder
+from kvcompile.lowering.ops import append_window as windows
 from kvcompile.types import Role, SlotSpec
 
 KV, DIM, BATCH = 2, 64, 2
@@ -44,8 +44,8 @@ def tokens(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def compare(text: str, dtype: torch.dtype, before: int, pages: int) -> None:
     """Single tokens across a block's end, one out of order, and with few pages beyond the store: every plane and result."""
-    from kvcompile.lowering import certified_append
-    from kvcompile.lowering.triton_append import Slot
+    from kvcompile.lowering.append.window_token import Slot
+    from kvcompile.lowering.certified import append as certified_append
 
     fuse()
     halves = [schemes.parse(text).of(role).spell() for role in Role]
@@ -99,8 +99,8 @@ def test_the_kernel_compiles_offline(text: str, capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering import certified_append
-    from kvcompile.lowering.triton_append import Slot
+    from kvcompile.lowering.append.window_token import Slot
+    from kvcompile.lowering.certified import append as certified_append
 
     recorder, x, pos = Recorder(), torch.zeros(BATCH, KV, 1, DIM, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
     certified_append.append_certified([

@@ -13,12 +13,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.certified_soundness import Cache, Draw, Inputs, Shape, Step, distance, gaussian, needle, one_way_keys, outliers, returned
 from kvcompile.errors import Tier2Missing
-from kvcompile.lowering.certified import certified_attend, certified_attend_body, certified_step
-from kvcompile.lowering.certified_promotion import above, chance, descending
-from kvcompile.lowering.certified_telemetry import accumulate
-from kvcompile.lowering.windows import append_window_body
-from kvcompile.schemes.certified import BLOCK, TELEMETRY, Certified
-from kvcompile.schemes.certify import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
+from kvcompile.lowering.certified.definition import certified_attend, certified_attend_body, certified_step
+from kvcompile.lowering.certified.promotion import above, chance, descending
+from kvcompile.lowering.certified.telemetry import accumulate
+from kvcompile.lowering.ops.append_window import append_window_body
+from kvcompile.schemes.certified.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
+from kvcompile.schemes.certified.scheme import BLOCK, TELEMETRY, Certified
 from kvcompile.types import PAGE, Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -264,7 +264,7 @@ def test_the_window_that_the_write_path_makes_is_understood() -> None:
         planes[role] = [torch.zeros(plane.shape(2, B, K), dtype=plane.dtype) for plane in layout.planes]
         # The name is refused where graphs are compiled; the write path itself takes any scheme.
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("kvcompile.lowering.windows.schemes.parse", lambda _, scheme=scheme: scheme)
+            patched.setattr("kvcompile.lowering.ops.append_window.schemes.parse", lambda _, scheme=scheme: scheme)
             for first, count in ((0, 40), *((at, 1) for at in range(40, T))):
                 pos = torch.arange(first, first + count)[None]
                 recent[role], _ = append_window_body(x[:, :, first : first + count], planes[role], pos, origin, "any")

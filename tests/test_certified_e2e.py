@@ -12,10 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import kvcompile
 from kvcompile.errors import BadSetting, HalfCertified
-from kvcompile.lowering.certified_telemetry import COLUMNS, Telemetry, accumulate
-from kvcompile.passes.plan import policy_of
-from kvcompile.schemes.certified import ORIGINALS, PLACES, SCRATCH, TELEMETRY, Certified
-from kvcompile.schemes.certify import EXACT, Certify, Count, Figure, Rung
+from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry, accumulate
+from kvcompile.passes.plan.plan import policy_of
+from kvcompile.schemes.certified.policy import EXACT, Certify, Count, Figure, Rung
+from kvcompile.schemes.certified.scheme import ORIGINALS, PLACES, SCRATCH, TELEMETRY, Certified
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo"), pytest.mark.compile]
 

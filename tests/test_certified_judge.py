@@ -23,27 +23,27 @@ import triton.language as tl  # noqa: E402
 from interpreted import interpreted  # noqa: E402
 
 from benchmarks.certified_soundness import Cache, Draw, Shape, Step, gaussian, padded  # noqa: E402
-from kvcompile.lowering import triton_bounds  # noqa: E402
-from kvcompile.lowering.bound_printer import FUNCTION, slack, triton_source, up32  # noqa: E402
-from kvcompile.lowering.certified_device import certified_by_kernels  # noqa: E402
-from kvcompile.lowering.certified_promotion import chance  # noqa: E402
-from kvcompile.lowering.certified_telemetry import COLUMNS, MOST, accumulate  # noqa: E402
-from kvcompile.lowering.launches import KernelLaunch, OnlyRoom, Recorder  # noqa: E402
-from kvcompile.lowering.offline import load_module  # noqa: E402
-from kvcompile.lowering.triton_choose import draw, drawn_before  # noqa: E402
-from kvcompile.lowering.triton_judge import as_dtype  # noqa: E402
-from kvcompile.lowering.triton_judge import up32 as rounded_up32  # noqa: E402
-from kvcompile.schemes import bounds  # noqa: E402
-from kvcompile.schemes.bounds import Bound  # noqa: E402
-from kvcompile.schemes.certified import TELEMETRY, Certified  # noqa: E402
-from kvcompile.schemes.certify import Cause, Certify, Count, Fallback, Figure, Rung  # noqa: E402
+from kvcompile.lowering.certified.bound_printer import FUNCTION, slack, triton_source, up32  # noqa: E402
+from kvcompile.lowering.certified.device_step import certified_by_kernels  # noqa: E402
+from kvcompile.lowering.certified.kernels import bounds as triton_bounds  # noqa: E402
+from kvcompile.lowering.certified.kernels.finish import as_dtype  # noqa: E402
+from kvcompile.lowering.certified.kernels.finish import up32 as rounded_up32  # noqa: E402
+from kvcompile.lowering.certified.kernels.select_blocks import draw, drawn_before  # noqa: E402
+from kvcompile.lowering.certified.promotion import chance  # noqa: E402
+from kvcompile.lowering.certified.telemetry import COLUMNS, MOST, accumulate  # noqa: E402
+from kvcompile.lowering.decode.offline import load_module  # noqa: E402
+from kvcompile.lowering.host.launches import KernelLaunch, OnlyRoom, Recorder  # noqa: E402
+from kvcompile.schemes.certified import bounds  # noqa: E402
+from kvcompile.schemes.certified.bounds import Bound  # noqa: E402
+from kvcompile.schemes.certified.policy import Cause, Certify, Count, Fallback, Figure, Rung  # noqa: E402
+from kvcompile.schemes.certified.scheme import TELEMETRY, Certified  # noqa: E402
 
 F64 = torch.float64
 HEADS = (bounds.KEY, bounds.CENTER_NORM, bounds.ACCUMULATION, bounds.OUTPUT_ROUNDING, bounds.VALUE)
 EVALUATE = '''
 import triton
 import triton.language as tl
-from kvcompile.lowering.triton_bounds import tanh
+from kvcompile.lowering.certified.kernels.bounds import tanh
 
 {function}
 

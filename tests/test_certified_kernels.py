@@ -40,10 +40,10 @@ from benchmarks.certified_soundness import (
     ties,
 )
 from kvcompile.errors import Tier2Missing
-from kvcompile.lowering import certified_device
-from kvcompile.lowering.launches import KernelLaunch, OnlyRoom, Recorder
-from kvcompile.schemes.certified import BLOCK, TELEMETRY, Certified
-from kvcompile.schemes.certify import Cause, Certify, Count, Figure, Rung
+from kvcompile.lowering.certified import device_step as certified_device
+from kvcompile.lowering.host.launches import KernelLaunch, OnlyRoom, Recorder
+from kvcompile.schemes.certified.policy import Cause, Certify, Count, Figure, Rung
+from kvcompile.schemes.certified.scheme import BLOCK, TELEMETRY, Certified
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -194,8 +194,8 @@ def test_tier_2_that_is_short_is_an_error() -> None:
 
 
 def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
-    from kvcompile.lowering.bound_printer import aten
-    from kvcompile.schemes import bounds
+    from kvcompile.lowering.certified.bound_printer import aten
+    from kvcompile.schemes.certified import bounds
 
     step, zero = torch.rand(1000) * 10, torch.rand(1000) * 100
     printed = aten(bounds.RADIUS)(step=step, zero=zero)
@@ -321,16 +321,14 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering import (
-        triton_choose,
-        triton_exact,
-        triton_judge,
-        triton_mix,
-        triton_mix_rows,
-        triton_score,
-        triton_stage,
-        triton_tally,
-    )
+    from kvcompile.lowering.certified.kernels import bound_sums as triton_tally
+    from kvcompile.lowering.certified.kernels import dense_fallback as triton_mix_rows
+    from kvcompile.lowering.certified.kernels import exact_scores as triton_exact
+    from kvcompile.lowering.certified.kernels import finish as triton_judge
+    from kvcompile.lowering.certified.kernels import key_scores as triton_score
+    from kvcompile.lowering.certified.kernels import select_blocks as triton_choose
+    from kvcompile.lowering.certified.kernels import stage_keys as triton_stage
+    from kvcompile.lowering.certified.kernels import weighted_values as triton_mix
 
     modules = {
         "score": triton_score, "choose": triton_choose, "stage": triton_stage, "exact": triton_exact, "exact_rows": triton_exact,

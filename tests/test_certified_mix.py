@@ -10,10 +10,10 @@ import pytest
 import torch
 from interpreted import interpreted
 
-from kvcompile.lowering.certificate import CHAIN
-from kvcompile.schemes import bounds
+from kvcompile.lowering.certified.certificate import CHAIN
 from kvcompile.schemes.asymmetric import Axis, Kivi
-from kvcompile.schemes.certified import BLOCK
+from kvcompile.schemes.certified import bounds
+from kvcompile.schemes.certified.scheme import BLOCK
 
 UNIT = 2.0**-24
 
@@ -48,7 +48,7 @@ def values_of(case: Case, draw: torch.Generator) -> torch.Tensor:
 
 def check(case: Case, device: str = "cpu", seed: int = 0) -> float:
     """The largest distance of ``mix`` from float64 relative to the bound, which must not be above one."""
-    from kvcompile.lowering.triton_mix import mix, turn_of
+    from kvcompile.lowering.certified.kernels.weighted_values import mix, turn_of
 
     draw = torch.Generator().manual_seed(seed)
     scheme = Kivi(bits=4, group=case.group, window=max(case.group, BLOCK), axis=Axis.TOKEN)

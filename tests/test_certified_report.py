@@ -10,12 +10,12 @@ from registry import VARIANTS, bound_of, fitting, round_trip, slot, whole_blocks
 
 from benchmarks.certified_soundness import CASES, Draw, Inputs, Shape, distance, paged
 from kvcompile.errors import NotBounded
-from kvcompile.lowering.bound_printer import aten
-from kvcompile.lowering.certified_report import decoded_with_radius, report_step
-from kvcompile.lowering.ops import attend_body
+from kvcompile.lowering.certified.bound_printer import aten
+from kvcompile.lowering.certified.report import decoded_with_radius, report_step
+from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes import Scheme, parse
-from kvcompile.schemes.bounds import Bound, Outward, Over
-from kvcompile.schemes.certify import Certify
+from kvcompile.schemes.certified.bounds import Bound, Outward, Over
+from kvcompile.schemes.certified.policy import Certify
 from kvcompile.types import PAGE, Role
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,17 +21,17 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import kvcompile
 from kvcompile.errors import BadSetting, NoOriginals, NotBounded, NotReported
 from kvcompile.lowering import compile as compiling
-from kvcompile.lowering import report_site
-from kvcompile.lowering.certified_report import report_step
-from kvcompile.lowering.certified_telemetry import COLUMNS, Telemetry, added_up
-from kvcompile.lowering.ops import attend_body
-from kvcompile.passes.plan import policy_of
+from kvcompile.lowering.certified import report_op as report_site
+from kvcompile.lowering.certified.report import report_step
+from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry, added_up
+from kvcompile.lowering.ops.operations import attend_body
+from kvcompile.passes.plan.plan import policy_of
 from kvcompile.runtime.ledger import MOST_KEPT, Ledger
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.store import Telling
 from kvcompile.schemes import parse
-from kvcompile.schemes.certified import TELEMETRY_PLANE
-from kvcompile.schemes.certify import Certify
+from kvcompile.schemes.certified.policy import Certify
+from kvcompile.schemes.certified.scheme import TELEMETRY_PLANE
 from kvcompile.types import PAGE
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo"), pytest.mark.compile]

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from registry import DTYPES, bound_of, normal, round_trip, slot
 
 from kvcompile.errors import BadOption, HeadDimNotDivisible
-from kvcompile.lowering.bound_printer import aten
-from kvcompile.schemes import bounds, parse
-from kvcompile.schemes.certified import BLOCK, ORIGINALS, Certified, Half
-from kvcompile.schemes.certify import EXACT, NAIVE, Certify, Fallback, parse_policy
+from kvcompile.lowering.certified.bound_printer import aten
+from kvcompile.schemes import parse
+from kvcompile.schemes.certified import bounds
+from kvcompile.schemes.certified.policy import EXACT, NAIVE, Certify, Fallback, parse_policy
+from kvcompile.schemes.certified.scheme import BLOCK, ORIGINALS, Certified, Half
 from kvcompile.types import PAGE, Role, SlotSpec
 
 NOTES = 3

@@ -21,14 +21,14 @@ from interpreted import interpreted  # noqa: E402
 
 from kvcompile import schemes  # noqa: E402
 from kvcompile.errors import BadOption  # noqa: E402
-from kvcompile.lowering.certified_device import DeviceStep, certified_by_kernels  # noqa: E402
-from kvcompile.lowering.certified_telemetry import COLUMNS, Telemetry  # noqa: E402
-from kvcompile.lowering.ops import as_tokens  # noqa: E402
-from kvcompile.lowering.triton_stage import given  # noqa: E402
-from kvcompile.lowering.windows import append_window_body  # noqa: E402
+from kvcompile.lowering.certified.device_step import DeviceStep, certified_by_kernels  # noqa: E402
+from kvcompile.lowering.certified.kernels.stage_keys import given  # noqa: E402
+from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry  # noqa: E402
+from kvcompile.lowering.ops.append_window import append_window_body  # noqa: E402
+from kvcompile.lowering.ops.operations import as_tokens  # noqa: E402
 from kvcompile.runtime.store import Store, StoreSpec  # noqa: E402
-from kvcompile.schemes.certified import BLOCK, PLACES, SCRATCH, SET, TELEMETRY, Certified  # noqa: E402
-from kvcompile.schemes.certify import Count, parse_policy  # noqa: E402
+from kvcompile.schemes.certified.policy import Count, parse_policy  # noqa: E402
+from kvcompile.schemes.certified.scheme import BLOCK, PLACES, SCRATCH, SET, TELEMETRY, Certified  # noqa: E402
 from kvcompile.types import PAGE, Role, SlotSpec, pages_for  # noqa: E402
 
 K, G, D = 2, 2, 32

@@ -38,9 +38,9 @@ from benchmarks.certified_soundness import (
     returned,
     trials,
 )
-from kvcompile.lowering.certificate import Sum, Values, certificate
-from kvcompile.schemes.certified import BLOCK, Certified
-from kvcompile.schemes.certify import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
+from kvcompile.lowering.certified.certificate import Sum, Values, certificate
+from kvcompile.schemes.certified.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
+from kvcompile.schemes.certified.scheme import BLOCK, Certified
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

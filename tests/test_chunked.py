@@ -19,12 +19,13 @@ from test_prefill_kernel import Prefill, merged, windowed
 from test_triton_attend import Case, allow_ranges_over_scalars, check, operands
 
 from kvcompile import schemes
-from kvcompile.lowering import chunked, decode_source
-from kvcompile.lowering.attend_config import Tile
-from kvcompile.lowering.offline import load_module, sass
-from kvcompile.lowering.ops import decodable
-from kvcompile.lowering.prefill_config import PrefillConfig
-from kvcompile.lowering.prefill_tiles import CHUNKS, choose_cut, chunk_for
+from kvcompile.lowering.decode.config import Tile
+from kvcompile.lowering.decode.offline import load_module, sass
+from kvcompile.lowering.ops.operations import decodable
+from kvcompile.lowering.prefill import chunked
+from kvcompile.lowering.prefill import decode_chunk as decode_source
+from kvcompile.lowering.prefill.config import PrefillConfig
+from kvcompile.lowering.prefill.tiles import CHUNKS, choose_cut, chunk_for
 from kvcompile.types import Role, SlotSpec
 
 RUNS = (("int8", "fp8"), ("int4",), ("kivi", "kivi(bits=4)"), ("inductor",))
@@ -113,7 +114,8 @@ def through_inductor() -> list[str]:
     from torch._inductor.lowering import register_lowering
     from torch._inductor.utils import run_and_get_code
 
-    from kvcompile.lowering import ops, triton_prefill
+    from kvcompile.lowering.ops import operations as ops
+    from kvcompile.lowering.prefill import lower as triton_prefill
 
     ops.LIBRARY.impl("attend_chunks", functools.partial(chunked.attend_chunks, packed=False), "CPU")
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=232448)

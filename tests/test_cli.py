@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcompile import quality
-from kvcompile.cli import _split, main
+from kvcompile.cli import _split, main, quality
+from kvcompile.cli.targets import Options, resolve
 from kvcompile.errors import TargetError
 from kvcompile.schemes import SCHEMES
-from kvcompile.targets import Options, resolve
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

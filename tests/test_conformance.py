@@ -30,8 +30,8 @@ from registry import (
 )
 
 from kvcompile.errors import SchemeError
-from kvcompile.lowering.ops import append_body
-from kvcompile.lowering.windows import append_window_body
+from kvcompile.lowering.ops.append_window import append_window_body
+from kvcompile.lowering.ops.operations import append_body
 from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Scheme, parse
 from kvcompile.types import PAGE, Extent, SlotSpec, pages_for

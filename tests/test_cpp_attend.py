@@ -15,7 +15,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.testing import FileCheck
 
 from kvcompile import schemes
-from kvcompile.lowering import inductor, ops
+from kvcompile.lowering import inductor
+from kvcompile.lowering.ops import operations as ops
 from kvcompile.types import PAGE
 
 pytestmark = pytest.mark.compile

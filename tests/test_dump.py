@@ -9,13 +9,13 @@ import torch
 
 import kvcompile
 from kvcompile.backend import Backend
-from kvcompile.dump import Dump, Stage
+from kvcompile.cli.dump import Dump, Stage
+from kvcompile.cli.targets import CacheKind, Options, resolve
 from kvcompile.errors import NothingToDump
 from kvcompile.explain import described, observe
-from kvcompile.lowering.offline import OfflineCompilation
-from kvcompile.passes.rewritten import Variant
+from kvcompile.lowering.decode.offline import OfflineCompilation
+from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.report import GraphReport, Report
-from kvcompile.targets import CacheKind, Options, resolve
 
 
 def seen(kind: CacheKind, scheme: str) -> Backend:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import kvcompile
 from kvcompile import errors
-from kvcompile.passes.sites import Stage
+from kvcompile.passes.match.sites import Stage
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -13,7 +13,7 @@ import torch
 from interpreted import interpreted
 
 from kvcompile import schemes
-from kvcompile.lowering import expressions
+from kvcompile.lowering.codegen import expressions
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
 SLOT = SlotSpec(1, 64, torch.float32, Role.KEY)

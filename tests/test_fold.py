@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 import kvcompile
-from kvcompile.lowering import ops
 from kvcompile.lowering.fold import fold
+from kvcompile.lowering.ops import operations as ops
 
 aten = torch.ops.aten
 Layer = Callable[[fx.Graph, fx.Node, fx.Node, fx.Node, int], fx.Node]

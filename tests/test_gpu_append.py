@@ -20,8 +20,8 @@ from test_triton_moves import CASES as MOVING
 from test_triton_moves import compare as compare_moves
 
 from kvcompile import schemes
-from kvcompile.lowering import ops
 from kvcompile.lowering.compile import compile_graph
+from kvcompile.lowering.ops import operations as ops
 from kvcompile.settings import Settings
 from kvcompile.types import Role, SlotSpec
 
@@ -140,7 +140,7 @@ def test_blocks_into_a_window(
     text: str, dim: int, dtype: torch.dtype, pages: int, pieces: tuple[int, ...], padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one compiled graph a size, by the kernels: their launches are counted where they are traced."""
-    from kvcompile.lowering import appends
+    from kvcompile.lowering.append import appends
 
     traced: list[int] = []
     real = appends._window_kernels

@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from test_triton_attend import Case, check, operands
 
-from kvcompile.lowering.attend_config import Bias
+from kvcompile.lowering.decode.config import Bias
 
 pytestmark = [
     pytest.mark.gpu,

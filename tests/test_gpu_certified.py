@@ -30,10 +30,10 @@ from benchmarks.certified_soundness import (
     returned,
     trials,
 )
-from kvcompile.lowering.certified_telemetry import Telemetry
+from kvcompile.lowering.certified.telemetry import Telemetry
 from kvcompile.runtime.pinned import host_plane
-from kvcompile.schemes.certified import TELEMETRY
-from kvcompile.schemes.certify import Cause, Certify, Count, Rung
+from kvcompile.schemes.certified.policy import Cause, Certify, Count, Rung
+from kvcompile.schemes.certified.scheme import TELEMETRY
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvcompile
-from kvcompile.lowering.ops import learn_body
+from kvcompile.lowering.ops.operations import learn_body
 from kvcompile.schemes import parse
 from kvcompile.types import Role
 

@@ -111,7 +111,7 @@ def test_chunks_equal_eager(case: Case) -> None:
 @pytest.mark.parametrize("described", [0, 1])
 def test_chunks_in_a_cuda_graph(described: int) -> None:
     """A replayed graph follows positions that change, within a chunk and from one chunk to the next, and keeps no scratch but its own."""
-    from kvcompile.lowering.chunked import operation
+    from kvcompile.lowering.prefill.chunked import operation
 
     case = Case("int4", "int8", dtype=torch.bfloat16, K=2, D=128, Dv=128, S=300, T=3000)
     args = moved(operands(case))

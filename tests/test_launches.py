@@ -19,11 +19,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kvcompile import schemes
-from kvcompile.lowering import append_ops
-from kvcompile.lowering.certified_site import certified_site, site_by_kernels
+from kvcompile.lowering.append import operations as append_ops
+from kvcompile.lowering.certified.site_op import certified_site, site_by_kernels
 from kvcompile.lowering.compile import compile_graph
-from kvcompile.lowering.launches import KernelLaunch, NotRecorded, OnlyRoom, OperatorCall, Recorder
-from kvcompile.schemes.certified import PLACES, SCRATCH, TELEMETRY
+from kvcompile.lowering.host.launches import KernelLaunch, NotRecorded, OnlyRoom, OperatorCall, Recorder
+from kvcompile.schemes.certified.scheme import PLACES, SCRATCH, TELEMETRY
 from kvcompile.settings import Settings
 from kvcompile.types import Role, SlotSpec
 
@@ -192,7 +192,7 @@ def test_a_compiled_operator_is_its_launches_and_nothing_is_derived(case: str, m
     from torch._inductor import lowering as inductor_lowering
 
     from kvcompile.lowering import inductor
-    from kvcompile.lowering.launch_node import lower_launches
+    from kvcompile.lowering.host.launch_node import lower_launches
 
     def derived(*operands: Any, **more: Any) -> Any:
         raise AssertionError("torch derived what a kernel writes")

@@ -23,12 +23,12 @@ SOFT, HARD = 300, 500
 """Lines of a module: above the first it is named in a warning, above the second refused."""
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools"}
-COMMAND_LINE = {"kvcompile.cli", "kvcompile.targets"}
+COMMAND_LINE = {"kvcompile.cli", "kvcompile.cli.targets"}
 """The modules that may know model families; plus whatever stands in a ``kvcompile.cli`` package."""
 
 
 def dotted(path: Path) -> str:
-    """``kvcompile/passes/match.py`` is ``kvcompile.passes.match``."""
+    """``kvcompile/passes/match/match.py`` is ``kvcompile.passes.match.match``."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -64,18 +64,60 @@ ALLOWED = {
     "kvcompile.passes": ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes"),
     "kvcompile.lowering": ("kvcompile.types", "kvcompile.errors", "kvcompile.settings", "kvcompile.schemes", "kvcompile.lowering"),
     "kvcompile.runtime": (
-        "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.ops",
-        "kvcompile.lowering.rings", "kvcompile.runtime",
+        "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.ops", "kvcompile.runtime",
     ),
     "kvcompile.validation": ("kvcompile.types", "kvcompile.errors", "kvcompile.passes", "kvcompile.runtime", "kvcompile.validation"),
     "kvcompile.report": ("kvcompile.types", "kvcompile.passes", "kvcompile.schemes"),
 }
 """What a layer may import of ours. What is not listed (backend, explain, the command line) stands on top of all."""
 
+ROOMS = {
+    "kvcompile.passes.graph": (),
+    "kvcompile.passes.capture": ("graph",),
+    "kvcompile.passes.match.sites": ("match.paged_places",),
+    "kvcompile.passes.match.paged_places": (),
+    "kvcompile.passes.match.soundness": ("graph", "match.sites"),
+    "kvcompile.passes.match.attention": ("graph", "match.sites"),
+    "kvcompile.passes.match.cache": ("graph", "match.sites", "match.paged_places"),
+    "kvcompile.passes.match.rope": ("graph", "match.sites"),
+    "kvcompile.passes.match.unmatched": ("graph", "capture", "match.attention", "match.cache"),
+    "kvcompile.passes.match.mask": ("graph", "match.sites", "match.soundness", "match.attention", "match.cache"),
+    "kvcompile.passes.match.latent": ("graph", "match.sites", "match.unmatched", "match.attention", "match.cache"),
+    "kvcompile.passes.match": ("graph", "capture"),
+    "kvcompile.passes.plan": ("graph", "match"),
+    "kvcompile.passes.rewrite": ("graph", "capture", "match", "plan"),
+    "kvcompile.lowering.ops": (),
+    "kvcompile.lowering.codegen": (),
+    "kvcompile.lowering.host": (),
+    "kvcompile.lowering.append": ("ops", "host", "certified"),
+    "kvcompile.lowering.certified": ("ops", "codegen", "host", "append", "decode"),
+    "kvcompile.lowering.cpu": ("ops", "codegen", "host"),
+    "kvcompile.lowering.decode": ("ops", "codegen", "host"),
+    "kvcompile.lowering.prefill": ("ops", "codegen", "host", "decode"),
+}
+"""What a room may import of its layer beside itself, by the first row that a module stands in; a module in no room may import all."""
+
 
 def may_import(layer: str, imported: str) -> bool:
     """Whether a layer may import one of our modules, or a package that holds only what it may import."""
     return any(within(imported, root) or root.startswith(imported + ".") for root in ALLOWED[layer])
+
+
+def test_rooms() -> None:
+    wrong, empty = [], set(ROOMS)
+    for path in MODULES:
+        name = dotted(path)
+        room = next((room for room in ROOMS if within(name, room)), None)
+        if room is None:
+            continue
+        empty.discard(room)
+        layer = ".".join(room.split(".")[:2])
+        allowed = (room, *(f"{layer}.{other}" for other in ROOMS[room]))
+        for imported, line in imports(path):
+            if within(imported, layer) and not within(imported, *allowed):
+                wrong.append(f"{name}:{line} imports {imported}: {room} may import {ROOMS[room]}")
+    assert not empty, f"rooms without a module: {empty}"
+    assert not wrong, "\n".join(wrong)
 
 
 def importers(*allowed: str, of: tuple[str, ...]) -> list[str]:

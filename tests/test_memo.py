@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from kvcompile.passes import capture as capturing
-from kvcompile.passes.memo import Memo
+from kvcompile.passes.capture import capture as capturing
+from kvcompile.passes.capture.memo import Memo
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import kvcompile
-from kvcompile.passes.nested import is_region
+from kvcompile.passes.capture.nested import is_region
 
 LAYERS, HEADS, DIM, ROOM, PROMPT = 3, 2, 64, 64, 9
 

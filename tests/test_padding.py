@@ -9,7 +9,7 @@ from registry import VARIANTS
 from transformers import LlamaForCausalLM
 
 import kvcompile
-from kvcompile.lowering.ops import append_body, decodable
+from kvcompile.lowering.ops.operations import append_body, decodable
 from kvcompile.schemes import Scheme
 from kvcompile.types import Role, SlotSpec
 

@@ -14,8 +14,8 @@ import kvcompile
 from kvcompile import schemes
 from kvcompile.backend import Backend
 from kvcompile.errors import Unsupported
-from kvcompile.lowering.ops import append_body
-from kvcompile.lowering.places import gather_body
+from kvcompile.lowering.ops.gather import gather_body
+from kvcompile.lowering.ops.operations import append_body
 from kvcompile.types import Role, SlotSpec, pages_for
 
 BY_NAME = {case.name: case for case in PAGED_CASES}

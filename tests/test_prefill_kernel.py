@@ -17,10 +17,11 @@ from interpreted import interpreted
 from test_triton_attend import Case, allow_ranges_over_scalars, check, operands, poison_rejected
 
 from kvcompile import schemes
-from kvcompile.lowering import offline, prefill_offline
-from kvcompile.lowering.attend_config import Masks, Tile
-from kvcompile.lowering.ops import append_window_body
-from kvcompile.lowering.prefill_config import PrefillConfig, normalized
+from kvcompile.lowering.decode import offline
+from kvcompile.lowering.decode.config import Masks, Tile
+from kvcompile.lowering.ops.operations import append_window_body
+from kvcompile.lowering.prefill import offline as prefill_offline
+from kvcompile.lowering.prefill.config import PrefillConfig, normalized
 from kvcompile.types import Role, SlotSpec, pages_for
 
 RUNS = (("dense", "fp8"), ("int8",), ("int4",), ("kivi", "kivi(bits=4)"))

@@ -376,7 +376,7 @@ def test_a_graph_whose_sizes_cannot_be_spelled_is_left_as_it_is(monkeypatch: pyt
     def fail(*args: Any) -> Any:
         raise Unsupported(expected="a size", found="another", where="here", todo="nothing")
 
-    monkeypatch.setattr("kvcompile.passes.symbols.Symbols.of", fail)
+    monkeypatch.setattr("kvcompile.passes.rewrite.symbols.Symbols.of", fail)
     drive = by_position(functools.partial(PaddedMask), [(0, 5), (5, 1), (6, 1), (7, 3)], ints=True)
     backend = check(drive, "int4", bound=0.2, validate=False)
     assert "Unsupported: expected a size" in reasons(backend)

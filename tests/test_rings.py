@@ -16,7 +16,7 @@ from ring_models import CHUNKS, RING_CASES, WINDOW
 import kvcompile
 from kvcompile.backend import Backend
 from kvcompile.errors import CacheStale
-from kvcompile.lowering.ops import append_body, as_tokens, unroll_body
+from kvcompile.lowering.ops.operations import append_body, as_tokens, unroll_body
 from kvcompile.schemes import Int8
 
 KINDS = ("static", "dynamic")

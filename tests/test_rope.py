@@ -16,8 +16,8 @@ from rope_models import INTERLEAVED, ROPE_CASES, TURNS, Rotating, RotatingConcat
 import kvcompile
 from kvcompile.backend import Backend
 from kvcompile.errors import AnglesChanged, AnglesUnknown
-from kvcompile.lowering.ops import as_tokens, rotate, unrotate_body
-from kvcompile.passes.angles import Spread
+from kvcompile.lowering.ops.operations import as_tokens, rotate, unrotate_body
+from kvcompile.passes.match.rope.angles import Spread
 
 LOSSLESS = "dense(pre_rope=True)"
 WINDOWED = {"k": LOSSLESS, "v": "kivi(bits=4,group=8,window=8)"}

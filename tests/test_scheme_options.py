@@ -15,7 +15,7 @@ from registry import each_scheme, slot
 
 from kvcompile import schemes
 from kvcompile.errors import BadOption, HeadDimNotDivisible, SchemeError, UnknownOption, UnknownScheme
-from kvcompile.passes.plan import policy_of
+from kvcompile.passes.plan.plan import policy_of
 from kvcompile.schemes import SCHEMES, Int4, Kivi, Planes, Scheme, make, parse
 from kvcompile.types import Role
 
@@ -164,11 +164,11 @@ def test_a_derived_scheme_inherits_no_kernel(derived: Scheme, monkeypatch: pytes
     planes = [torch.zeros(plane.shape(1, 1, 2), dtype=plane.dtype) for plane in derived.layout(spec).planes]
     x, pos = torch.randn(1, 2, 1, 64), torch.zeros(1, 1, dtype=torch.int64)
     if derived.window:
-        from kvcompile.lowering.triton_append import Slot, known
+        from kvcompile.lowering.append.window_token import Slot, known
 
         assert known(Slot(x, planes, pos, None, parent.of(Role.VALUE).spell())) and not known(Slot(x, planes, pos, None, derived.spell()))
     else:
-        from kvcompile.lowering.triton_append_rows import Rows, fits
+        from kvcompile.lowering.append.rows import Rows, fits
 
         assert fits(Rows(x, planes, pos, parent.spell())) and not fits(Rows(x, planes, pos, derived.spell()))
 

@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import kvcompile
 from kvcompile.backend import Backend
 from kvcompile.errors import BadOption, HeadDimNotDivisible, UnknownScheme
-from kvcompile.lowering.ops import learn_body
-from kvcompile.lowering.windows import append_window_body
+from kvcompile.lowering.ops.append_window import append_window_body
+from kvcompile.lowering.ops.operations import learn_body
 from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Kivi, Squat, make, parse, subspace
 from kvcompile.schemes.squat import Queries, Subspace

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import kvcompile
-from kvcompile.passes.retrace import Retrace
+from kvcompile.passes.capture.retrace import Retrace
 
 
 @pytest.fixture(autouse=True)
@@ -393,7 +393,7 @@ def test_flex_attention_that_does_not_work_on_grids_is_named(monkeypatch: pytest
     def fails(*args: Any) -> Any:
         raise RuntimeError("no grids")
 
-    monkeypatch.setattr("kvcompile.passes.flex.explicit", fails)
+    monkeypatch.setattr("kvcompile.passes.capture.flex.explicit", fails)
     case = next(case for case in CASES if case.name == "flex-causal")
     backend = kvcompile.backend("int8", inner="eager")
     assert case.error(backend) == 0.0

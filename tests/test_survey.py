@@ -13,10 +13,10 @@ from kvcompile import schemes
 from kvcompile.cli import main
 from kvcompile.cli.architectures import WITH_ENCODER, names
 from kvcompile.cli.control import rounded
+from kvcompile.cli.shrink import tiny_config
 from kvcompile.cli.survey import Survey, conduct, read_cases, untried
 from kvcompile.cli.survey_table import markdown, summary, tally, verdict
 from kvcompile.cli.trial import DENSE_BOUND, Case, Outcome, Settings
-from kvcompile.shrink import tiny_config
 
 GOOD = Case("good", "static", "sdpa", Outcome.REWRITTEN.value, sites=2, error_dense=3e-7, error_scheme=0.01, graphs=3, stock_graphs=3)
 PARTLY = replace(GOOD, architecture="partly", outcome=Outcome.PARTLY.value, refused=("read by | another",), reasons=({"reason": "x"},))

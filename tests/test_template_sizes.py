@@ -14,11 +14,12 @@ import torch
 from test_triton_attend import config_of
 
 from kvcompile import schemes
-from kvcompile.lowering import offline, prefill_offline
-from kvcompile.lowering.attend_config import Beside, Bias, Masks, Tile
-from kvcompile.lowering.offline import Operand
-from kvcompile.lowering.prefill_config import PrefillConfig
-from kvcompile.lowering.template_sizes import whole
+from kvcompile.lowering.codegen.template_sizes import whole
+from kvcompile.lowering.decode import offline
+from kvcompile.lowering.decode.config import Beside, Bias, Masks, Tile
+from kvcompile.lowering.decode.offline import Operand
+from kvcompile.lowering.prefill import offline as prefill_offline
+from kvcompile.lowering.prefill.config import PrefillConfig
 from kvcompile.types import Role, SlotSpec
 
 SUM = "1 + s0"
@@ -61,7 +62,7 @@ def test_decode(scheme: str, queries: int) -> None:
 @pytest.mark.parametrize("mutant", [str, lambda text: "7" if SUM in str(text) else str(text)], ids=["bare-sum", "stale-stride"])
 def test_a_mutant_of_strides_is_seen(mutant: Callable[[object], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A stride that is a sum without parentheses, or the number that it was at the first step."""
-    monkeypatch.setattr("kvcompile.lowering.template_sizes.whole", mutant)
+    monkeypatch.setattr("kvcompile.lowering.codegen.template_sizes.whole", mutant)
     text = _decode_text("int4(group=32)", 1)
     assert SUM not in text or BARE.findall(text)
 

@@ -10,7 +10,7 @@ import torch
 from interpreted import interpreted
 
 from kvcompile import schemes
-from kvcompile.lowering import windows
+from kvcompile.lowering.ops import append_window as windows
 from kvcompile.types import Role, SlotSpec
 
 KV, DIM = 2, 64
@@ -46,7 +46,7 @@ def assert_same(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], w
 
 def compare() -> None:
     """Single tokens across a block's end behind a filled window, both slots in one launch: every plane and result, bit for bit."""
-    from kvcompile.lowering import triton_append
+    from kvcompile.lowering.append import window_token as triton_append
 
     fuse()
     # The interpreter cuts bfloat16 instead of rounding, so bfloat16 scales are left to a GPU.
@@ -95,7 +95,7 @@ def test_the_kernel_compiles_offline(capability: int, slots: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering.triton_append import append_one, append_two
+    from kvcompile.lowering.append.window_token import append_one, append_two
 
     kernel = append_one if slots == 1 else append_two
     names, constants = kernel.arg_names, {**CONSTANTS, "BLOCK": 32}

@@ -15,7 +15,7 @@ from interpreted import interpreted
 from test_triton_append import CONSTANTS, POINTERS, assert_same, fuse
 
 from kvcompile import schemes
-from kvcompile.lowering import windows
+from kvcompile.lowering.ops import append_window as windows
 from kvcompile.types import Role, SlotSpec
 
 KV, BATCH = 2, 2
@@ -76,8 +76,8 @@ def compare(case: int) -> None:
 
     All origins in all pieces take the interpreter minutes: a case has each pieces with an origin of its own, all cases have all pairs.
     """
-    from kvcompile.lowering import triton_append_blocks as kernels
-    from kvcompile.lowering.triton_append import Slot
+    from kvcompile.lowering.append import window_blocks as kernels
+    from kvcompile.lowering.append.window_token import Slot
 
     fuse()
     text, dim, dtype, pages = CASES[case]
@@ -129,8 +129,8 @@ def test_pieces_are_the_whole(text: str, dim: int, dtype: torch.dtype, pages: in
 ])
 def test_what_the_kernels_do_not_know(text: str, count: int, dim: int, window: int) -> None:
     pytest.importorskip("triton")
-    from kvcompile.lowering.triton_append import Slot
-    from kvcompile.lowering.triton_append_blocks import fits
+    from kvcompile.lowering.append.window_blocks import fits
+    from kvcompile.lowering.append.window_token import Slot
 
     planes = empty(text, dim, torch.bfloat16, 2)[0]
     x, half = torch.zeros(BATCH, KV, count, dim, dtype=torch.bfloat16), schemes.parse(text).of(Role.KEY).spell()
@@ -176,7 +176,7 @@ def both(own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def spilled(compiled: Any) -> int:
     """Stores of registers to local memory in the machine code."""
-    from kvcompile.lowering.offline import sass
+    from kvcompile.lowering.decode.offline import sass
 
     return sass(compiled.asm["cubin"]).count("STL")
 
@@ -188,7 +188,7 @@ def spilled(compiled: Any) -> int:
 ])
 def test_the_kernels_compile_offline(capability: int, bits: int, dim: int, window: int) -> None:
     pytest.importorskip("triton")
-    from kvcompile.lowering.triton_append_blocks import append_blocks_two, roll_two
+    from kvcompile.lowering.append.window_blocks import append_blocks_two, roll_two
 
     keys, values = (constants_of(bits, dim, window, block) for block in (32, 1))
     first = offline(append_blocks_two, both(keys, values), capability)

@@ -14,7 +14,7 @@ from interpreted import interpreted
 from test_triton_append import assert_same, fuse
 
 from kvcompile import schemes
-from kvcompile.lowering.ops import append_body
+from kvcompile.lowering.ops.operations import append_body
 from kvcompile.types import Role, SlotSpec
 
 CONSTANTS = {
@@ -79,7 +79,7 @@ def one_nan(planes: list[torch.Tensor], text: str) -> list[torch.Tensor]:
 
 def compare() -> None:
     """Every plane of both slots, bit for bit, for one position of all rows or each row's own; both for the first of every word."""
-    from kvcompile.lowering import triton_append_rows as kernels
+    from kvcompile.lowering.append import rows as kernels
 
     fuse()
     for seed, (text, dim, dtype) in enumerate(CASES):
@@ -112,7 +112,7 @@ def test_the_kernel_is_the_body_bit_for_bit() -> None:
 @pytest.mark.parametrize("scheme", ["dense", "kivi", "int8(granularity=tensor)", "int4(granularity=token)"])
 def test_what_the_kernel_does_not_know(scheme: str) -> None:
     pytest.importorskip("triton")
-    from kvcompile.lowering.triton_append_rows import Rows, fits
+    from kvcompile.lowering.append.rows import Rows, fits
 
     planes = stores(scheme, 64, torch.bfloat16)[0]
     x = tokens(0, 64, torch.bfloat16)
@@ -128,7 +128,7 @@ def test_the_kernel_compiles_offline(capability: int, scheme: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering.triton_append_rows import append_rows_two
+    from kvcompile.lowering.append.rows import append_rows_two
 
     own = {**COMMON, **CONSTANTS[scheme]}
     constants = {**own, **{f"{name}_2": value for name, value in own.items()}}

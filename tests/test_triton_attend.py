@@ -10,9 +10,9 @@ import torch
 from interpreted import interpreted
 
 from kvcompile import schemes
-from kvcompile.lowering import offline
-from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks, Tile
-from kvcompile.lowering.ops import attend_body
+from kvcompile.lowering.decode import offline
+from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, Tile
+from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.asymmetric import UNPACK
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
@@ -388,8 +388,8 @@ def test_compiles_offline(scheme: str, arch: str, changes: dict) -> None:
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 32), (2, 64)])
 def test_kivi_decodes_in_packed_halves(bits: int, group: int) -> None:
     """What is chosen without tuning: scales folded into queries, values by one multiply-add, which a tile above a block would rule out."""
+    from kvcompile.lowering.decode.tiles import choose_tiles
     from kvcompile.lowering.site_kernel import SHARED_MEMORY
-    from kvcompile.lowering.tiles import choose_tiles
 
     spell = [schemes.parse(f"kivi(bits={bits},group={group},window=64)").of(role).spell() for role in Role]
     base = AttendConfig(*spell, 128, 128, 8, 4, torch.bfloat16, torch.uint8, torch.uint8, 0.09, value_scale_pack=4)
@@ -401,7 +401,7 @@ def test_kivi_decodes_in_packed_halves(bits: int, group: int) -> None:
 
 def test_rows_of_one_length_keep_their_splits() -> None:
     """More splits only where rows may differ in length and have more than one program each."""
-    from kvcompile.lowering.tiles import ONE_PASS, ragged_splits
+    from kvcompile.lowering.decode.tiles import ONE_PASS, ragged_splits
 
     uniform, recent = Masks(hi_per_batch=False, lo_per_batch=False), Beside(recent=True)
     config = config_of("int8", masks=Masks(lo_per_batch=False))
@@ -429,7 +429,7 @@ def test_queries_wider_than_the_newest_tokens_compile(scheme: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering.prefill_offline import POINTERS
+    from kvcompile.lowering.prefill.offline import POINTERS
 
     signature = dict.fromkeys(kernel.arg_names, "i32")
     for name, operand in operands.items():

@@ -14,8 +14,8 @@ from interpreted import interpreted
 from test_triton_append import CONSTANTS, POINTERS, fuse
 
 from kvcompile import schemes
-from kvcompile.lowering import windows
-from kvcompile.lowering.ops import learn_body
+from kvcompile.lowering.ops import append_window as windows
+from kvcompile.lowering.ops.operations import learn_body
 from kvcompile.types import Role, SlotSpec
 
 KV, BATCH, DIM = 2, 2, 64
@@ -59,7 +59,8 @@ def different(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def compare(text: str, dtype: torch.dtype, device: str = "cpu") -> None:
     """A prompt, then single tokens across a block's end: whole blocks but for neighbors, the window exactly."""
-    from kvcompile.lowering import triton_append, triton_append_blocks
+    from kvcompile.lowering.append import window_blocks as triton_append_blocks
+    from kvcompile.lowering.append import window_token as triton_append
 
     if device == "cpu":
         fuse()
@@ -97,7 +98,7 @@ def test_kernels_move_channels_as_the_body_does(text: str, dtype: torch.dtype) -
 def test_what_is_too_narrow_is_the_body_s() -> None:
     """Tensor cores take 16 channels at least; moves are a plane of the store."""
     pytest.importorskip("triton")
-    from kvcompile.lowering import triton_append
+    from kvcompile.lowering.append import window_token as triton_append
 
     new, pos = torch.zeros(BATCH, KV, 1, DIM), torch.zeros(1, 1, dtype=torch.int64)
     for text, known in (("squat(subblock=8)", False), ("squat(subblock=16)", True), ("squat(group=8,window=8)", False)):
@@ -112,8 +113,8 @@ def test_the_kernels_compile_offline(many: bool, capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering.triton_append import append_one
-    from kvcompile.lowering.triton_append_blocks import append_blocks_one
+    from kvcompile.lowering.append.window_blocks import append_blocks_one
+    from kvcompile.lowering.append.window_token import append_one
 
     kernel = append_blocks_one if many else append_one
     names, constants = kernel.arg_names, {**CONSTANTS, "BLOCK": 32, "SUB": 32, "TOGETHER": False, "ROWS": 32}

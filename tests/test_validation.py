@@ -15,7 +15,7 @@ from e2e_models import Attention, Buffered, by_position, inputs, visible
 from hostile_modules import HOSTILE, Hostile, Parts
 
 import kvcompile
-from kvcompile.passes.sites import LimitKind, Site, Stage
+from kvcompile.passes.match.sites import LimitKind, Site, Stage
 from kvcompile.validation.sizes import LONG, _smaller
 
 CHUNKS = (5, 1, 3)
@@ -283,7 +283,7 @@ def test_without_mutants_it_is_rewritten() -> None:
 
 def test_a_mutant_of_the_rewriter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """New tokens one row behind their place."""
-    from kvcompile.passes.rewrite import _Rewriter
+    from kvcompile.passes.rewrite.rewrite import _Rewriter
 
     indexed = _Rewriter._indexed
 
@@ -297,7 +297,7 @@ def test_a_mutant_of_the_rewriter_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wrong_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcompile.lowering import ops
+    from kvcompile.lowering.ops import operations as ops
 
     write = ops.write_rows
     monkeypatch.setattr(ops, "write_rows", lambda plane, rows, pos: write(plane, rows, pos.flip(-1)))

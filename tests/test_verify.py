@@ -13,9 +13,9 @@ from torch import fx
 
 import kvcompile
 from kvcompile.errors import VerificationFailed
-from kvcompile.passes.rewritten import Rewritten
+from kvcompile.passes.rewrite.rewritten import Rewritten
 from kvcompile.passes.verify import verify
-from kvcompile.schemes.certify import Certify, Fallback
+from kvcompile.schemes.certified.policy import Certify, Fallback
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 

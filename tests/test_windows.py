@@ -12,11 +12,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 import kvcompile
 from kvcompile.errors import WindowPassed
-from kvcompile.lowering.ops import as_tokens
-from kvcompile.lowering.windows import append_window_body
+from kvcompile.lowering.ops.append_window import append_window_body
+from kvcompile.lowering.ops.operations import as_tokens
 from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Scheme, parse
-from kvcompile.schemes.certified import ORIGINALS
+from kvcompile.schemes.certified.scheme import ORIGINALS
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,12 +25,12 @@ from rich.syntax import Syntax
 
 from kvcompile.backend import Backend, backend
 from kvcompile.cli import bench
+from kvcompile.cli.scheme_table import scheme_table
+from kvcompile.cli.targets import CacheKind, Options, Target, resolve
 from kvcompile.errors import KvcompileError, TargetError
 from kvcompile.explain import described, observe
-from kvcompile.passes.plan import policy_of
-from kvcompile.passes.rewritten import Variant
-from kvcompile.scheme_table import scheme_table
-from kvcompile.targets import CacheKind, Options, Target, resolve
+from kvcompile.passes.plan.plan import policy_of
+from kvcompile.passes.rewrite.rewritten import Variant
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _dump(arguments: argparse.Namespace) -> int:
-    from kvcompile.dump import LANGUAGES, Dump, Stage
+    from kvcompile.cli.dump import LANGUAGES, Dump, Stage
 
     stage = Stage(arguments.stage)
     owner = _observed(arguments)
@@ -219,7 +219,7 @@ def _schemes(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from kvcompile.quality import QUICK, Bench, Effort, Quality, labels, quality_table, telemetry_table
+    from kvcompile.cli.quality import QUICK, Bench, Effort, Quality, labels, quality_table, telemetry_table
 
     asked = {name: getattr(arguments, name) for name in ("context", "questions", "inner") if getattr(arguments, name) is not None}
     effort = dataclasses.replace(QUICK if arguments.quick else Effort(), **asked)

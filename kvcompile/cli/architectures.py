@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.shrink import tiny_config
+from kvcompile.cli.shrink import tiny_config
 
 WITH_ENCODER = "+encoder"
 SOURCE_TOKENS = 13

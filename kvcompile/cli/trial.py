@@ -22,7 +22,7 @@ from kvcompile import schemes
 from kvcompile.backend import Backend, backend
 from kvcompile.cli.architectures import Subject, build
 from kvcompile.cli.control import rounded
-from kvcompile.passes.sites import Refusal
+from kvcompile.passes.match.sites import Refusal
 from kvcompile.report import short_paths
 
 log = logging.getLogger(__name__)

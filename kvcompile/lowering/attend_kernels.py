@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from kvcompile import schemes
-from kvcompile.lowering import ops
-from kvcompile.lowering.certified_site import certified_site
-from kvcompile.lowering.report_site import report_site
+from kvcompile.lowering.certified.report_op import report_site
+from kvcompile.lowering.certified.site_op import certified_site
+from kvcompile.lowering.ops import operations as ops
 from kvcompile.types import PAGE, Role, SlotSpec
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch._inductor.lowering import fallback_handler, register_lowering
 
-from kvcompile.lowering import append_ops, ops
+from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.attend_kernels import CPP, TRITON, AttendOperands, choose
-from kvcompile.lowering.buffers import equals, static
-from kvcompile.lowering.certified_site import certified_site
+from kvcompile.lowering.certified.site_op import certified_site
+from kvcompile.lowering.host.buffers import equals, static
+from kvcompile.lowering.ops import operations as ops
 from kvcompile.types import Role, SlotSpec
 
 PLAIN = 13
@@ -39,33 +40,33 @@ def _facts(q: Any, operands: tuple[Any, ...]) -> AttendOperands:
 def _lower_attend(q: Any, *operands: Any) -> Any:
     kernel, _ = choose(_facts(q, operands))
     if kernel is TRITON:
-        from kvcompile.lowering.triton_attend import lower_attend_cuda
-        from kvcompile.lowering.triton_prefill import lower_prefill
+        from kvcompile.lowering.decode.lower import lower_attend_cuda
+        from kvcompile.lowering.prefill.lower import lower_prefill
 
         operands = operands[:MORE]
         many = lower_prefill(q, *operands)
         return lower_attend_cuda(q, *operands) if many is None else many
     if kernel is CPP:
-        from kvcompile.lowering.cpp_attend import lower_attend_cpu
+        from kvcompile.lowering.cpu.lower import lower_attend_cpu
 
         return lower_attend_cpu(q, *operands[: PLAIN - 1])
     return fallback_handler(ops.attend)(q, *operands)
 
 
 def _lower_append(*operands: Any) -> None:
-    from kvcompile.lowering.append_lower import lower_append
+    from kvcompile.lowering.append.lower import lower_append
 
     lower_append(*operands)
 
 
 def _lower_append_window(*operands: Any) -> Any:
-    from kvcompile.lowering.append_lower import lower_append_window
+    from kvcompile.lowering.append.lower import lower_append_window
 
     return lower_append_window(*operands)
 
 
 def _lower_certified_site(*operands: Any, **named: Any) -> Any:
-    from kvcompile.lowering.certified_lower import lower_certified_site
+    from kvcompile.lowering.certified.lower import lower_certified_site
 
     return lower_certified_site(*operands, **named)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.lowering import ops  # noqa: F401 - defines the operation named next
+from kvcompile.lowering.ops import operations as ops  # noqa: F401 - defines the operation named next
 
 EXPOSE = torch.ops.kvcompile.expose
 

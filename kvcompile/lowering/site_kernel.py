@@ -15,12 +15,13 @@ import torch
 from torch import fx
 
 from kvcompile import schemes
-from kvcompile.lowering import chunked, ops
-from kvcompile.lowering.attend_config import AttendConfig, Beside, Bias, Masks
-from kvcompile.lowering.offline import attend_source, compile_offline
-from kvcompile.lowering.prefill_config import PrefillConfig
-from kvcompile.lowering.prefill_tiles import choose_cut
-from kvcompile.lowering.tiles import choose_tiles, ragged_splits, splits_for, writes_directly
+from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks
+from kvcompile.lowering.decode.offline import attend_source, compile_offline
+from kvcompile.lowering.decode.tiles import choose_tiles, ragged_splits, splits_for, writes_directly
+from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.prefill import chunked
+from kvcompile.lowering.prefill.config import PrefillConfig
+from kvcompile.lowering.prefill.tiles import choose_cut
 from kvcompile.types import PAGE, KernelFormat, Role, SlotSpec
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}

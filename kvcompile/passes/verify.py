@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from kvcompile.errors import VerificationFailed
-from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewritten import Binding, Rewritten
-from kvcompile.passes.shapes import op_name, source_line
-from kvcompile.passes.sites import SlotKind
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.shapes import op_name, source_line
+from kvcompile.passes.match.sites import SlotKind
+from kvcompile.passes.rewrite.rewritten import Binding, Rewritten
 
 APPENDS = {"kvcompile::append", "kvcompile::append_window"}
 ATTENDS = {"kvcompile::attend", "kvcompile::certified_site", "kvcompile::report_site"}

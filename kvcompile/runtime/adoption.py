@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from kvcompile.errors import Unsupported
-from kvcompile.passes.capture import Captured
-from kvcompile.passes.effects import Effects
-from kvcompile.passes.shapes import source_line
-from kvcompile.passes.sites import SlotKind
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import source_line
+from kvcompile.passes.match.sites import SlotKind
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group
 from kvcompile.runtime.order import Broken

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvcompile.passes.capture import Captured
-from kvcompile.passes.effects import Effects
-from kvcompile.passes.plan import Plan
-from kvcompile.passes.reach import reach
-from kvcompile.passes.rewritten import Rewritten, Variant
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.match.mask.reach import reach
+from kvcompile.passes.plan.plan import Plan
+from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.runtime.bound import BoundGraph
 from kvcompile.runtime.groups import group_bindings
 from kvcompile.runtime.growth import Growth

@@ -18,12 +18,12 @@ import torch
 from torch import fx
 
 from kvcompile.errors import CacheFull, CacheStale, LengthsDiffer, NotCompiled, PositionsUnknown, SchemeChanged, Unsupported
-from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewrite import BORN
-from kvcompile.passes.rewritten import Binding, Rewritten, Variant
-from kvcompile.passes.rope import Rotation
-from kvcompile.passes.shapes import value_of
-from kvcompile.passes.sites import Ring, SlotKind
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.rope.rope import Rotation
+from kvcompile.passes.match.sites import Ring, SlotKind
+from kvcompile.passes.rewrite.rewrite import BORN
+from kvcompile.passes.rewrite.rewritten import Binding, Rewritten, Variant
 from kvcompile.runtime import adoption, pools, rings
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.groups import Group, SizeReader

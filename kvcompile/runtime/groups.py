@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.passes.capture import Captured
-from kvcompile.passes.rewritten import Binding
-from kvcompile.passes.shapes import source_line, value_of
-from kvcompile.passes.sites import Limit, Ring, Site, SlotKind
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.shapes import source_line, value_of
+from kvcompile.passes.match.sites import Limit, Ring, Site, SlotKind
+from kvcompile.passes.rewrite.rewritten import Binding
 
 
 class SizeReader:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
-from kvcompile.passes.capture import Captured
+from kvcompile.passes.capture.capture import Captured
 from kvcompile.runtime.handle import CompressedCache, face_of
 
 log = logging.getLogger(__name__)

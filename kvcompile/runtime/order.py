@@ -17,14 +17,14 @@ import torch
 from torch import fx
 
 from kvcompile.errors import Unsupported
-from kvcompile.passes.capture import Captured
-from kvcompile.passes.effects import Effects
-from kvcompile.passes.masks import hiding
-from kvcompile.passes.patterns.steps import VERY_NEGATIVE
-from kvcompile.passes.plan import Plan
-from kvcompile.passes.prologue import dataflow, extract
-from kvcompile.passes.shapes import size_along, value_of
-from kvcompile.passes.sites import LimitKind, MaskKind, MaskTerm, Site, SlotKind
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.capture.position_graph import dataflow, extract
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import size_along, value_of
+from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
+from kvcompile.passes.match.mask.masks import hiding
+from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm, Site, SlotKind
+from kvcompile.passes.plan.plan import Plan
 from kvcompile.runtime.groups import Group, SizeReader
 from kvcompile.runtime.handle import is_handle
 from kvcompile.runtime.positions import Found

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.passes.capture import Captured
-from kvcompile.passes.effects import Effects
-from kvcompile.passes.origin import padding
-from kvcompile.passes.patterns.steps import VERY_NEGATIVE
-from kvcompile.passes.plan import Plan
-from kvcompile.passes.prologue import extract
-from kvcompile.passes.shapes import size_along
-from kvcompile.passes.sites import Limit, LimitKind, MaskKind, Position, Site, SlotKind
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.capture.position_graph import extract
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import size_along
+from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
+from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Position, Site, SlotKind
+from kvcompile.passes.plan.plan import Plan
+from kvcompile.passes.rewrite.left_padding import padding
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvcompile.errors import CacheStale, Unsupported
-from kvcompile.passes.sites import Ring
+from kvcompile.passes.match.sites import Ring
 from kvcompile.runtime.state import CacheState
 from kvcompile.types import pages_for
 

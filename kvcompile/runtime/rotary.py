@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from kvcompile.errors import AnglesChanged
-from kvcompile.lowering.ops import rotate, unrotate_body
-from kvcompile.passes.angles import Angles, tables
-from kvcompile.passes.capture import Captured
-from kvcompile.passes.rope import Rotation
+from kvcompile.lowering.ops.operations import rotate, unrotate_body
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.match.rope.angles import Angles, tables
+from kvcompile.passes.match.rope.rope import Rotation
 
 
 @dataclass(frozen=True, eq=False)

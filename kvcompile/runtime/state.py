@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvcompile.errors import CacheStale
-from kvcompile.passes.sites import Axes
+from kvcompile.passes.match.sites import Axes
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.store import Store, Telling
 from kvcompile.types import PAGE

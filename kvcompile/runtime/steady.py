@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.passes.rewritten import Rewritten
+from kvcompile.passes.rewrite.rewritten import Rewritten
 from kvcompile.runtime import rings
 from kvcompile.runtime.handle import CompressedCache
 from kvcompile.runtime.state import CacheState, Part

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 
 from kvcompile.errors import AnglesUnknown, WindowPassed
-from kvcompile.lowering.ops import append_body, append_window_body, as_tokens, decodable, write_rows
-from kvcompile.lowering.rings import taken
+from kvcompile.lowering.ops.operations import append_body, append_window_body, as_tokens, decodable, write_rows
+from kvcompile.lowering.ops.sliding import taken
 from kvcompile.runtime.pinned import host_plane
 from kvcompile.runtime.rotary import Rotary
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.certified import ORIGINALS, PLACES, REFILLED, SCRATCH, TELEMETRY_PLANE
+from kvcompile.schemes.certified.scheme import ORIGINALS, PLACES, REFILLED, SCRATCH, TELEMETRY_PLANE
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 ADOPT_TOKENS = 4096

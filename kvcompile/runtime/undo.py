@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcompile.lowering.ops import write_rows
-from kvcompile.lowering.rings import taken
+from kvcompile.lowering.ops.operations import write_rows
+from kvcompile.lowering.ops.sliding import taken
 from kvcompile.runtime.state import CacheState
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from kvcompile.passes.capture import Captured
-from kvcompile.passes.effects import Effects
-from kvcompile.passes.sites import Site
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.match.sites import Site
 from kvcompile.validation.cut import NotApart, Number, Outline, clusters, cut, fingerprint, outline, same
 from kvcompile.validation.plain import plain, unguarded
 from kvcompile.validation.sizes import MOST, captured_values, elements, hints, reductions

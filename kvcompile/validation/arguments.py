@@ -15,10 +15,10 @@ from typing import Any
 import networkx as nx
 import torch
 
-from kvcompile.passes.patterns.steps import VERY_NEGATIVE
-from kvcompile.passes.prologue import dataflow, extract
-from kvcompile.passes.shapes import value_of
-from kvcompile.passes.sites import LimitKind, MaskKind, MaskTerm, SlotKind
+from kvcompile.passes.capture.position_graph import dataflow, extract
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
+from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm, SlotKind
 from kvcompile.validation.cut import Cut, NotApart
 from kvcompile.validation.sizes import Values, read
 

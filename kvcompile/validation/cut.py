@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.passes.capture import Captured, Input
-from kvcompile.passes.effects import Effects, analyse
-from kvcompile.passes.shapes import is_tensor, op_name, value_of
-from kvcompile.passes.sites import Attention, Site, SlotKind
+from kvcompile.passes.capture.capture import Captured, Input
+from kvcompile.passes.graph.effects import Effects, analyse
+from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
+from kvcompile.passes.match.sites import Attention, Site, SlotKind
 
 SYMBOL = re.compile(r"\b[su]\d+\b")
 """The name of a symbolic size."""

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from kvcompile.passes.effects import analyse
-from kvcompile.passes.shapes import value_of
+from kvcompile.passes.graph.effects import analyse
+from kvcompile.passes.graph.shapes import value_of
 from kvcompile.validation.cut import Cut, NotApart, Number, same
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -15,8 +15,8 @@ from typing import Any
 import sympy
 import torch
 
-from kvcompile.passes.shapes import value_of
-from kvcompile.passes.sites import Slot, SlotKind
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.sites import Slot, SlotKind
 from kvcompile.validation.cut import Cut, NotApart, Number
 
 SMALL = 48

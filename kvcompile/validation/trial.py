@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from kvcompile.errors import KvcompileError
-from kvcompile.passes.plan import Plan, policy_of, site_plan
-from kvcompile.passes.rewrite import rewrite
-from kvcompile.passes.rewritten import Rewritten, Variant
-from kvcompile.passes.shapes import value_of
-from kvcompile.passes.sites import SlotKind
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.sites import SlotKind
+from kvcompile.passes.plan.plan import Plan, policy_of, site_plan
+from kvcompile.passes.rewrite.rewrite import rewrite
+from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.binding import bind
 from kvcompile.runtime.bound import BoundGraph

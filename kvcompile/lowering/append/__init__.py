@@ -1,0 +1,1 @@
+"""Writes of new tokens into planes on CUDA."""

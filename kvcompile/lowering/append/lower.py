@@ -1,0 +1,19 @@
+"""Inductor's lowerings of the operators of ``append_ops``: one node of kernels each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcompile.lowering.append.operations import ROW_OPERANDS, WINDOW_OPERANDS, rows_by_kernels, windows_by_kernels
+from kvcompile.lowering.host.launch_node import lower_launches
+
+
+def lower_append(*operands: Any) -> None:
+    """Add the kernels of ``append_kernel`` or ``append_kernel_pair``; operands are boxes, lists of them and constants."""
+    lower_launches(rows_by_kernels, operands, [plane for planes in operands[1::ROW_OPERANDS] for plane in planes])
+
+
+def lower_append_window(*operands: Any) -> Any:
+    """The newest tokens by ``append_window_kernel``, one box, or by ``append_window_kernel_pair``, two."""
+    newest = lower_launches(windows_by_kernels, operands, [plane for planes in operands[1::WINDOW_OPERANDS] for plane in planes])
+    return newest[0] if len(newest) == 1 else tuple(newest)

@@ -1,0 +1,102 @@
+"""Operators for appends that are done by kernels of our own: one slot or two, keys and values, in one call.
+
+``append_kernel``         what ``append`` says, of many tokens (``triton_append_rows``)
+``append_window_kernel``  what ``append_window`` says, of one token (``triton_append``, ``certified_append``) or many
+                          (``triton_append_blocks``), but for the origins in force: they are tensor code that reads the clock before
+
+Each has a form for two slots. They only take what the kernels know (``appends`` asks), run the kernels where they are called, and declare
+every plane that a kernel writes as mutated, none else: a compiled graph functionalizes them and puts them back in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.lowering.ops.append_window import _encoded
+from kvcompile.lowering.ops.operations import LIBRARY
+
+ROWS = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor pos{0}, str scheme{0}"
+WINDOW = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor? moves{0}, Tensor pos{0}, Tensor? origin{0}, str scheme{0}"
+
+ROW_OPERANDS, WINDOW_OPERANDS = 4, 6
+"""Operands of one slot."""
+
+LIBRARY.define(f"append_kernel({ROWS.format('', 'a')}) -> ()")
+LIBRARY.define(f"append_kernel_pair({ROWS.format('', 'a')}, {ROWS.format('_2', 'b')}) -> ()")
+LIBRARY.define(f"append_window_kernel({WINDOW.format('', 'a')}) -> Tensor")
+LIBRARY.define(f"append_window_kernel_pair({WINDOW.format('', 'a')}, {WINDOW.format('_2', 'b')}) -> (Tensor, Tensor)")
+
+
+def _slots(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
+    """The operands of each slot."""
+    return [operands[at : at + count] for at in range(0, len(operands), count)]
+
+
+def rows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
+    """Start the kernels of ``append_kernel``; returns nothing."""
+    from kvcompile.lowering.append.rows import Rows, append_rows
+
+    append_rows([Rows(*slot) for slot in _slots(operands, ROW_OPERANDS)], launcher)
+    return []
+
+
+def windows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
+    """Start the kernels of ``append_window_kernel``; the newest tokens of each slot."""
+    from kvcompile.lowering.append import window_blocks as triton_append_blocks
+    from kvcompile.lowering.append import window_token as triton_append
+    from kvcompile.lowering.certified import append as certified_append
+
+    slots = [
+        triton_append.Slot(x, [*planes, *([] if moves is None else [moves])], pos, origin, scheme)
+        for x, planes, moves, pos, origin, scheme in _slots(operands, WINDOW_OPERANDS)
+    ]
+    if certified_append.is_certified(slots[0].scheme):
+        return certified_append.append_certified(slots, launcher)
+    if all(triton_append.one_token(slot.x) for slot in slots):
+        return triton_append.append_window_slots(slots, launcher)
+    return triton_append_blocks.append_window_blocks(slots, launcher)
+
+
+def _rows_body(*operands: Any) -> None:
+    rows_by_kernels(Direct(operands[0].device.type == "cuda"), *operands)
+
+
+def _window_body(*operands: Any) -> torch.Tensor:
+    return windows_by_kernels(Direct(operands[0].device.type == "cuda"), *operands)[0]
+
+
+def _windows_body(*operands: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(windows_by_kernels(Direct(operands[0].device.type == "cuda"), *operands))
+
+
+def _rows_meta(*operands: Any) -> None:
+    return None
+
+
+def written(planes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the planes of a slot with a window those that the kernels write: up to the clock, which stands behind the window."""
+    return planes[: _encoded(planes) + 2]
+
+
+def _newest(x: torch.Tensor, planes: list[torch.Tensor], *more: Any) -> torch.Tensor:
+    return x.new_empty(*x.shape[:2], planes[-2].shape[3] + x.shape[2], x.shape[3])
+
+
+def _newest_of_both(*operands: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(_newest(*slot) for slot in _slots(operands, WINDOW_OPERANDS))
+
+
+for name, body, meta in (
+    ("append_kernel", _rows_body, _rows_meta), ("append_kernel_pair", _rows_body, _rows_meta),
+    ("append_window_kernel", _window_body, _newest), ("append_window_kernel_pair", _windows_body, _newest_of_both),
+):
+    LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, meta, "Meta")
+
+append_kernel = torch.ops.kvcompile.append_kernel.default
+append_kernel_pair = torch.ops.kvcompile.append_kernel_pair.default
+append_window_kernel = torch.ops.kvcompile.append_window_kernel.default
+append_window_kernel_pair = torch.ops.kvcompile.append_window_kernel_pair.default

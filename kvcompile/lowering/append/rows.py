@@ -1,0 +1,215 @@
+"""``append`` of many tokens on CUDA, keys and values in one launch: every byte read once and written once.
+
+A program has ROWS new tokens of one kv head of one batch row: it loads the channels of each part of a word, takes the
+largest magnitude of every group, and packs what ``Symmetric.encode`` makes of them, for schemes that say how
+(``Scheme.absmax``). Tracing the body instead gives Inductor kernels that pass x / scale through memory where the parts of a
+word lie in different groups, and 64-bit divisions of every position. Bit for bit the body; a test holds the two together.
+Positions outside of the planes poison the last row, as in ``ops.append_body``.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompile import schemes
+from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_up
+from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.schemes.symmetric import SCALE_ULP, TINY
+from kvcompile.types import AbsMax
+
+TILE = 4096
+"""Elements of a program: 32 for each of 128 threads, in four loads of 16 bytes."""
+
+
+@triton.jit
+def _e4m3(x):
+    """Codes of e4m3, as int32, of numbers up to 448, to nearest; for devices that have no such conversion."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    # Below 2^-6 codes are multiples of 2^-9, the last bit of 2^14.
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 255
+    return tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 128)
+
+
+@triton.jit
+def _append_rows(
+    program, b, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b,
+    scales_h, HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+    UNITS: tl.constexpr, UNIT: tl.constexpr,
+):
+    """ROWS tokens of one kv head; a word's WIDTH channels of one part are groups of GROUP, padded to UNITS of UNIT."""
+    h = (program % HEADS).to(tl.int64)
+    s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
+    there = s < count
+    given = tl.load(POS + b * pos_b + s.to(tl.int64) * pos_s, mask=there, other=0)
+    room = pages * PAGE
+    inside = (given >= 0) & (given < room)
+    at = tl.where(inside, given, room - 1).to(tl.int32)
+    page, row = (at // PAGE).to(tl.int64), (at % PAGE).to(tl.int64)
+    words = CODES + page * codes_n + b * codes_b + h * codes_h + row * WIDTH
+    scales = SCALES + page * scales_n + b * scales_b + h * scales_h + row * (PARTS * (WIDTH // GROUP))
+
+    unit, i = tl.arange(0, UNITS), tl.arange(0, UNIT)
+    channel = unit[:, None] * GROUP + i[None, :]
+    known = (unit < WIDTH // GROUP)[:, None] & (i < GROUP)[None, :]
+    mask = there[:, None, None] & known[None, :, :]
+    source = X + b * x_b + h * x_h + (s.to(tl.int64) * x_s)[:, None, None]
+    packed = tl.zeros([ROWS, UNITS, UNIT], tl.int32)
+    for part in tl.static_range(PARTS):
+        x = tl.load(source + ((part * WIDTH + channel) * x_d)[None, :, :], mask=mask, other=0.0).to(tl.float32)
+        # As integers magnitudes are in order, with infinity and NaN behind all numbers.
+        top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+        top = tl.where(inside[:, None], top, 0x7FC00000)
+        largest = top.to(tl.float32, bitcast=True)
+        scale = rounded_up(largest * (1 / QMAX), ULP, TINY, SCALES.dtype.element_ty)
+        # Of the dtypes of scales this loses nothing.
+        scale = tl.where(scale.to(tl.float32) < TINY, TINY, scale.to(tl.float32)).to(SCALES.dtype.element_ty)
+        # The scale is rounded up, so what the body clamps is beyond the largest code by rounding alone, and rounds to it.
+        scaled = quotient(x, scale[:, :, None])
+        # What has no scale has the code of zero bits, or of NaN where there is one.
+        coded = tl.where(scale == scale, 2**BITS - 1, 0)[:, :, None]
+        if E4M3 == 0:
+            # The low bits of the sum are the integer's.
+            code = (scaled + (MAGIC + (2 ** (BITS - 1) if PARTS > 1 else 0))).to(tl.int32, bitcast=True) & coded
+        elif E4M3 == 1:
+            code = (_e4m3(scaled) & coded) | (127 & ~coded)
+        else:
+            code = (scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) & coded) | (127 & ~coded)
+        packed = packed | (code << (BITS * part))
+        where = part * (WIDTH // GROUP) + unit
+        tl.store(scales[:, None] + where[None, :], scale, mask=there[:, None] & (unit < WIDTH // GROUP)[None, :])
+    tl.store(words[:, None, None] + channel[None, :, :], packed.to(CODES.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def append_rows_one(
+    X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """One slot. Grid: blocks of ROWS tokens times kv heads, the heads first, and batch rows."""
+    _append_rows(
+        tl.program_id(0), tl.program_id(1).to(tl.int64), X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n,
+        pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, HEADS, PAGE, WIDTH, PARTS, BITS, GROUP, E4M3, QMAX, ULP, TINY, ROWS, UNITS,
+        UNIT,
+    )
+
+
+@triton.jit
+def append_rows_two(
+    programs, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b,
+    scales_h, X_2, CODES_2, SCALES_2, POS_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2,
+    codes_b_2, codes_h_2, scales_b_2, scales_h_2, HEADS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, HEADS_2: tl.constexpr, PAGE_2: tl.constexpr, WIDTH_2: tl.constexpr,
+    PARTS_2: tl.constexpr, BITS_2: tl.constexpr, GROUP_2: tl.constexpr, E4M3_2: tl.constexpr, QMAX_2: tl.constexpr, ULP_2: tl.constexpr,
+    TINY_2: tl.constexpr, ROWS_2: tl.constexpr, UNITS_2: tl.constexpr, UNIT_2: tl.constexpr,
+):
+    """Two slots, keys and values: the first ``programs`` programs of a batch row have the first."""
+    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if program < programs:
+        _append_rows(
+            program, b, X, CODES, SCALES, POS, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h,
+            scales_b, scales_h, HEADS, PAGE, WIDTH, PARTS, BITS, GROUP, E4M3, QMAX, ULP, TINY, ROWS, UNITS, UNIT,
+        )
+    else:
+        _append_rows(
+            program - programs, b, X_2, CODES_2, SCALES_2, POS_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2,
+            pos_b_2, pos_s_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, HEADS_2, PAGE_2, WIDTH_2, PARTS_2, BITS_2, GROUP_2, E4M3_2,
+            QMAX_2, ULP_2, TINY_2, ROWS_2, UNITS_2, UNIT_2,
+        )
+
+
+class Rows(NamedTuple):
+    """The operands of ``append``."""
+
+    x: torch.Tensor
+    planes: list[torch.Tensor]
+    pos: torch.Tensor
+    scheme: str
+
+    @property
+    def rule(self) -> AbsMax:
+        """How the scheme encodes; only of what ``fits``."""
+        rule = schemes.parse(self.scheme).absmax(self.x.shape[3])
+        assert rule is not None
+        return rule
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a program: as many as fill a tile, or the one of a decode step."""
+        if isinstance(self.x.shape[2], int) and self.x.shape[2] == 1:
+            return 1
+        rule = self.rule
+        width = self.x.shape[3] // rule.parts
+        return max(1, TILE // (triton.next_power_of_2(width // rule.group) * triton.next_power_of_2(rule.group)))
+
+    @property
+    def converts(self) -> bool:
+        """Whether the device converts to e4m3 by itself."""
+        return self.x.device.type == "cuda" and torch.cuda.get_device_capability(self.x.device) >= (8, 9)
+
+    @property
+    def programs(self) -> int:
+        """Of one batch row."""
+        return (self.x.shape[2] + self.rows - 1) // self.rows * self.x.shape[1]
+
+    def operands(self) -> tuple[object, ...]:
+        """Arguments of the kernels, in their order: whole planes, no views."""
+        x, pos, (codes, scales) = self.x, self.pos, self.planes
+        return (
+            x, codes, scales, pos, x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0),
+            scales.stride(0), 0 if pos.shape[0] == 1 else pos.stride(0), pos.stride(1), codes.stride(1), codes.stride(2),
+            scales.stride(1), scales.stride(2),
+        )
+
+    def constants(self, suffix: str = "") -> dict[str, Any]:
+        """Of the kernels, by name."""
+        rule, dtype = self.rule, self.planes[1].dtype
+        width = self.x.shape[3] // rule.parts
+        named = {
+            "HEADS": self.x.shape[1], "PAGE": self.planes[0].shape[3], "WIDTH": width, "PARTS": rule.parts, "BITS": rule.bits,
+            "GROUP": rule.group, "E4M3": rule.e4m3 * (1 + self.converts), "QMAX": rule.largest, "ULP": SCALE_ULP[dtype],
+            "TINY": TINY[dtype], "ROWS": self.rows, "UNITS": triton.next_power_of_2(width // rule.group),
+            "UNIT": triton.next_power_of_2(rule.group),
+        }
+        return {name + suffix: value for name, value in named.items()}
+
+
+def fits(slot: Rows) -> bool:
+    """Whether the kernel knows this append: groups that lie within one part of the words, planes whose rows lie in order."""
+    D = slot.x.shape[3]
+    if not isinstance(D, int):
+        return False
+    rule = schemes.parse(slot.scheme).absmax(D)
+    if rule is None or D % rule.parts or (D // rule.parts) % rule.group or D > TILE:
+        return False
+    in_order = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes)
+    known = slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
+    return in_order and known and len(slot.planes) == 2 and slot.planes[0].shape[3] == slot.planes[1].shape[3]
+
+
+def append_rows(slots: Sequence[Rows], launcher: Launcher | None = None) -> None:
+    """``append_body`` of one slot or two of one batch, in one launch; for what ``fits``. None launches at once."""
+    assert all(slot.x.shape[0] == slots[0].x.shape[0] for slot in slots)
+    launcher = launcher or Direct(slots[0].x.device.type == "cuda")
+    operands = [operand for slot in slots for operand in slot.operands()]
+    grid = (sum(slot.programs for slot in slots), slots[0].x.shape[0])
+    # One token has a few channels for each thread of one warp; more warps would only wait for each other.
+    warps = 1 if slots[0].rows == 1 else None
+    if len(slots) == 1:
+        launcher.kernel(append_rows_one, grid, *operands, warps=warps, **slots[0].constants())
+    else:
+        constants = {**slots[0].constants(), **slots[1].constants("_2")}
+        launcher.kernel(append_rows_two, grid, slots[0].programs, *operands, warps=warps, **constants)

@@ -1,0 +1,320 @@
+"""``append_window`` of many tokens on CUDA: two launches for keys and values, where tracing the body gives Inductor thirty kernels.
+
+The first launch reads the window and the clock: a program has ROWS positions of one kv head of one batch row, aligned to
+ROWS, so that whole blocks and one page of the planes are its own. It takes tokens of the call from x and what stands
+before them in the first block from the window, encodes them, and gives them among the newest tokens. The second launch
+copies the last W of those into the window and moves the clock. What they compute is ``windows.append_window_body``, for
+schemes that quantize by minimum and maximum (``Scheme.minmax``); rounding is ``triton_append``'s. A test holds them together.
+
+A program whose positions have no place in the planes, before 0 or behind the last page, gives its tokens and encodes the
+nearest tile that has one: what another program encodes as well, to the same bytes, or the first or last block, which the
+body encodes even where the call has no token for it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompile.lowering.append.window_token import Slot, corrected, known, minmax_codes, origin_of
+from kvcompile.lowering.host.launches import Direct, Launcher
+
+TILE = 4096
+"""Elements of a program, where a block is not larger: 32 for each of 128 threads, in four loads of 16 bytes."""
+
+MOST = 8192
+"""Elements of a program that 128 threads hold in registers."""
+
+
+@triton.jit
+def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_s, D: tl.constexpr):
+    """Tokens s [n] of the call, [n, D], 0 where there are none, and which of them are out of order or have no room: those are NaN."""
+    there = (s >= 0) & (s < count)
+    at = tl.load(POSITIONS + s * pos_s, mask=there, other=0)
+    good = ordered & (at == first + s) & (at - used < room)
+    x = tl.load(SOURCE + s[:, None] * x_s + tl.arange(0, D)[None, :] * x_d, mask=there[:, None], other=0.0)
+    return x, there & (good == 0)
+
+
+@triton.jit
+def _give(recent, s, x, poisoned, count, W: tl.constexpr, D: tl.constexpr):
+    """Tokens s [n] of the call among the newest ones. Two stores, since choosing would take words of two numbers apart."""
+    to = recent + (W + s)[:, None] * D + tl.arange(0, D)[None, :]
+    there = (s >= 0) & (s < count)
+    tl.store(to, x, mask=(there & (poisoned == 0))[:, None])
+    tl.store(to, tl.full(x.shape, float("nan"), tl.float32).to(x.dtype), mask=poisoned[:, None])
+
+
+@triton.jit
+def _append_blocks(
+    program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n,
+    pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, TOGETHER: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+):
+    """ROWS positions of one kv head of one batch row. The window, the clock and the newest tokens are contiguous."""
+    h = (program % HEADS).to(tl.int64)
+    tile = program // HEADS
+    first = tl.load(POS + b * pos_b)
+    kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
+    used, _, fits = origin_of(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
+    # Rows of one position are as far as the first one.
+    held = tl.load(CLOCK + ((b * (0 if TOGETHER else 1)) * HEADS + h) * 2)
+    start = first - used
+    room = pages * PAGE
+    ordered = ((first == 0) | (start == held)) & fits
+    i, d = tl.arange(0, ROWS), tl.arange(0, D)
+    ring = RING + (b * HEADS + h) * (W * D)
+    recent = RECENT + (b * HEADS + h) * ((W + count) * D)
+    source = X + b * x_b + h * x_h
+    positions = POS + b * pos_b
+
+    begin = (start & (-ROWS)) + tile * ROWS
+    stand = tl.minimum(tl.maximum(begin, 0), room - ROWS)
+    t = stand + i
+    x, poisoned = _new(t - start, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
+    if begin == stand:
+        _give(recent, t - start, x, poisoned, count, W, D)
+    else:
+        s = begin - start + i
+        other, outside = _new(s, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
+        _give(recent, s, other, outside, count, W, D)
+
+    # Row j of the newest tokens is token start - W + j, which lies in slot (start + j) % W.
+    COPY: tl.constexpr = W if W < ROWS else ROWS  # noqa: FURB136 - of tensors, to Triton
+    if tile == 0:
+        for row in range(0, W, COPY):
+            j = row + tl.arange(0, COPY)
+            old = tl.load(ring + ((start + j) & (W - 1))[:, None] * D + d[None, :])
+            tl.store(recent + j[:, None] * D + d[None, :], old)
+
+    # Blocks that the call touches, of which there is always one.
+    last = tl.minimum(tl.maximum(start + (count - 1), 0), room - 1) // BLOCK
+    lowest = tl.minimum(tl.maximum(start, 0) // BLOCK, last)
+    block = stand // BLOCK + i // BLOCK
+    touched = (block >= lowest) & (block <= last)
+    content = tl.where(poisoned[:, None], float("nan"), x.to(tl.float32))
+    if stand < start:
+        before = t < start
+        old = tl.load(ring + (t & (W - 1))[:, None] * D + d[None, :], mask=(before & touched)[:, None], other=0.0)
+        content = tl.where(before[:, None], old.to(tl.float32), content)
+    if SUB > 0:
+        content = corrected(content, MOVES + b * moves_b + h * moves_h, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
+    # [blocks, tokens of a block, channels] or [groups, channels of a group, 1]: reduced over the middle.
+    if BLOCK > 1:
+        grouped = tl.reshape(content, [ROWS // BLOCK, BLOCK, D])
+    else:
+        grouped = tl.reshape(content, [ROWS * (D // GROUP), GROUP, 1])
+    codes, scale, zero = minmax_codes(grouped, SCALES.dtype.element_ty, BITS, ULP, TINY)
+
+    planar = tl.reshape(codes, [ROWS, PARTS, D // PARTS])
+    words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
+    page, row = stand // PAGE, (stand % PAGE).to(tl.int32)
+    to = CODES + page * codes_n + b * codes_b + h * codes_h + (row + i)[:, None] * (SEGMENTS * (D // PARTS))
+    w = tl.arange(0, D // PARTS)
+    for byte in tl.static_range(SEGMENTS):
+        tl.store(to + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(tl.uint8), mask=touched[:, None])
+    WIDTH: tl.constexpr = D if BLOCK > 1 else D // GROUP
+    i = tl.arange(0, ROWS // BLOCK)
+    block = stand // BLOCK + i
+    at = page * scales_n + b * scales_b + h * scales_h + (row // BLOCK + i)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    touched = ((block >= lowest) & (block <= last))[:, None]
+    tl.store(SCALES + at, tl.reshape(scale, [ROWS // BLOCK, WIDTH]), mask=touched)
+    tl.store(ZEROS + at, tl.reshape(zero, [ROWS // BLOCK, WIDTH]), mask=touched)
+
+
+@triton.jit
+def _roll(
+    program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, D: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr,
+):
+    """COPY of the newest W tokens of one kv head of one batch row into the window, and the clock, which programs read as they write it."""
+    h = (program % HEADS).to(tl.int64)
+    first = tl.load(POS + b * pos_b)
+    kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
+    used, remembered, _ = origin_of(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
+    end = first - used + count
+    j, d = (program // HEADS) * COPY + tl.arange(0, COPY), tl.arange(0, D)
+    row = b * HEADS + h
+    newest = tl.load(RECENT + row * ((W + count) * D) + (count + j)[:, None] * D + d[None, :])
+    tl.store(RING + row * (W * D) + ((end + j) & (W - 1))[:, None] * D + d[None, :], newest)
+    if program < HEADS:
+        # The origin that the others read is the one that stands there, or at position 0 does not come from there.
+        tl.store(CLOCK + row * 2, end)
+        tl.store(CLOCK + row * 2 + 1, remembered)
+
+
+@triton.jit
+def append_blocks_one(
+    X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s,
+    codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, TOGETHER: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+):
+    """One slot. Grid: tiles of ROWS positions times kv heads, the heads first, and batch rows."""
+    _append_blocks(
+        tl.program_id(0), tl.program_id(1).to(tl.int64), X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s,
+        x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS,
+        BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, HAS_ORIGIN, TOGETHER, ULP, TINY, ROWS,
+    )
+
+
+@triton.jit
+def append_blocks_two(
+    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b,
+    pos_s, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2,
+    ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2, codes_b_2, codes_h_2,
+    scales_b_2, scales_h_2, moves_b_2, moves_h_2, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, TOGETHER: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, D_2: tl.constexpr,
+    W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr, PARTS_2: tl.constexpr,
+    SEGMENTS_2: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, SUB_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
+    TOGETHER_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr, ROWS_2: tl.constexpr,
+):
+    """Two slots, keys and values: the first ``programs`` programs of a batch row have the first."""
+    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if program < programs:
+        _append_blocks(
+            program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n,
+            scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP,
+            BLOCK, SUB, HAS_ORIGIN, TOGETHER, ULP, TINY, ROWS,
+        )
+    else:
+        _append_blocks(
+            program - programs, b, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2,
+            x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2,
+            moves_b_2, moves_h_2, D_2, W_2, PAGE_2, HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2, TOGETHER_2,
+            ULP_2, TINY_2, ROWS_2,
+        )
+
+
+@triton.jit
+def roll_one(
+    RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, D: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """One slot. Grid: tiles of COPY tokens times kv heads, the heads first, and batch rows."""
+    _roll(
+        tl.program_id(0), tl.program_id(1).to(tl.int64), RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, D, W, HEADS, HAS_ORIGIN, COPY,
+    )
+
+
+@triton.jit
+def roll_two(
+    programs, RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, RING_2, CLOCK_2, POS_2, ORIGIN_2, RECENT_2, count_2, pos_b_2,
+    D: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr, D_2: tl.constexpr,
+    W_2: tl.constexpr, HEADS_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr, COPY_2: tl.constexpr,
+):
+    """Two slots, keys and values: the first ``programs`` programs of a batch row have the first."""
+    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if program < programs:
+        _roll(program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, D, W, HEADS, HAS_ORIGIN, COPY)
+    else:
+        _roll(
+            program - programs, b, RING_2, CLOCK_2, POS_2, ORIGIN_2, RECENT_2, count_2, pos_b_2, D_2, W_2, HEADS_2, HAS_ORIGIN_2, COPY_2,
+        )
+
+
+class Blocks(NamedTuple):
+    """A slot of many tokens, and how programs share it."""
+
+    slot: Slot
+    recent: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        """Positions of a program: whole blocks, within one page."""
+        return rows_of(self.slot)
+
+    @property
+    def copied(self) -> int:
+        """Tokens of the window that a program of the second launch copies."""
+        return min(self.slot.window.shape[3], self.rows)
+
+    @property
+    def programs(self) -> int:
+        """Of one batch row in the first launch: as many tiles as the tokens may touch, wherever in one they begin."""
+        return ((self.slot.x.shape[2] + self.rows - 2) // self.rows + 1) * self.slot.x.shape[1]
+
+    @property
+    def rolls(self) -> int:
+        """The same of the second launch."""
+        return self.slot.window.shape[3] // self.copied * self.slot.x.shape[1]
+
+    @property
+    def pos_b(self) -> int:
+        """From one row's positions to the next one's."""
+        return 0 if self.slot.pos.shape[0] == 1 else self.slot.pos.stride(0)
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """Of the rows; any integers where they have none."""
+        return self.slot.pos if self.slot.origin is None else self.slot.origin
+
+    def operands(self) -> tuple[object, ...]:
+        """Arguments of the first launch's kernels, in their order: whole planes, no views."""
+        x, pos, (codes, scales, zeros), (moves, *moves_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.moves
+        return (
+            x, self.slot.window, self.slot.clock, codes, scales, zeros, moves, pos, self.origin, self.recent, x.stride(0), x.stride(1),
+            x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0), scales.stride(0), self.pos_b, pos.stride(1),
+            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *moves_strides,
+        )
+
+    def constants(self, suffix: str = "") -> dict[str, Any]:
+        """Of the first launch's kernels, by name."""
+        together = self.slot.origin is None and self.slot.pos.shape[0] == 1
+        named = {**self.slot.constants(), "TOGETHER": together, "ROWS": self.rows}
+        return {name + suffix: value for name, value in named.items()}
+
+    def roll_operands(self) -> tuple[object, ...]:
+        """Of the second launch's kernels, in their order."""
+        return (self.slot.window, self.slot.clock, self.slot.pos, self.origin, self.recent, self.slot.x.shape[2], self.pos_b)
+
+    def roll_constants(self, suffix: str = "") -> dict[str, Any]:
+        """Of the second launch's kernels, by name."""
+        named = {**{name: self.slot.constants()[name] for name in ("D", "W", "HEADS", "HAS_ORIGIN")}, "COPY": self.copied}
+        return {name + suffix: value for name, value in named.items()}
+
+
+def rows_of(slot: Slot) -> int:
+    """Positions of a program: about TILE elements, whole blocks, within one page; all are powers of two."""
+    constants = slot.constants()
+    return max(int(str(constants["BLOCK"])), min(slot.planes[0].shape[3], TILE // slot.x.shape[3]))
+
+
+def fits(slot: Slot) -> bool:
+    """Whether the kernels know this append: many tokens, or a symbol of them, of what is ``known``, in tiles that fit a program."""
+    S, D = slot.x.shape[2:]
+    if (isinstance(S, int) and S < 2) or not known(slot) or D > TILE:
+        return False
+    rows, page = rows_of(slot), slot.planes[0].shape[3]
+    return rows * D <= MOST and page % rows == 0 and (slot.origin is None or slot.origin.is_contiguous())
+
+
+def append_window_blocks(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:
+    """The newest tokens that ``append_window_body`` of many gives for one slot or two of one batch, in two launches; for what ``fits``.
+
+    None launches at once. Origins in force are ``Slot.used``, to be asked for before.
+    """
+    launcher, batch = launcher or Direct(slots[0].x.device.type == "cuda"), slots[0].x.shape[0]
+    assert all(slot.x.shape[0] == batch for slot in slots)
+    work = [Blocks(slot, slot.recent()) for slot in slots]
+    operands = [operand for blocks in work for operand in blocks.operands()]
+    rolled = [operand for blocks in work for operand in blocks.roll_operands()]
+    grids = (sum(blocks.programs for blocks in work), batch), (sum(blocks.rolls for blocks in work), batch)
+    one, *others = work
+    if not others:
+        launcher.kernel(append_blocks_one, grids[0], *operands, **one.constants())
+        launcher.kernel(roll_one, grids[1], *rolled, **one.roll_constants())
+    else:
+        two = others[0]
+        launcher.kernel(append_blocks_two, grids[0], one.programs, *operands, **one.constants(), **two.constants("_2"))
+        launcher.kernel(roll_two, grids[1], one.rolls, *rolled, **one.roll_constants(), **two.roll_constants("_2"))
+    return [blocks.recent for blocks in work]

@@ -1,0 +1,326 @@
+"""``append_window`` of one new token on CUDA, keys and values in one launch, where tracing the body gives Inductor a dozen kernels.
+
+A program has one kv head of one batch row. It reads the window once, gives the newest tokens, encodes the block
+that the token stands in, and puts the token into the window: what ``windows.append_window_body`` says, for
+schemes that quantize by minimum and maximum (``Scheme.minmax``). Rounding is spelled out, bit for bit that of
+``schemes.asymmetric`` (``triton_rounding``); a test holds the two together. Anything else goes through the traced body.
+
+Where errors of channels move others (squat), a block is encoded once, by the token that makes it whole: nobody reads its codes
+before. The products are the body's but for the order of their sums, and so a code may be the neighbor of the body's.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompile import schemes
+from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_down, rounded_up
+from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.lowering.ops.append_window import _encoded, one_token
+from kvcompile.schemes.symmetric import SCALE_ULP, TINY
+
+
+@triton.jit
+def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
+    """Codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in ``stored``; ``schemes.asymmetric``."""
+    nans = tl.max((grouped != grouped).to(tl.int32), 1, keep_dims=True) != 0
+    low = tl.where(nans, float("nan"), tl.min(grouped, 1, keep_dims=True))
+    high = tl.where(nans, float("nan"), tl.max(grouped, 1, keep_dims=True))
+    zero = low if stored == tl.float32 else rounded_down(low, stored)
+    spread = high - zero.to(tl.float32)
+    scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, stored)
+    scale = tl.where(spread == 0, 0.0, scale).to(stored)
+    ratio = quotient(grouped - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(stored))
+    if stored == tl.float32:
+        ratio = tl.minimum(ratio, (2**BITS - 1) * 1.0)
+    # Stored in 16 bits, the zero point is rounded down and the scale up: what the body clamps is out of range by rounding alone.
+    codes = (ratio + MAGIC).to(tl.int32, bitcast=True) & tl.where(scale == scale, 2**BITS - 1, 0)
+    return codes, scale, zero
+
+
+@triton.jit
+def corrected(
+    content, MOVES, stored: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    """Float32 [n, D] of whole blocks of BLOCK tokens, channels moved by the errors of those SUB at a time before; ``Squat.encode``.
+
+    MOVES: [D, D], zero but where a column's channel comes behind the row's SUB channels, so nothing that is encoded moves again.
+    """
+    N: tl.constexpr = content.shape[0]
+    D: tl.constexpr = content.shape[1]
+    d = tl.arange(0, D)
+    for part in tl.static_range(D // SUB - 1):
+        grouped = tl.reshape(content, [N // BLOCK, BLOCK, D])
+        codes, scale, zero = minmax_codes(grouped, stored, BITS, ULP, TINY)
+        error = tl.reshape(codes.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32) - grouped, [N, D])
+        error = tl.where((d // SUB == part)[None, :] & (tl.abs(error) < float("inf")), error, 0.0)
+        # All others are zero.
+        own = tl.sum(tl.reshape(error, [N, D // SUB, SUB]), 1)
+        moves = tl.load(MOVES + (part * SUB + tl.arange(0, SUB))[:, None] * D + d[None, :])
+        content = content + tl.dot(own, moves, input_precision="tf32x3")
+    return content
+
+
+@triton.jit
+def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
+    """A row's origin in force, what its clock will say of it, and whether the row's mask agrees.
+
+    Of loaded numbers: torch takes whatever a call is given for written, where what it returns becomes part of an address.
+    """
+    if HAS_ORIGIN:
+        used = tl.where(first == 0, given, kept)
+        fits = given >= used
+        remembered = used
+    else:
+        used = kept * 0
+        fits = kept == 0
+        remembered = tl.where(first == 0, 0, kept)
+    return used, remembered, fits
+
+
+@triton.jit
+def _encode_block(
+    content, t, last, CODES, SCALES, ZEROS, MOVES, codes_n, scales_n, D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+    PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, ULP: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    """Block ``last``, tokens t [BLOCK] with what they hold, float32 [BLOCK, D], of one kv head of one batch row."""
+    if SUB > 0:
+        content = corrected(content, MOVES, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
+    # [1, tokens, channels] or [groups, channels of a group, 1]: reduced over the middle.
+    if BLOCK > 1:
+        grouped = tl.reshape(content, [1, BLOCK, D])
+    else:
+        grouped = tl.reshape(content, [D // GROUP, GROUP, 1])
+    codes, scale, zero = minmax_codes(grouped, SCALES.dtype.element_ty, BITS, ULP, TINY)
+
+    planar = tl.reshape(codes, [BLOCK, PARTS, D // PARTS])
+    words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
+    row = CODES + (t // PAGE) * codes_n + (t % PAGE) * (SEGMENTS * (D // PARTS))
+    w = tl.arange(0, D // PARTS)
+    for byte in tl.static_range(SEGMENTS):
+        tl.store(row[:, None] + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(tl.uint8))
+    per_row: tl.constexpr = D if BLOCK > 1 else D // GROUP
+    rows_a_page: tl.constexpr = PAGE // BLOCK
+    at = (last // rows_a_page) * scales_n + (last % rows_a_page) * per_row + tl.arange(0, per_row)
+    tl.store(SCALES + at, tl.reshape(scale, [per_row]))
+    tl.store(ZEROS + at, tl.reshape(zero, [per_row]))
+
+
+@triton.jit
+def _append_token(
+    program, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
+):
+    """One token of one kv head of one batch row: see the module. The window and the clock are contiguous."""
+    b = (program // HEADS).to(tl.int64)
+    h = (program % HEADS).to(tl.int64)
+    d = tl.arange(0, D)
+    j = tl.arange(0, W)
+    # All that does not depend on the position is asked for at once: a step waits for memory, not for its bandwidth.
+    clock = CLOCK + (b * HEADS + h) * 2
+    ring = RING + (b * HEADS + h) * (W * D)
+    first = tl.load(POS + b * pos_b)
+    held = tl.load(clock)
+    kept = tl.load(clock + 1)
+    given = tl.load(ORIGIN + b) if HAS_ORIGIN else kept
+    whole = tl.load(ring + j[:, None] * D + d[None, :])
+    x = tl.load(X + b * x_b + h * x_h + d * x_d).to(tl.float32)
+
+    used, remembered, fits = origin_of(first, kept, given, HAS_ORIGIN)
+    start = first - used
+    room = pages * PAGE
+    ordered = ((first == 0) | (start == held)) & (start < room) & fits
+    x = tl.where(ordered, x, float("nan")).to(X.dtype.element_ty)
+
+    # The newest tokens: row j of W + 1 is token start - W + j, which lies in slot (start + j) % W.
+    slot = (start & (W - 1)).to(tl.int32)
+    out = RECENT + (b * HEADS + h) * (W + 1) * D
+    tl.store(out + ((j - slot) & (W - 1))[:, None] * D + d[None, :], whole)
+    tl.store(out + W * D + d, x)
+
+    # The block of the token, zeros behind it.
+    last = tl.minimum(tl.maximum(start, 0), room - 1) // BLOCK
+    i = tl.arange(0, BLOCK)
+    t = last * BLOCK + i
+    if BLOCK == W:
+        before = whole.to(tl.float32)
+    else:
+        before = tl.load(ring + (t & (W - 1))[:, None] * D + d[None, :]).to(tl.float32)
+    content = tl.where((t == start)[:, None], x.to(tl.float32)[None, :], tl.where((t < start)[:, None], before, 0.0))
+    # Nothing of the window may be overwritten before all of the program has read it.
+    tl.debug_barrier()
+    tl.store(ring + slot * D + d, x)
+    tl.store(clock, start + 1)
+    tl.store(clock + 1, remembered)
+
+    # Whoever moves channels does so once a block.
+    if ((start + 1) % BLOCK == 0) | (SUB == 0):
+        _encode_block(
+            content, t, last, CODES + b * codes_b + h * codes_h, SCALES + b * scales_b + h * scales_h, ZEROS + b * scales_b + h * scales_h,
+            MOVES + b * moves_b + h * moves_h, codes_n, scales_n, D, PAGE, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, ULP, TINY,
+        )
+
+
+@triton.jit
+def append_one(
+    X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
+):
+    """One token of one slot; a program has one kv head of one batch row."""
+    _append_token(
+        tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n,
+        pos_b, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
+        HAS_ORIGIN, ULP, TINY,
+    )
+
+
+@triton.jit
+def append_two(
+    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, moves_b, moves_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2, ORIGIN_2, RECENT_2,
+    x_b_2, x_h_2, x_d_2, pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, moves_b_2, moves_h_2,
+    D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
+    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr,
+    TINY: tl.constexpr, D_2: tl.constexpr, W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr,
+    PARTS_2: tl.constexpr, SEGMENTS_2: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, SUB_2: tl.constexpr,
+    HAS_ORIGIN_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr,
+):
+    """One token of two slots, keys and values: the first ``programs`` programs have the first."""
+    program = tl.program_id(0)
+    if program < programs:
+        _append_token(
+            program, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b,
+            codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
+            HAS_ORIGIN, ULP, TINY,
+        )
+    else:
+        _append_token(
+            program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
+            pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, moves_b_2, moves_h_2, D_2, W_2, PAGE_2,
+            HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2, ULP_2, TINY_2,
+        )
+
+
+class Slot(NamedTuple):
+    """The operands of ``append_window``."""
+
+    x: torch.Tensor
+    planes: list[torch.Tensor]
+    pos: torch.Tensor
+    origin: torch.Tensor | None
+    scheme: str
+
+    @property
+    def window(self) -> torch.Tensor:
+        """[1, B, K, W, D]; the clock stands behind it."""
+        return self.planes[_encoded(self.planes)]
+
+    @property
+    def clock(self) -> torch.Tensor:
+        """[1, B, K, 1, 2]."""
+        return self.planes[_encoded(self.planes) + 1]
+
+    @property
+    def corrects(self) -> bool:
+        """Whether errors of channels move others, so that the scheme has a plane that says how far."""
+        rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
+        return rule is not None and bool(rule.subblock)
+
+    @property
+    def moves(self) -> tuple[torch.Tensor, int, int]:
+        """[1, 1 or B, K, D, D], how far errors move channels, and its strides from row to row and from head to head.
+
+        Positions where the scheme has none, as an argument that nothing reads.
+        """
+        moves = self.planes[-1]
+        if not self.corrects:
+            return self.pos, 0, 0
+        return moves, 0 if moves.shape[1] == 1 else moves.stride(1), moves.stride(2)
+
+    @property
+    def programs(self) -> int:
+        """One for each kv head of each batch row."""
+        return self.x.shape[0] * self.x.shape[1]
+
+    @property
+    def used(self) -> torch.Tensor:
+        """The origins in force, int64 [1 or B], from what the clock says before the append."""
+        first = self.pos[:, 0]
+        return torch.zeros_like(first) if self.origin is None else torch.where(first == 0, self.origin, self.clock[0, :, 0, 0, 1])
+
+    def recent(self) -> torch.Tensor:
+        """Room for the newest tokens, [B, K, W + S, D]."""
+        return self.x.new_empty(*self.x.shape[:2], self.window.shape[3] + self.x.shape[2], self.x.shape[3])
+
+    def operands(self, recent: torch.Tensor) -> tuple[object, ...]:
+        """Arguments of the kernels, in their order: whole planes, no views."""
+        codes, scales, zeros = self.planes[:3]
+        origin = self.pos if self.origin is None else self.origin
+        moves, *moves_strides = self.moves
+        return (
+            self.x, self.window, self.clock, codes, scales, zeros, moves, self.pos, origin, recent, self.x.stride(0), self.x.stride(1),
+            self.x.stride(3), codes.shape[0], codes.stride(0), scales.stride(0), 0 if self.pos.shape[0] == 1 else self.pos.stride(0),
+            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *moves_strides,
+        )
+
+    def constants(self, suffix: str = "") -> dict[str, Any]:
+        """Of the kernels, by name."""
+        rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
+        assert rule is not None
+        dtype = self.planes[1].dtype
+        named = {
+            "D": self.x.shape[3], "W": self.window.shape[3], "PAGE": self.planes[0].shape[3], "HEADS": self.x.shape[1], "BITS": rule.bits,
+            "PARTS": rule.parts, "SEGMENTS": rule.segments, "GROUP": rule.group, "BLOCK": rule.block,
+            "SUB": rule.subblock, "HAS_ORIGIN": self.origin is not None, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
+        }
+        return {name + suffix: value for name, value in named.items()}
+
+
+def known(slot: Slot) -> bool:
+    """Whether kernels know the scheme and the planes: min-max codes, sizes that are powers of two, planes that lie in order."""
+    rule = schemes.parse(slot.scheme).minmax(slot.x.shape[3])
+    D, W = slot.x.shape[3], slot.window.shape[3]
+    if rule is None or D & (D - 1) or W & (W - 1):
+        return False
+    # Tensor cores take no fewer than 16 channels, or tokens, at once.
+    narrow = rule.subblock < 16 or rule.block < 16 or rule.subblock & (rule.subblock - 1)
+    if rule.subblock and (narrow or not slot.moves[0].is_contiguous()):
+        return False
+    in_order = slot.window.is_contiguous() and slot.clock.is_contiguous()
+    rows = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes[:3])
+    return in_order and rows and slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
+
+
+def fits(slot: Slot) -> bool:
+    """Whether the kernel knows this append: one token of what is ``known``."""
+    return one_token(slot.x) and known(slot)
+
+
+def append_window_slots(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:
+    """The newest tokens that ``append_window_body`` of one token gives for one slot or two, in one launch; for what ``fits``.
+
+    None launches at once. Origins in force are ``Slot.used``, to be asked for before.
+    """
+    launcher = launcher or Direct(slots[0].x.device.type == "cuda")
+    results = [slot.recent() for slot in slots]
+    operands = [operand for slot, recent in zip(slots, results, strict=True) for operand in slot.operands(recent)]
+    grid = (sum(slot.programs for slot in slots),)
+    if len(slots) == 1:
+        launcher.kernel(append_one, grid, *operands, **slots[0].constants())
+    else:
+        launcher.kernel(append_two, grid, slots[0].programs, *operands, **slots[0].constants(), **slots[1].constants("_2"))
+    return results

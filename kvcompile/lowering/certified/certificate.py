@@ -1,0 +1,118 @@
+"""What a certificate says of one step: the three bounds of a head, assembled from its blocks (theorems 2 to 6 of ``schemes.bounds``)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from kvcompile.lowering.certified.blocks import total
+from kvcompile.lowering.certified.bound_printer import aten
+from kvcompile.schemes.certified import bounds
+
+# Printed once, at import: Dynamo then sees plain functions.
+_accumulation = aten(bounds.ACCUMULATION)
+_accumulation_term = aten(bounds.ACCUMULATION_TERM)
+_center_norm = aten(bounds.CENTER_NORM)
+_key = aten(bounds.KEY)
+_key_term = aten(bounds.KEY_TERM)
+_least_term = aten(bounds.LEAST_TERM)
+_output_rounding = aten(bounds.OUTPUT_ROUNDING)
+_shift_term = aten(bounds.SHIFT_TERM)
+_total_term = aten(bounds.TOTAL_TERM)
+_value = aten(bounds.VALUE)
+_value_term = aten(bounds.VALUE_TERM)
+
+CHAIN = 64.0
+"""Rounding steps between a product and the output where a block's 16 products are added first and blocks in float64; exp's too."""
+
+OUTWARD = 1 + 2.0**-50
+"""Covers a float64 product and a sum."""
+
+LEAST_NORMAL = 1e-300
+"""Below any sum that is not zero: a head that sees nothing divides zero by it."""
+
+OUTPUT_UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+OUTPUT_TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-25}
+
+
+class Sum(NamedTuple):
+    """The softmax of one step as its blocks: float64 [B, K, Q, N], and a sink's mass [B, K, Q], relative to the largest logit."""
+
+    gap: torch.Tensor
+    weight: torch.Tensor
+    sink: torch.Tensor | float
+
+    @property
+    def total(self) -> torch.Tensor:
+        """All mass, rounded down."""
+        return (total(_total_term(weight=self.weight, gap=self.gap)) + self.sink * (1 - 2.0**-20)).clamp(min=LEAST_NORMAL)
+
+
+class Values(NamedTuple):
+    """What is known of each block's values: nu, and eta, zero where originals are used; float64 [B, K, Q, N], zero where not visible."""
+
+    nu: torch.Tensor
+    eta: torch.Tensor
+
+    @property
+    def vmax(self) -> torch.Tensor:
+        """The largest norm of a visible original value, [B, K, Q]."""
+        return self.nu.amax(-1)
+
+
+def value_terms(softmax: Sum, eta: torch.Tensor) -> torch.Tensor:
+    """Each block's share of the value bound, [B, K, Q, N]; the bound is their sum."""
+    mass_times_eta = _value_term(weight=softmax.weight, gap=softmax.gap, eta=eta)
+    return _value(value_sum=mass_times_eta, total=softmax.total.unsqueeze(-1))
+
+
+def key_bound(softmax: Sum, delta: torch.Tensor, values: Values, center: torch.Tensor) -> torch.Tensor:
+    """E_key, [B, K, Q]: all deviations of logits together, those of exact keys by rounding included."""
+    block = dict(weight=softmax.weight, gap=softmax.gap, delta=delta)
+    least = total(_least_term(**block)) + softmax.sink * (1 - 2.0**-20)
+    return _key(
+        key_sum=total(_key_term(nu=values.nu, center=center.unsqueeze(-1), **block)), least=least.clamp(min=LEAST_NORMAL),
+        shift=total(_shift_term(**block)), total=softmax.total, delta_max=delta.amax(-1), vmax=values.vmax, center=center,
+    )
+
+
+def accumulation(softmax: Sum, values: Values, chain: float) -> torch.Tensor:
+    """What summing in float32 adds, [B, K, Q]."""
+    term = _accumulation_term(
+        weight=softmax.weight, gap=softmax.gap, chain=chain, nu=values.nu, eta=values.eta,
+        vmax=(values.nu + values.eta).amax(-1, keepdim=True),
+    )
+    return _accumulation(value_sum=total(term), total=softmax.total)
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    """|x|_2 over the last axis, float64, not below the exact one."""
+    return torch.linalg.vector_norm(x.to(torch.float64), dim=-1) * (1 + 2.0**-40)
+
+
+def output_rounding(size: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """What the output's dtype adds to a result of norm ``size``."""
+    return _output_rounding(norm=size, out_unit=OUTPUT_UNIT[dtype], out_tiny=OUTPUT_TINY[dtype] * math.sqrt(width))
+
+
+class Certificate(NamedTuple):
+    """The three bounds of each query, float64 [B, K, Q]; their sum bounds |output - exact output|_2."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    arithmetic: torch.Tensor
+
+
+def certificate(
+    softmax: Sum, delta: torch.Tensor, values: Values, output: torch.Tensor, dtype: torch.dtype, chain: float = CHAIN
+) -> Certificate:
+    """Of an output [B, K, Q, Dv] in the precision it was accumulated in, before it is rounded to ``dtype``."""
+    value, added = total(value_terms(softmax, values.eta)), accumulation(softmax, values, chain)
+    size = norm(output)
+    center = _center_norm(norm=size, value_sum=value + added, vmax=values.vmax)
+    rounding = output_rounding(size, dtype, output.shape[-1])
+    # A result beyond the dtype's range becomes infinite, which no rounding bounds.
+    beyond = (torch.isinf(output.to(dtype)) & torch.isfinite(output)).any(-1)
+    return Certificate(key_bound(softmax, delta, values, center), value, torch.where(beyond, math.inf, added + rounding))

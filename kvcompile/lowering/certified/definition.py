@@ -1,0 +1,267 @@
+"""``kvcompile::certified_attend``: attention over certified codes whose result is within its certificate, or the dense one.
+
+The eager body is the definition, as in ``ops``: what kernels will be compared with. No branch depends on data and nothing
+comes to the host: both sides of every decision are computed here and selected by flags, which a kernel need not do.
+
+Beside the operands of ``attend`` (see ``ops``):
+    keys, values   planes codes, scales, zeros, notes of the certified stores
+    originals      the dense planes of tier 2, keys and values, [N, B, K, rows, D], in host or device memory; every token
+    clock          int64 [1]: the number of the step, which decides what is explored
+    policy         ``Certify.spell``
+Results: the output [B, H, S, Dv]; the certificate, float32 [B, H, S, len(Figure)]; the counters, int32 [B, H, S, len(Count)].
+
+Rungs. Promotion of keys, widened to keep the key budget (1). Promotion of values (2). A head is dense where leading blocks are
+ordered otherwise by codes, a budget is not kept, or its certificate is no number (3); all heads of a batch row are where a block that
+was compared with its originals is not what was encoded (4): rows are requests, and one must not change another's result.
+Dense is what ``attend`` gives over the originals with the scheme ``dense``, bit for bit. There its certificate is the arithmetic
+alone, from the originals' own norms.
+
+A block that the window covers in part counts as codes throughout, which its notes bound; one that it covers whole is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvcompile.errors import Tier2Missing
+from kvcompile.lowering.certified import certificate as certificates
+from kvcompile.lowering.certified.blocks import (
+    Deviations,
+    Masses,
+    Notes,
+    Scores,
+    biased,
+    blocks,
+    deviations,
+    gaps,
+    masses,
+    norms,
+    notes_of,
+    visible_to_queries,
+)
+from kvcompile.lowering.certified.certificate import Sum, Values
+from kvcompile.lowering.certified.checks import causes_of, logits_differ, notes_differ, rank_fails, ranked
+from kvcompile.lowering.certified.promotion import promote_keys, promote_values
+from kvcompile.lowering.certified.telemetry import Counted, counts_of, figures_of
+from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, attend_body, with_recent
+from kvcompile.schemes.certified.policy import Cause, Certify, Count, Fallback, Figure, parse_policy
+from kvcompile.schemes.certified.scheme import BLOCK, Certified
+from kvcompile.types import Role, SlotSpec
+
+LIBRARY.define(
+    "certified_attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor[] originals, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
+    " Tensor? sinks, Tensor clock, str policy, int group, float scale, float softcap, SymInt value_dim, Tensor[]? recent=None,"
+    " Tensor? base=None) -> (Tensor, Tensor, Tensor)"
+)
+
+
+class Tokens(NamedTuple):
+    """One side of the cache as float32 tokens [B, K, T, D]: as decoded, with the window laid over; as they were."""
+
+    coded: torch.Tensor
+    exact: torch.Tensor
+
+
+class Sight(NamedTuple):
+    """Who sees what: tokens [B, 1 or K, Q, T]; blocks with a visible token; those whose visible tokens are all in full precision."""
+
+    tokens: torch.Tensor
+    from_codes: torch.Tensor
+    live: torch.Tensor
+    alone: torch.Tensor
+
+
+def _tokens(
+    scheme: Certified, planes: Sequence[torch.Tensor], originals: torch.Tensor, slot: SlotSpec, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decoded tokens and originals, float32; zero where nobody looks: what was never written may be NaN."""
+    coded = scheme.decode(tuple(as_tokens(plane) for plane in planes[:3]), slot)
+    exact = as_tokens(originals).to(coded.device, torch.float32)[:, :, : coded.shape[2]]
+    at = seen[..., None]
+    return torch.where(at, coded, 0), torch.where(at, exact, 0)
+
+
+def certified_attend_body(
+    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], originals: Sequence[torch.Tensor], hi: torch.Tensor,
+    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
+    policy: str, group: int, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
+    base: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The definition of ``certified_attend``."""
+    rules, scheme = parse_policy(policy), Certified(group=group)
+    return certified_step(
+        rules, scheme, q, keys, values, originals, hi, lo, keep, bias, sinks, clock, scale, softcap, value_dim, recent, base
+    )
+
+
+def certified_step(
+    rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
+    originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None,
+    sinks: torch.Tensor | None, clock: torch.Tensor, scale: float, softcap: float, value_dim: int,
+    recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with its policy and scheme as objects."""
+    B, H, S, D = q.shape
+    K = keys[0].shape[2]
+    heads = (K, H // K)
+    T = keys[0].shape[0] * keys[0].shape[3]
+    for plane, what in zip(originals, ("original keys", "original values"), strict=True):
+        if plane.shape[0] < keys[0].shape[0]:
+            raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
+
+    sight, extra = _sight(q, heads, hi, lo, keep, bias, base, T)
+    seen = sight.tokens.any(2)
+    key_slot, value_slot = SlotSpec(K, D, q.dtype, Role.KEY), SlotSpec(K, value_dim, q.dtype, Role.VALUE)
+    k, v = (
+        Tokens(*_tokens(scheme.of(slot.role), planes, plane, slot, seen))
+        for planes, plane, slot in zip((keys, values), originals, (key_slot, value_slot), strict=True)
+    )
+    if recent:
+        assert base is not None
+        k, v = (
+            Tokens(*(torch.where(seen[..., None], with_recent(x, new, base), 0) for x in side))
+            for side, new in zip((k, v), recent, strict=True)
+        )
+
+    query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
+    scores = Scores(query, sight.tokens, extra, scale, softcap)
+    notes = notes_of(as_tokens(keys[3]), as_tokens(values[3]), k.coded, v.coded, sight.alone, seen)
+    live = sight.live.expand(B, K, -1, -1)
+    codes = live & ~sight.alone.unsqueeze(2)
+    products = Tokens(scores.products(k.coded), scores.products(k.exact))
+    logits = Tokens(*(scores.logits(each) for each in products))
+    coded, exact = masses(logits.coded), masses(logits.exact)
+    # A block in full precision has the same masses twice, whatever the order in which they were added.
+    exact = Masses(*(torch.where(codes, new, old) for new, old in zip(exact, coded, strict=True)))
+    sink = None if sinks is None else sinks.to(torch.float32).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
+
+    steps, zeros = (as_tokens(plane).to(torch.float32) for plane in keys[1:3])
+    delta = of_products = deviations(scores, steps, zeros, notes, live, sight.alone)
+    if extra is not None:
+        highest = torch.maximum(coded.peak, exact.peak).amax(-1)
+        delta = Deviations(*(biased(each, live, torch.where(torch.isneginf(highest), 0, highest)) for each in delta))
+    nu = torch.where(live, notes.nu.unsqueeze(2), 0)
+    promoted = promote_keys(coded, delta, live, codes, nu, sink, clock, rules)
+    mixed = Masses(*(torch.where(promoted.read, new, old) for new, old in zip(exact, coded, strict=True)))
+    softmax, top = _softmax(mixed, live, sink)
+    left = torch.where(codes & ~promoted.read, delta.codes, delta.originals)
+    eta = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
+    original_values = promote_values(certificates.value_terms(softmax, eta), rules)
+    eta = torch.where(original_values, 0, eta)
+    original_values = original_values | promoted.explored
+
+    per_token = logits_of(promoted.read, logits)
+    output = _output(per_token, top, v, original_values, sink)
+    certificate = certificates.certificate(softmax, left, Values(nu, eta), output, q.dtype)
+
+    known = live & (sight.alone.unsqueeze(2) | promoted.read)
+    causes = causes_of(certificate, rules)
+    if rules.rank:
+        causes = causes | ranked(*rank_fails(coded, exact, delta, known, codes & ~promoted.read, rules.rank))
+    # Before a bias: a large one would round both logits by more than the keys' codes could.
+    damaged = logits_differ(products.coded, products.exact, of_products, sight.from_codes, rules.guard) & promoted.read
+    # Of keys that no code stands for, which their note says, there is no logit to compare.
+    damaged = damaged & ~torch.isnan(notes.kappa).unsqueeze(2)
+    own = sight.from_codes.any(2)
+    damaged = damaged | (promoted.read & notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own).unsqueeze(2))
+    damaged = damaged | (original_values & notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own).unsqueeze(2))
+    causes = causes | torch.where((damaged & codes).flatten(1).any(1)[:, None, None], int(Cause.DAMAGED), 0)
+
+    dense_planes = [plane.to(q.device) for plane in originals]
+    dense = attend_body(q, dense_planes[:1], dense_planes[1:], hi, lo, keep, bias, sinks, "dense", "dense", scale, softcap, value_dim)
+    by_heads = dense.unflatten(1, heads).flatten(2, 3)
+    dense_arithmetic = _dense_arithmetic(scores, logits.exact, k.exact, v.exact, by_heads, live, sink, q.dtype, extra is not None)
+
+    falls = (causes != 0) if rules.fallback is Fallback.DENSE else torch.zeros_like(causes, dtype=torch.bool)
+    result = torch.where(falls.unsqueeze(-1), by_heads, output.to(q.dtype))
+    figures = figures_of(certificate, falls, dense_arithmetic, torch.where(codes, delta.codes, 0).amax(-1), promoted.tail)
+    own_values = original_values & codes & ~promoted.explored
+    counted = Counted(*(x.sum(-1) for x in (codes, promoted.keys, own_values, promoted.explored)))
+    counts = counts_of(counted, promoted.widened, falls, causes)
+    return tuple(x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (result, figures, counts))  # type: ignore[return-value]
+
+
+def _sight(
+    q: torch.Tensor, heads: tuple[int, int], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None,
+    bias: torch.Tensor | None, base: torch.Tensor | None, tokens: int,
+) -> tuple[Sight, torch.Tensor | None]:
+    """What each query sees, and the bias that its logits get, [B or 1, 1 or K, Q, T]."""
+    mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, tokens)
+    place = torch.arange(tokens, device=q.device)
+    behind = place < tokens if base is None else place < base[:, None]
+    behind = behind.expand(q.shape[0], -1)[:, None]
+    # The first token of a block decides: a block that the window covers from its first token has none from codes.
+    alone = ~blocks(behind)[..., 0]
+    return Sight(mask, mask & behind.unsqueeze(2), blocks(mask).any(-1), alone), extra
+
+
+def logits_of(read: torch.Tensor, logits: Tokens) -> torch.Tensor:
+    """Each block's logits from its originals where ``read`` [B, K, Q, N], else from its codes; [B, K, Q, N, 16]."""
+    return torch.where(read.unsqueeze(-1), blocks(logits.exact), blocks(logits.coded))
+
+
+def _softmax(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple[Sum, torch.Tensor]:
+    """The masses relative to the largest logit, and that logit [B, K, Q]."""
+    top = of.peak.amax(-1)
+    top = top if sink is None else torch.maximum(top, sink)
+    top = torch.where(torch.isneginf(top), 0, top)
+    own = 0.0 if sink is None else torch.exp(sink.to(torch.float64) - top.to(torch.float64))
+    return Sum(gaps(of.peak, top, live), torch.where(live, of.weight.to(torch.float64), 0), own), top
+
+
+def _output(
+    per_token: torch.Tensor, top: torch.Tensor, v: Tokens, original: torch.Tensor, sink: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(logits) @ values, float64 [B, K, Q, Dv]: products of a block in float32, blocks added in float64."""
+    weights = torch.exp(per_token - top[..., None, None])
+    use = original.unsqueeze(-1)
+    parts = []
+    for side, mine in ((v.coded, ~use), (v.exact, use)):
+        shares = torch.where(mine, weights, 0).transpose(2, 3)
+        parts.append(shares @ side.unflatten(2, (-1, BLOCK)))
+    summed = (parts[0] + parts[1]).sum(2, dtype=torch.float64)
+    mass = weights.sum(-1).sum(-1, dtype=torch.float64)
+    if sink is not None:
+        mass = mass + torch.exp(sink - top).to(torch.float64)
+    return torch.where((mass == 0).unsqueeze(-1), 0, summed / mass.unsqueeze(-1))
+
+
+def _dense_arithmetic(
+    scores: Scores, logits: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, live: torch.Tensor,
+    sink: torch.Tensor | None, dtype: torch.dtype, has_bias: bool,
+) -> torch.Tensor:
+    """How far the dense result may be from the exact one, [B, K, Q]: float32 sums over all tokens in any order."""
+    everywhere = torch.ones((), dtype=torch.bool, device=k.device)
+    nu, mu = norms(v, everywhere), norms(k, everywhere)
+    none, steps = torch.zeros_like(mu), torch.zeros_like(k[:, :, ::BLOCK])
+    softmax, top = _softmax(masses(logits), live, sink)
+    own = deviations(scores, steps, steps, Notes(none, mu, none, nu), live, torch.zeros_like(mu, dtype=torch.bool))
+    delta = biased(own.originals, live, top) if has_bias else own.originals
+    found = certificates.certificate(
+        softmax, delta, Values(torch.where(live, nu.unsqueeze(2), 0), torch.zeros_like(delta)), output, dtype,
+        certificates.CHAIN + 2.0 * k.shape[2],
+    )
+    return found.key + found.arithmetic
+
+
+def certified_attend_meta(
+    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], originals: Sequence[torch.Tensor], hi: torch.Tensor,
+    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
+    policy: str, group: int, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
+    base: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Shapes of the results."""
+    B, H, S, _ = q.shape
+    return (
+        q.new_empty(B, H, S, value_dim), q.new_empty(B, H, S, len(Figure), dtype=torch.float32),
+        q.new_empty(B, H, S, len(Count), dtype=torch.int32),
+    )
+
+
+LIBRARY.impl("certified_attend", certified_attend_body, "CompositeExplicitAutograd")
+LIBRARY.impl("certified_attend", certified_attend_meta, "Meta")
+
+certified_attend = torch.ops.kvcompile.certified_attend.default

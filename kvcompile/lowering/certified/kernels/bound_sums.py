@@ -1,0 +1,249 @@
+"""What a certificate is made of, summed over the blocks of one row; promotion of values. See ``triton_certified``.
+
+Everything here is float64 and evaluates the printed bounds; what they need per head is put together in ``triton_judge``.
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913, RUF005 - kernels: operands are pointers and constants in capitals, tuples grow in loops.
+
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvcompile.lowering.certified.kernels.bounds import (
+    accumulation_term,
+    key_term,
+    largest_log_mass,
+    least_term,
+    rounding,
+    shift_term,
+    total_term,
+    value,
+    value_term,
+)
+from kvcompile.lowering.certified.kernels.certified import weighed_from
+from kvcompile.lowering.certified.kernels.select_blocks import gap_of, mark, standing
+from kvcompile.schemes.certified import bounds
+
+ADDED = ("mass", "total", "least", "shift", "key", "blocks", "keys")
+LARGEST = ("delta", "vmax", "delta_codes", "by_codes", "by_exact", "upper")
+PLACES = ("first_by_codes", "first_by_exact")
+COLUMNS = (*ADDED, *LARGEST, *PLACES)
+"""What ``tally`` has of a row's blocks, before a sink; ``key``: the key bound's terms around a center of zero; the last ones but
+``delta_codes`` are theorem 7's: the largest log-masses of blocks with exact keys and where they stand, what a tail block may have."""
+
+HALF_STEP, TENSOR_STEP = tl.constexpr(bounds.HALF_STEP), tl.constexpr(bounds.TENSOR_STEP)
+LOST = tl.constexpr(2.0**-44)
+"""Above what the weights of a block's 16 tokens lose where their second number is subnormal: 2^-50 each (``triton_mix``)."""
+
+VALUE_COLUMNS = ("value", "own_values", "all_values", "values", "largest")
+"""What ``tally_values`` has: the value bound's sum, those of the accumulation (the second is to be multiplied by the ``largest`` of
+nu + eta), how many blocks' values are promoted."""
+
+
+@triton.jit
+def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
+    """Which blocks a row sees, and which of them are codes."""
+    at = AT + r // (G * S * K) * (2 * S + 1)
+    live = (n < blocks) & (n * 16 <= tl.load(at + r % S)) & (n * 16 + 16 > tl.load(at + S + r % S))
+    return live, live & (n * 16 < tl.load(at + 2 * S))
+
+
+@triton.jit
+def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
+    """A block's sums as they count: from the originals where ``exact``."""
+    peak = tl.load(PEAK + at, mask=live, other=0.0)
+    weight = tl.load(WEIGHT + at, mask=live, other=0.0)
+    own_peak = tl.where(exact, tl.load(EXACT_PEAK + at, mask=exact, other=0.0), peak)
+    own_weight = tl.where(exact, tl.load(EXACT_WEIGHT + at, mask=exact, other=0.0), weight)
+    return peak, weight, own_peak, own_weight.to(tl.float64)
+
+
+@triton.jit
+def norm_of(SIZE, NOTE, coded, live):
+    """A norm of originals: measured, of codes, or as noted."""
+    measured = tl.load(SIZE, mask=coded, other=0.0)
+    return tl.where(coded, measured, tl.load(NOTE, mask=live & (coded == 0), other=0.0)).to(tl.float64)
+
+
+@triton.jit
+def chain_of(share, CHAIN: tl.constexpr):
+    """Roundings between an original value and the output: a program adds its ``share`` of blocks and the window one after the other."""
+    # A share of one is a constant to the compiler, which has no ``to``.
+    return tl.zeros([], tl.float64) + CHAIN + share + 4
+
+
+@triton.jit
+def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr):
+    """The same of codes: a turn of T tokens is one chain of tensor cores, a split adds the turns of its ``share`` of blocks."""
+    return chain_of(share, CHAIN) + (HALF_STEP + TENSOR_STEP * (T // 16))
+
+
+@triton.jit
+def tally(
+    PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, DELTA, OWN, NOTES, KEY_SIZE, VALUE_SIZE, QUERY_NORM, AT, TOP, SUMS, OUT, blocks,
+    own_share,
+    CHAIN: tl.constexpr, RANK: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr, ALL: tl.constexpr,
+):
+    """CHUNK blocks of one row, [rows, chunks, WIDTH]. READ [rows, N]: blocks whose sums are those of EXACT.
+
+    ALL, READ [rows]: every block of codes, by the originals' own norms; also what ``tally_values`` finds where no value is promoted
+    (OUT), whose sums need no other. Nothing for rows without a flag.
+    """
+    r = tl.program_id(1)
+    row = r.to(tl.int64) * blocks
+    pair = r // (G * S)
+    wanted = r >= 0
+    if ALL:
+        wanted = tl.load(READ + r) != 0
+    if wanted:
+        n = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+        live, coded = sees(n, AT, r, blocks, K, G, S)
+        if ALL:
+            exact = coded
+        else:
+            exact = coded & (tl.load(READ + row + n, mask=coded, other=0) != 0)
+        top = weighed_from(TOP + r)
+        old_peak, old_weight, peak, weight = masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, row + n, live, exact)
+        gap = gap_of(peak, top, live)
+        note = NOTES + (pair * blocks + n) * 4
+        if ALL:
+            mu = norm_of(KEY_SIZE + pair * blocks + n, note + 1, coded, live)
+            delta = tl.where(live, rounding(0.0, 0.0, mu, 0.0, tl.load(QUERY_NORM + r), SCALE, D + 4.0), 0.0)
+            nu = norm_of(VALUE_SIZE + pair * blocks + n, note + 3, coded, live)
+        else:
+            of_codes = tl.load(DELTA + row + n, mask=live, other=0.0)
+            own = tl.load(OWN + row + n, mask=live, other=0.0)
+            delta = tl.where(exact, own, of_codes)
+            nu = tl.load(note + 3, mask=live, other=0.0).to(tl.float64)
+        out = SUMS + (r.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * WIDTH
+        tl.store(out, tl.sum(weight * tl.exp(gap), 0))
+        tl.store(out + 1, tl.sum(total_term(gap, weight), 0))
+        tl.store(out + 2, tl.sum(least_term(delta, gap, weight), 0))
+        tl.store(out + 3, tl.sum(shift_term(delta, gap, weight), 0))
+        tl.store(out + 4, tl.sum(key_term(0.0, delta, gap, nu, weight), 0))
+        tl.store(out + 5, tl.sum(coded.to(tl.float64), 0))
+        tl.store(out + 6, tl.sum(exact.to(tl.float64), 0))
+        tl.store(out + 7, tl.max(delta, 0))
+        tl.store(out + 8, tl.max(nu, 0))
+        if ALL:
+            chain = chain_of(own_share, CHAIN)
+            left = OUT + (r.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * OUT_WIDTH
+            tl.store(left, 0.0)
+            tl.store(left + 1, tl.sum(accumulation_term(chain, 0.0, gap, nu, 0.0, weight), 0))
+            tl.store(left + 2, tl.sum(accumulation_term(chain, 0.0, gap, 0.0, 1.0, weight), 0))
+            tl.store(left + 3, 0.0)
+            tl.store(left + 4, tl.max(nu, 0))
+        else:
+            tl.store(out + 9, tl.max(tl.where(coded, of_codes, 0.0), 0))
+        if RANK:
+            known = live & (exact | (coded == 0))
+            log_mass = peak.to(tl.float64) + tl.log(weight)
+            one = old_peak.to(tl.float64) + tl.log(old_weight.to(tl.float64))
+            one = tl.where(known, tl.where(one == one, one, float("inf")), float("-inf"))
+            other = tl.where(known, tl.where(log_mass == log_mass, log_mass, float("inf")), float("-inf"))
+            bound = largest_log_mass(delta, log_mass)
+            bound = tl.where(coded & (exact == 0), tl.where(bound == bound, bound, float("inf")), float("-inf"))
+            most_by_codes = tl.max(one, 0)
+            most_by_exact = tl.max(other, 0)
+            tl.store(out + 10, most_by_codes)
+            tl.store(out + 11, most_by_exact)
+            tl.store(out + 12, tl.max(bound, 0))
+            tl.store(out + 13, tl.min(tl.where(one == most_by_codes, n, blocks), 0).to(tl.float64))
+            tl.store(out + 14, tl.min(tl.where(other == most_by_exact, n, blocks), 0).to(tl.float64))
+
+
+@triton.jit
+def tally_values(
+    PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, EXPLORED, NOTES, SINKS, AT, TOP, SUMS, ORDER, TERM, VALUES, OUT, blocks, chunks, share,
+    own_share,
+    CHAIN: tl.constexpr, T: tl.constexpr, FLOOR: tl.constexpr, V_TOL: tl.constexpr, BUDGET: tl.constexpr, SPEND: tl.constexpr,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
+):
+    """CHUNK blocks of one row after ``tally``, or (SPEND) all of them.
+
+    VALUES, flags: blocks that may add more than V_TOL to the value bound, and the largest others until the rest is within BUDGET; those
+    explored. OUT [rows, programs, OUT_WIDTH]: what is left. FLOOR: what a value's norm counts as at least where codes are summed.
+    """
+    r = tl.program_id(1)
+    row = r.to(tl.int64) * blocks
+    pair = r // (G * S)
+    i = tl.arange(0, CHUNK)
+    top = tl.load(TOP + r)
+    begin = tl.program_id(0) * CHUNK
+    end = tl.minimum(begin + CHUNK, blocks)
+    if SPEND:
+        end = blocks
+    part = tl.arange(0, 64)
+    parts = tl.zeros([64], tl.float64)
+    for first in range(0, chunks, 64):
+        at = SUMS + (r.to(tl.int64) * chunks + first + part) * WIDTH + 1
+        parts += tl.load(at, mask=first + part < chunks, other=0.0)
+    total = tl.sum(parts, 0) + tl.exp(tl.load(SINKS + r).to(tl.float64) - top.to(tl.float64)) * (1.0 - 2.0**-20)
+    total = tl.where(total < 1e-300, 1e-300, total)
+    if SPEND:
+        for first in range(begin, end, CHUNK):
+            n = first + i
+            live, coded = sees(n, AT, r, blocks, K, G, S)
+            exact = coded & (tl.load(READ + row + n, mask=coded, other=0) != 0)
+            _peak, _weight, peak, weight = masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, row + n, live, exact)
+            eta = tl.load(NOTES + (pair * blocks + n) * 4 + 2, mask=coded, other=0.0).to(tl.float64)
+            if EXPLORE:
+                eta = tl.where(tl.load(EXPLORED + row + n, mask=coded, other=0) != 0, 0.0, eta)
+            term = value(total, value_term(eta, gap_of(peak, top, live), weight))
+            local = (term <= V_TOL) == 0
+            # Below zero: taken already. No candidate, so nobody adds it up.
+            tl.store(TERM + row + n, tl.where(local, -1.0, term), mask=n < blocks)
+            # What is less than the least float32 number must not look like what adds nothing.
+            order = tl.where((local == 0) & (term > 0), term + 2.0**-126, -1.0)
+            tl.store(ORDER + row + n, order.to(tl.float32), mask=n < blocks)
+        # Written by some threads of this program, read by others.
+        tl.debug_barrier()
+        mark(ORDER, VALUES, row, blocks, standing(ORDER, TERM, row, blocks, BUDGET, WIDE), WIDE)
+        tl.debug_barrier()
+    chain = chain_of(own_share, CHAIN)
+    coded_chain = coded_chain_of(share, CHAIN, T)
+    value_sum = tl.zeros([CHUNK], tl.float64)
+    own_values = tl.zeros([CHUNK], tl.float64)
+    all_values = tl.zeros([CHUNK], tl.float64)
+    largest = tl.zeros([CHUNK], tl.float64)
+    values = tl.zeros([CHUNK], tl.float64)
+    for first in range(begin, end, CHUNK):
+        n = first + i
+        live, coded = sees(n, AT, r, blocks, K, G, S)
+        note = NOTES + (pair * blocks + n) * 4
+        exact = coded & (tl.load(READ + row + n, mask=coded, other=0) != 0)
+        nu = tl.load(note + 3, mask=live, other=0.0).to(tl.float64)
+        _peak, _weight, peak, weight = masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, row + n, live, exact)
+        gap = gap_of(peak, top, live)
+        eta = tl.load(note + 2, mask=coded, other=0.0).to(tl.float64)
+        explored = coded & (n < 0)
+        if EXPLORE:
+            explored = tl.load(EXPLORED + row + n, mask=coded, other=0) != 0
+            eta = tl.where(explored, 0.0, eta)
+        if SPEND:
+            used = tl.load(VALUES + row + n, mask=n < blocks, other=0) != 0
+            used = used | (tl.load(TERM + row + n, mask=n < blocks, other=0.0) < 0)
+        else:
+            used = (value(total, value_term(eta, gap, weight)) <= V_TOL) == 0
+        values += (used & coded & (explored == 0)).to(tl.float64)
+        # Where the total is no number all are used, but only blocks of codes have originals to be compared with.
+        tl.store(VALUES + row + n, ((used & coded) | explored).to(tl.int8), mask=n < blocks)
+        eta = tl.where(used, 0.0, eta)
+        value_sum += value_term(eta, gap, weight)
+        by_codes = coded & (used == 0) & (explored == 0)
+        size = tl.where(by_codes, nu + FLOOR, nu)
+        own_values += accumulation_term(tl.where(by_codes, coded_chain, chain), eta, gap, size, 0.0, weight)
+        own_values += tl.where(by_codes, (size + eta) * LOST, 0.0)
+        all_values += accumulation_term(chain, 0.0, gap, 0.0, 1.0, weight)
+        largest = tl.maximum(largest, nu + eta, propagate_nan=tl.PropagateNan.ALL)
+    out = OUT + (r.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * OUT_WIDTH
+    tl.store(out, tl.sum(value_sum, 0))
+    tl.store(out + 1, tl.sum(own_values, 0))
+    tl.store(out + 2, tl.sum(all_values, 0))
+    tl.store(out + 3, tl.sum(values, 0))
+    tl.store(out + 4, tl.max(largest, 0))

@@ -1,0 +1,121 @@
+"""Certificates of schemes that keep no originals: report only, there is nothing to fall back to.
+
+Every token is a block of its own. How far a channel may be from its original is the scheme's ``radius``, by the scales and
+zero points that are stored; so a logit deviates by sum_c |q_c| radius_c, and a value by the norm of its radius. The
+theorems are those of ``schemes.bounds``, applied to attention over what the codes stand for, computed here in float64. How far the output
+is from that is no bound but measured, and part of the arithmetic: so the certificate holds whatever multiplied, in whatever precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcompile.errors import NotBounded
+from kvcompile.lowering.certified import certificate as certificates
+from kvcompile.lowering.certified.blocks import NEAR, Scores, gaps, visible_to_queries
+from kvcompile.lowering.certified.bound_printer import aten
+from kvcompile.lowering.certified.certificate import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, Values, norm
+from kvcompile.lowering.ops.operations import decodable, with_recent
+from kvcompile.schemes import Scheme
+from kvcompile.schemes.base import _spread
+from kvcompile.schemes.certified import bounds
+from kvcompile.schemes.certified.bounds import Bound, Outward, Over
+from kvcompile.types import Role, SlotSpec
+
+_center_norm = aten(bounds.CENTER_NORM)
+_deviation = aten(bounds.DEVIATION)
+_rounding = aten(bounds.ROUNDING)
+
+DOUBLE = 2.0**-28
+"""A rounding step of float64 in those of float32, twice over."""
+
+CHAIN = 2.0
+"""All rounding steps of float64 between a product and the result, in those of float32: enough for 2^28 tokens."""
+
+
+def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """What codes stand for, and how far every channel may be from its original; float32 [B, K, T, D]. Raises NotBounded."""
+    expression = scheme.radius(slot)
+    if expression is None:
+        raise NotBounded(scheme=scheme.spell())
+    tokens, fmt = decodable(scheme, planes, slot, slice(None)), scheme.format(slot)
+    values = scheme.decode(tokens, slot)
+    if not fmt.scaled:
+        return values, torch.zeros_like(values)
+    bound = Bound(f"radius of {scheme.name}", expression, Outward.UP, Over.CHANNEL, "1")
+    stored = {"step": _spread(tokens[1], fmt).abs()}
+    if fmt.zeros:
+        stored["zero"] = _spread(tokens[2], fmt).abs()
+    return values, aten(bound)(**stored)
+
+
+def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How far a number may be from one that was rounded to ``dtype`` and became ``x``."""
+    return x.abs() * (2 * OUTPUT_UNIT[dtype]) + OUTPUT_TINY[dtype]
+
+
+def report_step(
+    key_scheme: Scheme, value_scheme: Scheme, output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None,
+    sinks: torch.Tensor | None, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
+    base: torch.Tensor | None = None, refilled: torch.Tensor | None = None,
+) -> tuple[Certificate, torch.Tensor]:
+    """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S].
+
+    ``refilled``: int64 [B], the first of the ``recent`` tokens that is an original. Those before are what their codes stand for, as
+    they were put back by a rollback, and are rounded to their dtype besides.
+    """
+    B, H, S, D = q.shape
+    K = keys[0].shape[2]
+    heads = (K, H // K)
+    k, key_radius = decoded_with_radius(key_scheme, keys, SlotSpec(K, D, q.dtype, Role.KEY))
+    v, value_radius = decoded_with_radius(value_scheme, values, SlotSpec(K, value_dim, q.dtype, Role.VALUE))
+    T = k.shape[2]
+    mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, T)
+    if recent:
+        assert base is not None
+        place = torch.arange(T, device=q.device)
+        first = base if refilled is None else torch.maximum(base, refilled)
+        new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
+        k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
+        key_radius, value_radius = (
+            torch.where(exact, 0, torch.where(new, radius + _stored_rounding(x, rows.dtype), radius))
+            for radius, x, rows in zip((key_radius, value_radius), (k, v), recent, strict=True)
+        )
+    seen = mask.any(2)[..., None]
+    k, v, key_radius, value_radius = (torch.where(seen, x, 0) for x in (k, v, key_radius, value_radius))
+
+    k, v, query = (x.to(torch.float64) for x in (k, v, q.unflatten(1, heads).flatten(2, 3)))
+    scores = Scores(query, mask, extra, scale, softcap)
+    logits = scores.logits(scores.products(k))
+    live = mask.expand(B, K, -1, -1)
+    sink = None if sinks is None else sinks.to(torch.float64).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
+    top = logits.amax(-1) if sink is None else torch.maximum(logits.amax(-1), sink)
+    top = torch.where(torch.isneginf(top), 0, top)
+    own = 0.0 if sink is None else torch.exp(sink - top)
+    softmax = Sum(gaps(logits, top, live), live.to(torch.float64), own)
+
+    kappa = norm(key_radius).unsqueeze(2)
+    common = dict(query_norm=norm(query).unsqueeze(-1), scale=abs(scale), terms=(D + 4) * DOUBLE, cap=softcap)
+    channels = query.abs() @ key_radius.to(torch.float64).transpose(-1, -2)
+    delta = _deviation(channels=channels, kappa=kappa, mu=norm(k).unsqueeze(2), peak=0.0, **common)
+    if extra is not None:
+        # As in ``certified_blocks.biased``.
+        peak = top.abs().unsqueeze(-1) + NEAR
+        delta = delta + _rounding(kappa=0.0, mu=0.0, query_norm=0.0, scale=0.0, terms=0.0, cap=0.0, peak=peak)
+    delta = torch.where(live, delta, 0)
+    eta = torch.where(live, norm(value_radius).unsqueeze(2), 0)
+    known = Values(torch.where(live, norm(v).unsqueeze(2), 0) + eta, eta)
+
+    weights = softmax.weight * torch.exp(softmax.gap)
+    mass = (weights.sum(-1) + own).unsqueeze(-1)
+    exact = torch.where(mass == 0, 0, weights @ v / mass)
+    apart = norm(output.unflatten(1, heads).flatten(2, 3).to(torch.float64) - exact)
+    value = certificates.total(certificates.value_terms(softmax, eta))
+    added = certificates.accumulation(softmax, known, CHAIN)
+    center = _center_norm(norm=norm(exact), value_sum=value + added, vmax=known.vmax)
+    found = Certificate(certificates.key_bound(softmax, delta, known, center), value, added + apart)
+    by_head = [x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (*found, delta.amax(-1))]
+    return Certificate(*by_head[:3]), by_head[3]

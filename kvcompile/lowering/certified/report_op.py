@@ -1,0 +1,89 @@
+"""``kvcompile::report_site``: what attention over codes says of its own error, as it stands in a compiled graph behind ``attend``.
+
+Takes what ``attend`` gave and its operands, and adds the step's certificate (``certified_report``) to a telemetry plane: the three
+bounds, and as causes how often one was beyond its budget or no number at all. Nothing falls back, so every step is on the plain rung with
+what is returned for a candidate, and no block is read from originals: those counters stay zero. Of the policy only the budgets count.
+
+It reads all keys and values again at every step. On CUDA it is ordinary tensor code of the graph; elsewhere it is one operation. That code
+takes what it shares with ``attend`` through ``kvcompile::as_stored``: fused with what makes it, a value would not be rounded to its dtype
+as ``attend`` reads it, and what makes it might be compiled otherwise than without a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcompile import schemes
+from kvcompile.lowering.certified.checks import causes_of
+from kvcompile.lowering.certified.report import report_step
+from kvcompile.lowering.certified.telemetry import Counted, accumulate, counts_of, figures_of
+from kvcompile.lowering.ops.operations import LIBRARY
+from kvcompile.schemes.certified.policy import parse_policy
+
+LIBRARY.define(
+    "report_site(Tensor output, Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
+    " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[]? recent, Tensor? base,"
+    " Tensor(a!) telemetry, str certify, Tensor? refilled) -> ()"
+)
+LIBRARY.define("as_stored(Tensor x) -> Tensor")
+
+
+def report_site_body(
+    output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor,
+    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str,
+    value_scheme: str, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None,
+    telemetry: torch.Tensor, certify: str, refilled: torch.Tensor | None,
+) -> None:
+    """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 34]; the operands are those of ``attend``.
+
+    ``refilled`` [1, B, K, 1, 1]: from which token on ``recent`` holds originals; those before were put back from codes.
+    """
+    bounds, delta = report_step(
+        schemes.parse(key_scheme), schemes.parse(value_scheme), output, q, keys, values, hi, lo, keep, bias, sinks, scale, softcap,
+        value_dim, recent, base, None if refilled is None else refilled[0, :, 0, 0, 0],
+    )
+    zero, no = torch.zeros_like(delta), torch.zeros_like(delta, dtype=torch.bool)
+    causes = causes_of(bounds, parse_policy(certify))
+    accumulate(telemetry, figures_of(bounds, no, zero, delta, zero), counts_of(Counted(zero, zero, zero, zero), no, no, causes))
+
+
+def report_site_code(
+    output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor,
+    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, *more: Any,
+) -> None:
+    """The body as tensor code of a graph that ``attend`` stands in."""
+    *fixed, recent, base, telemetry, certify, refilled = more
+    recent = recent and [as_stored(x) for x in recent]
+    bias, sinks = (None if x is None else as_stored(x) for x in (bias, sinks))
+    fixed += [recent, base, telemetry, certify, refilled]
+    operands: list[Any] = [as_stored(output), as_stored(q), keys, values, hi, lo, keep, bias, sinks, *fixed]
+    report_site_body(*operands)
+
+
+def report_site_traced(output: torch.Tensor, *operands: Any) -> None:
+    """What a compiled graph traces: tensor code on CUDA, else the operation as it is."""
+    (report_site_code if output.device.type == "cuda" else report_site)(output, *operands)
+
+
+def _as_stored(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _as_stored_meta(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _report_site_meta(output: torch.Tensor, *operands: Any) -> None:
+    return None
+
+
+LIBRARY.impl("report_site", report_site_body, "CompositeExplicitAutograd")
+LIBRARY.impl("report_site", _report_site_meta, "Meta")
+LIBRARY.impl("as_stored", _as_stored, "CompositeExplicitAutograd")
+LIBRARY.impl("as_stored", _as_stored_meta, "Meta")
+
+report_site = torch.ops.kvcompile.report_site.default
+as_stored = torch.ops.kvcompile.as_stored.default

@@ -1,0 +1,1 @@
+"""Code generation: what the kernel texts of several devices share."""

@@ -1,0 +1,1 @@
+"""Attention of few rows on CUDA: the decode template."""

@@ -1,0 +1,185 @@
+"""Inductor's lowering of ``kvcompile::attend`` on CUDA: a Triton template with choices, then a merge.
+
+The template writes partial results in one float32 buffer [splits, B, H, S, Dv + 2] (sums, then the maximum
+and the total of each split); the merge by log-sum-exp is made of Inductor's own lowerings, so it fuses with
+what follows. One buffer, since second outputs through ``mutated_inputs`` were seen to give NaN when
+autotuned. Where one split is enough and values are one block, the template writes the result itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.ir import FixedLayout, FlexibleLayout
+from torch._inductor.lowering import lowerings
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
+
+from kvcompile import schemes
+from kvcompile.lowering.codegen.bit_tricks import looked_up, multiplied, pair_table, scaled_by
+from kvcompile.lowering.codegen.template_sizes import GLOBALS
+from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, plane_names, plans
+from kvcompile.lowering.decode.template import LOG2E, SOURCE
+from kvcompile.lowering.decode.tiles import ONE_PASS, choose_tiles, ragged_splits, splits_for, writes_directly
+from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
+from kvcompile.types import Role, SlotSpec
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+@SymbolicGridFn
+def attend_grid(batch: Any, kv_heads: Any, rows: Any, meta: dict[str, Any], *, cdiv: Callable[[Any, Any], Any]) -> tuple:
+    """(tiles of rows, batch times kv heads, splits)."""
+    return (cdiv(rows, meta["BLOCK_R"]), batch * kv_heads, meta["SPLITS"])
+
+
+attend_template = TritonTemplate(name="kvcompile_attend", grid=attend_grid, source=SOURCE)
+# The template asks for both slots' plans while it is rendered.
+attend_template.template.globals |= GLOBALS | {
+    "plans": plans, "looked_up": looked_up, "multiplied": multiplied, "pair_table": pair_table, "scaled_by": scaled_by,
+}
+
+
+def lower_attend_cuda(
+    q: Any, keys: list, values: list, hi: Any, lo: Any, keep: Any, bias: Any, sinks: Any, key_scheme: str, value_scheme: str,
+    scale: float, softcap: float, value_dim: Any, recent: Any = None, base: Any = None, rotation: Any = None, interleaved: bool = False,
+) -> Any:
+    """The result of ``attend`` as a TensorBox; operands as in ``kvcompile.lowering.ops.operations``."""
+    page_rows = static(keys[0].get_size()[3])
+    paged = not equals(keys[0].get_size()[0], 1)
+    B, H, S, D = q.get_size()
+    H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, value_dim))
+    nodes = {"Q": q, "HI": hi, "LO": lo, "KEEP": keep, "BIAS": bias, "SINKS": sinks, "BASE": base}
+    nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
+    formats = []
+    for letter, planes, spelled, role, dim in (("K", keys, key_scheme, Role.KEY, D), ("V", values, value_scheme, Role.VALUE, Dv)):
+        fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
+        formats.append(fmt)
+        nodes |= plane_names(letter, planes, fmt)
+    nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
+    B, _, S, _ = nodes["Q"].get_size()
+    rows_hint = hint(S) * (H // K)
+    packs = [_scale_pack(nodes, letter) for letter in "KV"]
+    beside = Beside(
+        bool(recent), recent is not None and not equals(nodes["BASE"].get_size()[0], 1),
+        static(nodes["COS"].get_size()[2]) if rotation else 0, bool(interleaved),
+        rotation is not None and not equals(nodes["COS"].get_size()[0], 1),
+    )
+    config = AttendConfig(
+        key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale),
+        float(softcap), equals(S, 1), _masks(lo, keep, bias, sinks, hi), beside, page_rows if paged else 1, paged,
+        wide_keys=multiple(nodes["K_WORDS"], 2), wide_values=multiple(nodes["V_WORDS"], 2),
+        key_scale_pack=packs[0], value_scale_pack=packs[1],
+        key_generic=not formats[0].symmetric and not _paired(nodes),
+        value_generic=not formats[1].symmetric and not _half(nodes, "V"),
+        packed=torch.version.hip is None,  # Packed unpacking is PTX.
+    )
+    device = q.get_device()
+    properties: Any = torch.cuda.get_device_properties(device)
+    multiprocessors = properties.multi_processor_count
+    configs = choose_tiles(
+        config, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune), properties.shared_memory_per_block_optin
+    )
+    tokens_hint = hint(keys[0].get_size()[0]) * page_rows
+    splits = splits_for(configs[0], rows_hint, hint(B) * K, multiprocessors, tokens_hint)
+    splits, shares = ragged_splits(configs[0], splits, hint(B))
+    direct = writes_directly(configs[0], splits)
+    size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
+    layout = FixedLayout(
+        device, q.get_dtype() if direct else torch.float32, size, list(FlexibleLayout.contiguous_strides(size))
+    )
+    choices: list[Any] = []
+    for tiled in configs:
+        config = tiled.with_splits(splits, direct, shares)
+        inputs = [nodes[name] for name in config.operands]
+        attend_template.maybe_append_choice(
+            choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],
+            num_warps=config.tile.num_warps, num_stages=config.tile.num_stages, **config.options(),
+        )
+    # Every position in use, so that choices differ by the work they do.
+    in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "BASE": tokens_hint - 1}
+    chosen = autotune_select_algorithm(
+        "kvcompile_attend", choices, inputs, layout, input_gen_fns=examples(config.operands, in_use)
+    )
+    # torch 2.12 began to return the choice beside the node.
+    partial = chosen[0] if isinstance(chosen, tuple) else chosen
+    return partial if direct else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+
+
+def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype) -> Any:
+    """Splits [Z, B, H, S, Dv + 2] to [B, H, S, Dv] by log-sum-exp, in Inductor's own operations.
+
+    Maxima and totals are broadcast to all channels first, so that the three reductions over Z have one shape
+    and become one kernel. More splits than ``ONE_PASS`` are folded onto each other elementwise, since Inductor
+    keeps only that many rows of an outer reduction in registers and would read everything twice. Splits with
+    nothing are -inf and 0; a row with nothing at all gives zeros; NaN stays.
+    """
+    do = _Lowered()
+    splits = int(partial.get_size()[0])
+    fold = next(count for count in range(1, splits + 1) if splits % count == 0 and splits // count <= ONE_PASS)
+    parts = [do(aten.slice.Tensor, partial, 0, i * (splits // fold), (i + 1) * (splits // fold)) for i in range(fold)]
+    shape = [splits // fold, *partial.get_size()[1:-1], value_dim]
+
+    def column(part: Any, at: int) -> Any:
+        return do(aten.expand, do(aten.slice.Tensor, part, 4, at, at + 1), shape)
+
+    def summed(terms: list) -> Any:
+        return do(aten.sum, functools.reduce(lambda x, y: do(aten.add, x, y), terms), [0])
+
+    tops = [column(part, value_dim) for part in parts]
+    top = do(aten.amax, functools.reduce(lambda x, y: do(aten.maximum, x, y), tops), [0], True)
+    if sinks is not None:
+        sink = do(aten.mul, do(prims.convert_element_type, do(aten.reshape, sinks, [1, 1, -1, 1, 1]), torch.float32), LOG2E)
+        top = do(aten.maximum, top, sink)
+    top = do(aten.where, do(aten.eq, top, float("-inf")), 0.0, top)
+    weights = [do(aten.exp2, do(aten.sub, each, top)) for each in tops]
+    total = summed([do(aten.mul, column(part, value_dim + 1), weight) for part, weight in zip(parts, weights, strict=True)])
+    result = summed([
+        do(aten.mul, do(aten.slice.Tensor, part, 4, 0, value_dim), weight) for part, weight in zip(parts, weights, strict=True)
+    ])
+    if sinks is not None:
+        total = do(aten.add, total, do(aten.exp2, do(aten.squeeze, do(aten.sub, sink, top), 0)))
+    result = do(aten.where, do(aten.eq, total, 0.0), 0.0, do(aten.div, result, total))
+    return do(prims.convert_element_type, result, dtype)
+
+
+class _Lowered:
+    """Calls Inductor's lowering of an operator."""
+
+    def __call__(self, op: Any, *args: Any) -> Any:
+        return lowerings[op](*args)
+
+
+def _half(nodes: dict[str, Any], letter: str) -> list[Any]:
+    """The scales and zero points of a slot where all of them are float16, as the packed ways of decoding need them."""
+    found = [nodes[name] for name in (f"{letter}_SCALES", f"{letter}_ZEROS") if name in nodes]
+    return found if all(node.get_dtype() == torch.float16 for node in found) else []
+
+
+def _paired(nodes: dict[str, Any]) -> bool:
+    """Whether neighboring scales of the keys can be loaded as one word, as folding them into the queries needs it."""
+    found = _half(nodes, "K")
+    return bool(found) and all(multiple(node, 2) for node in found)
+
+
+def _scale_pack(nodes: dict[str, Any], letter: str) -> int:
+    """How many scales of a token are loaded as one word: all of them where they fill 32 or 64 bits."""
+    found = _half(nodes, letter)
+    if not found:
+        return 1
+    scales = found[0].get_size()[-1]
+    fits = equals(scales, 2) or equals(scales, 4)
+    return int(scales) if fits and all(multiple(node, int(scales)) for node in found) else 1
+
+
+def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any) -> Masks:
+    kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.get_dtype() == torch.bool else Bias.ADDED
+    return Masks(
+        lo is not None, keep is not None, kind, sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
+        varies(bias, 0), varies(bias, 1), varies(bias, 2),
+    )
+
+

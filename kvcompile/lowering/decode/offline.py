@@ -1,0 +1,264 @@
+"""The attend kernel without Inductor and without a device: its source, PTX, cubin, SASS, instruction counts.
+
+The same template text is rendered with stand-ins for Inductor's hooks, so what ``dump`` shows, what runs in
+Triton's interpreter and what CI compiles for sm_80, sm_90 and sm_100 is the kernel that a GPU gets.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.errors import CompileError
+from kvcompile.lowering.codegen.bit_tricks import looked_up, multiplied, pair_table, scaled_by
+from kvcompile.lowering.codegen.expressions import TRITON_TYPES
+from kvcompile.lowering.codegen.template_sizes import GLOBALS
+from kvcompile.lowering.decode.config import AttendConfig, plans
+from kvcompile.lowering.decode.slot_plan import SlotPlan
+from kvcompile.lowering.decode.template import SOURCE
+
+KERNEL = "kvcompile_attend"
+ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
+
+
+class OfflineCompilation(CompileError):
+    """A kernel could not be compiled or disassembled without a device."""
+
+    template = "expected {expected}, found {found}; {todo}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Sizes and strides of one operand in elements; ``"name"`` entries become run-time arguments."""
+
+    size: tuple[int | str, ...]
+    stride: tuple[int | str, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Operand:
+        """As the tensor lies in memory."""
+        return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @staticmethod
+    def contiguous(size: Sequence[int | str], dtype: torch.dtype) -> Operand:
+        """Row-major; only the first size may be a name."""
+        strides, step = [], 1
+        for extent in reversed(size):
+            strides.append(step)
+            step = step * extent if isinstance(extent, int) else step
+        return Operand(tuple(size), tuple(reversed(strides)), dtype)
+
+
+def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict[str, Operand]:
+    """Contiguous operands of a store with ``PAGES`` pages, a run-time argument."""
+    key, value = config.plans
+    masks, beside = config.masks, config.beside
+    heads = config.kv_heads * config.group
+    # What is not paged are the new tokens themselves, as they are attended to when nothing is cached.
+    pages, rows = ("PAGES", config.page_rows) if config.paged else (1, queries)
+
+    def plane(width: int, dtype: torch.dtype, block: int = 1) -> Operand:
+        return Operand.contiguous((pages, batch, config.kv_heads, rows // block, width), dtype)
+
+    def table(plan: SlotPlan) -> Operand:
+        return Operand.contiguous((1, 1, config.kv_heads, plan.dim // plan.group, plan.levels), torch.float32)
+
+    recent = Operand.contiguous((batch, config.kv_heads, "RECENT", config.key_dim), config.dtype)
+    rotation = Operand((batch if beside.rotation_per_batch else 1, "TOKENS", beside.rotary_dim), (0, beside.rotary_dim, 1), torch.float32)
+    every = {
+        "Q": Operand.contiguous((batch, heads, queries, config.key_dim), config.dtype),
+        "HI": Operand.contiguous((batch if masks.hi_per_batch else 1, queries), torch.int64),
+        "K_WORDS": plane(key.row_words * key.segments, config.key_word),
+        "V_WORDS": plane(value.row_words * value.segments, config.value_word),
+        "K_SCALES": plane(key.scales, torch.float16, key.token_block), "V_SCALES": plane(value.scales, torch.float16, value.token_block),
+        "K_ZEROS": plane(key.scales, torch.float16, key.token_block), "V_ZEROS": plane(value.scales, torch.float16, value.token_block),
+        "K_TABLE": table(key), "V_TABLE": table(value),
+        "LO": Operand.contiguous((batch if masks.lo_per_batch else 1, queries), torch.int64),
+        "KEEP": Operand((batch, "TOKENS"), ("TOKENS", 1), torch.bool),
+        "BIAS": Operand((batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1), torch.bool if masks.bias == 2 else config.dtype),
+        "SINKS": Operand.contiguous((heads,), torch.float32),
+        "RECENT_K": dataclasses.replace(recent, stride=("RECENT_HEADS", "RECENT_HEAD", config.key_dim, 1)),
+        "RECENT_V": Operand(
+            (batch, config.kv_heads, "RECENT", config.value_dim), ("RECENT_HEADS_V", "RECENT_HEAD_V", config.value_dim, 1), config.dtype
+        ),
+        "BASE": Operand.contiguous((batch if beside.base_per_batch else 1,), torch.int64), "COS": rotation, "SIN": rotation,
+    }
+    return {name: every[name] for name in config.operands}
+
+
+def output_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> Operand:
+    """What the kernel writes: the result, or partial sums with their maxima and totals."""
+    heads = config.kv_heads * config.group
+    if config.direct:
+        return Operand.contiguous((batch, heads, queries, config.value_dim), config.dtype)
+    return Operand.contiguous((config.splits, batch, heads, queries, config.value_dim + 2), torch.float32)
+
+
+@functools.cache
+def template(source: str) -> Any:
+    """Return Jinja's template of a kernel's source, which takes longer to make than to render."""
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.globals |= GLOBALS
+    return environment.from_string(source)
+
+
+def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) -> str:
+    """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
+    named = sorted(
+        {e for operand in (*operands.values(), out) for e in (*operand.size, *operand.stride) if isinstance(e, str)}
+    )
+
+    def def_kernel(*names: str) -> str:
+        arguments = ", ".join((*names, "OUT", *named))
+        constants = {**config.options(), "INDEX_DTYPE": "tl.int64"}
+        lines = [f"    {name}: tl.constexpr = {value}" for name, value in constants.items()]
+        return "\n".join([
+            "import triton", "import triton.language as tl", "", "", "@triton.jit", f"def {KERNEL}({arguments}):", *lines,
+        ])
+
+    def size(name: str, axis: int) -> str:
+        return str(operands[name].size[axis])
+
+    def stride(name: str, axis: int) -> str:
+        return str(operands[name].stride[axis])
+
+    def store_output(indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:
+        del indent_width, val_shape
+        at = " + ".join(f"({index}) * {step}" for index, step in zip(indices, out.stride, strict=True))
+        return f"tl.store(OUT + ({at}), ({value}).to({TRITON_TYPES[out.dtype]}), mask={mask})"
+
+    text = template(SOURCE).render(
+        plans=plans, looked_up=looked_up, multiplied=multiplied, pair_table=pair_table, scaled_by=scaled_by, def_kernel=def_kernel,
+        size=size, stride=stride, store_output=store_output, **config.options(),
+    )
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
+def attend_source(config: AttendConfig, batch: int = 1, queries: int = 1) -> str:
+    """The kernel of ``config`` over a contiguous store of any number of pages."""
+    return render(config, operands_for(config, batch, queries), output_for(config, batch, queries))
+
+
+def load_module(source: str, kind: str = "attend") -> types.ModuleType:
+    """The rendered module, imported from a file, as triton needs the text of its functions."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    folder = pathlib.Path(tempfile.gettempdir()) / f"kvcompile-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{kind}_{digest}.py"
+    # Another process may be reading the same module: it is there whole or not at all.
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
+        part.write(source)
+    pathlib.Path(part.name).replace(path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batch: int = 1) -> dict[str, str | bytes]:
+    """``ttgir``, ``ptx`` and ``cubin`` of a rendered source, on a machine with or without a device."""
+    if arch not in ARCHITECTURES:
+        raise OfflineCompilation(expected=f"one of {sorted(ARCHITECTURES)}", found=arch, todo="pass one of these")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(load_module(source), KERNEL)
+    operands = operands_for(config, batch)
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name == "OUT":
+            signature[name] = _pointer(output_for(config).dtype)
+        elif name in operands:
+            signature[name] = _pointer(operands[name].dtype)
+        else:
+            signature[name] = "i32"
+            continue
+        attributes[(index,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(kernel, signature, {}, attributes), target=GPUTarget("cuda", ARCHITECTURES[arch], 32),
+        options={"num_warps": config.tile.num_warps, "num_stages": config.tile.num_stages},
+    )
+    return {stage: compiled.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
+
+
+def _pointer(dtype: torch.dtype) -> str:
+    names = {torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int64: "i64", torch.float16: "fp16",
+             torch.bfloat16: "bf16", torch.float32: "fp32"}
+    return "*" + names[dtype]
+
+
+def sass(cubin: bytes) -> str:
+    """The machine code as text, by the disassembler that triton's package carries."""
+    import triton
+
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    if not tool.exists():
+        raise OfflineCompilation(expected=f"nvdisasm at {tool}", found="no such file", todo="install triton's Linux wheel")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OfflineCompilation(expected="nvdisasm to read the cubin", found=done.stderr.strip(), todo="report this")
+    return done.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopCount:
+    """Issued instructions of the hot loop, in all and by opcode, per K or V element of one tile."""
+
+    instructions: int
+    per_element: float
+    opcodes: dict[str, int]
+
+
+def instructions_per_element(config: AttendConfig, cubin: bytes) -> LoopCount:
+    """Instructions that all warps issue for one tile, over the tile's K and V elements, in warp-wide units.
+
+    1.0 is one thread instruction an element. The hot loop is the largest backward branch, a pipelined one if there is any: what
+    is attended to in part has a second loop.
+    """
+    lines = sass(cubin).splitlines()
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in lines:
+        label = re.match(r"\s*(\.L[\w]+):", line)
+        if label:
+            labels[label.group(1)] = len(code)
+        found = re.match(r"\s*(?:/\*[0-9a-f]+\*/)?\s*(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\b(.*);", line)
+        if found:
+            code.append(f"{found.group(2)} {found.group(3)}")
+    loops: list[tuple[bool, int, int]] = [(False, 0, 0)]
+    for at, text in enumerate(code):
+        target = re.search(r"(\.L[\w]+)", text) if text.startswith("BRA") else None
+        start = labels.get(target.group(1)) if target else None
+        if start is not None and start < at:
+            pipelined = any(line.startswith("LDGSTS") for line in code[start:at])
+            loops.append((pipelined, at - start, start))
+    _, length, start = max(loops)
+    body = code[start : start + length + 1]
+    opcodes = collections.Counter(text.split()[0].split(".")[0] for text in body)
+    elements = config.tile.block_t * (config.key_dim + config.value_dim)
+    issued = len(body) * config.tile.num_warps
+    return LoopCount(len(body), issued * 32 / elements, dict(opcodes.most_common()))

@@ -1,0 +1,1 @@
+"""Operations of rewritten graphs: schema and eager body, torch only."""

@@ -1,0 +1,328 @@
+"""The operations that a rewritten graph is made of, with their eager bodies.
+
+``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
+``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``windows.py``).
+``kvcompile::learn``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
+``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
+``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
+``kvcompile::unroll``  copies the codes of a ring's newest tokens, then of new ones, in the order of the tokens (``rings.py``).
+``kvcompile::gather``  copies the codes of tokens by the numbers of their places in a store of one row (``places.py``).
+``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
+
+The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what
+``append`` is inlined from for Inductor (its codes then fuse with RoPE and the projections' epilogues).
+
+Operands of ``attend``
+    q_BHSD      queries, in the model's dtype
+    keys        planes of the key store, each [N, B, K, rows, width]; token t is row t % rows of page t // rows.
+                A plain [B, K, T, D] tensor is one page: unsqueeze(0) makes it a dense store (prefill)
+    values      planes of the value store, [N, B, K, rows, width_v]
+    hi          int64 [B or 1, S]: the last position that each query attends to, -1 for none
+    lo          int64 [B or 1, S] or None: the first position (sliding window)
+    keep        bool [B or 1, T'] or None: positions that may be attended at all (padding); beyond T' none
+    bias        float or bool, broadcastable to [B, H, S, T'] and given with 4 dims, or None: any other mask,
+                added to the scores after the softcap (bool: False means minus infinity); beyond T' none
+    sinks       float [H] or None: one extra logit a head that takes mass and has no value
+    recent      None or the newest keys and values in full precision, [B, K, R, D] and [B, K, R, Dv]: row j is the
+                token at position base + j, and the planes hold nothing from base on that may be read
+    base        int64 [1 or B], may be negative (rows at negative positions are nobody's); None without ``recent``
+    rotation    None or cos and sin, each float [1 or B, T', Dr]: keys, decoded and recent, are stored before RoPE, and
+                their first Dr channels are rotated by their position here: channel c < Dr / 2 pairs with
+                c + Dr / 2 (``interleaved``: 2i with 2i + 1): k * cos + rotated(k) * sin; T' covers every visible token
+    more        None or the planes of a second key store, whose ``more_dim`` channels stand behind those of ``keys``
+                (the rotary part beside a latent); recent keys have the channels of both
+    scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
+    result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do
+
+H = G * K; query head h reads kv head h // G.
+
+``kvcompile::expose`` stands in Dynamo's graphs wherever a compressed cache is used: the dense tensor that it
+stands for. ``capture`` takes it away again, so it only ever runs where kvcompile is not the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcompile import schemes
+from kvcompile.errors import ForeignBackend
+from kvcompile.lowering.ops.append_window import append_window_body, append_window_meta
+from kvcompile.lowering.ops.gather import gather_body, gather_meta
+from kvcompile.lowering.ops.sliding import unroll_body, unroll_meta
+from kvcompile.types import Role, SlotSpec
+
+LIBRARY = torch.library.Library("kvcompile", "DEF")
+LIBRARY.define("expose(Tensor x) -> Tensor")
+LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme, Tensor? origin=None) -> ()")
+LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme) -> (Tensor, Tensor)")
+# What it runs may choose algorithms by size and device, so it is left out of CUDA graphs; no decode step has it.
+LIBRARY.define("learn(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+LIBRARY.define("unrotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
+LIBRARY.define("first_visible(Tensor seen) -> Tensor")
+LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme) -> Tensor[]")
+LIBRARY.define("gather(Tensor[] planes, Tensor places, SymInt head_dim, str scheme) -> Tensor[]")
+LIBRARY.define(
+    "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
+    " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
+    " Tensor[]? recent=None, Tensor? base=None, Tensor[]? rotation=None, bool interleaved=False,"
+    " Tensor[]? more=None, str more_scheme='', SymInt more_dim=0) -> Tensor"
+)
+
+
+def slot_spec(planes: list[torch.Tensor], head_dim: int, role: Role) -> SlotSpec:
+    """The slot that planes belong to; only dense planes carry the model's dtype."""
+    return SlotSpec(planes[0].shape[2], head_dim, planes[0].dtype, role)
+
+
+def write_rows(plane: torch.Tensor, rows_BKSW: torch.Tensor, pos: torch.Tensor) -> None:
+    """plane[pos // R, :, :, pos % R] = rows, in place; pos int64 [1 or B, S], plane [N, B, K, R, width]."""
+    page, row = pos // plane.shape[3], pos % plane.shape[3]
+    if pos.shape[0] == 1:
+        # Advanced indices around slices come first in the result: [S, B, K, width].
+        plane[page[0], :, :, row[0]] = rows_BKSW.permute(2, 0, 1, 3)
+        return
+    batch = torch.arange(plane.shape[1], device=plane.device).unsqueeze(-1)
+    plane[page, batch, :, row] = rows_BKSW.permute(0, 2, 1, 3)
+
+
+def append_body(
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str, origin: torch.Tensor | None = None
+) -> None:
+    """Encode x [B, K, S, D] and write the codes at positions pos [1 or B, S].
+
+    ``origin``: int64 [B], each row's first position that is no padding, for schemes whose tokens share scales. What lies before it
+    is encoded apart: it sets no other token's scale, and still holds what it held.
+
+    A position outside of the planes cannot be seen on the host without waiting for the device, and an index
+    out of bounds would take the process down with it: such a token is written as NaN into the last row,
+    which whoever attends as far as that position reads.
+    """
+    room = planes[0].shape[0] * planes[0].shape[3]
+    inside = (pos >= 0) & (pos < room)
+    x = torch.where(inside[:, None, :, None], x, float("nan"))
+    pos = torch.where(inside, pos, room - 1)
+    made = schemes.parse(scheme)
+    for plane, rows in zip(planes, made.encode(x) if origin is None else _encoded_apart(made, x, pos >= origin[:, None]), strict=True):
+        write_rows(plane, rows.to(plane.dtype), pos)
+
+
+def _encoded_apart(scheme: schemes.Scheme, x: torch.Tensor, keep_BS: torch.Tensor) -> list[torch.Tensor]:
+    """What the scheme encodes of x [B, K, S, D], tokens to ``keep`` and the others as two separate writes."""
+    keep = keep_BS[:, None, :, None]
+    one, other = (scheme.encode(torch.where(chosen, x, torch.zeros_like(x))) for chosen in (keep, ~keep))
+    return [torch.where(keep, a, b) for a, b in zip(one, other, strict=True)]
+
+
+def learn_body(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
+    """Fill the planes from queries q [B, H, S, D] of the tokens at 0, 1, 2, ..., of which ``keep`` [B or 1, T'] are no padding."""
+    if keep is not None:
+        keep = _padded(keep, q.shape[2], False).expand(q.shape[0], -1)
+    made = schemes.parse(scheme).learn(q.unflatten(1, (planes[0].shape[2], -1)), keep)
+    for plane, values in zip(planes, made, strict=True):
+        plane.copy_(values)
+
+
+def as_tokens(plane: torch.Tensor) -> torch.Tensor:
+    """[N, B, K, R, width] -> [B, K, N * R, width]."""
+    return plane.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def visible(
+    hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, tokens: int
+) -> torch.Tensor:
+    """Which positions each query attends to, bool [B or 1, 1, S, T]."""
+    t = torch.arange(tokens, device=hi.device)
+    mask = t <= hi[:, None, :, None]
+    if lo is not None:
+        mask = mask & (t >= lo[:, None, :, None])
+    if keep is not None:
+        mask = mask & _padded(keep, tokens, False)[:, None, None, :]
+    return mask
+
+
+def _padded(mask: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
+    """The last axis cut or filled to ``tokens``."""
+    missing = tokens - mask.shape[-1]
+    if missing <= 0:
+        return mask[..., :tokens]
+    return torch.cat([mask, torch.full((*mask.shape[:-1], missing), fill, dtype=mask.dtype, device=mask.device)], -1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """RoPE on the first Dr channels of x [B, K, T, D], with cos and sin [1 or B, T, Dr]."""
+    width = cos.shape[-1]
+    part, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        turned = torch.stack((-part[..., 1::2], part[..., ::2]), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((-part[..., width // 2 :], part[..., : width // 2]), dim=-1)
+    return torch.cat((part * cos.unsqueeze(1) + turned * sin.unsqueeze(1), rest), dim=-1)
+
+
+def unrotate_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """What ``rotate`` makes x of, in x's dtype; where cos and sin are no rotation the inverse of what they are."""
+    width = cos.shape[-1]
+    exact = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(exact).unsqueeze(1), sin.to(exact).unsqueeze(1)
+    first, second = (slice(0, width, 2), slice(1, width, 2)) if interleaved else (slice(width // 2), slice(width // 2, width))
+    a, b = x[..., first].to(exact), x[..., second].to(exact)
+    size = cos[..., first] * cos[..., second] + sin[..., first] * sin[..., second]
+    left = (a * cos[..., second] + b * sin[..., first]) / size
+    right = (b * cos[..., first] - a * sin[..., second]) / size
+    part = torch.stack((left, right), dim=-1).flatten(-2) if interleaved else torch.cat((left, right), dim=-1)
+    return torch.cat((part.to(x.dtype), x[..., width:]), dim=-1)
+
+
+def first_visible_body(seen: torch.Tensor) -> torch.Tensor:
+    """Return the first position whose entry of ``seen`` [B, T] is not zero, int64 [B]; T where there is none."""
+    tokens = seen.shape[1]
+    index = torch.arange(tokens, dtype=torch.int64, device=seen.device)
+    return (index + (seen == 0).to(torch.int64) * tokens).amin(1)
+
+
+def with_recent(decoded: torch.Tensor, recent: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Decoded tokens [B, K, T, D] with ``recent`` [B, K, R, D] laid over those from ``base`` [1 or B] on."""
+    tokens, rows = decoded.shape[2], recent.shape[2]
+    j = torch.arange(tokens, device=decoded.device) - base[:, None]
+    taken = recent.gather(2, j.clamp(0, rows - 1)[:, None, :, None].expand(*recent.shape[:2], tokens, recent.shape[3]))
+    return torch.where(((j >= 0) & (j < rows))[:, None, :, None], taken.to(decoded.dtype), decoded)
+
+
+def attend_body(
+    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], hi: torch.Tensor,
+    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
+    key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
+    recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None, rotation: Sequence[torch.Tensor] | None = None,
+    interleaved: bool = False, more: Sequence[torch.Tensor] | None = None, more_scheme: str = "", more_dim: int = 0,
+    compute: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The definition of ``attend`` in ``compute`` precision (q's, at least float32); decodes one kv head at a time."""
+    compute = compute or torch.promote_types(q.dtype, torch.float32)
+    B, H, S, D = q.shape
+    ks, vs = schemes.parse(key_scheme), schemes.parse(value_scheme)
+    key_slot = slot_spec(keys, D - more_dim, Role.KEY)
+    value_slot = slot_spec(values, value_dim, Role.VALUE)
+    K = keys[0].shape[2]
+    G = H // K
+    out = q.new_empty(B, H, S, value_dim)
+    for head in range(K):
+        one = slice(head, head + 1)
+        k = ks.decode(decodable(ks, keys, key_slot, one), key_slot).to(compute)
+        if more:
+            ms, more_slot = schemes.parse(more_scheme), slot_spec(list(more), more_dim, Role.KEY)
+            k = torch.cat((k, ms.decode(decodable(ms, more, more_slot, one), more_slot).to(compute)), dim=-1)
+        v = vs.decode(decodable(vs, values, value_slot, one), value_slot).to(compute)
+        tokens = k.shape[2]
+        if recent:
+            assert base is not None
+            k, v = with_recent(k, recent[0][:, one], base), with_recent(v, recent[1][:, one], base)
+        if rotation:
+            cos, sin = (_fitted(table.to(compute), tokens) for table in rotation)
+            k = rotate(k, cos, sin, interleaved)
+        heads = slice(head * G, (head + 1) * G)
+        scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        mask = visible(hi, lo, keep, tokens)
+        if bias is not None:
+            part = bias[:, heads] if bias.shape[1] == H else bias
+            if part.dtype == torch.bool:
+                mask = mask & _padded(part, tokens, False)
+            else:
+                scores = scores + _padded(part.to(compute), tokens, float("-inf"))
+        scores = scores.masked_fill(~mask, float("-inf"))
+        top = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            top = torch.maximum(top, sinks[heads].to(compute)[None, :, None, None])
+        top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+        weights = torch.exp(scores - top)
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks[heads].to(compute)[None, :, None, None] - top)
+        # What is masked must not poison the sum: 0 * NaN of an unwritten token is NaN.
+        v = torch.where(mask.any(2).any(1)[:, None, :, None], v, torch.zeros_like(v))
+        # Compared with zero, not "above zero": the total of a row that saw NaN is NaN and must stay one.
+        out[:, heads] = torch.where(total == 0, torch.zeros_like(total), (weights @ v) / total).to(q.dtype)
+    return out
+
+
+def _fitted(table: torch.Tensor, tokens: int) -> torch.Tensor:
+    """cos or sin [., T', Dr] cut or filled with zeros to ``tokens``: nothing visible lies behind."""
+    return torch.nn.functional.pad(table, (0, 0, 0, max(0, tokens - table.shape[1])))[:, :tokens]
+
+
+def decodable(scheme: schemes.Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec, heads: slice) -> tuple[torch.Tensor, ...]:
+    """What ``decode`` takes: the planes that a kernel reads, as tokens [B, K, T, width], for some heads; tables stay as they are."""
+    fmt = scheme.format(slot)
+    read = [plane[:, :, heads] for plane in planes[: fmt.planes]]
+    return tuple(plane if fmt.levels and at == fmt.planes - 1 else as_tokens(plane) for at, plane in enumerate(read))
+
+
+def attend_meta(
+    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], hi: torch.Tensor,
+    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
+    key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
+    recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None, rotation: Sequence[torch.Tensor] | None = None,
+    interleaved: bool = False, more: Sequence[torch.Tensor] | None = None, more_scheme: str = "", more_dim: int = 0,
+) -> torch.Tensor:
+    """Shape of the result, [B, H, S, Dv] in q's dtype, contiguous."""
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], value_dim)
+
+
+def _learn_meta(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
+    return None
+
+
+def _append_meta(
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str, origin: torch.Tensor | None = None
+) -> None:
+    return None
+
+
+def _unrotate_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _first_visible_meta(seen: torch.Tensor) -> torch.Tensor:
+    return seen.new_empty(seen.shape[0], dtype=torch.int64)
+
+
+def _expose(x: torch.Tensor) -> torch.Tensor:
+    """What runs where another backend compiled the graph: it would read or write a tensor that holds nothing."""
+    raise ForeignBackend(shape=tuple(x.shape))
+
+
+def _expose_meta(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+LIBRARY.impl("expose", _expose, "CompositeExplicitAutograd")
+LIBRARY.impl("expose", _expose_meta, "Meta")
+LIBRARY.impl("learn", learn_body, "CompositeExplicitAutograd")
+LIBRARY.impl("learn", _learn_meta, "Meta")
+LIBRARY.impl("append", append_body, "CompositeExplicitAutograd")
+LIBRARY.impl("attend", attend_body, "CompositeExplicitAutograd")
+LIBRARY.impl("append_window", append_window_body, "CompositeExplicitAutograd")
+LIBRARY.impl("append_window", append_window_meta, "Meta")
+LIBRARY.impl("unroll", unroll_body, "CompositeExplicitAutograd")
+LIBRARY.impl("unroll", unroll_meta, "Meta")
+LIBRARY.impl("gather", gather_body, "CompositeExplicitAutograd")
+LIBRARY.impl("gather", gather_meta, "Meta")
+LIBRARY.impl("append", _append_meta, "Meta")
+LIBRARY.impl("unrotate", unrotate_body, "CompositeExplicitAutograd")
+LIBRARY.impl("unrotate", _unrotate_meta, "Meta")
+LIBRARY.impl("first_visible", first_visible_body, "CompositeExplicitAutograd")
+LIBRARY.impl("first_visible", _first_visible_meta, "Meta")
+LIBRARY.impl("attend", attend_meta, "Meta")
+
+expose = torch.ops.kvcompile.expose.default
+append = torch.ops.kvcompile.append.default
+append_window = torch.ops.kvcompile.append_window.default
+learn = torch.ops.kvcompile.learn.default
+unrotate = torch.ops.kvcompile.unrotate.default
+first_visible = torch.ops.kvcompile.first_visible.default
+unroll = torch.ops.kvcompile.unroll.default
+gather = torch.ops.kvcompile.gather.default
+attend = torch.ops.kvcompile.attend.default

@@ -1,0 +1,219 @@
+"""Attention of very many rows over codes: each chunk of tokens is decoded once into a scratch, for all rows, and attended to there.
+
+The prefill template decodes a tile of tokens in every program that reads it; from a thousand rows a kv head on that costs as
+much as the products. Here a chunk of a constant number of tokens is decoded by a kernel of its own (``decode_source``) into
+what a dense cache would hold of it, the template runs over that as it does over dense planes, and partial sums stay
+in the output from chunk to chunk. The scratch never grows with the tokens.
+
+The number of chunks is that of the planes' capacity, which the host knows; how much of it is in use only the device
+knows: programs beyond the newest position return at once. Nothing waits for the device, so a CUDA graph can capture it.
+
+``kvcompile::attend_chunks`` takes the operands of ``attend`` that the template knows, no sinks, and ``cut``: chunk, splits, tokens
+and rows of a tile, warps, stages, whether through tensor descriptors. It gives partial sums, maxima and totals, float32
+[splits, B, H, S, Dv + 2], to be merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.lowering.decode.config import Bias, Masks, Tile
+from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Operand, load_module
+from kvcompile.lowering.ops.operations import LIBRARY
+from kvcompile.lowering.prefill import decode_chunk as decode_source
+from kvcompile.lowering.prefill.config import PrefillConfig
+from kvcompile.lowering.prefill.offline import POINTERS, render
+
+LIBRARY.define(
+    "attend_chunks(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, str key_scheme, str value_scheme,"
+    " float scale, float softcap, int value_dim, Tensor[]? recent, Tensor? base, int[] cut) -> Tensor"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkKernel:
+    """One of the two kernels: its module's source, what its pointers point to, and how it is launched."""
+
+    name: str
+    source: str
+    pointers: Mapping[str, torch.dtype]
+    warps: int
+    stages: int
+    described: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def compiled(self, arch: str) -> dict[str, str | bytes]:
+        """``ttgir``, ``ptx`` and ``cubin`` for an architecture, without a device; strides count as multiples of 16."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        kernel = getattr(load_module(self.source, "chunked"), self.name)
+        signature, attributes = {}, {}
+        for index, name in enumerate(kernel.arg_names):
+            signature[name] = "*" + POINTERS[self.pointers[name]] if name in self.pointers else "i32"
+            if name in self.described:
+                signature[name] = f"tensordesc<{POINTERS[self.pointers[name]]}{list(self.described[name])}>"
+            elif name not in LOOSE:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        made = triton.compile(
+            ASTSource(kernel, signature, {}, attributes), target=GPUTarget("cuda", ARCHITECTURES[arch], 32),
+            options={"num_warps": self.warps, "num_stages": self.stages},
+        )
+        return {stage: made.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
+
+
+LOOSE = frozenset({"hi_b", "hi_s", "lo_b", "lo_s", "keep_b", "keep_t", "keep_n", "recent_n", "base_b", "NEWEST_b", "OLDEST_b", "BASE_b"})
+"""Integers that may be any number."""
+
+
+def cut_as(config: PrefillConfig, cut: Sequence[int]) -> PrefillConfig:
+    """The configuration with the operand ``cut`` in it."""
+    chunk, splits, tokens, rows, warps, stages, described = cut
+    tile = Tile(tokens, rows, False, warps, stages)
+    return dataclasses.replace(config, chunk=chunk, splits=splits, tile=tile, described=bool(described))
+
+
+def decoder(config: PrefillConfig) -> ChunkKernel:
+    """The kernel that decodes a chunk of both slots."""
+    types = {"K_OUT": config.dtype, "V_OUT": config.dtype, "NEWEST": torch.int64, "OLDEST": torch.int64, "BASE": torch.int64}
+    for letter, word in (("K", config.key_word), ("V", config.value_word)):
+        types |= {f"{letter}_WORDS": word, f"{letter}_SCALES": torch.float16, f"{letter}_ZEROS": torch.float16}
+    pointers, _ = decode_source.arguments_of(config)
+    return ChunkKernel(
+        decode_source.KERNEL, decode_source.decode_source(config), {name: types[name] for name in pointers}, decode_source.WARPS, 1
+    )
+
+
+def attender(config: PrefillConfig) -> ChunkKernel:
+    """The template over the scratch; sizes and strides that may change from call to call are arguments."""
+    own = config.over_scratch()
+    heads, key, value = own.kv_heads, own.key_dim, own.value_dim
+
+    def scratch(dim: int) -> Operand:
+        return Operand((1, 0, heads, own.chunk, dim), (0, heads * own.chunk * dim, own.chunk * dim, dim, 1), own.dtype)
+
+    every = {
+        "Q": Operand((0, heads * own.group, "S", key), ("q_b", "q_h", "q_s", 1), own.dtype),
+        "HI": Operand((0, 0), ("hi_b", "hi_s"), torch.int64), "LO": Operand((0, 0), ("lo_b", "lo_s"), torch.int64),
+        "K_WORDS": scratch(key), "V_WORDS": scratch(value), "KEEP": Operand((0, "keep_n"), ("keep_b", "keep_t"), torch.bool),
+        "RECENT_K": Operand((0, heads, "recent_n", key), ("recent_k_b", "recent_k_h", "recent_k_j", 1), own.dtype),
+        "RECENT_V": Operand((0, heads, "recent_n", value), ("recent_v_b", "recent_v_h", "recent_v_j", 1), own.dtype),
+        "BASE": Operand((0,), ("base_b",), torch.int64),
+    }
+    operands = {name: every[name] for name in own.operands}
+    out = Operand((own.splits, 0, heads * own.group, "S", value + 2), ("out_z", "out_b", "out_h", value + 2, 1), torch.float32)
+    pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": out.dtype}
+    blocks = {"K_WORDS": (own.tile.block_t, key), "V_WORDS": (own.tile.block_t, value)} if own.described else {}
+    return ChunkKernel(KERNEL, render(own, operands, out), pointers, own.tile.num_warps, own.tile.num_stages, blocks)
+
+
+@functools.lru_cache(maxsize=256)
+def _loaded(config: PrefillConfig) -> tuple[Any, Any]:
+    """Both kernels, to be launched."""
+    return tuple(getattr(load_module(made.source, "chunked"), made.name) for made in (decoder(config), attender(config)))  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One call of a kernel."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    grid: tuple[int, int, int]
+    warps: int
+    stages: int
+
+    def run(self) -> None:
+        """Start the kernel on the current device."""
+        self.kernel[self.grid](*self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def launches(
+    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
+    keep: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
+    recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None, cut: Sequence[int], *, packed: bool | None = None,
+) -> tuple[torch.Tensor, list[Launch]]:
+    """The tensor of partial sums and what fills it, to be run in order; arguments as those of ``attend_chunks``."""
+    B, H, S, D = q.shape
+    K = keys[0].shape[2]
+    masks = Masks(lo is not None, keep is not None, Bias.NONE, False, *(x is not None and x.shape[0] != 1 for x in (hi, lo, keep)))
+    config = PrefillConfig(
+        key_scheme, value_scheme, D, value_dim, K, H // K, q.dtype, keys[0].dtype, values[0].dtype, scale, softcap, masks, keys[0].shape[3],
+        recent=bool(recent), base_per_batch=base is not None and base.shape[0] != 1,
+        packed=torch.version.hip is None if packed is None else packed,
+    )
+    config = cut_as(config, cut)
+    chunk, splits = config.chunk, config.splits
+    q, recent = _inner_dense(q), [_inner_dense(x) for x in recent or ()]
+    out = q.new_empty((splits, B, H, S, value_dim + 2), dtype=torch.float32)
+    scratch = [q.new_empty((1, B, K, chunk, dim)) for dim in (D, value_dim)]
+    capacity = keys[0].shape[0] * keys[0].shape[3]
+    attended = {
+        "Q": q, "HI": hi, "LO": lo, "KEEP": keep, "BASE": base, "K_WORDS": scratch[0], "V_WORDS": scratch[1], "OUT": out, "S": S,
+        **dict(zip(("RECENT_K", "RECENT_V"), recent, strict=False)), "CAPACITY": capacity,
+        **_steps("q", "bhs", q), **_steps("hi", "bs", hi), **_steps("lo", "bs", lo), **_steps("keep", "bt", keep),
+        **_steps("base", "b", base), **_steps("out", "zbh", out),
+        "keep_n": 0 if keep is None else keep.shape[1], "recent_n": recent[0].shape[2] if recent else 0,
+    }
+    for name, rows in zip(("recent_k", "recent_v"), recent, strict=False):
+        attended |= _steps(name, "bhj", rows)
+    if config.described:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        for name, rows in zip(("K_WORDS", "V_WORDS"), scratch, strict=True):
+            attended[name] = TensorDescriptor.from_tensor(rows.view(-1, rows.shape[-1]), [config.tile.block_t, rows.shape[-1]])
+    limits = {"NEWEST": hi.amax(1), "OLDEST": None if lo is None else lo.amin(1), "BASE": base}
+    decoded = {"K_OUT": scratch[0], "V_OUT": scratch[1], "CAPACITY": capacity, **limits}
+    decoded |= {f"{name}_b": 0 if each is None or each.shape[0] == 1 else each.stride(0) for name, each in limits.items()}
+    for letter, planes in (("K", keys), ("V", values)):
+        for what, plane in zip(("WORDS", "SCALES", "ZEROS"), planes, strict=False):
+            decoded |= {f"{letter}_{what}": plane, **_steps(f"{letter}_{what}", "nbhr", plane)}
+    decode, attend = _loaded(config)
+    tiles = -(-S * (H // K) // config.tile.block_r)
+    found = []
+    for first in range(0, capacity, chunk):
+        programs = min(chunk, capacity - first) // decode_source.TOKENS
+        for kernel, named, grid, warps, stages in (
+            (decode, decoded, (programs, B * K, 2), decode_source.WARPS, 1),
+            (attend, attended, (tiles, B * K, splits), config.tile.num_warps, config.tile.num_stages),
+        ):
+            named["FIRST"] = first
+            found.append(Launch(kernel, tuple(named[name] for name in kernel.arg_names), grid, warps, stages))
+    return out, found
+
+
+def _steps(name: str, axes: str, tensor: torch.Tensor | None) -> dict[str, Any]:
+    """The strides of a tensor's first axes, by the names that they have as arguments."""
+    return {} if tensor is None else {f"{name}_{axis}": step for axis, step in zip(axes, tensor.stride(), strict=False)}
+
+
+def attend_chunks(q: torch.Tensor, *rest: Any, packed: bool | None = None) -> torch.Tensor:
+    """Partial sums of ``attend``, float32 [splits, B, H, S, Dv + 2]; ``packed`` False keeps PTX out, as the interpreter needs it."""
+    with torch.cuda.device_of(q):
+        out, found = launches(q, *rest, packed=packed)
+        for launch in found:
+            launch.run()
+    return out
+
+
+def _inner_dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _attend_chunks_meta(
+    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
+    keep: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
+    recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None, cut: Sequence[int],
+) -> torch.Tensor:
+    return q.new_empty((cut[1], q.shape[0], q.shape[1], q.shape[2], value_dim + 2), dtype=torch.float32)
+
+
+LIBRARY.impl("attend_chunks", attend_chunks, "CUDA")
+LIBRARY.impl("attend_chunks", _attend_chunks_meta, "Meta")
+
+operation = torch.ops.kvcompile.attend_chunks.default

@@ -1,0 +1,155 @@
+"""One prefill kernel as data: what it computes (fixed by the site) and how it is cut. The many-row sibling of ``attend_config``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from kvcompile.lowering.decode.config import Bias, Masks, Tile
+from kvcompile.lowering.decode.template import LOG2E
+from kvcompile.lowering.prefill.slot import TileSlot, tile_slot
+from kvcompile.types import PAGE, Role
+
+RAISED = 15
+"""Powers of two that float16 probabilities are raised by: the smallest ones keep their bits."""
+
+
+NO_MASKS = Masks()
+SQUARE = Tile(64, 128, False, 8, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """A complete description of one rendered kernel; hashable.
+
+    ``chunk`` above 0: the kernel sees that many tokens from a run-time position on and adds to partial sums that
+    earlier chunks left (``chunked``); ``prefill_offline`` renders such kernels, Inductor does not. ``described``: it reads them
+    through tensor descriptors, which the hardware copies by.
+    """
+
+    key_scheme: str
+    value_scheme: str
+    key_dim: int
+    value_dim: int
+    kv_heads: int
+    group: int
+    dtype: torch.dtype
+    key_word: torch.dtype
+    value_word: torch.dtype
+    scale: float
+    softcap: float = 0.0
+    masks: Masks = NO_MASKS
+    page_rows: int = PAGE
+    paged: bool = True
+    splits: int = 1
+    recent: bool = False
+    base_per_batch: bool = False
+    packed: bool = True
+    tile: Tile = SQUARE
+    chunk: int = 0
+    described: bool = False
+
+    @property
+    def direct(self) -> bool:
+        """Whether the kernel writes the finished result."""
+        return self.splits == 1 and not self.chunk
+
+    def with_splits(self, splits: int) -> PrefillConfig:
+        """The same kernel cut into ``splits``."""
+        return dataclasses.replace(self, splits=splits)
+
+    def over_scratch(self) -> PrefillConfig:
+        """The same attention over decoded tokens: dense, one page of ``chunk`` rows."""
+        return dataclasses.replace(
+            self, key_scheme="dense", value_scheme="dense", key_word=self.dtype, value_word=self.dtype, page_rows=self.chunk, paged=False
+        )
+
+    @property
+    def slots(self) -> tuple[TileSlot, TileSlot]:
+        """How the key and the value slot are read; ``fits`` must hold."""
+        key, value = self._slots()
+        assert key is not None
+        assert value is not None
+        return key, value
+
+    def _slots(self) -> tuple[TileSlot | None, TileSlot | None]:
+        return (
+            tile_slot(self.key_scheme, Role.KEY, self.key_dim, self.key_word, self.dtype, self.packed),
+            tile_slot(self.value_scheme, Role.VALUE, self.value_dim, self.value_word, self.dtype, self.packed),
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the template knows all of this attention. A mask operand of its own is the other template's business."""
+        slots = self._slots()
+        return self.masks.bias is Bias.NONE and all(slot is not None and (self.paged or not slot.scaled) for slot in slots)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The template's inputs, in order; Q is normalized (``normalized``) where keys are codes, Q_RAW is as it was given."""
+        key, value = self.slots
+        names = ["Q", "HI", "K_WORDS", "V_WORDS"]
+        present = (
+            (key.scaled, "Q_SCALES"), (key.scaled, "K_SCALES"), (key.zeros, "K_ZEROS"),
+            (value.scaled, "V_SCALES"), (value.zeros, "V_ZEROS"),
+            (self.masks.lo, "LO"), (self.masks.keep, "KEEP"), (self.recent, "RECENT_K"), (self.recent, "RECENT_V"), (self.recent, "BASE"),
+            (self.recent and key.scaled, "Q_RAW"), (self.direct and self.masks.sinks, "SINKS"),
+        )
+        return (*names, *(name for there, name in present if there))
+
+    def options(self) -> dict[str, object]:
+        """The template's constants. Strings are quoted: each one is also printed as a constexpr."""
+        masks, tile = self.masks, self.tile
+        folded = self.softcap <= 0 and self.scale > 0
+        return {
+            "KEY_SCHEME": repr(self.key_scheme), "VALUE_SCHEME": repr(self.value_scheme),
+            "KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim,
+            "KEY_WORD": _quoted(self.key_word), "VALUE_WORD": _quoted(self.value_word), "QUERY": _quoted(self.dtype),
+            "PACKED": int(self.packed), "KV_HEADS": self.kv_heads, "GROUP": self.group,
+            "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
+            # Without a cap, scores are in base-2 units from the start.
+            "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E, "FOLDED": int(folded),
+            "SPLITS": self.splits, "DIRECT": int(self.direct), "HAS_RECENT": int(self.recent), "BASE_B": int(self.base_per_batch),
+            "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "HAS_SINKS": int(masks.sinks),
+            "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
+            "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "RAISED": RAISED,
+            "CHUNK": self.chunk, "DESCRIBED": int(self.described),
+        }
+
+
+SLOT_OPTIONS = ("KEY_SCHEME", "VALUE_SCHEME", "KEY_DIM", "VALUE_DIM", "KEY_WORD", "VALUE_WORD", "QUERY", "PACKED")
+
+
+def slots(
+    key_scheme: str, value_scheme: str, key_dim: int, value_dim: int, key_word: str, value_word: str, query: str, packed: int
+) -> tuple[TileSlot, TileSlot]:
+    """Both slots from the template's constants; the template calls this while it is rendered."""
+    dtype = _dtype(query)
+    key = tile_slot(key_scheme.strip("'"), Role.KEY, key_dim, _dtype(key_word), dtype, bool(packed))
+    value = tile_slot(value_scheme.strip("'"), Role.VALUE, value_dim, _dtype(value_word), dtype, bool(packed))
+    assert key is not None
+    assert value is not None
+    return key, value
+
+
+def normalized(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [B, H, S, D] in float16, each row brought to at most one by a power of two, and what undoes it [B, H, S].
+
+    The eager form of what the lowering makes of Inductor's own operations.
+    """
+    top = q.to(torch.float32).abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
+    exponent = torch.floor(torch.log2(top)) + 1
+    return (q.to(torch.float32) * torch.exp2(-exponent)).to(torch.float16), torch.exp2(exponent).squeeze(-1)
+
+
+SMALLEST = 2.0**-100
+"""Rows of queries below it count as this large."""
+
+
+def _quoted(dtype: torch.dtype) -> str:
+    return repr(str(dtype).removeprefix("torch."))
+
+
+def _dtype(text: str) -> torch.dtype:
+    return getattr(torch, text.strip("'"))

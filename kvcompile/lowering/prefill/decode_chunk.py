@@ -1,0 +1,107 @@
+"""The text of the kernel that decodes one chunk of tokens into a scratch, keys and values in one launch.
+
+A program has ``TOKENS`` tokens of one kv head of one batch row, keys where its third number is 0, else values. Codes unpack as
+for the prefill template (``TileSlot``); value = code * scale (+ zero point) is one fused multiply-add in float32, rounded
+once to the queries' dtype: what a dense cache would hold. Tokens that no query attends to are not decoded, and what
+the scratch then holds is masked by whoever reads it.
+
+    scratch [1, B, K, CHUNK, D] of keys, and of values with Dv: one page in channel order, token FIRST + t at row t
+"""
+
+from __future__ import annotations
+
+from kvcompile.lowering.codegen.expressions import TRITON_TYPES
+from kvcompile.lowering.prefill.config import PrefillConfig
+from kvcompile.lowering.prefill.slot import PAIR, TileSlot
+
+KERNEL = "kvcompile_decode"
+
+TOKENS = 64
+"""Tokens of one program."""
+
+WARPS = 4
+
+
+def planes_of(letter: str, slot: TileSlot) -> tuple[str, ...]:
+    """The names of the planes that a slot is decoded from."""
+    return (f"{letter}_WORDS", f"{letter}_SCALES", *([f"{letter}_ZEROS"] if slot.zeros else []))
+
+
+def arguments_of(config: PrefillConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The kernel's pointers and its integers, in their order.
+
+    Pointers: planes; NEWEST and OLDEST (int64, what is attended to at all, by batch row), BASE; the two scratches. Integers: each plane's
+    strides of pages, batch rows, heads and rows; those of NEWEST, OLDEST and BASE (0 where all rows share one); CAPACITY, FIRST.
+    """
+    planes = [plane for letter, slot in zip("KV", config.slots, strict=True) for plane in planes_of(letter, slot)]
+    limits = ["NEWEST", *(["OLDEST"] if config.masks.lo else []), *(["BASE"] if config.recent else [])]
+    strides = [f"{plane}_{axis}" for plane in planes for axis in "nbhr"]
+    return (*planes, *limits, "K_OUT", "V_OUT"), (*strides, *(f"{limit}_b" for limit in limits), "CAPACITY", "FIRST")
+
+
+def decode_source(config: PrefillConfig) -> str:
+    """The module of one kernel for the slots of ``config``, both of codes; its ``chunk`` says how many tokens a scratch holds."""
+    pointers, integers = arguments_of(config)
+    newest = ["newest = tl.minimum(tl.load(NEWEST + b * NEWEST_b), CAPACITY - 1)"]
+    newest += ["newest = tl.minimum(newest, tl.load(BASE + b * BASE_b) - 1)"] if config.recent else []
+    unseen = "t0 > newest" + (f") | (t0 + {TOKENS} <= tl.load(OLDEST + b * OLDEST_b)" if config.masks.lo else "")
+    body = [
+        f"b = (tl.program_id(1) // {config.kv_heads}).to(tl.int64)", f"h = (tl.program_id(1) % {config.kv_heads}).to(tl.int64)",
+        f"row = tl.program_id(0) * {TOKENS}", "t0 = FIRST + row", *newest, f"if ({unseen}):", "    return",
+        f"i = tl.arange(0, {TOKENS})", f"page = ((t0 + i) // {config.page_rows}).to(tl.int64)", f"at = (t0 + i) % {config.page_rows}",
+    ]
+    for number, (letter, slot) in enumerate(zip("KV", config.slots, strict=True)):
+        body += [f"if tl.program_id(2) == {number}:", *(f"    {line}" for line in _slot(config, letter, slot))]
+    head = ["import triton", "import triton.language as tl", "", "", "@triton.jit"]
+    return "\n".join([*head, f"def {KERNEL}({', '.join((*pointers, *integers))}):", *(f"    {line}" for line in body)]) + "\n"
+
+
+def _slot(config: PrefillConfig, letter: str, slot: TileSlot) -> list[str]:
+    """Statements that decode one slot's tokens and store them."""
+    name, words = letter.lower(), f"{letter}_WORDS"
+    row = PAIR * slot.words
+    groups = max(1, slot.scales * row // slot.dim)
+    blocks = TOKENS // slot.block
+    lines = [
+        f"{name}_base = {words}.to(tl.pointer_type(tl.uint16)) + (b * {words}_b + h * {words}_h) // {PAIR}",
+        f"{name}_row = page * ({words}_n // {PAIR}) + at * ({words}_r // {PAIR})",
+        f"{name}_words = tl.load({name}_base + {name}_row[:, None] + tl.arange(0, {slot.words})[None, :])",
+    ]
+    if slot.block > 1:
+        lines += [
+            f"{name}_i = tl.arange(0, {blocks}) * {slot.block}", f"{name}_page = ((t0 + {name}_i) // {config.page_rows}).to(tl.int64)",
+            f"{name}_at = (t0 + {name}_i) % {config.page_rows} // {slot.block}",
+        ]
+    else:
+        lines += [f"{name}_page = page", f"{name}_at = at"]
+    lines.append(
+        f"{name}_out = {letter}_OUT + ((b * {config.kv_heads} + h) * {config.chunk} + row) * {slot.dim} + i[:, None] * {slot.dim}"
+    )
+    for part in range(slot.dim // row):
+        lines += _part(letter, slot, part, groups, blocks, TRITON_TYPES[config.dtype])
+    return lines
+
+
+def _part(letter: str, slot: TileSlot, part: int, groups: int, blocks: int, dtype: str) -> list[str]:
+    """Statements for the channels that one part of every word holds: ``groups`` runs, each with one scale a block of tokens."""
+    name, row = letter.lower(), PAIR * slot.words
+    even, odd = (element for element in slot.elements if element.part == part)
+    cut = f"({blocks}, {slot.block}, {groups}, {row // groups})"
+    first = part * row * slot.scales // slot.dim
+
+    def load(plane: str) -> str:
+        place = f"b * {plane}_b + h * {plane}_h + ({name}_page * {plane}_n + {name}_at * {plane}_r)[:, None]"
+        return f"tl.load({plane} + {place} + tl.arange(0, {groups})[None, :] + {first}).to(tl.float32)"
+
+    assert even.power == odd.power
+    assert even.offset == odd.offset
+    lines = [
+        f"raw = tl.join({even.unpack(name + '_words')}, {odd.unpack(name + '_words')})",
+        f"scale = {load(letter + '_SCALES')}", f"value = raw.reshape{cut}.to(tl.float32) * (scale * {2.0**even.power!r})[:, None, :, None]",
+    ]
+    terms = [load(letter + "_ZEROS")] if slot.zeros else []
+    terms += [f"scale * {-float(even.offset)!r}"] if even.offset else []
+    if terms:
+        lines.append(f"value += ({' + '.join(terms)})[:, None, :, None]")
+    to = f"{name}_out + ({part * row} + tl.arange(0, {row}))[None, :]"
+    return [*lines, f"tl.store({to}, value.reshape({TOKENS}, {row}).to({dtype}))"]

@@ -1,0 +1,147 @@
+"""Inductor's lowering of ``kvcompile::attend`` with many rows on CUDA: normalized queries, the prefill template, a merge.
+
+With very many rows over codes it is ``kvcompile::attend_chunks`` in place of the template: a call in the output module, since how
+many chunks there are is known when it runs.
+
+Queries are brought into float16 by Inductor's own operations, which fuse with what makes them; the tensor cores
+then read them from shared memory, where a conversion in the kernel would hold them in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.ir import FixedLayout, FlexibleLayout
+from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
+
+from kvcompile.lowering.codegen.template_sizes import GLOBALS
+from kvcompile.lowering.decode.config import Bias, Masks
+from kvcompile.lowering.decode.lower import attend_grid, merge
+from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
+from kvcompile.lowering.prefill import chunked
+from kvcompile.lowering.prefill.config import SMALLEST, PrefillConfig, slots
+from kvcompile.lowering.prefill.template import SOURCE
+from kvcompile.lowering.prefill.tiles import FEWEST_ROWS, choose_cut, choose_tiles, splits_for
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+prefill_template = TritonTemplate(name="kvcompile_prefill", grid=attend_grid, source=SOURCE)
+# The template asks for both slots while it is rendered.
+prefill_template.template.globals |= GLOBALS | {"slots": slots}
+
+
+def lower_prefill(
+    q: Any, keys: Sequence, values: Sequence, hi: Any, lo: Any, keep: Any, bias: Any, sinks: Any, key_scheme: str, value_scheme: str,
+    scale: float, softcap: float, value_dim: Any, recent: Sequence | None = None, base: Any = None, rotation: Any = None,
+    interleaved: bool = False,
+) -> Any | None:
+    """The result of ``attend`` as a TensorBox, or None where the rows are few or the template does not know all of it."""
+    del interleaved
+    B, H, S, D = q.get_size()
+    kv_heads = keys[0].get_size()[2]
+    rows = hint(S) * hint(H) // hint(kv_heads)
+    if rotation or bias is not None or rows < FEWEST_ROWS or equals(S, 1):
+        return None
+    H, K, D, Dv = (static(x) for x in (H, kv_heads, D, value_dim))
+    page_rows = static(keys[0].get_size()[3]) if not equals(keys[0].get_size()[0], 1) else 1
+    paged = page_rows > 1
+    config = PrefillConfig(
+        key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale), float(softcap),
+        Masks(lo is not None, keep is not None, Bias.NONE, sinks is not None, varies(hi), varies(lo), varies(keep)), page_rows, paged,
+        recent=bool(recent), base_per_batch=varies(base), packed=torch.version.hip is None,
+    )
+    if not config.fits or (paged and page_rows & (page_rows - 1)):
+        return None
+    nodes = _operands(config, keys, values, {"HI": hi, "LO": lo, "KEEP": keep, "SINKS": sinks, "BASE": base}, recent)
+    if not _loadable(config, nodes):
+        return None
+    device = q.get_device()
+    properties: Any = torch.cuda.get_device_properties(device)
+    capacity = keys[0].get_size()[0] * page_rows
+    cut = choose_cut(
+        config, rows, hint(B), properties.multi_processor_count, properties.shared_memory_per_block_optin,
+        int(capacity) if isinstance(capacity, (int, sympy.Integer)) else None,
+    )
+    if cut is not None:
+        operands = (q, list(keys), list(values), hi, lo, keep, key_scheme, value_scheme, float(scale), float(softcap), Dv, recent, base)
+        partial = fallback_handler(chunked.operation)(*operands, list(cut))
+        return merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+    nodes |= _queries(config, q)
+    configs = choose_tiles(config, rows, properties.shared_memory_per_block_optin, bool(inductor_config.max_autotune))
+    if not configs:
+        return None
+    tokens = hint(keys[0].get_size()[0]) * hint(keys[0].get_size()[3])
+    splits = splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens)
+    size = [B, H, S, Dv] if splits == 1 else [splits, B, H, S, Dv + 2]
+    layout = FixedLayout(device, q.get_dtype() if splits == 1 else torch.float32, size, list(FlexibleLayout.contiguous_strides(size)))
+    choices: list[Any] = []
+    for tiled in configs:
+        made = tiled.with_splits(splits)
+        inputs = [nodes[name] for name in made.operands]
+        prefill_template.maybe_append_choice(
+            choices, input_nodes=inputs, layout=layout, call_sizes=[B, sympy.Integer(K), S * (H // K)],
+            num_warps=made.tile.num_warps, num_stages=made.tile.num_stages, **made.options(),
+        )
+    # Every position in use, so that choices differ by the work they do.
+    in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
+    chosen = autotune_select_algorithm("kvcompile_prefill", choices, inputs, layout, input_gen_fns=examples(made.operands, in_use))
+    # torch 2.12 began to return the choice beside the node.
+    partial = chosen[0] if isinstance(chosen, tuple) else chosen
+    return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+
+
+def _operands(
+    config: PrefillConfig, keys: Sequence, values: Sequence, masks: dict[str, Any], recent: Sequence | None
+) -> dict[str, Any]:
+    """Every operand beside the queries that the template may ask for, as a buffer with fixed strides."""
+    key, value = config.slots
+    nodes = {"K_WORDS": keys[0], "V_WORDS": values[0], **masks}
+    for letter, slot, planes in (("K", key, keys), ("V", value, values)):
+        if slot.scaled:
+            nodes[f"{letter}_SCALES"] = planes[1]
+        if slot.zeros:
+            nodes[f"{letter}_ZEROS"] = planes[2]
+    if recent:
+        nodes["RECENT_K"], nodes["RECENT_V"] = recent
+    return {name: realize(node) for name, node in nodes.items() if node is not None}
+
+
+def _queries(config: PrefillConfig, q: Any) -> dict[str, Any]:
+    """The queries as the template may ask for them, as buffers."""
+    nodes = {"Q": realize(q)}
+    nodes["Q_RAW"] = nodes["Q"]
+    if config.slots[0].scaled:
+        nodes["Q"], nodes["Q_SCALES"] = (realize(node) for node in _normalized(q))
+    return nodes
+
+
+def _normalized(q: Any) -> tuple[Any, Any]:
+    """``prefill_config.normalized`` in Inductor's operations."""
+
+    def do(op: Any, *args: Any) -> Any:
+        return lowerings[op](*args)
+
+    wide = do(prims.convert_element_type, q, torch.float32)
+    top = do(aten.maximum, do(aten.amax, do(aten.abs, wide), [-1], True), SMALLEST)
+    exponent = do(aten.add, do(aten.floor, do(aten.log2, top)), 1.0)
+    small = do(prims.convert_element_type, do(aten.mul, wide, do(aten.exp2, do(aten.neg, exponent))), torch.float16)
+    return small, do(aten.squeeze, do(aten.exp2, exponent), -1)
+
+
+def _loadable(config: PrefillConfig, nodes: dict[str, Any]) -> bool:
+    """Whether words lie so that pairs of bytes load as one, and rows of scales without gaps."""
+    for letter, slot in zip("KV", config.slots, strict=True):
+        if slot.scaled and not multiple(nodes[f"{letter}_WORDS"], 2):
+            return False
+        for name in (f"{letter}_SCALES", f"{letter}_ZEROS"):
+            if name in nodes and not equals(nodes[name].get_stride()[-1], 1):
+                return False
+    return True
+
+

@@ -1,0 +1,114 @@
+"""The prefill kernel without Inductor and without a device, by the same stand-ins as ``offline``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvcompile.lowering.codegen.expressions import TRITON_TYPES
+from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Operand, load_module, template
+from kvcompile.lowering.prefill.config import PrefillConfig, slots
+from kvcompile.lowering.prefill.template import SOURCE
+
+POINTERS = {
+    torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
+
+
+def operands_for(config: PrefillConfig, batch: int = 1, queries: int = 512, recent_rows: int = 544) -> dict[str, Operand]:
+    """Contiguous operands of a store with ``PAGES`` pages, a run-time argument."""
+    key, value = config.slots
+    heads = config.kv_heads * config.group
+    pages, rows = ("PAGES", config.page_rows) if config.paged else (1, queries)
+
+    def plane(width: int, dtype: torch.dtype, block: int = 1) -> Operand:
+        return Operand.contiguous((pages, batch, config.kv_heads, rows // block, width), dtype)
+
+    def words(slot: object, dim: int) -> int:
+        return slot.words * 2 if slot.scaled else dim  # type: ignore[attr-defined]
+
+    every = {
+        "Q": Operand.contiguous((batch, heads, queries, config.key_dim), torch.float16 if key.scaled else config.dtype),
+        "Q_RAW": Operand.contiguous((batch, heads, queries, config.key_dim), config.dtype),
+        "Q_SCALES": Operand.contiguous((batch, heads, queries), torch.float32),
+        "HI": Operand.contiguous((batch if config.masks.hi_per_batch else 1, queries), torch.int64),
+        "K_WORDS": plane(words(key, config.key_dim), config.key_word), "V_WORDS": plane(words(value, config.value_dim), config.value_word),
+        "K_SCALES": plane(key.scales, torch.float16, key.block), "V_SCALES": plane(value.scales, torch.float16, value.block),
+        "K_ZEROS": plane(key.scales, torch.float16, key.block), "V_ZEROS": plane(value.scales, torch.float16, value.block),
+        "LO": Operand.contiguous((batch if config.masks.lo_per_batch else 1, queries), torch.int64),
+        "KEEP": Operand((batch, "TOKENS"), ("TOKENS", 1), torch.bool),
+        "RECENT_K": Operand.contiguous((batch, config.kv_heads, recent_rows, config.key_dim), config.dtype),
+        "RECENT_V": Operand.contiguous((batch, config.kv_heads, recent_rows, config.value_dim), config.dtype),
+        "BASE": Operand.contiguous((batch if config.base_per_batch else 1,), torch.int64),
+        "SINKS": Operand.contiguous((heads,), torch.float32),
+    }
+    return {name: every[name] for name in config.operands}
+
+
+def output_for(config: PrefillConfig, batch: int = 1, queries: int = 512) -> Operand:
+    """What the kernel writes: the result, or partial sums with their maxima and totals."""
+    heads = config.kv_heads * config.group
+    if config.direct:
+        return Operand.contiguous((batch, heads, queries, config.value_dim), config.dtype)
+    return Operand.contiguous((config.splits, batch, heads, queries, config.value_dim + 2), torch.float32)
+
+
+def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand) -> str:
+    """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
+    named = sorted({e for operand in (*operands.values(), out) for e in (*operand.size, *operand.stride) if isinstance(e, str)})
+    named += ["CAPACITY", "FIRST"] if config.chunk else []
+
+    def def_kernel(*names: str) -> str:
+        arguments = ", ".join((*names, "OUT", *named))
+        constants = {**config.options(), "INDEX_DTYPE": "tl.int64"}
+        lines = [f"    {name}: tl.constexpr = {value}" for name, value in constants.items()]
+        return "\n".join(["import triton", "import triton.language as tl", "", "", "@triton.jit", f"def {KERNEL}({arguments}):", *lines])
+
+    def store_output(indices: Sequence[str], value: str, mask: str, val_shape: object = None) -> str:
+        del val_shape
+        return f"tl.store(OUT + ({place(indices)}), ({value}).to({TRITON_TYPES[out.dtype]}), mask={mask})"
+
+    def load_output(indices: Sequence[str], mask: str, other: str) -> str:
+        return f"tl.load(OUT + ({place(indices)}), mask={mask}, other={other})"
+
+    def place(indices: Sequence[str]) -> str:
+        # The outermost step may leave 32 bits, and the index before it is a program's number.
+        outer, *inner = (f"({index}) * {step}" for index, step in zip(indices, out.stride, strict=True))
+        return " + ".join([f"({indices[0]}).to(tl.int64) * {out.stride[0]}" if config.chunk else outer, *inner])
+
+    text = template(SOURCE).render(
+        slots=slots, def_kernel=def_kernel, size=lambda name, axis: str(operands[name].size[axis]),
+        stride=lambda name, axis: str(operands[name].stride[axis]), store_output=store_output, load_output=load_output,
+        **config.options(),
+    )
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
+def prefill_source(config: PrefillConfig, batch: int = 1, queries: int = 512) -> str:
+    """The kernel of ``config`` over a contiguous store of any number of pages."""
+    return render(config, operands_for(config, batch, queries), output_for(config, batch, queries))
+
+
+def compile_offline(source: str, config: PrefillConfig, arch: str = "sm_90", batch: int = 1, queries: int = 512) -> dict[str, str | bytes]:
+    """``ttgir``, ``ptx`` and ``cubin`` of a rendered source, on a machine with or without a device."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(load_module(source), KERNEL)
+    operands = operands_for(config, batch, queries)
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name == "OUT" or name in operands:
+            dtype = output_for(config, batch, queries).dtype if name == "OUT" else operands[name].dtype
+            signature[name] = "*" + POINTERS[dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    compiled = triton.compile(
+        ASTSource(kernel, signature, {}, attributes), target=GPUTarget("cuda", ARCHITECTURES[arch], 32),
+        options={"num_warps": config.tile.num_warps, "num_stages": config.tile.num_stages},
+    )
+    return {stage: compiled.asm[stage] for stage in ("ttgir", "ptx", "cubin")}

@@ -1,0 +1,104 @@
+"""How attention of many rows is cut into programs: tiles to choose from, and splits of the tokens.
+
+Found on an H200 (benchmarks/NOTES.md). A decoded tile is shared by as many rows as two warp groups hold
+in registers: 256 where there are rows enough, else 128 rows on twice the tokens. One program fills a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvcompile.lowering.decode.config import Tile
+from kvcompile.lowering.prefill.config import PrefillConfig
+from kvcompile.lowering.prefill.decode_chunk import TOKENS as DECODED
+
+FEWEST_ROWS = 65
+"""From this many rows a site is prefill; fewer are the other template's."""
+
+TALL_ROWS = 4096
+"""Rows of one kv head from which 256 of them share a decoded tile; fewer fill more multiprocessors with 128 each."""
+
+MOST_SPLITS = 16
+"""More partial results cost more to merge than they win."""
+
+TOKENS_PER_SPLIT = 512
+"""A split must have this much to do."""
+
+
+def choose_tiles(base: PrefillConfig, rows: int, shared_memory: int, tuned: bool) -> list[PrefillConfig]:
+    """``base`` with each tile that fits the device's shared memory, best first; only that one unless ``tuned``."""
+    key, value = base.slots
+    tall, wide, small = Tile(64, 256, False, 8, 3), Tile(128, 128, False, 8, 3), Tile(64, 64, False, 4, 2)
+    square = Tile(64, 128, False, 8, 3)
+    rest = [dataclasses.replace(square, num_stages=2), small, dataclasses.replace(small, num_stages=1)]
+    if max(base.key_dim, base.value_dim) > 128:
+        tiles = [small, rest[-1]]
+    elif not key.scaled and not value.scaled:
+        tiles = [tall, wide, square, *rest] if rows >= 2 * tall.block_r else [square, wide, *rest]
+    elif rows >= TALL_ROWS and not key.by_channel:
+        tiles = [tall, wide, square, *rest]
+    else:
+        tiles = [wide, tall, square, *rest]
+    fitting = [dataclasses.replace(base, tile=tile) for tile in tiles if needed(base, tile) <= shared_memory]
+    return fitting if tuned else fitting[:1]
+
+
+FEWEST_CHUNKED_ROWS = 1024
+"""Rows of one kv head from which codes are decoded once for all of them, a chunk at a time (``chunked``)."""
+
+DESCRIBED = False
+"""Whether the scratch is read through tensor descriptors: not before it is measured."""
+
+SCRATCH = 64 << 20
+"""Bytes that the two scratches of a chunk should have."""
+
+CHUNKS = (8192, 32768)
+"""The fewest tokens of a chunk, since partial sums are read and written once for each, and the most."""
+
+
+def choose_cut(
+    config: PrefillConfig, rows: int, batch: int, multiprocessors: int, shared_memory: int, capacity: int | None
+) -> tuple[int, ...] | None:
+    """How ``kvcompile::attend_chunks`` cuts this attention, its operand ``cut``; None where the template alone is to do it."""
+    if rows < FEWEST_CHUNKED_ROWS or not config.paged or config.page_rows % DECODED or not all(slot.scaled for slot in config.slots):
+        return None
+    chunk = chunk_for(config, batch, capacity)
+    tiled = choose_tiles(dataclasses.replace(config, chunk=chunk).over_scratch(), rows, shared_memory, tuned=True)
+    if not tiled:
+        return None
+    # One wave of programs that share no tokens was faster than half as many on two splits (0.578 ms against 0.606 at 2048 rows).
+    square = (each for each in tiled if each.tile.block_t == each.tile.block_r == 128)
+    best = next(square, tiled[0]) if rows < TALL_ROWS else tiled[0]
+    tile, splits = best.tile, splits_for(best, rows, batch * config.kv_heads, multiprocessors, chunk)
+    return chunk, splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages, int(DESCRIBED)
+
+
+def chunk_for(config: PrefillConfig, batch: int, capacity: int | None = None) -> int:
+    """How many tokens are decoded at a time: by the bytes of one, never by how many there are; ``capacity`` if it is a constant."""
+    each = batch * config.kv_heads * (config.key_dim + config.value_dim) * config.dtype.itemsize
+    tokens = min(max(1 << (max(1, SCRATCH // each).bit_length() - 1), CHUNKS[0]), CHUNKS[1])
+    return tokens if capacity is None else min(tokens, -(-capacity // DECODED) * DECODED)
+
+
+def needed(config: PrefillConfig, tile: Tile) -> int:
+    """Bytes of shared memory of one program: queries, words in flight, decoded tiles."""
+    total = tile.block_r * config.key_dim * 2
+    for slot in config.slots:
+        tokens, decoded = tile.block_t, slot.dim * 2
+        if not slot.scaled:
+            total += max(1, tile.num_stages - 1) * tokens * decoded
+            continue
+        row = slot.words * 2 + (1 + slot.zeros) * slot.width * 2 // slot.block
+        total += tokens * (decoded + max(1, tile.num_stages - 1) * row)
+    return total
+
+
+def splits_for(config: PrefillConfig, rows: int, pairs: int, multiprocessors: int, tokens: int) -> int:
+    """Into how many programs the tokens of one tile of rows are split, so that the last wave is as full as the others.
+
+    ``pairs`` is batch times kv heads; ``tokens`` a hint, since the length is known on the device only.
+    """
+    programs = -(-rows // config.tile.block_r) * pairs
+    resident = multiprocessors * (8 // config.tile.num_warps)
+    most = max(1, min(MOST_SPLITS, tokens // TOKENS_PER_SPLIT))
+    return min(range(1, most + 1), key=lambda splits: -(-programs * splits // resident) / splits * (1 + 0.02 * (splits - 1)))

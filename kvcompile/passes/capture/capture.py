@@ -1,0 +1,143 @@
+"""Capture: Dynamo's graph, retraced to ATen before dispatch, in-place writes and SDPA whole, sizes symbolic.
+
+``make_fx(pre_dispatch=True)`` under Dynamo's own fake mode keeps ``aten.scaled_dot_product_attention``
+and every cache write as one node each, whatever Python wrapped them. The result is not functional:
+order carries meaning, and ``effects`` is what reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvcompile.passes.capture.flex import Stays
+from kvcompile.passes.capture.memo import Memo
+from kvcompile.passes.capture.prefix import join_prefixes
+from kvcompile.passes.capture.retrace import Retrace
+from kvcompile.passes.capture.stacked import join_stacked
+
+log = logging.getLogger(__name__)
+
+RUNTIME = str(Path(__file__).resolve().parents[2] / "runtime")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder: its node, Dynamo's name for it, whether a compressed cache arrived there, whether it owns its memory."""
+
+    index: int
+    node: fx.Node
+    source: str
+    compressed: bool
+    placeholder: fx.Node = field(repr=False)
+    owned: bool = True
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The ATen graph with what Dynamo knows of its inputs."""
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    fakes: tuple[object, ...]
+    origin: fx.GraphModule = field(repr=False)
+    fake_mode: FakeTensorMode = field(repr=False)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The ATen graph."""
+        return self.module.graph
+
+
+def _fake_mode(example_inputs: Sequence[object]) -> FakeTensorMode:
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    found = detect_fake_mode(example_inputs)
+    return found if found is not None else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _fakify(mode: FakeTensorMode, value: object, compressed: bool) -> object:
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return value
+    context = TracingContext.try_get()
+    symbolic = context.tensor_to_context.get(value) if context is not None else None
+    source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():
+        if compressed:
+            # What is compressed looks to the graph as the dense tensor that it stands for; the real
+            # one has zero strides, which no view in the model was written for.
+            plain = value.as_subclass(torch.Tensor)
+            seen = mode.from_tensor(plain, symbolic_context=symbolic, source=source)
+            with mode:
+                return torch.empty(seen.shape, dtype=seen.dtype, device=seen.device)
+        return mode.from_tensor(value, symbolic_context=symbolic, source=source)
+
+
+def _without_our_frames(trace: str) -> str:
+    """A stack trace without the frames of a compressed cache's dispatch, so that the model's line is the innermost."""
+    mark = "  File "
+    return mark.join(frame for frame in trace.split(mark) if not frame.startswith(f'"{RUNTIME}'))
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether a node stays where nothing reads its result: all but ATen operators that write to nothing."""
+    target = node.target
+    return node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or node.is_impure()
+
+
+def capture(
+    gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False,
+    owns_memory: Callable[[Any], bool] = lambda value: True,
+) -> Captured:
+    """Retrace Dynamo's graph to ATen; raises whatever tracing raises, which the backend turns into a refusal."""
+    mode = _fake_mode(example_inputs)
+    flags = [is_compressed(value) for value in example_inputs]
+    owned = [
+        flag or not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or owns_memory(value)
+        for value, flag in zip(example_inputs, flags, strict=True)
+    ]
+    fakes = tuple(_fakify(mode, value, flag) for value, flag in zip(example_inputs, flags, strict=True))
+
+    def traced(spell_out: bool) -> fx.GraphModule:
+        with mode:
+            again = Retrace(gm, spell_out, Memo(mode))
+
+            def run(*args: object) -> object:
+                return again.run(*args, enable_io_processing=False)
+
+            with fx.traceback.preserve_node_meta():
+                return make_fx(run, pre_dispatch=True, tracing_mode="real", record_module_stack=False)(*fakes)
+
+    try:
+        module = traced(spell_out=True)
+    except Stays:
+        log.debug("flex attention stays as it is", exc_info=True)
+        module = traced(spell_out=False)
+    # What nothing reads is no reader of scores or caches either.
+    module.graph.eliminate_dead_code(_stays)
+    with mode:
+        join_stacked(module.graph)
+        join_prefixes(module.graph)
+    module.recompile()
+    for node in module.graph.nodes:
+        if node.meta.get("stack_trace"):
+            node.meta["stack_trace"] = _without_our_frames(node.meta["stack_trace"])
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    inputs = []
+    for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        source = getattr(placeholders[index], "_dynamo_source", None)
+        name = source.name if source is not None else placeholders[index].name
+        inputs.append(Input(index, node, name() if callable(name) else name, flags[index], placeholders[index], owned[index]))
+        if "val" not in node.meta:
+            node.meta["val"] = fakes[index]
+    return Captured(module, tuple(inputs), fakes, gm, mode)

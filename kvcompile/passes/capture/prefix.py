@@ -1,0 +1,93 @@
+"""New tokens joined to the filled part of a buffer and written into it as well, in the form that recognisers know: written, then read.
+
+    keys = cat([cache[:, :, :start], k], 2)              cache[:, :, start : start + n] = k
+    cache[:, :, start : start + n] = k              is   keys = cache[:, :, : start + n]
+
+in whichever order the two stand, as long as nothing else reads or writes the buffer between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.effects import Effects, analyse
+from kvcompile.passes.graph.pullback import CONCATENATIONS
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value_of
+
+aten = torch.ops.aten
+
+
+def join_prefixes(graph: fx.Graph) -> None:
+    """Turn every such join into a view of the buffer behind its write, in place."""
+    joins = [node for node in graph.nodes if _joins(node)]
+    effects = analyse(graph) if joins else None
+    for node in joins:
+        if effects is not None and (write := _write_of(node, effects)) is not None and _turn(graph, node, write, effects):
+            effects = analyse(graph)
+
+
+def _joins(node: fx.Node) -> bool:
+    """Whether a node joins part of an input to something else."""
+    if op_name(node) not in CONCATENATIONS:
+        return False
+    parts = bind(node)["tensors"]
+    first = len(parts) == 2 and all(is_tensor(part) for part in parts) and op_name(parts[0]) == "slice"
+    return first and bind(parts[0])["self"].op == "placeholder"
+
+
+def _write_of(join: fx.Node, effects: Effects) -> fx.Node | None:
+    """The write of the joined tokens behind the tokens that they are joined to."""
+    parts = bind(join)["tensors"]
+    past, dim = bind(parts[0]), bind(join)["dim"] % len(sizes(join))
+    root, writes = past["self"], effects.writes.get(past["self"], ())
+    if len(writes) != 1 or past["start"] not in {None, 0} or past["step"] != 1:
+        return None
+    write = writes[0]
+    place, value = (write.args[0], write.args[1]) if op_name(write) == "copy_" else (None, None)
+    if value is not parts[1] or op_name(place) != "slice":
+        return None
+    there = bind(place)  # type: ignore[arg-type]
+    same = there["self"] is root and there["dim"] % len(sizes(root)) == past["dim"] % len(sizes(root)) == dim
+    if not same or there["step"] != 1 or not _equal(there["start"] or 0, past["end"]) or sizes(place) != sizes(parts[1]):  # type: ignore[arg-type]
+        return None
+    return write
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two ends of slices are one number in every call."""
+    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
+
+
+def _turn(graph: fx.Graph, join: fx.Node, write: fx.Node, effects: Effects) -> bool:
+    """Whether a join could be turned into a view; then it is."""
+    place, past = write.args[0], bind(join)["tensors"][0]
+    root, end, dim = bind(past)["self"], bind(place)["end"], bind(past)["dim"]  # type: ignore[arg-type]
+    first, last = sorted((join, write), key=effects.order.__getitem__)
+    if effects.writes_between(bind(join)["tensors"][1], first, last) or effects.writes.get(effects.root.get(join, join)):
+        # What was written and what was joined are not the same tokens, or what was joined is changed and the buffer is not.
+        return False
+    others = {user for view in effects.family(root) for user in view.users} - {join, write, past, place}
+    if any(effects.order[first] < effects.order[user] < effects.order[last] for user in others):
+        return False
+    if any(effects.order[user] < effects.order[last] for user in join.users) and last is write:
+        # The write moves ahead of the attention, with the sums that say where it ends.
+        moving = [item for item in (end, place, write) if isinstance(item, fx.Node) and effects.order[item] > effects.order[join]]
+        known = {item for item in graph.nodes if effects.order[item] < effects.order[join]} | set(moving)
+        if any(operand not in known for item in moving for operand in item.all_input_nodes):
+            return False
+        for item in moving:
+            join.prepend(item)
+        last = join
+    with graph.inserting_after(last):
+        read = graph.call_function(aten.slice.Tensor, (root, dim, 0, end, 1))
+    read.meta = {**join.meta, "val": _sliced(root, dim, value_of(join))}
+    join.replace_all_uses_with(read)
+    graph.erase_node(join)
+    return True
+
+
+def _sliced(root: fx.Node, dim: int, like: torch.Tensor) -> torch.Tensor:
+    return value_of(root).narrow(dim, 0, like.shape[dim])

@@ -1,0 +1,1 @@
+"""Graph: what every pass asks of an FX graph; knows no attention."""

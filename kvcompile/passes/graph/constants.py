@@ -1,0 +1,32 @@
+"""Plain numbers behind graph values: literals, filled scalars, lifted constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.shapes import IDENTITIES, bind, is_tensor, op_name, value_of
+
+
+def constant(node: Any) -> float | None:
+    """The plain number that an argument stands for: a number, a filled scalar, a lifted constant; else None."""
+    if isinstance(node, (int, float)) and not isinstance(node, bool):
+        return float(node)
+    if not isinstance(node, fx.Node):
+        return None
+    name = op_name(node)
+    if name in IDENTITIES and node.args:
+        return constant(node.args[0])
+    if name in {"full", "scalar_tensor"} and is_tensor(node) and value_of(node).numel() == 1:
+        arguments = bind(node)
+        return constant(arguments.get("fill_value", arguments.get("s")))
+    if node.op == "get_attr":
+        value: Any = node.graph.owning_module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            with torch.utils._python_dispatch._disable_current_modes():
+                return float(value.item()) if not isinstance(value, torch._subclasses.FakeTensor) else None
+    return None

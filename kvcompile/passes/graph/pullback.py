@@ -1,0 +1,269 @@
+"""Pull coordinates back through views: which element of the cache does an operand's element come from?
+
+Spellings of a view are endless (transpose, expand + reshape, repeat_interleave, narrow, unbind...), and
+their meaning is one thing: a map from the operand's coordinates to the base tensor's. So nothing here
+matches spellings: sampled coordinates are mapped through each operator, and what the operand *is* is
+read off the coordinates that arrive (``axes_of``). A new spelling costs three lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.shapes import IDENTITIES, bind, hint, is_tensor, op_name, operand, sizes
+
+CONCATENATIONS = {"cat", "concat", "concatenate"}
+PLURAL = {"unbind", "split", "split_with_sizes", "chunk", "tensor_split"}
+"""Operators that give several views of one tensor."""
+
+Coords = np.ndarray
+"""int64 [samples, dims]: one row an element of a tensor."""
+
+Step = tuple[fx.Node, Coords]
+
+
+def sample(shape: tuple[int, ...], count: int = 384) -> Coords:
+    """Coordinates inside ``shape``: all corners of small index pools, then random ones (fixed seed)."""
+    rng = np.random.default_rng(0)
+    pools = [sorted({0, min(1, size - 1), size // 2, size - 1}) for size in shape]
+    corners = list(itertools.islice(itertools.product(*pools), 512))
+    random = np.stack([rng.integers(0, max(size, 1), count) for size in shape], axis=1)
+    return np.concatenate([np.array(corners, dtype=np.int64).reshape(-1, len(shape)), random])
+
+
+def _ravel(coords: Coords, shape: tuple[int, ...]) -> np.ndarray:
+    flat = np.zeros(len(coords), dtype=np.int64)
+    for dim, size in enumerate(shape):
+        flat = flat * size + coords[:, dim]
+    return flat
+
+
+def _unravel(flat: np.ndarray, shape: tuple[int, ...]) -> Coords:
+    columns = []
+    for size in reversed(shape):
+        columns.append(flat % size)
+        flat = flat // size
+    return np.stack(columns[::-1], axis=1) if columns else np.zeros((len(flat), 0), dtype=np.int64)
+
+
+def _dim(arguments: dict[str, Any], rank: int, key: str = "dim") -> int:
+    return int(arguments[key]) % rank
+
+
+def _reshape(node: fx.Node, coords: Coords) -> Step:
+    source = operand(node)
+    return source, _unravel(_ravel(coords, sizes(node)), sizes(source))
+
+
+def _transpose(node: fx.Node, coords: Coords) -> Step:
+    arguments, rank = bind(node), coords.shape[1]
+    a, b = int(arguments["dim0"]) % rank, int(arguments["dim1"]) % rank
+    moved = coords.copy()
+    moved[:, [a, b]] = coords[:, [b, a]]
+    return operand(node), moved
+
+
+def _reverse_last_two(node: fx.Node, coords: Coords) -> Step:
+    moved = coords.copy()
+    moved[:, [-2, -1]] = coords[:, [-1, -2]]
+    return operand(node), moved
+
+
+def _permute(node: fx.Node, coords: Coords) -> Step:
+    dims = [int(dim) % coords.shape[1] for dim in bind(node)["dims"]]
+    moved = np.empty_like(coords)
+    moved[:, dims] = coords
+    return operand(node), moved
+
+
+def broadcast(source: fx.Node, coords: Coords) -> Coords:
+    """Coordinates of ``source`` where it is broadcast to a tensor that ``coords`` belong to."""
+    shape = sizes(source)
+    kept = coords[:, coords.shape[1] - len(shape) :].copy()
+    kept[:, [dim for dim, size in enumerate(shape) if size == 1]] = 0
+    return kept
+
+
+def _expand(node: fx.Node, coords: Coords) -> Step:
+    source = operand(node)
+    return source, broadcast(source, coords)
+
+
+def _unsqueeze(node: fx.Node, coords: Coords) -> Step:
+    return operand(node), np.delete(coords, _dim(bind(node), coords.shape[1]), axis=1)
+
+
+def _slice(node: fx.Node, coords: Coords) -> Step:
+    arguments = bind(node)
+    dim = _dim(arguments, coords.shape[1])
+    size = sizes(operand(node))[dim]
+    start = hint(arguments.get("start") or 0)
+    start = max(start + size, 0) if start < 0 else min(start, size)
+    moved = coords.copy()
+    moved[:, dim] = start + coords[:, dim] * int(arguments.get("step") or 1)
+    return operand(node), moved
+
+
+def _select(node: fx.Node, coords: Coords) -> Step:
+    arguments, source = bind(node), operand(node)
+    rank = coords.shape[1] + 1
+    dim, index = _dim(arguments, rank), hint(arguments["index"])
+    return source, np.insert(coords, dim, index % sizes(source)[dim], axis=1)
+
+
+def _repeat_interleave(node: fx.Node, coords: Coords) -> Step | None:
+    arguments = bind(node)
+    if arguments.get("dim") is None or isinstance(arguments.get("repeats"), fx.Node):
+        return None
+    moved = coords.copy()
+    dim = _dim(arguments, coords.shape[1])
+    moved[:, dim] //= hint(arguments["repeats"])
+    return operand(node), moved
+
+
+def _repeat(node: fx.Node, coords: Coords) -> Step:
+    shape = sizes(operand(node))
+    return operand(node), coords[:, coords.shape[1] - len(shape) :] % np.array(shape, dtype=np.int64)
+
+
+def _getitem(node: fx.Node, coords: Coords) -> Step | None:
+    parent, index = operand(node), hint(node.args[1])
+    name = op_name(parent)
+    if name not in PLURAL:
+        return None
+    source = operand(parent)
+    arguments = bind(parent)
+    rank = len(sizes(source))
+    dim = _dim(arguments, rank)
+    if name == "unbind":
+        return source, np.insert(coords, dim, index % sizes(source)[dim], axis=1)
+    parts = [hint(part.shape[dim]) for part in parent.meta["val"]]
+    moved = coords.copy()
+    moved[:, dim] += sum(parts[:index])
+    return source, moved
+
+
+def _written(node: fx.Node, coords: Coords) -> Step:
+    """The result of an in-place write is the tensor that it wrote."""
+    return operand(node), coords
+
+
+def join_parts(node: fx.Node, coords: Coords) -> Iterator[tuple[fx.Node, np.ndarray, Coords]]:
+    """(operand, samples that come from it, their coordinates in it) of cat and stack."""
+    operands = list(node.args[0])  # type: ignore[arg-type]
+    dim = _dim(bind(node), coords.shape[1])
+    if op_name(node) == "stack":
+        for index, part in enumerate(operands):
+            here = np.flatnonzero(coords[:, dim] == index)
+            if len(here):
+                yield part, here, np.delete(coords[here], dim, axis=1)
+        return
+    start = 0
+    for part in operands:
+        size = sizes(part)[dim] if len(sizes(part)) == coords.shape[1] else 0
+        here = np.flatnonzero((coords[:, dim] >= start) & (coords[:, dim] < start + size))
+        if len(here):
+            moved = coords[here].copy()
+            moved[:, dim] -= start
+            yield part, here, moved
+        start += size
+
+
+def _joined(node: fx.Node, coords: Coords) -> Step | None:
+    """Through cat and stack, where every sample comes from one and the same operand."""
+    parts = list(join_parts(node, coords))
+    return (parts[0][0], parts[0][2]) if len(parts) == 1 else None
+
+
+def _movedim(node: fx.Node, coords: Coords) -> Step | None:
+    arguments, rank = bind(node), coords.shape[1]
+    source, destination = arguments["source"], arguments["destination"]
+    origin = [int(dim) % rank for dim in (source if isinstance(source, (list, tuple)) else [source])]
+    target = [int(dim) % rank for dim in (destination if isinstance(destination, (list, tuple)) else [destination])]
+    rest = iter(dim for dim in range(rank) if dim not in origin)
+    order = [origin[target.index(dim)] if dim in target else next(rest) for dim in range(rank)]
+    moved = np.empty_like(coords)
+    moved[:, order] = coords
+    return operand(node), moved
+
+
+STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "_reshape_alias"),
+        _reshape,
+    ),
+    "transpose": _transpose, "swapaxes": _transpose, "swapdims": _transpose,
+    "t": _reverse_last_two, "numpy_T": _reverse_last_two, "mT": _reverse_last_two, "adjoint": _reverse_last_two,
+    "permute": _permute, "movedim": _movedim,
+    "expand": _expand, "expand_as": _expand, "broadcast_to": _expand,
+    "unsqueeze": _unsqueeze, "slice": _slice, "narrow": _slice, "select": _select,
+    **dict.fromkeys(("index_copy_", "index_put_", "_index_put_impl_", "copy_", "scatter_"), _written),
+    "repeat_interleave": _repeat_interleave, "repeat": _repeat, "tile": _repeat, "getitem": _getitem,
+}
+JOINS = CONCATENATIONS | {"stack"}
+
+
+def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """The tensor and the number that a product or quotient with a plain number is made of."""
+    name = op_name(node)
+    if name not in {"mul", "div"} or bind(node).get("rounding_mode") is not None:
+        return None
+    left, right = node.args[:2]
+    if is_tensor(left) and (number := constant(right)) is not None and number:
+        return left, number if name == "mul" else 1 / number
+    if name == "mul" and is_tensor(right) and (number := constant(left)) is not None:
+        return right, number
+    return None
+
+
+def factor(path: Iterable[fx.Node]) -> float:
+    """The number that the values were multiplied with along a trail."""
+    total = 1.0
+    for node in path:
+        scaled = _scaled(node)
+        total *= scaled[1] if scaled is not None else 1.0
+    return total
+
+
+def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: bool = False) -> Step | None:
+    """One operator upstream, or None where ``node`` makes new values."""
+    name = op_name(node)
+    if name in IDENTITIES:
+        keeps = name != "dropout" or not (node.args[1] and node.args[2])
+        return (operand(node), coords) if keeps and is_tensor(node.args[0]) else None
+    if scales and (scaled := _scaled(node)) is not None and sizes(scaled[0]) == sizes(node):
+        return scaled[0], coords
+    if name in JOINS:
+        return _joined(node, coords) if through_joins else None
+    handler = STEPS.get(name)
+    return handler(node, coords) if handler is not None else None
+
+
+@dataclass(frozen=True)
+class Trail:
+    """An operand traced to its base: the sampled coordinates on both ends and the nodes between."""
+
+    base: fx.Node
+    there: Coords
+    here: Coords
+    path: tuple[fx.Node, ...]
+
+
+def trace(node: fx.Node, stop: Callable[[fx.Node], bool], through_joins: bool = False, scales: bool = False) -> Trail:
+    """Follow views (and with ``scales`` multiplications by a plain number) from ``node`` until ``stop`` holds or values are made."""
+    here = sample(sizes(node))
+    coords, path = here, []
+    while not stop(node):
+        moved = step(node, coords, through_joins, scales)
+        if moved is None:
+            break
+        path.append(node)
+        node, coords = moved
+    return Trail(node, coords, here, tuple(path))

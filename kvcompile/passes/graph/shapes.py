@@ -1,0 +1,116 @@
+"""Sizes of graph values as plain numbers (hints for symbolic ones), and names of operators.
+
+Recognition runs on concrete sizes; what a rewrite emits stays symbolic.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+
+PACKAGE = str(Path(__file__).parents[2])
+"""Our own frames, through which Dynamo traces what is done to a compressed cache, are not the model's source."""
+
+IDENTITIES = {
+    "alias", "detach", "detach_", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "dropout", "to", "_to_copy",
+    "type_as", "_conj", "resolve_conj", "resolve_neg", "float", "half", "bfloat16", "positive",
+}
+"""Operators that hand on the elements of their first operand, in place or as a copy."""
+
+
+def hint(value: Any) -> int:
+    """A plain int for an int, a SymInt (its hint) or a node that carries one."""
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
+    if isinstance(value, torch.SymInt):
+        found = value.node.hint
+        if found is None:
+            found = value.node.shape_env.size_hint(value.node.expr)
+        return int(found)
+    return int(value)
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value that a node carries, or None."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: object) -> TypeGuard[fx.Node]:
+    """Whether a node carries a tensor."""
+    return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor)
+
+
+def operand(node: fx.Node, position: int = 0) -> fx.Node:
+    """The argument of a call that is a graph value."""
+    found = node.args[position]
+    assert isinstance(found, fx.Node), f"argument {position} of {node.format_node()} is no graph value"
+    return found
+
+
+def sizes(node: fx.Node) -> tuple[int, ...]:
+    """The concrete shape of a tensor node."""
+    return tuple(hint(size) for size in value_of(node).shape)
+
+
+def size_along(node: fx.Node, roles: tuple[str, ...], role: str, folded: int = 1) -> Any:
+    """The size, an int or a SymInt, of the dim of a tensor node that has ``role`` (``folded`` with others); 1 where none has."""
+    found = [size for item, size in zip(roles, value_of(node).shape, strict=True) if role in item]
+    return found[0] // folded if found else 1
+
+
+def op_name(node: object) -> str:
+    """``aten.add.Tensor`` is ``add``: the packet's bare name, empty for what is no ATen call."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return ""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.rpartition("::")[2]
+    return getattr(target, "__name__", "")
+
+
+def bind(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an ATen call by schema name, defaults filled in."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    bound: dict[str, Any] = {}
+    for position, argument in enumerate(target._schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            bound[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            bound[argument.name] = node.kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value if argument.has_default_value() else None
+    return bound
+
+
+def source_line(node: fx.Node) -> str:
+    """The model's source line of a node: the innermost frame outside torch, as ``file:line: code``."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [block.strip() for block in trace.split("  File ") if block.strip()]
+    for frame in reversed(frames):
+        head, _, code = frame.partition("\n")
+        if ("/torch/" in head and "/torch/nn/modules/module.py" not in head) or PACKAGE in head:
+            continue
+        path, _, rest = head.strip().strip(",").partition('", line ')
+        line = rest.partition(",")[0]
+        return f"{path.strip(chr(34))}:{line}: {code.strip().splitlines()[0] if code.strip() else ''}".rstrip()
+    return "source line unknown"
+
+
+def module_path(node: fx.Node) -> str:
+    """The dotted path of the module that a node came from, as Dynamo recorded it; '' where unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for name, _ in reversed(list(stack.values())):
+        return clean_path(name)
+    return ""
+
+
+def clean_path(name: str) -> str:
+    """``L['self']._modules['model']._modules['layers']._modules['0']`` is ``model.layers.0``."""
+    text = name
+    for old, new in (("L['self']", ""), ("._modules['", "."), ("['", "."), ("']", ""), ("[", "."), ("]", "")):
+        text = text.replace(old, new)
+    return text.strip(".")

@@ -1,0 +1,1 @@
+"""Match: which nodes of a captured graph are attentions over caches, and why others are not."""

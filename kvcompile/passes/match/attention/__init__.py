@@ -1,0 +1,1 @@
+"""Attention in every spelling: products, steps on the scores, softmax."""

@@ -1,0 +1,113 @@
+"""Tensor products of every spelling (matmul, bmm, mm, baddbmm, addmm, einsum) as letters of dims, einsum-like.
+
+A product says nothing about attention. Which letter is the tokens', which the heads' is read later, off the
+dim that the softmax runs over and off what the letters of the two products have in common (``roles``).
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+from torch import fx
+
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes
+from kvcompile.passes.match.sites import Miss
+
+NAMES = {"matmul", "bmm", "mm", "baddbmm", "addmm", "einsum"}
+SPELL = "write it as torch.matmul, torch.bmm or a two-operand torch.einsum with single letters"
+
+
+@dataclass(frozen=True)
+class Product:
+    """alpha * left x right (+ bias), with a letter for every dim of both and of the result; '' for a dim of size one that broadcasts."""
+
+    node: fx.Node
+    left: fx.Node
+    left_letters: tuple[str, ...]
+    right: fx.Node
+    right_letters: tuple[str, ...]
+    letters: tuple[str, ...]
+    bias: fx.Node | None = None
+    alpha: float = 1.0
+
+    def operands(self) -> tuple[tuple[fx.Node, tuple[str, ...]], tuple[fx.Node, tuple[str, ...]]]:
+        """Both operands with their letters."""
+        return (self.left, self.left_letters), (self.right, self.right_letters)
+
+
+def product(node: fx.Node) -> Product | None:
+    """The product that a node is, None where it is none; raises Miss where it is one that cannot be read."""
+    name = op_name(node)
+    if name not in NAMES:
+        return None
+    arguments = bind(node)
+    if name == "matmul":
+        return _matmul(node, arguments["self"], arguments["other"])
+    if name in {"bmm", "mm"}:
+        return _matmul(node, arguments["self"], arguments["mat2"])
+    if name in {"baddbmm", "addmm"}:
+        first, second = (arguments["batch1"], arguments["batch2"]) if name == "baddbmm" else (arguments["mat1"], arguments["mat2"])
+        found = _matmul(node, first, second)
+        beta, alpha = float(arguments["beta"]), float(arguments["alpha"])
+        if found is None or beta not in {0.0, 1.0}:
+            raise Miss(f"{name} with a beta other than 0 or 1", node, advice="add the bias to the scores with beta=1")
+        bias = arguments["self"] if beta else None
+        return Product(node, found.left, found.left_letters, found.right, found.right_letters, found.letters, bias, alpha)
+    return _einsum(node, arguments["equation"], list(arguments["tensors"]))
+
+
+def _matmul(node: fx.Node, left: fx.Node, right: fx.Node) -> Product | None:
+    rank = len(sizes(node))
+    if min(len(sizes(left)), len(sizes(right))) < 2 or rank > 20:
+        return None
+    batch = string.ascii_lowercase[: rank - 2]
+    return Product(
+        node, left, (*_aligned(left, node, batch), "x", "z"), right, (*_aligned(right, node, batch), "z", "y"), (*batch, "x", "y"),
+    )
+
+
+def _aligned(operand: fx.Node, node: fx.Node, batch: str) -> tuple[str, ...]:
+    """The batch letters of an operand, aligned right with the result's; '' where it broadcasts."""
+    shape = sizes(operand)[:-2]
+    full = sizes(node)[:-2]
+    letters = batch[len(batch) - len(shape) :]
+    wholes = full[len(full) - len(shape) :]
+    return tuple("" if size == 1 and whole != 1 else letter for size, letter, whole in zip(shape, letters, wholes, strict=True))
+
+
+def _einsum(node: fx.Node, equation: str, operands: list[fx.Node]) -> Product | None:
+    if len(operands) != 2 or not all(is_tensor(item) for item in operands):
+        raise Miss(f"the einsum {equation!r} has {len(operands)} operands", node, advice=SPELL)
+    text = equation.replace(" ", "")
+    inputs, arrow, output = text.partition("->")
+    terms = inputs.split(",")
+    longest = 0
+    for term, operand in zip(terms, operands, strict=True):
+        if "..." in term:
+            longest = max(longest, len(sizes(operand)) - len(term.replace("...", "")))
+    spare = [letter for letter in string.ascii_letters if letter not in text]
+    dots = spare[:longest]
+    if not arrow:
+        named = inputs.replace("...", "").replace(",", "")
+        output = ("..." if "..." in inputs else "") + "".join(sorted(letter for letter in set(named) if named.count(letter) == 1))
+    letters = []
+    for term, operand in zip(terms, operands, strict=True):
+        count = len(sizes(operand)) - len(term.replace("...", ""))
+        letters.append(_spread(term, dots[longest - count :] if "..." in term else []))
+    out = _spread(output, dots)
+    full = dict(zip(out, sizes(node), strict=True))
+    read = []
+    for spelled, operand in zip(letters, operands, strict=True):
+        if len(set(spelled)) != len(spelled):
+            raise Miss(f"the einsum {equation!r} takes a diagonal", node, advice=SPELL)
+        read.append(tuple(
+            "" if letter in dots and size == 1 and full.get(letter, 1) != 1 else letter
+            for letter, size in zip(spelled, sizes(operand), strict=True)
+        ))
+    return Product(node, operands[0], read[0], operands[1], read[1], out)
+
+
+def _spread(term: str, dots: list[str]) -> tuple[str, ...]:
+    head, found, tail = term.partition("...")
+    return (*head, *(dots if found else ()), *tail)

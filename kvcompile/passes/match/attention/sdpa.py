@@ -1,0 +1,68 @@
+"""Attention spelled as one ``scaled_dot_product_attention`` call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import fx
+
+from kvcompile.passes.graph.shapes import bind, hint, op_name, sizes, value_of
+from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss
+
+NAMES = {"scaled_dot_product_attention"}
+
+
+def mask_roles(node: fx.Node, roles: tuple[str, ...], tokens: int) -> tuple[str, ...]:
+    """Roles of a mask operand's dims, aligned right with the scores' roles; '' where a dim only broadcasts."""
+    shape = sizes(node)
+    aligned = roles[len(roles) - len(shape) :]
+    return tuple(role if size != 1 or (role == "T" and tokens == 1) else "" for role, size in zip(aligned, shape, strict=True))
+
+
+def recognise(node: fx.Node) -> Attention | None:
+    """The attention of an SDPA node, None where the node is no SDPA; raises Miss where it cannot be one of ours."""
+    if op_name(node) not in NAMES:
+        return None
+    arguments = bind(node)
+    q, k, v = arguments["query"], arguments["key"], arguments["value"]
+    if arguments["dropout_p"]:
+        raise Miss("attention dropout is on", node, advice="call model.eval()")
+    rank = len(sizes(q))
+    q_roles: tuple[str, ...]
+    k_roles: tuple[str, ...]
+    if rank == 4:
+        head = "K" if sizes(k)[1] != sizes(q)[1] else "H"
+        q_roles, k_roles = ("B", "H", "S", "D"), ("B", head, "T", "D")
+    elif rank == 3:
+        q_roles, k_roles = ("BH", "S", "D"), ("BH", "T", "D")
+    elif rank == 5:
+        q_roles, k_roles = ("B", "K", "G", "S", "D"), ("B", "K", "G", "T", "D")
+    elif rank == 2:
+        q_roles, k_roles = ("S", "D"), ("T", "D")
+    else:
+        raise Miss(f"scaled_dot_product_attention over tensors of rank {rank}", node, advice="flatten batch and heads to [B, H, S, D]")
+    scores = (*q_roles[:-1], "T")
+    masks: tuple[MaskTerm, ...] = ()
+    if arguments["attn_mask"] is not None:
+        mask = arguments["attn_mask"]
+        kind = MaskKind.BOOL if value_of(mask).dtype.is_floating_point is False else MaskKind.ADD
+        masks = (MaskTerm(mask, kind, mask_roles(mask, scores, sizes(k)[-2])),)
+    scale = arguments["scale"]
+    if scale is None:
+        scale = 1 / math.sqrt(hint(value_of(q).shape[-1]))
+    found = Attention(
+        "sdpa", node, (node,), q, q_roles, k, k_roles, v, k_roles, q_roles, float(scale),
+        masks=masks, causal=bool(arguments["is_causal"]),
+    )
+    return replace(found, others=(_tiled(found),)) if rank == 5 else found
+
+
+def _tiled(attention: Attention) -> Attention:
+    """The same attention with its groups before the kv heads."""
+    swap = {"K": "G", "G": "K"}
+    turned = lambda roles: tuple(swap.get(role, role) for role in roles)  # noqa: E731
+    return replace(
+        attention, q_roles=turned(attention.q_roles), k_roles=turned(attention.k_roles), v_roles=turned(attention.v_roles),
+        out_roles=turned(attention.out_roles), masks=tuple(replace(term, roles=turned(term.roles)) for term in attention.masks),
+    )

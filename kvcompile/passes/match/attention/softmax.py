@@ -1,0 +1,169 @@
+"""Attention spelled out: product, steps on the scores, softmax, product.
+
+The steps between the two products are read one by one into a normal form (scale, softcap, mask terms,
+sinks), so their order and their spelling do not matter where the mathematics does not care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import fx
+
+from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.shapes import IDENTITIES, bind, op_name, sizes
+from kvcompile.passes.match.attention import weights
+from kvcompile.passes.match.attention.products import Product, product
+from kvcompile.passes.match.attention.roles import Dims, Letters, Naming, readings
+from kvcompile.passes.match.attention.steps import STEPS, TURNS, VIEWS, Scores, Term, scores_operand, viewed
+from kvcompile.passes.match.attention.sums import beside
+from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss
+
+
+def _chain(scores: fx.Node) -> tuple[Product, list[tuple[fx.Node, fx.Node]]]:
+    """From the softmax back to the first product: (step, the operand it was reached through), product first."""
+    steps: list[tuple[fx.Node, fx.Node]] = []
+    node = scores
+    while True:
+        if not isinstance(node, fx.Node):
+            raise Miss("the softmax is over no product of queries and keys", scores, advice="take it over q @ k.transpose(-1, -2)")
+        found = product(node)
+        if found is not None:
+            return found, steps[::-1]
+        carried = scores_operand(node)
+        if carried is None:
+            raise Miss(
+                f"the scores pass through {op_name(node) or node.op}, which is no known step of attention", node,
+                advice="between the product and the softmax only scale, cap (tanh), mask or add a bias",
+            )
+        steps.append((node, carried))
+        node = carried
+
+
+def _forward(start: fx.Node, dims: Dims, state: Scores) -> tuple[list[fx.Node], Product, int, Dims]:
+    """From the softmax on to the product with the values: (nodes, product, which operand the weights are, the weights' dims there)."""
+    node = start
+    path: list[fx.Node] = []
+    dropped = state.sinks is None
+    while True:
+        users = [user for user in node.users if op_name(user) not in {"sym_size"}]
+        if len(users) != 1:
+            raise Miss(
+                "the attention weights are read by more than the product with the values", node,
+                advice="do not return or measure the weights when decoding",
+            )
+        found = product(users[0])
+        if found is not None and found.bias is None:
+            sides = [side for side, (item, _) in enumerate(found.operands()) if item is node]
+            if len(sides) == 1:
+                if not dropped:
+                    raise Miss("the sinks' column is not dropped before the values", node, advice="drop it with probs[..., :-1]")
+                return path, found, sides[0], state.letters.settled(dims)
+        node = users[0]
+        name = op_name(node)
+        path.append(node)
+        if name == "slice" and not dropped and _drops_sinks(node, state):
+            dropped = True
+        elif name in VIEWS | TURNS:
+            dims = viewed(state.letters, dims, node)
+        elif name == "dropout" and (node.args[1] == 0.0 or not node.args[2]):
+            continue
+        elif name == "nan_to_num" and not constant(node.args[1] if len(node.args) > 1 and node.args[1] is not None else 0.0):
+            # A query that sees nothing has weights of NaN, which become zeros: what our attention gives it anyway.
+            continue
+        elif name in {"masked_fill", "masked_fill_"} and constant(node.args[2]) == 0.0 and any(
+            term.node is node.args[1] and term.kind is MaskKind.FILL for term in state.masks
+        ):
+            # What the very same mask excluded has weight zero already.
+            continue
+        elif name not in IDENTITIES or name == "dropout":
+            raise Miss(
+                f"the attention weights pass through {name or node.op} before the values", node,
+                advice="multiply the softmax's result with the values as it is",
+            )
+
+
+def _drops_sinks(node: fx.Node, state: Scores) -> bool:
+    arguments = bind(node)
+    before, after = sizes(node.args[0])[-1], sizes(node)[-1]  # type: ignore[arg-type]
+    start = 1 if state.sinks_first else 0
+    last = int(arguments["dim"]) % len(sizes(node)) == len(sizes(node)) - 1
+    return last and after == before - 1 and (arguments.get("start") or 0) == start
+
+
+def recognise(node: fx.Node) -> Attention | None:
+    """The attention around a softmax; None where there is none, Miss where it almost is."""
+    found = weights.read(node)
+    if found is None:
+        return None
+    first, steps = _chain(found.scores)
+    letters = Letters()
+    for item, spelled in first.operands():
+        letters.note(item, spelled)
+    state = Scores(first, letters, letters.note(first.node, first.letters), scale=first.alpha)
+    if first.bias is not None:
+        state.mask(first.bias, MaskKind.ADD)
+    for step, carried in steps:
+        if op_name(step) not in IDENTITIES:
+            STEPS[op_name(step)](state, step, carried)
+    if state.capping:
+        raise Miss("a tanh that is not scaled back", node, advice="cap as cap * tanh(scores / cap)")
+    for mask, kind in found.masks:
+        state.mask(mask, kind)
+    tokens = state.dims[found.dim]
+    if len(tokens) != 1 or (state.sinks is not None and found.dim != len(state.dims) - 1):
+        raise Miss("the softmax is over no single dim of cached tokens", node, advice="take the softmax over the cached tokens, dim=-1")
+    path, last, side, weight_dims = _forward(node, state.dims, state)
+    more = state.beside.nodes if state.beside is not None else ()
+    nodes = (first.node, *more, *(step for step, _ in steps), *found.nodes, *path, last.node)
+    key, named = readings(first, letters, tokens[0])
+    made = list(_attentions(state, first, key, named, last, side, weight_dims, tuple(dict.fromkeys(nodes))))
+    if state.instead is not None and not state.cap:
+        term = replace(state.instead, factor=state.instead.factor * state.scale)
+        plain = replace(state, beside=None, masks=[*state.masks, term])
+        without = tuple(dict.fromkeys(item for item in nodes if item not in more))
+        made += _attentions(plain, first, key, readings(first, letters, tokens[0])[1], last, side, weight_dims, without)
+    return replace(made[0], others=tuple(made[1:]))
+
+
+def _attentions(
+    state: Scores, first: Product, key: int, named: Iterator[Naming], last: Product, side: int, weight_dims: Dims,
+    nodes: tuple[fx.Node, ...],
+) -> Iterator[Attention]:
+    """One attention for every way to name the letters."""
+    keys, key_letters = first.operands()[key]
+    queries, query_letters = first.operands()[1 - key]
+    values, value_letters = last.operands()[1 - side]
+    at = dict(zip(last.operands()[side][1], weight_dims, strict=True))
+    fresh = [letter for letter in value_letters if letter and letter not in at]
+    if len(fresh) != 1 or any(letter and letter not in at and letter not in fresh for letter in last.letters):
+        raise Miss(
+            "the product of weights and values is no sum over the cached tokens", last.node,
+            advice="multiply weights [.., S, T] with values [.., T, D]",
+        )
+    settle = state.letters.settled
+    spelled = lambda letters: settle(tuple((letter,) if letter else () for letter in letters))  # noqa: E731
+    placed = lambda letters: tuple(at.get(letter, ("value channels",)) if letter else () for letter in letters)  # noqa: E731
+    token = next(iter(set(first.operands()[key][1]) & set(first.letters) - set(first.operands()[1 - key][1])), "")
+    for reading in named:
+        naming = Naming({**reading.names, "value channels": "D"})
+        terms = tuple(_term(term, naming, settle) for term in state.masks)
+        q_roles = naming.roles(spelled(query_letters))
+        own = next((letter for letter, role in naming.names.items() if role == "S"), None)
+        together = next((size for role, size in zip(q_roles, sizes(queries), strict=True) if "S" in role and len(role) > 1), None)
+        folded = together // state.letters.size[own] if together is not None and own is not None else 1
+        more = beside(state.beside, first, token, naming) if state.beside is not None else None
+        if more is not None and folded > 1:
+            raise Miss("a sum of two products over queries whose heads are flattened into the tokens", last.node, advice="keep them apart")
+        yield Attention(
+            op_name(first.node) + "-softmax-" + op_name(last.node), last.node, nodes,
+            queries, q_roles, keys, naming.roles(spelled(key_letters)), values, naming.roles(placed(value_letters)),
+            naming.roles(placed(last.letters)), state.scale, state.cap, terms, False, state.sinks,
+            naming.roles(settle(state.sink_dims)) if state.sinks is not None else (),
+            folded, more,
+        )
+
+
+def _term(term: Term, naming: Naming, settle: object) -> MaskTerm:
+    return MaskTerm(term.node, term.kind, naming.roles(settle(term.dims)), term.factor)  # type: ignore[operator]

@@ -1,0 +1,242 @@
+"""The steps between the two products of an attention, read one by one into a normal form: scale, softcap, masks, sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.shapes import IDENTITIES, bind, is_tensor, op_name, operand, sizes
+from kvcompile.passes.match.attention.products import NAMES, Product
+from kvcompile.passes.match.attention.roles import Dims, Letters
+from kvcompile.passes.match.attention.sums import Summand, summand
+from kvcompile.passes.match.sites import MaskKind, Miss
+
+VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
+TURNS = {"transpose", "permute", "mT", "t", "swapaxes", "swapdims"}
+VERY_NEGATIVE = -1e4
+PLAIN = "mask with masked_fill(..., -inf), torch.where or an added mask, and scale by a number"
+
+
+@dataclass
+class Term:
+    """A mask operand, what it does, and the letters of its dims."""
+
+    node: fx.Node
+    kind: MaskKind
+    dims: Dims
+    factor: float = 1.0
+
+
+@dataclass
+class Scores:
+    """The scores' normal form while the steps are read from the product to the softmax."""
+
+    product: Product
+    letters: Letters
+    dims: Dims
+    scale: float = 1.0
+    cap: float = 0.0
+    capping: bool = False
+    masks: list[Term] = field(default_factory=list)
+    sinks: fx.Node | None = None
+    sinks_first: bool = False
+    sink_dims: Dims = ()
+    beside: Summand | None = None
+    """A second product that is added, relative to the first before any scale: more channels of queries and keys."""
+    instead: Term | None = None
+    """The same sum read as a mask, where the second product is none with cached keys."""
+
+    def mask(self, node: fx.Node, kind: MaskKind, factor: float = 1.0) -> None:
+        """Add one mask operand, its dims aligned right with the scores', times a number where it is added."""
+        shape = sizes(node)
+        aligned = self.dims[len(self.dims) - len(shape) :]
+        dims = []
+        for dim, size in zip(aligned, shape, strict=True):
+            whole = 1
+            for letter in dim:
+                whole *= self.letters.size[letter]
+            if size not in {1, whole}:
+                raise Miss("a mask that broadcasts over part of a flattened dim of the scores", node, advice=PLAIN)
+            dims.append(dim if size == whole else ())
+        self.masks.append(Term(node, kind, tuple(dims), factor))
+
+
+def scores_operand(node: fx.Node) -> fx.Node | None:
+    """The operand of a step that carries the scores: for where, the branch that is no constant; None where this is no step."""
+    name = op_name(node)
+    if name == "where":
+        branches = [item for item in node.args[1:3] if is_tensor(item) and constant(item) is None]
+        return branches[0] if len(branches) == 1 else None
+    if name == "cat":
+        operands = list(node.args[0])  # type: ignore[arg-type]
+        if len(operands) != 2:
+            return None
+        return max(operands, key=lambda item: sizes(item)[-1])  # type: ignore[no-any-return]
+    if name in {"add", "add_", "mul", "mul_", "maximum"} and is_tensor(node.args[0]) and len(node.args) > 1 and is_tensor(node.args[1]):
+        first, second = node.args[0], node.args[1]
+        if constant(second) is not None:
+            return first
+        return first if _reaches_product(first) else second
+    if name in {"add", "mul"} and not is_tensor(node.args[0]) and is_tensor(node.args[1]):
+        return node.args[1]
+    known = STEPS.keys() | IDENTITIES | VIEWS | TURNS | {"slice"}
+    return node.args[0] if name in known and node.args and is_tensor(node.args[0]) else None
+
+
+def _reaches_product(node: object, depth: int = 24) -> bool:
+    while isinstance(node, fx.Node) and depth:
+        if op_name(node) in NAMES - {"mm", "addmm"}:
+            return True
+        if not node.args or op_name(node) in {"linear", "embedding"}:
+            return False
+        if op_name(node) in {"mm", "addmm"}:
+            return True
+        node, depth = (node.args[1] if op_name(node) == "where" else node.args[0]), depth - 1
+    return False
+
+
+def _scaled(state: Scores, node: fx.Node, factor: float) -> None:
+    if state.capping:
+        state.scale, state.cap, state.capping = state.scale * factor, factor, False
+        return
+    if state.cap:
+        raise Miss("the scores are scaled after a softcap", node, advice="scale the scores (or the queries) before the softcap")
+    if factor <= 0.0 and state.masks:
+        raise Miss("the scores are scaled after a mask by a number that is not positive", node, advice="scale them before masking")
+    state.scale *= factor
+    for term in state.masks:
+        term.factor *= factor if term.kind is MaskKind.ADD else 1.0
+
+
+def _other(node: fx.Node, carried: fx.Node) -> object:
+    return node.args[1] if node.args[0] is carried else node.args[0]
+
+
+def _mul(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    factor = constant(_other(node, carried))
+    if factor is None:
+        raise Miss("the scores are multiplied by a tensor", node, advice="multiply the queries by it, before the product")
+    _scaled(state, node, factor)
+
+
+def _div(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    factor = constant(node.args[1])
+    if factor is None or node.args[0] is not carried:
+        raise Miss("the scores are divided by a tensor", node, advice="divide by a plain number (math.sqrt), or divide the queries")
+    _scaled(state, node, 1 / factor)
+
+
+def _tanh(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    del carried
+    if state.masks or state.cap:
+        raise Miss("a tanh over masked scores", node, advice="cap the scores before masking them")
+    state.capping = True
+
+
+def _add(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    other = _other(node, carried)
+    value = constant(other)
+    if value == 0.0:
+        return
+    if not is_tensor(other):
+        raise Miss("a number is added to the scores", node, advice="leave it out: the softmax does not see it")
+    factor = float(bind(node).get("alpha", 1))
+    more = summand(other, state.product) if _bare(state) and factor == 1.0 else None
+    if more is not None:
+        state.beside = replace(more, factor=more.factor / state.scale)
+        state.mask(other, MaskKind.ADD, 1 / state.scale)
+        state.instead = state.masks.pop()
+        return
+    if other is node.args[0] and factor != 1.0:
+        raise Miss("the scores are added to a mask times a number", node, advice="scale the scores before they are added")
+    state.mask(other, MaskKind.ADD, factor)
+
+
+def _bare(state: Scores) -> bool:
+    """Whether the scores are still a product times a number."""
+    whole = state.dims == tuple((letter,) if letter else () for letter in state.product.letters)
+    return whole and not state.masks and not state.cap and not state.capping and state.beside is None
+
+
+def _fill(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    del carried
+    value = constant(node.args[2])
+    if value is None or value > VERY_NEGATIVE:
+        raise Miss("masked scores are filled with a value that does not exclude them", node, advice=PLAIN)
+    state.mask(node.args[1], MaskKind.FILL)  # type: ignore[arg-type]
+
+
+def _where(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    condition, yes, no = node.args[:3]
+    value = constant(no if yes is carried else yes)
+    if value is None or value > VERY_NEGATIVE:
+        raise Miss("masked scores are replaced by a value that does not exclude them", node, advice=PLAIN)
+    state.mask(condition, MaskKind.BOOL if yes is carried else MaskKind.FILL)  # type: ignore[arg-type]
+
+
+def _sinks(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    operands = list(node.args[0])  # type: ignore[arg-type]
+    other = operands[1] if operands[0] is carried else operands[0]
+    last = int(bind(node)["dim"]) % len(sizes(node)) == len(sizes(node)) - 1
+    if not last or sizes(other)[-1] != 1 or sizes(node)[-1] != sizes(carried)[-1] + 1:
+        raise Miss(
+            "the scores are concatenated with more than one extra column", node,
+            advice="write the new tokens into the cache and attend over it in one product",
+        )
+    state.sinks, state.sinks_first, state.sink_dims = other, operands[0] is not carried, state.dims[:-1]
+
+
+def _shifted(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    other = node.args[1]
+    while isinstance(other, fx.Node) and op_name(other) in IDENTITIES | {"getitem", "unsqueeze"}:
+        other = other.args[0]
+    term, alpha = node.args[1], float(bind(node).get("alpha", 1))
+    if node.args[0] is carried and alpha == 1.0 and op_name(other) in {"amax", "max"} and other.args[0] is carried:  # type: ignore[union-attr]
+        return
+    if node.args[0] is not carried or not is_tensor(term) or sizes(term)[-1] != sizes(node)[-1]:
+        raise Miss(
+            "something other than their maximum or a mask is subtracted from the scores", node,
+            advice="subtract the maximum of these very scores, or a mask over the tokens",
+        )
+    state.mask(term, MaskKind.ADD, -alpha)
+
+
+def _floor(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    del state, carried
+    value = constant(node.args[1])
+    top = bind(node).get("max")
+    if value is None or value > VERY_NEGATIVE or (top is not None and (constant(top) or 0) < -VERY_NEGATIVE):
+        raise Miss("the scores are clamped", node, advice="clamp the queries, or use a softcap: cap * tanh(scores / cap)")
+
+
+def viewed(letters: Letters, dims: Dims, node: fx.Node) -> Dims:
+    """Dims behind a reshape or a permutation of the scores or the weights."""
+    if op_name(node) in VIEWS:
+        return letters.reshaped(dims, sizes(operand(node)), sizes(node), node)
+    rank = len(dims)
+    arguments = bind(node)
+    order = list(range(rank))
+    if op_name(node) == "permute":
+        order = [int(dim) % rank for dim in arguments["dims"]]
+    else:
+        a, b = (int(arguments["dim0"]) % rank, int(arguments["dim1"]) % rank) if "dim0" in arguments else (rank - 2, rank - 1)
+        order[a], order[b] = order[b], order[a]
+    return tuple(dims[dim] for dim in order)
+
+
+def _viewed(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    del carried
+    if state.sinks is not None:
+        raise Miss("the scores are reshaped with the sinks' column in them", node, advice="reshape before the sinks are concatenated")
+    state.dims = viewed(state.letters, state.dims, node)
+
+
+STEPS: dict[str, Callable[[Scores, fx.Node, fx.Node], None]] = {
+    "mul": _mul, "mul_": _mul, "div": _div, "div_": _div, "true_divide": _div, "tanh": _tanh, "add": _add, "add_": _add,
+    "masked_fill": _fill, "masked_fill_": _fill, "where": _where, "cat": _sinks, "sub": _shifted, "sub_": _shifted,
+    "max": _floor, "maximum": _floor, "clamp": _floor, "clamp_min": _floor,
+    **dict.fromkeys(VIEWS | TURNS, _viewed),
+}

@@ -1,0 +1,157 @@
+"""Softmax of every spelling: one operator, or exponentials divided by their sum.
+
+    softmax(x)                                    log_softmax(x).exp()          exp(x - logsumexp(x))
+    exp(x - max(x)) / sum(exp(x - max(x)))        (softmax(x) * mask) / its sum (exp(x) * mask) / its sum
+
+What is multiplied by a factor of its own row before it is divided by its sum does not change, so the last
+two are a softmax over what the mask keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.shapes import IDENTITIES, bind, is_tensor, op_name, operand, sizes, value_of
+from kvcompile.passes.match.sites import MaskKind, Miss
+
+SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
+SPELL = "use torch.softmax over the masked scores"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Normalised attention weights: the scores they are a softmax of, over which dim, what was masked after the exponential."""
+
+    scores: fx.Node
+    dim: int
+    nodes: tuple[fx.Node, ...]
+    masks: tuple[tuple[fx.Node, MaskKind], ...] = ()
+
+
+def _same(node: Any) -> Any:
+    """A value without the casts and copies around it."""
+    while isinstance(node, fx.Node) and op_name(node) in IDENTITIES - {"dropout"} and node.args:
+        node = node.args[0]
+    return node
+
+
+def _between(node: Any, stop: Any) -> tuple[fx.Node, ...]:
+    found = []
+    while node is not stop and isinstance(node, fx.Node):
+        found.append(node)
+        node = node.args[0]
+    return tuple(found)
+
+
+def read(node: Any) -> Weights | None:
+    """The softmax that a node completes, None where it completes none; raises Miss where it almost does."""
+    name = op_name(node)
+    if name in SOFTMAX:
+        return Weights(node.args[0], _dim(node), (node,))
+    if name == "exp":
+        return _logarithmic(node)
+    if name in {"div", "div_", "true_divide"}:
+        return _divided(node)
+    return None
+
+
+def _dim(node: fx.Node) -> int:
+    return int(bind(node)["dim"]) % len(sizes(node))
+
+
+def _logarithmic(node: fx.Node) -> Weights | None:
+    """``exp`` of a log-softmax."""
+    inner = _same(node.args[0])
+    if op_name(inner) in {"log_softmax", "_log_softmax"}:
+        return Weights(inner.args[0], _dim(inner), (*_between(node, inner), inner))
+    if op_name(inner) != "sub" or not is_tensor(inner.args[1]):
+        return None
+    total = _same(inner.args[1])
+    if op_name(total) == "unsqueeze":
+        total = _same(total.args[0])
+    if op_name(total) != "logsumexp" or _same(total.args[0]) is not _same(inner.args[0]):
+        return None
+    dims = [int(dim) % len(sizes(node)) for dim in bind(total)["dim"]]
+    return Weights(inner.args[0], dims[0], (*_between(node, inner), inner)) if len(dims) == 1 else None
+
+
+def _divided(node: fx.Node) -> Weights | None:
+    """``e / e.sum(-1, keepdim=True)`` where ``e`` is an exponential or a softmax, masked or not."""
+    top, bottom = node.args[0], _same(node.args[1])
+    numerator = _positive(top)
+    if numerator is None:
+        return None
+    scores, dim, nodes, masks = numerator
+    if op_name(bottom) == "unsqueeze":
+        bottom = _same(bottom.args[0])
+    if op_name(bottom) != "sum":
+        if masks or op_name(_same(nodes[-1])) == "exp":
+            raise Miss(
+                "exponentials of the scores are divided by something other than their sum", node,
+                advice=SPELL + ", without an epsilon or a one",
+            )
+        return None
+    dims = [int(item) % len(sizes(node)) for item in bind(bottom)["dim"] or ()]
+    if _same(bottom.args[0]) is not _same(top):
+        raise Miss("exponentials of the scores are divided by the sum of something else", node, advice=SPELL)
+    if len(dims) != 1 or (dim is not None and dim != dims[0]):
+        raise Miss("exponentials of the scores are summed over another dim than one", node, advice=SPELL)
+    return Weights(scores, dims[0], (node, *nodes), masks)
+
+
+Positive = tuple[fx.Node, int | None, tuple[fx.Node, ...], tuple[tuple[fx.Node, MaskKind], ...]]
+
+
+def _positive(node: Any) -> Positive | None:
+    """(scores, the dim they are already normalised over, nodes, masks) where a value is exp(scores) * masks up to a factor of its row."""
+    base = _same(node)
+    if not is_tensor(base):
+        return None
+    casts = _between(node, base)
+    name = op_name(base)
+    if name in SOFTMAX:
+        return operand(base), _dim(base), (*casts, base), ()
+    if name == "exp":
+        return operand(base), None, (*casts, base), ()
+    masked = _masked(base)
+    if masked is None:
+        return None
+    inner, mask, kind = masked
+    found = _positive(inner)
+    if found is None:
+        return None
+    scores, dim, nodes, masks = found
+    return scores, dim, (*casts, base, *nodes), (*masks, (mask, kind))
+
+
+def _masked(node: Any) -> tuple[fx.Node, fx.Node, MaskKind] | None:
+    """(what is masked, the mask, what it does) of a step that sets masked weights to zero."""
+    name = op_name(node)
+    if name in {"masked_fill", "masked_fill_"} and constant(node.args[2]) == 0.0:
+        return node.args[0], node.args[1], MaskKind.FILL
+    if name == "where" and len(node.args) == 3:
+        if constant(node.args[2]) == 0.0 and is_tensor(node.args[1]):
+            return node.args[1], node.args[0], MaskKind.BOOL
+        if constant(node.args[1]) == 0.0 and is_tensor(node.args[2]):
+            return node.args[2], node.args[0], MaskKind.FILL
+    if name in {"mul", "mul_"} and is_tensor(node.args[0]) and is_tensor(node.args[1]):
+        for inner, mask in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
+            if _zero_or_one(mask):
+                return inner, mask, MaskKind.BOOL
+    return None
+
+
+def _zero_or_one(node: Any) -> bool:
+    """Whether a tensor is a boolean one, or such a one cast to numbers."""
+    while isinstance(node, fx.Node):
+        if is_tensor(node) and value_of(node).dtype == torch.bool:
+            return True
+        if op_name(node) not in IDENTITIES | {"unsqueeze", "expand", "view", "reshape"} or not node.args:
+            return False
+        node = node.args[0]
+    return False

@@ -1,0 +1,55 @@
+"""What a refusal says about operands that are no plain view of a cache: the fact, and what the author could write instead."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import fx
+
+from kvcompile.passes.graph.pullback import Trail
+from kvcompile.passes.graph.shapes import op_name, sizes
+from kvcompile.passes.match.cache.gathers import GATHERS
+from kvcompile.passes.match.sites import Miss
+
+MIXES = {"linear", "mm", "addmm", "matmul", "bmm", "einsum"}
+NAMES = {"B": "batch rows", "K": "kv heads", "T": "tokens", "D": "channels"}
+WHOLE = "read the cache from its first token, all rows and channels, heads in order"
+
+
+def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
+    """Keys or values that are computed from a cache; ``base`` is where the views of what the attention reads end."""
+    name = op_name(base)
+    if name in GATHERS:
+        return Miss(
+            f"the attention reads what {name} gathers from the cache, and not whole tokens from places of a tensor written in place",
+            base or behind,
+            advice="gather tokens, blocks of tokens or rows, all heads and channels of them, from the tensor that the call writes to",
+        )
+    if name in MIXES:
+        what, advice = "projected", "cache the projected keys and values, which is what attention reads"
+    elif name in {"cat", "stack"}:
+        what, advice = "assembled", "write all that attention reads into one cache: nothing is concatenated to it afterwards"
+    elif name in {"add", "sub", "mul", "div"}:
+        what, advice = "rotated, scaled or normalised after they are read", "apply RoPE and norms before the write, and scale the queries"
+    else:
+        what, advice = "by another operation than a view", "cache what attention reads, and write it in place or with torch.cat"
+    by = f", here by {name}" if name else ""
+    return Miss(f"keys or values are made from the cache rather than read from it ({what}{by})", base or behind, advice=advice)
+
+
+def no_plain_view(trail: Trail, columns: dict[str, tuple[np.ndarray, int]], operand: fx.Node, token_dim: int) -> Miss:
+    """An operand whose elements are the cache's, but not all of them in order: says what is missing."""
+    return Miss(f"the operand is no plain view of the whole cache: {_missing(trail, columns, token_dim)}", operand, advice=WHOLE)
+
+
+def _missing(trail: Trail, columns: dict[str, tuple[np.ndarray, int]], token_dim: int) -> str:
+    tokens = trail.there[:, token_dim] - columns["T"][0]
+    if (tokens == tokens[0]).all() and tokens[0]:
+        return f"it begins at token {tokens[0]}"
+    if tokens.any():
+        return "its tokens are not those of the cache, one after the other"
+    for dim, size in enumerate(sizes(trail.base)):
+        for role, (column, count) in columns.items():
+            shift = trail.there[:, dim] - column
+            if dim != token_dim and role in NAMES and 1 < count < size and (shift == shift[0]).all():
+                return f"it reads {count} of {size} {NAMES[role]}"
+    return "its heads or rows are in another order than the cache's, or only some of them"

@@ -1,0 +1,55 @@
+"""Caches that are updated out of place: ``new = cache.index_copy(2, pos, k)``, scatter, index_put, slice_scatter.
+
+What is made is a new tensor that the caller gets back and passes to the next call; the write is the one that
+the in-place operator of the same name would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import fx
+
+from kvcompile.passes.graph.shapes import bind, op_name, sizes, value_of
+from kvcompile.passes.match.cache.scatter import scatter
+from kvcompile.passes.match.cache.writes import index_copy, index_put
+from kvcompile.passes.match.sites import Miss, Position, Write
+
+
+def _slice_scatter(node: fx.Node, root: fx.Node) -> Write:
+    """``torch.slice_scatter(cache, values, dim, start, end)``."""
+    arguments = bind(node)
+    values, rank = arguments["src"], len(sizes(node))
+    dim = int(arguments["dim"]) % rank
+    start = arguments.get("start") or 0
+    if (arguments.get("step") or 1) != 1 or (isinstance(start, int) and start < 0):
+        raise Miss("a slice_scatter with steps, or counted from the end of the cache", node, advice="scatter into [start:start + n]")
+    return Write(
+        "slice_scatter", node, root, values, tuple(range(rank)), dim, Position(offset=start), value_of(values).shape[dim],
+    )
+
+
+UPDATES: dict[str, Callable[[fx.Node, fx.Node], Write]] = {
+    "index_copy": index_copy, "index_put": index_put, "_unsafe_index_put": index_put, "scatter": scatter, "slice_scatter": _slice_scatter,
+}
+
+
+def copied_back(node: fx.Node, root: fx.Node) -> Write | None:
+    """The write of ``cache.copy_(cache.index_copy(...))``; None where what is copied is no update of the cache itself."""
+    arguments = bind(node)
+    made = arguments["src"]
+    if arguments["self"] is not root or not isinstance(made, fx.Node) or len(made.users) != 1:
+        return None
+    found = update(made)
+    if found is None or found[0] is not root:
+        return None
+    return replace(found[1], idiom=f"{found[1].idiom} and copy_", node=node, root=root, via=(made,))
+
+
+def update(node: fx.Node) -> tuple[fx.Node, Write] | None:
+    """(the tensor that is updated, the write) of an update out of place, the write's root being its result; None where it is none."""
+    if op_name(node) not in UPDATES:
+        return None
+    past = bind(node)["self"]
+    return past, replace(UPDATES[op_name(node)](node, past), root=node)

@@ -1,0 +1,241 @@
+"""Caches that are read through a gather: block tables, token tables, rows of the cache assigned to requests.
+
+Such a cache is a pool: what is neither head nor channel of it is a place, and places are numbered in the order
+of the pool's dims. A gather by integer tensors says which places each row's tokens lie in, and the write says
+which places new tokens go to. Both are read off sampled coordinates: every indexed dim is a weight in the
+number of the place, whatever views stand between the gather and the pool.
+
+The order of places says nothing about the order of tokens, so nothing is known on the host of what was written:
+the store holds all places from the start. What attention reads is gathered from the store as codes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import fx
+
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.pullback import Coords, Trail, factor, step
+from kvcompile.passes.graph.shapes import sizes, value_of
+from kvcompile.passes.match.cache.gathers import Gathered, Index, gathered
+from kvcompile.passes.match.cache.one_write import one_write
+from kvcompile.passes.match.cache.paged_views import Linearity, follow, linear
+from kvcompile.passes.match.cache.paged_writes import pool_write
+from kvcompile.passes.match.cache.readings import Columns, Read, Reading, candidates, columns_of
+from kvcompile.passes.match.paged_places import Picked, Places, Running, Table
+from kvcompile.passes.match.sites import Axes, Miss, Slot, SlotKind, Write
+
+ONE_TABLE = "gather each row's tokens by one block table [B, blocks], token table [B, T] or list of rows [B]"
+OTHER_ORDER = "the attention gathers from a copy of the cache whose places lie in another order"
+
+
+def find(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot | None:
+    """The pool behind a gather that an operand's trail ends at, None where there is none; raises Miss where it is not understood."""
+    taken = gathered(trail.base, trail.there)
+    if taken is None:
+        return None
+    root = effects.root.get(taken.source, taken.source)
+    if root.op != "placeholder" or (not effects.writes.get(root) and len(sizes(root)) < 3):
+        # A matrix that nobody writes is a table of embeddings.
+        return None
+    found = follow(taken.source, _anywhere(taken), root)
+    if found is None:
+        return None
+    there, path = found
+    missed: dict[tuple[int, int], Miss] = {}
+    for reading in candidates(columns_of(trail, read.roles, read.shape), _batches(taken, root)):
+        axes = _layout(there, sizes(root), reading.columns)
+        if axes is None:
+            continue
+        try:
+            return _slot(Trail(root, there, trail.here, (*trail.path, trail.base, *path)), taken, read, reading, axes, attention, effects)
+        except Miss as miss:
+            missed.setdefault((reading.columns["K"][1], reading.columns["B"][1]), miss)
+    if missed:
+        # What a reading says that takes rows or heads for less than they are is beside the point.
+        raise missed[max(missed)]
+    return None
+
+
+def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes, attention: fx.Node, effects: Effects) -> Slot:
+    """The pool at the end of a trail, under one reading of the operand; raises Miss where its places are not understood."""
+    root, gather, columns = way.base, taken.node, reading.columns
+    if not effects.writes.get(root):
+        raise Miss(
+            "the attention gathers from a tensor that is not written in this graph (an uncompiled call has, or the write stands behind a "
+            "graph break)", gather, advice="keep the write and the attention in one compiled graph",
+        )
+    if not all(isinstance(size, int) for size in value_of(root).shape):
+        raise Miss("the cache that attention gathers from has no fixed size", root, advice="give every call a pool of the same size")
+    (_, heads), (_, channels), (_, batch), (_, capacity) = (columns[role] for role in ("K", "D", "B", "T"))
+    write = one_write(root, way, attention, effects, functools.partial(pool_write, axes=axes, heads=heads))
+    if write.late:
+        raise Miss(
+            "the pool is written after the attention that gathers from it", write.node, advice="write the new tokens first, then attend",
+        )
+    tokens = value_of(read.operand).shape[read.roles.index("T")]
+    search = _Search(taken, columns, effects, gather, isinstance(tokens, int))
+    table = Table(gather, search.places(linear(taken.source, root, axes, OTHER_ORDER)), tokens)
+    return Slot(
+        SlotKind.BUFFER, root, root, (), axes, _of_a_row(write, batch), way.path, heads, channels, batch, capacity, factor(way.path),
+        reading.tiled, table=table,
+    )
+
+
+def _of_a_row(write: Write, batch: int) -> Write:
+    """The write with the number of tokens of one row, where all rows have as many."""
+    return write if write.count % batch else replace(write, count=write.count // batch)
+
+
+def _anywhere(taken: Gathered) -> Coords:
+    """Coordinates in the source of a gather: where it is indexed, any; else those that pass through."""
+    rng = np.random.default_rng(0)
+    shape = sizes(taken.source)
+    count = len(taken.indices[0].coords)
+    columns = dict(taken.through)
+    for index in taken.indices:
+        columns[index.dim] = rng.integers(0, max(shape[index.dim], 1), count)
+    return np.stack([columns[dim] for dim in range(len(shape))], axis=1)
+
+
+def _batches(taken: Gathered, root: fx.Node) -> tuple[int, ...]:
+    """Numbers of batch rows that a flattened dim may hold."""
+    return (*(size for index in taken.indices for size in sizes(index.node)), *sizes(root))
+
+
+def _layout(there: Coords, base: tuple[int, ...], columns: Columns) -> Axes | None:
+    """Heads and channels of the pool's dims under one reading of the operand; all that varies beside them is places."""
+    left = {role: columns[role] for role in ("K", "D")}
+    labels: list[tuple[str, ...] | None] = [None] * len(base)
+    select = []
+    for dim, size in enumerate(base):
+        column = there[:, dim]
+        if size == 1:
+            continue
+        single = next((role for role, (values, n) in left.items() if n == size and (values == column).all()), None)
+        both = len(left) == 2 and left["K"][1] * left["D"][1] == size and (left["K"][0] * left["D"][1] + left["D"][0] == column).all()
+        if single is not None:
+            labels[dim] = (single,)
+            left.pop(single)
+        elif both:
+            labels[dim], left = ("K", "D"), {}
+        elif (column == column[0]).all():
+            labels[dim] = ()
+            select.append((dim, int(column[0])))
+        else:
+            labels[dim] = ("T",)
+    waiting = [role for role, (_, n) in left.items() if n == 1]
+    if len(waiting) != len(left) or ("T",) not in labels:
+        return None
+    for dim in range(len(base)):
+        if labels[dim] is None:
+            labels[dim] = (waiting.pop(0),) if waiting else ()
+            if not labels[dim]:
+                select.append((dim, 0))
+    return Axes(tuple(label or () for label in labels), tuple(select), pool=True)
+
+
+# --- which places ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """What the dims of a tensor, an index or what it is a view of, run along; an entry stands for ``every`` tokens."""
+
+    node: fx.Node
+    roles: tuple[str, ...]
+    every: int
+
+
+@dataclass(frozen=True)
+class _Search:
+    """One gather, under one reading of the operand's dims."""
+
+    taken: Gathered
+    columns: Columns
+    effects: Effects
+    gather: fx.Node
+    fixed: bool
+    """Whether the number of gathered tokens is a plain int."""
+
+    def places(self, form: Linearity) -> Places:
+        """The places that every token of every row is read from; raises Miss where they are no sum of indices."""
+        shape = sizes(self.taken.source)
+        picked = []
+        for index in self.taken.indices:
+            weight, size = form.weights[index.dim], shape[index.dim]
+            if weight:
+                found = self._index(index)
+                picked.append(Picked(found.node, found.roles, weight, size, index.wraps, found.every))
+            elif size > 1:
+                raise Miss("the gather indexes something other than places of the cache", index.node, advice=ONE_TABLE)
+        running = [
+            self._running(dim, column, form.weights[dim], shape[dim]) for dim, column in self.taken.through.items() if form.weights[dim]
+        ]
+        return Places(tuple(picked), tuple(running), form.first)
+
+    def _running(self, dim: int, column: np.ndarray, weight: int, size: int) -> Running:
+        if (column == self.columns["T"][0] % size).all():
+            return Running("T", weight, size)
+        if (column == self.columns["B"][0]).all():
+            return Running("B", weight, size)
+        raise Miss(f"the attention reads dim {dim} of what it gathers from in an order of its own", self.gather, advice=ONE_TABLE)
+
+    def _index(self, index: Index) -> _Roles:
+        """An index tensor, or what it is a view of as long as that holds the same values, with dims that are understood."""
+        node, coords = index.node, index.coords
+        while True:
+            if (found := self._roles(node, coords)) is not None:
+                return found
+            moved = step(node, coords)
+            if moved is None or self.effects.writes_between(moved[0], moved[0], self.gather):
+                raise Miss(
+                    "the attention gathers by a tensor that runs along something else than batch rows, tokens and blocks of tokens",
+                    index.node, advice=ONE_TABLE,
+                )
+            node, coords = moved
+
+    def _roles(self, node: fx.Node, coords: Coords) -> _Roles | None:
+        every = 1
+        roles = []
+        for dim, size in enumerate(sizes(node)):
+            found = self._role(coords[:, dim], size)
+            if found is None or (found[1] > 1 and every not in {1, found[1]}):
+                return None
+            roles.append(found[0])
+            every = max(every, found[1])
+        named = [letter for role in roles for letter in role]
+        if len(set(named)) != len(named) or ("T" in named and {"N", "O"} & set(named)):
+            return None
+        return _Roles(node, tuple(roles), every)
+
+    def _role(self, column: np.ndarray, size: int) -> tuple[str, int] | None:
+        """(role, tokens an entry stands for) of one dim of an index tensor."""
+        (token, tokens), (row, rows) = self.columns["T"], self.columns["B"]
+        if size == 1:
+            return "", 1
+        if size >= tokens and (column == token).all():
+            return "T", 1
+        if size == rows and (column == row).all():
+            return "B", 1
+        blocks = sorted(self._blocks(size, rows, tokens))
+        for every in blocks:
+            if (column == token // every).all():
+                return "N", every
+            if size == every and (column == token % every).all():
+                return "O", every
+        if rows > 1 and size % rows == 0:
+            for every in (1, *blocks):
+                if (column == row * (size // rows) + token // every).all():
+                    return ("BT" if every == 1 else "BN"), every
+        return None
+
+    def _blocks(self, size: int, rows: int, tokens: int) -> set[int]:
+        """How many tokens a block may hold: constants alone, which stay what they are when the table grows."""
+        known = set(sizes(self.taken.source))
+        if self.fixed:
+            known |= {-(-tokens // size), -(-tokens // max(size // rows, 1))}
+        return {block for block in known if block > 1}

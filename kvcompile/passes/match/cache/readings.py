@@ -1,0 +1,67 @@
+"""What the dims of an attention operand may stand for: batch and kv heads are read off heads that are repeated, tiled or flattened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from kvcompile.passes.graph.pullback import Trail
+
+Columns = dict[str, tuple[np.ndarray, int]]
+"""By role the sampled coordinates along it, and its size."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What is read at the end of a trail: a tensor with a role and a size for every dim, of which ``trail.here`` are samples."""
+
+    operand: fx.Node
+    roles: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def columns_of(trail: Trail, roles: tuple[str, ...], shape: tuple[int, ...]) -> Columns:
+    """The sampled column and the size of each role of the operand; flattened BH is split later."""
+    return {role: (trail.here[:, dim], shape[dim]) for dim, role in enumerate(roles) if role}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read the operand's dims: column and size of B, K, T and D, and whether the kv heads are tiled rather than repeated."""
+
+    columns: Columns
+    tiled: bool = False
+
+
+def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
+    """Every way to read batch and kv head off the operand's dims: H over all divisors, BH over all batch sizes."""
+    rest = {role: value for role, value in columns.items() if role in {"T", "D", "B", "K"}}
+    zero = np.zeros(len(next(iter(columns.values()))[0]), dtype=np.int64)
+    flat = next((role for role in columns if len(role) > 1), None)
+    if flat not in {None, "BH", "BK"}:
+        return []
+    if flat is not None:
+        column, size = columns[flat]
+        found = []
+        # A dim that is batch and kv heads in one is the batch where nothing says otherwise.
+        for batch in sorted({n for n in (*base, 1) if size % n == 0}, reverse=flat == "BK"):
+            heads = size // batch
+            outer = {**rest, "B": (column // heads, batch)}
+            if flat == "BK":
+                found.append(Reading({**outer, "K": (column % heads, heads)}))
+            else:
+                found += _grouped(outer, column % heads, heads)
+        return found
+    if "H" in columns:
+        column, heads = columns["H"]
+        return _grouped({"B": (zero, 1), **rest}, column, heads)
+    return [Reading({"B": (zero, 1), "K": (zero, 1), **rest})]
+
+
+def _grouped(rest: Columns, head: np.ndarray, heads: int) -> list[Reading]:
+    """Query head to kv head, over all divisors: repeated (h // G) first, then tiled (h % K)."""
+    counts = [kv for kv in range(heads, 0, -1) if heads % kv == 0]
+    repeated = [Reading({**rest, "K": (head // (heads // kv), kv)}) for kv in counts]
+    return repeated + [Reading({**rest, "K": (head % kv, kv)}, tiled=True) for kv in counts if 1 < kv < heads]

@@ -1,0 +1,287 @@
+"""Rings: caches that keep only their newest tokens (sliding windows), however that is spelled.
+
+The runs of two lines (``lines``) say it all: what attention reads, and what the cache tensor holds, or what is
+returned in its place, when the graph is done. Both must be the last tokens of one line of past and new tokens.
+
+    buffer      cat and copy back, roll and a write at the end, all of the new tokens copied over the old ones
+    returned    a slice of the concatenation, or a rolled copy, becomes the next cache
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
+from kvcompile.passes.graph.pullback import CONCATENATIONS, Trail, trace
+from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
+from kvcompile.passes.match.cache.functional import UPDATES
+from kvcompile.passes.match.cache.token_runs import Lines, Run, Unknown, plain, same
+from kvcompile.passes.match.sites import Miss, Position, Ring, Slot, SlotKind, Write
+
+VIEWS = {"slice", "select", "narrow", "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze"}
+SIZES = {"sym_size", "sym_stride", "sym_numel"}
+ADVICE = "keep the last tokens of torch.cat([past, new]), and attend to all of it or to its last tokens"
+
+
+@dataclass(frozen=True)
+class Window:
+    """A slot that keeps its newest tokens: everything but the layout of its heads and channels."""
+
+    kind: SlotKind
+    root: fx.Node
+    placeholder: fx.Node | None
+    outputs: tuple[int, ...]
+    write: Write
+    ring: Ring
+    trail: Trail
+
+
+def find(trail: Trail, roles: tuple[str, ...], operand: fx.Node, attention: fx.Node, effects: Effects) -> Window | None:
+    """The window that an operand traced to ``trail`` reads; None where it is none, raises Miss where it is nearly one."""
+    if "T" not in roles or op_name(trail.base) in UPDATES:
+        return None
+    token = roles.index("T")
+    for dim in range(trail.there.shape[1]):
+        shift = trail.there[:, dim] - trail.here[:, token]
+        if sizes(trail.base)[dim] > 1 and (shift == shift[0]).all():
+            found = _read(trail, dim, int(shift[0]), operand, token, attention, effects)
+            if found is not None:
+                return found
+    return None if trail.base.op == "placeholder" or op_name(trail.base) in CONCATENATIONS else _refill(operand, trail, effects)
+
+
+def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, attention: fx.Node, effects: Effects) -> Window | None:
+    root = trail.base
+    lines = Lines(effects, dim)
+    try:
+        read = lines.of(root, effects.order[attention])
+    except Unknown:
+        return None
+    past, new = _halves(read)
+    if new is None:
+        return None
+    placeholder = past.source if past is not None else None
+    kept, outputs = _kept(placeholder, new, dim, effects)
+    if kept is None:
+        return None
+    total = value_of(root).shape[dim]
+    count = value_of(read_by).shape[token]
+    whole = shift == 0 and same(count, total)
+    if not whole and not (shift and hint(total) - hint(count) == shift and _suffixes(trail.path)):
+        raise Miss("attention reads other tokens than the last ones of the window", read_by, advice=ADVICE)
+    in_place = placeholder is not None and bool(effects.writes.get(placeholder))
+    if in_place and not any(op_name(node) in CONCATENATIONS | {"roll"} for node in kept.chain):
+        # A write at the end of a buffer, which moves nothing.
+        return None
+    if not in_place and whole and same(kept.size, total) and not kept.caps and (past is None or same(past.start, 0)):
+        # Everything is kept: an ordinary cache that grows.
+        return None
+    size = value_of(new.source).shape[dim - value_of(root).dim() + value_of(new.source).dim()]
+    _complete(read, size, root)
+    _complete(kept.runs, size, root)
+    _unchanged(new.source, effects)
+    old = kept.runs[0] if len(kept.runs) == 2 else None
+    if past is not None and old is not None and not same(past.end, old.end):
+        raise Miss("attention and the kept window see different parts of the past", root, advice=ADVICE)
+    # Asked with a guard: one call may bring more tokens than the window holds, and is then another graph.
+    if not (hint(size) <= hint(count) and bool(size <= count)):
+        raise Miss("attention reads only part of the new tokens", read_by, advice=ADVICE)
+    seen, keep = plain(count - size), plain(kept.size)
+    cap = min((cap for cap in kept.caps if cap >= hint(keep)), default=None)
+    grows = not in_place and whole and (past is None or same(past.start, 0))
+    slots = _slots(in_place, placeholder, dim, seen, keep, cap, size, grows)
+    lined = past if past is not None else old
+    end = plain(lined.end) if lined is not None else None
+    chain = tuple(sorted(lines.chain | kept.chain, key=effects.order.__getitem__))
+    ring = Ring(slots, seen, keep, end, chain)
+    if in_place:
+        kind, root = SlotKind.BUFFER, placeholder  # type: ignore[assignment]
+    else:
+        kind = SlotKind.BORN_CONCAT if placeholder is None else SlotKind.CONCAT
+    write = _write(new.source, dim, root, chain, effects)
+    moved = trail.there.copy()
+    moved[:, dim] -= shift
+    return Window(kind, root, placeholder, outputs, write, ring, replace(trail, there=moved))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The runs that stay, the nodes on their way, and the most that slices say they keep."""
+
+    runs: tuple[Run, ...]
+    size: Any
+    chain: frozenset[fx.Node]
+    caps: frozenset[int]
+
+
+def _suffixes(path: tuple[fx.Node, ...]) -> bool:
+    """Whether all slices on the way take the last of what they cut, whatever the sizes."""
+    for node in path:
+        if op_name(node) in {"slice", "narrow"}:
+            arguments, parent = bind(node), operand(node)
+            dim = int(arguments["dim"]) % len(sizes(node))
+            total, count, given = value_of(parent).shape[dim], value_of(node).shape[dim], arguments.get("start") or 0
+            start = value_of(given) if isinstance(given, fx.Node) else given
+            start = start + total if hint(start) < 0 else start
+            if not same(count, total) and not same(start + count, total):
+                return False
+    return True
+
+
+def _halves(line: tuple[Run, ...]) -> tuple[Run | None, Run | None]:
+    """(the run of a past that came in, the run of new tokens) of a line that is made of nothing else, else (None, None)."""
+    if not line or len(line) > 2 or line[-1].source.op == "placeholder":
+        return None, None
+    if len(line) == 2 and line[0].source.op != "placeholder":
+        return None, None
+    return (line[0] if len(line) == 2 else None), line[-1]
+
+
+def _kept(placeholder: fx.Node | None, new: Run, dim: int, effects: Effects) -> tuple[Kept | None, tuple[int, ...]]:
+    """What stays in the buffer that the past came from, or is returned: its runs, and the outputs that are it."""
+    end = len(effects.order)
+    if placeholder is not None and effects.writes.get(placeholder):
+        kept = _line(placeholder, dim, end, effects)
+        if kept is None or kept.runs[-1].source is not new.source:
+            raise Miss("what is written back into the window is not what attention reads", placeholder, advice=ADVICE)
+        if _halves(kept.runs)[1] is None or (len(kept.runs) == 2 and kept.runs[0].source is not placeholder):
+            raise Miss("what is written back into the window is not the newest tokens in order", placeholder, advice=ADVICE)
+        return kept, ()
+    found: dict[int, Kept] = {}
+    returned = effects.output.args[0]
+    for index, item in enumerate(returned if isinstance(returned, (list, tuple)) else [returned]):
+        if not is_tensor(item) or len(sizes(item)) <= dim or not _related(item, {placeholder, new.source}, effects):
+            continue
+        kept = _line(item, dim, end, effects)
+        if kept is None or all(run.source not in {new.source, placeholder} for run in kept.runs):
+            continue
+        if _halves(kept.runs)[1] is None or kept.runs[-1].source is not new.source:
+            raise Miss("what is returned as the next cache is not the newest tokens in order", item, advice=ADVICE)
+        found[index] = kept
+    if not found:
+        return None, ()
+    first = next(iter(found.values()))
+    if any(not same(first.size, other.size) for other in found.values()):
+        raise Miss("several windows of one cache are returned", *[effects.output], advice=ADVICE)
+    return first, tuple(found)
+
+
+def _related(item: fx.Node, sources: set[fx.Node | None], effects: Effects) -> bool:
+    """Whether an output is made from one of ``sources`` in one operation, and is not that tensor itself."""
+    base = effects.root.get(item, item)
+    made = {effects.root.get(node, node) for node in base.all_input_nodes} | set(base.all_input_nodes)
+    return base not in sources and bool(made & sources)
+
+
+def _line(node: fx.Node, dim: int, time: int, effects: Effects) -> Kept | None:
+    lines = Lines(effects, dim)
+    try:
+        runs = lines.of(node, time)
+    except Unknown:
+        return None
+    return Kept(runs, value_of(node).shape[dim], frozenset(lines.chain), frozenset(lines.caps)) if runs else None
+
+
+def _complete(line: tuple[Run, ...], size: Any, root: fx.Node) -> None:
+    """The new tokens end a line, and the past comes before all of them."""
+    if not same(line[-1].end, size):
+        raise Miss("the window does not end with the newest token", root, advice=ADVICE)
+    if len(line) == 2 and not same(line[-1].start if line[-1].base is None else line[-1].base, 0):
+        raise Miss("the window leaves out some of the new tokens", root, advice=ADVICE)
+
+
+def _unchanged(values: fx.Node, effects: Effects) -> None:
+    """New tokens are the same wherever they are read."""
+    for items in effects.writes.values():
+        for write in items:
+            late = effects.order[write] > effects.order[values]
+            if late and any(same_memory(target, values) for target in written_arguments(write)):
+                raise Miss("the new tokens are written to while the window is made", write)
+
+
+def _slots(
+    in_place: bool, placeholder: fx.Node | None, dim: int, seen: Any, keep: Any, cap: int | None, size: Any, grows: bool
+) -> int:
+    """How many slots hold what a step of one token reads and what stays, the same in every graph of this cache."""
+    room = value_of(placeholder).shape[dim] if in_place and placeholder is not None else None
+    most = room if room is not None else cap if cap is not None else keep
+    if not isinstance(most, int):
+        raise Miss("how many tokens the window keeps is no constant", *([placeholder] if placeholder is not None else []), advice=ADVICE)
+    if isinstance(seen, int) and not grows:
+        return max(most, seen + 1)
+    if in_place:
+        return most + (1 if isinstance(size, int) and size == 1 else 0)
+    # What stays of a line is the past of the next one, and all of it is read.
+    return most + 1
+
+
+def _write(values: fx.Node, dim: int, root: fx.Node, chain: tuple[fx.Node, ...], effects: Effects) -> Write:
+    """The write of all new tokens, ahead of whoever uses them first."""
+    anchor = min(values.users, key=effects.order.__getitem__)
+    rank = len(sizes(root))
+    steps = dict.fromkeys(op_name(node) for node in chain if op_name(node) in CONCATENATIONS | {"roll", "copy_"})
+    idiom = "window: " + " + ".join(steps)
+    return Write(
+        idiom, chain[-1], root, values, tuple(range(rank)), dim, Position(), value_of(values).shape[dim - rank], anchor=anchor,
+    )
+
+
+def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
+    """Attention over new tokens of which the last ones are copied over a whole buffer."""
+    sources = frozenset({*trail.path, trail.base})
+    for root, writes in effects.writes.items():
+        if same_memory(root, trail.base) or not any(op_name(write) == "copy_" for write in writes):
+            continue
+        if root.op != "placeholder" and not effects.outputs_of(effects.family(root)):
+            continue
+        for dim in range(len(sizes(root))):
+            lines = Lines(effects, dim, sources)
+            try:
+                kept = lines.of(root, len(effects.order))
+            except Unknown:
+                continue
+            if len(kept) != 1 or kept[0].source not in sources or not lines.chain:
+                continue
+            values = kept[0].source
+            if value_of(values).dim() != value_of(root).dim() or not all(
+                have == want for at, (have, want) in enumerate(zip(sizes(values), sizes(root), strict=True)) if at != dim
+            ):
+                continue
+            size = value_of(values).shape[dim]
+            _complete(kept, size, root)
+            _unchanged(values, effects)
+            if not isinstance(kept[0].count, int):
+                raise Miss("how many tokens the window keeps is no constant", root, advice=ADVICE)
+            chain = tuple(sorted(lines.chain, key=effects.order.__getitem__))
+            ring = Ring(kept[0].count, 0, kept[0].count, None, chain)
+            kind = SlotKind.BUFFER if root.op == "placeholder" else SlotKind.BORN_BUFFER
+            outputs = () if root.op == "placeholder" else effects.outputs_of(effects.family(root))
+            again = trace(operand, lambda node, stop=values: node is stop, scales=True)  # type: ignore[misc]
+            return Window(
+                kind, root, root if root.op == "placeholder" else None, outputs, _write(values, dim, root, chain, effects), ring, again,
+            )
+    return None
+
+
+def strangers(slots: list[Slot], allowed: set[fx.Node]) -> list[fx.Node]:
+    """Who reads the cache, its window or what leads from one to the other, and is none of ``allowed``."""
+    inside = {node for slot in slots if slot.ring is not None for node in (*slot.ring.chain, *slot.path)} | {slot.root for slot in slots}
+    inside |= {slot.placeholder for slot in slots if slot.placeholder is not None}
+    # The new tokens themselves belong to the model.
+    values = {slot.write.values for slot in slots}
+    found: list[fx.Node] = []
+    stack = list(inside - values)
+    seen = set(stack)
+    while stack:
+        for user in stack.pop().users:
+            if user in inside or user in allowed or op_name(user) in SIZES or user in seen:
+                continue
+            seen.add(user)
+            if op_name(user) in VIEWS:
+                stack.append(user)
+            else:
+                found.append(user)
+    return found

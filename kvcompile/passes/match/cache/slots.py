@@ -1,0 +1,308 @@
+"""From an attention operand back to the cache slot it reads: root tensor, layout, write.
+
+The operand's sampled coordinates arrive at the root; which root dim carries which role is read off them.
+Nothing is assumed about the order of the dims, about a combined K/V tensor or about how heads repeat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from torch import fx
+
+from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
+from kvcompile.passes.graph.pullback import CONCATENATIONS, Trail, factor, step, trace
+from kvcompile.passes.graph.shapes import op_name, sizes
+from kvcompile.passes.match.cache import paged as tables
+from kvcompile.passes.match.cache import sliding as rings
+from kvcompile.passes.match.cache.advice import no_plain_view
+from kvcompile.passes.match.cache.functional import UPDATES, copied_back, update
+from kvcompile.passes.match.cache.one_write import one_write
+from kvcompile.passes.match.cache.readings import Columns, Read, candidates, columns_of
+from kvcompile.passes.match.cache.writes import concatenation, in_place
+from kvcompile.passes.match.sites import Axes, Miss, Position, Slot, SlotKind, Write
+
+MAKERS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", "empty", "new_empty", "empty_like"}
+PAIRS = (("K", "D"), ("B", "K"))
+
+
+class NoCache(Exception):
+    """The operand is no cache at all: an attention over fresh values, which nobody asked to compress; ``base`` is what it is a view of."""
+
+    def __init__(self, base: fx.Node) -> None:
+        super().__init__(base.name)
+        self.base = base
+
+
+def _through_writes(node: fx.Node) -> Trail:
+    """Trace to the root; the result of an in-place write is the tensor it wrote."""
+    trail = trace(node, lambda found: bool(written_arguments(found)), scales=True)
+    path = list(trail.path)
+    while written_arguments(trail.base):
+        target = written_arguments(trail.base)[0]
+        path.append(trail.base)
+        further = _resume(target, trail)
+        path += further.path
+        trail = Trail(further.base, further.there, trail.here, tuple(path))
+    return Trail(trail.base, trail.there, trail.here, tuple(path))
+
+
+def _resume(node: fx.Node, trail: Trail) -> Trail:
+    """Go on tracing from ``node`` with the coordinates that ``trail`` arrived with."""
+    coords, path = trail.there, []
+    while not written_arguments(node):
+        moved = step(node, coords, scales=True)
+        if moved is None:
+            break
+        path.append(node)
+        node, coords = moved
+    return Trail(node, coords, trail.here, tuple(path))
+
+
+def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) -> Axes | None:
+    """The labels of the root's dims under one reading of the operand's dims; None where they do not fit."""
+    labels: list[tuple[str, ...] | None] = [None] * len(base)
+    left = dict(roles)
+    token = left.pop("T")[0]
+    if not (trail.there[:, token_dim] == token).all():
+        return None
+    labels[token_dim] = ("T",)
+    select, counts = [], []
+    for dim, size in enumerate(base):
+        if labels[dim] is not None or size == 1:
+            continue
+        column = trail.there[:, dim]
+        singles = [role for role, (values, n) in left.items() if n == size and (values == column).all()]
+        if singles:
+            labels[dim] = (singles[0],)
+            left.pop(singles[0])
+            continue
+        pairs = [
+            (a, b) for a, b in PAIRS if a in left and b in left and left[a][1] * left[b][1] == size
+            and (left[a][0] * left[b][1] + left[b][0] == column).all()
+        ]
+        if pairs:
+            labels[dim] = pairs[0]
+            left.pop(pairs[0][0]), left.pop(pairs[0][1])
+            continue
+        beside = _beside(column, size, left)
+        if beside is not None:
+            labels[dim], first, count = beside
+            select.append((dim, first))
+            counts.append((dim, count))
+            left = {role: value for role, value in left.items() if role not in beside[0]}
+            continue
+        if (column == column[0]).all():
+            labels[dim] = ()
+            select.append((dim, int(column[0])))
+            continue
+        return None
+    missing = [role for role in ("B", "K", "D") if role in left]
+    if any(left[role][1] != 1 for role in missing):
+        return None
+    waiting = iter(missing)
+    for dim in range(len(base)):
+        if labels[dim] is None:
+            role = next(waiting, None)
+            labels[dim] = (role,) if role is not None else ()
+            if role is None:
+                select.append((dim, 0))
+    # A role of size one that no dim stands for is still there, as nothing.
+    return Axes(tuple(label or () for label in labels), tuple(select), tuple(counts))
+
+
+def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ...], int, int] | None:
+    """(roles, first entry, how many) where a dim holds heads or channels, or both, beside others: keys and values in one dim."""
+    candidates: list[tuple[tuple[str, ...], np.ndarray, int]] = [((role,), *left[role]) for role in ("K", "D") if role in left]
+    if {"K", "D"} <= left.keys():
+        (heads, outer), (channels, inner) = left["K"], left["D"]
+        candidates.append((("K", "D"), heads * inner + channels, outer * inner))
+    for roles, values, count in candidates:
+        shift = column - values
+        if 1 < count < size and (shift == shift[0]).all():
+            return roles, int(shift[0]), count
+    return None
+
+
+def axes_of(trail: Trail, read: Read, token_dim: int) -> tuple[Axes, int, bool]:
+    """The root's layout, its number of kv heads and whether they are tiled; raises Miss where the operand is no plain view of the cache."""
+    base = sizes(trail.base)
+    columns = columns_of(trail, read.roles, read.shape)
+    for reading in candidates(columns, base):
+        axes = _label(trail, base, reading.columns, token_dim)
+        if axes is not None:
+            return axes, reading.columns["K"][1], reading.tiled
+    raise no_plain_view(trail, columns, read.operand, token_dim)
+
+
+def _write(node: fx.Node, root: fx.Node) -> Write:
+    return (copied_back(node, root) if op_name(node) == "copy_" else None) or in_place(node, root)
+
+
+def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> Slot:
+    """The slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it."""
+    return at(_through_writes(operand), Read(operand, roles, sizes(operand)), attention, effects)
+
+
+def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
+    """The slot at the end of a trail, a window of the newest tokens or all of them; raises Miss, or NoCache where there is none."""
+    if "T" not in read.roles:
+        raise Miss(
+            "what the attention's weights are multiplied with has no dim of cached tokens (the weights are mixed over heads, say)",
+            read.operand, advice="multiply the weights with the cached values, and mix what comes of it",
+        )
+    window = rings.find(trail, read.roles, read.operand, attention, effects)
+    if window is not None:
+        axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
+        slot = _slot(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
+        return replace(slot, ring=window.ring)
+    gathered = tables.find(trail, read, attention, effects)
+    if gathered is not None:
+        return replace(gathered, outputs=_returned(gathered.root, effects, itself=True))
+    return behind(trail, read, attention, effects)
+
+
+def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
+    """The slot at the end of a trail that keeps every token; raises Miss, or NoCache where the trail ends at no cache."""
+    root = trail.base
+    if op_name(root) in CONCATENATIONS:
+        return _concatenated(root, trail, read, effects)
+    if op_name(root) in UPDATES:
+        return _updated(root, trail, read, effects)
+    if root.op == "placeholder" and not effects.writes.get(root):
+        return _grown_later(root, trail, read, effects) or _only_read(root, trail, read)
+    if root.op == "placeholder":
+        write = one_write(root, trail, attention, effects, _write)
+        axes, heads, tiled = axes_of(trail, read, write.token_dim)
+        return _slot(SlotKind.BUFFER, root, root, _returned(root, effects, itself=True), axes, heads, write, trail, tiled)
+    if op_name(root) in MAKERS:
+        write = one_write(root, trail, attention, effects, _write)
+        outputs = _returned(root, effects)
+        if not outputs:
+            raise NoCache(root)
+        axes, heads, tiled = axes_of(trail, read, write.token_dim)
+        return _slot(SlotKind.BORN_BUFFER, root, None, outputs, axes, heads, write, trail, tiled)
+    raise NoCache(root)
+
+
+def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot | None:
+    """A past that is read as it came in, and returned with the new tokens behind it: they are read in the next call."""
+    for node in past.users:
+        if op_name(node) not in CONCATENATIONS:
+            continue
+        found, write = concatenation(node)
+        outputs = _returned(node, effects)
+        if found is past and outputs:
+            axes, heads, tiled = axes_of(trail, read, write.token_dim)
+            return _slot(SlotKind.CONCAT, node, past, outputs, axes, heads, replace(write, late=True), trail, tiled)
+    return None
+
+
+def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
+    """A cache that another call fills and this one reads, as the keys and values of what is attended across to."""
+    tokens, count = trail.here[:, read.roles.index("T")], read.shape[read.roles.index("T")]
+    dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
+    if not dims:
+        raise Miss(
+            "the cache is only read in this graph, and not from its first token to its last", root,
+            advice="write the tokens in the compiled call that attends to them, or read the whole cache",
+        )
+    write = Write("not written here", root, root, root, (), dims[0], Position(), 0)
+    axes, heads, tiled = axes_of(trail, read, write.token_dim)
+    return _slot(SlotKind.READ, root, root, (), axes, heads, write, trail, tiled)
+
+
+def _returned(root: fx.Node, effects: Effects, itself: bool = False) -> tuple[int, ...]:
+    """The results of the graph that are the root element by element: itself, or copies of it, but no transposed or partial views.
+
+    With ``itself`` no copies: what is given back is the memory that came in (``index_copy_``'s result, a cast to its own dtype).
+    """
+    found = []
+    for node in effects.family(root):
+        if effects.output in node.users and sizes(node) == sizes(root) and (not itself or same_memory(node, root)):
+            trail = trace(node, lambda item: item is root)
+            if trail.base is root and (trail.here == trail.there).all():
+                found.append(node)
+    return effects.outputs_of(found)
+
+
+def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
+    """A cache that is updated out of place and given back to the caller."""
+    found = update(root)
+    assert found is not None
+    past, write = found
+    if effects.root[past].op != "placeholder":
+        raise NoCache(root)
+    if past is not effects.root[past]:
+        raise Miss(
+            "the cache passes through other operations before it is updated out of place", past,
+            advice="update the cache as it came in (cache.index_copy(...)), and take views of the result",
+        )
+    outputs = _returned(root, effects)
+    if not outputs:
+        raise Miss(
+            "the cache is updated out of place, and the result is not returned as it is", root,
+            advice="return the updated cache and pass it to the next call, or write in place with index_copy_",
+        )
+    axes, heads, tiled = axes_of(trail, read, write.token_dim)
+    return _slot(SlotKind.UPDATED, root, past, outputs, axes, heads, write, trail, tiled)
+
+
+def _unwritten(root: fx.Node, effects: Effects) -> None:
+    """Raise Miss where a concatenation is written to: its new tokens are not what it joins."""
+    if writes := effects.writes.get(root):
+        raise Miss(
+            "the concatenated cache is written to after it is made (it grew by empty places, say)", writes[0],
+            advice="concatenate the new tokens themselves, or make the larger cache outside of the compiled call",
+        )
+
+
+def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
+    past, write = concatenation(root)
+    outputs = _returned(root, effects)
+    if past is None:
+        if not outputs:
+            raise NoCache(root)
+        _unwritten(root, effects)
+        axes, heads, tiled = axes_of(trail, read, write.token_dim)
+        return _slot(SlotKind.BORN_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
+    origin = effects.root[past]
+    if origin.op != "placeholder":
+        raise NoCache(root)
+    if past is not origin:
+        raise Miss(
+            "the past passes through other operations before it is concatenated", past,
+            advice="concatenate the past as it came in with the new tokens, and take views of the result",
+        )
+    _unwritten(root, effects)
+    if not outputs:
+        raise Miss(
+            "the concatenated cache is not returned as it is (a window of it, or nothing, is kept)", root,
+            advice="return the concatenated keys and values, or use a static cache",
+        )
+    axes, heads, tiled = axes_of(trail, read, write.token_dim)
+    return _slot(SlotKind.CONCAT, root, origin, outputs, axes, heads, write, trail, tiled)
+
+
+def _slot(
+    kind: SlotKind, root: fx.Node, placeholder: fx.Node | None, outputs: tuple[int, ...], axes: Axes, heads: int,
+    write: Write, trail: Trail, tiled: bool,
+) -> Slot:
+    if write.row_dim is not None and axes.labels[write.row_dim] != ("B",):
+        raise Miss(
+            "the write has positions of their own for something other than batch rows", write.node, advice="give every row its positions",
+        )
+    held = dict(axes.counts)
+    shape = [held.get(dim, size) for dim, size in enumerate(sizes(root))]
+    size = {"B": 1, "K": heads}
+    for dim, label in enumerate(axes.labels):
+        if len(label) == 1:
+            size[label[0]] = shape[dim]
+        elif len(label) == 2:
+            first, second = label
+            known = size.get(first) if first == "K" else None
+            size[second if known else first] = shape[dim] // (known or heads)
+    return Slot(
+        kind, root, placeholder, outputs, axes, write, trail.path, heads, size.get("D", 1), size["B"], size["T"], factor(trail.path), tiled,
+    )

@@ -1,0 +1,303 @@
+"""Lines: where the tokens along one dim of a tensor come from, as runs of other tensors' tokens, in order.
+
+A sliding window is spelled with cat and slice, with roll and a write at the end, with a copy back into the
+buffer; what it means is a sequence of runs: some tokens of the past, then the new ones. Writes into views
+have no data edge to a later read, so a line is always asked for at a time: the order of its reader.
+
+Sizes stay symbolic where the graph's are, and what is decided about them holds for all that the guards admit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
+from kvcompile.passes.graph.pullback import CONCATENATIONS
+from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, sizes, value_of
+
+COPIES = {"clone", "contiguous", "to", "_to_copy", "lift_fresh_copy", "lift_fresh", "alias", "detach", "detach_"}
+LIMIT = 64
+"""Nodes between a cache and what is kept of it; a longer chain is no window."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """``count`` consecutive tokens of ``source`` from ``start`` on.
+
+    ``base``: where the run starts before the front of its line was cut off, where symbolic sizes leave open whether
+    the cut falls into this run; None elsewhere. Such a run may be empty.
+    """
+
+    source: fx.Node
+    start: Any
+    count: Any
+    base: Any = None
+
+    @property
+    def end(self) -> Any:
+        """The token behind the last one."""
+        return self.start + self.count
+
+
+class Unknown(Exception):
+    """Raised where a value is made of tokens in a way that is not known."""
+
+
+@dataclass
+class Lines:
+    """Reads lines along ``dim`` and remembers the nodes that they went through."""
+
+    effects: Effects
+    dim: int
+    sources: frozenset[fx.Node] = frozenset()
+    """Nodes that are not looked into, whatever made them."""
+    chain: set[fx.Node] = field(default_factory=set)
+    caps: set[int] = field(default_factory=set)
+    """How many of the last tokens the slices on the way keep at most, where they say so in a plain number."""
+
+    def __post_init__(self) -> None:
+        self.writes = [
+            (write, target) for write in {item for items in self.effects.writes.values() for item in items}
+            for target in written_arguments(write)
+        ]
+
+    def of(self, node: fx.Node, time: int) -> tuple[Run, ...]:
+        """The runs of a tensor as a reader at ``time`` sees it; raises Unknown."""
+        return _joined(self._of(node, time))
+
+    def _of(self, node: fx.Node, time: int) -> list[Run]:
+        if len(self.chain) > LIMIT or not is_tensor(node) or value_of(node).dim() <= self.dim:
+            raise Unknown
+        if node in self.sources:
+            return [self._all(node)]
+        if written_arguments(node):
+            self.chain.add(node)
+            return self._of(written_arguments(node)[0], time)
+        name = op_name(node)
+        if name in {"slice", "narrow"} and is_tensor(node.args[0]):
+            return self._sliced(node, time)
+        if name in COPIES and is_tensor(node.args[0]) and value_of(node).dtype == value_of(node.args[0]).dtype:
+            self.chain.add(node)
+            if same_memory(node, node.args[0]):
+                return self._of(node.args[0], time)
+            return self._written(node, self._of(node.args[0], self.effects.order[node]), time)
+        if name in CONCATENATIONS:
+            return self._written(node, self._cat(node), time)
+        if name == "roll":
+            return self._written(node, self._rolled(node), time)
+        return self._written(node, [self._all(node)], time)
+
+    def _size(self, node: fx.Node) -> Any:
+        return value_of(node).shape[self.dim]
+
+    def _all(self, node: fx.Node) -> Run:
+        return Run(node, 0, self._size(node))
+
+    def _cat(self, node: fx.Node) -> list[Run]:
+        arguments = bind(node)
+        if int(arguments["dim"]) % len(sizes(node)) != self.dim:
+            return [self._all(node)]
+        self.chain.add(node)
+        parts = [part for part in arguments["tensors"] if 0 not in sizes(part)]
+        return [run for part in parts for run in self._of(part, self.effects.order[node])]
+
+    def _rolled(self, node: fx.Node) -> list[Run]:
+        arguments = bind(node)
+        shifts, dims = list(arguments["shifts"]), list(arguments["dims"] or [])
+        if len(shifts) != 1 or len(dims) != 1 or int(dims[0]) % len(sizes(node)) != self.dim:
+            return [self._all(node)]
+        self.chain.add(node)
+        line = self._of(node.args[0], self.effects.order[node])  # type: ignore[arg-type]
+        size = self._size(node)
+        left = -_number(shifts[0])
+        if at_most(left, 0):
+            left = left + size
+        return _cut(line, left, size) + _cut(line, 0, left)
+
+    def _sliced(self, node: fx.Node, time: int) -> list[Run]:
+        parent = node.args[0]
+        dim = int(bind(node)["dim"]) % len(sizes(node))
+        if dim != self.dim and sizes(node)[dim] != sizes(parent)[dim]:  # type: ignore[arg-type]
+            return self._written(node, [self._all(node)], time)
+        line = self._of(parent, time)  # type: ignore[arg-type]
+        self.chain.add(node)
+        found = self._range(node)
+        if found is None:
+            return line
+        start, count = found
+        total = self._size(parent)  # type: ignore[arg-type]
+        given = bind(node).get("start")
+        if isinstance(given, int) and given < 0 and same(start + count, total):
+            self.caps.add(-given)
+        return _cut(line, start, start + count)
+
+    def _range(self, node: fx.Node) -> tuple[Any, Any] | None:
+        """(start, count) of a slice along the dim, None for one that takes all of another dim."""
+        arguments, parent = bind(node), node.args[0]
+        dim = int(arguments["dim"]) % len(sizes(node))
+        if arguments.get("step") not in {1, None}:
+            raise Unknown
+        if dim != self.dim:
+            if sizes(node)[dim] != sizes(parent)[dim]:  # type: ignore[arg-type]
+                raise Unknown
+            return None
+        total, count = self._size(parent), self._size(node)  # type: ignore[arg-type]
+        start = _number(arguments.get("start") or 0)
+        if same(count, total):
+            return 0, count
+        if hint(start) < 0:
+            start = start + total
+        return plain(start), count
+
+    def _written(self, node: fx.Node, line: list[Run], time: int) -> list[Run]:
+        """A tensor of its own memory after the writes into it that come before ``time``."""
+        order = self.effects.order
+        later = [(order[write], write, target) for write, target in self.writes if same_memory(target, node)]
+        for at, write, target in sorted(later, key=lambda item: item[0]):
+            if order[node] < at < time:
+                line = self._apply(write, target, node, line, at)
+        return line
+
+    def _apply(self, write: fx.Node, target: fx.Node, node: fx.Node, line: list[Run], at: int) -> list[Run]:
+        start, count = self._place(target, node)
+        name, arguments = op_name(write), bind(write)
+        if name == "copy_":
+            source = arguments["src"]
+        elif name == "index_copy_" and int(arguments["dim"]) % len(sizes(target)) == self.dim:
+            source = arguments["source"]
+            start, count = self._indexed(arguments["index"], start, count)
+        elif name in {"index_put_", "_index_put_impl_"} and not arguments.get("accumulate"):
+            indices = [*arguments["indices"], *([None] * (len(sizes(target)) - len(arguments["indices"])))]
+            if [dim for dim, index in enumerate(indices) if index is not None] != [self.dim]:
+                raise Unknown
+            source = arguments["values"]
+            start, count = self._indexed(indices[self.dim], start, count)
+        else:
+            raise Unknown
+        if not is_tensor(source) or value_of(source).dtype != value_of(target).dtype:
+            raise Unknown
+        wanted = [hint(count) if dim == self.dim else size for dim, size in enumerate(sizes(target))]
+        # An assignment drops leading dims of size one.
+        missing = len(wanted) - len(sizes(source))
+        if not 0 <= missing <= self.dim or [1] * missing + list(sizes(source)) != wanted:
+            raise Unknown
+        self.chain.add(write)
+        written = self._of(source, at) if not missing else [Run(source, 0, value_of(source).shape[self.dim - missing])]
+        return _cut(line, 0, start) + written + _cut(line, start + count, self._size(node))
+
+    def _place(self, target: fx.Node, node: fx.Node) -> tuple[Any, Any]:
+        """The range of ``node``'s dim that a view of it is; raises Unknown where it is no such view."""
+        if value_of(target).dim() <= self.dim:
+            raise Unknown
+        start, count = 0, self._size(target)
+        while target is not node:
+            name = op_name(target)
+            self.chain.add(target)
+            if name in {"slice", "narrow"}:
+                found = self._range(target)
+                start = start + (found[0] if found is not None else 0)
+            elif name not in COPIES and not written_arguments(target):
+                raise Unknown
+            target = target.args[0]  # type: ignore[assignment]
+            if not is_tensor(target):
+                raise Unknown
+        return start, count
+
+    def _indexed(self, index: fx.Node, start: Any, count: Any) -> tuple[Any, Any]:
+        """The range that an index tensor of consecutive constants names inside (start, count)."""
+        if not is_tensor(index) or value_of(index).dim() != 1 or value_of(index).dtype == torch.bool:
+            raise Unknown
+        length = value_of(index).shape[0]
+        first = _first(index)
+        if first is None:
+            raise Unknown
+        return start + (first + count if hint(first) < 0 else first), length
+
+
+def _first(index: fx.Node) -> Any:
+    """The first of the consecutive integers that an index tensor holds, None where it is no such tensor."""
+    name = op_name(index)
+    if name == "arange":
+        arguments = bind(index)
+        step = arguments.get("step")
+        return _number(arguments.get("start") or 0) if step in {1, None} else None
+    if name in COPIES and is_tensor(index.args[0]):
+        return _first(index.args[0])
+    if sizes(index) != (1,):
+        return None
+    if name in {"new_full", "full_like"}:
+        value = constant(bind(index)["fill_value"])
+    else:
+        value = constant(index)
+    return int(value) if value is not None and value == int(value) else None
+
+
+def _number(item: Any) -> Any:
+    """A plain or symbolic int from an argument."""
+    if isinstance(item, fx.Node):
+        item = value_of(item)
+    if not isinstance(item, (int, torch.SymInt)) or isinstance(item, bool):
+        raise Unknown
+    return item
+
+
+def _cut(line: list[Run], start: Any, end: Any) -> list[Run]:
+    """The runs between two positions of a line; raises Unknown where symbolic sizes leave open which they are."""
+    found: list[Run] = []
+    at: Any = 0
+    if len(line) == 2 and not at_most(start, line[0].count) and not at_most(line[0].count, start):
+        return _loose(line, start, end)
+    for run in line:
+        behind = at + run.count
+        if not (at_most(behind, start) or at_most(end, at)):
+            first = 0 if at_most(start, at) else start - at
+            last = run.count if at_most(behind, end) else end - at
+            if not (at_most(0, first) and at_most(first, last) and at_most(last, run.count)):
+                raise Unknown
+            found.append(Run(run.source, run.start + first, last - first))
+        at = behind
+    return found
+
+
+def _loose(line: list[Run], start: Any, end: Any) -> list[Run]:
+    """The last tokens of two runs, where it is open in which of them they begin."""
+    first, second = line
+    if not (same(end, first.count + second.count) and at_most(0, start) and at_most(start, end)):
+        raise Unknown
+    less, more = torch.sym_min(start, first.count), torch.sym_max(start - first.count, 0)
+    return [
+        Run(first.source, first.start + less, first.count - less, first.start),
+        Run(second.source, second.start + more, second.count - more, second.start),
+    ]
+
+
+def plain(size: Any) -> Any:
+    """A symbolic size without symbols as an int; any other as it is."""
+    return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
+
+
+def at_most(a: Any, b: Any) -> bool:
+    """Whether a <= b for all sizes that the graph's guards admit; asks without adding a guard."""
+    return a <= b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a <= b)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all sizes that the graph's guards admit."""
+    return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
+
+
+def _joined(line: list[Run]) -> tuple[Run, ...]:
+    """Neighboring runs of one source that go on where the other ends, as one."""
+    found: list[Run] = []
+    for run in line:
+        if found and found[-1].source is run.source and same(found[-1].end, run.start):
+            found[-1] = Run(run.source, found[-1].start, found[-1].count + run.count)
+        else:
+            found.append(run)
+    return tuple(found)

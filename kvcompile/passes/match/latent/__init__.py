@@ -1,0 +1,1 @@
+"""Keys and values that are made from a cached latent (MLA)."""

@@ -1,0 +1,299 @@
+"""Keys and values that are put together: from an attention operand to the stripes of channels that it is made of.
+
+Multi-head latent attention caches a latent and a rotary part that all heads share. Its keys are a
+projection of the first beside the second (by ``cat``, or by two writes into a fresh tensor), its values
+another projection of the first. A stripe is a run of channels that come from one slot in one way; stripes
+end where a join says so, so their edges are exact although what lies between is sampled.
+
+A product with the queries may be taken on either side of a projection: q . (W c) = (W^T q) . c. So an
+attention over stripes is an attention over what is cached, one kv head for all query heads (``absorb``).
+Only a projection without bias and with nothing but views and numbers around it can be moved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import fx
+
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.pullback import JOINS, Coords, Trail, factor, sample, step, trace
+from kvcompile.passes.graph.shapes import bind, op_name, operand, sizes
+from kvcompile.passes.match.cache import slots
+from kvcompile.passes.match.cache.readings import Read
+from kvcompile.passes.match.cache.views import region
+from kvcompile.passes.match.latent.between import between, is_cached, is_scratch
+from kvcompile.passes.match.latent.projections import sides
+from kvcompile.passes.match.latent.weights import projection
+from kvcompile.passes.match.sites import Assembly, Attention, Miss, Slot, SlotKind, Stripe
+from kvcompile.passes.match.unmatched import cache_behind
+
+WHOLE_RUNS = "join whole runs of channels with torch.cat, or copy them into slices of a fresh tensor"
+
+
+class _Split(Exception):
+    """The channels come from several places: where they must be cut."""
+
+    def __init__(self, cuts: set[int]) -> None:
+        super().__init__(cuts)
+        self.cuts = cuts
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Sampled elements of a run of an operand's channels, and what is known of the graph around them."""
+
+    node: fx.Node
+    roles: tuple[str, ...]
+    here: Coords
+    attention: fx.Node
+    effects: Effects
+
+    @property
+    def channel_dim(self) -> int:
+        return self.roles.index("D")
+
+    @property
+    def channel(self) -> np.ndarray:
+        return self.here[:, self.channel_dim]
+
+    @property
+    def token(self) -> np.ndarray:
+        return self.here[:, self.roles.index("T")]
+
+    def with_channels(self, column: np.ndarray) -> Coords:
+        """The samples with other channels."""
+        moved = self.here.copy()
+        moved[:, self.channel_dim] = column
+        return moved
+
+
+def assemble(attention: Attention, effects: Effects, plain: Miss | slots.NoCache) -> Assembly:
+    """How keys and values that are not what the cache holds are made from it.
+
+    ``plain`` says why they are no plain views of a cache; it is raised where there is nothing better to say.
+    """
+    try:
+        found = _assembly(attention, effects)
+    except slots.NoCache as none:
+        # Behind joins and projections, the operation that stands in the way.
+        further = isinstance(plain, slots.NoCache) and cache_behind(none.base, effects) is not None
+        raise none if further else plain from None
+    except Miss as miss:
+        operands = (attention.k, attention.v)
+        filled = any(is_scratch(trace(node, lambda base: False).base, effects) for node in operands)
+        cached = any(cache_behind(node, effects) is not None for node in operands)
+        raise miss if cached and (filled or isinstance(plain, slots.NoCache)) else plain from None
+    if len(found.keys) == 1 and not any(stripe.projection for stripe in (*found.keys, found.value)) and not _overlap(found):
+        raise plain
+    return found
+
+
+def _overlap(found: Assembly) -> bool:
+    """Whether values are among the channels of the keys."""
+    key, value = found.keys[0], found.value
+    same = key.slot.root is value.slot.root and key.slot.axes.select == value.slot.axes.select
+    return same and key.first < value.first + value.count and value.first < key.first + key.count
+
+
+def _assembly(attention: Attention, effects: Effects) -> Assembly:
+    keys = _stripes(attention.k, attention.k_roles, attention.output, effects)
+    operands = [attention.k, attention.v]
+    if attention.beside is not None:
+        # More channels, behind the others'.
+        first = sizes(attention.k)[attention.k_roles.index("D")]
+        more = _stripes(attention.beside.k, attention.beside.k_roles, attention.output, effects)
+        keys = (*keys, *(replace(stripe, start=stripe.start + first) for stripe in more))
+        operands.append(attention.beside.k)
+    value = _stripes(attention.v, attention.v_roles, attention.output, effects)
+    if len(value) != 1:
+        raise Miss(
+            "the values are put together from several parts", attention.v,
+            advice="make all channels of the values from one cache by one weight",
+        )
+    stripes = (*keys, *value)
+    heads = {stripe.projection.heads for stripe in stripes if stripe.projection is not None}
+    own = {stripe.slot.heads for stripe in stripes}
+    if len(heads) > 1:
+        raise Miss("keys and values are made for different numbers of heads", attention.output, advice="make both for the same heads")
+    if len(own) > 1 or (heads and own != {1}):
+        raise Miss(
+            "what keys and values are made from has several heads of its own", attention.output,
+            advice="cache one latent for all heads, or the keys and values themselves",
+        )
+    if any(stripe.slot.tiled for stripe in stripes):
+        raise Miss(
+            "parts that keys are put together from are repeated over the query heads in another order", attention.k,
+            advice="repeat heads with repeat_interleave or expand",
+        )
+    if len({(stripe.slot.root, stripe.slot.axes.select) for stripe in keys}) > 2:
+        raise Miss(
+            "keys are put together from more than two caches", attention.k,
+            advice="cache a latent and one rotary part, or all parts in one tensor",
+        )
+    cached = {node for stripe in stripes for node in effects.family(stripe.slot.root)}
+    return Assembly(keys, value[0], heads.pop() if heads else own.pop(), between(tuple(operands), cached, effects))
+
+
+def _stripes(node: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> tuple[Stripe, ...]:
+    """All channels of an operand, in order."""
+    dim = roles.index("D")
+    edges = {0, sizes(node)[dim]}
+    while True:
+        ordered = sorted(edges)
+        try:
+            found = []
+            for start, stop in itertools.pairwise(ordered):
+                here = sample((*sizes(node)[:dim], stop - start, *sizes(node)[dim + 1 :]))
+                here[:, dim] += start
+                found.append(_stripe(_Run(node, roles, here, attention, effects), start, stop - start))
+            return tuple(found)
+        except _Split as split:
+            if split.cuts <= edges:
+                raise Miss("keys or values are put together in a way that is not known", node, advice=WHOLE_RUNS) from None
+            edges |= split.cuts
+
+
+def _stripe(run: _Run, start: int, count: int) -> Stripe:
+    node, coords, path = _follow(run.node, run.here, run)
+    made = sides(node, coords)
+    if made is None:
+        slot, first = _slot(Trail(node, coords, run.here, tuple(path)), run)
+        return Stripe(start, count, slot, first, factor=factor(path))
+    if not any(is_cached(side.node, run.effects) for side in made):
+        raise slots.NoCache(node)
+    data, weight = made if is_cached(made[0].node, run.effects) else made[::-1]
+    latent, there, further = _follow(data.node, data.coords, run)
+    try:
+        # The latent's channels stand where the operand's stood.
+        inside = replace(run, here=run.with_channels(data.coords[:, data.summed]))
+        slot, first = _slot(Trail(latent, there, inside.here, (*path, node, *further)), inside)
+    except slots.NoCache:
+        if cache_behind(latent, run.effects) is None:
+            raise
+        raise Miss(
+            f"the cached latent passes through {op_name(latent) or latent.op} before keys or values are made from it", latent,
+            advice="cache what is projected: apply norms and activations before the write",
+        ) from None
+    if is_cached(weight.node, run.effects):
+        raise Miss("keys or values are a product of two tensors that are both written in this call", node, advice="use fixed weights")
+    if changed := run.effects.writes_between(weight.node, node, run.attention):
+        raise Miss(
+            f"the weight that makes keys or values is changed in place by {op_name(changed[0])} before the attention", changed[0],
+            advice="change the weight before the call, or a copy of it",
+        )
+    heads, head = _heads(run, slot)
+    made_by = projection(weight, heads, head, run.channel - run.channel.min(), data.inner, count)
+    return Stripe(start, count, slot, first, made_by, factor(path) * factor(further))
+
+
+def _follow(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords, list[fx.Node]]:
+    """Upstream through views, joins of channels and writes into fresh tensors; raises _Split where channels part ways."""
+    path: list[fx.Node] = []
+    while True:
+        if op_name(node) in JOINS:
+            moved = None if _grows(node, coords, run) else _through_join(node, coords, run)
+        else:
+            moved = step(node, coords, scales=True)
+        if moved is None and is_scratch(node, run.effects):
+            # Made when it may be, it holds what was copied there last.
+            node, coords = _through_writes(node, coords, run)
+            continue
+        if moved is None:
+            return node, coords, path
+        path.append(node)
+        node, coords = moved
+
+
+def _grows(node: fx.Node, coords: Coords, run: _Run) -> bool:
+    """Whether a join puts new tokens behind cached ones."""
+    if op_name(node) == "stack":
+        return False
+    dim = int(bind(node)["dim"]) % coords.shape[1]
+    return bool((coords[:, dim] == run.token).all()) and sizes(node)[dim] == sizes(run.node)[run.roles.index("T")]
+
+
+def _cuts(column: np.ndarray, run: _Run, edges: list[int], node: fx.Node) -> set[int]:
+    """The operand's channels at which a column crosses one of ``edges``."""
+    shift = column - run.channel
+    if not (shift == shift[0]).all():
+        raise Miss("keys or values are put together in a way that is not known", node, advice=WHOLE_RUNS)
+    moved = {edge - int(shift[0]) for edge in edges}
+    return {edge for edge in moved if run.channel.min() < edge <= run.channel.max()}
+
+
+def _through_join(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords]:
+    moved = step(node, coords, through_joins=True)
+    if moved is not None:
+        return moved
+    dim = int(bind(node)["dim"]) % coords.shape[1]
+    joined: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    edges = np.cumsum([sizes(item)[dim] for item in joined if len(sizes(item)) == coords.shape[1]])
+    raise _Split(_cuts(coords[:, dim], run, edges.tolist(), node))
+
+
+def _through_writes(node: fx.Node, coords: Coords, run: _Run) -> tuple[fx.Node, Coords]:
+    """From elements of a fresh tensor to the elements that were copied there last."""
+    for write in reversed(run.effects.writes[node]):
+        if run.effects.order[write] > run.effects.order[run.attention]:
+            raise Miss("what attention reads is written to after it", write, advice="write first, then attend")
+        covered = region(operand(write), node)
+        inside = covered.inside(coords)
+        if inside.all():
+            source = operand(write, 1)
+            return source, covered.source(coords, sizes(source))
+        if inside.any() or covered.meets(coords):
+            for dim, (first, count) in covered.bounds.items():
+                if not ((coords[:, dim] >= first) & (coords[:, dim] < first + count)).all():
+                    raise _Split(_cuts(coords[:, dim], run, [first, first + count], write))
+            raise Miss("keys or values are put together in a way that is not known", write, advice=WHOLE_RUNS)
+    raise Miss("attention reads a fresh tensor that is not filled", node, advice="write all its channels before attention reads it")
+
+
+def _slot(trail: Trail, run: _Run) -> tuple[Slot, int]:
+    """The slot at the end of a trail, whole, and the first of its channels that is read."""
+    shape = list(sizes(run.node))
+    column, first = run.channel - run.channel.min(), 0
+    shape[run.channel_dim] = int(column.max()) + 1
+    for dim, size in enumerate(sizes(trail.base)):
+        shift = trail.there[:, dim] - column
+        if column.any() and (shift == shift[0]).all():
+            # A run of a cache's channels is read as a part of all of them.
+            column, first = trail.there[:, dim], int(shift[0])
+            shape[run.channel_dim] = size
+            break
+    slot = _shared(replace(trail, here=run.with_channels(column)), tuple(shape), run)
+    if slot.kind is SlotKind.READ:
+        raise slots.NoCache(trail.base)
+    return slot, first
+
+
+def _shared(trail: Trail, shape: tuple[int, ...], run: _Run) -> Slot:
+    """The slot at the end of a trail: of heads of its own, or of one head that all heads share, however the operand names them."""
+
+    def behind(names: dict[str, str]) -> Slot:
+        read = Read(run.node, tuple(names.get(role, role) for role in run.roles), shape)
+        return slots.at(trail, read, run.attention, run.effects)
+
+    try:
+        return behind({"K": "H"})
+    except Miss:
+        if "BK" not in run.roles:
+            raise
+        return behind({"BK": "BH"})
+
+
+def _heads(run: _Run, slot: Slot) -> tuple[int, np.ndarray]:
+    """How many heads an operand has, and the head of every sample."""
+    for role in ("K", "H"):
+        if role in run.roles:
+            dim = run.roles.index(role)
+            return sizes(run.node)[dim], run.here[:, dim]
+    flat = next((role for role in ("BH", "BK") if role in run.roles), None)
+    if flat is not None:
+        dim = run.roles.index(flat)
+        heads = sizes(run.node)[dim] // slot.batch
+        return heads, run.here[:, dim] % heads
+    return 1, np.zeros(len(run.here), dtype=np.int64)

@@ -1,0 +1,57 @@
+"""What stands between a cache and keys or values that are made from it: nodes that only the attention may read, and none may change."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from kvcompile.passes.graph.effects import Effects, written_arguments
+from kvcompile.passes.graph.pullback import JOINS, trace
+from kvcompile.passes.graph.shapes import is_tensor, op_name, operand
+from kvcompile.passes.match.cache.slots import MAKERS
+from kvcompile.passes.match.sites import Miss
+from kvcompile.passes.match.unmatched import cache_behind
+
+
+def is_scratch(node: fx.Node, effects: Effects) -> bool:
+    """A tensor that is made in this graph, filled by copies, and not returned."""
+    writes = effects.writes.get(node, ())
+    if op_name(node) not in MAKERS or not writes or effects.outputs_of(effects.family(node)):
+        return False
+    return all(op_name(write) == "copy_" for write in writes)
+
+
+def is_cached(node: fx.Node, effects: Effects) -> bool:
+    """Whether an operand of a projection is made from a cache."""
+    base = trace(node, lambda item: op_name(item) in JOINS).base
+    filled = base in effects.writes and (base.op == "placeholder" or op_name(base) in MAKERS)
+    return filled or op_name(base) in JOINS or cache_behind(base, effects) is not None
+
+
+def between(operands: tuple[fx.Node, ...], cached: set[fx.Node], effects: Effects) -> frozenset[fx.Node]:
+    """The nodes between ``cached`` ones and the operands that carry cached values, the operands among them; none changed in place."""
+    behind: set[fx.Node] = set()
+    stack = [node for node in operands if node not in cached]
+    while stack:
+        node = stack.pop()
+        if node in behind:
+            continue
+        behind.add(node)
+        writes = effects.writes.get(effects.root.get(node, node), ()) if is_tensor(node) else ()
+        stack += [item for item in (*node.all_input_nodes, *writes) if item not in cached]
+    carrying: set[fx.Node] = set()
+    roots: set[fx.Node] = set()
+    ordered = sorted(behind, key=lambda item: effects.order[item])
+    # A view of a fresh tensor may stand before the write that brings cached values into it: hence twice.
+    for node in (*ordered, *ordered):
+        carries = any(item in cached or item in carrying for item in node.all_input_nodes) or effects.root.get(node) in roots
+        if carries and not op_name(node).startswith("sym_"):
+            carrying.add(node)
+            if op_name(node) == "copy_":
+                roots.add(effects.root.get(operand(node), operand(node)))
+    for node in carrying:
+        if written_arguments(node) and not is_scratch(effects.root[written_arguments(node)[0]], effects):
+            raise Miss(
+                f"keys or values that are made from the cache are changed in place by {op_name(node)}", node,
+                advice="compute them without changing them, or apply the change to what is cached",
+            )
+    return frozenset(carrying)

@@ -1,0 +1,74 @@
+"""A latent times a weight: linear or any product of two tensors, as a map of coordinates.
+
+What is made by a projection is followed to both its operands: the data that it is made from and the weight
+that makes it. One dim of each is summed over and gets coordinates of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from kvcompile.passes.graph.pullback import Coords
+from kvcompile.passes.graph.shapes import bind, op_name, sizes
+from kvcompile.passes.match.attention.products import product
+from kvcompile.passes.match.sites import Miss
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand of a projection at the coordinates of its result; ``summed`` is the dim that is summed over."""
+
+    node: fx.Node
+    coords: Coords
+    summed: int
+
+    @property
+    def inner(self) -> int:
+        """How many channels are summed over."""
+        return sizes(self.node)[self.summed]
+
+
+def _biased(node: fx.Node) -> Miss:
+    return Miss(
+        "a bias is added between the cached latent and the keys or values made from it", node,
+        advice="leave the bias of this projection out, or cache the keys and values themselves",
+    )
+
+
+def sides(node: fx.Node, coords: Coords) -> tuple[Side, Side] | None:
+    """Both operands of a product at ``coords`` of its result, the summed dim drawn at random; None where it is no projection."""
+    if op_name(node) == "linear":
+        arguments = bind(node)
+        if arguments["bias"] is not None:
+            raise _biased(node)
+        weight = arguments["weight"]
+        inner = _drawn(sizes(weight)[1], len(coords))
+        made = np.concatenate([coords[:, :-1], inner[:, None]], axis=1)
+        return Side(arguments["input"], made, made.shape[1] - 1), Side(weight, np.stack([coords[:, -1], inner], axis=1), 1)
+    found = product(node)
+    if found is None:
+        return None
+    left, right = found.operands()
+    summed = [letter for letter in left[1] if letter and letter in right[1] and letter not in found.letters]
+    alone = {letter for _, letters in (left, right) for letter in letters if letter} - {*found.letters, *summed}
+    if len(summed) != 1 or alone:
+        return None
+    if found.bias is not None:
+        raise _biased(node)
+    if found.alpha != 1.0:
+        raise Miss("a projection of the cached latent is multiplied by a number in the same call", node, advice="use matmul, then multiply")
+    columns = {letter: coords[:, at] for at, letter in enumerate(found.letters)}
+    columns |= {"": np.zeros(len(coords), dtype=np.int64), summed[0]: _drawn(sizes(left[0])[left[1].index(summed[0])], len(coords))}
+    first, second = (
+        Side(operand, np.stack([columns[letter] for letter in letters], axis=1), letters.index(summed[0]))
+        for operand, letters in (left, right)
+    )
+    return first, second
+
+
+def _drawn(size: int, count: int) -> np.ndarray:
+    """Random channels, the first and the last among them."""
+    return np.concatenate([[0, size - 1], np.random.default_rng(1).integers(0, size, count)])[:count]

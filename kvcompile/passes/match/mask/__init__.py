@@ -1,0 +1,1 @@
+"""Masks in every spelling, as limits and expressions over positions."""

@@ -1,0 +1,247 @@
+"""Masks in normal form: position limits, a padding row, and whatever is left carried as the tensor it was.
+
+Every term is read as a predicate (``algebra``), split into conjuncts, and each conjunct is one of
+
+    position <= limit(row, query)      hi      (causal, length)
+    position >= limit(row, query)      lo      (sliding window)
+    tensor[row, position]              keep    (padding)
+
+or the whole term is carried along as a tensor operand: slower to read, never wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import sizes, value_of
+from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
+from kvcompile.passes.match.mask.expressions import Expr, Linear, read
+from kvcompile.passes.match.sites import Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm
+from kvcompile.passes.match.soundness import settled
+
+NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}
+LEAST_FACTOR = 0.05
+"""An added mask times less than this may no longer hide what its very negative numbers hid."""
+UPPER = {
+    LimitKind.NODE: "causal by position", LimitKind.OWN: "causal", LimitKind.ALL: "length", LimitKind.CONST: "fixed length",
+}
+MIRRORED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
+
+
+class _Carried(Exception):
+    """A conjunct that is not arithmetic: the term stays a tensor."""
+
+
+def _negate(expr: Expr) -> Expr:
+    if expr.op in NEGATED:
+        return Expr(NEGATED[expr.op], expr.args)
+    if expr.op == "not":
+        return expr.args[0]
+    if expr.op == "or":
+        return Expr("and", tuple(_negate(arg) for arg in expr.args))
+    return Expr("not", (expr,))
+
+
+def _predicate(expr: Expr) -> Expr:
+    """The predicate behind an additive mask: zero where attended, very negative elsewhere."""
+    if expr.op == "where":
+        condition, yes, no = expr.args
+        if yes.op == "num" and yes.number == 0.0 and no.op == "num" and no.number <= VERY_NEGATIVE:
+            return condition
+        if no.op == "num" and no.number == 0.0 and yes.op == "num" and yes.number <= VERY_NEGATIVE:
+            return _negate(condition)
+        if yes.op == "num" and yes.number <= VERY_NEGATIVE:
+            return Expr("and", (_negate(condition), _predicate(no)))
+        if no.op == "num" and no.number <= VERY_NEGATIVE:
+            return Expr("and", (condition, _predicate(yes)))
+    if expr.op == "mul" and expr.args[1].op == "num" and expr.args[1].number <= VERY_NEGATIVE:
+        kept = expr.args[0]
+        if kept.op == "sub" and kept.args[0].op == "num" and kept.args[0].number == 1.0:
+            return kept.args[1]
+        return _negate(kept)
+    if expr.op == "add":
+        return Expr("and", tuple(_predicate(arg) for arg in expr.args))
+    if expr.op == "num" and expr.number == 0.0:
+        return Expr("num", number=1.0)
+    raise _Carried
+
+
+def _multiplied(expr: Expr, factor: float) -> Expr:
+    """An expression times a plain number, folded into a multiplication that is there already."""
+    if factor == 1.0:
+        return expr
+    if expr.op == "mul" and expr.args[1].op == "num":
+        return Expr("mul", (expr.args[0], Expr("num", number=expr.args[1].number * factor)))
+    if expr.op == "num":
+        return Expr("num", number=expr.number * factor)
+    if expr.op == "where":
+        condition, yes, no = expr.args
+        return Expr("where", (condition, _multiplied(yes, factor), _multiplied(no, factor)))
+    return Expr("mul", (expr, Expr("num", number=factor)))
+
+
+def _conjuncts(expr: Expr) -> list[Expr]:
+    if expr.op in {"and", "mul"}:
+        return [item for arg in expr.args for item in _conjuncts(arg)]
+    if expr.op == "not":
+        inner = _negate(expr.args[0])
+        return [inner] if inner.op == "not" else _conjuncts(inner)
+    if expr.op == "num":
+        if expr.number == 0.0:
+            raise _Carried
+        return []
+    if expr.op == "where" and expr.args[2].op == "num" and expr.args[2].number == 0.0:
+        return _conjuncts(expr.args[0]) + _conjuncts(expr.args[1])
+    return [expr]
+
+
+def _sum(expr: Expr, sign: int, form: Linear, atoms: list[tuple[int, Expr]]) -> Linear:
+    """Flatten sums down to what no longer depends on the position; those parts stay whole, as atoms."""
+    if expr.op == "num":
+        return form.plus(Linear(const=int(expr.number)), sign)
+    if expr.op == "idx":
+        return form.plus(expr.linear, sign)
+    if expr.op in {"add", "sub"} and expr.uses("T"):
+        form = _sum(expr.args[0], sign, form, atoms)
+        return _sum(expr.args[1], sign if expr.op == "add" else -sign, form, atoms)
+    if expr.uses("T"):
+        raise _Carried
+    atoms.append((sign, expr))
+    return form
+
+
+def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int, effects: Effects) -> Limit:
+    """The limit from ``position <= atoms + form``: one tensor of positions, or the query's own index."""
+    own = form.of("S") * wanted
+    symbols = form.times(wanted).symbols
+    if any(form.of(axis) for axis in ("B", "H", "K", "G")):
+        raise _Carried
+    if not atoms:
+        if own == 1:
+            return Limit(LimitKind.OWN, offset, symbols=symbols)
+        if own:
+            raise _Carried
+        return Limit(LimitKind.CONST, offset, symbols=symbols)
+    if len(atoms) > 1 or atoms[0][0] != wanted or own:
+        # Two terms of which one is the query's index: the sum may exist as a node of its own.
+        raise _Carried
+    atom = atoms[0][1]
+    node, roles = _plain(atom, "S", effects)
+    return Limit(LimitKind.NODE, offset, node, roles, symbols)
+
+
+def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str, ...]]:
+    """The tensor that holds a value and its dims' roles, where it runs along batch rows and ``axis`` alone and nobody writes to it."""
+    if expr.origin is None:
+        raise _Carried
+    node, coords = expr.origin
+    if not isinstance(value_of(node), torch.Tensor) or effects.writes.get(effects.root.get(node, node)):
+        raise _Carried
+    roles = []
+    for coord in coords:
+        if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), (axis, 1)}):
+            raise _Carried
+        roles.append(str(coord.terms[0][0]) if coord.terms else "")
+    return node, tuple(roles)
+
+
+def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
+    """(is it an upper limit, the limit) of one comparison."""
+    atoms: list[tuple[int, Expr]] = []
+    form = _sum(expr.args[1], -1, _sum(expr.args[0], 1, Linear(), atoms), atoms)
+    op, side = expr.op, form.of("T")
+    if side not in {1, -1}:
+        raise _Carried
+    if side == -1:
+        op = MIRRORED[op]
+    # side * (position) <op> -(atoms + rest), so everything else changes sign with the side.
+    rest = form.plus(Linear((("T", side),)), -1)
+    offset = -side * rest.const
+    limit = _limit(atoms, rest, -side, offset, effects)
+    shift = {"le": 0, "lt": -1, "ge": 0, "gt": 1}[op]
+    return op in {"le", "lt"}, replace(limit, offset=limit.offset + shift)
+
+
+def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
+    if expr.op != "load":
+        raise _Carried
+    node, roles = _plain(expr, "T", effects)
+    if roles.count("T") != 1:
+        raise _Carried
+    if value_of(node).dtype.is_floating_point:
+        raise _Carried
+    return node, tuple(roles)
+
+
+def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
+    """Add one term's limits to ``bounds``; raises _Carried where any conjunct is not arithmetic."""
+    coords = tuple(Linear(((role, 1),)) if role else Linear() for role in term.roles)
+    expr = read(term.node, coords)
+    if term.kind is MaskKind.ADD:
+        expr = _predicate(_multiplied(expr, term.factor))
+    elif term.kind is MaskKind.FILL:
+        expr = _negate(expr)
+    found: dict[str, object] = {}
+    failed = False
+    for conjunct in _conjuncts(expr):
+        try:
+            if conjunct.op in NEGATED:
+                upper, limit = _compared(conjunct, effects)
+                key, value = ("hi" if upper else "lo"), limit
+            else:
+                key, value = "keep", _padding(conjunct, effects)  # type: ignore[assignment]
+            if (key in found and found[key] != value) or (key in bounds and bounds[key] != value):
+                failed = True
+            else:
+                found[key] = value
+        except _Carried:
+            failed = True
+    # A limit that was understood holds even where the rest of its term is carried.
+    bounds.update(found)
+    if failed:
+        raise _Carried
+
+
+def normalise(attention: Attention, effects: Effects) -> Bounds:
+    """The mask of an attention in normal form."""
+    bounds: dict[str, object] = {}
+    carried = []
+    for term in attention.masks:
+        try:
+            if not settled(term.node, attention.output, effects):
+                raise _Carried
+            _term(term, bounds, effects)
+        except _Carried:
+            carried.append(term)
+    hi = bounds.get("hi")
+    if attention.causal:
+        hi = Limit(LimitKind.OWN)
+    if hi is None:
+        hi = Limit(LimitKind.ALL)
+    return Bounds(hi, bounds.get("lo"), bounds.get("keep"), tuple(carried))  # type: ignore[arg-type]
+
+
+def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
+    """The tensors along the cached tokens that may hide some of them: from these a last visible position can be read."""
+    terms = [term for term in bounds.carried if "T" in term.roles and term.factor >= LEAST_FACTOR]
+    if bounds.keep is not None:
+        node, roles = bounds.keep
+        terms.append(MaskTerm(node, MaskKind.BOOL, roles))
+    return tuple(terms)
+
+
+def describe(bounds: Bounds) -> str:
+    """A mask in words, for the report."""
+    words = UPPER[bounds.hi.kind]
+    if bounds.lo is not None:
+        words += " + window"
+    if bounds.keep is not None:
+        words += " + padding"
+    for term in bounds.carried:
+        shape = "x".join(str(size) for size in sizes(term.node))
+        words += f" + {'bias' if term.kind is MaskKind.ADD else 'mask'} tensor [{shape}]"
+    return words

@@ -1,0 +1,51 @@
+"""Reach: how far attention reads, and whether a mask's upper limit may name positions behind the tokens that it reads.
+
+The dense tensor ends there, so such a limit hides nothing. A store goes on to the end of its last page, where
+zeros lie that must never be attended to: a ring written by hand at ``position % capacity`` is masked by the
+position, which grows past the capacity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from kvcompile.passes.graph.pullback import STEPS
+from kvcompile.passes.graph.shapes import IDENTITIES, is_tensor, op_name, size_along, value_of
+from kvcompile.passes.match.cache.token_runs import at_most
+from kvcompile.passes.match.mask.masks import hiding
+from kvcompile.passes.match.sites import LimitKind, Site, SlotKind
+
+
+def reach(site: Site) -> Any:
+    """How many tokens a buffer's attention may read whatever was written, int or symbolic; 0 where its mask says no more than that."""
+    bounds, attention, slot = site.bounds, site.attention, site.key
+    if slot.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.READ, SlotKind.UPDATED} or slot.table is not None:
+        return 0
+    if bounds.hi.kind is LimitKind.CONST:
+        return bounds.hi.offset + 1 + sum(coefficient * value_of(node) for node, coefficient in bounds.hi.symbols)
+    if bounds.hi.kind is LimitKind.ALL and not hiding(bounds):
+        return value_of(attention.k).shape[attention.k_roles.index("T")]
+    return 0
+
+
+def exceeds(site: Site) -> bool:
+    """Whether the upper limit of a site may lie behind the last token that it reads."""
+    hi, attention = site.bounds.hi, site.attention
+    if hi.kind is LimitKind.ALL:
+        return False
+    if hi.kind is LimitKind.NODE:
+        index = site.key.write.position.index
+        return index is None or hi.offset > 0 or bool(hi.symbols) or _base(index) is not _base(hi.node)  # type: ignore[arg-type]
+    most = hi.offset + sum(coefficient * value_of(node) for node, coefficient in hi.symbols)
+    if hi.kind is LimitKind.OWN:
+        most = most + size_along(attention.q, attention.q_roles, "S", attention.folded) - 1
+    return not at_most(most, value_of(attention.k).shape[attention.k_roles.index("T")] - 1)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The tensor that holds a view's values: a write there is checked against the cache's end, so its positions never lie behind."""
+    while op_name(node) in STEPS.keys() | IDENTITIES and is_tensor(node.args[0]):
+        node = node.args[0]
+    return node

@@ -1,0 +1,396 @@
+"""Match: compose the recognisers into sites, and turn every near miss into a refusal that teaches.
+
+write x layout x grouping x attention x mask are recognised on their own and composed here; a site is
+only a site if nobody but its attentions reads the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from kvcompile.passes.capture import flex
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.effects import Effects, analyse
+from kvcompile.passes.graph.shapes import hint, module_path, op_name, size_along, sizes, source_line
+from kvcompile.passes.match import soundness
+from kvcompile.passes.match.attention import sdpa, softmax
+from kvcompile.passes.match.cache import sliding as rings
+from kvcompile.passes.match.cache import slots
+from kvcompile.passes.match.cache.advice import made_from
+from kvcompile.passes.match.latent.assembly import assemble
+from kvcompile.passes.match.mask import masks
+from kvcompile.passes.match.mask.reach import reach
+from kvcompile.passes.match.sites import Assembly, Attention, Axes, Miss, Refusal, Ring, Site, Slot, SlotKind, Stage
+from kvcompile.passes.match.unmatched import cache_behind, cut_short, unrecognised
+
+log = logging.getLogger(__name__)
+
+ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
+    sdpa.recognise,
+    softmax.recognise,
+)
+"""The ways attention is spelled; adding one is a file and a line here."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """All sites of a graph, all refusals, and how many attentions have no cache at all."""
+
+    sites: tuple[Site, ...]
+    refusals: tuple[Refusal, ...]
+    uncached: int
+    effects: Effects
+
+
+def refuse(miss: Miss, node: fx.Node, nearest: str = "", stage: Stage = Stage.MATCH, advice: str = "") -> Refusal:
+    """A refusal value from a miss at ``node``."""
+    where = next((item for item in (node, *miss.evidence) if item.meta.get("stack_trace")), node)
+    return Refusal(
+        stage, miss.reason, source_line(where), module_path(where), nearest, miss.advice or advice,
+        tuple(item.format_node() or item.name for item in miss.evidence),
+    )
+
+
+def _heads(attention: Attention, batch: int) -> int:
+    """Query heads, from the roles of the query operand."""
+    shape = sizes(attention.q)
+    count = attention.folded
+    for role, size in zip(attention.q_roles, shape, strict=True):
+        if role and not set(role) - set("BHKG"):
+            count *= size // batch if "B" in role and len(role) > 1 else size if role != "B" else 1
+    return count
+
+
+def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]:
+    """(query heads, group size) of a site whose key and value slots must agree."""
+    if key.kind is not value.kind and SlotKind.READ in {key.kind, value.kind}:
+        unwritten = key if key.kind is SlotKind.READ else value
+        what = "keys" if unwritten is key else "values"
+        raise Miss(
+            f"the cache of the {what} is read but not written in this graph, the other one is", unwritten.root,
+            advice="write keys and values in the same compiled call",
+        )
+    if key.kind is not value.kind:
+        raise Miss("keys and values are cached in different ways", key.root, value.root, advice="write both in the same way")
+    if key.heads != value.heads or key.batch != value.batch:
+        raise Miss(
+            "the key and the value cache have different heads or batch sizes", key.root, value.root, advice="give both the same heads",
+        )
+    if key.root is value.root and _overlap(key.axes, value.axes):
+        raise Miss("keys and values are the same cache entries", key.root, advice="cache keys and values apart")
+    heads = _heads(attention, key.batch)
+    if heads % key.heads:
+        raise Miss(f"{heads} query heads over {key.heads} kv heads", attention.output, advice="use a multiple of the kv heads")
+    if key.tiled != value.tiled:
+        raise Miss(
+            "the heads of keys and values are repeated in different orders", key.root, value.root,
+            advice="repeat both with repeat_interleave, or both with repeat",
+        )
+    if key.capacity != value.capacity or not _alike(key.ring, value.ring):
+        raise Miss(
+            "the key and the value cache hold different numbers of tokens", key.root, value.root, advice="give both the same capacity",
+        )
+    return heads, heads // key.heads
+
+
+def _overlap(key: Axes, value: Axes) -> bool:
+    """Whether two parts of one cache tensor have entries in common."""
+    places = [(dict(axes.select), dict(axes.counts)) for axes in (key, value)]
+    (one, some), (other, more) = places
+    apart = [
+        one[dim] + some.get(dim, 1) <= other[dim] or other[dim] + more.get(dim, 1) <= one[dim] for dim in one if dim in other
+    ]
+    return not any(apart)
+
+
+def _alike(key: Ring | None, value: Ring | None) -> bool:
+    """Whether keys and values keep the same newest tokens."""
+    if key is None or value is None:
+        return key is value
+    return key.slots == value.slots and all(
+        hint(a or 0) == hint(b or 0) for a, b in ((key.past, value.past), (key.keep, value.keep), (key.end, value.end))
+    )
+
+
+def _check_assembly(attention: Attention, assembly: Assembly) -> tuple[int, int]:
+    """(query heads, queries a head that the attention spells) of a site whose keys and values are made from its slots."""
+    found = [slot for slot in assembly.slots if slot is not None]
+    for fact, of in (("cached in different ways", lambda slot: slot.kind), ("caches of different batch sizes", lambda slot: slot.batch),
+                     ("caches of different lengths", lambda slot: slot.capacity)):
+        if len({of(slot) for slot in found}) > 1:
+            raise Miss(
+                f"the parts that keys and values are made from are {fact}", *[slot.root for slot in found],
+                advice="cache all parts alike, or in one tensor",
+            )
+    heads = _heads(attention, found[0].batch)
+    if heads % assembly.heads:
+        raise Miss(f"{heads} query heads over {assembly.heads} kv heads", attention.output, advice="use a multiple of the kv heads")
+    named = dict(zip(attention.q_roles, sizes(attention.q), strict=True))
+    kept = dict(zip(attention.k_roles, sizes(attention.k), strict=True))
+    if attention.folded > 1:
+        return heads, attention.folded
+    return heads, named["G"] if "G" in named else heads // kept["K"] if "K" in kept else 1
+
+
+def _plain(attention: Attention, effects: Effects) -> tuple[Attention, tuple[Slot, Slot], tuple[int, int]]:
+    """The attention, its key and value slot, and (query heads, group size), where keys and values are what is cached."""
+    if attention.beside is not None:
+        raise Miss(
+            "the scores are a sum of two products, of which not both are with what is cached", attention.beside.k,
+            advice="cache the keys of both, or concatenate queries and keys and take one product",
+        )
+    key = slots.find(attention.k, attention.k_roles, attention.output, effects)
+    value = slots.find(attention.v, attention.v_roles, attention.output, effects)
+    found = _check_pair(attention, key, value)
+    if value.factor != 1.0:
+        raise Miss(
+            "the cached values are multiplied by a number after they are read", value.root,
+            advice="multiply the attention's result, or the values before they are written",
+        )
+    return replace(_tiled(attention) if key.tiled else attention, scale=attention.scale * key.factor), (key, value), found
+
+
+def _compose(attention: Attention, effects: Effects, index: int) -> Site:
+    soundness.private(attention, effects)
+    soundness.unchanged_operands(attention, effects)
+    more: Slot | None = None
+    assembly: Assembly | None = None
+    try:
+        attention, (key, value), (heads, groups) = _plain(attention, effects)
+    except (Miss, slots.NoCache) as plain:
+        assembly = assemble(attention, effects, plain)
+        key, value, more = assembly.slots
+        heads, groups = _check_assembly(attention, assembly)
+        attention = replace(attention, idiom=f"{attention.idiom} over a latent")
+    for slot in (key, value, *([more] if more is not None else [])):
+        soundness.unchanged_write(slot.write, attention.output, effects)
+    bounds = masks.normalise(attention, effects)
+    tokens = hint(size_along(attention.q, attention.q_roles, "S", attention.folded))
+    soundness.one_sink_a_head(attention)
+    node = attention.output
+    site = Site(
+        index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k, more, assembly,
+    )
+    if key.kind is SlotKind.BORN_BUFFER and key.ring is None and hint(reach(site)) > hint(key.write.count):
+        raise Miss(
+            "the attention reads places of a new cache that no token was written into", key.root,
+            advice="mask what is not written yet, as every call after the first needs as well",
+        )
+    return site
+
+
+def _best(attention: Attention, effects: Effects, index: int) -> Site:
+    """The site of the reading that fits: as many query tokens as are written, and a mask that the roles explain."""
+    found: list[tuple[bool, int, int, Site]] = []
+    missed: list[Miss] = []
+    for place, reading in enumerate((attention, *attention.others)):
+        try:
+            site = _compose(reading, effects, index)
+        except Miss as miss:
+            missed.append(miss)
+            continue
+        found.append((site.tokens != hint(site.key.write.count), len(site.bounds.carried), place, site))
+        if found[-1][:2] == (False, 0):
+            break
+    if not found:
+        raise missed[0]
+    return min(found, key=lambda item: item[:3])[3]
+
+
+def _tiled(attention: Attention) -> Attention:
+    """The same attention where query head h = g * K + k: its dim of heads holds the groups first."""
+    turned = lambda roles: tuple({"H": "GK", "BH": "BGK"}.get(role, role) for role in roles)  # noqa: E731
+    return replace(
+        attention, q_roles=turned(attention.q_roles), out_roles=turned(attention.out_roles), sink_roles=turned(attention.sink_roles),
+        masks=tuple(replace(term, roles=turned(term.roles)) for term in attention.masks),
+    )
+
+
+def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
+    """The sites whose cache is read by something else than the sites themselves."""
+    by_root: dict[fx.Node, list[Site]] = defaultdict(list)
+    for site in sites:
+        for slot in site.slots:
+            if site not in by_root[slot.root]:
+                by_root[slot.root].append(site)
+    refused: dict[Site, Miss] = {}
+    for root, users in by_root.items():
+        if len({slot.table is None for site in users for slot in site.slots if slot.root is root}) > 1:
+            miss = Miss("one attention gathers from the cache, another one reads it as it lies", root, advice="read it in one way")
+            refused.update(dict.fromkeys(users, miss))
+        allowed = {node for site in users for node in site.attention.nodes}
+        slots_here = [slot for site in users for slot in site.slots if slot.root is root]
+        allowed |= {node for slot in slots_here for node in (slot.write.node, *slot.write.via)}
+        allowed.add(effects.output)
+        # Where keys are scaled or made on their way, what comes of it counts as the cache too.
+        family = effects.family(root)
+        copies = {node for slot in slots_here for node in slot.path}
+        copies |= {node for site in users if site.assembly is not None for node in site.assembly.between}
+        copies -= family
+        allowed |= copies
+        if returned := [node for node in copies if effects.output in node.users]:
+            miss = Miss(
+                "keys or values that are made from the cache are returned to the caller", *returned,
+                advice="return the cache itself, or nothing",
+            )
+            gathered = any(slot.table is not None for slot in slots_here)
+            refused.update({site: miss for site in users if site.assembly is not None or gathered})
+        if any(slot.ring is not None for slot in slots_here):
+            readers = set(rings.strangers(slots_here, allowed))
+        else:
+            readers = effects.readers(root) | {user for node in copies for user in node.users}
+        for reader in readers - allowed:
+            for site in users:
+                refused[site] = Miss(
+                    f"the cache is also read by {op_name(reader) or reader.op}, which would need it decoded", reader,
+                    advice="read the cache in attention only, or give this layer the scheme 'dense' by not compiling it",
+                )
+        for site in users:
+            refused.update(_extra(site, root, users, effects))
+        lost = _left_over(root, slots_here)
+        if lost is None and len({slot.write.late for slot in slots_here}) > 1:
+            lost = Miss(
+                "one attention reads the cache before its new tokens are written and another one after", root,
+                advice="write the new tokens first, then attend",
+            )
+        if lost is not None:
+            refused.update(dict.fromkeys(users, lost))
+    return refused
+
+
+def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
+    """Why a cache tensor cannot be stored where no attention reads some of it: that would be lost."""
+    parts = {slot.axes.select: slot for slot in read if slot.axes.select and slot.ring is None}
+    tokens = {at: slot.batch * slot.capacity if slot.table is None else slot.axes.room(sizes(root)) for at, slot in parts.items()}
+    held = sum(tokens[at] * slot.heads * slot.head_dim for at, slot in parts.items())
+    if not parts or held == math.prod(sizes(root)):
+        return None
+    return Miss(
+        f"{held} of the cache tensor's {math.prod(sizes(root))} entries are read by attention in this graph", root,
+        advice="keep keys and values, and each graph's layers, in tensors of their own",
+    )
+
+
+def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> dict[Site, Miss]:
+    slot = next(slot for slot in site.slots if slot.root is root)
+    returned = effects.outputs_of(effects.family(root) if slot.ring is None else slot.ring.chain)
+    if set(returned) - set(slot.outputs):
+        return {site: Miss("a view of the cache is returned to the caller", root, advice="return the cache itself or nothing")}
+    if slot.placeholder is not None and slot.placeholder is not root and slot.ring is None:
+        others = effects.readers(slot.placeholder) - {root}
+        if slot.write.late:
+            others -= {node for other in users for node in other.attention.nodes}
+        if others:
+            reader = next(iter(others))
+            return {site: Miss(f"the past is also read by {op_name(reader) or reader.op}", reader)}
+    one_write = len(users) > 1 and len({s.key.write.node for s in users}) == 1
+    if one_write and slot.table is None and any(s.bounds.hi.kind is not site.bounds.hi.kind for s in users):
+        return {site: Miss("several attentions with different masks share one cache", root)}
+    return {}
+
+
+def _filled_elsewhere(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
+    """The sites that only read tensors which no compiled call has filled: another writer may come back to them at any time."""
+    compressed = {entry.node for entry in captured.inputs if entry.compressed}
+    return {
+        site: Miss(
+            "the cache is read but not written in this graph, and no compiled call has filled it (an uncompiled call has, or the write "
+            "stands behind a graph break)", slot.root,
+            advice="compile the call that fills the cache as well, and keep the write and the attention in one graph",
+        )
+        for site in sites for slot in site.slots if slot.kind is SlotKind.READ and slot.root not in compressed
+    }
+
+
+def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
+    """The sites whose cache is written in place in memory that another tensor owns: that memory cannot be freed."""
+    borrowed = {entry.node for entry in captured.inputs if not entry.owned}
+    return {
+        site: Miss(
+            "no tensor owns the cache's memory alone (it is a view, a parameter or a subclass, or something else holds a view of it)",
+            slot.root, advice="keep the cache in a plain tensor or a registered buffer of its own, and no view of it from call to call",
+        )
+        for site in sites for slot in site.slots if slot.kind is SlotKind.BUFFER and slot.placeholder in borrowed
+    }
+
+
+def _unrecognised(product: fx.Node) -> Miss:
+    if op_name(product) == flex.NAME:
+        return Miss(
+            "the cache is read by flex_attention, whose score or mask function could not be run over whole index grids", product,
+            advice="write score_mod and mask_mod in operations that broadcast, or use scaled_dot_product_attention",
+        )
+    if cut_short(product):
+        return Miss(
+            f"the cache is read by {op_name(product)}, whose result leaves this graph before it meets a softmax and the values: a graph "
+            "break stands in the middle of the attention", product,
+            advice="keep the attention in one graph (TORCH_LOGS=graph_breaks shows what breaks it)",
+        )
+    return Miss(
+        f"the cache is read by {op_name(product)}, and no softmax or scaled_dot_product_attention was found around it", product,
+        advice="spell the attention with torch.softmax or scaled_dot_product_attention",
+    )
+
+
+def _failed(error: Exception) -> Miss:
+    """The refusal of a site at which a recogniser of ours raised."""
+    first = next(iter(str(error).splitlines()), "")
+    return Miss(
+        f"it could not be analysed: {type(error).__name__}: {first}",
+        advice="please report this model with the output of TORCH_LOGS=+kvcompile",
+    )
+
+
+def match(captured: Captured) -> Matched:
+    """All sites and refusals of a captured graph."""
+    effects = analyse(captured.graph)
+    sites: list[Site] = []
+    missed: list[tuple[fx.Node, Refusal]] = []
+    uncached = 0
+    spoken: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        for recognise in ATTENTIONS:
+            attention = None
+            try:
+                attention = recognise(node)
+                if attention is not None:
+                    spoken.update(attention.nodes)
+                    sites.append(_best(attention, effects, len(sites)))
+            except slots.NoCache as none:
+                behind = cache_behind(attention.k, effects) or cache_behind(attention.v, effects)  # type: ignore[union-attr]
+                if behind is None:
+                    uncached += 1
+                else:
+                    missed.append((node, refuse(made_from(behind, none.base), node, attention.idiom)))  # type: ignore[union-attr]
+            except Miss as miss:
+                if attention is not None or cache_behind(node, effects) is not None:
+                    spoken.add(node)
+                    nearest = attention.idiom if attention else recognise.__module__.rpartition(".")[2]
+                    missed.append((node, refuse(miss, node, nearest)))
+                else:
+                    uncached += 1
+            except Exception as error:
+                # A graph that nobody foresaw: this attention stays as it is, the program runs.
+                log.debug("a recogniser failed at %s", node.format_node(), exc_info=True)
+                spoken.add(node)
+                missed.append((node, refuse(_failed(error), node, recognise.__module__.rpartition(".")[2])))
+    # A softmax inside of a larger one (weights that are masked and divided by their sum again) is part of that one's attention.
+    inside = {node for site in sites for node in site.attention.nodes}
+    refusals = [refusal for node, refusal in missed if node not in inside]
+    spoken |= {node for site in sites if site.assembly is not None for node in site.assembly.between}
+    refusals += [refuse(_unrecognised(product), product) for product in unrecognised(captured, effects, spoken)]
+    rejected = {**_sole_readers(sites, effects), **_borrowed(sites, captured), **_filled_elsewhere(sites, captured)}
+    refusals += [refuse(miss, site.attention.output, site.attention.idiom) for site, miss in rejected.items()]
+    kept = tuple(site for site in sites if site not in rejected)
+    return Matched(kept, tuple(refusals), uncached, effects)
+
+
+def tokens_of(site: Site) -> int:
+    """New tokens S of a site."""
+    return hint(site.tokens)

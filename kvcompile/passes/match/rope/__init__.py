@@ -1,0 +1,1 @@
+"""Rotary embeddings between a projection and the cache."""

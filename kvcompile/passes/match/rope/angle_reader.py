@@ -1,0 +1,342 @@
+"""Reading angles: the graph's own cosine and sine as functions of the token's position.
+
+They are evaluated at sampled coordinates (``pullback``), through elementwise arithmetic, an outer product with the
+frequencies, a look-up in a table; so whatever reshapes and broadcasts spelled it, every step is elementwise along
+the tokens by construction. What is not such a function (frequencies that follow the length, angles that come from
+outside) is a miss with that reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.pullback import JOINS, Coords, broadcast, join_parts, step
+from kvcompile.passes.graph.shapes import IDENTITIES, bind, hint, is_tensor, op_name, operand, sizes, value_of
+from kvcompile.passes.match.rope.angles import Part, Spread, Step
+from kvcompile.passes.match.sites import Miss
+
+UNARY = {"cos", "sin", "neg", "exp", "log", "reciprocal", "sqrt", "rsqrt", "abs"}
+BINARY = {"add", "sub", "mul", "div", "pow"}
+PRODUCTS = {"matmul", "bmm", "mm"}
+OUTER = {"outer", "ger"}
+LOOKUPS = {"index", "embedding", "index_select", "gather"}
+SLICES = {"slice", "narrow"}
+SLICE = "where a slice of a table begins"
+
+Read = tuple[Step, list[np.ndarray]]
+"""A step without channels, and for each of its leaves along the channels, in order, which entry every sample reads."""
+
+
+def changed(why: str, node: fx.Node) -> Miss:
+    """The miss of angles that are no function of the position."""
+    return Miss(f"the angles of the rotation are not a function of the token's position: {why}", node)
+
+
+@dataclass
+class Reader:
+    """Reads graph values at samples that share one set of tokens; collects the constants and the position that they use."""
+
+    effects: Effects
+    tokens: int
+    token: np.ndarray
+    """Which new token each sample is."""
+    constants: list[fx.Node] = field(default_factory=list)
+    position: tuple[Any, ...] | None = None
+
+    def read(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: Part = Part.NONE) -> Read:
+        """The value of ``node`` at ``coords``, of the samples ``rows``."""
+        self._unwritten(node)
+        name = op_name(node)
+        if name == "arange":
+            return self._arange(node, coords, rows)
+        if not value_of(node).dtype.is_floating_point and not value_of(node).dtype.is_complex:
+            return self._integer(node, coords, rows)
+        if node.op in {"placeholder", "get_attr"}:
+            return self._leaf("constant", node, coords, part, ())
+        if (number := constant(node)) is not None:
+            return Step("number", (number,)), []
+        if (found := self._looked_up(node, coords, rows, part)) is not None:
+            return found
+        if name in IDENTITIES:
+            return _cast(self.read(operand(node), coords, rows, part), operand(node), node)
+        if name in JOINS:
+            return self._joined(node, coords, rows, part)
+        if name in {"view_as_real", "view_as_complex", "complex", "polar"}:
+            return self._complex(node, coords, rows, part)
+        if name in {"ones_like", "ones", "zeros_like", "zeros"}:
+            return Step("number", (1.0 if name.startswith("ones") else 0.0,)), []
+        if name in UNARY | BINARY and part is Part.NONE:
+            return self._elementwise(node, coords, rows)
+        if name in PRODUCTS | OUTER | {"einsum"} and part is Part.NONE:
+            return self._outer(node, coords, rows)
+        moved = step(node, coords)
+        if moved is None:
+            raise changed(f"they pass through {name or node.op}", node)
+        return self.read(*moved, rows, part)
+
+    def _unwritten(self, node: fx.Node) -> None:
+        if self.effects.writes.get(self.effects.root.get(node, node)):
+            raise changed("they are updated in place, as frequencies that follow the length are", node)
+
+    # --- integers --------------------------------------------------------------------------------
+
+    def _arange(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
+        """An iota is the position where it runs along the tokens, else numbers along the channels."""
+        arguments = bind(node)
+        along = (coords[:, 0] == self.token[rows]).all() if self.tokens > 1 else sizes(node)[0] == 1
+        if along and (arguments.get("step") or 1) == 1:
+            return _cast(self._position(node, coords), None, node)
+        start, end, by = arguments.get("start") or 0, arguments["end"], arguments.get("step") or 1
+        if any(isinstance(item, fx.Node) for item in (start, end, by)):
+            raise changed("they count from a number that changes", node)
+        return Step("arange", (start, end, by, value_of(node).dtype)), [coords[:, 0]]
+
+    def _integer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
+        while (moved := step(node, coords)) is not None:
+            node, coords = moved
+            self._unwritten(node)
+        if op_name(node) == "arange":
+            return self._arange(node, coords, rows)
+        if self.tokens > 1 and not any((coords[:, dim] == self.token[rows]).all() for dim in range(coords.shape[1])):
+            raise changed("they depend on the position of another token, or on how many there are", node)
+        return self._position(node, coords)
+
+    def _position(self, node: fx.Node, coords: Coords) -> Read:
+        """The one position that all angles depend on; dims in which it does not change are part of its identity."""
+        still = tuple((dim, int(column[0])) for dim, column in enumerate(coords.T) if (column == column[0]).all())
+        self._only((node, still), node)
+        return Step("position"), []
+
+    def _only(self, position: tuple[Any, ...], node: fx.Node) -> None:
+        if self.position is not None and self.position != position:
+            raise changed("they depend on more than one position", node)
+        self.position = position
+
+    # --- leaves ----------------------------------------------------------------------------------
+
+    def _leaf(self, kind: str, node: fx.Node, coords: Coords, part: Part, moving: tuple[int, ...]) -> Read:
+        """A constant of the model; the dims in ``moving`` are indexed by the position."""
+        if not is_tensor(node) or node.op not in {"placeholder", "get_attr"}:
+            raise changed(f"they are looked up in the result of {op_name(node)}", node)
+        fixed, along = [], None
+        for dim, column in enumerate(coords.T):
+            if dim in moving:
+                continue
+            if (column == column[0]).all():
+                fixed.append((dim, int(column[0])))
+            elif along is None:
+                along = dim
+            else:
+                raise changed("they come from outside of this graph, not from a position in it", node)
+        if node not in self.constants:
+            self.constants.append(node)
+        found = Step(kind, (*moving, self.constants.index(node), tuple(fixed), along, part))
+        return found, [] if along is None else [coords[:, along]]
+
+    def _looked_up(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: Part) -> Read | None:
+        """A table's row at the position: gathered, or a slice of as many rows as there are tokens."""
+        name = op_name(node)
+        if name in SLICES and (dim := self._sliced_along_tokens(node, coords, rows)) is not None:
+            self._only((SLICE, bind(node).get("start")), node)
+            return self._table(operand(node), coords, dim, part)
+        if name not in LOOKUPS:
+            return None
+        arguments = bind(node)
+        if name == "gather":
+            dim, index, where = int(arguments["dim"]) % coords.shape[1], arguments["index"], coords
+            rest = coords
+        else:
+            dim, index, where, rest = _indexed(node, name, arguments, coords)
+        found, _ = self.read(index, where, rows)
+        if found != Step("position"):
+            raise changed("they are looked up at something else than the position", node)
+        source = operand(node) if name != "embedding" else arguments["weight"]
+        return self._table(source, rest, dim, part)
+
+    def _sliced_along_tokens(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> int | None:
+        arguments = bind(node)
+        dim = int(arguments["dim"]) % coords.shape[1]
+        count, whole = sizes(node)[dim], sizes(operand(node))[dim]
+        if count != self.tokens or whole == count or hint(arguments.get("step") or 1) != 1:
+            return None
+        along = (coords[:, dim] == self.token[rows]).all() and (self.tokens > 1 or isinstance(arguments.get("start"), (int, fx.Node)))
+        # One row of a table is a position too where nothing else was.
+        return dim if along and (self.tokens > 1 or self.position is None or self.position[0] == SLICE) else None
+
+    def _table(self, node: fx.Node, coords: Coords, dim: int, part: Part) -> Read:
+        """The constant behind a table whose ``dim`` is indexed by the position: which of its own dims that is shows when it moves."""
+        casts: list[tuple[fx.Node, fx.Node]] = []
+        here, there = coords.copy(), coords.copy()
+        here[:, dim], there[:, dim] = 0, 1
+        while node.op not in {"placeholder", "get_attr"}:
+            self._unwritten(node)
+            name = op_name(node)
+            if name == "view_as_complex":
+                half = np.full((len(here), 1), part is Part.IMAG)
+                node, here, there, part = operand(node), np.hstack([here, half]), np.hstack([there, half]), Part.NONE
+                continue
+            moved, other = step(node, here), step(node, there)
+            if moved is None or other is None:
+                raise changed(f"they are looked up in the result of {name or node.op}", node)
+            if name in IDENTITIES:
+                casts.append((moved[0], node))
+            node, here, there = moved[0], moved[1], other[1]
+        self._unwritten(node)
+        moving = tuple(int(at) for at in np.flatnonzero((here != there).any(0)))
+        if len(moving) != 1:
+            raise changed("more than one dim of their table follows the position", node)
+        if not isinstance(value_of(node).shape[moving[0]], int):
+            raise changed("their table has no fixed number of rows", node)
+        found = self._leaf("lookup", node, here, part, moving)
+        for before, after in reversed(casts):
+            found = _cast(found, before, after)
+        return found
+
+    # --- operators -------------------------------------------------------------------------------
+
+    def _joined(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: Part) -> Read:
+        """Through cat and stack, where all operands are the same function."""
+        parts = [(at, self.read(source, moved, rows[at], part)) for source, at, moved in join_parts(node, coords)]
+        found, columns = parts[0][1]
+        if any(other != found for _, (other, _) in parts):
+            raise changed("parts of the channels are computed in different ways", node)
+        merged = [np.zeros(len(rows), dtype=np.int64) for _ in columns]
+        for at, (_, own) in parts:
+            for target, column in zip(merged, own, strict=True):
+                target[at] = column
+        return found, merged
+
+    def _complex(self, node: fx.Node, coords: Coords, rows: np.ndarray, part: Part) -> Read:
+        name = op_name(node)
+        if name == "view_as_complex":
+            half = np.full((len(coords), 1), part is Part.IMAG, dtype=np.int64)
+            return self.read(operand(node), np.hstack([coords, half]), rows)
+        if name == "complex":
+            source = operand(node, part is Part.IMAG)
+            return self.read(source, broadcast(source, coords), rows)
+        if name == "polar":
+            length, angle = (self.read(item, broadcast(item, coords), rows) for item in (operand(node), operand(node, 1)))
+            turned = Step("sin.default" if part is Part.IMAG else "cos.default", (angle[0],))
+            return Step("mul.Tensor", (length[0], turned)), length[1] + angle[1]
+        halves = set(coords[:, -1].tolist())
+        if len(halves) != 1:
+            raise changed("real and imaginary parts are mixed", node)
+        return self.read(operand(node), coords[:, :-1], rows, Part.IMAG if halves.pop() else Part.REAL)
+
+    def _elementwise(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
+        if node.kwargs:
+            raise changed(f"they pass through {op_name(node)} with options", node)
+        parts: list[Any] = []
+        columns: list[np.ndarray] = []
+        for item in node.args:
+            if is_tensor(item):
+                found, own = self.read(item, broadcast(item, coords), rows)
+                parts.append(found)
+                columns += own
+            elif isinstance(item, (int, float)):
+                parts.append(item)
+            else:
+                raise changed("a number that changes takes part", node)
+        return Step(_overload(node), tuple(parts)), columns
+
+    def _outer(self, node: fx.Node, coords: Coords, rows: np.ndarray) -> Read:
+        """A product without a sum: an outer product, or a matrix product over a dim of size one."""
+        name = op_name(node)
+        if name == "einsum":
+            (left, right), places = _einsum(node, coords)
+        else:
+            left, right = operand(node), operand(node, 1)
+            zero = np.zeros(len(coords), dtype=np.int64)
+            if name in OUTER:
+                places = coords[:, :1], coords[:, 1:]
+            elif sizes(left)[-1] != 1 or len(sizes(left)) < 2 or len(sizes(right)) < 2:
+                raise changed("they are sums", node)
+            else:
+                first = np.column_stack([coords[:, :-1], zero])
+                second = np.column_stack([coords[:, :-2], zero, coords[:, -1]])
+                places = broadcast(left, first), broadcast(right, second)
+        a, b = self.read(left, places[0], rows), self.read(right, places[1], rows)
+        return Step("mul.Tensor", (a[0], b[0])), a[1] + b[1]
+
+
+def _cast(found: Read, before: fx.Node | None, after: fx.Node) -> Read:
+    """The same in another dtype where the two nodes' differ; ``before`` None stands for the position."""
+    dtype = value_of(after).dtype
+    if before is None and not dtype.is_floating_point:
+        return found
+    if before is not None and value_of(before).dtype == dtype:
+        return found
+    if dtype.is_complex:
+        raise changed("they become complex by a cast", after)
+    return Step("cast", (found[0], dtype)), found[1]
+
+
+def _overload(node: fx.Node) -> str:
+    target: Any = node.target
+    return target._schema.name.rpartition("::")[2] + "." + (target._schema.overload_name or "default")
+
+
+def _indexed(node: fx.Node, name: str, arguments: dict[str, Any], coords: Coords) -> tuple[int, fx.Node, Coords, Coords]:
+    """(indexed dim of the source, index, its coordinates, the source's with zeros at that dim) of a look-up."""
+    if name == "index":
+        given = [(dim, item) for dim, item in enumerate(arguments["indices"]) if item is not None]
+        if len(given) != 1:
+            raise changed("they are looked up by more than one index", node)
+        dim, index = given[0]
+    elif name == "embedding":
+        dim, index = 0, arguments["indices"]
+    else:
+        dim, index = int(arguments["dim"]) % len(sizes(operand(node))), arguments["index"]
+    if value_of(index).dtype == torch.bool:
+        raise changed("they are looked up by a mask", node)
+    rank = len(sizes(index))
+    where = coords[:, dim : dim + rank]
+    zero = np.zeros((len(coords), 1), dtype=np.int64)
+    return dim, index, where, np.hstack([coords[:, :dim], zero, coords[:, dim + rank :]])
+
+
+def _einsum(node: fx.Node, coords: Coords) -> tuple[tuple[fx.Node, fx.Node], tuple[Coords, Coords]]:
+    equation, operands = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    text = str(equation).replace(" ", "")
+    inputs, _, output = text.partition("->")
+    names = inputs.split(",")
+    if len(operands) != 2 or not output or "." in text or set("".join(names)) - set(output):
+        raise changed("they are sums", node)
+    places = tuple(broadcast(item, coords[:, [output.index(axis) for axis in axes]]) for item, axes in zip(operands, names, strict=True))
+    return (operands[0], operands[1]), (places[0], places[1])
+
+
+# --- channels -------------------------------------------------------------------------------------------
+
+
+def spread_of(columns: Sequence[np.ndarray], width: int, node: fx.Node) -> tuple[Spread, list[tuple[int, int, int]]]:
+    """How ``width`` channels read the leaves, and (first, count, stride) of every leaf; ``columns`` are [width] each."""
+    channel = np.arange(width)
+    for spread, own, count in (
+        (Spread.WHOLE, channel, width), (Spread.HALVES, channel % (width // 2), width // 2), (Spread.PAIRS, channel // 2, width // 2),
+    ):
+        ranges = [_range(column, own, count) for column in columns]
+        if all(item is not None for item in ranges):
+            return spread, [item for item in ranges if item is not None]
+    raise changed("its channels read the frequencies in an unusual order", node)
+
+
+def _range(column: np.ndarray, own: np.ndarray, count: int) -> tuple[int, int, int] | None:
+    first = int(column[0])
+    stride = int(column[own == 1][0]) - first if count > 1 else 1
+    return (first, count, stride) if stride > 0 and (column == first + stride * own).all() else None
+
+
+def with_ranges(found: Step, ranges: list[tuple[int, int, int]]) -> Step:
+    """The step with every leaf along the channels given its range, in order; takes them off the list."""
+    if found.op == "arange" or (found.op in {"constant", "lookup"} and found.args[-2] is not None):
+        return replace(found, args=(*found.args, *ranges.pop(0)))
+    return replace(found, args=tuple(with_ranges(arg, ranges) if isinstance(arg, Step) else arg for arg in found.args))

@@ -1,0 +1,117 @@
+"""Soundness in time and in number: no operand changes before the rewritten graph reads it, no part of an attention is used elsewhere.
+
+The captured graph is not functional. The rewritten one reads every operand of an attention at one place,
+where its result is made, and the new tokens where they are written; a tensor that is written in place in
+between would be read as something else. And what the attention computes on its way, scores and weights,
+is gone afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from kvcompile.passes.graph.effects import Effects, written_arguments
+from kvcompile.passes.graph.pullback import trace
+from kvcompile.passes.graph.shapes import IDENTITIES, is_tensor, op_name, sizes
+from kvcompile.passes.match.sites import Attention, Miss, Write
+
+STATISTICS = IDENTITIES | {"max", "amax", "logsumexp", "getitem", "sum", "unsqueeze", "squeeze"}
+SIZES = {"sym_size", "sym_stride", "sym_numel"}
+
+
+def _first_use(node: fx.Node, nodes: Iterable[fx.Node], effects: Effects) -> fx.Node | None:
+    users = [user for user in nodes if node in user.all_input_nodes]
+    return min(users, key=lambda user: effects.order[user], default=None)
+
+
+def unchanged_operands(attention: Attention, effects: Effects) -> None:
+    """Raise Miss where the queries, a mask or the sinks are written in place while the attention is computed."""
+    named = [("queries", attention.q), *(("a mask", term.node) for term in attention.masks)]
+    if attention.beside is not None:
+        named.append(("queries", attention.beside.q))
+    if attention.sinks is not None:
+        named.append(("sinks", attention.sinks))
+    for name, node in named:
+        used = _first_use(node, attention.nodes, effects)
+        if used is None:
+            continue
+        changed = effects.writes_between(node, used, attention.output)
+        if set(changed) - set(attention.nodes):
+            raise Miss(
+                f"the attention reads {name}, changed in place by {op_name(changed[0])} before the attention is complete", changed[0],
+                advice="change a copy (x = x * 2 rather than x *= 2), or change it after the attention",
+            )
+
+
+def unchanged_write(write: Write, attention: fx.Node, effects: Effects) -> None:
+    """Raise Miss where the new tokens change between their write and the attention, or their positions before the write."""
+    changed = effects.writes_between(write.values, write.node, attention)
+    if changed and write.node not in changed:
+        raise Miss(
+            f"the written values are changed in place by {op_name(changed[0])} between the write and the attention", changed[0],
+            advice="change a copy of them (k = k + 1 rather than k += 1)",
+        )
+    index = write.position.index
+    if index is not None and (changed := effects.writes_between(index, index, write.node)):
+        raise Miss(
+            f"the write's positions are changed in place by {op_name(changed[0])} before the write", changed[0],
+            advice="compute the positions as a new tensor (pos = pos + 1)",
+        )
+
+
+def private(attention: Attention, effects: Effects) -> None:
+    """Raise Miss where scores or weights are read by something else, or changed by something that is no step of the attention."""
+    nodes = set(attention.nodes)
+    for node in attention.nodes:
+        if node is attention.output:
+            continue
+        for user in node.users:
+            if not _inside(user, nodes):
+                raise Miss(
+                    f"the scores or weights of the attention are also read by {op_name(user) or user.op}", user,
+                    advice="compute what is read beside the attention from the queries, or leave it out when decoding",
+                )
+        for write in effects.writes.get(effects.root.get(node, node), ()):
+            if write not in nodes and is_tensor(node):
+                raise Miss(
+                    f"the scores or weights of the attention are changed in place by {op_name(write)}", write,
+                    advice="use masked_fill, where or an added mask over all scores",
+                )
+
+
+def one_sink_a_head(attention: Attention) -> None:
+    """Raise Miss where a sink logit depends on the batch row or on the token."""
+    if attention.sinks is None:
+        return
+    roles = (*attention.sink_roles[len(attention.sink_roles) - len(sizes(attention.sinks)) + 1 :], "")
+    trail = trace(attention.sinks, lambda node: False)
+    heads = [dim for dim, role in enumerate(roles) if role and not set(role) - set("HKG")]
+    seen: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for here, there in zip(trail.here, trail.there, strict=True):
+        if seen.setdefault(tuple(here[heads]), tuple(there)) != tuple(there):
+            raise Miss("the sinks depend on the batch row or the token", attention.sinks, advice="give every head one sink logit")
+
+
+def _inside(user: fx.Node, nodes: set[fx.Node], depth: int = 6) -> bool:
+    """Whether a value is used by the attention only: a step of it, or a statistic of the scores that only steps read."""
+    if user in nodes or op_name(user) in SIZES:
+        return True
+    if depth == 0 or op_name(user) not in STATISTICS or written_arguments(user):
+        return False
+    return all(_inside(item, nodes, depth - 1) for item in user.users)
+
+
+def settled(node: fx.Node, reader: fx.Node, effects: Effects) -> bool:
+    """Whether all that ``node`` is made from was what it is when it was read: no write in place in between."""
+    stack, seen = [(node, reader)], set()
+    while stack:
+        item, user = stack.pop()
+        if (item, user) in seen or not is_tensor(item):
+            continue
+        seen.add((item, user))
+        if effects.writes_between(item, item, user):
+            return False
+        stack += [(operand, item) for operand in item.all_input_nodes]
+    return True

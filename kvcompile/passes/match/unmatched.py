@@ -1,0 +1,116 @@
+"""What looks like a cache where no site was found: so that no attention over one is skipped in silence."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.pullback import trace
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.match.attention.weights import SOFTMAX
+from kvcompile.passes.match.cache.gathers import GATHERS
+from kvcompile.passes.match.cache.writes import IN_PLACE
+
+PROJECTIONS = {"linear", "mm", "addmm", "embedding", "conv1d", "conv2d", "convolution"}
+PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "flex_attention"}
+FUNCTIONAL = {"index_copy", "index_put", "scatter", "slice_scatter", "select_scatter", "where", "cat"}
+CHOICES = {"topk", "sort", "argsort", "kthvalue", "argmax"}
+LIMIT = 400
+REACH = 40
+
+
+def _is_cache(node: fx.Node, effects: Effects) -> bool:
+    """A floating tensor of three dims or more that is written piece by piece here, or returned one piece longer, whole or in part."""
+    if not is_tensor(node) or value_of(node).dim() < 3 or not value_of(node).dtype.is_floating_point:
+        return False
+    root = effects.root.get(node, node)
+    if root.op == "placeholder":
+        return any(op_name(write) in IN_PLACE for write in effects.writes.get(root, ()))
+    # What is returned may be a view of it: a window, or all of it behind a transpose.
+    if op_name(root) not in FUNCTIONAL or not effects.outputs_of(effects.family(root)):
+        return False
+    operands = root.all_input_nodes
+    return any(effects.root.get(item, item).op == "placeholder" and is_tensor(item) and value_of(item).dim() >= 3 for item in operands)
+
+
+def cache_behind(node: fx.Node, effects: Effects) -> fx.Node | None:
+    """The cache that a value is made from, through anything but a projection of something that is no cache."""
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack and len(seen) < LIMIT:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if _is_cache(current, effects):
+            return current
+        if op_name(current) in PROJECTIONS:
+            base = trace(current.args[0], lambda item: False).base  # type: ignore[arg-type]
+            if op_name(base) in GATHERS:
+                base = bind(base).get("self") or base
+            if is_tensor(base) and _is_cache(base, effects):
+                return base
+            continue
+        stack.extend(current.all_input_nodes)
+        # What was written into a tensor is part of its value.
+        stack.extend(item for write in effects.writes.get(current, ()) for item in write.all_input_nodes)
+    return None
+
+
+def unrecognised(captured: Captured, effects: Effects, spoken: set[fx.Node]) -> list[fx.Node]:
+    """Products that read a cache as it is, of which no recogniser has ``spoken`` nor of a softmax near them, and that choose no tokens."""
+    found = []
+    for node in captured.graph.nodes:
+        if op_name(node) not in PRODUCTS:
+            continue
+        operands = [item for item in node.all_input_nodes if is_tensor(item) and len(sizes(item)) >= 3]
+        bases = [trace(item, lambda base: False).base for item in operands]
+        reads = any(_is_cache(base, effects) for base in bases)
+        if reads and node not in spoken and not _near_softmax(node, spoken) and not _chooses(node):
+            found.append(node)
+    return found
+
+
+def _chooses(product: fx.Node) -> bool:
+    """Whether a product leads to a choice of tokens: scores that only rank the cache's entries are no attention over it."""
+    stack, seen = [(product, 0)], set[fx.Node]()
+    while stack:
+        node, depth = stack.pop()
+        if node in seen or depth > REACH:
+            continue
+        seen.add(node)
+        if op_name(node) in CHOICES:
+            return True
+        stack += [(item, depth + 1) for item in node.users]
+    return False
+
+
+def cut_short(product: fx.Node) -> bool:
+    """Whether what is made of a product leaves the graph without having met another product."""
+    stack, seen = [product], set[fx.Node]()
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and op_name(user) not in PROJECTIONS | PRODUCTS:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _near_softmax(product: fx.Node, spoken: set[fx.Node]) -> bool:
+    """Whether a softmax stands before or after a product, a few steps away: then its recogniser has spoken."""
+    for step in (lambda node: list(node.users), lambda node: node.all_input_nodes):
+        stack, seen = [(product, 0)], set()
+        while stack:
+            node, depth = stack.pop()
+            if node in seen or depth > 24:
+                continue
+            seen.add(node)
+            if op_name(node) in SOFTMAX or node in spoken:
+                return True
+            if node is not product and op_name(node) in PROJECTIONS | PRODUCTS:
+                continue
+            stack += [(item, depth + 1) for item in step(node)]
+    return False

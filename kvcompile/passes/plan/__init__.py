@@ -1,0 +1,1 @@
+"""Plan: which scheme each slot of a matched graph gets."""

@@ -1,0 +1,306 @@
+"""Plan: which site gets which scheme, and what it will cost. Pure.
+
+A policy is one scheme, a pair for keys and values, or globs over module paths; the first matching glob
+of the most specific kind wins. Bytes are sympy expressions of B (batch rows) and T (tokens in use), so
+that what is announced can be printed, evaluated and held against what was allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from kvcompile.errors import (
+    BadPolicy,
+    HalfCertified,
+    LatentNotCertified,
+    NotInPolicy,
+    RingNeedsTokens,
+    SchemeError,
+    TableNeedsTokens,
+    UnsupportedDtype,
+    WindowOnlyRead,
+    WindowReadLate,
+)
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.match import Matched, refuse
+from kvcompile.passes.match.rope.rope import Rotation, recognise
+from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, SlotKind, Stage
+from kvcompile.passes.plan.reporting import check_scheme, check_site, with_tally
+from kvcompile.schemes import Certify, Scheme, parse
+from kvcompile.types import PAGE, Layout, Role, SlotSpec
+
+BATCH, TOKENS = sympy.Symbol("B", integer=True, positive=True), sympy.Symbol("T", integer=True, nonnegative=True)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Separate schemes for keys and values; ``certify``: what their attention reports of its error is held against, None for no report."""
+
+    k: Scheme
+    v: Scheme
+    certify: Certify | None = None
+
+    def spell(self) -> str:
+        """The pair as text, part of cache keys."""
+        return f"{self.k.spell()}|{self.v.spell()}" + (f"|{self.certify.spell()}" if self.certify is not None else "")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Scheme pairs by module-path glob, in the order of their writing; ``*`` is the default."""
+
+    rules: tuple[tuple[str, Pair], ...]
+
+    def of(self, path: str) -> Pair | None:
+        """The pair for a module path: the longest matching glob wins; None where no glob matches."""
+        hits = [(len(glob.replace("*", "")), pair) for glob, pair in self.rules if fnmatch.fnmatch(path, glob)]
+        return max(hits, key=lambda hit: hit[0])[1] if hits else None
+
+    def spell(self) -> str:
+        """The policy as text, part of cache keys."""
+        return ";".join(f"{glob}=>{pair.spell()}" for glob, pair in self.rules)
+
+
+def pair_of(choice: object) -> Pair:
+    """A pair from a name, a spelled scheme, a Scheme object, or a mapping with ``k`` and ``v``."""
+    if isinstance(choice, Pair):
+        return choice
+    if isinstance(choice, Scheme):
+        return Pair(choice, choice)
+    if isinstance(choice, str):
+        scheme = parse(choice)
+        return Pair(scheme, scheme)
+    if isinstance(choice, Mapping) and set(choice) == {"k", "v"}:
+        return Pair(pair_of(choice["k"]).k, pair_of(choice["v"]).v)
+    raise BadPolicy(found=choice)
+
+
+def policy_of(choice: object) -> Policy:
+    """A policy from whatever ``backend(scheme=...)`` was given; raises a SchemeError."""
+    if isinstance(choice, Policy):
+        return choice
+    if isinstance(choice, Mapping) and set(choice) != {"k", "v"}:
+        if not choice:
+            raise BadPolicy(found=choice)
+        return Policy(tuple((str(glob), pair_of(item)) for glob, item in choice.items()))
+    return Policy((("*", pair_of(choice)),))
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """One slot with its scheme, layout and bytes."""
+
+    slot: Slot
+    role: Role
+    scheme: Scheme
+    spec: SlotSpec
+    layout: Layout
+    window: int = 0
+    """Tokens kept in full precision: the larger of both halves of the site, since one attention reads both."""
+    rotation: Rotation | None = None
+    """The rotary embedding of keys that are stored before it."""
+
+    @property
+    def end(self) -> int | None:
+        """What the store grows up to, a constant or None for no end: stores with the same end have the same number of pages."""
+        slot = self.slot
+        if slot.ring is not None:
+            return slot.ring.slots
+        size = slot.axes.room(value_of(slot.root).shape)
+        buffer = slot.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED}
+        return size if buffer and isinstance(size, int) else None
+
+    @property
+    def bytes_after(self) -> sympy.Expr:
+        """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages."""
+        pages = sympy.ceiling(self._tokens / PAGE)
+        per_row = pages * self.layout.bytes_per_page + self.layout.bytes_per_row
+        return self.spec.heads * (self._rows * per_row + self.layout.bytes_per_head)
+
+    @property
+    def bytes_before(self) -> sympy.Expr:
+        """Bytes of the dense slot for as many tokens."""
+        return self._rows * self._tokens * self.spec.heads * self.spec.head_dim * self.spec.dtype.itemsize
+
+    @property
+    def _rows(self) -> sympy.Expr:
+        """Rows that are stored: a pool is one, whatever the batch."""
+        return BATCH if self.slot.table is None else sympy.Integer(1)
+
+    @property
+    def _tokens(self) -> sympy.Expr:
+        """Tokens that are stored of ``TOKENS`` in use; a pool holds all its places from the start."""
+        if self.slot.table is not None:
+            return sympy.Integer(self.slot.axes.room(value_of(self.slot.root).shape))
+        return TOKENS if self.slot.ring is None else sympy.Min(TOKENS, self.slot.ring.slots)
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """One site with its slots planned; key and value are one plan where a latent serves as both.
+
+    ``certify``: every step over codes adds its certificate to the last plane of the keys, counting what is beyond these budgets.
+    """
+
+    site: Site
+    key: SlotPlan
+    value: SlotPlan
+    more: SlotPlan | None = None
+    certify: Certify | None = None
+
+    @property
+    def parts(self) -> tuple[SlotPlan, ...]:
+        """The plans of the slots, each once."""
+        distinct = (self.key,) if self.value is self.key else (self.key, self.value)
+        return distinct if self.more is None else (*distinct, self.more)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All planned sites, and the sites that the plan had to refuse."""
+
+    sites: tuple[SitePlan, ...]
+    refusals: tuple[Refusal, ...]
+
+    @property
+    def bytes_after(self) -> sympy.Expr:
+        """Announced bytes of all stores."""
+        return sum((part.bytes_after for site in self.sites for part in site.parts), sympy.Integer(0))
+
+    @property
+    def bytes_before(self) -> sympy.Expr:
+        """Bytes of the dense cache that is replaced."""
+        return sum((part.bytes_before for site in self.sites for part in site.parts), sympy.Integer(0))
+
+
+def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, rolling: int | None, effects: Effects) -> SlotPlan:
+    scheme = chosen.of(role)
+    spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
+    scheme.check(spec)
+    layout = scheme.layout(spec)
+    if slot.table is not None:
+        _check_table(scheme, layout)
+    elif rolling is not None:
+        _check_ring(rolling, scheme, layout)
+    rotation = recognise(slot, effects) if scheme.pre_rope else None
+    return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window, rotation)
+
+
+def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turned: str) -> str | None:
+    """Why a scheme needs its tokens in their order, in the words of who cannot keep them so; None where it does not."""
+    if not scheme.by_token:
+        return f"encodes blocks of consecutive tokens, and {blocks}"
+    if layout.encoded != len(layout.planes):
+        return f"keeps tokens or tables beside its codes, which {beside}"
+    if scheme.pre_rope:
+        return f"stores keys turned back by their place in the cache, which is not their position{turned}"
+    return None
+
+
+def _check_dtypes(site: Site) -> None:
+    """Raise where a cache's dtype is none that kernels are made for."""
+    for slot in site.slots:
+        if (dtype := value_of(slot.root).dtype) not in DTYPES:
+            raise UnsupportedDtype(known=[str(known).removeprefix("torch.") for known in DTYPES], dtype=dtype)
+
+
+def _check_table(scheme: Scheme, layout: Layout) -> None:
+    """Raise where tokens that lie at any place meet a scheme that needs them in their order."""
+    why = _needs_order(scheme, layout, "those of a sequence lie at places of their own", "cannot be gathered with them", "")
+    if why is not None:
+        raise TableNeedsTokens(scheme=scheme.spell(), why=why)
+
+
+def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
+    """Raise where a cache of ``slots`` places that are written over again meets a scheme that needs its tokens in their order."""
+    why = _needs_order(
+        scheme, layout, "each new token would be written over one of the oldest block", "do not go around with them",
+        " once places are written over again",
+    )
+    if why is not None:
+        raise RingNeedsTokens(slots=slots, scheme=scheme.spell(), why=why)
+
+
+def _check_certified(site: Site, pair: Pair) -> None:
+    """Raise where a certificate could not cover both halves of an attention."""
+    if pair.k != pair.v:
+        raise HalfCertified(keys=pair.k.spell(), values=pair.v.spell(), path=site.path or "*")
+    if site.assembly is not None:
+        raise LatentNotCertified(path=site.path or "*")
+
+
+def _rolls(site: Site) -> int | None:
+    """The capacity of a buffer that is no longer than the window of its mask: once it is full, its tokens will be moved."""
+    hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
+    if lo is None or slot.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER} or (hi.kind, hi.node) != (lo.kind, lo.node):
+        return None
+    return slot.capacity if hi.symbols == lo.symbols and hi.offset - lo.offset + 1 >= slot.capacity else None
+
+
+def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
+    """Return a site with both its slots planned by ``pair``; raises a SchemeError where a scheme cannot hold its slot."""
+    window = max(pair.k.window, pair.v.window)
+    if window and site.key.kind is SlotKind.READ:
+        raise WindowOnlyRead(window=window, path=site.path or "*")
+    if window and any(slot.write.late for slot in site.slots):
+        raise WindowReadLate(window=window, path=site.path or "*")
+    if pair.k.certified or pair.v.certified:
+        _check_certified(site, pair)
+    rolling = site.key.ring.slots if site.key.ring is not None else _rolls(site)
+    if pair.certify is not None:
+        check_site(site, rolling)
+
+    def planned(slot: Slot, role: Role, chosen: Scheme) -> SlotPlan:
+        made = _slot_plan(slot, role, chosen, window, rolling, effects)
+        if pair.certify is None:
+            return made
+        check_scheme(made.scheme, made.spec, site.path or "*")
+        return dataclasses.replace(made, layout=with_tally(made.layout, made.spec))
+
+    if site.assembly is None:
+        key, value = planned(site.key, Role.KEY, pair.k), planned(site.value, Role.VALUE, pair.v)
+        return SitePlan(site, key, value, certify=pair.certify)
+    # What serves as keys and as values is stored once, by the scheme of the keys, the more sensitive half; in the
+    # form that values have (scales of its own for every token), as nothing is known of a latent's channels.
+    key = planned(site.key, Role.VALUE, pair.k)
+    more = None if site.more is None else planned(site.more, Role.VALUE, pair.k)
+    return SitePlan(site, key, key if site.value is site.key else planned(site.value, Role.VALUE, pair.v), more)
+
+
+def plan(matched: Matched, policy: Policy) -> Plan:
+    """Give every site its schemes; a site that its scheme cannot hold becomes a refusal."""
+    sites, refusals = [], list(matched.refusals)
+    for site in matched.sites:
+        pair = policy.of(site.path)
+        try:
+            if pair is None:
+                raise NotInPolicy(path=site.path)
+            _check_dtypes(site)
+            sites.append(site_plan(site, pair, matched.effects))
+        except Miss as miss:
+            advice = "use the scheme without pre_rope for this layer"
+            refusals.append(refuse(miss, site.attention.output, site.attention.idiom, Stage.PLAN, advice))
+        except SchemeError as error:
+            refusals.append(Refusal(Stage.PLAN, str(error), site.line, site.path, site.attention.idiom))
+    kept = [item for item in sites if not _shares(item.site, matched, sites)]
+    refusals += [
+        Refusal(Stage.PLAN, "its cache tensor is shared with an attention that stays dense", item.site.line, item.site.path)
+        for item in sites if item not in kept
+    ]
+    return Plan(tuple(kept), tuple(refusals))
+
+
+def _shares(site: Site, matched: Matched, planned: list[SitePlan]) -> bool:
+    """Whether a cache tensor of ``site`` also serves a site that was refused: half a tensor cannot be freed."""
+    refused = {other.index for other in matched.sites} - {item.site.index for item in planned}
+    roots = {slot.root for slot in site.slots}
+    return any(roots & {slot.root for slot in other.slots} for other in matched.sites if other.index in refused)

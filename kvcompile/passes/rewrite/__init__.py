@@ -1,0 +1,1 @@
+"""Rewrite: a planned graph becomes one over a store's planes."""

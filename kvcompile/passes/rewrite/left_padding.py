@@ -1,0 +1,89 @@
+"""Left padding for stores with windows: where each row's own tokens begin, and masks counted from there.
+
+Blocks of tokens share scales, so a row's blocks must begin with its first token, not with its padding. That
+first token is read from the masks: positions before the first that any query of any head may see are padding.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.emit import Emitter, aten
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
+from kvcompile.passes.match.mask.masks import hiding
+from kvcompile.passes.match.sites import Bounds, MaskKind, MaskTerm, Site
+
+
+def padding(bounds: Bounds) -> tuple[MaskTerm, ...]:
+    """The mask terms that may hide different positions from different batch rows."""
+    return tuple(term for term in hiding(bounds) if _per_row(term))
+
+
+def _per_row(term: MaskTerm) -> bool:
+    return any("B" in role for role in term.roles)
+
+
+def shown(emit: Emitter, env: dict[fx.Node, fx.Node], term: MaskTerm, site: Site) -> fx.Node:
+    """What a mask term lets through, bool [B or 1, H or 1, S or 1, T]."""
+    node = env[term.node]
+    if term.kind is MaskKind.ADD:
+        node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)
+    elif value_of(term.node).dtype != torch.bool:
+        node = emit.call(aten.ne.Scalar, node, 0)
+    if term.kind is MaskKind.FILL:
+        node = emit.call(aten.logical_not.default, node)
+    return emit.heads(node, term.roles, ("S", "T"), site.heads, site.groups)
+
+
+def padded_rows(emit: Emitter, env: dict[fx.Node, fx.Node], terms: tuple[MaskTerm, ...], site: Site, made: dict[Any, fx.Node]) -> fx.Node:
+    """The first visible position of each row, int64 [B]; one computation for all sites that share their masks."""
+    key = tuple((term.node, term.roles, term.kind) for term in terms)
+    if key in made:
+        return made[key]
+    found: fx.Node | None = None
+    for term in terms:
+        seen = emit.call(aten.amax.default, emit.call(aten.to.dtype, shown(emit, env, term, site), torch.int64), [1, 2])
+        # An operation of its own: Inductor fused the search with its neighbours, and with one row Triton 3.6 could not compile that.
+        first = emit.call(torch.ops.kvcompile.first_visible.default, seen)
+        found = first if found is None else emit.call(aten.maximum.default, found, first)
+    assert found is not None
+    made[key] = found
+    return found
+
+
+def from_origin(
+    emit: Emitter, origin: fx.Node, device: torch.device, bounds: Bounds,
+    hi: fx.Node, lo: fx.Node | None, keep: fx.Node | None, bias: fx.Node | None,
+) -> tuple[fx.Node, fx.Node | None, fx.Node | None, fx.Node | None]:
+    """Limits and masks [B or 1, ...] with positions counted from each row's origin [B]."""
+    column = emit.call(aten.unsqueeze.default, origin, 1)
+    batch = emit.call(aten.sym_size.int, column, 0)
+
+    def shifted(mask: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
+        """The mask along its tokens from the origin on, and which of these positions it has at all."""
+        size = emit.call(aten.sym_size.int, mask, dim)
+        index = emit.call(aten.add.Tensor, emit.call(aten.arange.default, size, dtype=torch.int64, device=device), column)
+        inside = emit.call(aten.lt.Scalar, index, size)
+        index = emit.call(aten.clamp.default, index, None, emit.call(operator.sub, size, 1))
+        rows = emit.call(aten.expand.default, mask, [batch, *[-1] * dim])
+        for _ in range(dim - 1):
+            index, inside = (emit.call(aten.unsqueeze.default, each, 1) for each in (index, inside))
+        return emit.call(aten.gather.default, rows, dim, emit.call(aten.expand_as.default, index, rows)), inside
+
+    hi = emit.call(aten.sub.Tensor, hi, column)
+    if lo is not None:
+        lo = emit.call(aten.sub.Tensor, lo, column)
+    if keep is not None:
+        keep = emit.call(aten.logical_and.default, *shifted(keep, 1))
+    if bias is not None:
+        taken, inside = shifted(bias, 3)
+        if all(term.kind is not MaskKind.ADD for term in bounds.carried):
+            bias = emit.call(aten.logical_and.default, taken, inside)
+        else:
+            bias = emit.call(aten.masked_fill.Scalar, taken, emit.call(aten.logical_not.default, inside), float("-inf"))
+    return hi, lo, keep, bias

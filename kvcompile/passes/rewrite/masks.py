@@ -1,0 +1,82 @@
+"""The operands of ``attend`` that a site's masks and sinks become where they are no arithmetic of positions."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.emit import Emitter, aten
+from kvcompile.passes.graph.shapes import sizes, value_of
+from kvcompile.passes.match.mask.masks import hiding
+from kvcompile.passes.match.sites import MaskKind, Site
+from kvcompile.passes.plan.plan import SitePlan
+from kvcompile.passes.rewrite.left_padding import shown
+
+
+def bias_of(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan) -> fx.Node | None:
+    """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
+    combined: fx.Node | None = None
+    boolean = True
+    for term in item.site.bounds.carried:
+        node = env[term.node]
+        dtype = value_of(term.node).dtype
+        is_bool = term.kind is not MaskKind.ADD
+        if is_bool and dtype != torch.bool:
+            node = emit.call(aten.to.dtype, node, torch.bool)
+        if term.kind is MaskKind.FILL:
+            node = emit.call(aten.logical_not.default, node)
+        if term.factor != 1.0:
+            node = emit.call(aten.mul.Scalar, node, term.factor)
+        node = emit.heads(node, term.roles, ("S", "T"), item.site.heads, item.site.groups)
+        if "T" not in term.roles:
+            # One value for all tokens is one for each: beyond its last column nothing is attended.
+            attention = item.site.attention
+            read = value_of(attention.k).shape[attention.k_roles.index("T")]
+            node = emit.call(aten.expand.default, node, [-1, -1, -1, emit.size(read)])
+        if combined is None:
+            combined, boolean = node, is_bool
+        elif is_bool and boolean:
+            combined = emit.call(aten.logical_and.default, combined, node)
+        else:
+            left, right = _floats(emit, combined, boolean), _floats(emit, node, is_bool)
+            combined, boolean = emit.call(aten.add.Tensor, left, right), False
+    return combined
+
+
+def _floats(emit: Emitter, node: fx.Node, boolean: bool) -> fx.Node:
+    if not boolean:
+        return node
+    zero = emit.call(aten.zeros_like.default, node, dtype=torch.float32)
+    return emit.call(aten.masked_fill.Scalar, zero, emit.call(aten.logical_not.default, node), float("-inf"))
+
+
+def last_seen(emit: Emitter, env: dict[fx.Node, fx.Node], site: Site, device: torch.device) -> fx.Node | None:
+    """The last position that the carried masks let each query see, int64 [1 or B, 1 or S]: what is behind is never read."""
+    found: list[fx.Node] = []
+    for term in hiding(site.bounds):
+        node = shown(emit, env, term, site)
+        length = value_of(term.node).shape[term.roles.index("T")]
+        behind = emit.call(aten.arange.start, 1, emit.call(operator.add, emit.size(length), 1), dtype=torch.int64, device=device)
+        last = emit.call(aten.amax.default, emit.call(aten.mul.Tensor, node, behind), [1, 3])
+        found.append(emit.call(aten.sub.Scalar, last, 1))
+    if not found:
+        return None
+    node = found[0]
+    for other in found[1:]:
+        node = emit.call(aten.minimum.default, node, other)
+    return node
+
+
+def sinks_of(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan) -> fx.Node | None:
+    """The sink logits as [H]."""
+    if item.site.attention.sinks is None:
+        return None
+    node = env[item.site.attention.sinks]
+    roles = item.site.attention.sink_roles
+    shape = sizes(item.site.attention.sinks)
+    roles = roles[len(roles) - len(shape) + 1 :]
+    kept = tuple(role if not set(role) - set("HKG") and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
+    node = emit.heads(node, (*kept, ""), (), item.site.heads, item.site.groups)
+    return emit.call(aten.select.int, node, 0, 0)

@@ -1,0 +1,79 @@
+"""Turning: what a rewritten graph does for keys that are stored before RoPE.
+
+New keys are turned back by the angles of their place in the store, which counts from the row's first token, and
+attention turns what it reads by the same angles; so neither needs to know the caller's positions, one table
+serves all rows and layers, and the model's own keys come back exactly (``runtime.rotary`` says more). The table
+is made once a call for all layers that grow alike, for as many places as the stores have room for.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.emit import Emitter, aten
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.rope.angles import tables
+from kvcompile.passes.match.rope.rope import Rotation
+from kvcompile.passes.plan.plan import SlotPlan
+from kvcompile.types import PAGE
+
+
+class Turning:
+    """Emits the angles that the sites of one graph need, each once."""
+
+    def __init__(self, env: dict[fx.Node, fx.Node], planes: dict[Any, list[fx.Node]], begins: bool) -> None:
+        self.env, self.planes = env, planes
+        self.begins = begins
+        """Whether all stores are empty, so that this call's masks say where rows begin."""
+        self.places: dict[Any, fx.Node] = {}
+        self.made: dict[Any, list[fx.Node]] = {}
+
+    def back(self, emit: Emitter, slot: SlotPlan, keys: fx.Node, position: fx.Node, origin: fx.Node | None) -> fx.Node:
+        """New keys [B, K, S, D] at ``position`` as they are stored; ``origin``: the first token that this call's mask shows in each row."""
+        rotation = slot.rotation
+        if rotation is None:
+            return keys
+        place = self._place(emit, slot, position, origin)
+        cos, sin = self._at(emit, slot, rotation, place)
+        return emit.call(torch.ops.kvcompile.unrotate.default, keys, cos, sin, rotation.interleaved)
+
+    def operands(self, emit: Emitter, slot: SlotPlan) -> list[Any]:
+        """The operands of attend that turn what is stored: the tables of every place, and how channels are paired."""
+        if slot.rotation is None:
+            return []
+        plane = self.planes[slot.slot.root, slot.slot.axes.select][0]
+        # Stores that grow alike have as many places.
+        key = "all", slot.end
+        if key not in self.places:
+            count = emit.call(operator.mul, emit.call(aten.sym_size.int, plane, 0), PAGE)
+            self.places[key] = emit.positions(count, 0, value_of(slot.slot.root).device)
+        return [self._at(emit, slot, slot.rotation, self.places[key]), slot.rotation.interleaved]
+
+    def _place(self, emit: Emitter, slot: SlotPlan, position: fx.Node, origin: fx.Node | None) -> fx.Node:
+        """Where new tokens stand in the store, int64 [1 or B, S]: positions less the row's origin, as the append will count."""
+        if origin is None:
+            return position
+        where = slot.slot.root, slot.slot.axes.select
+        key = (position, origin, None if self.begins else where)
+        if key not in self.places:
+            if not self.begins:
+                # Of the store itself: nothing holds the stores of all layers together.
+                clock = self.planes[where][[plane.name for plane in slot.layout.planes].index("clock")]
+                for dim, at in ((0, 0), (1, 0), (1, 0), (1, 1)):
+                    clock = emit.call(aten.select.int, clock, dim, at)
+                begins = emit.call(aten.eq.Scalar, emit.call(aten.select.int, position, 1, 0), 0)
+                origin = emit.call(aten.where.self, begins, origin, clock)
+            self.places[key] = emit.call(aten.sub.Tensor, position, emit.call(aten.unsqueeze.default, origin, 1))
+        return self.places[key]
+
+    def _at(self, emit: Emitter, slot: SlotPlan, rotation: Rotation, place: fx.Node) -> list[fx.Node]:
+        key = (rotation.angles, rotation.constants, place)
+        if key not in self.made:
+            constants = [self.env[node] for node in rotation.constants]
+            shapes = [value_of(node).shape for node in rotation.constants]
+            self.made[key] = tables(rotation.angles, emit.call, place, constants, shapes, value_of(slot.slot.root).device)
+        return self.made[key]

@@ -1,0 +1,1 @@
+"""certified: the scheme, what its certificates may be, and their bounds."""
