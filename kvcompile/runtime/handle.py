@@ -23,6 +23,7 @@ and its storage replaced, which costs one recompilation of each graph that saw i
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,8 +41,8 @@ from kvcompile.runtime.writes import Rejected, encode
 log = logging.getLogger(__name__)
 
 METADATA = {
-    "shape", "dtype", "device", "is_cuda", "is_cpu", "layout", "requires_grad", "ndim", "is_leaf", "grad", "grad_fn", "names",
-    "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu", "is_xla", "_version", "itemsize", "output_nr",
+    *(name for name in dir(torch.Tensor) if name.startswith("is_") and inspect.isdatadescriptor(getattr(torch.Tensor, name))),
+    "shape", "dtype", "device", "layout", "requires_grad", "ndim", "grad", "grad_fn", "names", "_version", "itemsize", "output_nr",
     "size", "dim", "numel", "nelement", "ndimension", "__len__", "is_floating_point", "is_complex", "get_device", "element_size",
     "type", "is_inference", "is_pinned", "is_shared", "has_names", "__hash__", "is_contiguous", "stride", "storage_offset", "_is_view",
     "__class__", "_base", "_backward_hooks", "is_conj", "is_neg",
