@@ -4,7 +4,7 @@
                                    [--scratch 0,4] [--drift 1,0.99,0.9]
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16, one row. Times are medians over CUDA-graph replays of what Inductor makes of one layer's
-attention. Phases are the device times of its kernels as torch's profiler sees them: those of ``triton_certified`` by name, and
+attention. Phases are the device times of its kernels as torch's profiler sees them: those of ``kernels.certified`` by name, and
 "algebra", everything that Inductor made. ``host``: the originals lie in pinned host memory, which the kernels read where they are.
 
 ``--scratch``: slots of every 16 blocks of host keys that are kept on the device (``certified(tier2=host, scratch=4)``). What that saves
@@ -65,7 +65,7 @@ def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Ste
 
 
 def operands(step: Step, slots: int = 0) -> list[Any]:
-    """Those of ``certified_site``; with ``slots`` an empty scratch."""
+    """Those of ``certified.site_op``; with ``slots`` an empty scratch."""
     cache, spelled = step.cache, f"certified(certify={step.policy.spell()})"
     telemetry = torch.zeros(1, 1, K, 1, TELEMETRY, dtype=torch.float64, device="cuda")
     given = [

@@ -44,7 +44,7 @@ def octave(x: torch.Tensor, least: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scored(q: torch.Tensor, codes: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, up: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``triton_score.score_codes`` of one block on such tensor cores, [16, rows], and its CHANNELS [rows]; q float32 [rows, D]."""
+    """``kernels.key_scores.score_codes`` of one block on such tensor cores, [16, rows], and its CHANNELS [rows]; q float32 [rows, D]."""
     D = q.shape[1]
     size, reciprocal = octave(q.abs().amax(1), 1)
     q = (q * reciprocal[:, None]).T

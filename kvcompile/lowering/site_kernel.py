@@ -1,6 +1,6 @@
 """The attend kernel that a site of a rewritten graph gets on a GPU, chosen without one.
 
-The same choices as Inductor's lowering makes (``triton_attend``), read from the fake values of an ``attend``
+The same choices as Inductor's lowering makes (``decode.lower``), read from the fake values of an ``attend``
 node in place of Inductor's buffers, and with the multiprocessors of a named architecture in place of a device's.
 """
 

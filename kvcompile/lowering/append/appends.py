@@ -1,8 +1,8 @@
 """How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
 
-``append``         ``triton_append_rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
+``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
                    has, and becomes four kernels where this is one launch for keys and values.
-``append_window``  one token: ``triton_append`` or ``certified_append``; more: ``triton_append_blocks``, or else the operation as it is.
+``append_window``  one token: ``window_token`` or ``certified.append``; more: ``window_blocks``, or else the operation as it is.
 
 What else the kernels do not know is the body's. Many tokens into a window are not traced even there: encoding with what queries
 taught (squat) is hundreds of nodes a layer, for which a model of 32 layers compiled above five minutes, and a prefill runs once.

@@ -1,4 +1,4 @@
-"""Inductor's lowerings of the operators of ``append_ops``: one node of kernels each."""
+"""Inductor's lowerings of the operators of ``operations``: one node of kernels each."""
 
 from __future__ import annotations
 

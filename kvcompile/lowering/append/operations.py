@@ -1,8 +1,8 @@
 """Operators for appends that are done by kernels of our own: one slot or two, keys and values, in one call.
 
-``append_kernel``         what ``append`` says, of many tokens (``triton_append_rows``)
-``append_window_kernel``  what ``append_window`` says, of one token (``triton_append``, ``certified_append``) or many
-                          (``triton_append_blocks``), but for the origins in force: they are tensor code that reads the clock before
+``append_kernel``         what ``append`` says, of many tokens (``rows``)
+``append_window_kernel``  what ``append_window`` says, of one token (``window_token``, ``certified.append``) or many
+                          (``window_blocks``), but for the origins in force: they are tensor code that reads the clock before
 
 Each has a form for two slots. They only take what the kernels know (``appends`` asks), run the kernels where they are called, and declare
 every plane that a kernel writes as mutated, none else: a compiled graph functionalizes them and puts them back in place.

@@ -4,7 +4,7 @@ A program has ROWS new tokens of one kv head of one batch row: it loads the chan
 largest magnitude of every group, and packs what ``Symmetric.encode`` makes of them, for schemes that say how
 (``Scheme.absmax``). Tracing the body instead gives Inductor kernels that pass x / scale through memory where the parts of a
 word lie in different groups, and 64-bit divisions of every position. Bit for bit the body; a test holds the two together.
-Positions outside of the planes poison the last row, as in ``ops.append_body``.
+Positions outside of the planes poison the last row, as in ``ops.operations.append_body``.
 """
 
 # mypy: disable-error-code="no-untyped-def"

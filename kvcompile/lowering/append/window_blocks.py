@@ -3,8 +3,8 @@
 The first launch reads the window and the clock: a program has ROWS positions of one kv head of one batch row, aligned to
 ROWS, so that whole blocks and one page of the planes are its own. It takes tokens of the call from x and what stands
 before them in the first block from the window, encodes them, and gives them among the newest tokens. The second launch
-copies the last W of those into the window and moves the clock. What they compute is ``windows.append_window_body``, for
-schemes that quantize by minimum and maximum (``Scheme.minmax``); rounding is ``triton_append``'s. A test holds them together.
+copies the last W of those into the window and moves the clock. What they compute is ``ops.append_window.append_window_body``, for
+schemes that quantize by minimum and maximum (``Scheme.minmax``); rounding is ``window_token``'s. A test holds them together.
 
 A program whose positions have no place in the planes, before 0 or behind the last page, gives its tokens and encodes the
 nearest tile that has one: what another program encodes as well, to the same bytes, or the first or last block, which the

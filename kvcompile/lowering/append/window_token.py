@@ -1,9 +1,9 @@
 """``append_window`` of one new token on CUDA, keys and values in one launch, where tracing the body gives Inductor a dozen kernels.
 
 A program has one kv head of one batch row. It reads the window once, gives the newest tokens, encodes the block
-that the token stands in, and puts the token into the window: what ``windows.append_window_body`` says, for
+that the token stands in, and puts the token into the window: what ``ops.append_window.append_window_body`` says, for
 schemes that quantize by minimum and maximum (``Scheme.minmax``). Rounding is spelled out, bit for bit that of
-``schemes.asymmetric`` (``triton_rounding``); a test holds the two together. Anything else goes through the traced body.
+``schemes.asymmetric`` (``rounding``); a test holds the two together. Anything else goes through the traced body.
 
 Where errors of channels move others (squat), a block is encoded once, by the token that makes it whole: nobody reads its codes
 before. The products are the body's but for the order of their sums, and so a code may be the neighbor of the body's.

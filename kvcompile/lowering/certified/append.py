@@ -1,11 +1,11 @@
 """``append_window`` of one new token into certified planes on CUDA, keys and values in one launch.
 
-A program has one kv head of one batch row. It does what ``windows.append_window_body`` says with ``Certified.encode``: it gives the newest
-tokens, encodes the block that the token stands in from the window and the token, writes the block's codes, notes and originals, and puts
-the token into the window. Traced, that body is about 28 kernels a layer, and most of what a certified model took to compile.
+A program has one kv head of one batch row. It does what ``ops.append_window.append_window_body`` says with ``Certified.encode``: it gives
+the newest tokens, encodes the block that the token stands in from the window and the token, writes the block's codes, notes and originals,
+and puts the token into the window. Traced, that body is about 28 kernels a layer, and most of what a certified model took to compile.
 
 Codes, scales, zero points, originals and the window are the body's bit for bit. The notes are float64 norms whose squares are added in
-another order: the margin of ``schemes.certified.largest_norm`` covers that, so a note may be a neighbor of the body's and is as sound.
+another order: the margin of ``certified.scheme.largest_norm`` covers that, so a note may be a neighbor of the body's and is as sound.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -34,7 +34,7 @@ TOKENS = tl.constexpr(BLOCK)
 
 @triton.jit
 def _largest_norm(x):
-    """The largest norm of tokens, float32, of float64 [tokens, D]; ``schemes.certified.largest_norm``."""
+    """The largest norm of tokens, float32, of float64 [tokens, D]; ``schemes.certified.scheme.largest_norm``."""
     norms = tl.sqrt(tl.sum(x * x, 1))
     largest = tl.max(norms, 0)
     above = (largest * (1 + 2.0**-22) + 2.0**-149).to(tl.float32)

@@ -118,7 +118,7 @@ class _Aten(StrPrinter):
 
 
 class _Triton(_Aten):
-    """The same in Triton, where ``triton_bounds`` has what it lacks; NaN stays, as it does in ATen."""
+    """The same in Triton, where ``kernels.bounds`` has what it lacks; NaN stays, as it does in ATen."""
 
     def _call(self, name: str, expression: sympy.Expr) -> str:
         return f"tl.{name}({self._print(expression.args[0])})"

@@ -1,4 +1,4 @@
-"""``certified_attend`` by kernels: what ``certified.certified_step`` defines, with tier 2 read only where it is asked for.
+"""``certified_attend`` by kernels: what ``definition.certified_step`` defines, with tier 2 read only where it is asked for.
 
     1. ``score`` reads the int8 keys once and sums up blocks of logits, ``choose`` promotes keys and draws what is explored.
     2. ``exact`` reads the original keys of what is read and puts their logits in place. ``tally`` adds up what a certificate is
@@ -267,7 +267,7 @@ class DeviceStep:
         )
 
     def choose(self, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``certified_promotion.promote_keys`` without a sort: flags of blocks whose keys are read, and of those explored among them."""
+        """``promotion.promote_keys`` without a sort: flags of blocks whose keys are read, and of those explored among them."""
         from kvcompile.lowering.certified.kernels.select_blocks import choose
 
         rules, read = self.rules, self.flags(*self.shape, self.blocks)
@@ -386,7 +386,7 @@ class DeviceStep:
         return Sums(keys, values, top)
 
     def ranked(self, coded: Masses, exact: Masses, read: torch.Tensor) -> torch.Tensor:
-        """``certified_checks.rank_fails`` for more than one leading block, as causes; int32 [B, K, Q]."""
+        """``checks.rank_fails`` for more than one leading block, as causes; int32 [B, K, Q]."""
         causes = torch.empty(self.shape, dtype=torch.int32, device=read.device)
         self.launch.operator(
             certified_ranks, causes, self.at, *coded, *exact, read, self.delta, self.own, self.heads[1],

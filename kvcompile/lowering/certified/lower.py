@@ -21,7 +21,7 @@ def lower_certified_site(
     q: Any, keys: list, values: list, hi: Any, lo: Any, keep: Any, bias: Any, sinks: Any, key_scheme: str, value_scheme: str, scale: float,
     softcap: float, value_dim: Any, recent: list, base: Any, telemetry: Any, places: Any = None, scratch: Any = None,
 ) -> Any:
-    """The result of a site as a box; operands as ``certified_site`` has them. Logs why CUDA is left with the definition."""
+    """The result of a site as a box; operands as ``site_op`` has them. Logs why CUDA is left with the definition."""
     if q.get_device().type == "cuda":
         q, recent = _rows(q), [_rows(x) for x in recent]
         fakes = ([stand_in(realize(x)) for x in each] for each in ([q], keys, values, recent))

@@ -102,7 +102,7 @@ def report_step(
     channels = query.abs() @ key_radius.to(torch.float64).transpose(-1, -2)
     delta = _deviation(channels=channels, kappa=kappa, mu=norm(k).unsqueeze(2), peak=0.0, **common)
     if extra is not None:
-        # As in ``certified_blocks.biased``.
+        # As in ``blocks.biased``.
         peak = top.abs().unsqueeze(-1) + NEAR
         delta = delta + _rounding(kappa=0.0, mu=0.0, query_norm=0.0, scale=0.0, terms=0.0, cap=0.0, peak=peak)
     delta = torch.where(live, delta, 0)

@@ -1,6 +1,6 @@
 """``kvcompile::report_site``: what attention over codes says of its own error, as it stands in a compiled graph behind ``attend``.
 
-Takes what ``attend`` gave and its operands, and adds the step's certificate (``certified_report``) to a telemetry plane: the three
+Takes what ``attend`` gave and its operands, and adds the step's certificate (``report``) to a telemetry plane: the three
 bounds, and as causes how often one was beyond its budget or no number at all. Nothing falls back, so every step is on the plain rung with
 what is returned for a candidate, and no block is read from originals: those counters stay zero. Of the policy only the budgets count.
 

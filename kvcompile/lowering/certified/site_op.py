@@ -3,8 +3,8 @@
 The operands of ``attend``, all planes that grow (codes, scales, zeros, notes, originals), the newest tokens, and the telemetry plane,
 which every step adds to; where the originals are in host memory, the scratch and where blocks are in it. The policy is the keys' scheme's.
 
-On CUDA it is made of kernels (``certified_device``), elsewhere, and for what the kernels do not know, it is the definition. In a compiled
-graph it stays one operation until Inductor lowers it (``certified_lower``).
+On CUDA it is made of kernels (``device_step``), elsewhere, and for what the kernels do not know, it is the definition. In a compiled
+graph it stays one operation until Inductor lowers it (``lower``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """C++ text of ``kvcompile::attend``: one task, that is masks and the online softmax over its tiles.
 
-See ``cpp_source`` for the terms and ``cpp_run`` for how tasks are made.
+See ``source`` for the terms and ``run`` for how tasks are made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The text of the one attend template: split-KV attention over encoded pages, for every scheme and mask.
 
-Rendered by Inductor (``triton_attend``) and, with stand-ins for Inductor's hooks, by ``offline``; what depends on
-how slots are decoded is in ``triton_macros``. Symbols:
+Rendered by Inductor (``lower``) and, with stand-ins for Inductor's hooks, by ``offline``; what depends on
+how slots are decoded is in ``template_macros``. Symbols:
 
     rows          (query position s, head of the group g) pairs of one kv head, r = s * GROUP + g; BLOCK_R a tile
     tokens        BLOCK_T a step; token t is row t % PAGE_ROWS of page t // PAGE_ROWS

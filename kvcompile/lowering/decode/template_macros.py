@@ -2,7 +2,7 @@
 
 Macros with ``full`` print a tile of which every token is attended to by every row: nothing is masked. The
 caller's names: t0 the tile's first token, t_i and t its tokens, live which of them exist, b and h the batch row
-and the kv head. How codes become numbers is ``attend_plan.Decode``; what each way costs is in benchmarks/NOTES.md.
+and the kv head. How codes become numbers is ``slot_plan.Decode``; what each way costs is in benchmarks/NOTES.md.
 
 FOLDED keys. A tile lies in one block of tokens, so its scales are one number a channel: they multiply the queries, in
 float16. The zero points add q . zero to every score of the tile: sixteen equal rows of them are one narrow dot, and the

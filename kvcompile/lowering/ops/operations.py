@@ -1,12 +1,12 @@
 """The operations that a rewritten graph is made of, with their eager bodies.
 
 ``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
-``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``windows.py``).
+``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``append_window.py``).
 ``kvcompile::learn``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
 ``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
 ``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
-``kvcompile::unroll``  copies the codes of a ring's newest tokens, then of new ones, in the order of the tokens (``rings.py``).
-``kvcompile::gather``  copies the codes of tokens by the numbers of their places in a store of one row (``places.py``).
+``kvcompile::unroll``  copies the codes of a ring's newest tokens, then of new ones, in the order of the tokens (``sliding.py``).
+``kvcompile::gather``  copies the codes of tokens by the numbers of their places in a store of one row (``gather.py``).
 ``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
 
 The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what

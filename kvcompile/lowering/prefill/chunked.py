@@ -1,7 +1,7 @@
 """Attention of very many rows over codes: each chunk of tokens is decoded once into a scratch, for all rows, and attended to there.
 
 The prefill template decodes a tile of tokens in every program that reads it; from a thousand rows a kv head on that costs as
-much as the products. Here a chunk of a constant number of tokens is decoded by a kernel of its own (``decode_source``) into
+much as the products. Here a chunk of a constant number of tokens is decoded by a kernel of its own (``decode_chunk``) into
 what a dense cache would hold of it, the template runs over that as it does over dense planes, and partial sums stay
 in the output from chunk to chunk. The scratch never grows with the tokens.
 

@@ -1,4 +1,4 @@
-"""One prefill kernel as data: what it computes (fixed by the site) and how it is cut. The many-row sibling of ``attend_config``."""
+"""One prefill kernel as data: what it computes (fixed by the site) and how it is cut. The many-row sibling of ``decode.config``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PrefillConfig:
     """A complete description of one rendered kernel; hashable.
 
     ``chunk`` above 0: the kernel sees that many tokens from a run-time position on and adds to partial sums that
-    earlier chunks left (``chunked``); ``prefill_offline`` renders such kernels, Inductor does not. ``described``: it reads them
+    earlier chunks left (``chunked``); ``offline`` renders such kernels, Inductor does not. ``described``: it reads them
     through tensor descriptors, which the hardware copies by.
     """
 

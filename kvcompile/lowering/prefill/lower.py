@@ -122,7 +122,7 @@ def _queries(config: PrefillConfig, q: Any) -> dict[str, Any]:
 
 
 def _normalized(q: Any) -> tuple[Any, Any]:
-    """``prefill_config.normalized`` in Inductor's operations."""
+    """``config.normalized`` in Inductor's operations."""
 
     def do(op: Any, *args: Any) -> Any:
         return lowerings[op](*args)

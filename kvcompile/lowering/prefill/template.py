@@ -1,6 +1,6 @@
 """The text of the prefill template: attention of many rows over encoded pages, on tensor cores that want shared memory.
 
-Rendered by Inductor (``triton_prefill``) and by ``prefill_offline``. Symbols beyond those of ``triton_source``:
+Rendered by Inductor (``lower``) and by ``offline``. Symbols beyond those of ``decode.template``:
 
     tile of tokens  decoded once into a matrix [tokens, channels] for all BLOCK_R rows (``TileSlot``)
     whole tiles     tokens that every row of the tile of rows attends to: no mask arithmetic, no guard. They are run first
@@ -8,7 +8,7 @@ Rendered by Inductor (``triton_prefill``) and by ``prefill_offline``. Symbols be
     up, down        one power of two for all scales that this program sees, found before the loop, and its inverse
     recent          a last loop over full-precision tokens at positions BASE + j; the planes end below BASE
     RAISED          float16 probabilities are times 2^RAISED, so is l; m is lower by as much
-    output          as in ``triton_source``: DIRECT, or float32 [SPLITS, B, H, S, Dv + 2]
+    output          as in ``decode.template``: DIRECT, or float32 [SPLITS, B, H, S, Dv + 2]
     CHUNK           above 0: the planes are a scratch of so many tokens, the first of which stands at position FIRST of CAPACITY.
                     hi, lo and t then count from FIRST, and the sums go on from those in the output, except at FIRST = 0
 """

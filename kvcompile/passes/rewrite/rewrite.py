@@ -1,4 +1,4 @@
-"""Rewrite: every planned site becomes ``kvcompile::append`` + ``kvcompile::attend`` on store planes (certified: ``certified_site``).
+"""Rewrite: every planned site becomes ``kvcompile::append`` + ``kvcompile::attend`` on store planes (certified: ``certified.site_op``).
 
 Where a certificate is asked of another scheme, ``kvcompile::report_site`` stands behind ``attend`` and adds to the keys' last plane.
 

@@ -58,7 +58,7 @@ REFILLED_PLANE = PlaneSpec(REFILLED, torch.int64, 1, 1, Extent.ROW, tally=True)
 """Where that is, of a store with a window whose attention reports its error; int64, counted from the row's origin as the clock counts."""
 
 TELEMETRY = 34
-"""Accumulators of each kv head and row; ``lowering.certified_telemetry`` names them."""
+"""Accumulators of each kv head and row; ``certified.telemetry`` names them."""
 
 TELEMETRY_PLANE = PlaneSpec("telemetry", torch.float64, TELEMETRY, 1, Extent.ROW)
 """Where they are, the last plane of a key store."""

@@ -1,6 +1,6 @@
-"""What a certificate is made of, summed over the blocks of one row; promotion of values. See ``triton_certified``.
+"""What a certificate is made of, summed over the blocks of one row; promotion of values. See ``certified``.
 
-Everything here is float64 and evaluates the printed bounds; what they need per head is put together in ``triton_judge``.
+Everything here is float64 and evaluates the printed bounds; what they need per head is put together in ``finish``.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -36,7 +36,7 @@ COLUMNS = (*ADDED, *LARGEST, *PLACES)
 
 HALF_STEP, TENSOR_STEP = tl.constexpr(bounds.HALF_STEP), tl.constexpr(bounds.TENSOR_STEP)
 LOST = tl.constexpr(2.0**-44)
-"""Above what the weights of a block's 16 tokens lose where their second number is subnormal: 2^-50 each (``triton_mix``)."""
+"""Above what the weights of a block's 16 tokens lose where their second number is subnormal: 2^-50 each (``weighted_values``)."""
 
 VALUE_COLUMNS = ("value", "own_values", "all_values", "values", "largest")
 """What ``tally_values`` has: the value bound's sum, those of the accumulation (the second is to be multiplied by the ``largest`` of

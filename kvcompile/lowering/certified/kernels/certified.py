@@ -1,18 +1,18 @@
-"""The Triton kernels of certified attention; ``certified_device`` puts them together and says what each step needs.
+"""The Triton kernels of certified attention; ``certified.device_step`` puts them together and says what each step needs.
 
 Codes are multiplied on tensor cores, whose rounding is part of the certificate: keys as they stand with two limbs of query times step
-(``triton_score``), values decoded to float16 with two limbs of a weight (``triton_mix``). Originals are float32 multiply-adds.
+(``key_scores``), values decoded to float16 with two limbs of a weight (``weighted_values``). Originals are float32 multiply-adds.
 
-    score       (``triton_score``) int8 keys once: every row's logits; of each block the largest, the sum of exp relative to it, the
+    score       (``key_scores``) int8 keys once: every row's logits; of each block the largest, the sum of exp relative to it, the
                 deviation; the notes, also of the window's blocks
-    stage       (``triton_stage``) original keys that are asked for from host memory into device memory, where they are not there yet
-    exact       (``triton_exact``) original keys of the blocks that a row asks for: their logits over the old ones, and the same sums;
+    stage       (``stage_keys``) original keys that are asked for from host memory into device memory, where they are not there yet
+    exact       (``exact_scores``) original keys of the blocks that a row asks for: their logits over the old ones, and the same sums;
                 what the consistency check compares; ``exact_rows``: the same for all blocks of a row
-    mix         (``triton_mix``) int4 values once, with weights from the logits as they stand then; ``mix_own``: originals where flags
-                ask for them; ``mix_rows`` (``triton_mix_rows``): the originals of all blocks of a row
-    choose      (``triton_choose``) which blocks stand first in descending order of an amount until the rest fits a budget
-    tally       (``triton_tally``) what a certificate is made of, and which values are promoted
-    judge       (``triton_judge``) a row's result and certificate, whether it falls; ``settle``: what it returns then, telemetry
+    mix         (``weighted_values``) int4 values once, with weights from the logits as they stand then; ``mix_own``: originals where flags
+                ask for them; ``mix_rows`` (``dense_fallback``): the originals of all blocks of a row
+    choose      (``select_blocks``) which blocks stand first in descending order of an amount until the rest fits a budget
+    tally       (``bound_sums``) what a certificate is made of, and which values are promoted
+    judge       (``finish``) a row's result and certificate, whether it falls; ``settle``: what it returns then, telemetry
 
 Logits stay in memory between ``score`` and ``mix``: 4 bytes a token and row, an eighth of tier 1 at four rows. In return nothing is
 ever subtracted: a correction (exact minus coded) of promoted blocks would cancel, and its rounding would have to be certified as

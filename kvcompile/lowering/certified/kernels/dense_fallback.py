@@ -1,4 +1,4 @@
-"""The values' pass of certified attention for rows that fall: see ``triton_certified``.
+"""The values' pass of certified attention for rows that fall: see ``certified``.
 
 All programs share each such row: a program has every num_programs-th tile of T tokens, whose originals are on their way while the tile
 before is multiplied. It adds up what lies at the same place of each tile, so that sums move between threads at a row's end only.

@@ -1,4 +1,4 @@
-"""The pass of certified attention over original keys: see ``triton_certified``.
+"""The pass of certified attention over original keys: see ``certified``.
 
     exact       one block of one row's list: what the consistency check compares, exact logits over the old ones, the same sums of those
     exact_rows  all blocks of the rows that fall, which are few or none: every program looks for them and takes its share of their blocks

@@ -1,4 +1,4 @@
-"""What becomes of a row of certified attention: its certificate, its checks, its result; and a step's telemetry. See ``triton_certified``.
+"""What becomes of a row of certified attention: its certificate, its checks, its result; and a step's telemetry. See ``certified``.
 
     judge       one row each: what programs of ``tally`` and ``mix`` found, together; the certificate of that, and whether the row falls
     settle      one kv head each: the same for its rows that fell, after the second run; then all its rows are added to the telemetry
@@ -180,7 +180,7 @@ def bounded(arithmetic, stored):
 
 @triton.jit
 def ranks_fail(SUMS, OWN, r, most, blocks, chunks):
-    """``certified_checks.rank_fails`` for one leading block, as bits."""
+    """``certified.checks.rank_fails`` for one leading block, as bits."""
     by_codes = at(most, BY_CODES)
     by_exact = at(most, BY_EXACT)
     first_by_codes = tl.full([], float("inf"), tl.float64)
@@ -268,7 +268,7 @@ def settle(
     OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, ROWS2: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr, DENSE: tl.constexpr, COUNTS_STEPS: tl.constexpr,
 ):
-    """One kv head: (DENSE) what its rows that fall return; (COUNTS_STEPS) ``certified_telemetry.accumulate`` of all its rows."""
+    """One kv head: (DENSE) what its rows that fall return; (COUNTS_STEPS) ``certified.telemetry.accumulate`` of all its rows."""
     pair = tl.program_id(0)
     if DENSE:
         flag = tl.arange(0, ROWS2)

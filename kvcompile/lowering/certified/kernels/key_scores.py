@@ -1,4 +1,4 @@
-"""The keys' pass of certified attention on tensor cores: see ``triton_certified``.
+"""The keys' pass of certified attention on tensor cores: see ``certified``.
 
 A logit is sum_c q_c (step_c code_c + zero_c) = sum_c (q_c step_c) u_c + sum_c q_c low_c, with u = code + 128, from 0 to 255, and
 low = zero - 128 step. The first sum is a product of matrices: u is a float16 number as it stands, u * 2^-24, since an integer of up to ten

@@ -1,4 +1,4 @@
-"""Promotion of keys without a sort, for certified attention: see ``triton_certified``."""
+"""Promotion of keys without a sort, for certified attention: see ``certified``."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: ANN001, ANN202, N803, PLR0913, RUF005 - kernels: operands are pointers and constants in capitals, tuples grow in loops.
@@ -93,7 +93,7 @@ def gap_of(peak, top, live):
 
 @triton.jit
 def drawn_before(clock, b, k, q):
-    """``certified_promotion.chance`` of a row's place, before that of a block: its lowest 32 bits, which are all it depends on."""
+    """``certified.promotion.chance`` of a row's place, before that of a block: its lowest 32 bits, which are all it depends on."""
     x = clock.to(tl.int64).to(tl.uint32) * 0x27D4EB2F
     x = mixed_with(x, b)
     x = mixed_with(x, k)

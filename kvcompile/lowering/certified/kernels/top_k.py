@@ -1,4 +1,4 @@
-"""The leading ones of a row that lies in registers, without a sort, for ``triton_choose``.
+"""The leading ones of a row that lies in registers, without a sort, for ``select_blocks``.
 
 Bits of nonnegative floats, int32, are ordered as the floats are; below zero stands what is no candidate. An edge is looked for between two
 that are known to be too low and too high: what a pass costs is one sum over the row, so passes are what is saved. They begin in the range

@@ -1,4 +1,4 @@
-"""The values' pass of certified attention: see ``triton_certified``.
+"""The values' pass of certified attention: see ``certified``.
 
 ``mix`` multiplies values decoded from codes on tensor cores. A value is decoded to float16 by one fused multiply-add; a weight
 exp(logit - TOP), times 2^14, is two float16 numbers, the second one times 2^11. Products of those are exact, so all rounding is known:

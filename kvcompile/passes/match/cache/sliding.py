@@ -1,6 +1,6 @@
 """Rings: caches that keep only their newest tokens (sliding windows), however that is spelled.
 
-The runs of two lines (``lines``) say it all: what attention reads, and what the cache tensor holds, or what is
+The runs of two lines (``token_runs``) say it all: what attention reads, and what the cache tensor holds, or what is
 returned in its place, when the graph is done. Both must be the last tokens of one line of past and new tokens.
 
     buffer      cat and copy back, roll and a write at the end, all of the new tokens copied over the old ones

@@ -6,7 +6,7 @@ another projection of the first. A stripe is a run of channels that come from on
 end where a join says so, so their edges are exact although what lies between is sampled.
 
 A product with the queries may be taken on either side of a projection: q . (W c) = (W^T q) . c. So an
-attention over stripes is an attention over what is cached, one kv head for all query heads (``absorb``).
+attention over stripes is an attention over what is cached, one kv head for all query heads (``rewrite.latent``).
 Only a projection without bias and with nothing but views and numbers around it can be moved.
 """
 

@@ -1,6 +1,6 @@
 """Masks in normal form: position limits, a padding row, and whatever is left carried as the tensor it was.
 
-Every term is read as a predicate (``algebra``), split into conjuncts, and each conjunct is one of
+Every term is read as a predicate (``expressions``), split into conjuncts, and each conjunct is one of
 
     position <= limit(row, query)      hi      (causal, length)
     position >= limit(row, query)      lo      (sliding window)
