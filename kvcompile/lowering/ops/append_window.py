@@ -33,9 +33,10 @@ def one_token(x_BKSD: torch.Tensor) -> bool:
 
 
 def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """source[b, :, index[b or 0]]: rows [1 or B, n] of a [B, K, T, D] tensor, [B, K, n, D]."""
+    """source[b, :, index[b or 0]]: rows [1 or B, n] of a [B, K, T, D] tensor, [B, K, n, D]; all of them exist."""
     if index.shape[0] == 1:
-        return source[:, :, index[0]]
+        # Unchecked: the check that Inductor of torch 2.11 writes here is not valid C++.
+        return torch.ops.aten._unsafe_index.Tensor(source, [None, None, index[0]])
     return source.gather(2, index[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
 
 
