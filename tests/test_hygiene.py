@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from versions import OLD_TORCH
 
 from kvcompile import errors
 from kvcompile.errors import KvcompileError
@@ -37,6 +38,7 @@ def test_ruff_is_clean() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(OLD_TORCH, reason="types are checked against the newest torch, whose stubs differ")
 def test_mypy_is_clean() -> None:
     done = run("mypy")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from versions import OLD_TRANSFORMERS
 
 from kvcompile.passes.capture import capture as capturing
 from kvcompile.passes.capture.memo import Memo
@@ -14,7 +15,8 @@ from kvcompile.passes.capture.memo import Memo
 transformers = pytest.importorskip("transformers")
 
 CASES = [
-    ("llama", "static"), ("llama", "dynamic"), ("gpt_oss", "static"), ("deepseek_v3", "dynamic"), ("bloom", "static"), ("lfm2", "static"),
+    ("llama", "static"), ("llama", "dynamic"), ("gpt_oss", "static"), ("deepseek_v3", "dynamic"), ("lfm2", "static"),
+    pytest.param("bloom", "static", marks=pytest.mark.skipif(OLD_TRANSFORMERS, reason="its ALiBi does not fit a static cache")),
 ]
 """Beside these gemma2, gptj, falcon, phi and mixtral were compared when the memo was written."""
 

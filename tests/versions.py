@@ -1,0 +1,14 @@
+"""What the oldest supported versions of the libraries cannot do themselves: tests that need it ask here."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+
+def _before(library: str, release: tuple[int, int]) -> bool:
+    major, minor = version(library).split(".")[:2]
+    return (int(major), int(minor)) < release
+
+
+OLD_TRANSFORMERS = _before("transformers", (5, 23))
+OLD_TORCH = _before("torch", (2, 12))
