@@ -91,7 +91,7 @@ class Backend:
         return _Compilation(self, gm, example_inputs, mode, options).run()
 
     def report(self) -> Report:
-        """What was compiled so far, and the caches that live now."""
+        """Return the report: what was compiled so far, and the caches that live now."""
         report = Report(graphs=list(self.graphs))
         for state in self.live:
             for store in state.stores.values():
@@ -104,7 +104,7 @@ class Backend:
         return report
 
     def telemetry(self) -> Telemetry:
-        """What certified attention did, and others reported, in all caches so far, all layers together; waits for the device."""
+        """Return what certified attention did, and others reported, in all caches and layers so far; waits for the device."""
         return Telemetry.of(added_up([told]) for told in self.live.tellings())
 
 

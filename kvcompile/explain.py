@@ -61,7 +61,7 @@ def explain(
 
 
 def described(owner: Backend, tokens: int | None = None) -> Report:
-    """What ``owner`` compiled, without the caches that live: bytes for ``tokens``, kernels as Inductor would make them."""
+    """Report what ``owner`` compiled, without the caches that live: bytes for ``tokens``, kernels as Inductor would make them."""
     graphs = []
     for graph, stage in zip(owner.graphs, owner.stages, strict=True):
         plan: Plan | None = stage.get("plan")

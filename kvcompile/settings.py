@@ -10,7 +10,7 @@ from kvcompile.errors import BadSetting
 
 
 class Inner(enum.Enum):
-    """What compiles the rewritten graph."""
+    """The inner compiler of the rewritten graph."""
 
     INDUCTOR = "inductor"
     AOT_EAGER = "aot_eager"

@@ -27,7 +27,7 @@ class Role(enum.Enum):
 
 
 class Granularity(enum.Enum):
-    """What one scale covers: a token's head, a group of its channels, or everything written at once."""
+    """The granularity of a scale: a token's head, a group of its channels, or everything written at once."""
 
     TOKEN = "token"
     GROUP = "group"
@@ -36,7 +36,7 @@ class Granularity(enum.Enum):
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """What a scheme must know of one cache slot: kv heads K, head dim D, the model's dtype, the role."""
+    """The facts that a scheme must know of one cache slot: kv heads K, head dim D, the model's dtype, the role."""
 
     heads: int
     head_dim: int
@@ -45,7 +45,7 @@ class SlotSpec:
 
 
 class Extent(enum.Enum):
-    """What one plane grows with."""
+    """The extent that one plane grows with."""
 
     TOKENS = "pages of tokens"
     ROW = "one for every batch row"
@@ -119,7 +119,7 @@ class Layout:
         return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.BATCH)
 
     def windowed(self, slot: SlotSpec, window: int) -> Layout:
-        """The same with the newest ``window`` tokens in full precision, and a count of the tokens, behind what is encoded."""
+        """Return the layout with the newest ``window`` tokens in full precision, and a count of the tokens, behind what is encoded."""
         grown, fixed = self.planes[: self.encoded], self.planes[self.encoded :]
         own = tuple(plane for plane in fixed if plane.name not in {"window", "clock"})
         added = PlaneSpec("window", slot.dtype, slot.head_dim, window, Extent.ROW), PlaneSpec("clock", torch.int64, 2, 1, Extent.ROW)

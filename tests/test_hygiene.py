@@ -23,7 +23,8 @@ ERRORS = sorted(
 )
 LEAVES = [item for item in ERRORS if "template" in vars(item) and item is not KvcompileError]
 
-each_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+LEFTOVERS = {"a path of one machine": r"/(work|root|home|tmp)/", "a leftover": r"\b(TODO|FIXME|XXX|HACK)\b"}
+RIDDLES = ("The same", "Of ", "What ", "Those ", "Who ")
 each_error = pytest.mark.parametrize("error", LEAVES, ids=lambda item: item.__name__)
 
 
@@ -96,11 +97,11 @@ def documented_elsewhere() -> set[str]:
 DOCUMENTED = documented_elsewhere()
 
 
-@each_module
-def test_what_is_public_has_a_docstring(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree) or not tree.body, f"{path.name} has no docstring"
-    silent = []
+def _silent(path: Path) -> list[str]:
+    """List what is public in a module and has no docstring."""
+    tree, silent = ast.parse(path.read_text()), list[str]()
+    if tree.body and not ast.get_docstring(tree):
+        silent.append("the module")
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             template = isinstance(node, ast.ClassDef) and any(
@@ -114,11 +115,34 @@ def test_what_is_public_has_a_docstring(path: Path) -> None:
                 if isinstance(item, ast.FunctionDef) and not item.name.startswith("_") and not ast.get_docstring(item)
                 and item.name not in DOCUMENTED
             ]
-    assert not silent, f"{path.relative_to(ROOT)} says nothing about {silent}"
+    return silent
 
 
-@each_module
-def test_no_place_or_leftover_in_the_source(path: Path) -> None:
-    text = path.read_text()
-    assert not re.search(r"/(work|root|home|tmp)/", text), "a path of one machine"
-    assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text), "a leftover"
+def test_what_is_public_has_a_docstring() -> None:
+    silent = [f"{path.relative_to(ROOT)}:{item}" for path in MODULES for item in _silent(path)]
+    assert not silent, "nothing is said about:\n" + "\n".join(silent)
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    """Whoever has not read the code knows after the first words what is spoken of."""
+    firsts = [
+        (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", (ast.get_docstring(node) or "").partition("\n")[0])
+        for path in MODULES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))
+    ]
+    wrong = [f"{place}: {first}" for place, first in firsts if first.startswith(RIDDLES)]
+    assert firsts and not wrong, "\n".join(wrong)
+
+
+def test_subjects_of_commits_are_short() -> None:
+    asked = ["git", "log", "--no-merges", "--since=2026-11-23T10:00:00Z", "--format=%h %s"]
+    done = subprocess.run(asked, check=False, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("no git repository")
+    long = [line for line in done.stdout.splitlines() if len(line.partition(" ")[2]) > 72]
+    assert not long, "subjects of more than 72 characters:\n" + "\n".join(long)
+
+
+def test_no_place_or_leftover_in_the_source() -> None:
+    texts = {path.relative_to(ROOT): path.read_text() for path in MODULES}
+    wrong = [f"{path}: {what}" for path, text in texts.items() for what, pattern in LEFTOVERS.items() if re.search(pattern, text)]
+    assert not wrong, "\n".join(wrong)

@@ -153,7 +153,7 @@ def _console() -> Console:
 
 
 def _policy(arguments: argparse.Namespace) -> object:
-    """What ``backend(scheme=...)`` takes, checked before a model is built."""
+    """Parse an argument into what ``backend(scheme=...)`` takes, before a model is built."""
     pair: object = arguments.scheme
     if arguments.key_scheme or arguments.value_scheme:
         pair = {"k": arguments.key_scheme or arguments.scheme, "v": arguments.value_scheme or arguments.scheme}

@@ -35,7 +35,7 @@ from kvcompile.schemes import parse
 
 
 class Stage(enum.Enum):
-    """What can be dumped, in pipeline order."""
+    """A stage of the pipeline that can be dumped; members in pipeline order."""
 
     CAPTURED = "captured"
     NORMALISED = "normalised"
@@ -76,7 +76,7 @@ class Dump:
         return f"# graph {self.index} as captured; its inputs are\n{inputs}\n" + _readable(captured.module)
 
     def normalised(self) -> str:
-        """What matching understood."""
+        """Return the matched sites in their normal form, as text."""
         return normal_form(self._plan())
 
     def rewritten(self) -> str:

@@ -78,7 +78,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Quality:
-    """What one scheme did; KL is in nats a token, from the reference to the scheme."""
+    """The quality of one scheme; KL is in nats a token, from the reference to the scheme."""
 
     scheme: str
     bits_per_byte: float

@@ -57,7 +57,7 @@ def _chosen_layers(lists: Mapping[str, list[Any]], count: int, wanted: int, twic
 
 
 def small_sizes(config: Any, layers: int = LAYERS) -> dict[str, Any]:
-    """What to build the configuration's class with to get a tiny model of the same structure."""
+    """Return the options to build the configuration's class with, to get a tiny model of the same structure."""
     known = _known(config)
     small: dict[str, Any] = {
         name: size for name, size in SIZES.items()

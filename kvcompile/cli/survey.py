@@ -22,7 +22,7 @@ from kvcompile.cli.trial import Case, Outcome, Settings, cases
 
 @dataclass(frozen=True)
 class Survey:
-    """What is tried: architectures by name, kinds of cache, attentions, and how each case is run."""
+    """The cases of a survey: architectures by name, kinds of cache, attentions, and how each case is run."""
 
     architectures: tuple[str, ...]
     caches: tuple[str, ...]

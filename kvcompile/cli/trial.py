@@ -37,7 +37,7 @@ GRAPHS = 64
 
 
 class Outcome(enum.Enum):
-    """What came of one case."""
+    """The result of one case."""
 
     REWRITTEN = "rewritten at every site"
     PARTLY = "some sites refused"
@@ -257,7 +257,7 @@ def run(subject: Subject, call: Callable[..., Any], cache: str, rows: int, setti
 
 
 def _stock(subject: Subject, cache: str, rows: int, settings: Settings, lowered: bool = False) -> Run:
-    """What stock ``torch.compile`` gives; ``lowered``: down to Inductor's operations, which adds guards of their own."""
+    """Run the case under stock ``torch.compile``; ``lowered``: down to Inductor's operations, which adds guards of their own."""
     made: list[Any] = []
     lower = lookup_backend("aot_eager_decomp_partition") if lowered else None
 

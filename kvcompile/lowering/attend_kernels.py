@@ -24,7 +24,7 @@ QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclasses.dataclass(frozen=True)
 class AttendOperands:
-    """What the choice depends on: the device, both slots with their spelled schemes, and which optional operands are given."""
+    """The facts that choose a kernel: the device, both slots with their spelled schemes, and which optional operands are given."""
 
     device: str
     slots: tuple[tuple[str, SlotSpec], ...]

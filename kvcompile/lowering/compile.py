@@ -60,7 +60,7 @@ ON_CUDA: dict[Any, Callable[..., Any]] = {
 
 
 def inline_append(module: fx.GraphModule, cuda: bool = False) -> fx.GraphModule:
-    """The same graph with every operation that is traced through as a call of its body, or of what stands for it on CUDA."""
+    """Return the graph with every operation that is traced through as a call of its body, or of what stands for it on CUDA."""
     bodies = ON_CUDA if cuda else BODIES
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

@@ -92,7 +92,7 @@ def _described(value: Any) -> str:
 
 
 def _kind(node: fx.Node) -> str:
-    """What a node does, without its operands."""
+    """Return a node's operation as text, without its operands."""
     value = node.meta.get("val")
     return f"{node.target} {_described(value) if isinstance(value, torch.Tensor) else ''}"
 
@@ -179,7 +179,7 @@ def _operands_given_back(members: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def _whole(node: fx.Node) -> Any:
-    """What is equal for two names of one tensor."""
+    """Return a key that two names of one tensor share."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return node
@@ -235,7 +235,7 @@ def _same_operands(one: Layer, other: Layer) -> bool:
 
 
 def _memory(node: fx.Node) -> Any:
-    """What tells whether two values share memory; a value that nothing is known of shares none with others."""
+    """Return a key that values share which share memory; a value that nothing is known of shares none with others."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 

@@ -44,7 +44,7 @@ class SiteKernel:
         return attend_source(self.config, self.batch, self.queries)
 
     def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
-        """What ``offline.compile_offline`` makes of it."""
+        """Compile the kernel offline, by ``offline.compile_offline``."""
         return [compile_offline(self.source(), self.config, arch)]
 
 
@@ -58,7 +58,7 @@ class ChunkedSite:
 
     @property
     def kernels(self) -> tuple[chunked.ChunkKernel, chunked.ChunkKernel]:
-        """What decodes a chunk, what attends to it."""
+        """Return two kernels: the one that decodes a chunk, and the one that attends to it."""
         return chunked.decoder(self.config), chunked.attender(self.config)
 
     def source(self) -> str:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Call:
-    """What one call works on: the state of each group, where its tokens start, how many come."""
+    """The states of one call: for each group its state, where its tokens start, how many come."""
 
     states: list[CacheState]
     starts: list[int]
@@ -479,7 +479,7 @@ class BoundGraph:
 
     @staticmethod
     def _results(results: Any, made: dict[int, Any], rewritten: Rewritten) -> tuple[Any, ...]:
-        """What compiled code gave, with the caches among it."""
+        """Return the results of compiled code, with the caches among them."""
         if not made:
             return tuple(results)
         rest = iter(results)

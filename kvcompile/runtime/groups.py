@@ -69,7 +69,7 @@ class Group:
 
     @property
     def ring(self) -> Ring | None:
-        """What the cache keeps, where it keeps only its newest tokens."""
+        """The sliding cache's description, None where the cache keeps all its tokens."""
         return self.first.plan.slot.ring
 
     @property

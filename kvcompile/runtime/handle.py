@@ -135,7 +135,7 @@ def _stub(state: CacheState, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def face_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What compiled code is compiled for: shape, dtype and device."""
+    """Return the facts that compiled code is compiled for: shape, dtype and device."""
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 

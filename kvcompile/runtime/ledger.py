@@ -47,7 +47,7 @@ class Ledger:
             self._settle()
 
     def tellings(self) -> list[Telling]:
-        """Of all caches, those that live last."""
+        """Return the telemetry of all caches, those that live last."""
         self._settle()
         return [*self.dead, *(each for state in self for each in state.told())]
 

@@ -19,7 +19,7 @@ _LEAVING: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
 
 
 class _Alias:
-    """What a tensor on the device aliases; lives as long as the tensor's storage."""
+    """The pinned memory that a tensor on the device aliases; lives as long as the tensor's storage."""
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.pinned = pinned

@@ -29,7 +29,7 @@ ADOPT_TOKENS = 4096
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """What a store holds: the slot, its scheme and layout. Two equal specs can share compiled code."""
+    """The description of a store: the slot, its scheme and layout. Two equal specs can share compiled code."""
 
     slot: SlotSpec
     scheme: Scheme
@@ -77,7 +77,7 @@ class Store:
 
     @property
     def host_nbytes(self) -> int:
-        """Of these, bytes in pinned host memory."""
+        """Count the bytes in pinned host memory."""
         return sum(plane.untyped_storage().nbytes() for plane, spec in self._described() if spec.host and self.device.type == "cuda")
 
     def reserve(self, pages: int) -> None:
@@ -298,7 +298,7 @@ class Store:
 
     @property
     def told(self) -> Telling | None:
-        """What attention over it said of itself; None where it says nothing."""
+        """Return the telemetry of attention over the store; None where it says nothing."""
         plane = self._plane(TELEMETRY_PLANE.name)
         return None if plane is None else Telling(plane, self.before)
 

@@ -71,7 +71,7 @@ class Origin:
 
     @property
     def seen(self) -> tuple[Any, ...]:
-        """What changes when the root is written to."""
+        """Return facts of the root that change when it is written to."""
         root: Any = self.root
         return (root._kv, root._length, root._epoch) if hasattr(root, "_kv") else ()
 

@@ -43,7 +43,7 @@ def overwrites(name: str, kwargs: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What is written into one part: tokens ``at`` [n], their values [B, K, n, D], and which heads of which rows, [B, K, n]."""
+    """A write into one part: tokens ``at`` [n], their values [B, K, n, D], and which heads of which rows, [B, K, n]."""
 
     at: torch.Tensor
     values: torch.Tensor

@@ -32,7 +32,7 @@ from kvcompile.types import PAGE, KernelFormat, Layout, MinMax, PlaneSpec, Role,
 
 
 class Axis(enum.Enum):
-    """What shares a scale: tokens of one channel, channels of one token; ``auto`` is the first for keys, the second for values."""
+    """The axis that shares a scale: tokens of one channel, channels of one token; ``auto`` is the first for keys, the second for values."""
 
     AUTO = "auto"
     CHANNEL = "channel"

@@ -1,4 +1,4 @@
-"""What a scheme is: a frozen dataclass whose fields are its options, pure functions, no state.
+"""The base of all schemes: a frozen dataclass whose fields are its options, pure functions, no state.
 
 ``encode`` and ``decode`` are the only definition of the numerics. They are the oracle of the tests,
 the CPU path, and, through ``format().unpack``, the source of the kernels' expressions: ``decode`` is
@@ -73,7 +73,7 @@ class Scheme(abc.ABC):
         return self.format(slot).planes
 
     def radius(self, slot: SlotSpec) -> sympy.Expr | None:
-        """The same bound by what is stored: ``bounds.STEP``, a channel's scale, and ``bounds.ZERO``, the magnitude of its zero point."""
+        """Bound the error by what is stored: ``bounds.STEP``, a channel's scale, and ``bounds.ZERO``, the magnitude of its zero point."""
         del slot
         return None
 

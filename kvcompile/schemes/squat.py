@@ -112,7 +112,7 @@ class Squat(Kivi):
 
     @property
     def warning(self) -> str | None:  # type: ignore[override]
-        """What the report says of a setting that is known to do harm."""
+        """Return the report's warning about a setting that is known to do harm."""
         if self.normalise or self.lam <= STRONG_LAM:
             return None
         return (

@@ -110,7 +110,7 @@ class Symmetric(Scheme):
 
     @property
     def warning(self) -> str | None:  # type: ignore[override]
-        """What the report must say about this setting."""
+        """Return what the report must say about this setting."""
         if self.granularity is Granularity.TENSOR:
             return "granularity 'tensor' lets one scale cover all heads of a write: for comparison only"
         return None

@@ -162,7 +162,7 @@ class Arguments:
         return value.detach().to("cpu", copy=True)  # type: ignore[union-attr]
 
     def readings(self, fake: torch.Tensor, index: int, moment: Moment) -> list[torch.Tensor]:
-        """What an argument behind positions or masks may say in a call, the likeliest first."""
+        """Return the values that an argument behind positions or masks may have in a call, the likeliest first."""
         shape, count, keys = self.shape(fake, moment), self.tokens(moment), self.keys(moment)
         start, dtype = moment.start, fake.dtype
         if not shape:

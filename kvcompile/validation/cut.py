@@ -124,7 +124,7 @@ def _first_use(node: fx.Node, needed: set[fx.Node], effects: Effects) -> tuple[i
 
 @dataclass(frozen=True)
 class Outline:
-    """What a program of ``sites`` would hold of its captured graph: nodes ``inside`` and nodes at which it ``begins``, in its order.
+    """The nodes of a captured graph that a program of ``sites`` would hold: ``inside`` it, and where it ``begins``, in the graph's order.
 
     ``outputs``: the sites' results; ``caches``: the results of the captured graph that are their caches, by index.
     """
@@ -264,7 +264,7 @@ def fingerprint(whole: Outline) -> str:
 
 
 def _content(held: torch.Tensor, name: str) -> str:
-    """What stands for a constant's values; its name where there are many."""
+    """Return text for a constant's values; its name where there are many."""
     return str(held.tolist()) if held.numel() <= MANY else name
 
 

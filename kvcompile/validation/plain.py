@@ -38,7 +38,7 @@ def _coarsest(part: Cut) -> float:
 
 @contextlib.contextmanager
 def unguarded(mode: Any) -> Iterator[None]:
-    """What is traced inside adds no guard to the caller's graph."""
+    """Suppress guards: tracing inside adds none to the caller's graph."""
     with mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
         yield
 

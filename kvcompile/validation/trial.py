@@ -40,7 +40,7 @@ LARGE = 37.0
 
 
 class Outcome(enum.Enum):
-    """What a trial of a site showed."""
+    """The result of a site's trial."""
 
     EQUAL = "validated"
     DIFFERENT = "differs"

@@ -77,7 +77,7 @@ def _rows_meta(*operands: Any) -> None:
 
 
 def written(planes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the planes of a slot with a window those that the kernels write: up to the clock, which stands behind the window."""
+    """Return the planes of a slot with a window that the kernels write: up to the clock, which stands behind the window."""
     return planes[: _encoded(planes) + 2]
 
 

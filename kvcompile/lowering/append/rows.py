@@ -162,7 +162,7 @@ class Rows(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Of one batch row."""
+        """Count the programs of one batch row."""
         return (self.x.shape[2] + self.rows - 1) // self.rows * self.x.shape[1]
 
     def operands(self) -> tuple[object, ...]:
@@ -175,7 +175,7 @@ class Rows(NamedTuple):
         )
 
     def constants(self, suffix: str = "") -> dict[str, Any]:
-        """Of the kernels, by name."""
+        """Return the kernels' constants, by name."""
         rule, dtype = self.rule, self.planes[1].dtype
         width = self.x.shape[3] // rule.parts
         named = {

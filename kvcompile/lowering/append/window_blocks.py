@@ -240,12 +240,12 @@ class Blocks(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Of one batch row in the first launch: as many tiles as the tokens may touch, wherever in one they begin."""
+        """Count the first launch's programs of one batch row: as many tiles as the tokens may touch, wherever in one they begin."""
         return ((self.slot.x.shape[2] + self.rows - 2) // self.rows + 1) * self.slot.x.shape[1]
 
     @property
     def rolls(self) -> int:
-        """The same of the second launch."""
+        """Count the second launch's programs of one batch row."""
         return self.slot.window.shape[3] // self.copied * self.slot.x.shape[1]
 
     @property
@@ -255,7 +255,7 @@ class Blocks(NamedTuple):
 
     @property
     def origin(self) -> torch.Tensor:
-        """Of the rows; any integers where they have none."""
+        """Return the rows' origins; any integers where they have none."""
         return self.slot.pos if self.slot.origin is None else self.slot.origin
 
     def operands(self) -> tuple[object, ...]:
@@ -268,17 +268,17 @@ class Blocks(NamedTuple):
         )
 
     def constants(self, suffix: str = "") -> dict[str, Any]:
-        """Of the first launch's kernels, by name."""
+        """Return the constants of the first launch's kernels, by name."""
         together = self.slot.origin is None and self.slot.pos.shape[0] == 1
         named = {**self.slot.constants(), "TOGETHER": together, "ROWS": self.rows}
         return {name + suffix: value for name, value in named.items()}
 
     def roll_operands(self) -> tuple[object, ...]:
-        """Of the second launch's kernels, in their order."""
+        """Return the operands of the second launch's kernels, in their order."""
         return (self.slot.window, self.slot.clock, self.slot.pos, self.origin, self.recent, self.slot.x.shape[2], self.pos_b)
 
     def roll_constants(self, suffix: str = "") -> dict[str, Any]:
-        """Of the second launch's kernels, by name."""
+        """Return the constants of the second launch's kernels, by name."""
         named = {**{name: self.slot.constants()[name] for name in ("D", "W", "HEADS", "HAS_ORIGIN")}, "COPY": self.copied}
         return {name + suffix: value for name, value in named.items()}
 

@@ -278,7 +278,7 @@ class Slot(NamedTuple):
         )
 
     def constants(self, suffix: str = "") -> dict[str, Any]:
-        """Of the kernels, by name."""
+        """Return the kernels' constants, by name."""
         rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
         assert rule is not None
         dtype = self.planes[1].dtype

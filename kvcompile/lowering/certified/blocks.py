@@ -47,7 +47,7 @@ class Masses(NamedTuple):
 
 
 def masses(logits: torch.Tensor) -> Masses:
-    """Of logits [B, K, Q, T], minus infinity where a token is not visible."""
+    """Return the largest logit and the sum of exp of each block, of logits [B, K, Q, T]: minus infinity where a token is not visible."""
     by_block = blocks(logits)
     peak = by_block.amax(-1)
     at = torch.where(torch.isneginf(peak), 0, peak)
@@ -123,7 +123,7 @@ def deviations(
 def block_deviations(
     query: torch.Tensor, channels: torch.Tensor, notes: Notes, live: torch.Tensor, alone: torch.Tensor, scale: float, softcap: float
 ) -> Deviations:
-    """The same from ``channels`` [B, K, Q, N], sum_c |q_c| radius_c of each block; ``query`` float32 [B, K, Q, D]."""
+    """Bound the deviations of each block's logits from ``channels`` [B, K, Q, N], sum_c |q_c| radius_c; ``query`` float32 [B, K, Q, D]."""
     query_norm = torch.linalg.vector_norm(query.to(torch.float64), dim=-1).unsqueeze(-1) * (1 + 2.0**-40)
     kappa, mu = notes.kappa.unsqueeze(2), notes.mu.unsqueeze(2)
     common = dict(query_norm=query_norm, mu=mu, scale=abs(scale), cap=softcap, peak=0.0)
@@ -165,7 +165,7 @@ def visible_to_queries(
     q: torch.Tensor, heads: tuple[int, int], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None,
     bias: torch.Tensor | None, tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What each query sees, bool [B, 1 or K, Q, T], and the bias that its logits get, float32 [B or 1, 1 or K, Q, T]."""
+    """Return which tokens each query sees, bool [B, 1 or K, Q, T], and the bias that its logits get, float32 [B or 1, 1 or K, Q, T]."""
     S = q.shape[2]
     mask = by_queries(visible(hi, lo, keep, tokens), heads, S)
     extra = None

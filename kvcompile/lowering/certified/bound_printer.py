@@ -118,7 +118,7 @@ class _Aten(StrPrinter):
 
 
 class _Triton(_Aten):
-    """The same in Triton, where ``kernels.bounds`` has what it lacks; NaN stays, as it does in ATen."""
+    """The printer of a bound as Triton functions, where ``kernels.bounds`` has what Triton lacks; NaN stays, as it does in ATen."""
 
     def _call(self, name: str, expression: sympy.Expr) -> str:
         return f"tl.{name}({self._print(expression.args[0])})"
@@ -135,7 +135,7 @@ class _Triton(_Aten):
 
 
 def dtype_of(bound: Bound) -> torch.dtype:
-    """What a bound is evaluated in: float32 where there is one value a channel, else float64."""
+    """Return the dtype that a bound is evaluated in: float32 where there is one value a channel, else float64."""
     return torch.float32 if bound.over is Over.CHANNEL else torch.float64
 
 

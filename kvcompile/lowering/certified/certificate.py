@@ -1,4 +1,4 @@
-"""What a certificate says of one step: the three bounds of a head, assembled from its blocks (theorems 2 to 6 of ``schemes.bounds``)."""
+"""The certificate of one step: the three bounds of a head, assembled from its blocks (theorems 2 to 6 of ``certified.bounds``)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Sum(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What is known of each block's values: nu, and eta, zero where originals are used; float64 [B, K, Q, N], zero where not visible."""
+    """Bounds of each block's values: nu, and eta, zero where originals are used; float64 [B, K, Q, N], zero where not visible."""
 
     nu: torch.Tensor
     eta: torch.Tensor
@@ -79,7 +79,7 @@ def key_bound(softmax: Sum, delta: torch.Tensor, values: Values, center: torch.T
 
 
 def accumulation(softmax: Sum, values: Values, chain: float) -> torch.Tensor:
-    """What summing in float32 adds, [B, K, Q]."""
+    """Bound the error that summing in float32 adds, [B, K, Q]."""
     term = _accumulation_term(
         weight=softmax.weight, gap=softmax.gap, chain=chain, nu=values.nu, eta=values.eta,
         vmax=(values.nu + values.eta).amax(-1, keepdim=True),
@@ -93,7 +93,7 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def output_rounding(size: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
-    """What the output's dtype adds to a result of norm ``size``."""
+    """Bound the error that rounding to the output's dtype adds to a result of norm ``size``."""
     return _output_rounding(norm=size, out_unit=OUTPUT_UNIT[dtype], out_tiny=OUTPUT_TINY[dtype] * math.sqrt(width))
 
 
@@ -108,7 +108,7 @@ class Certificate(NamedTuple):
 def certificate(
     softmax: Sum, delta: torch.Tensor, values: Values, output: torch.Tensor, dtype: torch.dtype, chain: float = CHAIN
 ) -> Certificate:
-    """Of an output [B, K, Q, Dv] in the precision it was accumulated in, before it is rounded to ``dtype``."""
+    """Return the certificate of an output [B, K, Q, Dv] as it was accumulated, before it is rounded to ``dtype``."""
     value, added = total(value_terms(softmax, values.eta)), accumulation(softmax, values, chain)
     size = norm(output)
     center = _center_norm(norm=size, value_sum=value + added, vmax=values.vmax)

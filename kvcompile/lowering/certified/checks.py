@@ -26,7 +26,7 @@ def causes_of(certificate: Certificate, rules: Certify) -> torch.Tensor:
 
 
 def ranked(disagree: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:
-    """What ``rank_fails`` found, as bits."""
+    """Return the failures that ``rank_fails`` found, as bits of ``Cause``."""
     return torch.where(disagree, int(Cause.RANK), 0) | torch.where(entering, int(Cause.BOUNDARY), 0)
 
 

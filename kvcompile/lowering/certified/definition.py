@@ -66,7 +66,7 @@ class Tokens(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """Who sees what: tokens [B, 1 or K, Q, T]; blocks with a visible token; those whose visible tokens are all in full precision."""
+    """Visible tokens [B, 1 or K, Q, T]; blocks with a visible token; those whose visible tokens are all in full precision."""
 
     tokens: torch.Tensor
     from_codes: torch.Tensor
@@ -103,7 +103,7 @@ def certified_step(
     sinks: torch.Tensor | None, clock: torch.Tensor, scale: float, softcap: float, value_dim: int,
     recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same with its policy and scheme as objects."""
+    """Attend over certified codes with policy and scheme as objects; returns output, figures and counters."""
     B, H, S, D = q.shape
     K = keys[0].shape[2]
     heads = (K, H // K)
@@ -188,7 +188,7 @@ def _sight(
     q: torch.Tensor, heads: tuple[int, int], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None,
     bias: torch.Tensor | None, base: torch.Tensor | None, tokens: int,
 ) -> tuple[Sight, torch.Tensor | None]:
-    """What each query sees, and the bias that its logits get, [B or 1, 1 or K, Q, T]."""
+    """Return which tokens each query sees, and the bias that its logits get, [B or 1, 1 or K, Q, T]."""
     mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, tokens)
     place = torch.arange(tokens, device=q.device)
     behind = place < tokens if base is None else place < base[:, None]

@@ -176,7 +176,7 @@ def certified_by_kernels(
 
 
 class Sums(NamedTuple):
-    """What the programs of ``tally`` and ``tally_values`` found, [B, K, Q, programs, columns], and the logit that it is relative to."""
+    """Sums of the programs of ``tally`` and ``tally_values``, [B, K, Q, programs, columns], and the logit that they are relative to."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -303,7 +303,7 @@ class DeviceStep:
         return found
 
     def slots(self, held: torch.Tensor) -> int:
-        """Of a set of blocks."""
+        """Return the number of scratch slots per set of blocks."""
         return held.shape[3] * SET // self.page
 
     def exact(self, scratch: tuple[torch.Tensor, torch.Tensor] | None, found_at: torch.Tensor | None) -> Masses:
@@ -408,7 +408,7 @@ class DeviceStep:
         )
 
     def settle(self, sums: Sums, parts: torch.Tensor, telemetry: torch.Tensor | None) -> None:
-        """What rows that fall return, and the step's telemetry."""
+        """Write the results of rows that fall back, and the step's telemetry."""
         from kvcompile.lowering.certified.kernels.finish import settle
 
         B, K, Q = self.shape
@@ -448,7 +448,7 @@ class DeviceStep:
         return parts
 
     def mix_rows(self) -> torch.Tensor:
-        """The same of rows that fall, by originals alone."""
+        """Sum the values of rows that fall back, by originals alone."""
         from kvcompile.lowering.certified.kernels.dense_fallback import mix_rows
 
         originals, new_v, programs = self.originals[1], self.new_v, self.value_programs

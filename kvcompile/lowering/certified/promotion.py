@@ -92,7 +92,7 @@ def promote_keys(
 def wanted(
     coded: Masses, delta: Deviations, live: torch.Tensor, codes: torch.Tensor, nu: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a block is promoted for, float64 [B, K, Q, N]: its estimated share of the mass, and what it may add to the key bound."""
+    """Return two amounts that blocks are promoted for, float64 [B, K, Q, N]: estimated share of the mass, addition to the key bound."""
     peak = coded.peak.amax(-1)
     peak = peak if sinks is None else torch.maximum(peak, sinks)
     top = torch.where(torch.isneginf(peak), 0, peak)

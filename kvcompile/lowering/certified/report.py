@@ -36,7 +36,7 @@ CHAIN = 2.0
 
 
 def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """What codes stand for, and how far every channel may be from its original; float32 [B, K, T, D]. Raises NotBounded."""
+    """Decode tokens, and bound how far every channel may be from its original; float32 [B, K, T, D]. Raises NotBounded."""
     expression = scheme.radius(slot)
     if expression is None:
         raise NotBounded(scheme=scheme.spell())

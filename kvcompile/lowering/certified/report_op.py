@@ -64,7 +64,7 @@ def report_site_code(
 
 
 def report_site_traced(output: torch.Tensor, *operands: Any) -> None:
-    """What a compiled graph traces: tensor code on CUDA, else the operation as it is."""
+    """Add a step's report as a compiled graph traces it: tensor code on CUDA, else the operation as it is."""
     (report_site_code if output.device.type == "cuda" else report_site)(output, *operands)
 
 

@@ -118,7 +118,7 @@ def added_up(told: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What certified attention did, over some layers, rows and heads."""
+    """Telemetry of certified attention, over some layers, rows and heads."""
 
     values: dict[str, float]
 

@@ -73,7 +73,7 @@ class BitTrick:
         return _assembly(f".reg .b32 t, u; {self._fields()} {end}", [self._source(word)], "tl.float16")
 
     def packed_scaled(self, word: str, scale: str, zero: str) -> str:
-        """The same, times ``scale`` plus ``zero``, float16 blocks of the words' shape: one fused instruction on two elements."""
+        """Unpack codes times ``scale`` plus ``zero``, float16 blocks of the words' shape: one fused instruction on two elements."""
         return _assembly(f".reg .b32 t, u; {self._fields()} fma.rn.f16x2 $0, t, $2, $3;", [self._source(word), scale, zero], "tl.float16")
 
     def _source(self, word: str) -> str:

@@ -132,7 +132,7 @@ class AttendTemplate(CppTemplate):
         self, template_node: ir.CppTemplateBuffer, flag_template_buffer_has_other_users: bool,
         epilogue_nodes: list[ir.IRNode] | None = None,
     ) -> tuple[CppTemplateKernel, Callable[[], str]]:
-        """What Inductor's scheduler calls to get the source."""
+        """Return the kernel's source, when Inductor's scheduler asks for it."""
         del flag_template_buffer_has_other_users
         assert not epilogue_nodes, "kept away by no_fuse_buffer_names"
         kernel = CppTemplateKernel(kernel_name=str(Placeholder.KERNEL_NAME), num_threads=self.num_threads)

@@ -25,7 +25,7 @@ class CppVectors(_Cpp):
         return text if source == to else f"lanes_cast<{_lane(to)}>({text})"
 
     def bitcast(self, text: str, source: torch.dtype, to: torch.dtype) -> str:
-        """The same bits as another dtype."""
+        """Print a cast of bits to another dtype."""
         return f"lanes_bits<{_lane(to)}>({text})"
 
     def narrow(self, text: str, to: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from kvcompile.types import PAGE, KernelFormat, Role
 
 
 class Bias(enum.IntEnum):
-    """What the mask operand is; the numbers are the template's."""
+    """Kinds of mask operand; the numbers are the template's."""
 
     NONE = 0
     ADDED = 1
@@ -43,7 +43,7 @@ class Masks:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What is attended to, or done to keys, beside the planes: newest tokens in full precision, RoPE."""
+    """Operands beside the planes: newest tokens in full precision, angles that keys are rotated by."""
 
     recent: bool = False
     base_per_batch: bool = True
@@ -126,7 +126,7 @@ class AttendConfig:
         }
 
     def with_splits(self, splits: int, direct: bool, shares: int = 0) -> AttendConfig:
-        """The same kernel cut into ``splits``; ``direct`` writes the finished result."""
+        """Return the kernel cut into ``splits``; ``direct`` writes the finished result."""
         return dataclasses.replace(self, splits=splits, direct=direct, shares=shares)
 
     @property

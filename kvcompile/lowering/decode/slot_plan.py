@@ -121,7 +121,7 @@ class SlotPlan:
 
     @property
     def dot_type(self) -> str:
-        """What the tensor cores multiply, as Triton's name."""
+        """Return the dtype that the tensor cores multiply, as Triton's name."""
         return TRITON_TYPES[self.dtype]
 
     @property
@@ -171,7 +171,7 @@ class SlotPlan:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Of TABLED codes, the scales of the two parts of every chunk: one table of pairs each."""
+        """Return the scales of TABLED codes for the two parts of every chunk: one table of pairs each."""
         return tuple(dict.fromkeys(self.pair_of(chunk) for chunk in self.chunks))
 
     def pair_of(self, chunk: Chunk) -> tuple[int, int]:

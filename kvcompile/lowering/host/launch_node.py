@@ -139,7 +139,7 @@ class LaunchSequence(ir.ExternKernel):
         return PythonCall(step.target, [known(operand) for operand in step.operands])
 
     def get_outputs(self) -> list[Any]:
-        """What it makes, and its mutations."""
+        """Return the node's outputs: what it makes, and its mutations."""
         return [*self.made, *self.mutation_outputs]
 
     def get_device(self) -> Any:
@@ -234,7 +234,7 @@ class PythonCall:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that can lie in one buffer."""
+    """Return a key that tensors share which can lie in one buffer."""
     return (*map(_expression, tensor.shape), *map(_expression, tensor.stride()), tensor.dtype)
 
 

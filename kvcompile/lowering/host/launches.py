@@ -108,7 +108,7 @@ class Recorder:
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """What two stand-ins share only if they share memory; empty tensors of a mode arrive wrapped anew, so objects are compared by it."""
+    """Return a key that stand-ins share only if they share memory: empty tensors of a mode arrive wrapped anew each time."""
     return int(tensor.untyped_storage()._cdata)
 
 

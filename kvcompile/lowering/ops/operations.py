@@ -109,7 +109,7 @@ def append_body(
 
 
 def _encoded_apart(scheme: schemes.Scheme, x: torch.Tensor, keep_BS: torch.Tensor) -> list[torch.Tensor]:
-    """What the scheme encodes of x [B, K, S, D], tokens to ``keep`` and the others as two separate writes."""
+    """Encode x [B, K, S, D], tokens to ``keep`` and the others as two separate writes."""
     keep = keep_BS[:, None, :, None]
     one, other = (scheme.encode(torch.where(chosen, x, torch.zeros_like(x))) for chosen in (keep, ~keep))
     return [torch.where(keep, a, b) for a, b in zip(one, other, strict=True)]
@@ -162,7 +162,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 
 def unrotate_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """What ``rotate`` makes x of, in x's dtype; where cos and sin are no rotation the inverse of what they are."""
+    """Undo ``rotate``, in x's dtype; where cos and sin are no rotation, by the inverse of what they are."""
     width = cos.shape[-1]
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(exact).unsqueeze(1), sin.to(exact).unsqueeze(1)
@@ -254,7 +254,7 @@ def _fitted(table: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def decodable(scheme: schemes.Scheme, planes: Sequence[torch.Tensor], slot: SlotSpec, heads: slice) -> tuple[torch.Tensor, ...]:
-    """What ``decode`` takes: the planes that a kernel reads, as tokens [B, K, T, width], for some heads; tables stay as they are."""
+    """Return the operands of ``decode``: planes that a kernel reads, as tokens [B, K, T, width], for some heads; tables as they are."""
     fmt = scheme.format(slot)
     read = [plane[:, :, heads] for plane in planes[: fmt.planes]]
     return tuple(plane if fmt.levels and at == fmt.planes - 1 else as_tokens(plane) for at, plane in enumerate(read))
@@ -290,7 +290,7 @@ def _first_visible_meta(seen: torch.Tensor) -> torch.Tensor:
 
 
 def _expose(x: torch.Tensor) -> torch.Tensor:
-    """What runs where another backend compiled the graph: it would read or write a tensor that holds nothing."""
+    """Raise ForeignBackend where another backend compiled the graph: it would read or write a tensor that holds nothing."""
     raise ForeignBackend(shape=tuple(x.shape))
 
 

@@ -56,11 +56,11 @@ class PrefillConfig:
         return self.splits == 1 and not self.chunk
 
     def with_splits(self, splits: int) -> PrefillConfig:
-        """The same kernel cut into ``splits``."""
+        """Return the kernel cut into ``splits``."""
         return dataclasses.replace(self, splits=splits)
 
     def over_scratch(self) -> PrefillConfig:
-        """The same attention over decoded tokens: dense, one page of ``chunk`` rows."""
+        """Return the kernel of this attention over decoded tokens: dense, one page of ``chunk`` rows."""
         return dataclasses.replace(
             self, key_scheme="dense", value_scheme="dense", key_word=self.dtype, value_word=self.dtype, page_rows=self.chunk, paged=False
         )

@@ -48,7 +48,7 @@ def operands_for(config: PrefillConfig, batch: int = 1, queries: int = 512, rece
 
 
 def output_for(config: PrefillConfig, batch: int = 1, queries: int = 512) -> Operand:
-    """What the kernel writes: the result, or partial sums with their maxima and totals."""
+    """Return the kernel's output: the result, or partial sums with their maxima and totals."""
     heads = config.kv_heads * config.group
     if config.direct:
         return Operand.contiguous((batch, heads, queries, config.value_dim), config.dtype)

@@ -76,7 +76,7 @@ class TileSlot:
 
     @property
     def dot_type(self) -> str:
-        """What the tensor cores multiply, as Triton's name."""
+        """Return the dtype that the tensor cores multiply, as Triton's name."""
         return TRITON_TYPES[self.dtype]
 
     @property

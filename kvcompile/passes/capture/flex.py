@@ -30,7 +30,7 @@ def is_flex(target: Any) -> bool:
 
 
 def operands(node: fx.Node) -> set[fx.Node]:
-    """What a call of flex attention reads once it is spelled out: all but the block mask's lists."""
+    """Return the operands that a call of flex attention reads once it is spelled out: all but the block mask's lists."""
     q, k, v, score_mod, block_mask = node.args[:5]
     found = [q, k, v, score_mod, block_mask[-1], *node.args[5:], *node.kwargs.values()]  # type: ignore[index]
     read: set[fx.Node] = set()
@@ -61,7 +61,7 @@ def explicit(
     used: Collection[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Any, block_mask: tuple[Any, ...], scale: float,
     kernel_options: dict[str, Any], score_buffers: tuple[Any, ...] = (), mask_buffers: tuple[Any, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """What flex attention over q [B, H, S, D], k and v [B, K, T, D] gives, as plain operations; of its results those ``used`` are right."""
+    """Compute flex attention over q [B, H, S, D], k and v [B, K, T, D] by plain operations; of its results those ``used`` are right."""
     del kernel_options
     grid, mask_mod = _grid(q, k), block_mask[-1]
     seen = None if _hides_nothing(mask_mod) else _single(mask_mod(*grid, *mask_buffers))

@@ -61,7 +61,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What a call becomes; ``stands_for``: operands that the call gives back, and the node that stands for each from then on."""
+    """The nodes that a call becomes; ``stands_for``: operands that the call gives back, and the node that stands for each from then on."""
 
     steps: tuple[_Step, ...]
     result: Any
@@ -193,7 +193,7 @@ def _node(tracer: Any, tensor: FakeTensor) -> fx.Node | None:
 
 
 def _recipe(tracer: Any, last: fx.Node | None, operands: Sequence[FakeTensor], nodes: Sequence[Any], result: Any) -> _Recipe:
-    """What a call that was just traced became: the nodes behind ``last``."""
+    """Return what a call that was just traced became: the nodes behind ``last``."""
     new: list[fx.Node] = []
     for node in reversed(tracer.graph.nodes):
         if node is last:
@@ -253,7 +253,7 @@ def _described(value: Any, fakes: Sequence[tuple[_Ref, torch.Tensor]]) -> _Value
 
 
 def _result(tracer: Any, item: Any, operands: Sequence[FakeTensor], place: dict[fx.Node, _Ref]) -> Any:
-    """What the call gives, by place."""
+    """Return the call's results, by place."""
     if not isinstance(item, torch.Tensor):
         if type(item) not in PLAIN:
             raise _Unknown

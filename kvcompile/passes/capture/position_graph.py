@@ -15,7 +15,7 @@ from kvcompile.passes.graph.shapes import is_tensor
 
 
 def dataflow(captured: Captured, effects: Effects) -> nx.DiGraph:
-    """What every value is made from: its operands, and the writes that came before its reader."""
+    """Return the graph of what every value is made from: its operands, and the writes that came before its reader."""
     flow = nx.DiGraph()
     for node in captured.graph.nodes:
         flow.add_node(node)

@@ -48,7 +48,7 @@ class Region:
 
 
 def _like(node: fx.Node) -> Any:
-    """What Dynamo saw a node give, as a value of the fake mode that is on: Dynamo's own mode was another one."""
+    """Return the value that Dynamo saw a node give, in the fake mode that is on: Dynamo's own mode was another one."""
     seen = node.meta["example_value"]
     if not isinstance(seen, torch.Tensor):
         return seen

@@ -204,7 +204,7 @@ def _best(attention: Attention, effects: Effects, index: int) -> Site:
 
 
 def _tiled(attention: Attention) -> Attention:
-    """The same attention where query head h = g * K + k: its dim of heads holds the groups first."""
+    """Return the attention where query head h = g * K + k: its dim of heads holds the groups first."""
     turned = lambda roles: tuple({"H": "GK", "BH": "BGK"}.get(role, role) for role in roles)  # noqa: E731
     return replace(
         attention, q_roles=turned(attention.q_roles), out_roles=turned(attention.out_roles), sink_roles=turned(attention.sink_roles),

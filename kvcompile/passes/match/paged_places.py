@@ -51,7 +51,7 @@ class Places:
 
     @property
     def along(self) -> tuple[str, ...]:
-        """Of a write: the letters of the dims that places run along, in order."""
+        """Return the letters of the dims that a write's places run along, in order."""
         return tuple(role for role in self.dims if role in set(string.ascii_lowercase))
 
 

@@ -1,4 +1,4 @@
-"""What matching produces: attentions, slots, writes, masks, sites, and refusals. Values only, no logic."""
+"""Records that matching produces: attentions, slots, writes, masks, sites, and refusals. Values only, no logic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SlotKind(enum.Enum):
 
 
 class MaskKind(enum.Enum):
-    """What a mask term does to the scores."""
+    """The effect of a mask term on the scores."""
 
     BOOL = "false excludes"
     FILL = "true excludes"
@@ -144,7 +144,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Ring:
-    """What a cache keeps that keeps only its newest tokens.
+    """The tokens that a sliding cache keeps.
 
     The graph lines tokens up: some of the past, then the new ones. Attention reads the line's last ``past`` + new
     tokens, the cache keeps its last ``keep``. Encoded, the token at position p lies in slot p % ``slots``, so that
@@ -283,7 +283,7 @@ class Bounds:
 
 
 class LimitKind(enum.Enum):
-    """What the last or first visible position is counted from."""
+    """The origin that the last or first visible position is counted from."""
 
     NODE = "a tensor of positions"
     OWN = "the query's own index in this call"

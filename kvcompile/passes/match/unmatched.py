@@ -1,4 +1,4 @@
-"""What looks like a cache where no site was found: so that no attention over one is skipped in silence."""
+"""Find what looks like a cache where no site was found: so that no attention over one is skipped in silence."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class SlotPlan:
 
     @property
     def end(self) -> int | None:
-        """What the store grows up to, a constant or None for no end: stores with the same end have the same number of pages."""
+        """Return the capacity that the store grows up to, None for no end: stores with the same end have the same number of pages."""
         slot = self.slot
         if slot.ring is not None:
             return slot.ring.slots

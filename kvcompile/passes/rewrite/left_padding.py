@@ -29,7 +29,7 @@ def _per_row(term: MaskTerm) -> bool:
 
 
 def shown(emit: Emitter, env: dict[fx.Node, fx.Node], term: MaskTerm, site: Site) -> fx.Node:
-    """What a mask term lets through, bool [B or 1, H or 1, S or 1, T]."""
+    """Return which tokens a mask term lets through, bool [B or 1, H or 1, S or 1, T]."""
     node = env[term.node]
     if term.kind is MaskKind.ADD:
         node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)

@@ -48,7 +48,7 @@ class Pools:
     # --- writing ---------------------------------------------------------------------------------
 
     def new_tokens(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
-        """What is written, as [1, K, S, D]: S places, whatever dims they ran along."""
+        """Return the written tokens as [1, K, S, D]: S places, whatever dims they ran along."""
         write, spec = slot.slot.write, slot.spec
         assert write.places is not None
         node = broadcast(emit, self.env, write.values, write.places.shape)
@@ -121,7 +121,7 @@ class Pools:
         return self.read[key][1]
 
     def _along_tokens(self, emit: Emitter, item: Picked, token: fx.Node, tokens: Any, batch: Any) -> fx.Node:
-        """What an index tensor adds to the place of every token, int64 [1 or B, 1 or T]."""
+        """Return what an index tensor adds to the place of every token, int64 [1 or B, 1 or T]."""
         node, roles = emit.apart(self._checked(emit, item), item.roles, {"B": emit.size(batch)})
         inner = [role for role in ("N", "O", "T") if role in roles]
         node = emit.arrange(node, roles, ("B", *(inner or ("T",))))

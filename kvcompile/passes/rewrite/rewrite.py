@@ -46,7 +46,7 @@ BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
 
 @dataclass(frozen=True)
 class Recent:
-    """What an append of a slot with a window gives: the newest tokens, where the new ones start, the rows' origins (None: all 0)."""
+    """The results of an append to a slot with a window: the newest tokens, where the new ones start, the rows' origins (None: all 0)."""
 
     tokens: fx.Node
     start: fx.Node
@@ -449,7 +449,7 @@ class _Rewriter:
         return found
 
     def _chains(self) -> set[fx.Node]:
-        """What leads from the past and the new tokens of a ring to what is read and kept of them, and what is gathered from a pool."""
+        """Return the nodes that lead from a ring's past and new tokens to what is read and kept, and what is gathered from a pool."""
         parts = [part.slot for item in self.plan.sites for part in item.parts]
         gathered = {node for slot in parts if slot.table is not None for node in slot.path if self.effects.root.get(node) is not slot.root}
         return gathered | {node for slot in parts if slot.ring is not None for node in slot.ring.chain}

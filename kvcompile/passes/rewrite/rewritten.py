@@ -12,7 +12,7 @@ from kvcompile.passes.plan.plan import SlotPlan
 
 
 class Variant(enum.Enum):
-    """What the stores hold when the graph runs."""
+    """The state of the stores when the graph runs."""
 
     PAST = "past"
     FRESH = "fresh"

@@ -96,7 +96,7 @@ class Outward(enum.Enum):
 
 
 class Over(enum.Enum):
-    """What an expression is evaluated for, and summed over where a sum of it is used."""
+    """The unit that an expression is evaluated for, and summed over where a sum of it is used."""
 
     CHANNEL = "channel"
     BLOCK = "block"

@@ -19,7 +19,7 @@ DEFAULTS = "default"
 
 
 class Fallback(enum.Enum):
-    """What happens to a head whose checks fail: it is computed from the originals, or only said."""
+    """The fallback of a head whose checks fail: it is computed from the originals, or only reported."""
 
     DENSE = "dense"
     REPORT = "report"
@@ -76,14 +76,14 @@ class Certify:
         require(isinstance(self.fallback, Fallback), NAME, "fallback", "'dense' or 'report'", self.fallback, "'dense' keeps the contract")
 
     def spell(self) -> str:
-        """What differs from the defaults, as text that ``parse_policy`` reads back; the operand of the op."""
+        """Return what differs from the defaults, as text that ``parse_policy`` reads back; the operand of the op."""
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         changed = (f"{field.name}:{getattr(value, 'value', value)}" for field, value in values if value != field.default)
         return "/".join(changed) or DEFAULTS
 
 
 def parse_policy(text: str) -> Certify:
-    """What ``Certify.spell`` wrote: ``v_tol:0.02/rank:0``; raises BadOption."""
+    """Parse what ``Certify.spell`` wrote: ``v_tol:0.02/rank:0``; raises BadOption."""
     kinds: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Certify)}
     found = {}
     for item in text.split("/") if text != DEFAULTS else ():

@@ -144,7 +144,7 @@ class Certified(Scheme):
 
     @property
     def values(self) -> Kivi:
-        """What encodes values."""
+        """Return the scheme that encodes values."""
         return Kivi(bits=4, group=self.group, window=max(self.group, BLOCK), axis=Axis.TOKEN)
 
     def _is_keys(self, slot: SlotSpec) -> bool:
@@ -175,7 +175,7 @@ class Certified(Scheme):
 
     @property
     def slots(self) -> int:
-        """Of the scratch, for each set of blocks of keys."""
+        """Return the number of scratch slots per set of blocks of keys."""
         return self.scratch if self.tier2 is Tier2.HOST else 0
 
     def planes_read(self, slot: SlotSpec) -> int:

@@ -1,4 +1,4 @@
-"""What a certificate is made of, summed over the blocks of one row; promotion of values. See ``certified``.
+"""Sums over the blocks of one row that its certificate is made of; promotion of values. See ``certified``.
 
 Everything here is float64 and evaluates the printed bounds; what they need per head is put together in ``finish``.
 """
@@ -77,7 +77,7 @@ def chain_of(share, CHAIN: tl.constexpr):
 
 @triton.jit
 def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr):
-    """The same of codes: a turn of T tokens is one chain of tensor cores, a split adds the turns of its ``share`` of blocks."""
+    """Return the length of a rounding chain over codes: T tokens are one chain of tensor cores, a split adds those of its ``share``."""
     return chain_of(share, CHAIN) + (HALF_STEP + TENSOR_STEP * (T // 16))
 
 

@@ -62,7 +62,7 @@ def sight(AT, S: tl.constexpr, S2: tl.constexpr):
 
 @triton.jit
 def weighed(logits):
-    """Of a block's logits [16, rows], or [16] of one row: the largest, and the sum of exp relative to it."""
+    """Return the largest of a block's logits [16, rows], or [16] of one row, and the sum of exp relative to it."""
     peak = tl.max(logits, 0)
     return peak, tl.sum(exp_of(logits - tl.where(peak == float("-inf"), 0.0, peak)), 0)
 
@@ -75,7 +75,7 @@ def norm_above(square):
 
 @triton.jit
 def finite_or_infinite(square):
-    """What is no number as infinity, which a maximum keeps."""
+    """Replace NaN by infinity, which a maximum keeps."""
     return tl.where(square == square, square, float("inf"))
 
 

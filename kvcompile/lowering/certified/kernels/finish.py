@@ -1,4 +1,4 @@
-"""What becomes of a row of certified attention: its certificate, its checks, its result; and a step's telemetry. See ``certified``.
+"""The end of a row of certified attention: its certificate, its checks, its result; and a step's telemetry. See ``certified``.
 
     judge       one row each: what programs of ``tally`` and ``mix`` found, together; the certificate of that, and whether the row falls
     settle      one kv head each: the same for its rows that fell, after the second run; then all its rows are added to the telemetry
@@ -102,7 +102,7 @@ def some_of(SUMS, r, first, count, OF: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def together(found, SUMS, r, count, OF: tl.constexpr, WIDE: tl.constexpr):
-    """Of each column the sum and the largest, where NaN is larger than all; ``found``: of the first programs, loaded before."""
+    """Return the sum and the largest of each column, where NaN is larger than all; ``found``: of the first programs, loaded before."""
     column = tl.arange(0, WIDE)[None, :]
     added = tl.zeros([WIDE], tl.float64)
     most = tl.full([WIDE], float("-inf"), tl.float64)
@@ -158,7 +158,7 @@ def found_of(
     SUMS, LEFT, PARTS, SINKS, TOP, r, rows, chunks, programs, parts, OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """What a row's programs found, its result, and the certificate of that."""
+    """Load what a row's programs left, and return its result and the certificate of that."""
     # Everything's first part is on its way before any of it is used.
     first_sums = some_of(SUMS, r, 0, chunks, WIDTH, 16)
     first_left = some_of(LEFT, r, 0, programs, LEFT_WIDTH, 8)

@@ -176,7 +176,7 @@ def score_newest(
     AT_Q, low, high, CODES, STEPS, ZEROS, RECENT_K, LOGITS, CHANNELS, PEAK, WEIGHT, row, rk_t, newest, n, base,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
 ):
-    """The same of one row, in float32 and PART tokens at a time; tokens from ``base`` on are not codes."""
+    """Score the newest tokens of one row, in float32 and PART tokens at a time; tokens from ``base`` on are not codes."""
     c = tl.arange(0, D)[None, :]
     q = tl.load(AT_Q + c).to(tl.float32)
     step = tl.load(STEPS + row * D + c)

@@ -25,7 +25,7 @@ def reaching(bits, edge):
 
 @triton.jit
 def amount_below(bits, amount, edge):
-    """What candidates below an edge amount to."""
+    """Sum the amounts of the candidates below an edge."""
     return tl.sum(tl.where((bits >= 0) & (bits < edge), amount, 0.0), 0)
 
 

@@ -205,7 +205,7 @@ def flagged(READ, n, blocks):
 
 @triton.jit
 def scales_of(PLANE, run, RUNS: tl.constexpr, seen):
-    """Those of the low half and of the high one, float32."""
+    """Load the scales of the low half and of the high one, float32."""
     low = tl.load(PLANE + run, mask=seen, other=0.0).to(tl.float32)
     return low, tl.load(PLANE + run + RUNS, mask=seen, other=0.0).to(tl.float32)
 
@@ -223,7 +223,7 @@ def mix_own(
     blocks, newest, share, first_out,
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """The same by originals, behind ``first_out`` results: of one row, those of ``share`` blocks that are flagged, and the newest tokens.
+    """Sum the values of one row by originals, behind ``first_out`` results: ``share`` blocks that are flagged, and the newest tokens.
 
     What is compared: norms, as in ``exact``. The first programs have 16 of the newest tokens each. Whoever has neither has nothing to add.
     """

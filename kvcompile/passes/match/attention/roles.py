@@ -35,7 +35,7 @@ class Letters:
         return tuple((letter,) if letter else () for letter in letters)
 
     def atoms(self, letter: str) -> tuple[str, ...]:
-        """What a letter was split into; itself where it was not."""
+        """Return the letters that a letter was split into; itself where it was not."""
         parts = self.parts.get(letter)
         return tuple(atom for part in parts for atom in self.atoms(part)) if parts else (letter,)
 

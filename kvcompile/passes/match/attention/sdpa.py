@@ -59,7 +59,7 @@ def recognise(node: fx.Node) -> Attention | None:
 
 
 def _tiled(attention: Attention) -> Attention:
-    """The same attention with its groups before the kv heads."""
+    """Return the attention with its groups before the kv heads."""
     swap = {"K": "G", "G": "K"}
     turned = lambda roles: tuple(swap.get(role, role) for role in roles)  # noqa: E731
     return replace(

@@ -1,4 +1,4 @@
-"""What a refusal says about operands that are no plain view of a cache: the fact, and what the author could write instead."""
+"""Advice in refusals of operands that are no plain view of a cache: the fact, and what the author could write instead."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def _layout(there: Coords, base: tuple[int, ...], columns: Columns) -> Axes | No
 
 @dataclass(frozen=True)
 class _Roles:
-    """What the dims of a tensor, an index or what it is a view of, run along; an entry stands for ``every`` tokens."""
+    """Names for what the dims of a tensor, an index or what it is a view of, run along; an entry stands for ``every`` tokens."""
 
     node: fx.Node
     roles: tuple[str, ...]

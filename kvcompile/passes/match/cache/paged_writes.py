@@ -25,7 +25,7 @@ OTHER_ORDER = "the write goes through a view whose places lie in another order t
 
 
 def pool_write(node: fx.Node, root: fx.Node, axes: Axes, heads: int) -> Write | None:
-    """What an in-place node writes to a pool, None where it is another part of the tensor; raises Miss where it is no known write."""
+    """Read an in-place node's write to a pool, None where it is another part of the tensor; raises Miss where it is no known write."""
     name = op_name(node)
     if name not in IN_PLACE or name == "copy_":
         raise Miss(f"the pool that attention gathers from is written by {name}, which is no known write of places", node, advice=FORMS)
@@ -87,7 +87,7 @@ class _Form:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """The same as plain ints."""
+        """Return the sizes as plain ints."""
         return tuple(hint(size) for size in self.sizes)
 
     def _along(self, dim: int) -> Any:

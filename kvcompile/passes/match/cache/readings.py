@@ -1,4 +1,4 @@
-"""What the dims of an attention operand may stand for: batch and kv heads are read off heads that are repeated, tiled or flattened."""
+"""Readings of an attention operand's dims: batch and kv heads are read off heads that are repeated, tiled or flattened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Columns = dict[str, tuple[np.ndarray, int]]
 
 @dataclass(frozen=True)
 class Read:
-    """What is read at the end of a trail: a tensor with a role and a size for every dim, of which ``trail.here`` are samples."""
+    """The end of a trail: a tensor with a role and a size for every dim, of which ``trail.here`` are samples."""
 
     operand: fx.Node
     roles: tuple[str, ...]

@@ -141,7 +141,7 @@ def _halves(line: tuple[Run, ...]) -> tuple[Run | None, Run | None]:
 
 
 def _kept(placeholder: fx.Node | None, new: Run, dim: int, effects: Effects) -> tuple[Kept | None, tuple[int, ...]]:
-    """What stays in the buffer that the past came from, or is returned: its runs, and the outputs that are it."""
+    """Return what stays in the buffer that the past came from, or is returned: its runs, and the outputs that are it."""
     end = len(effects.order)
     if placeholder is not None and effects.writes.get(placeholder):
         kept = _line(placeholder, dim, end, effects)
@@ -267,7 +267,7 @@ def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
 
 
 def strangers(slots: list[Slot], allowed: set[fx.Node]) -> list[fx.Node]:
-    """Who reads the cache, its window or what leads from one to the other, and is none of ``allowed``."""
+    """Return the nodes that read the cache, its window or what leads from one to the other, and are none of ``allowed``."""
     inside = {node for slot in slots if slot.ring is not None for node in (*slot.ring.chain, *slot.path)} | {slot.root for slot in slots}
     inside |= {slot.placeholder for slot in slots if slot.placeholder is not None}
     # The new tokens themselves belong to the model.

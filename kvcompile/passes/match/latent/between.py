@@ -1,4 +1,4 @@
-"""What stands between a cache and keys or values that are made from it: nodes that only the attention may read, and none may change."""
+"""Nodes between a cache and keys or values that are made from it: only the attention may read them, and none may change."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class Reader:
 
 
 def _cast(found: Read, before: fx.Node | None, after: fx.Node) -> Read:
-    """The same in another dtype where the two nodes' differ; ``before`` None stands for the position."""
+    """Cast a function of the position where two nodes' dtypes differ; ``before`` None stands for the position."""
     dtype = value_of(after).dtype
     if before is None and not dtype.is_floating_point:
         return found

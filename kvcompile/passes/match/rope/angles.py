@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Angles:
-    """What a rotation multiplies with: cosine and sine of ``width`` channels as functions of the position."""
+    """The factors of a rotation: cosine and sine of ``width`` channels as functions of the position."""
 
     cos: Step
     sin: Step

@@ -35,7 +35,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The same few samples of one value: where they are, and with which sign they arrive."""
+    """A few samples of one value: where they are, and with which sign they arrive."""
 
     node: fx.Node
     coords: Coords
