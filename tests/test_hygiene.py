@@ -127,7 +127,8 @@ def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     """Whoever has not read the code knows after the first words what is spoken of."""
     firsts = [
         (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", (ast.get_docstring(node) or "").partition("\n")[0])
-        for path in MODULES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))
+        for path in MODULES for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))
     ]
     wrong = [f"{place}: {first}" for place, first in firsts if first.startswith(RIDDLES)]
     assert firsts and not wrong, "\n".join(wrong)
