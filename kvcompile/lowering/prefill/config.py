@@ -118,9 +118,6 @@ class PrefillConfig:
         }
 
 
-SLOT_OPTIONS = ("KEY_SCHEME", "VALUE_SCHEME", "KEY_DIM", "VALUE_DIM", "KEY_WORD", "VALUE_WORD", "QUERY", "PACKED")
-
-
 def slots(
     key_scheme: str, value_scheme: str, key_dim: int, value_dim: int, key_word: str, value_word: str, query: str, packed: int
 ) -> tuple[TileSlot, TileSlot]:

@@ -389,8 +389,3 @@ def match(captured: Captured) -> Matched:
     refusals += [refuse(miss, site.attention.output, site.attention.idiom) for site, miss in rejected.items()]
     kept = tuple(site for site in sites if site not in rejected)
     return Matched(kept, tuple(refusals), uncached, effects)
-
-
-def tokens_of(site: Site) -> int:
-    """New tokens S of a site."""
-    return hint(site.tokens)

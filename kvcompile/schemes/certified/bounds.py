@@ -209,6 +209,3 @@ BOUNDS: tuple[Bound, ...] = (
 
 SOURCE_KEY = 2 * VMAX * sympy.exp(2 * DELTA_MAX) * TAIL * (sympy.exp(2 * DELTA_MAX) - 1)
 """The source's equation 15, tail: the mass of the unpromoted blocks as int8 scores alone estimate it. For comparison only."""
-
-SOURCE_KEY_PRINTED = SOURCE_KEY * sympy.exp(DELTA_MAX)
-"""The source's equation 12: what its implementation reports, with room for a query in int8 that it does not use."""
