@@ -65,7 +65,7 @@ def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Ste
 
 
 def operands(step: Step, slots: int = 0) -> list[Any]:
-    """Those of ``certified.site_op``; with ``slots`` an empty scratch."""
+    """Return the operands of ``kvcompile::certified_site``; with ``slots`` an empty scratch."""
     cache, spelled = step.cache, f"certified(certify={step.policy.spell()})"
     telemetry = torch.zeros(1, 1, K, 1, TELEMETRY, dtype=torch.float64, device="cuda")
     given = [

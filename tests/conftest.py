@@ -114,7 +114,7 @@ def validated_anew() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def said_anew() -> None:
-    """What is said once a process is said again in every test."""
+    """Clear the warnings that a process gives once, so that every test sees its own."""
     handle = sys.modules.get("kvcompile.runtime.handle")
     if handle is not None:
         handle.tell.cache_clear()

@@ -302,7 +302,7 @@ each_clear = pytest.mark.parametrize("clear", [
 @each_clear
 @each_exact
 def test_zeros_in_a_cache_that_grows_are_tokens(model: LlamaForCausalLM, clear: Callable[[Any], Any], scheme: str) -> None:
-    """What transformers before 5.23 does to reset a DynamicCache: the next prompt stands behind as many zeros."""
+    """transformers before 5.23 resets a DynamicCache by zeros in place: the next prompt stands behind as many zero tokens."""
     pair = Pair(model, "dynamic", scheme)
     pair.step(9, 1)
     for layer in (*pair.cache.layers, *pair.plain.layers):

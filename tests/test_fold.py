@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from versions import OLD_TRANSFORMERS
 
 import kvcompile
 from kvcompile.lowering.fold import fold
@@ -158,7 +159,7 @@ def test_a_folded_model_gives_the_same(scheme: str, kind: str, monkeypatch: pyte
     found = calls_of(model, kind, kvcompile.backend(scheme, inner="aot_eager", fold=True))
     assert max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)) <= 1e-6
     # With transformers before 5.23 the first layer of a growing cache has sizes of its own.
-    assert max(folded) >= 2
+    assert (2 if OLD_TRANSFORMERS and kind == "dynamic" else 3) in folded
 
 
 def test_a_region_that_does_not_compile_is_compiled_as_it_was(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:

@@ -90,7 +90,7 @@ def test_a_flipped_bit_sends_the_row_to_the_originals_and_no_other_row() -> None
 
 
 def operands(step: Step) -> list[Any]:
-    """What ``certified.site_op`` takes, with telemetry of no steps."""
+    """Return the operands of ``kvcompile::certified_site``, with telemetry of no steps."""
     cache = step.cache
     spelled = f"certified(certify={step.policy.spell()})"
     telemetry = torch.zeros(1, step.q.shape[0], cache.keys[0].shape[2], 1, TELEMETRY, dtype=torch.float64, device=DEVICE)

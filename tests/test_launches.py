@@ -54,7 +54,7 @@ def append_operands(text: str, count: int, padded: bool = False) -> list[Any]:
 
 
 def site_operands(options: str = "", scratch: bool = False) -> list[Any]:
-    """Those of ``certified.site_op``; its scheme has ``options``."""
+    """Return the operands of ``kvcompile::certified_site``; its scheme has ``options``."""
     text = f"certified({options})"
     keys, values = (
         {plane.name: made for plane, made in zip(
@@ -72,7 +72,7 @@ def site_operands(options: str = "", scratch: bool = False) -> list[Any]:
 
 
 def site_body(recorder: Any, *operands: Any) -> list[torch.Tensor]:
-    """The kernels of a site, from the operands of ``certified.site_op``."""
+    """The kernels of a site, from the operands of ``kvcompile::certified_site``."""
     q, keys, values, hi, lo, _, _, sinks, key_scheme, _, scale, _, value_dim, recent, base, telemetry, places, scratch = operands
     return [site_by_kernels(
         recorder, q, keys, values, hi, lo, sinks, key_scheme, scale, value_dim, recent, base, telemetry, places, scratch

@@ -95,7 +95,7 @@ ROOMS = {
     "kvcompile.lowering.decode": ("ops", "codegen", "host"),
     "kvcompile.lowering.prefill": ("ops", "codegen", "host", "decode"),
 }
-"""What a room may import of its layer beside itself, by the first row that a module stands in; a module in no room may import all."""
+"""The rooms of its layer that a room may import; the first row that a module stands in counts, a module in no row may import all."""
 
 
 def may_import(layer: str, imported: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the oldest supported versions of the libraries cannot do themselves: tests that need it ask here."""
+"""Flags of the oldest supported library versions, for tests of what those cannot do themselves."""
 
 from __future__ import annotations
 
