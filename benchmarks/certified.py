@@ -41,8 +41,9 @@ from kvcompile.lowering.certified.site_op import certified_site
 from kvcompile.lowering.certified.telemetry import Telemetry
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.runtime.pinned import host_plane
-from kvcompile.schemes.certified.policy import Certify, Count, parse_policy
-from kvcompile.schemes.certified.scheme import BLOCK, SET, TELEMETRY
+from kvcompile.schemes.certificate.policy import Certify, Count, parse_policy
+from kvcompile.schemes.certificate.telemetry import TELEMETRY
+from kvcompile.schemes.certified import BLOCK, SET
 from kvcompile.settings import Settings
 from kvcompile.types import PAGE
 

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kvcompile
-from kvcompile.schemes.certified.policy import Certify, Fallback
+from kvcompile.schemes.certificate.policy import Certify, Fallback
 
 H, K, D, WIDTH, STEPS, WARM = 32, 8, 128, 256, 24, 4
 

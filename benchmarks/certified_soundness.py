@@ -29,8 +29,8 @@ import torch
 from kvcompile.lowering.certified.definition import certified_attend_body
 from kvcompile.lowering.certified.device_step import certified_by_kernels, kernel_gap
 from kvcompile.lowering.ops.operations import attend_body
-from kvcompile.schemes.certified.policy import EXACT, NAIVE, Certify, Count, Fallback, Figure, Rung, parse_policy
-from kvcompile.schemes.certified.scheme import BLOCK, Certified
+from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Certify, Count, Fallback, Figure, Rung, parse_policy
+from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.types import PAGE, Role
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -18,7 +17,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from kvcompile.errors import BadSetting, KvcompileError, NoOriginals, NotCompiled, SiteRefused, Unsupported
+from kvcompile.errors import KvcompileError, NotCompiled, SiteRefused, Unsupported
 from kvcompile.lowering.attend_kernels import kernel_lines
 from kvcompile.lowering.certified.telemetry import Telemetry, added_up
 from kvcompile.lowering.compile import compile_graph, compiling
@@ -31,8 +30,8 @@ from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.match import Matched, match
 from kvcompile.passes.match.sites import Refusal, SlotKind, Stage
-from kvcompile.passes.plan.plan import Pair, Plan, Policy, plan, policy_of
-from kvcompile.passes.plan.reporting import check_scheme
+from kvcompile.passes.plan.certify import certifying
+from kvcompile.passes.plan.plan import Plan, Policy, plan, policy_of
 from kvcompile.passes.rewrite.replay import gap, steady_inputs
 from kvcompile.passes.rewrite.rewrite import rewrite
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
@@ -47,10 +46,8 @@ from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.guards import accept_handles
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.views import DecodedView, over_tensors
-from kvcompile.schemes import Certified, Certify, Dense, Scheme
-from kvcompile.schemes.certified.policy import Fallback
+from kvcompile.schemes import Certify
 from kvcompile.settings import Inner, Settings
-from kvcompile.types import PAGE, Role, SlotSpec
 from kvcompile.validation import Outcome, Verdict, verdicts
 from kvcompile.validation.known import Known
 
@@ -442,33 +439,6 @@ def _forget_guards(captured: Captured, symbols: Collection[Any]) -> None:
         env.guards.remove(guard)
 
 
-def _certifying(policy: Policy, certify: object) -> Policy:
-    """The policy with ``certify`` for its certified schemes, and reports of the others; raises a SchemeError where there can be none.
-
-    Layers of the scheme "dense" beside certified ones that fall back are left as they are: they are what the others fall back to.
-    """
-    if not isinstance(certify, Certify):
-        raise BadSetting(setting="certify", expected="a Certify", found=certify)
-    some = any(pair.k.certified or pair.v.certified for _, pair in policy.rules)
-
-    def given(scheme: Scheme) -> Scheme:
-        return dataclasses.replace(scheme, certify=certify.spell()) if isinstance(scheme, Certified) else scheme
-
-    def certified(glob: str, pair: Pair) -> Pair:
-        if pair.k.certified or pair.v.certified:
-            return Pair(given(pair.k), given(pair.v))
-        halves = ((pair.k, Role.KEY), (pair.v, Role.VALUE))
-        if certify.fallback is Fallback.DENSE:
-            if some and all(isinstance(scheme, Dense) for scheme, _ in halves):
-                return pair
-            raise NoOriginals(scheme=next((scheme for scheme, _ in halves if not isinstance(scheme, Dense)), pair.k).spell())
-        for scheme, role in halves:
-            check_scheme(scheme.of(role), SlotSpec(1, PAGE, torch.float32, role), glob)
-        return Pair(pair.k, pair.v, certify)
-
-    return Policy(tuple((glob, certified(glob, pair)) for glob, pair in policy.rules))
-
-
 VARIANTS = {Variant.PAST: "over a filled cache", Variant.FRESH: "into an empty cache"}
 
 
@@ -494,5 +464,5 @@ def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, str
     and leave it as it is where the two differ. ``fold``: compile equal layers once; not yet tried on CUDA.
     Raises a SchemeError before anything is compiled.
     """
-    policy = policy_of(scheme) if certify is None else _certifying(policy_of(scheme), certify)
+    policy = policy_of(scheme) if certify is None else certifying(policy_of(scheme), certify)
     return Backend(policy, Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve, validate=validate, fold=fold))

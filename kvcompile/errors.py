@@ -42,7 +42,7 @@ class HeadDimNotDivisible(SchemeError):
 
 class Tier2Missing(KvcompileError):
     template = (
-        "certified attention needs the originals of all {expected} pages of codes, found {found} pages of {what}; "
+        "attention with a certificate needs the originals of all {expected} pages of codes, found {found} pages of {what}; "
         "make room in tier 2 before the step, or use a scheme without certificates"
     )
 
@@ -54,9 +54,9 @@ class HostMemoryFull(KvcompileError):
     )
 
 
-class HalfCertified(SchemeError):
+class HalvesDiffer(SchemeError):
     template = (
-        "expected keys and values of one attention both in the scheme 'certified', found {keys!r} and {values!r} for {path!r}; "
+        "expected keys and values of one attention both in the scheme {scheme!r}, found {keys!r} and {values!r} for {path!r}; "
         "choose it for both, since one certificate covers their product"
     )
 
@@ -71,7 +71,7 @@ class NotBounded(SchemeError):
 class NoOriginals(SchemeError):
     template = (
         "expected a scheme that keeps originals, for certify= with fallback='dense', found {scheme!r}, which keeps none to fall back to; "
-        "pass Certify(..., fallback='report'), which counts what is beyond its budgets, or choose the scheme 'certified'"
+        "pass Certify(..., fallback='report'), which counts what is beyond its budgets, or choose a scheme that keeps originals"
     )
 
 
@@ -82,9 +82,9 @@ class NotReported(SchemeError):
     )
 
 
-class LatentNotCertified(SchemeError):
+class LatentNotHeld(SchemeError):
     template = (
-        "expected keys and values that are cached as attention takes them, for the scheme 'certified', found ones that are made from a "
+        "expected keys and values that are cached as attention takes them, for the scheme {scheme!r}, found ones that are made from a "
         "cached latent; give {path!r} a scheme such as 'int8' in a per-layer policy"
     )
 

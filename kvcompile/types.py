@@ -59,7 +59,8 @@ class PlaneSpec:
     ``rows`` rows cover one page of tokens; a plane that does not grow (N = 1: the window, a codebook, a query
     subspace) has as many rows as it needs, and B = 1 where one serves all batch rows. ``host``: in pinned host
     memory where the store is on a CUDA device, which reads and writes it there. ``tally``: attention writes it, and no
-    append takes it; such planes are the last of a layout.
+    append takes it; such planes are the last of a layout. ``originals``: holds every token as the model made it.
+    ``placed``: says where in this very store something is, so a store whose tokens are moved begins it anew.
     """
 
     name: str
@@ -69,6 +70,8 @@ class PlaneSpec:
     extent: Extent = Extent.TOKENS
     host: bool = False
     tally: bool = False
+    originals: bool = False
+    placed: bool = False
 
     def shape(self, pages: int, batch: int, heads: int) -> tuple[int, int, int, int, int]:
         """The allocated shape for ``pages`` pages, [N, B, K, rows, width]."""

@@ -17,8 +17,9 @@ from kvcompile.lowering.certified.definition import certified_attend, certified_
 from kvcompile.lowering.certified.promotion import above, chance, descending
 from kvcompile.lowering.certified.telemetry import accumulate
 from kvcompile.lowering.ops.append_window import append_window_body
-from kvcompile.schemes.certified.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
-from kvcompile.schemes.certified.scheme import BLOCK, TELEMETRY, Certified
+from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
+from kvcompile.schemes.certificate.telemetry import TELEMETRY
+from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.types import PAGE, Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvcompile.lowering.certified import bound_printer
 from kvcompile.lowering.certified.bound_printer import UnprintableBound, aten, aten_source, dtype_of, relative_error, slack, up32
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.bounds import BOUNDS, Bound, Outward, Over
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certificate.bounds import BOUNDS, Bound, Outward, Over
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

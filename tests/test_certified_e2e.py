@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import kvcompile
-from kvcompile.errors import BadSetting, HalfCertified
+from kvcompile.errors import BadSetting, HalvesDiffer
 from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry, accumulate
 from kvcompile.passes.plan.plan import policy_of
-from kvcompile.schemes.certified.policy import EXACT, Certify, Count, Figure, Rung
-from kvcompile.schemes.certified.scheme import ORIGINALS, PLACES, SCRATCH, TELEMETRY, Certified
+from kvcompile.schemes.certificate.policy import EXACT, Certify, Count, Figure, Rung
+from kvcompile.schemes.certificate.telemetry import TELEMETRY
+from kvcompile.schemes.certified import ORIGINALS, PLACES, SCRATCH, Certified
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo"), pytest.mark.compile]
 
@@ -175,7 +176,7 @@ def test_policies_that_make_no_sense_are_refused() -> None:
     backend = kvcompile.backend(scheme={"k": "certified", "v": "int8"}, strict=True)
     with pytest.raises(Exception, match="both in the scheme 'certified'"):
         steps(torch.compile(Layer(), backend=backend), tokens(20), 18)
-    assert issubclass(HalfCertified, kvcompile.KvcompileError)
+    assert issubclass(HalvesDiffer, kvcompile.KvcompileError)
 
 
 def test_telemetry_adds_up() -> None:

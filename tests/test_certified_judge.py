@@ -33,10 +33,11 @@ from kvcompile.lowering.certified.promotion import chance  # noqa: E402
 from kvcompile.lowering.certified.telemetry import COLUMNS, MOST, accumulate  # noqa: E402
 from kvcompile.lowering.decode.offline import load_module  # noqa: E402
 from kvcompile.lowering.host.launches import KernelLaunch, OnlyRoom, Recorder  # noqa: E402
-from kvcompile.schemes.certified import bounds  # noqa: E402
-from kvcompile.schemes.certified.bounds import Bound  # noqa: E402
-from kvcompile.schemes.certified.policy import Cause, Certify, Count, Fallback, Figure, Rung  # noqa: E402
-from kvcompile.schemes.certified.scheme import TELEMETRY, Certified  # noqa: E402
+from kvcompile.schemes.certificate import bounds  # noqa: E402
+from kvcompile.schemes.certificate.bounds import Bound  # noqa: E402
+from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Fallback, Figure, Rung  # noqa: E402
+from kvcompile.schemes.certificate.telemetry import TELEMETRY  # noqa: E402
+from kvcompile.schemes.certified import Certified  # noqa: E402
 
 F64 = torch.float64
 HEADS = (bounds.KEY, bounds.CENTER_NORM, bounds.ACCUMULATION, bounds.OUTPUT_ROUNDING, bounds.VALUE)

@@ -42,8 +42,9 @@ from benchmarks.certified_soundness import (
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering.certified import device_step as certified_device
 from kvcompile.lowering.host.launches import KernelLaunch, OnlyRoom, Recorder
-from kvcompile.schemes.certified.policy import Cause, Certify, Count, Figure, Rung
-from kvcompile.schemes.certified.scheme import BLOCK, TELEMETRY, Certified
+from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Figure, Rung
+from kvcompile.schemes.certificate.telemetry import TELEMETRY
+from kvcompile.schemes.certified import BLOCK, Certified
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -195,7 +196,7 @@ def test_tier_2_that_is_short_is_an_error() -> None:
 
 def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
     from kvcompile.lowering.certified.bound_printer import aten
-    from kvcompile.schemes.certified import bounds
+    from kvcompile.schemes.certificate import bounds
 
     step, zero = torch.rand(1000) * 10, torch.rand(1000) * 100
     printed = aten(bounds.RADIUS)(step=step, zero=zero)

@@ -12,8 +12,8 @@ from interpreted import interpreted
 
 from kvcompile.lowering.certified.certificate import CHAIN
 from kvcompile.schemes.asymmetric import Axis, Kivi
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.scheme import BLOCK
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certified import BLOCK
 
 UNIT = 2.0**-24
 

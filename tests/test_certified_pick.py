@@ -23,8 +23,8 @@ from interpreted import interpreted  # noqa: E402
 from benchmarks.certified_soundness import Draw, Shape, by_kernels, gaussian, ties  # noqa: E402
 from kvcompile.lowering.certified import device_step as certified_device  # noqa: E402
 from kvcompile.lowering.certified.kernels.top_k import leading  # noqa: E402
-from kvcompile.schemes.certified.policy import NAIVE, Certify, Count  # noqa: E402
-from kvcompile.schemes.certified.scheme import Certified  # noqa: E402
+from kvcompile.schemes.certificate.policy import NAIVE, Certify, Count  # noqa: E402
+from kvcompile.schemes.certified import Certified  # noqa: E402
 
 N = 64
 ONE = 2.0**-20

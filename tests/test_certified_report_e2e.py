@@ -30,8 +30,8 @@ from kvcompile.runtime.ledger import MOST_KEPT, Ledger
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.store import Telling
 from kvcompile.schemes import parse
-from kvcompile.schemes.certified.policy import Certify
-from kvcompile.schemes.certified.scheme import TELEMETRY_PLANE
+from kvcompile.schemes.certificate.policy import Certify
+from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE
 from kvcompile.types import PAGE
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo"), pytest.mark.compile]

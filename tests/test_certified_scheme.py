@@ -13,9 +13,9 @@ from registry import DTYPES, bound_of, normal, round_trip, slot
 from kvcompile.errors import BadOption, HeadDimNotDivisible
 from kvcompile.lowering.certified.bound_printer import aten
 from kvcompile.schemes import parse
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.policy import EXACT, NAIVE, Certify, Fallback, parse_policy
-from kvcompile.schemes.certified.scheme import BLOCK, ORIGINALS, Certified, Half
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Certify, Fallback, parse_policy
+from kvcompile.schemes.certified import BLOCK, ORIGINALS, Certified, Half
 from kvcompile.types import PAGE, Role, SlotSpec
 
 NOTES = 3

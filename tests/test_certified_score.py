@@ -11,8 +11,8 @@ import torch
 from kvcompile.lowering.certified.bound_printer import aten
 from kvcompile.lowering.certified.device_step import RADIUS
 from kvcompile.lowering.certified.kernels.key_scores import BACK, LEAST_STEP, ROOM
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.scheme import BLOCK, Certified
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.types import Role
 
 F32, F64, SCALE, ROWS = torch.float32, torch.float64, 0.11, 4

@@ -27,8 +27,9 @@ from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry  # noqa: E
 from kvcompile.lowering.ops.append_window import append_window_body  # noqa: E402
 from kvcompile.lowering.ops.operations import as_tokens  # noqa: E402
 from kvcompile.runtime.store import Store, StoreSpec  # noqa: E402
-from kvcompile.schemes.certified.policy import Count, parse_policy  # noqa: E402
-from kvcompile.schemes.certified.scheme import BLOCK, PLACES, SCRATCH, SET, TELEMETRY, Certified  # noqa: E402
+from kvcompile.schemes.certificate.policy import Count, parse_policy  # noqa: E402
+from kvcompile.schemes.certificate.telemetry import TELEMETRY  # noqa: E402
+from kvcompile.schemes.certified import BLOCK, PLACES, SCRATCH, SET, Certified  # noqa: E402
 from kvcompile.types import PAGE, Role, SlotSpec, pages_for  # noqa: E402
 
 K, G, D = 2, 2, 32

@@ -39,8 +39,8 @@ from benchmarks.certified_soundness import (
     trials,
 )
 from kvcompile.lowering.certified.certificate import Sum, Values, certificate
-from kvcompile.schemes.certified.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
-from kvcompile.schemes.certified.scheme import BLOCK, Certified
+from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
+from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

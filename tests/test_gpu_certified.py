@@ -32,8 +32,8 @@ from benchmarks.certified_soundness import (
 )
 from kvcompile.lowering.certified.telemetry import Telemetry
 from kvcompile.runtime.pinned import host_plane
-from kvcompile.schemes.certified.policy import Cause, Certify, Count, Rung
-from kvcompile.schemes.certified.scheme import TELEMETRY
+from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Rung
+from kvcompile.schemes.certificate.telemetry import TELEMETRY
 
 pytestmark = [
     pytest.mark.gpu,

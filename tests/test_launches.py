@@ -23,7 +23,8 @@ from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.certified.site_op import certified_site, site_by_kernels
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.host.launches import KernelLaunch, NotRecorded, OnlyRoom, OperatorCall, Recorder
-from kvcompile.schemes.certified.scheme import PLACES, SCRATCH, TELEMETRY
+from kvcompile.schemes.certificate.telemetry import TELEMETRY
+from kvcompile.schemes.certified import PLACES, SCRATCH
 from kvcompile.settings import Settings
 from kvcompile.types import Role, SlotSpec
 

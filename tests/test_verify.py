@@ -15,7 +15,7 @@ import kvcompile
 from kvcompile.errors import VerificationFailed
 from kvcompile.passes.rewrite.rewritten import Rewritten
 from kvcompile.passes.verify import verify
-from kvcompile.schemes.certified.policy import Certify, Fallback
+from kvcompile.schemes.certificate.policy import Certify, Fallback
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 

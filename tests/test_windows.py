@@ -16,7 +16,7 @@ from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import as_tokens
 from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Scheme, parse
-from kvcompile.schemes.certified.scheme import ORIGINALS
+from kvcompile.schemes.certified import ORIGINALS
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,7 @@ from kvcompile.lowering.ops.sliding import taken
 from kvcompile.runtime.pinned import host_plane
 from kvcompile.runtime.rotary import Rotary
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.certified.scheme import ORIGINALS, PLACES, REFILLED, SCRATCH, TELEMETRY_PLANE
+from kvcompile.schemes.certificate.telemetry import REFILLED, TELEMETRY_PLANE
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 ADOPT_TOKENS = 4096
@@ -129,7 +129,7 @@ class Store:
 
     def _values(self, first: int, last: int) -> torch.Tensor:
         """Tokens of pages [first, last) as [B, K, T, D], from the originals where the store has them."""
-        originals = [plane[first:last] for plane, spec in self._described() if spec.name == ORIGINALS]
+        originals = [plane[first:last] for plane, spec in self._described() if spec.originals]
         if originals:
             return as_tokens(originals[0])
         grown = [plane[first:last] if spec.extent is Extent.TOKENS else plane for plane, spec in self._described()]
@@ -319,7 +319,7 @@ class Store:
         at, place = torch.arange(first, first + count, device=self.device), torch.arange(count, device=self.device).unsqueeze(0)
         with _ordinary():
             for (plane, spec), target in zip(self._described(), made.planes, strict=True):
-                if spec.name in {PLACES, SCRATCH}:
+                if spec.placed:
                     # Blocks are elsewhere now, and copies of them nowhere.
                     continue
                 if spec.extent is not Extent.TOKENS:

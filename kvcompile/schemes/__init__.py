@@ -13,8 +13,8 @@ import torch
 from kvcompile.errors import BadOption, UnknownOption, UnknownScheme
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
-from kvcompile.schemes.certified.policy import Certify
-from kvcompile.schemes.certified.scheme import Certified
+from kvcompile.schemes.certificate.policy import Certify
+from kvcompile.schemes.certified import Certified
 from kvcompile.schemes.dense import Dense
 from kvcompile.schemes.squat import Squat
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8

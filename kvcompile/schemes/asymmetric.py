@@ -25,8 +25,8 @@ import sympy
 import torch
 
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.bounds import STEP, ZERO
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certificate.bounds import STEP, ZERO
 from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY, as_stored, rounded_up
 from kvcompile.types import PAGE, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 

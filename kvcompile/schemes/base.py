@@ -16,7 +16,7 @@ from typing import ClassVar
 import sympy
 import torch
 
-from kvcompile.errors import BadOption, HeadDimNotDivisible
+from kvcompile.errors import BadOption, HalvesDiffer, HeadDimNotDivisible, LatentNotHeld
 from kvcompile.types import AbsMax, KernelFormat, Layout, MinMax, Role, SlotSpec
 
 Planes = tuple[torch.Tensor, ...]
@@ -41,10 +41,16 @@ class Scheme(abc.ABC):
     """Whether keys are stored as they are before their rotary embedding, which attention then applies; an option."""
     learns_before_rope = False
     """Whether ``learn`` takes queries as they are before their rotary embedding, where keys are stored so."""
-    certified: ClassVar[bool] = False
-    """Whether attention over its planes is ``kvcompile::certified_site``: both halves of a site are, or none."""
+    attention: ClassVar[str] = "attend"
+    """The operation in ``torch.ops.kvcompile`` that attends over a store of this scheme; keys and values of a site name the same one."""
+    attention_writes: ClassVar[tuple[str, ...]] = ()
+    """Names of the planes of keys that this operation writes; the rewrite passes them behind the operands of ``attend``."""
+    kernels: ClassVar[str | None] = None
+    """The module that defines this operation and brings its kernels (``lowering.rooms``), where it is not ``attend``."""
     kernel_encoding: ClassVar[bool] = False
     """Whether kernels may encode as ``absmax`` or ``minmax`` says. Said by every class for itself: what a subclass encodes is its own."""
+    exact: ClassVar[bool] = False
+    """Whether ``decode`` returns what was encoded."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
 
@@ -139,6 +145,21 @@ class Scheme(abc.ABC):
     def check(self, slot: SlotSpec) -> None:
         """Raise a SchemeError where this scheme cannot hold the slot."""
         del slot
+
+    def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
+        """Raise a SchemeError where attention cannot have these schemes for its two halves, one of which is this one.
+
+        ``latent``: keys and values are made from a cached latent. ``path``: the module path, for the message.
+        """
+        if keys.attention != values.attention:
+            raise HalvesDiffer(scheme=self.name, keys=keys.spell(), values=values.spell(), path=path)
+        if latent and self.attention != Scheme.attention:
+            raise LatentNotHeld(scheme=self.name, path=path)
+
+    def certifying(self, certify: str) -> Scheme | None:
+        """Return the scheme with this policy for its attention's certificate, None where its attention has none."""
+        del certify
+        return None
 
     def decode(self, planes: Planes, slot: SlotSpec) -> torch.Tensor:
         """The values that the codes stand for, float32 [..., S, D], from planes [..., S, width]."""

@@ -29,6 +29,7 @@ class Dense(Scheme):
     pre_rope: bool = False
 
     name: ClassVar[str] = "dense"
+    exact: ClassVar[bool] = True
     source: ClassVar[str] = "the uncompressed cache"
 
     def __post_init__(self) -> None:

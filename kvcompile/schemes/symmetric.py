@@ -20,8 +20,8 @@ import torch
 
 from kvcompile.errors import HeadDimNotDivisible
 from kvcompile.schemes.base import AMAX, Planes, Scheme, require, require_divides
-from kvcompile.schemes.certified.bounds import STEP
-from kvcompile.schemes.certified.bounds import TINY as TINIEST
+from kvcompile.schemes.certificate.bounds import STEP
+from kvcompile.schemes.certificate.bounds import TINY as TINIEST
 from kvcompile.types import AbsMax, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 DEFAULT_GROUP, LEAST_GROUP = 32, 8

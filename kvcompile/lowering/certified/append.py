@@ -25,7 +25,7 @@ from kvcompile.lowering.append.rounding import MAGIC
 from kvcompile.lowering.append.window_token import Slot, minmax_codes, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded, one_token
-from kvcompile.schemes.certified.scheme import BLOCK, Certified, Half
+from kvcompile.schemes.certified import BLOCK, Certified, Half
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 
 TOKENS = tl.constexpr(BLOCK)
@@ -34,7 +34,7 @@ TOKENS = tl.constexpr(BLOCK)
 
 @triton.jit
 def _largest_norm(x):
-    """The largest norm of tokens, float32, of float64 [tokens, D]; ``schemes.certified.scheme.largest_norm``."""
+    """The largest norm of tokens, float32, of float64 [tokens, D]; ``schemes.certified.largest_norm``."""
     norms = tl.sqrt(tl.sum(x * x, 1))
     largest = tl.max(norms, 0)
     above = (largest * (1 + 2.0**-22) + 2.0**-149).to(tl.float32)

@@ -14,8 +14,8 @@ import torch
 
 from kvcompile.lowering.certified.bound_printer import aten
 from kvcompile.lowering.ops.operations import _padded, visible
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.scheme import BLOCK
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certified import BLOCK
 
 # Printed once, at import: Dynamo then sees plain functions.
 _coded = aten(bounds.CODED)

@@ -21,7 +21,7 @@ import torch
 from sympy.printing.str import StrPrinter
 
 from kvcompile.errors import CompileError
-from kvcompile.schemes.certified.bounds import CHANNELS, WEIGHT, Bound, Outward, Over, Rise
+from kvcompile.schemes.certificate.bounds import CHANNELS, WEIGHT, Bound, Outward, Over, Rise
 
 INPUT_ERRORS: dict[sympy.Symbol, float] = {WEIGHT: 2.0**-15, CHANNELS: 2.0**-12}
 """Relative errors of inputs that a kernel sums in float32: 16 exponentials of arguments above -104; up to 1,024 channels."""

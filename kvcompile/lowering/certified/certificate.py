@@ -9,7 +9,7 @@ import torch
 
 from kvcompile.lowering.certified.blocks import total
 from kvcompile.lowering.certified.bound_printer import aten
-from kvcompile.schemes.certified import bounds
+from kvcompile.schemes.certificate import bounds
 
 # Printed once, at import: Dynamo then sees plain functions.
 _accumulation = aten(bounds.ACCUMULATION)

@@ -8,8 +8,8 @@ from kvcompile.lowering.certified.blocks import Deviations, Masses, blocks, norm
 from kvcompile.lowering.certified.bound_printer import aten
 from kvcompile.lowering.certified.certificate import Certificate
 from kvcompile.lowering.certified.promotion import leading
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.policy import Cause, Certify
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certificate.policy import Cause, Certify
 
 # Printed once, at import: Dynamo then sees plain functions.
 _consistent = aten(bounds.CONSISTENT)

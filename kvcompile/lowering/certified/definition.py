@@ -47,8 +47,8 @@ from kvcompile.lowering.certified.checks import causes_of, logits_differ, notes_
 from kvcompile.lowering.certified.promotion import promote_keys, promote_values
 from kvcompile.lowering.certified.telemetry import Counted, counts_of, figures_of
 from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, attend_body, with_recent
-from kvcompile.schemes.certified.policy import Cause, Certify, Count, Fallback, Figure, parse_policy
-from kvcompile.schemes.certified.scheme import BLOCK, Certified
+from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Fallback, Figure, parse_policy
+from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.types import Role, SlotSpec
 
 LIBRARY.define(

@@ -38,9 +38,9 @@ from kvcompile.lowering.certified.bound_printer import slack
 from kvcompile.lowering.certified.promotion import ALL
 from kvcompile.lowering.certified.ranks import certified_ranks
 from kvcompile.lowering.host.launches import Direct, Launcher
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.policy import Certify, Count, Fallback, Figure
-from kvcompile.schemes.certified.scheme import BLOCK, SET, Certified
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certificate.policy import Certify, Count, Fallback, Figure
+from kvcompile.schemes.certified import BLOCK, SET, Certified
 
 CHUNK, WIDE = 2048, 8192
 """Blocks that ``choose`` weighs at once, and those that it compares; chosen by registers."""

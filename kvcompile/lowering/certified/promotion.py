@@ -14,8 +14,8 @@ import torch
 from kvcompile.lowering.certified.blocks import Deviations, Masses, gaps, total
 from kvcompile.lowering.certified.bound_printer import aten
 from kvcompile.lowering.certified.certificate import LEAST_NORMAL
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.policy import Certify
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certificate.policy import Certify
 
 # Printed once, at import: Dynamo then sees plain functions.
 _key_term = aten(bounds.KEY_TERM)

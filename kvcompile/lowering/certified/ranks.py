@@ -7,7 +7,7 @@ import torch
 from kvcompile.lowering.certified.blocks import Deviations, Masses
 from kvcompile.lowering.certified.checks import rank_fails, ranked
 from kvcompile.lowering.ops.operations import LIBRARY
-from kvcompile.schemes.certified.scheme import BLOCK
+from kvcompile.schemes.certified import BLOCK
 
 LIBRARY.define(
     "certified_ranks(Tensor(a!) causes, Tensor at, Tensor coded_peak, Tensor coded_weight, Tensor exact_peak, Tensor exact_weight,"

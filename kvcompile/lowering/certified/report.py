@@ -20,8 +20,8 @@ from kvcompile.lowering.certified.certificate import OUTPUT_TINY, OUTPUT_UNIT, C
 from kvcompile.lowering.ops.operations import decodable, with_recent
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.base import _spread
-from kvcompile.schemes.certified import bounds
-from kvcompile.schemes.certified.bounds import Bound, Outward, Over
+from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certificate.bounds import Bound, Outward, Over
 from kvcompile.types import Role, SlotSpec
 
 _center_norm = aten(bounds.CENTER_NORM)

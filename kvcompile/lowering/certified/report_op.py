@@ -21,7 +21,7 @@ from kvcompile.lowering.certified.checks import causes_of
 from kvcompile.lowering.certified.report import report_step
 from kvcompile.lowering.certified.telemetry import Counted, accumulate, counts_of, figures_of
 from kvcompile.lowering.ops.operations import LIBRARY
-from kvcompile.schemes.certified.policy import parse_policy
+from kvcompile.schemes.certificate.policy import parse_policy
 
 LIBRARY.define(
     "report_site(Tensor output, Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"

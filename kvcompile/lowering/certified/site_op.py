@@ -20,8 +20,8 @@ from kvcompile.lowering.certified.device_step import certified_by_kernels, kerne
 from kvcompile.lowering.certified.telemetry import accumulate
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.operations import LIBRARY
-from kvcompile.schemes.certified.policy import parse_policy
-from kvcompile.schemes.certified.scheme import Certified, Half
+from kvcompile.schemes.certificate.policy import parse_policy
+from kvcompile.schemes.certified import Certified, Half
 
 LIBRARY.define(
     "certified_site(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"

@@ -14,8 +14,8 @@ import torch
 
 from kvcompile.lowering.certified.bound_printer import up32
 from kvcompile.lowering.certified.certificate import Certificate
-from kvcompile.schemes.certified.policy import Cause, Count, Figure, Rung
-from kvcompile.schemes.certified.scheme import TELEMETRY
+from kvcompile.schemes.certificate.policy import Cause, Count, Figure, Rung
+from kvcompile.schemes.certificate.telemetry import TELEMETRY
 
 COUNTED = (Count.BLOCKS, Count.KEYS, Count.VALUES, Count.EXPLORED)
 

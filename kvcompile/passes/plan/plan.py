@@ -17,8 +17,6 @@ import torch
 
 from kvcompile.errors import (
     BadPolicy,
-    HalfCertified,
-    LatentNotCertified,
     NotInPolicy,
     RingNeedsTokens,
     SchemeError,
@@ -230,14 +228,6 @@ def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
         raise RingNeedsTokens(slots=slots, scheme=scheme.spell(), why=why)
 
 
-def _check_certified(site: Site, pair: Pair) -> None:
-    """Raise where a certificate could not cover both halves of an attention."""
-    if pair.k != pair.v:
-        raise HalfCertified(keys=pair.k.spell(), values=pair.v.spell(), path=site.path or "*")
-    if site.assembly is not None:
-        raise LatentNotCertified(path=site.path or "*")
-
-
 def _rolls(site: Site) -> int | None:
     """The capacity of a buffer that is no longer than the window of its mask: once it is full, its tokens will be moved."""
     hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
@@ -253,8 +243,8 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
         raise WindowOnlyRead(window=window, path=site.path or "*")
     if window and any(slot.write.late for slot in site.slots):
         raise WindowReadLate(window=window, path=site.path or "*")
-    if pair.k.certified or pair.v.certified:
-        _check_certified(site, pair)
+    for scheme in (pair.k, pair.v):
+        scheme.check_pair(pair.k, pair.v, site.assembly is not None, site.path or "*")
     rolling = site.key.ring.slots if site.key.ring is not None else _rolls(site)
     if pair.certify is not None:
         check_site(site, rolling)

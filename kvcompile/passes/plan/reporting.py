@@ -7,7 +7,7 @@ import dataclasses
 from kvcompile.errors import NotBounded, NotReported
 from kvcompile.passes.match.sites import Site
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.certified.scheme import REFILLED_PLANE, TELEMETRY_PLANE
+from kvcompile.schemes.certificate.telemetry import REFILLED_PLANE, TELEMETRY_PLANE
 from kvcompile.types import Layout, Role, SlotSpec
 
 TALLY = dataclasses.replace(TELEMETRY_PLANE, tally=True)

@@ -1,4 +1,4 @@
-"""Rewrite: every planned site becomes ``kvcompile::append`` + ``kvcompile::attend`` on store planes (certified: ``certified.site_op``).
+"""Rewrite: every planned site becomes ``kvcompile::append`` + ``kvcompile::attend`` on store planes (or the attention of their scheme).
 
 Where a certificate is asked of another scheme, ``kvcompile::report_site`` stands behind ``attend`` and adds to the keys' last plane.
 
@@ -38,7 +38,7 @@ from kvcompile.passes.rewrite.rope import Turning
 from kvcompile.passes.rewrite.sliding import Rings, covered
 from kvcompile.passes.rewrite.strides import free_strides
 from kvcompile.passes.rewrite.symbols import Symbols
-from kvcompile.schemes.certified.scheme import PLACES, REFILLED, SCRATCH
+from kvcompile.schemes.certificate.telemetry import REFILLED
 
 DENSE = "dense()"
 BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
@@ -284,15 +284,14 @@ class _Rewriter:
             if rolled:
                 hi, bias = self.rings.mask(emit, item, hi, lo, keep, bias, self.device)
                 lo = keep = None
-            certified = item.key.scheme.certified and not fresh
+            name = "attend" if fresh else item.key.scheme.attention
             operands = [
                 q, keys, values, hi, lo, keep, bias, sinks_of(emit, self.env, item), *schemes, attention.scale, attention.softcap,
                 value_dim,
             ]
             beside = [] if fresh else self._beside(emit, item)
             out = emit.call(
-                torch.ops.kvcompile.certified_site.default if certified else torch.ops.kvcompile.attend.default, *operands, *beside,
-                *(self._attention_writes(item.key) if certified else []),
+                getattr(torch.ops.kvcompile, name).default, *operands, *beside, *([] if fresh else self._attention_writes(item.key)),
             )
             if item.certify is not None and not fresh:
                 planes = self._named(item.key)
@@ -320,10 +319,10 @@ class _Rewriter:
         emit, position, origin = self._padding(emit, slot, self.position(emit, slot))
         return self.turning.back(emit, slot, q_BHSD, position, origin)
 
-    def _attention_writes(self, keys: SlotPlan) -> list[fx.Node]:
-        """The planes of keys that a certified attention writes: telemetry, and the scratch where they have one."""
-        planes = self._named(keys)
-        return [planes[name] for name in ("telemetry", PLACES, SCRATCH) if name in planes]
+    def _attention_writes(self, slot: SlotPlan) -> list[fx.Node]:
+        """The planes of keys that the attention of their scheme writes, those that they have."""
+        planes = self._named(slot)
+        return [planes[name] for name in slot.scheme.attention_writes if name in planes]
 
     def _named(self, slot: SlotPlan) -> dict[str, fx.Node]:
         """The planes of a slot by name."""

@@ -25,7 +25,7 @@ from kvcompile.lowering.certified.kernels.bounds import (
 )
 from kvcompile.lowering.certified.kernels.certified import weighed_from
 from kvcompile.lowering.certified.kernels.select_blocks import gap_of, mark, standing
-from kvcompile.schemes.certified import bounds
+from kvcompile.schemes.certificate import bounds
 
 ADDED = ("mass", "total", "least", "shift", "key", "blocks", "keys")
 LARGEST = ("delta", "vmax", "delta_codes", "by_codes", "by_exact", "upper")

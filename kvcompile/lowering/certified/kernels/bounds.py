@@ -6,7 +6,7 @@ from typing import Any
 
 from kvcompile.lowering.certified.bound_printer import triton_source
 from kvcompile.lowering.decode.offline import load_module
-from kvcompile.schemes.certified import bounds
+from kvcompile.schemes.certificate import bounds
 
 PRINTED = (
     bounds.ROUNDING, bounds.CODED, bounds.KEY_TERM, bounds.LEAST_TERM, bounds.SHIFT_TERM, bounds.TOTAL_TERM, bounds.VALUE_TERM,

@@ -20,7 +20,7 @@ from kvcompile.lowering.certified.kernels import bound_sums as triton_tally
 from kvcompile.lowering.certified.kernels.bounds import accumulation, center_norm, key, output_rounding, value
 from kvcompile.lowering.certified.kernels.certified import fallen, next_of, weighed_from
 from kvcompile.lowering.certified.telemetry import COLUMNS, COUNTED
-from kvcompile.schemes.certified.policy import Cause, Count, Figure, Rung
+from kvcompile.schemes.certificate.policy import Cause, Count, Figure, Rung
 
 
 def _place(name: str) -> tl.constexpr:

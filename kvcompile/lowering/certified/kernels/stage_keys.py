@@ -19,7 +19,7 @@ import triton.language as tl
 
 from kvcompile.lowering.certified.kernels.certified import BLOCK
 from kvcompile.lowering.certified.telemetry import COLUMNS
-from kvcompile.schemes.certified import scheme as certified
+from kvcompile.schemes import certified
 
 SET = tl.constexpr(certified.SET)
 SCRATCH_AT, FETCHED_AT = tl.constexpr(COLUMNS.index("scratch")), tl.constexpr(COLUMNS.index("fetched"))

@@ -30,10 +30,12 @@ from typing import ClassVar
 import sympy
 import torch
 
+from kvcompile.errors import HalvesDiffer
 from kvcompile.schemes.asymmetric import Axis, Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
-from kvcompile.schemes.certified.policy import DEFAULTS, parse_policy
-from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
+from kvcompile.schemes.certificate.policy import DEFAULTS, parse_policy
+from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE
+from kvcompile.types import PAGE, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
 
 BLOCK = 16
 """Tokens of a block."""
@@ -50,18 +52,6 @@ SCRATCH = "scratch"
 
 PLACES = "places"
 """The name of the plane that says where in it a block is: int32, the slot in its set plus one, zero for nowhere; a step's number."""
-
-REFILLED = "refilled"
-"""The name of the plane that says from which token on a window holds originals: those before were put back from codes by a rollback."""
-
-REFILLED_PLANE = PlaneSpec(REFILLED, torch.int64, 1, 1, Extent.ROW, tally=True)
-"""Where that is, of a store with a window whose attention reports its error; int64, counted from the row's origin as the clock counts."""
-
-TELEMETRY = 34
-"""Accumulators of each kv head and row; ``certified.telemetry`` names them."""
-
-TELEMETRY_PLANE = PlaneSpec("telemetry", torch.float64, TELEMETRY, 1, Extent.ROW)
-"""Where they are, the last plane of a key store."""
 
 
 class Half(enum.Enum):
@@ -110,7 +100,9 @@ class Certified(Scheme):
     name: ClassVar[str] = "certified"
     source: ClassVar[str] = "Runtime-Certified Bounded-Error Quantized Attention, sections 2.3 and 3.1"
     window = BLOCK
-    certified: ClassVar[bool] = True
+    attention: ClassVar[str] = "certified_site"
+    attention_writes: ClassVar[tuple[str, ...]] = (TELEMETRY_PLANE.name, PLACES, SCRATCH)
+    kernels: ClassVar[str | None] = "kvcompile.lowering.certified.room"
     warning: ClassVar[str | None] = (
         "certified keeps the originals, beside the codes or (tier2=host) in pinned host memory, so it saves device memory with tier2=host "
         "only; its kernels are for CUDA, and elsewhere every step reads everything"
@@ -150,6 +142,14 @@ class Certified(Scheme):
     def _is_keys(self, slot: SlotSpec) -> bool:
         return self.of(slot.role).half is Half.KEY
 
+    def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
+        if keys != values:
+            raise HalvesDiffer(scheme=self.name, keys=keys.spell(), values=values.spell(), path=path)
+        super().check_pair(keys, values, latent, path)
+
+    def certifying(self, certify: str) -> Certified:
+        return dataclasses.replace(self, certify=certify)
+
     def check(self, slot: SlotSpec) -> None:
         if not self._is_keys(slot):
             require_divides(self.group, slot, self.name, "group")
@@ -164,13 +164,13 @@ class Certified(Scheme):
             )
         else:
             own = self.values.layout(slot).planes[:3]
-        originals = PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, host=self.tier2 is Tier2.HOST)
+        originals = PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, host=self.tier2 is Tier2.HOST, originals=True)
         if not self._is_keys(slot):
             return Layout((*own, notes, originals)).windowed(slot, self.window)
         if not self.slots:
             return Layout((*Layout((*own, notes, originals)).windowed(slot, self.window).planes, TELEMETRY_PLANE))
-        places = PlaneSpec(PLACES, torch.int32, 2, rows)
-        scratch = PlaneSpec(SCRATCH, slot.dtype, slot.head_dim, self.slots * PAGE // SET, tally=True)
+        places = PlaneSpec(PLACES, torch.int32, 2, rows, placed=True)
+        scratch = PlaneSpec(SCRATCH, slot.dtype, slot.head_dim, self.slots * PAGE // SET, tally=True, placed=True)
         return Layout((*Layout((*own, notes, originals, places)).windowed(slot, self.window).planes, TELEMETRY_PLANE, scratch))
 
     @property

@@ -1,1 +1,0 @@
-"""certified: the scheme, what its certificates may be, and their bounds."""
