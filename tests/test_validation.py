@@ -283,14 +283,14 @@ def test_without_mutants_it_is_rewritten() -> None:
 
 def test_a_mutant_of_the_rewriter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """New tokens one row behind their place."""
-    from kvcompile.passes.rewrite.rewrite import _Rewriter
+    from kvcompile.passes.rewrite import positions
 
-    indexed = _Rewriter._indexed
+    indexed = positions.indexed
 
-    def behind(self: Any, emit: Any, where: Any) -> Any:
-        return emit.call(torch.ops.aten.add.Scalar, indexed(self, emit, where), 1)
+    def behind(emit: Any, where: Any) -> Any:
+        return emit.call(torch.ops.aten.add.Scalar, indexed(emit, where), 1)
 
-    monkeypatch.setattr(_Rewriter, "_indexed", behind)
+    monkeypatch.setattr(positions, "indexed", behind)
     torch.manual_seed(0)
     _, report = run(Windowed(), chunks=(1, 1))
     assert report.refusals and not report.sites

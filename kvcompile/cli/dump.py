@@ -28,7 +28,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import hint, module_path
 from kvcompile.passes.match.sites import SlotKind
 from kvcompile.passes.plan.plan import Plan
-from kvcompile.passes.rewrite.rewrite import BORN
+from kvcompile.passes.rewrite.context import BORN
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.report import count_text, short_paths, short_scheme
 from kvcompile.schemes import parse

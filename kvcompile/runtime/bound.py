@@ -22,7 +22,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.rope.rope import Rotation
 from kvcompile.passes.match.sites import Ring, SlotKind
-from kvcompile.passes.rewrite.rewrite import BORN
+from kvcompile.passes.rewrite.context import BORN
 from kvcompile.passes.rewrite.rewritten import Binding, Rewritten, Variant
 from kvcompile.runtime import adoption, pools, rings
 from kvcompile.runtime import handle as handles
