@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.passes.graph.dynamo import FakeTensor, no_modes
 from kvcompile.passes.graph.shapes import IDENTITIES, bind, is_tensor, op_name, value_of
 
 
@@ -27,6 +28,6 @@ def constant(node: Any) -> float | None:
         for part in str(node.target).split("."):
             value = getattr(value, part)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            with torch.utils._python_dispatch._disable_current_modes():
-                return float(value.item()) if not isinstance(value, torch._subclasses.FakeTensor) else None
+            with no_modes():
+                return float(value.item()) if not isinstance(value, FakeTensor) else None
     return None

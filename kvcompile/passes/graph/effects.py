@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.pullback import PLURAL, STEPS
 from kvcompile.passes.graph.shapes import IDENTITIES, is_tensor, op_name
 
 
 def _schema(node: fx.Node) -> torch.FunctionSchema | None:
     target = node.target
-    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+    return target._schema if isinstance(target, OpOverload) else None
 
 
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:

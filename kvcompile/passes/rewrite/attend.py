@@ -41,7 +41,7 @@ from kvcompile.schemes.certificate.telemetry import REFILLED, TELEMETRY_PLANE
 
 @dataclass(frozen=True)
 class Shared:
-    """What the sites of one graph share: its context, and what is made once for several of them."""
+    """State that the sites of one graph share: its context, and what is made once for several of them."""
 
     context: Context
     planes: Planes

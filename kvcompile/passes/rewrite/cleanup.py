@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.effects import written_arguments
 from kvcompile.passes.graph.shapes import op_name, value_of
 from kvcompile.passes.rewrite.context import Context
@@ -66,4 +66,4 @@ def _effectful(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         return True
-    return node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and node.is_impure()
+    return node.op == "call_function" and not isinstance(node.target, OpOverload) and node.is_impure()
