@@ -17,7 +17,7 @@ from torch import fx
 
 from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.effects import analyse
-from kvcompile.passes.graph.pullback import CONCATENATIONS
+from kvcompile.passes.graph.operators import CONCATENATIONS
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
 
 aten = torch.ops.aten

@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.dynamo import FakeTensor, no_modes
-from kvcompile.passes.graph.shapes import IDENTITIES, bind, is_tensor, op_name, value_of
+from kvcompile.passes.graph.operators import COPIES
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, value_of
 
 
 def constant(node: Any) -> float | None:
@@ -18,7 +19,7 @@ def constant(node: Any) -> float | None:
     if not isinstance(node, fx.Node):
         return None
     name = op_name(node)
-    if name in IDENTITIES and node.args:
+    if name in COPIES and node.args:
         return constant(node.args[0])
     if name in {"full", "scalar_tensor"} and is_tensor(node) and value_of(node).numel() == 1:
         arguments = bind(node)

@@ -16,12 +16,6 @@ from kvcompile.passes.graph.dynamo import OpOverload
 PACKAGE = str(Path(__file__).parents[2])
 """Our own frames, through which Dynamo traces what is done to a compressed cache, are not the model's source."""
 
-IDENTITIES = {
-    "alias", "detach", "detach_", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "dropout", "to", "_to_copy",
-    "type_as", "_conj", "resolve_conj", "resolve_neg", "float", "half", "bfloat16", "positive",
-}
-"""Operators that hand on the elements of their first operand, in place or as a copy."""
-
 
 def hint(value: Any) -> int:
     """A plain int for an int, a SymInt (its hint) or a node that carries one."""
