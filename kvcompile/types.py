@@ -60,7 +60,8 @@ class PlaneSpec:
     subspace) has as many rows as it needs, and B = 1 where one serves all batch rows. ``host``: in pinned host
     memory where the store is on a CUDA device, which reads and writes it there. ``tally``: attention writes it, and no
     append takes it; such planes are the last of a layout. ``originals``: holds every token as the model made it.
-    ``placed``: says where in this very store something is, so a store whose tokens are moved begins it anew.
+    ``placed``: says where in this very store something is, so a store whose tokens are moved begins it anew. ``constant``: holds
+    what its scheme's ``constants`` says, in every store, and no append takes it but behind a window; such planes follow those that grow.
     """
 
     name: str
@@ -72,6 +73,7 @@ class PlaneSpec:
     tally: bool = False
     originals: bool = False
     placed: bool = False
+    constant: bool = False
 
     def shape(self, pages: int, batch: int, heads: int) -> tuple[int, int, int, int, int]:
         """The allocated shape for ``pages`` pages, [N, B, K, rows, width]."""
@@ -103,8 +105,14 @@ class Layout:
 
     @property
     def written(self) -> int:
-        """How many planes an append takes, the first ones: all but what attention alone writes."""
-        return sum(not plane.tally for plane in self.planes)
+        """How many planes an append takes, the first ones: what is encoded, or all but attention's own where there is a window."""
+        windowed = any(plane.name == "window" for plane in self.planes)
+        return sum(not plane.tally for plane in self.planes) if windowed else self.encoded
+
+    @property
+    def ordered(self) -> bool:
+        """Whether something beside the codes needs the tokens in their order: a window, planes computed from queries."""
+        return any(plane.extent is not Extent.TOKENS and not plane.constant for plane in self.planes)
 
     @property
     def bytes_per_page(self) -> int:
@@ -124,9 +132,10 @@ class Layout:
     def windowed(self, slot: SlotSpec, window: int) -> Layout:
         """Return the layout with the newest ``window`` tokens in full precision, and a count of the tokens, behind what is encoded."""
         grown, fixed = self.planes[: self.encoded], self.planes[self.encoded :]
-        own = tuple(plane for plane in fixed if plane.name not in {"window", "clock"})
+        constant = tuple(plane for plane in fixed if plane.constant)
+        own = tuple(plane for plane in fixed if plane.name not in {"window", "clock"} and not plane.constant)
         added = PlaneSpec("window", slot.dtype, slot.head_dim, window, Extent.ROW), PlaneSpec("clock", torch.int64, 2, 1, Extent.ROW)
-        return Layout((*grown, *added, *own))
+        return Layout((*grown, *constant, *added, *own))
 
     def nbytes(self, pages: int, batch: int, heads: int) -> int:
         """Bytes of all planes of ``pages`` pages, ``batch`` rows and ``heads`` kv heads."""

@@ -108,6 +108,8 @@ def bound_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tens
 def unwritten(scheme: Scheme, spec: SlotSpec, plane: PlaneSpec, pages: int, batch: int) -> torch.Tensor:
     """A plane full of what no test wrote: NaN where the dtype has it, else a byte pattern; what is learned is learned."""
     shape = plane.shape(pages, batch, spec.heads)
+    if plane.constant:
+        return scheme.empty(plane, spec, pages, batch)
     if plane.name in scheme.learned:
         queries = normal(batch, spec.heads, 2, 50, spec.head_dim, seed=7)
         return dict(zip(sorted(scheme.learned), scheme.learn(queries, None), strict=True))[plane.name].reshape(shape).clone()

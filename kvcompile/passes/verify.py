@@ -22,7 +22,6 @@ from kvcompile.passes.match.sites import SlotKind
 from kvcompile.passes.rewrite.rewritten import Binding, Rewritten
 
 APPENDS = {"kvcompile::append", "kvcompile::append_window"}
-ATTENDS = {"kvcompile::attend", "kvcompile::certified_site", "kvcompile::report_site"}
 LEARN, UNROLL, GATHER = "kvcompile::learn", "kvcompile::unroll", "kvcompile::gather"
 
 
@@ -49,11 +48,13 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     either = _planes([binding for binding in late if binding.plan.slot.kind is SlotKind.CONCAT], planes)
     before = _planes(late, planes)
     order = {node: index for index, node in enumerate(graph.nodes)}
+    own = {f"kvcompile::{binding.plan.scheme.attention}" for binding in rewritten.bindings}
+    attends = {"kvcompile::attend", "kvcompile::report_site"} | own
     specs = [spec for binding in rewritten.bindings for spec in binding.plan.layout.planes]
     for plane, spec in zip(planes, specs, strict=True):
         name = spec.name
         writers = [user for user in plane.users if _name(user) in APPENDS]
-        readers = [user for user in plane.users if _name(user) in ATTENDS or _name(user) == GATHER]
+        readers = [user for user in plane.users if _name(user) in attends or _name(user) == GATHER]
         learned = [user for user in plane.users if _name(user) == LEARN]
         copies = [user for user in plane.users if _name(user) == UNROLL]
         known = {*writers, *readers, *learned, *copies}
@@ -62,7 +63,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
             _fail("no append into a plane of a cache that is only read", f"{len(writers)} appends into {plane.name}")
         if spec.tally and writers:
             _fail("no append into a plane that attention adds to", f"{len(writers)} appends into {plane.name}")
-        if plane not in unwritten and not spec.tally and len(writers) != 1:
+        if plane not in unwritten and not spec.tally and not spec.constant and len(writers) != 1:
             _fail("one append into every plane", f"{len(writers)} appends into {plane.name}")
         if others:
             _fail("only learn, append, gather and attend touch a plane", others[0].format_node(), others[0])

@@ -64,11 +64,11 @@ class Store:
 
     def _zeros(self, plane: PlaneSpec, pages: int) -> torch.Tensor:
         """An empty plane where it belongs."""
-        shape = plane.shape(pages, self.batch, self.spec.slot.heads)
         with _ordinary():
             if plane.host and self.device.type == "cuda":
+                shape = plane.shape(pages, self.batch, self.spec.slot.heads)
                 return host_plane(shape, plane.dtype, self.device)
-            return torch.zeros(shape, dtype=plane.dtype, device=self.device)
+            return self.spec.scheme.empty(plane, self.spec.slot, pages, self.batch, self.device)
 
     @property
     def nbytes(self) -> int:
@@ -279,7 +279,7 @@ class Store:
             for index, spec in enumerate(self.spec.layout.planes):
                 if spec.name == TELEMETRY_PLANE.name:
                     continue
-                self.planes[index] = torch.zeros(spec.shape(0, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
+                self.planes[index] = self._zeros(spec, 0)
 
     @staticmethod
     def holding(spec: StoreSpec, planes: list[torch.Tensor], rotary: Rotary | None = None) -> Store:

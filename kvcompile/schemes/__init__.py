@@ -16,6 +16,7 @@ from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
 from kvcompile.schemes.certificate.policy import Certify
 from kvcompile.schemes.certified import Certified
 from kvcompile.schemes.dense import Dense
+from kvcompile.schemes.nf4 import Nf4
 from kvcompile.schemes.squat import Squat
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
 
@@ -23,6 +24,7 @@ SCHEMES: tuple[type[Scheme], ...] = (
     Dense,
     Int8,
     Int4,
+    Nf4,
     Fp8,
     Kivi,
     Squat,

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer, HeadDimNotDivisible, LatentNotHeld
-from kvcompile.types import AbsMax, KernelFormat, Layout, MinMax, Role, SlotSpec
+from kvcompile.types import AbsMax, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 Planes = tuple[torch.Tensor, ...]
 
@@ -123,6 +123,16 @@ class Scheme(abc.ABC):
         """Whether this very class, and not one that it derives from, says that kernels may encode."""
         return bool(vars(type(self)).get("kernel_encoding", False))
 
+    def constants(self, slot: SlotSpec) -> dict[str, torch.Tensor]:
+        """Contents of the layout's constant planes by name, each broadcast to its plane's [K, rows, width]."""
+        del slot
+        return {}
+
+    def empty(self, plane: PlaneSpec, slot: SlotSpec, pages: int, batch: int, device: torch.device | None = None) -> torch.Tensor:
+        """One plane of an empty store, [N, B, K, rows, width]: zeros, or what ``constants`` says of it."""
+        made = torch.zeros(plane.shape(pages, batch, slot.heads), dtype=plane.dtype, device=device)
+        return made.copy_(self.constants(slot)[plane.name]) if plane.constant else made
+
     def learns(self, slot: SlotSpec) -> bool:
         """Whether its fixed planes come out of ``learn``, from the queries of the call that fills an empty cache."""
         del slot
@@ -162,7 +172,10 @@ class Scheme(abc.ABC):
         return None
 
     def decode(self, planes: Planes, slot: SlotSpec) -> torch.Tensor:
-        """The values that the codes stand for, float32 [..., S, D], from planes [..., S, width]."""
+        """The values that the codes stand for, float32 [..., S, D], from planes [..., S, width].
+
+        ``planes``: all that attention reads, or what ``encode`` returned, where tables are constant.
+        """
         fmt = self.format(slot)
         words = planes[0]
         if fmt.segments > 1:
@@ -171,13 +184,20 @@ class Scheme(abc.ABC):
         values = torch.cat([fmt.unpack(words, part) for part in range(fmt.parts)], dim=-1)
         if fmt.levels:
             # [1, 1, K, D // group, levels] -> [K, D, levels]: each channel looks its code up in the table of its group.
-            table = planes[fmt.planes - 1][0, 0].to(torch.float32).repeat_interleave(fmt.group, dim=-2)
+            table = self._table(planes, slot, fmt)[0, 0].to(torch.float32).repeat_interleave(fmt.group, dim=-2)
             index = values.to(torch.int64).unsqueeze(-1)
             values = table.unsqueeze(-3).expand(*index.shape[:-1], -1).gather(-1, index).squeeze(-1)
         if not fmt.scaled:
             return values
         values = values * _spread(planes[1], fmt)
         return values + _spread(planes[2], fmt) if fmt.zeros else values
+
+    def _table(self, planes: Planes, slot: SlotSpec, fmt: KernelFormat) -> torch.Tensor:
+        """The plane of tables, [1, 1, K, D // group, levels]."""
+        if len(planes) >= fmt.planes:
+            return planes[fmt.planes - 1]
+        spec = next(plane for plane in self.layout(slot).planes if plane.constant)
+        return self.empty(spec, slot, 1, 1, planes[0].device)
 
     def bits_per_value(self, slot: SlotSpec) -> float:
         """Stored bits per original value, scales included."""

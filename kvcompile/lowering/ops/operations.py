@@ -104,7 +104,9 @@ def append_body(
     x = torch.where(inside[:, None, :, None], x, float("nan"))
     pos = torch.where(inside, pos, room - 1)
     made = schemes.parse(scheme)
-    for plane, rows in zip(planes, made.encode(x) if origin is None else _encoded_apart(made, x, pos >= origin[:, None]), strict=True):
+    encoded = made.encode(x) if origin is None else _encoded_apart(made, x, pos >= origin[:, None])
+    # Constant planes may stand behind those that are written.
+    for plane, rows in zip(planes[: len(encoded)], encoded, strict=True):
         write_rows(plane, rows.to(plane.dtype), pos)
 
 

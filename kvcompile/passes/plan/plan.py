@@ -140,7 +140,7 @@ def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turne
     """Why a scheme needs its tokens in their order, in the words of who cannot keep them so; None where it does not."""
     if not scheme.by_token:
         return f"encodes blocks of consecutive tokens, and {blocks}"
-    if layout.encoded != len(layout.planes):
+    if layout.ordered:
         return f"keeps tokens or tables beside its codes, which {beside}"
     if scheme.pre_rope:
         return f"stores keys turned back by their place in the cache, which is not their position{turned}"

@@ -39,9 +39,13 @@ class Planes:
         """The planes that an append writes."""
         return self.of(slot)[: slot.layout.written]
 
-    def read(self, slot: SlotPlan) -> list[fx.Node]:
-        """The planes that attention reads."""
-        return self.of(slot)[: slot.scheme.planes_read(slot.spec)]
+    def encoded(self, slot: SlotPlan) -> list[fx.Node]:
+        """The planes that grow with the tokens."""
+        return self.of(slot)[: slot.layout.encoded]
+
+    def constant(self, slot: SlotPlan) -> list[fx.Node]:
+        """The planes that are alike in every store."""
+        return [node for spec, node in zip(slot.layout.planes, self.of(slot), strict=True) if spec.constant]
 
     def named(self, slot: SlotPlan) -> dict[str, fx.Node]:
         """All planes of a slot's store by name."""

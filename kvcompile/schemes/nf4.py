@@ -1,0 +1,67 @@
+"""nf4: four-bit codes into 16 levels at the quantiles of a normal distribution ("QLoRA", Dettmers et al. 2023, section 3).
+
+x = level[code] * scale; the levels, denser where normal values are, stand in a constant plane that kernels read their tables from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from statistics import NormalDist
+from typing import ClassVar
+
+import sympy
+import torch
+
+from kvcompile.schemes.symmetric import Symmetric
+from kvcompile.types import Extent, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
+
+OFFSET = 0.9677083
+"""The outermost quantile, of the source's code: halfway between 1 - 1/32 and 1 - 1/30."""
+
+
+LARGEST = 8.0
+"""The outermost level: scales are an eighth of the largest magnitude, so that float16 holds them all."""
+
+
+def _levels(count: int) -> list[float]:
+    """Quantiles above zero in falling order, as float32 in units of the scale."""
+    found = [NormalDist().inv_cdf(OFFSET + (0.5 - OFFSET) * step / count) for step in range(count)]
+    return (torch.tensor(found, dtype=torch.float64) * (LARGEST / found[0])).to(torch.float32).tolist()
+
+
+LEVELS = (*(-level for level in _levels(7)), 0.0, *reversed(_levels(8)))
+EDGES = tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Nf4(Symmetric):
+    """Four-bit indices of levels, two to the byte, part 0 in the low nibble; groups of 32 channels (the source: 64)."""
+
+    granularity: Granularity = Granularity.GROUP
+
+    name: ClassVar[str] = "nf4"
+    source: ClassVar[str] = "QLoRA, section 3 (4-bit NormalFloat); scales as in KV Cache Quantization"
+    qmax: ClassVar[float] = LARGEST
+    bits: ClassVar[int] = 4
+    parts: ClassVar[int] = 2
+    # Half of the widest gap, which is the one below.
+    reach: ClassVar[sympy.Expr] = sympy.Float((LEVELS[1] - LEVELS[0]) / 2)
+
+    def layout(self, slot: SlotSpec) -> Layout:
+        groups = slot.head_dim // self.channels_per_scale(slot.head_dim)
+        return Layout((*super().layout(slot).planes, PlaneSpec("levels", torch.float32, 16, groups, Extent.BATCH, constant=True)))
+
+    def constants(self, slot: SlotSpec) -> dict[str, torch.Tensor]:
+        return {"levels": torch.tensor(LEVELS)}
+
+    def format(self, slot: SlotSpec) -> KernelFormat:
+        return dataclasses.replace(super().format(slot), levels=16)
+
+    def unpack(self, words: torch.Tensor, part: int) -> torch.Tensor:
+        return ((words >> (4 * part)) & 15).to(torch.float32)
+
+    def pack(self, scaled: torch.Tensor) -> torch.Tensor:
+        codes = sum(((scaled > edge).to(torch.uint8) for edge in EDGES), torch.zeros_like(scaled, dtype=torch.uint8))
+        low, high = codes.chunk(2, dim=-1)
+        return low | (high << 4)
