@@ -9,12 +9,13 @@ from kvcompile.explain import explain
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.report import Report
 from kvcompile.runtime.handle import CompressedCache, decoded
-from kvcompile.schemes import Certified, Certify, Dense, Fp8, Int4, Int8, Kivi, Scheme, Squat
+from kvcompile.schemes import Certified, Certify, Dense, Fp8, Int4, Int8, Kivi, Nf4, Scheme, Squat, register
+from kvcompile.schemes.base import require_divides
 from kvcompile.types import Granularity
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Backend", "Certified", "Certify", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "Kivi", "KvcompileError", "Pair",
-    "Policy", "Report", "Scheme", "Squat", "backend", "decoded", "explain",
+    "Backend", "Certified", "Certify", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "Kivi", "KvcompileError", "Nf4",
+    "Pair", "Policy", "Report", "Scheme", "Squat", "backend", "decoded", "explain", "register", "require_divides",
 ]

@@ -33,6 +33,10 @@ class BadOption(SchemeError):
     template = "scheme {scheme!r} expects {option} to be {expected}, found {found!r}; {todo}"
 
 
+class BadScheme(SchemeError):
+    template = "kvcompile.register expects {expected}, found {found}; see examples/add_a_scheme.py for a whole scheme"
+
+
 class HeadDimNotDivisible(SchemeError):
     template = (
         "scheme {scheme!r} needs a head dim that {what} divides, found head dim {head_dim} and {what} {by}; "

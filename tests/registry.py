@@ -1,18 +1,21 @@
-"""The registry as test parameters: every scheme joins every test of all schemes by standing in ``SCHEMES``."""
+"""The registry as test parameters: every scheme joins every test of all schemes by being registered, the example's too."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 
+import add_a_scheme  # noqa: F401 - registers its scheme
 import numpy as np
 import pytest
 import sympy
 import torch
 
 from kvcompile.errors import SchemeError
-from kvcompile.schemes import AMAX, SCHEMES, SPREAD, Scheme
+from kvcompile.schemes import AMAX, SPREAD, Scheme, registered
 from kvcompile.types import Extent, PlaneSpec, Role, SlotSpec
+
+SCHEMES = registered()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 80, 96, 128, 256)

@@ -5,7 +5,9 @@ They hash the graph, not the lowerings of out-of-tree operations; the salt is wh
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +17,12 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import kvcompile
+from kvcompile import schemes
+from kvcompile.errors import BadScheme
 from kvcompile.lowering import cache_key
 from kvcompile.lowering.cache_key import PACKAGE, SALTED, CacheKey, sources_hash
 from kvcompile.lowering.compile import inductor_patches
+from kvcompile.schemes import Int4
 from kvcompile.settings import Settings
 
 
@@ -36,7 +41,7 @@ def test_same_sources_same_hash(package: Path) -> None:
 def test_any_source_that_makes_kernels_changes_the_hash(package: Path, name: str) -> None:
     target = package / name if name.endswith(".py") else next((package / name).glob("*.py"))
     before = sources_hash(package)
-    sources_hash.cache_clear()
+    cache_key._hash.cache_clear()
     target.write_text(target.read_text() + "\n# another kernel\n")
     assert sources_hash(package) != before
 
@@ -44,17 +49,17 @@ def test_any_source_that_makes_kernels_changes_the_hash(package: Path, name: str
 def test_a_new_file_and_a_new_name_change_the_hash(package: Path) -> None:
     before = sources_hash(package)
     (package / "schemes" / "novel.jinja").write_text("{{ kernel }}")
-    sources_hash.cache_clear()
+    cache_key._hash.cache_clear()
     added = sources_hash(package)
     (package / "schemes" / "novel.jinja").rename(package / "schemes" / "other.jinja")
-    sources_hash.cache_clear()
+    cache_key._hash.cache_clear()
     assert len({before, added, sources_hash(package)}) == 3
 
 
 def test_what_makes_no_kernel_does_not_recompile(package: Path) -> None:
     before = sources_hash(package)
     (package / "report.py").write_text("")
-    sources_hash.cache_clear()
+    cache_key._hash.cache_clear()
     assert sources_hash(package) == before
 
 
@@ -142,3 +147,35 @@ def test_disk_cache_serves_the_same_sources_only(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(cache_key, "sources_hash", lambda: "edited sources")
         hits, misses = compiled_step()
         assert misses and not hits, "a stale kernel was served"
+
+
+SCHEME = """
+import dataclasses
+import kvcompile
+from kvcompile.schemes import Int4
+
+@kvcompile.register
+@dataclasses.dataclass(frozen=True)
+class Mine(Int4):
+    name = "mine"
+"""
+
+
+def test_an_edited_scheme_of_another_package_changes_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemes, "BY_NAME", dict(schemes.BY_NAME))
+    hashes = [sources_hash()]
+    for name, extra in (("one", ""), ("two", "    bits = 3\n")):
+        (tmp_path / f"{name}.py").write_text(SCHEME + extra)
+        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        hashes.append(sources_hash())
+    assert len(set(hashes)) == 3
+
+
+@pytest.mark.parametrize("given", [Int4, Int4(), type("Loose", (Int4,), {"name": "int4"}), object])
+def test_what_is_no_scheme_of_its_own_is_not_registered(given: object) -> None:
+    with pytest.raises(BadScheme, match=r"kvcompile.register expects"):
+        kvcompile.register(given)

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from interpreted import interpreted
+from registry import SCHEMES
 
 from kvcompile import schemes
 from kvcompile.lowering.codegen import expressions
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
 SLOT = SlotSpec(1, 64, torch.float32, Role.KEY)
-CODED = [cls.name for cls in schemes.SCHEMES if cls().format(SLOT).scaled]
+CODED = [cls.name for cls in SCHEMES if cls().format(SLOT).scaled]
 
 
 def all_words(fmt: KernelFormat) -> torch.Tensor:

@@ -72,6 +72,7 @@ class Scheme(enum.Enum):
     DENSE = "dense"
     INT8 = "int8"
     INT4 = "int4"
+    NF4 = "nf4"
     FP8 = "fp8"
     KIVI = "kivi"
     SQUAT = "squat"
@@ -81,7 +82,7 @@ class Scheme(enum.Enum):
     def spell(self, head_dim: int) -> dict[str, str]:
         """Return {"k": spec, "v": spec} with groups that divide ``head_dim``."""
         odd = head_dim % 32 != 0
-        options = {"int4": "(group=16)", "kivi": "(group=16)", "squat": "(group=16,subblock=16)"} if odd else {}
+        options = {"int4": "(group=16)", "nf4": "(group=16)", "kivi": "(group=16)", "squat": "(group=16,subblock=16)"} if odd else {}
         parts = self.value.split("+")
         return {half: name + options.get(name, "") for half, name in (("k", parts[0]), ("v", parts[-1]))}
 

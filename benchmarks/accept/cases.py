@@ -230,6 +230,7 @@ CPU_SLICE = (
     # Known and open: with int4 here, and with lfm2, Inductor's C++ try_loop_split asserts (torch 2.13).
     "phi-int8-generate-dynamic-compiled-default-d128-padded-bfloat16",
     "nano-gpt-fp8+int4-dynamic-eager-default-d256-one-float16",
+    "llama-nf4-dynamic-compiled-default-d64-one-float16",
 )
 """A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, as few layers as there are kinds of them."""
 

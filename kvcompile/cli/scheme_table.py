@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvcompile.errors import SchemeError
 from kvcompile.report import size_text
-from kvcompile.schemes import SCHEMES, Scheme
+from kvcompile.schemes import Scheme, registered
 from kvcompile.types import Role, SlotSpec, pages_for
 
 
@@ -31,7 +31,7 @@ def scheme_table(heads: int, head_dim: int, layers: int, dtype: torch.dtype, tok
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("options", overflow="fold")
     notes = Table.grid(padding=(0, 2))
-    for kind in SCHEMES:
+    for kind in registered():
         scheme = kind()
         table.add_row(scheme.name, *_costs(scheme, heads, head_dim, layers, dtype, tokens), _options(scheme))
         notes.add_row(f"[bold]{scheme.name}[/]", f"{escape(_summary(kind))} [dim]({escape(scheme.source)})[/]")

@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from kvcompile.schemes import Scheme, registered
+
 PACKAGE = Path(__file__).resolve().parent.parent
-SALTED = ("types.py", "backend.py", "schemes", "passes", "lowering")
+SALTED = ("types.py", "compilation.py", "variants.py", "schemes", "passes", "lowering")
+
+
+def sources_hash(package: Path = PACKAGE, names: tuple[str, ...] = SALTED) -> str:
+    """A hash of every source that can change an emitted kernel, those of schemes from other packages among them.
+
+    ``names``: the files and folders of ``package`` that count.
+    """
+    return _hash(package, names, registered())
 
 
 @functools.cache
-def sources_hash(package: Path = PACKAGE, names: tuple[str, ...] = SALTED) -> str:
-    """A hash of every source that can change an emitted kernel, or of other files and folders of the package."""
+def _hash(package: Path, names: tuple[str, ...], schemes: tuple[type[Scheme], ...]) -> str:
     digest = hashlib.sha256()
+    for scheme in schemes:
+        if not scheme.__module__.startswith("kvcompile."):
+            digest.update(f"{scheme.name} {_source(scheme)}\n".encode())
     for name in names:
         root = package / name
         files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.suffix in {".py", ".jinja"})
@@ -29,6 +44,14 @@ def sources_hash(package: Path = PACKAGE, names: tuple[str, ...] = SALTED) -> st
             digest.update(str(path.relative_to(package)).encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _source(scheme: type[Scheme]) -> str:
+    """The source of a scheme's module and of its class; for one without a file its identity, which no other process has."""
+    try:
+        return inspect.getsource(inspect.getmodule(scheme) or scheme) + inspect.getsource(scheme)
+    except (OSError, TypeError):
+        return f"{id(scheme)} {os.getpid()} {time.time_ns()}"
 
 
 class CacheKey(CustomGraphPass):

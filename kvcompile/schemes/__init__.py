@@ -1,4 +1,4 @@
-"""The schemes, in one ordered literal; adding one is a file and a line here."""
+"""The schemes, in one ordered literal; adding one to the package is a file and a line here, adding one from outside is ``register``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 import enum
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from kvcompile.errors import BadOption, UnknownOption, UnknownScheme
+from kvcompile.errors import BadOption, BadScheme, UnknownOption, UnknownScheme
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
 from kvcompile.schemes.certificate.policy import Certify
@@ -37,6 +37,30 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
     "squat-pre": ("squat", {"pre_rope": True}),
 }
 """Names of settings that a source gives a name of its own."""
+
+
+Kind = TypeVar("Kind", bound=type[Scheme])
+
+
+def register(scheme: Kind) -> Kind:
+    """Add a scheme of another package by its name; a decorator. Raises BadScheme.
+
+    What was compiled for it is kept on disk under its source file too: after an edit it is compiled anew. Registering the
+    class of a name again, as a notebook does, takes the place of the first.
+    """
+    if not (isinstance(scheme, type) and issubclass(scheme, Scheme) and dataclasses.is_dataclass(scheme)):
+        raise BadScheme(expected="a frozen dataclass that derives from kvcompile.Scheme", found=scheme)
+    if scheme.name in SETTINGS or any(known.name == scheme.name for known in SCHEMES):
+        raise BadScheme(expected="a name that no scheme of kvcompile has", found=repr(scheme.name))
+    scheme()
+    BY_NAME[scheme.name] = scheme
+    parse.cache_clear()
+    return scheme
+
+
+def registered() -> tuple[type[Scheme], ...]:
+    """All schemes, those of the package first."""
+    return tuple(BY_NAME.values())
 
 
 def _option(scheme: type[Scheme], name: str, text: object) -> object:
@@ -91,6 +115,6 @@ def parse(text: str) -> Scheme:
 
 
 __all__ = [
-    "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Certified", "Certify", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Planes", "Scheme",
-    "Squat", "make", "parse",
+    "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Certified", "Certify", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Nf4", "Planes",
+    "Scheme", "Squat", "make", "parse", "register", "registered",
 ]
