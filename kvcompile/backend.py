@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from kvcompile.errors import KvcompileError, NotCompiled, SiteRefused, Unsupported
 from kvcompile.lowering.attend_kernels import kernel_lines
-from kvcompile.lowering.certified.telemetry import Telemetry, added_up
+from kvcompile.lowering.certificate.telemetry import Telemetry, added_up
 from kvcompile.lowering.compile import compile_graph, compiling
 from kvcompile.lowering.remembered import Remembered
 from kvcompile.lowering.reuse import call_key, fingerprint, identities

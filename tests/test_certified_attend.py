@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.certified_soundness import Cache, Draw, Inputs, Shape, Step, distance, gaussian, needle, one_way_keys, outliers, returned
 from kvcompile.errors import Tier2Missing
+from kvcompile.lowering.certificate.telemetry import accumulate
 from kvcompile.lowering.certified.definition import certified_attend, certified_attend_body, certified_step
 from kvcompile.lowering.certified.promotion import above, chance, descending
-from kvcompile.lowering.certified.telemetry import accumulate
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
 from kvcompile.schemes.certificate.telemetry import TELEMETRY

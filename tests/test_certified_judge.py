@@ -23,14 +23,14 @@ import triton.language as tl  # noqa: E402
 from interpreted import interpreted  # noqa: E402
 
 from benchmarks.certified_soundness import Cache, Draw, Shape, Step, gaussian, padded  # noqa: E402
-from kvcompile.lowering.certified.bound_printer import FUNCTION, slack, triton_source, up32  # noqa: E402
+from kvcompile.lowering.certificate.bound_printer import FUNCTION, slack, triton_source, up32  # noqa: E402
+from kvcompile.lowering.certificate.telemetry import COLUMNS, MOST, accumulate  # noqa: E402
 from kvcompile.lowering.certified.device_step import certified_by_kernels  # noqa: E402
 from kvcompile.lowering.certified.kernels import bounds as triton_bounds  # noqa: E402
 from kvcompile.lowering.certified.kernels.finish import as_dtype  # noqa: E402
 from kvcompile.lowering.certified.kernels.finish import up32 as rounded_up32  # noqa: E402
 from kvcompile.lowering.certified.kernels.select_blocks import draw, drawn_before  # noqa: E402
 from kvcompile.lowering.certified.promotion import chance  # noqa: E402
-from kvcompile.lowering.certified.telemetry import COLUMNS, MOST, accumulate  # noqa: E402
 from kvcompile.lowering.decode.offline import load_module  # noqa: E402
 from kvcompile.lowering.host.launches import KernelLaunch, OnlyRoom, Recorder  # noqa: E402
 from kvcompile.schemes.certificate import bounds  # noqa: E402

@@ -195,7 +195,7 @@ def test_tier_2_that_is_short_is_an_error() -> None:
 
 
 def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
-    from kvcompile.lowering.certified.bound_printer import aten
+    from kvcompile.lowering.certificate.bound_printer import aten
     from kvcompile.schemes.certificate import bounds
 
     step, zero = torch.rand(1000) * 10, torch.rand(1000) * 100

@@ -10,8 +10,8 @@ from registry import VARIANTS, bound_of, fitting, round_trip, slot, whole_blocks
 
 from benchmarks.certified_soundness import CASES, Draw, Inputs, Shape, distance, paged
 from kvcompile.errors import NotBounded
-from kvcompile.lowering.certified.bound_printer import aten
-from kvcompile.lowering.certified.report import decoded_with_radius, report_step
+from kvcompile.lowering.certificate.bound_printer import aten
+from kvcompile.lowering.certificate.report import decoded_with_radius, report_step
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes import Scheme, parse
 from kvcompile.schemes.certificate.bounds import Bound, Outward, Over

@@ -21,9 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import kvcompile
 from kvcompile.errors import BadSetting, NoOriginals, NotBounded, NotReported
 from kvcompile.lowering import compile as compiling
-from kvcompile.lowering.certified import report_op as report_site
-from kvcompile.lowering.certified.report import report_step
-from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry, added_up
+from kvcompile.lowering.certificate import report_op as report_site
+from kvcompile.lowering.certificate.report import report_step
+from kvcompile.lowering.certificate.telemetry import COLUMNS, Telemetry, added_up
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.passes.plan.plan import policy_of
 from kvcompile.runtime.ledger import MOST_KEPT, Ledger

@@ -21,9 +21,9 @@ from interpreted import interpreted  # noqa: E402
 
 from kvcompile import schemes  # noqa: E402
 from kvcompile.errors import BadOption  # noqa: E402
+from kvcompile.lowering.certificate.telemetry import COLUMNS, Telemetry  # noqa: E402
 from kvcompile.lowering.certified.device_step import DeviceStep, certified_by_kernels  # noqa: E402
 from kvcompile.lowering.certified.kernels.stage_keys import given  # noqa: E402
-from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry  # noqa: E402
 from kvcompile.lowering.ops.append_window import append_window_body  # noqa: E402
 from kvcompile.lowering.ops.operations import as_tokens  # noqa: E402
 from kvcompile.runtime.store import Store, StoreSpec  # noqa: E402

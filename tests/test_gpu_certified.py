@@ -30,7 +30,7 @@ from benchmarks.certified_soundness import (
     returned,
     trials,
 )
-from kvcompile.lowering.certified.telemetry import Telemetry
+from kvcompile.lowering.certificate.telemetry import Telemetry
 from kvcompile.runtime.pinned import host_plane
 from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Rung
 from kvcompile.schemes.certificate.telemetry import TELEMETRY

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from kvcompile import schemes
-from kvcompile.lowering.certified.report_op import report_site
+from kvcompile.lowering.certificate.report_op import report_site
 from kvcompile.lowering.certified.site_op import certified_site
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.types import PAGE, Role, SlotSpec

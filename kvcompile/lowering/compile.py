@@ -24,7 +24,7 @@ from kvcompile.errors import BadSetting, KvcompileError, NotCompiled
 from kvcompile.lowering import inductor
 from kvcompile.lowering.append import appends
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
-from kvcompile.lowering.certified import report_op as report_site
+from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.fold import fold
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.settings import Inner, Settings

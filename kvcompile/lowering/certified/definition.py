@@ -27,25 +27,13 @@ from typing import NamedTuple
 import torch
 
 from kvcompile.errors import Tier2Missing
-from kvcompile.lowering.certified import certificate as certificates
-from kvcompile.lowering.certified.blocks import (
-    Deviations,
-    Masses,
-    Notes,
-    Scores,
-    biased,
-    blocks,
-    deviations,
-    gaps,
-    masses,
-    norms,
-    notes_of,
-    visible_to_queries,
-)
-from kvcompile.lowering.certified.certificate import Sum, Values
-from kvcompile.lowering.certified.checks import causes_of, logits_differ, notes_differ, rank_fails, ranked
+from kvcompile.lowering.certificate import head_bounds
+from kvcompile.lowering.certificate.head_bounds import Sum, Values, causes_of
+from kvcompile.lowering.certificate.logits import Scores, gaps, visible_to_queries
+from kvcompile.lowering.certificate.telemetry import Counted, counts_of, figures_of
+from kvcompile.lowering.certified.blocks import Deviations, Masses, Notes, biased, blocks, deviations, masses, norms, notes_of
+from kvcompile.lowering.certified.checks import logits_differ, notes_differ, rank_fails, ranked
 from kvcompile.lowering.certified.promotion import promote_keys, promote_values
-from kvcompile.lowering.certified.telemetry import Counted, counts_of, figures_of
 from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, attend_body, with_recent
 from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Fallback, Figure, parse_policy
 from kvcompile.schemes.certified import BLOCK, Certified
@@ -149,13 +137,13 @@ def certified_step(
     softmax, top = _softmax(mixed, live, sink)
     left = torch.where(codes & ~promoted.read, delta.codes, delta.originals)
     eta = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
-    original_values = promote_values(certificates.value_terms(softmax, eta), rules)
+    original_values = promote_values(head_bounds.value_terms(softmax, eta), rules)
     eta = torch.where(original_values, 0, eta)
     original_values = original_values | promoted.explored
 
     per_token = logits_of(promoted.read, logits)
     output = _output(per_token, top, v, original_values, sink)
-    certificate = certificates.certificate(softmax, left, Values(nu, eta), output, q.dtype)
+    certificate = head_bounds.certificate(softmax, left, Values(nu, eta), output, q.dtype)
 
     known = live & (sight.alone.unsqueeze(2) | promoted.read)
     causes = causes_of(certificate, rules)
@@ -240,9 +228,9 @@ def _dense_arithmetic(
     softmax, top = _softmax(masses(logits), live, sink)
     own = deviations(scores, steps, steps, Notes(none, mu, none, nu), live, torch.zeros_like(mu, dtype=torch.bool))
     delta = biased(own.originals, live, top) if has_bias else own.originals
-    found = certificates.certificate(
+    found = head_bounds.certificate(
         softmax, delta, Values(torch.where(live, nu.unsqueeze(2), 0), torch.zeros_like(delta)), output, dtype,
-        certificates.CHAIN + 2.0 * k.shape[2],
+        head_bounds.CHAIN + 2.0 * k.shape[2],
     )
     return found.key + found.arithmetic
 

@@ -32,9 +32,9 @@ import sympy
 import torch
 
 from kvcompile.errors import Tier2Missing
-from kvcompile.lowering.certified import certificate as certificates
+from kvcompile.lowering.certificate import head_bounds
+from kvcompile.lowering.certificate.bound_printer import slack
 from kvcompile.lowering.certified.blocks import Masses
-from kvcompile.lowering.certified.bound_printer import slack
 from kvcompile.lowering.certified.promotion import ALL
 from kvcompile.lowering.certified.ranks import certified_ranks
 from kvcompile.lowering.host.launches import Direct, Launcher
@@ -355,7 +355,7 @@ class DeviceStep:
             read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
             found.values, self.blocks, found.keys.shape[3], self.share,
             self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs)), warps=16 if spend else self.tally_warps,
-            CHAIN=certificates.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
+            CHAIN=head_bounds.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
             V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
             EXPLORE=explored is not None, CHUNK=CHUNK if spend else self.tallied, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
             OUT_WIDTH=len(kernels.VALUE_COLUMNS), **self.sizes,
@@ -379,7 +379,7 @@ class DeviceStep:
         self.launch.kernel(
             kernels.tally, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes,
             self.key_size, self.value_size, self.query_norm, self.at, top, keys, values, self.blocks, added,
-            warps=self.tally_warps, CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale),
+            warps=self.tally_warps, CHAIN=head_bounds.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale),
             D=self.q.shape[3], CHUNK=self.tallied, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything,
             **self.sizes,
         )
@@ -423,7 +423,7 @@ class DeviceStep:
         """Constants of the result: how it is rounded, how wide it is, partial results that are read at once."""
         width, dtype = self.value_dim, self.q.dtype
         return dict(
-            OUT_UNIT=certificates.OUTPUT_UNIT[dtype], OUT_TINY=certificates.OUTPUT_TINY[dtype] * math.sqrt(width), DV=width,
+            OUT_UNIT=head_bounds.OUTPUT_UNIT[dtype], OUT_TINY=head_bounds.OUTPUT_TINY[dtype] * math.sqrt(width), DV=width,
             SPAN=max(1, ADDED_AT_ONCE // width),
         )
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 
 from kvcompile import schemes
+from kvcompile.lowering.certificate.telemetry import accumulate
 from kvcompile.lowering.certified.definition import certified_step
 from kvcompile.lowering.certified.device_step import certified_by_kernels, kernel_gap
-from kvcompile.lowering.certified.telemetry import accumulate
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.schemes.certificate.policy import parse_policy

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from kvcompile.errors import NotBounded
-from kvcompile.lowering.certified import certificate as certificates
-from kvcompile.lowering.certified.blocks import NEAR, Scores, gaps, visible_to_queries
-from kvcompile.lowering.certified.bound_printer import aten
-from kvcompile.lowering.certified.certificate import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, Values, norm
+from kvcompile.lowering.certificate import head_bounds
+from kvcompile.lowering.certificate.bound_printer import aten
+from kvcompile.lowering.certificate.head_bounds import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, Values, norm
+from kvcompile.lowering.certificate.logits import NEAR, Scores, gaps, visible_to_queries
 from kvcompile.lowering.ops.operations import decodable, with_recent
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.base import _spread
@@ -113,9 +113,9 @@ def report_step(
     mass = (weights.sum(-1) + own).unsqueeze(-1)
     exact = torch.where(mass == 0, 0, weights @ v / mass)
     apart = norm(output.unflatten(1, heads).flatten(2, 3).to(torch.float64) - exact)
-    value = certificates.total(certificates.value_terms(softmax, eta))
-    added = certificates.accumulation(softmax, known, CHAIN)
+    value = head_bounds.total(head_bounds.value_terms(softmax, eta))
+    added = head_bounds.accumulation(softmax, known, CHAIN)
     center = _center_norm(norm=norm(exact), value_sum=value + added, vmax=known.vmax)
-    found = Certificate(certificates.key_bound(softmax, delta, known, center), value, added + apart)
+    found = Certificate(head_bounds.key_bound(softmax, delta, known, center), value, added + apart)
     by_head = [x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (*found, delta.amax(-1))]
     return Certificate(*by_head[:3]), by_head[3]

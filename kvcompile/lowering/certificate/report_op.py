@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.certified.checks import causes_of
-from kvcompile.lowering.certified.report import report_step
-from kvcompile.lowering.certified.telemetry import Counted, accumulate, counts_of, figures_of
+from kvcompile.lowering.certificate.head_bounds import causes_of
+from kvcompile.lowering.certificate.report import report_step
+from kvcompile.lowering.certificate.telemetry import Counted, accumulate, counts_of, figures_of
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.schemes.certificate.policy import parse_policy
 
