@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import warnings
@@ -89,9 +90,10 @@ ROOMS = {
     "kvcompile.lowering.ops": (),
     "kvcompile.lowering.codegen": (),
     "kvcompile.lowering.host": (),
-    "kvcompile.lowering.append": ("ops", "host", "certified"),
+    "kvcompile.lowering.rooms": (),
+    "kvcompile.lowering.append": ("ops", "host", "rooms"),
     "kvcompile.lowering.certificate": ("ops",),
-    "kvcompile.lowering.certified": ("ops", "codegen", "host", "append", "certificate", "decode"),
+    "kvcompile.lowering.certified": ("ops", "codegen", "host", "rooms", "append", "certificate", "decode"),
     "kvcompile.lowering.cpu": ("ops", "codegen", "host"),
     "kvcompile.lowering.decode": ("ops", "codegen", "host"),
     "kvcompile.lowering.prefill": ("ops", "codegen", "host", "decode"),
@@ -161,6 +163,26 @@ def test_no_model_family_is_named_in_the_passes() -> None:
     passes = [path for path in MODULES if within(dotted(path), "kvcompile.passes")]
     wrong = [f"{dotted(path)} names {family}" for path in passes for family in families if family in path.read_text().lower()]
     assert passes and not wrong, "recognisers are about graphs:\n" + "\n".join(wrong)
+
+
+OWN_ROOMS = ("kvcompile.lowering.certified",)
+"""The rooms of schemes, each of which may name its scheme."""
+
+NAMING: dict[str, set[str]] = {
+    "kvcompile.passes.verify": {"certified"}, "kvcompile.passes.plan.certify": {"certified"}, "kvcompile.runtime.bound": {"kivi"},
+}
+"""Modules that still name a scheme, with its name."""
+
+
+def test_no_scheme_is_named_outside_its_room() -> None:
+    layers = ("kvcompile.lowering", "kvcompile.passes", "kvcompile.runtime")
+    found = {
+        dotted(path): {name.lower() for name in re.findall(r"(?i)(?<![a-z])(certified|squat|kivi)(?![a-z])", path.read_text())}
+        for path in MODULES if within(dotted(path), *layers) and not within(dotted(path), *OWN_ROOMS)
+    }
+    wrong = {module: names for module, names in found.items() if names - NAMING.get(module, set())}
+    assert not wrong, f"a scheme brings what others need to know of it (kvcompile/lowering/rooms.py): {wrong}"
+    assert all(found.get(module, set()) >= names for module, names in NAMING.items()), "take what no longer names a scheme out of NAMING"
 
 
 def test_names_and_sizes() -> None:

@@ -15,8 +15,8 @@ from torch import fx
 
 from kvcompile import schemes
 from kvcompile.lowering.certificate.report_op import report_site
-from kvcompile.lowering.certified.site_op import certified_site
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.rooms import rooms
 from kvcompile.types import PAGE, Role, SlotSpec
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -98,16 +98,15 @@ def operands_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> At
 def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], sites: int, compiled: bool = True) -> str:
     """Which operations the ``sites`` of a rewritten graph became and what runs them, counted; not ``compiled``: by eager bodies."""
     found: Counter[str] = Counter()
-    attends = 0
+    attends, own = 0, {room.operation: room for room in rooms()}
     for node in graph.nodes:
         if node.target is ops.attend:
             attends += 1
             kernel, why = choose(operands_of(node, device, slots)) if compiled else (EAGER, None)
             found[f"attend ({kernel.name}{f': {why}' if why else ''})"] += 1
-        elif node.target is certified_site:
+        elif (room := own.get(node.target)) is not None:
             attends += 1
-            by = "its kernels where they know the site" if device == "cuda" and compiled else "eager body: its kernels are for CUDA"
-            found[f"certified_site ({by})"] += 1
+            found[f"{node.target.__name__.partition('.')[0]} ({room.runs(device, compiled)})"] += 1
         elif node.target is report_site:
             found[f"report_site ({'tensor code' if device == 'cuda' and compiled else 'eager body'})"] += 1
     appends = sum(node.target in {ops.append, ops.append_window} for node in graph.nodes)

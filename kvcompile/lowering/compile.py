@@ -27,11 +27,15 @@ from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.fold import fold
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.rooms import rooms
 from kvcompile.settings import Inner, Settings
 
 log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
+
+# A rewritten graph calls its schemes' operations by name: they are defined before there can be one.
+rooms()
 
 
 @contextlib.contextmanager

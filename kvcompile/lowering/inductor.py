@@ -13,9 +13,9 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 
 from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.attend_kernels import CPP, TRITON, AttendOperands, choose
-from kvcompile.lowering.certified.site_op import certified_site
 from kvcompile.lowering.host.buffers import equals, static
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.rooms import Room, rooms
 from kvcompile.types import Role, SlotSpec
 
 PLAIN = 13
@@ -65,17 +65,21 @@ def _lower_append_window(*operands: Any) -> Any:
     return lower_append_window(*operands)
 
 
-def _lower_certified_site(*operands: Any, **named: Any) -> Any:
-    from kvcompile.lowering.certified.lower import lower_certified_site
-
-    return lower_certified_site(*operands, **named)
+def install() -> None:
+    """Make Inductor lower our operations with templates and kernels of ours; calling it again adds rooms that are new."""
+    _install_shared()
+    for room in rooms():
+        _install_room(room)
 
 
 @functools.cache
-def install() -> None:
-    """Make Inductor lower our operations with templates and kernels of ours; calling it again does nothing."""
+def _install_room(room: Room) -> None:
+    register_lowering(room.operation, type_promotion_kind=None)(room.lower)
+
+
+@functools.cache
+def _install_shared() -> None:
     register_lowering(ops.attend, type_promotion_kind=None)(_lower_attend)
-    register_lowering(certified_site, type_promotion_kind=None)(_lower_certified_site)
     for append in (append_ops.append_kernel, append_ops.append_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append)
     for append in (append_ops.append_window_kernel, append_ops.append_window_kernel_pair):
