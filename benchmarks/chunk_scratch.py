@@ -25,6 +25,7 @@ from chunked import TOKENS, job, sdpa
 
 from kvcompile import schemes
 from kvcompile.lowering import inductor
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend, attend_body
 from kvcompile.lowering.prefill import chunked
 from kvcompile.lowering.prefill.tiles import choose_cut, splits_for
@@ -61,7 +62,7 @@ def cuts(scheme: str, queries: int) -> list[Cut]:
 def arguments(cut: Cut, q: torch.Tensor, keys: list, values: list, hi: torch.Tensor) -> tuple:
     """What ``attend_chunks`` takes."""
     own = [schemes.parse(cut.scheme).of(role).spell() for role in Role]
-    return q, keys, values, hi, None, None, *own, D**-0.5, 0.0, D, None, None, list(cut.cut)
+    return AttendOperands(q, keys, values, hi, None, None, None, None, *own, D**-0.5, 0.0, D), list(cut.cut)
 
 
 def empty_store(scheme: str, role: Role) -> list[torch.Tensor]:
@@ -161,10 +162,10 @@ def main() -> None:
             rows += dense
             for name, (keys, values) in planes.items():
                 one = slice(0, 1)
-                exact = attend_body(
+                exact = attend_body(AttendOperands(
                     q[:, : H // K].float(), [plane[:, :, one] for plane in keys], [plane[:, :, one] for plane in values], hi, None, None,
                     None, None, *(schemes.parse(name).of(role).spell() for role in Role), D**-0.5, 0.0, D,
-                )
+                ))
                 found = [] if options.compiled else [measure(cut, q, keys, values, hi, exact) for cut in todo[name, queries]]
                 found.append(through_inductor(todo[name, queries][0], q, keys, values, hi, exact))
                 for row in found:

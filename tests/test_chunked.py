@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import pathlib
 import sys
@@ -21,6 +20,7 @@ from test_triton_attend import Case, allow_ranges_over_scalars, check, operands
 from kvcompile import schemes
 from kvcompile.lowering.decode.config import Tile
 from kvcompile.lowering.decode.offline import load_module, sass
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import decodable
 from kvcompile.lowering.prefill import chunked
 from kvcompile.lowering.prefill import decode_chunk as decode_source
@@ -68,10 +68,7 @@ def run_chunks(case: Case, args: dict) -> torch.Tensor:
     """The operation on the interpreter, and a merge in eager torch."""
     tile, described = case.tile, case.B > 1 or case.G != 4
     cut = [CHUNK, case.splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages, int(described)]
-    partial = chunked.attend_chunks(
-        args["q"], args["keys"], args["values"], args["hi"], args["lo"], args["keep"], args["key_scheme"], args["value_scheme"],
-        args["scale"], args["softcap"], args["value_dim"], args.get("recent"), args.get("base"), cut, packed=False,
-    )
+    partial = chunked.attend_chunks(AttendOperands(**{**args, "bias": None, "sinks": None}), cut, packed=False)
     assert partial.shape == (case.splits, case.B, case.K * case.G, case.S, case.Dv + 2)
     return merged(partial, args["sinks"]).to(case.dtype)
 
@@ -117,10 +114,10 @@ def through_inductor() -> list[str]:
     from kvcompile.lowering.ops import operations as ops
     from kvcompile.lowering.prefill import lower as triton_prefill
 
-    ops.LIBRARY.impl("attend_chunks", functools.partial(chunked.attend_chunks, packed=False), "CPU")
+    ops.LIBRARY.impl("attend_chunks", lambda *args: chunked.attend_chunks(*chunked.record_of(args, {}), packed=False), "CPU")
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=232448)
     torch.cuda.get_device_properties = lambda device: properties  # type: ignore[assignment,return-value]
-    register_lowering(ops.attend, type_promotion_kind=None)(lambda q, *rest: triton_prefill.lower_prefill(q, *rest[:16]))
+    register_lowering(ops.attend, type_promotion_kind=None)(lambda *args: triton_prefill.lower_prefill(AttendOperands(*args)))
 
     def attend(args: dict) -> torch.Tensor:
         names = ("q", "keys", "values", "hi", "lo", "keep", "bias", "sinks", "key_scheme", "value_scheme", "scale", "softcap", "value_dim")

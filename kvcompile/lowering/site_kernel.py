@@ -6,8 +6,7 @@ node in place of Inductor's buffers, and with the multiprocessors of a named arc
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks
 from kvcompile.lowering.decode.offline import attend_source, compile_offline
 from kvcompile.lowering.decode.tiles import choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill import chunked
 from kvcompile.lowering.prefill.config import PrefillConfig
 from kvcompile.lowering.prefill.tiles import choose_cut
@@ -77,33 +77,31 @@ def attends(module: fx.GraphModule) -> list[fx.Node]:
 
 def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKernel | ChunkedSite:
     """The kernel of one ``attend`` node whose operands carry fake values; ``hint`` makes sizes plain numbers."""
-    given = inspect.signature(ops.attend_meta).bind(*node.args, **node.kwargs).arguments
-    given = {name: fx.node.map_arg(value, lambda item: item.meta["val"]) for name, value in given.items()}
-    q, keys, values = given["q"], given["keys"], given["values"]
+    values_of: Any = fx.node.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
+    given: AttendOperands[torch.Tensor] = AttendOperands(*values_of[0], **values_of[1])
+    q, keys, values, recent, base, rotation = given.q, given.keys, given.values, given.recent, given.base, given.rotation
     batch, heads, queries, head_dim = (hint(size) for size in q.shape)
     kv_heads = hint(keys[0].shape[2])
     pages = keys[0].shape[0]
     paged = not (isinstance(pages, int) and pages == 1)
     group = heads // kv_heads
-    recent, base, rotation = (given.get(name) for name in ("recent", "base", "rotation"))
-    slots = ((given["key_scheme"], keys, Role.KEY, head_dim), (given["value_scheme"], values, Role.VALUE, hint(given["value_dim"])))
+    slots = ((given.key_scheme, keys, Role.KEY, head_dim), (given.value_scheme, values, Role.VALUE, hint(given.value_dim)))
     formats = [schemes.parse(text).format(SlotSpec(kv_heads, dim, planes[0].dtype, role)) for text, planes, role, dim in slots]
     scales = [_half(planes, fmt) for (_, planes, _, _), fmt in zip(slots, formats, strict=True)]
     beside = Beside(
         bool(recent), base is not None and hint(base.shape[0]) != 1, hint(rotation[0].shape[2]) if rotation else 0,
-        bool(given.get("interleaved")), rotation is not None and hint(rotation[0].shape[0]) != 1,
+        bool(given.interleaved), rotation is not None and hint(rotation[0].shape[0]) != 1,
     )
     config = AttendConfig(
-        given["key_scheme"], given["value_scheme"], head_dim, hint(given["value_dim"]), kv_heads, group, q.dtype, keys[0].dtype,
-        values[0].dtype, float(given["scale"]), float(given["softcap"]), queries == 1,
-        _masks(given["lo"], given["keep"], given["bias"], given["sinks"], given["hi"], hint), beside, PAGE if paged else 1, paged,
+        given.key_scheme, given.value_scheme, head_dim, hint(given.value_dim), kv_heads, group, q.dtype, keys[0].dtype,
+        values[0].dtype, float(given.scale), float(given.softcap), queries == 1, _masks(given, hint), beside, PAGE if paged else 1, paged,
         wide_keys=hint(keys[0].shape[-1]) % 2 == 0, wide_values=hint(values[0].shape[-1]) % 2 == 0,
         key_scale_pack=_scale_pack(scales[0], hint), value_scale_pack=_scale_pack(scales[1], hint),
         key_generic=not formats[0].symmetric and not (scales[0] and all(hint(plane.shape[-1]) % 2 == 0 for plane in scales[0])),
         value_generic=not formats[1].symmetric and not scales[1],
     )
     rows = queries * group
-    if rotation is None and given["bias"] is None and paged:
+    if rotation is None and given.bias is None and paged:
         many = PrefillConfig(
             config.key_scheme, config.value_scheme, head_dim, config.value_dim, kv_heads, group, q.dtype, config.key_word,
             config.value_word, config.scale, config.softcap, config.masks, hint(keys[0].shape[3]), recent=bool(recent),
@@ -119,9 +117,9 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     return SiteKernel(tiled.with_splits(splits, writes_directly(tiled, splits), shares), batch, queries)
 
 
-def _half(planes: list[torch.Tensor], fmt: KernelFormat) -> list[torch.Tensor]:
+def _half(planes: Sequence[torch.Tensor], fmt: KernelFormat) -> list[torch.Tensor]:
     """Scales and zero points where all of them are float16."""
-    found = planes[1 : 1 + fmt.scaled + fmt.zeros]
+    found = list(planes[1 : 1 + fmt.scaled + fmt.zeros])
     return found if all(plane.dtype == torch.float16 for plane in found) else []
 
 
@@ -131,12 +129,14 @@ def _scale_pack(planes: list[torch.Tensor], hint: Callable[[Any], int]) -> int:
     return scales if scales in {2, 4} else 1
 
 
-def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any, hint: Callable[[Any], int]) -> Masks:
+def _masks(given: AttendOperands[torch.Tensor], hint: Callable[[Any], int]) -> Masks:
+    hi, lo, keep, bias = given.hi, given.lo, given.keep, given.bias
+
     def varies(value: torch.Tensor | None, axis: int) -> bool:
         return value is not None and hint(value.shape[axis]) != 1
 
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.dtype == torch.bool else Bias.ADDED
     return Masks(
-        lo is not None, keep is not None, kind, sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
+        lo is not None, keep is not None, kind, given.sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
         varies(bias, 0), varies(bias, 1), varies(bias, 2),
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import _padded, visible
 
 LOWEST = -1e4
@@ -62,12 +63,11 @@ def by_queries(x: torch.Tensor, heads: Sequence[int], queries: int) -> torch.Ten
 
 
 def visible_to_queries(
-    q: torch.Tensor, heads: tuple[int, int], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None,
-    bias: torch.Tensor | None, tokens: int,
+    operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return which tokens each query sees, bool [B, 1 or K, Q, T], and the bias that its logits get, float32 [B or 1, 1 or K, Q, T]."""
-    S = q.shape[2]
-    mask = by_queries(visible(hi, lo, keep, tokens), heads, S)
+    q, bias, S = operands.q, operands.bias, operands.q.shape[2]
+    mask = by_queries(visible(operands.hi, operands.lo, operands.keep, tokens), heads, S)
     extra = None
     if bias is not None and bias.dtype == torch.bool:
         mask = mask & by_queries(_padded(bias, tokens, False), heads, S)

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcompile import schemes
 from kvcompile.errors import NotBounded
 from kvcompile.lowering.certificate import head_bounds
 from kvcompile.lowering.certificate.bound_printer import aten
 from kvcompile.lowering.certificate.head_bounds import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, Values, norm
 from kvcompile.lowering.certificate.logits import NEAR, Scores, gaps, visible_to_queries
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import decodable, with_recent
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.base import _spread
@@ -57,23 +59,22 @@ def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def report_step(
-    key_scheme: Scheme, value_scheme: Scheme, output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None,
-    sinks: torch.Tensor | None, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
-    base: torch.Tensor | None = None, refilled: torch.Tensor | None = None,
+    output: torch.Tensor, operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None = None
 ) -> tuple[Certificate, torch.Tensor]:
     """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S].
 
     ``refilled``: int64 [B], the first of the ``recent`` tokens that is an original. Those before are what their codes stand for, as
     they were put back by a rollback, and are rounded to their dtype besides.
     """
+    q, sinks, recent, base, scale, softcap = operands.q, operands.sinks, operands.recent, operands.base, operands.scale, operands.softcap
     B, H, S, D = q.shape
-    K = keys[0].shape[2]
+    K = operands.keys[0].shape[2]
     heads = (K, H // K)
-    k, key_radius = decoded_with_radius(key_scheme, keys, SlotSpec(K, D, q.dtype, Role.KEY))
-    v, value_radius = decoded_with_radius(value_scheme, values, SlotSpec(K, value_dim, q.dtype, Role.VALUE))
+    key_slot, value_slot = SlotSpec(K, D, q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
+    k, key_radius = decoded_with_radius(schemes.parse(operands.key_scheme), operands.keys, key_slot)
+    v, value_radius = decoded_with_radius(schemes.parse(operands.value_scheme), operands.values, value_slot)
     T = k.shape[2]
-    mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, T)
+    mask, extra = visible_to_queries(operands, heads, T)
     if recent:
         assert base is not None
         place = torch.arange(T, device=q.device)

@@ -1,4 +1,4 @@
-"""``kvcompile::certified_attend``: attention over certified codes whose result is within its certificate, or the dense one.
+"""Certified attention defined: attention over codes whose result is within its certificate, or the dense one.
 
 The eager body is the definition, as in ``ops``: what kernels will be compared with. No branch depends on data and nothing
 comes to the host: both sides of every decision are computed here and selected by flags, which a kernel need not do.
@@ -21,6 +21,7 @@ A block that the window covers in part counts as codes throughout, which its not
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,16 +35,11 @@ from kvcompile.lowering.certificate.telemetry import Counted, counts_of, figures
 from kvcompile.lowering.certified.blocks import Deviations, Masses, Notes, biased, blocks, deviations, masses, norms, notes_of
 from kvcompile.lowering.certified.checks import logits_differ, notes_differ, rank_fails, ranked
 from kvcompile.lowering.certified.promotion import promote_keys, promote_values
-from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, attend_body, with_recent
-from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Fallback, Figure, parse_policy
+from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.ops.operations import as_tokens, attend_body, with_recent
+from kvcompile.schemes.certificate.policy import Cause, Certify, Fallback
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.types import Role, SlotSpec
-
-LIBRARY.define(
-    "certified_attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor[] originals, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
-    " Tensor? sinks, Tensor clock, str policy, int group, float scale, float softcap, SymInt value_dim, Tensor[]? recent=None,"
-    " Tensor? base=None) -> (Tensor, Tensor, Tensor)"
-)
 
 
 class Tokens(NamedTuple):
@@ -72,26 +68,12 @@ def _tokens(
     return torch.where(at, coded, 0), torch.where(at, exact, 0)
 
 
-def certified_attend_body(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], originals: Sequence[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
-    policy: str, group: int, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
-    base: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The definition of ``certified_attend``."""
-    rules, scheme = parse_policy(policy), Certified(group=group)
-    return certified_step(
-        rules, scheme, q, keys, values, originals, hi, lo, keep, bias, sinks, clock, scale, softcap, value_dim, recent, base
-    )
-
-
 def certified_step(
-    rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None,
-    sinks: torch.Tensor | None, clock: torch.Tensor, scale: float, softcap: float, value_dim: int,
-    recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None,
+    rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], clock: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attend over certified codes with policy and scheme as objects; returns output, figures and counters."""
+    q, keys, values, sinks, recent, base = operands.q, operands.keys, operands.values, operands.sinks, operands.recent, operands.base
+    scale, softcap, value_dim = operands.scale, operands.softcap, operands.value_dim
     B, H, S, D = q.shape
     K = keys[0].shape[2]
     heads = (K, H // K)
@@ -100,7 +82,7 @@ def certified_step(
         if plane.shape[0] < keys[0].shape[0]:
             raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
 
-    sight, extra = _sight(q, heads, hi, lo, keep, bias, base, T)
+    sight, extra = _sight(operands, heads, T)
     seen = sight.tokens.any(2)
     key_slot, value_slot = SlotSpec(K, D, q.dtype, Role.KEY), SlotSpec(K, value_dim, q.dtype, Role.VALUE)
     k, v = (
@@ -159,7 +141,9 @@ def certified_step(
     causes = causes | torch.where((damaged & codes).flatten(1).any(1)[:, None, None], int(Cause.DAMAGED), 0)
 
     dense_planes = [plane.to(q.device) for plane in originals]
-    dense = attend_body(q, dense_planes[:1], dense_planes[1:], hi, lo, keep, bias, sinks, "dense", "dense", scale, softcap, value_dim)
+    dense = attend_body(dataclasses.replace(
+        operands, keys=dense_planes[:1], values=dense_planes[1:], key_scheme="dense", value_scheme="dense", recent=None, base=None
+    ))
     by_heads = dense.unflatten(1, heads).flatten(2, 3)
     dense_arithmetic = _dense_arithmetic(scores, logits.exact, k.exact, v.exact, by_heads, live, sink, q.dtype, extra is not None)
 
@@ -173,11 +157,11 @@ def certified_step(
 
 
 def _sight(
-    q: torch.Tensor, heads: tuple[int, int], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None,
-    bias: torch.Tensor | None, base: torch.Tensor | None, tokens: int,
+    operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
 ) -> tuple[Sight, torch.Tensor | None]:
     """Return which tokens each query sees, and the bias that its logits get, [B or 1, 1 or K, Q, T]."""
-    mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, tokens)
+    q, base = operands.q, operands.base
+    mask, extra = visible_to_queries(operands, heads, tokens)
     place = torch.arange(tokens, device=q.device)
     behind = place < tokens if base is None else place < base[:, None]
     behind = behind.expand(q.shape[0], -1)[:, None]
@@ -233,23 +217,3 @@ def _dense_arithmetic(
         head_bounds.CHAIN + 2.0 * k.shape[2],
     )
     return found.key + found.arithmetic
-
-
-def certified_attend_meta(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], originals: Sequence[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
-    policy: str, group: int, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
-    base: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shapes of the results."""
-    B, H, S, _ = q.shape
-    return (
-        q.new_empty(B, H, S, value_dim), q.new_empty(B, H, S, len(Figure), dtype=torch.float32),
-        q.new_empty(B, H, S, len(Count), dtype=torch.int32),
-    )
-
-
-LIBRARY.impl("certified_attend", certified_attend_body, "CompositeExplicitAutograd")
-LIBRARY.impl("certified_attend", certified_attend_meta, "Meta")
-
-certified_attend = torch.ops.kvcompile.certified_attend.default

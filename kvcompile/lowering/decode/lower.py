@@ -26,6 +26,7 @@ from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, 
 from kvcompile.lowering.decode.template import LOG2E, SOURCE
 from kvcompile.lowering.decode.tiles import ONE_PASS, choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import Role, SlotSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -43,19 +44,22 @@ attend_template.template.globals |= GLOBALS | {
 }
 
 
-def lower_attend_cuda(
-    q: Any, keys: list, values: list, hi: Any, lo: Any, keep: Any, bias: Any, sinks: Any, key_scheme: str, value_scheme: str,
-    scale: float, softcap: float, value_dim: Any, recent: Any = None, base: Any = None, rotation: Any = None, interleaved: bool = False,
-) -> Any:
-    """The result of ``attend`` as a TensorBox; operands as in ``kvcompile.lowering.ops.operations``."""
+def lower_decode(operands: AttendOperands[Any]) -> Any:
+    """The result of ``attend`` as a TensorBox."""
+    q, keys, values, recent, rotation = operands.q, operands.keys, operands.values, operands.recent, operands.rotation
     page_rows = static(keys[0].get_size()[3])
     paged = not equals(keys[0].get_size()[0], 1)
     B, H, S, D = q.get_size()
-    H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, value_dim))
-    nodes = {"Q": q, "HI": hi, "LO": lo, "KEEP": keep, "BIAS": bias, "SINKS": sinks, "BASE": base}
+    H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, operands.value_dim))
+    nodes = {
+        "Q": q, "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep, "BIAS": operands.bias, "SINKS": operands.sinks,
+        "BASE": operands.base,
+    }
     nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
     formats = []
-    for letter, planes, spelled, role, dim in (("K", keys, key_scheme, Role.KEY, D), ("V", values, value_scheme, Role.VALUE, Dv)):
+    for letter, planes, spelled, role, dim in (
+        ("K", keys, operands.key_scheme, Role.KEY, D), ("V", values, operands.value_scheme, Role.VALUE, Dv),
+    ):
         fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
         formats.append(fmt)
         nodes |= plane_names(letter, planes, fmt)
@@ -65,12 +69,12 @@ def lower_attend_cuda(
     packs = [_scale_pack(nodes, letter) for letter in "KV"]
     beside = Beside(
         bool(recent), recent is not None and not equals(nodes["BASE"].get_size()[0], 1),
-        static(nodes["COS"].get_size()[2]) if rotation else 0, bool(interleaved),
+        static(nodes["COS"].get_size()[2]) if rotation else 0, bool(operands.interleaved),
         rotation is not None and not equals(nodes["COS"].get_size()[0], 1),
     )
     config = AttendConfig(
-        key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale),
-        float(softcap), equals(S, 1), _masks(lo, keep, bias, sinks, hi), beside, page_rows if paged else 1, paged,
+        operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),
+        float(operands.scale), float(operands.softcap), equals(S, 1), _masks(operands), beside, page_rows if paged else 1, paged,
         wide_keys=multiple(nodes["K_WORDS"], 2), wide_values=multiple(nodes["V_WORDS"], 2),
         key_scale_pack=packs[0], value_scale_pack=packs[1],
         key_generic=not formats[0].symmetric and not _paired(nodes),
@@ -175,10 +179,11 @@ def _scale_pack(nodes: dict[str, Any], letter: str) -> int:
     return int(scales) if fits and all(multiple(node, int(scales)) for node in found) else 1
 
 
-def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any) -> Masks:
+def _masks(operands: AttendOperands[Any]) -> Masks:
+    hi, lo, keep, bias = operands.hi, operands.lo, operands.keep, operands.bias
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.get_dtype() == torch.bool else Bias.ADDED
     return Masks(
-        lo is not None, keep is not None, kind, sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
+        lo is not None, keep is not None, kind, operands.sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
         varies(bias, 0), varies(bias, 1), varies(bias, 2),
     )
 
