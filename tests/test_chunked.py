@@ -66,8 +66,8 @@ def cases(scheme: str) -> list[Prefill]:
 
 def run_chunks(case: Case, args: dict) -> torch.Tensor:
     """The operation on the interpreter, and a merge in eager torch."""
-    tile, described = case.tile, case.B > 1 or case.G != 4
-    cut = [CHUNK, case.splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages, int(described)]
+    tile = case.tile
+    cut = [CHUNK, case.splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages]
     partial = chunked.attend_chunks(AttendOperands(**{**args, "bias": None, "sinks": None}), cut, packed=False)
     assert partial.shape == (case.splits, case.B, case.K * case.G, case.S, case.Dv + 2)
     return merged(partial, args["sinks"]).to(case.dtype)
@@ -184,12 +184,10 @@ COMPILED = [
 @pytest.mark.parametrize(("scheme", "arch", "tile", "product"), COMPILED)
 def test_compiles_offline(scheme: str, arch: str, tile: Tile, product: str) -> None:
     config = config_of(scheme, tile)
-    copies = [(False, "ttg.async_copy_global_to_local"), (True, "ttng.async_tma_copy_global_to_local")]
-    for described, copy in copies[: 1 if arch == "sm_80" else 2]:
-        built = chunked.attender(dataclasses.replace(config, described=described)).compiled(arch)["ttgir"]
-        assert isinstance(built, str)
-        assert product in built
-        assert built.count(copy) >= 4
+    built = chunked.attender(config).compiled(arch)["ttgir"]
+    assert isinstance(built, str)
+    assert product in built
+    assert built.count("ttg.async_copy_global_to_local") >= 4
     made = chunked.decoder(config).compiled(arch)
     assert isinstance(made["cubin"], bytes)
     code = sass(made["cubin"])
@@ -209,8 +207,8 @@ def test_a_chunk_is_as_long_as_bytes_allow() -> None:
 def test_few_rows_and_dense_slots_are_the_templates_own() -> None:
     config = dataclasses.replace(config_of("int4", TILE), chunk=0)
     cut = choose_cut(config, 2048, 1, 132, 232448, None)
-    assert cut == (16384, 1, 128, 128, 8, 3, 0)
-    assert choose_cut(config, 8192, 1, 132, 232448, None) == (16384, 1, 64, 256, 8, 3, 0)
+    assert cut == (16384, 1, 128, 128, 8, 3)
+    assert choose_cut(config, 8192, 1, 132, 232448, None) == (16384, 1, 64, 256, 8, 3)
     assert choose_cut(config, 1000, 1, 132, 232448, None) is None
     assert choose_cut(dataclasses.replace(config, key_scheme="dense", key_word=torch.bfloat16), 2048, 1, 132, 232448, None) is None
     assert choose_cut(dataclasses.replace(config, page_rows=16), 2048, 1, 132, 232448, None) is None

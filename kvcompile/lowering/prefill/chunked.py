@@ -9,8 +9,7 @@ The number of chunks is that of the planes' capacity, which the host knows; how 
 knows: programs beyond the newest position return at once. Nothing waits for the device, so a CUDA graph can capture it.
 
 ``kvcompile::attend_chunks`` takes the operands of ``attend`` that the template knows, no sinks, and ``cut``: chunk, splits, tokens
-and rows of a tile, warps, stages, whether through tensor descriptors. It gives partial sums, maxima and totals, float32
-[splits, B, H, S, Dv + 2], to be merged.
+and rows of a tile, warps, stages. It gives partial sums, maxima and totals, float32 [splits, B, H, S, Dv + 2], to be merged.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class ChunkKernel:
     pointers: Mapping[str, torch.dtype]
     warps: int
     stages: int
-    described: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def compiled(self, arch: str) -> dict[str, str | bytes]:
         """``ttgir``, ``ptx`` and ``cubin`` for an architecture, without a device; strides count as multiples of 16."""
@@ -57,9 +55,7 @@ class ChunkKernel:
         signature, attributes = {}, {}
         for index, name in enumerate(kernel.arg_names):
             signature[name] = "*" + POINTERS[self.pointers[name]] if name in self.pointers else "i32"
-            if name in self.described:
-                signature[name] = f"tensordesc<{POINTERS[self.pointers[name]]}{list(self.described[name])}>"
-            elif name not in LOOSE:
+            if name not in LOOSE:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         made = triton.compile(
             ASTSource(kernel, signature, {}, attributes), target=GPUTarget("cuda", ARCHITECTURES[arch], 32),
@@ -74,9 +70,9 @@ LOOSE = frozenset({"hi_b", "hi_s", "lo_b", "lo_s", "keep_b", "keep_t", "keep_n",
 
 def cut_as(config: PrefillConfig, cut: Sequence[int]) -> PrefillConfig:
     """The configuration with the operand ``cut`` in it."""
-    chunk, splits, tokens, rows, warps, stages, described = cut
+    chunk, splits, tokens, rows, warps, stages = cut
     tile = Tile(tokens, rows, False, warps, stages)
-    return dataclasses.replace(config, chunk=chunk, splits=splits, tile=tile, described=bool(described))
+    return dataclasses.replace(config, chunk=chunk, splits=splits, tile=tile)
 
 
 def decoder(config: PrefillConfig) -> ChunkKernel:
@@ -109,8 +105,7 @@ def attender(config: PrefillConfig) -> ChunkKernel:
     operands = {name: every[name] for name in own.operands}
     out = Operand((own.splits, 0, heads * own.group, "S", value + 2), ("out_z", "out_b", "out_h", value + 2, 1), torch.float32)
     pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": out.dtype}
-    blocks = {"K_WORDS": (own.tile.block_t, key), "V_WORDS": (own.tile.block_t, value)} if own.described else {}
-    return ChunkKernel(KERNEL, render(own, operands, out), pointers, own.tile.num_warps, own.tile.num_stages, blocks)
+    return ChunkKernel(KERNEL, render(own, operands, out), pointers, own.tile.num_warps, own.tile.num_stages)
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,11 +160,6 @@ def launches(
     }
     for name, rows in zip(("recent_k", "recent_v"), recent, strict=False):
         attended |= _steps(name, "bhj", rows)
-    if config.described:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        for name, rows in zip(("K_WORDS", "V_WORDS"), scratch, strict=True):
-            attended[name] = TensorDescriptor.from_tensor(rows.view(-1, rows.shape[-1]), [config.tile.block_t, rows.shape[-1]])
     limits = {"NEWEST": hi.amax(1), "OLDEST": None if lo is None else lo.amin(1), "BASE": base}
     decoded = {"K_OUT": scratch[0], "V_OUT": scratch[1], "CAPACITY": capacity, **limits}
     decoded |= {f"{name}_b": 0 if each is None or each.shape[0] == 1 else each.stride(0) for name, each in limits.items()}

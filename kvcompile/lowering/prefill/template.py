@@ -45,18 +45,11 @@ t0.to(tl.int64) * {{step}} + tl.arange(0, BLOCK_T) * {{step}}
 {%- endif -%}
 {%- endmacro %}
 {%- macro load_words(var, plane, slot, whole) %}
-{%- if DESCRIBED %}
-        {{var}}_tile = {{plane}}.load([(scratch_row + t0).to(tl.int32), 0])
-{%- if not whole and var == "v" and not (HAS_LO or HAS_KEEP) %}
-        v_tile = tl.where(live[:, None], v_tile, 0.0)
-{%- endif %}
-{%- else %}
 {%- set guard = "" if whole or (INSIDE and slot.scaled) or (INSIDE and var == "k") else ", mask=live[:, None], other=0.0" %}
 {%- if slot.scaled %}
         {{var}}_words = tl.load({{var}}_base + ({{at(plane, 2, 1)}})[:, None] + tl.arange(0, {{slot.words}})[None, :]{{guard}})
 {%- else %}
         {{var}}_tile = tl.load({{var}}_base + ({{at(plane, 1, 1)}})[:, None] + tl.arange(0, {{slot.dim}})[None, :] * {{stride_of(plane, 4)}}{{guard}})
-{%- endif %}
 {%- endif %}
 {%- endmacro %}
 {%- macro load_scales(var, suffix, plane, slot, whole) %}
@@ -234,12 +227,8 @@ BODY = r"""
     front = begin
 {%- endif %}
     back = tl.maximum(front, tl.minimum(end, until) // BLOCK_T * BLOCK_T)
-{%- if DESCRIBED %}
-    scratch_row = (b * KV_HEADS + h) * CHUNK
-{%- else %}
 {{- bases("k", "K", key) }}
 {{- bases("v", "V", value) }}
-{%- endif %}
 {%- if key.scaled %}
 {{find_up("k", "K", key)}}
 {%- endif %}
