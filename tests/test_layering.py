@@ -90,7 +90,7 @@ ROOMS = {
     "kvcompile.lowering.ops": (),
     "kvcompile.lowering.codegen": (),
     "kvcompile.lowering.host": (),
-    "kvcompile.lowering.rooms": (),
+    "kvcompile.lowering.rooms": ("host",),
     "kvcompile.lowering.append": ("ops", "host", "rooms"),
     "kvcompile.lowering.certificate": ("ops",),
     "kvcompile.lowering.certified": ("ops", "codegen", "host", "rooms", "append", "certificate", "decode"),
@@ -151,6 +151,30 @@ def test_direction() -> None:
 def test_only_lowering_touches_inductor_and_triton() -> None:
     wrong = importers("kvcompile.lowering", of=("torch._inductor", "triton"))
     assert not wrong, "only kvcompile.lowering may:\n" + "\n".join(wrong)
+
+
+DOORS = ("kvcompile.lowering.host.torch_api", "kvcompile.lowering.host.inductor_api", "kvcompile.lowering.host.triton_api")
+"""The only modules of the lowering that know private names of torch, or Triton beyond its language."""
+
+
+def private(path: Path) -> Iterator[str]:
+    """Find the names that a source imports, or reads off ``torch``, from behind an underscore; and Triton's other than its language."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if re.match(r"torch\.((fx|utils)\.)?_[^_]", text):
+            yield f"{dotted(path)}:{node.lineno} {text}"
+    for imported, line in imports(path):
+        inner = within(imported, "torch") and any(part.startswith("_") for part in imported.split("."))
+        if inner or (within(imported, "triton") and imported != "triton" and not within(imported, "triton.language")):
+            yield f"{dotted(path)}:{line} imports {imported}"
+
+
+def test_private_names_of_torch_come_through_one_door() -> None:
+    wrong = [
+        found for path in MODULES if within(dotted(path), "kvcompile.lowering") and not within(dotted(path), *DOORS)
+        for found in private(path)
+    ]
+    assert not wrong, f"name it in one of {DOORS}, with why:\n" + "\n".join(wrong)
 
 
 def test_only_the_command_line_knows_transformers() -> None:

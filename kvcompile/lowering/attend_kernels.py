@@ -107,7 +107,7 @@ def _lower_cpu(operands: AttendOperands[Any]) -> Any:
 
 
 def _lower_eager(operands: AttendOperands[Any]) -> Any:
-    from torch._inductor.lowering import fallback_handler
+    from kvcompile.lowering.host.inductor_api import fallback_handler
 
     return fallback_handler(ops.attend)(*operands.arguments())
 

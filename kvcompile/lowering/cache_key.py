@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from kvcompile.lowering.host.inductor_api import CustomGraphPass
 
 PACKAGE = Path(__file__).resolve().parent.parent
 SALTED = ("types.py", "backend.py", "schemes", "passes", "lowering")

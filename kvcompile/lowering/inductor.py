@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch._inductor.lowering import register_lowering
-
 from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.attend_kernels import AttendFacts, kernels_for
 from kvcompile.lowering.host.buffers import equals, static
+from kvcompile.lowering.host.inductor_api import register_lowering
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.rooms import Room, rooms

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvcompile import schemes
+from kvcompile.lowering.host.torch_api import OpOverload
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class AppendKernel:
 class Room:
     """The operation of a scheme's attention with what compiles and describes it."""
 
-    operation: torch._ops.OpOverload
+    operation: OpOverload
     lower: Callable[..., Any]
     """Inductor's lowering of the operation; it imports Inductor when it is called."""
     runs: Callable[[str, bool], str]

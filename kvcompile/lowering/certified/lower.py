@@ -6,14 +6,13 @@ import logging
 from typing import Any
 
 import torch
-from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler
-from torch.utils._pytree import tree_map
 
 from kvcompile.lowering.certified.site_op import SiteOperands, certified_site, site_by_kernels, site_gap
 from kvcompile.lowering.host.buffers import equals, realize
+from kvcompile.lowering.host.inductor_api import fallback_handler, ir
 from kvcompile.lowering.host.launch_node import lower_launches, stand_in
 from kvcompile.lowering.host.launches import Launcher
+from kvcompile.lowering.host.torch_api import tree_map
 from kvcompile.lowering.ops.operands import named, names_of
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor import ir
-from torch._inductor.codegen.cpp_template import CppTemplate
-from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
-from torch._inductor.codegen.cpp_utils import cexpr_index
-from torch._inductor.utils import Placeholder, parallel_num_threads
-from torch._inductor.virtualized import V
 
 from kvcompile import schemes
 from kvcompile.lowering.codegen.expressions import CPP_TYPES
@@ -30,6 +24,7 @@ from kvcompile.lowering.cpu import run as cpp_run
 from kvcompile.lowering.cpu import source as cpp_source
 from kvcompile.lowering.cpu import vectors as cpp_vectors
 from kvcompile.lowering.host.buffers import realize, static
+from kvcompile.lowering.host.inductor_api import CppTemplate, CppTemplateKernel, Placeholder, V, cexpr_index, ir, parallel_num_threads
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import KernelFormat, Role, SlotSpec
 

@@ -14,10 +14,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor.ir import FixedLayout, FlexibleLayout
-from torch._inductor.lowering import lowerings
-from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
 
 from kvcompile import schemes
 from kvcompile.lowering.codegen.bit_tricks import looked_up, multiplied, pair_table, scaled_by
@@ -26,6 +22,8 @@ from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, 
 from kvcompile.lowering.decode.template import LOG2E, SOURCE
 from kvcompile.lowering.decode.tiles import ONE_PASS, choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
+from kvcompile.lowering.host.inductor_api import SymbolicGridFn, TritonTemplate, autotuned, ir, lowerings
+from kvcompile.lowering.host.inductor_api import config as inductor_config
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import Role, SlotSpec
 
@@ -92,8 +90,8 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
     splits, shares = ragged_splits(configs[0], splits, hint(B))
     direct = writes_directly(configs[0], splits)
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
-    layout = FixedLayout(
-        device, q.get_dtype() if direct else torch.float32, size, list(FlexibleLayout.contiguous_strides(size))
+    layout = ir.FixedLayout(
+        device, q.get_dtype() if direct else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size))
     )
     choices: list[Any] = []
     for tiled in configs:
@@ -105,11 +103,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
         )
     # Every position in use, so that choices differ by the work they do.
     in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "BASE": tokens_hint - 1}
-    chosen = autotune_select_algorithm(
-        "kvcompile_attend", choices, inputs, layout, input_gen_fns=examples(config.operands, in_use)
-    )
-    # torch 2.12 began to return the choice beside the node.
-    partial = chosen[0] if isinstance(chosen, tuple) else chosen
+    partial = autotuned("kvcompile_attend", choices, inputs, layout, examples(config.operands, in_use))
     return partial if direct else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
 
 

@@ -21,14 +21,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor import ir
-from torch._inductor.utils import convert_shape_to_symint
-from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
-from torch.utils._pytree import tree_map
 
 from kvcompile.lowering.host.buffers import realize
+from kvcompile.lowering.host.inductor_api import V, convert_shape_to_symint, ir
 from kvcompile.lowering.host.launches import KernelLaunch, NotRecorded, OnlyRoom, Recorder, Step, identity
+from kvcompile.lowering.host.torch_api import OrderedSet, tree_map
 
 
 def stand_in(node: Any) -> torch.Tensor:

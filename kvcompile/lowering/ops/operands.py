@@ -10,18 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-import torch
-
 T = TypeVar("T")
 
 
 @functools.cache
-def names_of(operator: torch._ops.OpOverload) -> tuple[str, ...]:
-    """The names of an operator's operands, in the order of its schema."""
+def names_of(operator: Any) -> tuple[str, ...]:
+    """The names of the operands of an ``OpOverload``, in the order of its schema."""
     return tuple(argument.name for argument in operator._schema.arguments)
 
 
-def named(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def named(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The operands of a call of an operator by the names of its schema; those that are left to their defaults are missing."""
     return {**dict(zip(names_of(operator), args, strict=False)), **kwargs}
 

@@ -23,6 +23,7 @@ import torch
 
 from kvcompile.lowering.decode.config import Bias, Masks, Tile
 from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Operand, load_module
+from kvcompile.lowering.host.triton_api import compile_for
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.lowering.prefill import decode_chunk as decode_source
@@ -47,21 +48,9 @@ class ChunkKernel:
 
     def compiled(self, arch: str) -> dict[str, str | bytes]:
         """``ttgir``, ``ptx`` and ``cubin`` for an architecture, without a device; strides count as multiples of 16."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
         kernel = getattr(load_module(self.source, "chunked"), self.name)
-        signature, attributes = {}, {}
-        for index, name in enumerate(kernel.arg_names):
-            signature[name] = "*" + POINTERS[self.pointers[name]] if name in self.pointers else "i32"
-            if name not in LOOSE:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        made = triton.compile(
-            ASTSource(kernel, signature, {}, attributes), target=GPUTarget("cuda", ARCHITECTURES[arch], 32),
-            options={"num_warps": self.warps, "num_stages": self.stages},
-        )
-        return {stage: made.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
+        signature = {name: "*" + POINTERS[self.pointers[name]] if name in self.pointers else "i32" for name in kernel.arg_names}
+        return compile_for(kernel, signature, set(signature) - LOOSE, ARCHITECTURES[arch], self.warps, self.stages)
 
 
 LOOSE = frozenset({"hi_b", "hi_s", "lo_b", "lo_s", "keep_b", "keep_t", "keep_n", "recent_n", "base_b", "NEWEST_b", "OLDEST_b", "BASE_b"})

@@ -13,15 +13,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor.ir import FixedLayout, FlexibleLayout
-from torch._inductor.lowering import fallback_handler, lowerings
-from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
 
 from kvcompile.lowering.codegen.template_sizes import GLOBALS
 from kvcompile.lowering.decode.config import Bias, Masks
 from kvcompile.lowering.decode.lower import attend_grid, merge
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
+from kvcompile.lowering.host.inductor_api import TritonTemplate, autotuned, fallback_handler, ir, lowerings
+from kvcompile.lowering.host.inductor_api import config as inductor_config
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill import chunked
 from kvcompile.lowering.prefill.config import SMALLEST, PrefillConfig, slots
@@ -86,7 +84,7 @@ def lower_prefill(operands: AttendOperands[Any]) -> Any | None:
     tokens = hint(keys[0].get_size()[0]) * hint(keys[0].get_size()[3])
     splits = splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens)
     size = [B, H, S, Dv] if splits == 1 else [splits, B, H, S, Dv + 2]
-    layout = FixedLayout(device, q.get_dtype() if splits == 1 else torch.float32, size, list(FlexibleLayout.contiguous_strides(size)))
+    layout = ir.FixedLayout(device, q.get_dtype() if splits == 1 else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size)))
     choices: list[Any] = []
     for tiled in configs:
         made = tiled.with_splits(splits)
@@ -97,9 +95,7 @@ def lower_prefill(operands: AttendOperands[Any]) -> Any | None:
         )
     # Every position in use, so that choices differ by the work they do.
     in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
-    chosen = autotune_select_algorithm("kvcompile_prefill", choices, inputs, layout, input_gen_fns=examples(made.operands, in_use))
-    # torch 2.12 began to return the choice beside the node.
-    partial = chosen[0] if isinstance(chosen, tuple) else chosen
+    partial = autotuned("kvcompile_prefill", choices, inputs, layout, examples(made.operands, in_use))
     return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
 
 
