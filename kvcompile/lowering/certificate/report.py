@@ -58,6 +58,28 @@ def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.abs() * (2 * OUTPUT_UNIT[dtype]) + OUTPUT_TINY[dtype]
 
 
+def _tokens(
+    operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values as attention sees them, and how far each channel of both may be from its original; float32 [B, K, T, D]."""
+    q, recent, base, K = operands.q, operands.recent, operands.base, operands.keys[0].shape[2]
+    key_slot, value_slot = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
+    k, key_radius = decoded_with_radius(schemes.parse(operands.key_scheme), operands.keys, key_slot)
+    v, value_radius = decoded_with_radius(schemes.parse(operands.value_scheme), operands.values, value_slot)
+    if not recent:
+        return k, v, key_radius, value_radius
+    assert base is not None
+    place = torch.arange(k.shape[2], device=q.device)
+    first = base if refilled is None else torch.maximum(base, refilled)
+    new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
+    k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
+    key_radius, value_radius = (
+        torch.where(exact, 0, torch.where(new, radius + _stored_rounding(x, rows.dtype), radius))
+        for radius, x, rows in zip((key_radius, value_radius), (k, v), recent, strict=True)
+    )
+    return k, v, key_radius, value_radius
+
+
 def report_step(
     output: torch.Tensor, operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None = None
 ) -> tuple[Certificate, torch.Tensor]:
@@ -66,27 +88,14 @@ def report_step(
     ``refilled``: int64 [B], the first of the ``recent`` tokens that is an original. Those before are what their codes stand for, as
     they were put back by a rollback, and are rounded to their dtype besides.
     """
-    q, sinks, recent, base, scale, softcap = operands.q, operands.sinks, operands.recent, operands.base, operands.scale, operands.softcap
+    q, sinks, scale, softcap = operands.q, operands.sinks, operands.scale, operands.softcap
     B, H, S, D = q.shape
     K = operands.keys[0].shape[2]
     heads = (K, H // K)
-    key_slot, value_slot = SlotSpec(K, D, q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
-    k, key_radius = decoded_with_radius(schemes.parse(operands.key_scheme), operands.keys, key_slot)
-    v, value_radius = decoded_with_radius(schemes.parse(operands.value_scheme), operands.values, value_slot)
-    T = k.shape[2]
-    mask, extra = visible_to_queries(operands, heads, T)
-    if recent:
-        assert base is not None
-        place = torch.arange(T, device=q.device)
-        first = base if refilled is None else torch.maximum(base, refilled)
-        new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
-        k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
-        key_radius, value_radius = (
-            torch.where(exact, 0, torch.where(new, radius + _stored_rounding(x, rows.dtype), radius))
-            for radius, x, rows in zip((key_radius, value_radius), (k, v), recent, strict=True)
-        )
+    every = _tokens(operands, refilled)
+    mask, extra = visible_to_queries(operands, heads, every[0].shape[2])
     seen = mask.any(2)[..., None]
-    k, v, key_radius, value_radius = (torch.where(seen, x, 0) for x in (k, v, key_radius, value_radius))
+    k, v, key_radius, value_radius = (torch.where(seen, x, 0) for x in every)
 
     k, v, query = (x.to(torch.float64) for x in (k, v, q.unflatten(1, heads).flatten(2, 3)))
     scores = Scores(query, mask, extra, scale, softcap)

@@ -72,40 +72,25 @@ def certified_step(
     rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], clock: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attend over certified codes with policy and scheme as objects; returns output, figures and counters."""
-    q, keys, values, sinks, recent, base = operands.q, operands.keys, operands.values, operands.sinks, operands.recent, operands.base
-    scale, softcap, value_dim = operands.scale, operands.softcap, operands.value_dim
-    B, H, S, D = q.shape
+    q, keys, sinks = operands.q, operands.keys, operands.sinks
+    B, H, S, _ = q.shape
     K = keys[0].shape[2]
     heads = (K, H // K)
     T = keys[0].shape[0] * keys[0].shape[3]
-    for plane, what in zip(originals, ("original keys", "original values"), strict=True):
-        if plane.shape[0] < keys[0].shape[0]:
-            raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
-
+    _check_tier_2(originals, keys[0].shape[0])
     sight, extra = _sight(operands, heads, T)
     seen = sight.tokens.any(2)
-    key_slot, value_slot = SlotSpec(K, D, q.dtype, Role.KEY), SlotSpec(K, value_dim, q.dtype, Role.VALUE)
-    k, v = (
-        Tokens(*_tokens(scheme.of(slot.role), planes, plane, slot, seen))
-        for planes, plane, slot in zip((keys, values), originals, (key_slot, value_slot), strict=True)
-    )
-    if recent:
-        assert base is not None
-        k, v = (
-            Tokens(*(torch.where(seen[..., None], with_recent(x, new, base), 0) for x in side))
-            for side, new in zip((k, v), recent, strict=True)
-        )
-
+    k, v = _sides(scheme, operands, originals, seen)
     query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
-    scores = Scores(query, sight.tokens, extra, scale, softcap)
-    notes = notes_of(as_tokens(keys[3]), as_tokens(values[3]), k.coded, v.coded, sight.alone, seen)
+    scores = Scores(query, sight.tokens, extra, operands.scale, operands.softcap)
+    notes = notes_of(as_tokens(keys[3]), as_tokens(operands.values[3]), k.coded, v.coded, sight.alone, seen)
     live = sight.live.expand(B, K, -1, -1)
     codes = live & ~sight.alone.unsqueeze(2)
     products = Tokens(scores.products(k.coded), scores.products(k.exact))
     logits = Tokens(*(scores.logits(each) for each in products))
-    coded, exact = masses(logits.coded), masses(logits.exact)
+    coded = masses(logits.coded)
     # A block in full precision has the same masses twice, whatever the order in which they were added.
-    exact = Masses(*(torch.where(codes, new, old) for new, old in zip(exact, coded, strict=True)))
+    exact = _chosen(codes, masses(logits.exact), coded)
     sink = None if sinks is None else sinks.to(torch.float32).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
 
     steps, zeros = (as_tokens(plane).to(torch.float32) for plane in keys[1:3])
@@ -115,16 +100,12 @@ def certified_step(
         delta = Deviations(*(biased(each, live, torch.where(torch.isneginf(highest), 0, highest)) for each in delta))
     nu = torch.where(live, notes.nu.unsqueeze(2), 0)
     promoted = promote_keys(coded, delta, live, codes, nu, sink, clock, rules)
-    mixed = Masses(*(torch.where(promoted.read, new, old) for new, old in zip(exact, coded, strict=True)))
-    softmax, top = _softmax(mixed, live, sink)
+    softmax, top = _softmax(_chosen(promoted.read, exact, coded), live, sink)
     left = torch.where(codes & ~promoted.read, delta.codes, delta.originals)
-    eta = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
-    original_values = promote_values(head_bounds.value_terms(softmax, eta), rules)
-    eta = torch.where(original_values, 0, eta)
-    original_values = original_values | promoted.explored
-
-    per_token = logits_of(promoted.read, logits)
-    output = _output(per_token, top, v, original_values, sink)
+    coded_values = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
+    local = promote_values(head_bounds.value_terms(softmax, coded_values), rules)
+    eta, original_values = torch.where(local, 0, coded_values), local | promoted.explored
+    output = _output(logits_of(promoted.read, logits), top, v, original_values, sink)
     certificate = head_bounds.certificate(softmax, left, Values(nu, eta), output, q.dtype)
 
     known = live & (sight.alone.unsqueeze(2) | promoted.read)
@@ -135,25 +116,65 @@ def certified_step(
     damaged = logits_differ(products.coded, products.exact, of_products, sight.from_codes, rules.guard) & promoted.read
     # Of keys that no code stands for, which their note says, there is no logit to compare.
     damaged = damaged & ~torch.isnan(notes.kappa).unsqueeze(2)
-    own = sight.from_codes.any(2)
-    damaged = damaged | (promoted.read & notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own).unsqueeze(2))
-    damaged = damaged | (original_values & notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own).unsqueeze(2))
+    differ = _differ(k, v, notes, sight.from_codes.any(2))
+    damaged = damaged | (promoted.read & differ[0]) | (original_values & differ[1])
     causes = causes | torch.where((damaged & codes).flatten(1).any(1)[:, None, None], int(Cause.DAMAGED), 0)
 
-    dense_planes = [plane.to(q.device) for plane in originals]
-    dense = attend_body(dataclasses.replace(
-        operands, keys=dense_planes[:1], values=dense_planes[1:], key_scheme="dense", value_scheme="dense", recent=None, base=None
-    ))
-    by_heads = dense.unflatten(1, heads).flatten(2, 3)
+    by_heads = _dense(operands, originals).unflatten(1, heads).flatten(2, 3)
     dense_arithmetic = _dense_arithmetic(scores, logits.exact, k.exact, v.exact, by_heads, live, sink, q.dtype, extra is not None)
-
     falls = (causes != 0) if rules.fallback is Fallback.DENSE else torch.zeros_like(causes, dtype=torch.bool)
     result = torch.where(falls.unsqueeze(-1), by_heads, output.to(q.dtype))
     figures = figures_of(certificate, falls, dense_arithmetic, torch.where(codes, delta.codes, 0).amax(-1), promoted.tail)
-    own_values = original_values & codes & ~promoted.explored
-    counted = Counted(*(x.sum(-1) for x in (codes, promoted.keys, own_values, promoted.explored)))
-    counts = counts_of(counted, promoted.widened, falls, causes)
+    counted = (codes, promoted.keys, original_values & codes & ~promoted.explored, promoted.explored)
+    counts = counts_of(Counted(*(x.sum(-1) for x in counted)), promoted.widened, falls, causes)
     return tuple(x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (result, figures, counts))  # type: ignore[return-value]
+
+
+def _check_tier_2(originals: Sequence[torch.Tensor], pages: int) -> None:
+    """Raise Tier2Missing where the planes of tier 2 have fewer pages than the codes."""
+    for plane, what in zip(originals, ("original keys", "original values"), strict=True):
+        if plane.shape[0] < pages:
+            raise Tier2Missing(expected=pages, found=plane.shape[0], what=what)
+
+
+def _chosen(flags: torch.Tensor, new: Masses, old: Masses) -> Masses:
+    """The masses of ``new`` for the blocks of ``flags``, those of ``old`` for the others."""
+    return Masses(*(torch.where(flags, a, b) for a, b in zip(new, old, strict=True)))
+
+
+def _sides(
+    scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], seen: torch.Tensor
+) -> tuple[Tokens, Tokens]:
+    """Keys and values, with the window laid over both forms of each."""
+    q, K, recent, base = operands.q, operands.keys[0].shape[2], operands.recent, operands.base
+    slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
+    k, v = (
+        Tokens(*_tokens(scheme.of(slot.role), planes, plane, slot, seen))
+        for planes, plane, slot in zip((operands.keys, operands.values), originals, slots, strict=True)
+    )
+    if not recent:
+        return k, v
+    assert base is not None
+    k, v = (
+        Tokens(*(torch.where(seen[..., None], with_recent(x, new, base), 0) for x in side))
+        for side, new in zip((k, v), recent, strict=True)
+    )
+    return k, v
+
+
+def _differ(k: Tokens, v: Tokens, notes: Notes, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flags of blocks [B, K, 1, N] whose keys, and whose values, are beyond what their notes say of the tokens ``own``."""
+    keys = notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own)
+    values = notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own)
+    return keys.unsqueeze(2), values.unsqueeze(2)
+
+
+def _dense(operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Attention over the originals as the scheme ``dense`` has it, [B, H, S, Dv]."""
+    keys, values = (plane.to(operands.q.device) for plane in originals)
+    return attend_body(dataclasses.replace(
+        operands, keys=[keys], values=[values], key_scheme="dense", value_scheme="dense", recent=None, base=None
+    ))
 
 
 def _sight(

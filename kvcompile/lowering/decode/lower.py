@@ -44,49 +44,20 @@ attend_template.template.globals |= GLOBALS | {
 
 def lower_decode(operands: AttendOperands[Any]) -> Any:
     """The result of ``attend`` as a TensorBox."""
-    q, keys, values, recent, rotation = operands.q, operands.keys, operands.values, operands.recent, operands.rotation
+    q, keys = operands.q, operands.keys
     page_rows = static(keys[0].get_size()[3])
     paged = not equals(keys[0].get_size()[0], 1)
-    B, H, S, D = q.get_size()
-    H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, operands.value_dim))
-    nodes = {
-        "Q": q, "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep, "BIAS": operands.bias, "SINKS": operands.sinks,
-        "BASE": operands.base,
-    }
-    nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
-    formats = []
-    for letter, planes, spelled, role, dim in (
-        ("K", keys, operands.key_scheme, Role.KEY, D), ("V", values, operands.value_scheme, Role.VALUE, Dv),
-    ):
-        fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
-        formats.append(fmt)
-        nodes |= plane_names(letter, planes, fmt)
-    nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
+    H, K, D, Dv = (static(x) for x in (q.get_size()[1], keys[0].get_size()[2], q.get_size()[3], operands.value_dim))
+    nodes, config = _nodes_and_config(operands, H, K, D, Dv, page_rows if paged else 1, paged)
     B, _, S, _ = nodes["Q"].get_size()
     rows_hint = hint(S) * (H // K)
-    packs = [_scale_pack(nodes, letter) for letter in "KV"]
-    beside = Beside(
-        bool(recent), recent is not None and not equals(nodes["BASE"].get_size()[0], 1),
-        static(nodes["COS"].get_size()[2]) if rotation else 0, bool(operands.interleaved),
-        rotation is not None and not equals(nodes["COS"].get_size()[0], 1),
-    )
-    config = AttendConfig(
-        operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),
-        float(operands.scale), float(operands.softcap), equals(S, 1), _masks(operands), beside, page_rows if paged else 1, paged,
-        wide_keys=multiple(nodes["K_WORDS"], 2), wide_values=multiple(nodes["V_WORDS"], 2),
-        key_scale_pack=packs[0], value_scale_pack=packs[1],
-        key_generic=not formats[0].symmetric and not _paired(nodes),
-        value_generic=not formats[1].symmetric and not _half(nodes, "V"),
-        packed=torch.version.hip is None,  # Packed unpacking is PTX.
-    )
     device = q.get_device()
     properties: Any = torch.cuda.get_device_properties(device)
-    multiprocessors = properties.multi_processor_count
     configs = choose_tiles(
         config, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune), properties.shared_memory_per_block_optin
     )
     tokens_hint = hint(keys[0].get_size()[0]) * page_rows
-    splits = splits_for(configs[0], rows_hint, hint(B) * K, multiprocessors, tokens_hint)
+    splits = splits_for(configs[0], rows_hint, hint(B) * K, properties.multi_processor_count, tokens_hint)
     splits, shares = ragged_splits(configs[0], splits, hint(B))
     direct = writes_directly(configs[0], splits)
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
@@ -105,6 +76,42 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
     in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "BASE": tokens_hint - 1}
     partial = autotuned("kvcompile_attend", choices, inputs, layout, examples(config.operands, in_use))
     return partial if direct else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+
+
+def _nodes_and_config(
+    operands: AttendOperands[Any], H: int, K: int, D: int, Dv: int, page_rows: int, paged: bool
+) -> tuple[dict[str, Any], AttendConfig]:
+    """Every operand that the template may ask for, realized, and the kernel before it is cut into tiles and splits."""
+    q, keys, values, recent, rotation = operands.q, operands.keys, operands.values, operands.recent, operands.rotation
+    nodes = {
+        "Q": q, "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep, "BIAS": operands.bias, "SINKS": operands.sinks,
+        "BASE": operands.base,
+    }
+    nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
+    formats = []
+    for letter, planes, spelled, role, dim in (
+        ("K", keys, operands.key_scheme, Role.KEY, D), ("V", values, operands.value_scheme, Role.VALUE, Dv),
+    ):
+        fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
+        formats.append(fmt)
+        nodes |= plane_names(letter, planes, fmt)
+    nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
+    packs = [_scale_pack(nodes, letter) for letter in "KV"]
+    beside = Beside(
+        bool(recent), recent is not None and not equals(nodes["BASE"].get_size()[0], 1),
+        static(nodes["COS"].get_size()[2]) if rotation else 0, bool(operands.interleaved),
+        rotation is not None and not equals(nodes["COS"].get_size()[0], 1),
+    )
+    config = AttendConfig(
+        operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),
+        float(operands.scale), float(operands.softcap), equals(nodes["Q"].get_size()[2], 1), _masks(operands), beside, page_rows, paged,
+        wide_keys=multiple(nodes["K_WORDS"], 2), wide_values=multiple(nodes["V_WORDS"], 2),
+        key_scale_pack=packs[0], value_scale_pack=packs[1],
+        key_generic=not formats[0].symmetric and not _paired(nodes),
+        value_generic=not formats[1].symmetric and not _half(nodes, "V"),
+        packed=torch.version.hip is None,  # Packed unpacking is PTX.
+    )
+    return nodes, config
 
 
 def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype) -> Any:
