@@ -28,6 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import AttendConfig, Tile, plane_names
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.asymmetric import UNPACK, Axis, Kivi
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
@@ -151,7 +152,9 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
 
 def relative_error(out: torch.Tensor, operands: tuple) -> float:
     q, keys, values, hi, spell, recent, base = operands
-    exact = attend_body(q.float(), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent, base)
+    exact = attend_body(
+        AttendOperands(q.float(), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent, base)
+    )
     return ((out.float() - exact).norm() / exact.norm()).item()
 
 

@@ -37,8 +37,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.attention import attend_call, graph_ms
 from benchmarks.certified_soundness import Cache, Step, by_kernels, distance, returned
+from kvcompile.lowering.certificate.telemetry import Telemetry
 from kvcompile.lowering.certified.site_op import certified_site
-from kvcompile.lowering.certified.telemetry import Telemetry
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.runtime.pinned import host_plane
 from kvcompile.schemes.certificate.policy import Certify, Count, parse_policy

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from kvcompile.lowering.certified.definition import certified_attend_body
+from kvcompile.lowering.certified.definition import certified_step
 from kvcompile.lowering.certified.device_step import certified_by_kernels, kernel_gap
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Certify, Count, Fallback, Figure, Rung, parse_policy
 from kvcompile.schemes.certified import BLOCK, Certified
@@ -101,12 +102,18 @@ class Step:
 
     def run(self, compiled: object = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output, figures, counters."""
-        body = compiled or certified_attend_body
-        cache = self.cache
+        body, cache = compiled or certified_step, self.cache
+        clock = torch.tensor([self.clock], device=self.q.device)
         return body(  # type: ignore[operator]
-            self.q, cache.keys, cache.values, cache.originals, self.hi, self.lo, self.keep, self.bias, self.sinks,
-            torch.tensor([self.clock], device=self.q.device), self.policy.spell(), self.group, self.scale, self.softcap,
-            cache.originals[1].shape[-1], cache.recent, cache.base,
+            parse_policy(self.policy.spell()), Certified(group=self.group), self.operands(), cache.originals, clock
+        )
+
+    def operands(self) -> AttendOperands[torch.Tensor]:
+        """The operands of ``attend`` over the codes."""
+        cache = self.cache
+        return AttendOperands(
+            self.q, cache.keys, cache.values, self.hi, self.lo, self.keep, self.bias, self.sinks, "certified", "certified", self.scale,
+            self.softcap, cache.originals[1].shape[-1], cache.recent, cache.base,
         )
 
     def exact(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
@@ -135,10 +142,9 @@ class Step:
     def dense(self) -> torch.Tensor:
         """The scheme ``dense`` over the originals."""
         planes = [plane.to(self.q.device) for plane in self.cache.originals]
-        return attend_body(
-            self.q, planes[:1], planes[1:], self.hi, self.lo, self.keep, self.bias, self.sinks, "dense", "dense", self.scale, self.softcap,
-            planes[1].shape[-1],
-        )
+        return attend_body(dataclasses.replace(
+            self.operands(), keys=planes[:1], values=planes[1:], key_scheme="dense", value_scheme="dense", recent=None, base=None
+        ))
 
 
 def returned(figures: torch.Tensor) -> torch.Tensor:
@@ -382,17 +388,14 @@ class Tally:
 
 
 def by_kernels(
-    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], originals: list[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
-    policy: str, group: int, scale: float, softcap: float, value_dim: int, recent: list[torch.Tensor], base: torch.Tensor,
+    rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: list[torch.Tensor], clock: torch.Tensor,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operation ``certified_attend`` by kernels alone: raises where they do not know the attention."""
-    gap = kernel_gap(q, keys, values, keep, bias, group, softcap, value_dim, recent)
+    """``certified_step`` by kernels alone: raises where they do not know the attention."""
+    gap = kernel_gap(operands, scheme.group)
     if gap is not None:
         raise ValueError(f"expected an attention that the kernels know, found {gap}")
-    rules, scheme = parse_policy(policy), Certified(group=group)
-    return certified_by_kernels(rules, scheme, q, keys, values, originals, hi, lo, sinks, clock, scale, value_dim, recent, base, splits)
+    return certified_by_kernels(rules, scheme, operands, originals, clock, splits=splits)
 
 
 def judge(step: Step, k: torch.Tensor, v: torch.Tensor, run: object = None) -> Tally:

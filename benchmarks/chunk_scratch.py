@@ -3,7 +3,7 @@
     python benchmarks/chunk_scratch.py [--json FILE] [--queries 512,2048,256,1024] [--schemes int8,int4] [--processes 12]
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16, T=32768 tokens. A row is one cut: tokens of a chunk (the scratch of keys and values is
-4 KB a token), splits, tokens and rows of a tile, warps, stages, tensor descriptors. ``ms``: ``attend_chunks`` without the merge of its
+4 KB a token), splits, tokens and rows of a tile, warps, stages. ``ms``: ``attend_chunks`` without the merge of its
 splits; ``decode``: its first kernel alone, all chunks; ``x``: over the better SDPA backend. Then, for the cut that the lowering
 chooses, ``compiled``: ``attend`` through Inductor, merge included. Times are medians over CUDA-graph replays.
 What is off by more than 1% of the norm is not timed.
@@ -25,6 +25,7 @@ from chunked import TOKENS, job, sdpa
 
 from kvcompile import schemes
 from kvcompile.lowering import inductor
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend, attend_body
 from kvcompile.lowering.prefill import chunked
 from kvcompile.lowering.prefill.tiles import choose_cut, splits_for
@@ -33,7 +34,6 @@ from kvcompile.types import Role, SlotSpec, pages_for
 SCHEMES = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)")
 CHUNKS = (8192, 16384, 32768)
 TILES = ((64, 256, 8, 3), (64, 256, 8, 4), (128, 128, 8, 3), (64, 128, 8, 3), (64, 128, 8, 4))
-DESCRIBED = ((64, 256, 8, 3), (64, 256, 8, 4), (64, 128, 8, 4))
 CAPACITY, MULTIPROCESSORS, SHARED = TOKENS, 132, 232448
 
 
@@ -50,10 +50,10 @@ def cuts(scheme: str, queries: int) -> list[Cut]:
     """The lowering's choice first, then the others."""
     found = []
     for chunk in CHUNKS:
-        for tile, described in [*((tile, 0) for tile in TILES), *((tile, 1) for tile in DESCRIBED)]:
+        for tile in TILES:
             config = dataclasses.replace(job(scheme, queries, tile).config, chunk=chunk).over_scratch()
             splits = splits_for(config, queries * H // K, K, MULTIPROCESSORS, chunk)
-            found.append(Cut(scheme, queries, (chunk, splits, *tile, described)))
+            found.append(Cut(scheme, queries, (chunk, splits, *tile)))
     own = choose_cut(job(scheme, queries, TILES[0]).config, queries * H // K, 1, MULTIPROCESSORS, SHARED, CAPACITY)
     return sorted(found, key=lambda each: each.cut != own)
 
@@ -61,7 +61,7 @@ def cuts(scheme: str, queries: int) -> list[Cut]:
 def arguments(cut: Cut, q: torch.Tensor, keys: list, values: list, hi: torch.Tensor) -> tuple:
     """What ``attend_chunks`` takes."""
     own = [schemes.parse(cut.scheme).of(role).spell() for role in Role]
-    return q, keys, values, hi, None, None, *own, D**-0.5, 0.0, D, None, None, list(cut.cut)
+    return AttendOperands(q, keys, values, hi, None, None, None, None, *own, D**-0.5, 0.0, D), list(cut.cut)
 
 
 def empty_store(scheme: str, role: Role) -> list[torch.Tensor]:
@@ -161,10 +161,10 @@ def main() -> None:
             rows += dense
             for name, (keys, values) in planes.items():
                 one = slice(0, 1)
-                exact = attend_body(
+                exact = attend_body(AttendOperands(
                     q[:, : H // K].float(), [plane[:, :, one] for plane in keys], [plane[:, :, one] for plane in values], hi, None, None,
                     None, None, *(schemes.parse(name).of(role).spell() for role in Role), D**-0.5, 0.0, D,
-                )
+                ))
                 found = [] if options.compiled else [measure(cut, q, keys, values, hi, exact) for cut in todo[name, queries]]
                 found.append(through_inductor(todo[name, queries][0], q, keys, values, hi, exact))
                 for row in found:

@@ -22,6 +22,7 @@ from attention import D, DeviceStandIn, H, K, graph_ms, store
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import Tile
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.lowering.prefill import offline as prefill_offline
 from kvcompile.lowering.prefill.config import PrefillConfig, normalized
@@ -79,10 +80,10 @@ def compile_one(job: Job) -> str | None:
 def reference(q: torch.Tensor, keys: list, values: list, hi: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
     """The first kv head's result in float32."""
     one = slice(0, 1)
-    return attend_body(
+    return attend_body(AttendOperands(
         q[:, : H // K].float(), [plane[:, :, one] for plane in keys], [plane[:, :, one] for plane in values], hi, None, None, None, None,
         config.key_scheme, config.value_scheme, D**-0.5, 0.0, D,
-    )
+    ))
 
 
 def measure(job: Job, q: torch.Tensor, keys: list, values: list, hi: torch.Tensor, exact: torch.Tensor) -> dict:

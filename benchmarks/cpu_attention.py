@@ -29,6 +29,7 @@ from rich.table import Table
 from kvcompile import schemes
 from kvcompile.lowering import inductor
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import PAGE
 
 SCHEMES = ("dense", "int8", "fp8", "int4")
@@ -80,8 +81,8 @@ def ours(scheme: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.T
 
     compiled = torch.compile(attend, dynamic=False, fullgraph=True)
     rest = (keys, values, hi, None, None, None, None, scheme, scheme, scale, 0.0, shape.width)
-    exact = ops.attend_body(q.double(), *rest, compute=torch.float64)
-    eager = ops.attend_body(q, *rest)
+    exact = ops.attend_body(AttendOperands(q.double(), *rest), compute=torch.float64)
+    eager = ops.attend_body(AttendOperands(q, *rest))
     allowed = 2 * ((eager.double() - exact).abs().max() + torch.finfo(q.dtype).eps * exact.abs().max())
     share = ((compiled(q, keys, values, hi).double() - exact).abs().max() / allowed).item()
     return lambda: compiled(q, keys, values, hi), share

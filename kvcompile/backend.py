@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from kvcompile.compilation import Compilation, Memory
-from kvcompile.lowering.certified.telemetry import Telemetry, added_up
+from kvcompile.lowering.certificate.telemetry import Telemetry, added_up
 from kvcompile.lowering.remembered import Remembered
 from kvcompile.passes.plan.certify import certifying
 from kvcompile.passes.plan.policy import Policy, policy_of

@@ -14,6 +14,7 @@ import torch
 from registry import VARIANTS, each_dtype, each_scheme, fitting, holds, normal, slot, unwritten
 
 from kvcompile.lowering.ops.append_window import append_window_body
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import append_body, attend, attend_body, decodable
 from kvcompile.schemes import Scheme
 from kvcompile.types import PAGE, Role, SlotSpec, pages_for
@@ -131,7 +132,7 @@ class Problem:
         )
         assert found.dtype == self.dtype and found.shape == wanted.shape
         size = self.v.double().abs().max()
-        exact = attend_body(*self.arguments(**operands), compute=torch.float64)
+        exact = attend_body(AttendOperands(*self.arguments(**operands)), compute=torch.float64)
         rounding = torch.finfo(self.dtype).eps * size
         assert (exact.double() - wanted).abs().max() <= rounding
         assert (found.double() - wanted).abs().max() <= rounding + 64 * torch.finfo(torch.float32).eps * size

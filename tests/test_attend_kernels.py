@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch._inductor.utils import run_and_get_code
 
 import kvcompile
 from kvcompile.explain import explain
-from kvcompile.lowering.attend_kernels import CPP, EAGER, KERNELS, TRITON, AttendOperands, choose
+from kvcompile.lowering.attend_kernels import CPP, DECODE, EAGER, KERNELS, PREFILL, AttendFacts, choose, kernels_for
+from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named, names_of
 from kvcompile.schemes import SCHEMES, Scheme
 from kvcompile.types import Role, SlotSpec
 
@@ -67,7 +70,7 @@ def test_other_compilers_run_eager_bodies_and_say_so() -> None:
 def test_every_scheme_gets_a_kernel_or_a_reason(cls: type[Scheme], device: str) -> None:
     for scheme in cls.variants():
         slots = tuple((scheme.of(role).spell(), SlotSpec(2, 128, torch.float32, role)) for role in Role)
-        kernel, why = choose(AttendOperands(device, slots, recent=bool(scheme.window)))
+        kernel, why = choose(AttendFacts(device, slots, recent=bool(scheme.window)))
         assert kernel.device in {None, device} and kernel in KERNELS
         assert (kernel is EAGER) == (why is not None) or device == "xpu"
 
@@ -82,6 +85,28 @@ def test_every_scheme_gets_a_kernel_or_a_reason(cls: type[Scheme], device: str) 
 )
 def test_gaps(device: str, given: dict[str, Any], found: str) -> None:
     slots = tuple(("int8", SlotSpec(2, 64, torch.float32, role)) for role in Role)
-    kernel, why = choose(AttendOperands(device, slots, **given))
+    kernel, why = choose(AttendFacts(device, slots, **given))
     assert kernel is EAGER and why is not None and found in why
-    assert choose(AttendOperands(device, slots)) == (TRITON if device == "cuda" else CPP, None)
+    assert choose(AttendFacts(device, slots)) == (DECODE if device == "cuda" else CPP, None)
+
+
+def test_many_rows_are_a_kernels_own_business() -> None:
+    """What that kernel does not know, and what has strides that it does not, is the other template's."""
+    slots = tuple(("int8", SlotSpec(2, 64, torch.float32, role)) for role in Role)
+    many = AttendFacts("cuda", slots, rows=512)
+    assert list(kernels_for(many)) == [(PREFILL, None), (DECODE, None), (EAGER, None)]
+    assert choose(dataclasses.replace(many, rotation=True)) == (DECODE, "keys stored before RoPE")
+    assert choose(dataclasses.replace(many, bias=True)) == (DECODE, "a mask operand of its own")
+    assert choose(dataclasses.replace(many, device="cpu")) == (CPP, None)
+
+
+@pytest.mark.parametrize("given", [{}, {"recent": [1, 2], "base": 3}, {"interleaved": True, "more_dim": 4}])
+def test_operands_are_those_of_the_schema(given: dict[str, Any]) -> None:
+    names = names_of(ops.attend)
+    assert [field.name for field in dataclasses.fields(AttendOperands)] == list(names)
+    every = {argument.name: argument.default_value for argument in ops.attend._schema.arguments if argument.has_default_value()}
+    plain = dict(zip(names, range(100, 113), strict=False))
+    made = AttendOperands(**plain, **given)
+    assert {name: getattr(made, name) for name in names} == {**plain, **every, **given}
+    assert named(ops.attend, made.arguments(), {}).items() >= (plain | given).items()
+    assert AttendOperands(*made.arguments()) == made == attend_operands({**plain, **given, "telemetry": 0})

@@ -13,10 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.certified_soundness import Cache, Draw, Inputs, Shape, Step, distance, gaussian, needle, one_way_keys, outliers, returned
 from kvcompile.errors import Tier2Missing
-from kvcompile.lowering.certified.definition import certified_attend, certified_attend_body, certified_step
+from kvcompile.lowering.certificate.telemetry import accumulate
+from kvcompile.lowering.certified.definition import certified_step
 from kvcompile.lowering.certified.promotion import above, chance, descending
-from kvcompile.lowering.certified.telemetry import accumulate
 from kvcompile.lowering.ops.append_window import append_window_body
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
 from kvcompile.schemes.certified import BLOCK, Certified
@@ -273,10 +274,11 @@ def test_the_window_that_the_write_path_makes_is_understood() -> None:
     hi = (T - 1 - origin)[:, None]
     moved = [torch.stack([torch.roll(x[b], -int(origin[b]), 1) for b in range(B)]) for x in (k, v)]
     originals = [torch.nn.functional.pad(x, (0, 0, 0, 2 * PAGE - T)).unflatten(2, (2, PAGE)).permute(2, 0, 1, 3, 4) for x in moved]
-    output, figures, counts = certified_attend_body(
-        q, planes[Role.KEY][:4], planes[Role.VALUE][:4], originals, hi, None, None, None, None, torch.tensor([1]),
-        Certify(tau_cov=0.5, k_min=0).spell(), 16, D**-0.5, 0.0, D, [recent[Role.KEY], recent[Role.VALUE]], base,
+    attended = AttendOperands(
+        q, planes[Role.KEY][:4], planes[Role.VALUE][:4], hi, None, None, None, None, "certified", "certified", D**-0.5, 0.0, D,
+        [recent[Role.KEY], recent[Role.VALUE]], base,
     )
+    output, figures, counts = certified_step(Certify(tau_cov=0.5, k_min=0), Certified(), attended, originals, torch.tensor([1]))
     weights = torch.einsum("bhsd,bhtd->bhst", q.double(), k.double().repeat_interleave(2, 1)) * D**-0.5
     weights = torch.softmax(weights.masked_fill(torch.arange(T) < origin[:, None, None, None], -math.inf), -1)
     wanted = weights @ v.double().repeat_interleave(2, 1)
@@ -295,10 +297,10 @@ def body_of(step: Step):  # noqa: ANN201
     """The definition with what is fixed put in."""
 
     def attend(q, keys, values, originals, hi, clock, recent, base):  # noqa: ANN001, ANN202
-        return certified_step(
-            step.policy, Certified(), q, keys, values, originals, hi, None, None, None, None, clock, step.scale, 0.0,
-            originals[1].shape[-1], recent, base,
+        attended = AttendOperands(
+            q, keys, values, hi, None, None, None, None, "certified", "certified", step.scale, 0.0, originals[1].shape[-1], recent, base
         )
+        return certified_step(step.policy, Certified(), attended, originals, clock)
 
     return attend
 
@@ -330,8 +332,6 @@ def test_no_branch_and_no_sync_depends_on_data() -> None:
 def test_compiles_whole() -> None:
     step = example()
     wanted = step.run()
-    for compiled in (torch.compile(certified_attend, fullgraph=True, backend="aot_eager"),):
-        for got, want in zip(step.run(compiled), wanted, strict=True):
+    for inner in ("eager", "aot_eager"):
+        for got, want in zip(torch.compile(body_of(step), fullgraph=True, backend=inner)(*operands(step)), wanted, strict=True):
             assert torch.equal(got, want)
-    for got, want in zip(torch.compile(body_of(step), fullgraph=True, backend="eager")(*operands(step)), wanted, strict=True):
-        assert torch.equal(got, want)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompile.lowering.certified import bound_printer
-from kvcompile.lowering.certified.bound_printer import UnprintableBound, aten, aten_source, dtype_of, relative_error, slack, up32
+from kvcompile.lowering.certificate import bound_printer
+from kvcompile.lowering.certificate.bound_printer import UnprintableBound, aten, aten_source, dtype_of, relative_error, slack, up32
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import BOUNDS, Bound, Outward, Over
 

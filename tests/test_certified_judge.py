@@ -23,16 +23,17 @@ import triton.language as tl  # noqa: E402
 from interpreted import interpreted  # noqa: E402
 
 from benchmarks.certified_soundness import Cache, Draw, Shape, Step, gaussian, padded  # noqa: E402
-from kvcompile.lowering.certified.bound_printer import FUNCTION, slack, triton_source, up32  # noqa: E402
+from kvcompile.lowering.certificate.bound_printer import FUNCTION, slack, triton_source, up32  # noqa: E402
+from kvcompile.lowering.certificate.telemetry import COLUMNS, MOST, accumulate  # noqa: E402
 from kvcompile.lowering.certified.device_step import certified_by_kernels  # noqa: E402
 from kvcompile.lowering.certified.kernels import bounds as triton_bounds  # noqa: E402
 from kvcompile.lowering.certified.kernels.finish import as_dtype  # noqa: E402
 from kvcompile.lowering.certified.kernels.finish import up32 as rounded_up32  # noqa: E402
 from kvcompile.lowering.certified.kernels.select_blocks import draw, drawn_before  # noqa: E402
 from kvcompile.lowering.certified.promotion import chance  # noqa: E402
-from kvcompile.lowering.certified.telemetry import COLUMNS, MOST, accumulate  # noqa: E402
 from kvcompile.lowering.decode.offline import load_module  # noqa: E402
 from kvcompile.lowering.host.launches import KernelLaunch, OnlyRoom, Recorder  # noqa: E402
+from kvcompile.lowering.ops.operands import AttendOperands  # noqa: E402
 from kvcompile.schemes.certificate import bounds  # noqa: E402
 from kvcompile.schemes.certificate.bounds import Bound  # noqa: E402
 from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Fallback, Figure, Rung  # noqa: E402
@@ -145,12 +146,11 @@ def counted(step: Step, steps: int = 2) -> tuple[dict[str, torch.Tensor], torch.
     mine = torch.zeros(1, B + 1, K, 1, TELEMETRY, dtype=F64, device=step.q.device)[:, 1:]
     wanted = torch.zeros_like(mine)
     for _ in range(steps):
-        common = (step.policy, Certified(), step.q, cache.keys, cache.values, cache.originals, step.hi, step.lo, step.sinks)
-        rest = (step.scale, cache.originals[1].shape[-1], cache.recent, cache.base, 2)
-        output, figures, counts = certified_by_kernels(*common, mine, *rest, telemetry=mine)
+        common = (step.policy, Certified(), step.operands(), cache.originals)
+        output, figures, counts = certified_by_kernels(*common, mine, splits=2, telemetry=mine)
         accumulate(wanted, figures, counts)
     # Without telemetry and with the clock apart: the same step.
-    again = certified_by_kernels(*common, torch.tensor([steps - 1], device=step.q.device), *rest)
+    again = certified_by_kernels(*common, torch.tensor([steps - 1], device=step.q.device), splits=2)
     assert all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip((output, figures, counts), again, strict=True))
     sums = torch.tensor([name.startswith("sum_") for name in COLUMNS], device=step.q.device)
     assert torch.equal(mine[..., ~sums], wanted[..., ~sums])
@@ -212,7 +212,6 @@ def test_nothing_but_kernels_stands_in_a_graph(policy: Certify, kernels: int) ->
         [mode.from_tensor(x) for x in side] if isinstance(side, list) else mode.from_tensor(side) for side in given
     )
     with mode, OnlyRoom():
-        certified_by_kernels(
-            policy, Certified(), q, keys, values, originals, hi, None, None, held, 0.1, 64, recent, base, telemetry=held, launcher=recorder
-        )
+        attended = AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.1, 0.0, 64, recent, base)
+        certified_by_kernels(policy, Certified(), attended, originals, held, telemetry=held, launcher=recorder)
     assert [type(step) for step in recorder.steps] == [KernelLaunch] * kernels

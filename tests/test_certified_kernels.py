@@ -42,6 +42,7 @@ from benchmarks.certified_soundness import (
 from kvcompile.errors import Tier2Missing
 from kvcompile.lowering.certified import device_step as certified_device
 from kvcompile.lowering.host.launches import KernelLaunch, OnlyRoom, Recorder
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Figure, Rung
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
 from kvcompile.schemes.certified import BLOCK, Certified
@@ -174,11 +175,10 @@ def test_the_kernels_decide_as_the_definition_and_stay_within_their_certificates
 
 def test_what_the_kernels_do_not_know_is_said() -> None:
     step, _, _ = gaussian(Draw(1), Shape(S=1, T=40)).step(Certify(), F32)
-    cache = step.cache
 
     def gap(q: torch.Tensor = step.q, **changes: Any) -> str | None:
-        given = dict(keep=None, bias=None, group=16, softcap=0.0, value_dim=32, recent=cache.recent) | changes
-        return certified_device.kernel_gap(q, cache.keys, cache.values, **given)  # type: ignore[arg-type]
+        group = changes.pop("group", 16)
+        return certified_device.kernel_gap(dataclasses.replace(step.operands(), q=q, **changes), group)
 
     assert gap() is None
     assert "softcap" in str(gap(softcap=3.0)) and "bias" in str(gap(bias=torch.zeros(1, 1, 1, 40)))
@@ -195,7 +195,7 @@ def test_tier_2_that_is_short_is_an_error() -> None:
 
 
 def test_constants_of_the_radius_are_those_of_the_printed_bound() -> None:
-    from kvcompile.lowering.certified.bound_printer import aten
+    from kvcompile.lowering.certificate.bound_printer import aten
     from kvcompile.schemes.certificate import bounds
 
     step, zero = torch.rand(1000) * 10, torch.rand(1000) * 100
@@ -233,9 +233,9 @@ def test_a_step_is_recorded_kernel_by_kernel(growing: bool, slots: int) -> None:
     q, keys, values, originals, hi, clock, recent, base, held = operands
     recorder = Recorder()
     with mode, OnlyRoom():
+        attended = AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.1, 0.0, 64, recent, base)
         certified_device.certified_by_kernels(
-            Certify(), Certified(), q, keys, values, originals, hi, None, None, clock, 0.1, 64, recent, base,
-            scratch=(held[0], held[1]) if slots else None, launcher=recorder,
+            Certify(), Certified(), attended, originals, clock, scratch=(held[0], held[1]) if slots else None, launcher=recorder
         )
     assert len(recorder.steps) == 12 + bool(slots)
     symbols = {str(size) for x in operands[1] for size in x.shape if isinstance(size, torch.SymInt)}
@@ -259,9 +259,9 @@ def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None
     )
     recorder = Recorder()
     with mode:
+        attended = AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.1, 0.0, 64, recent, base)
         certified_device.certified_by_kernels(
-            policy, Certified(), q, keys, values, originals, hi, None, None, telemetry, 0.1, 64, recent, base, telemetry=telemetry,
-            scratch=(scratch[0], scratch[1]), launcher=recorder,
+            policy, Certified(), attended, originals, telemetry, telemetry=telemetry, scratch=(scratch[0], scratch[1]), launcher=recorder
         )
     written = {launch.kernel.fn.__name__: set(written_by(launch)) for launch in recorder.steps if isinstance(launch, KernelLaunch)}
     assert len(written) == 12, "one kernel runs twice"

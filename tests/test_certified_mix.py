@@ -10,7 +10,7 @@ import pytest
 import torch
 from interpreted import interpreted
 
-from kvcompile.lowering.certified.certificate import CHAIN
+from kvcompile.lowering.certificate.head_bounds import CHAIN
 from kvcompile.schemes.asymmetric import Axis, Kivi
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certified import BLOCK

@@ -5,6 +5,7 @@ What needs Triton's interpreter runs in a process of its own (``interpreted``); 
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import random
 import sys
@@ -101,11 +102,10 @@ def lists(device: str, tokens: int, wide: int) -> None:
         with mock.patch.multiple(certified_device, WIDE=size, CHUNK=min(size, certified_device.CHUNK)):
             for policy in (Certify(tau_cov=0.9, k_max=5, explore=0.3), Certify(tau_cov=1.0, k_max=2**20), NAIVE):
                 step, _, _ = gaussian(Draw(2, device), Shape(B=1, H=4, K=2, S=1, D=32, T=tokens)).step(policy, torch.float32)
-                cache = step.cache
                 run = certified_device.DeviceStep(
-                    policy, Certified(), step.q, cache.keys, cache.values, cache.originals, 0.2, 32, cache.recent, None
+                    policy, Certified(), dataclasses.replace(step.operands(), scale=0.2), step.cache.originals, None
                 )
-                run.score(step.hi, None, cache.base, None)
+                run.score()
                 read, _ = run.choose(torch.tensor([1], device=device))
                 for flags, blocks, count in zip(read.flatten(0, 2), run.list.flatten(0, 2), run.listed.flatten(), strict=True):
                     assert torch.equal(blocks[: int(count)], flags.nonzero().flatten().to(torch.int32)), policy

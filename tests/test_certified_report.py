@@ -10,8 +10,9 @@ from registry import VARIANTS, bound_of, fitting, round_trip, slot, whole_blocks
 
 from benchmarks.certified_soundness import CASES, Draw, Inputs, Shape, distance, paged
 from kvcompile.errors import NotBounded
-from kvcompile.lowering.certified.bound_printer import aten
-from kvcompile.lowering.certified.report import decoded_with_radius, report_step
+from kvcompile.lowering.certificate.bound_printer import aten
+from kvcompile.lowering.certificate.report import decoded_with_radius, report_step
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes import Scheme, parse
 from kvcompile.schemes.certificate.bounds import Bound, Outward, Over
@@ -48,8 +49,11 @@ def test_no_head_step_is_beyond_what_is_reported(case: Callable[[Draw, Shape], I
                     plane[-1, :, :, 32:] = 0 if not plane.is_floating_point() else float("nan")
             fixed = step.bias, step.sinks
             common = (step.hi, step.lo, step.keep, *fixed)
-            output = attend_body(step.q, keys, values, *common, ks.spell(), vs.spell(), step.scale, step.softcap, shape.D, recent, base)
-            found, _ = report_step(ks, vs, output, step.q, keys, values, *common, step.scale, step.softcap, shape.D, recent, base)
+            operands = AttendOperands(
+                step.q, keys, values, *common, ks.spell(), vs.spell(), step.scale, step.softcap, shape.D, recent, base
+            )
+            output = attend_body(operands)
+            found, _ = report_step(output, operands)
             bound, error = sum(found), distance(output, step.exact(k, v))
             fine = (error <= bound) | ~torch.isfinite(output).all(-1)
             assert fine.all(), f"{keys_by}, {values_by}, {dtype}: {int((~fine).sum())} head-steps"

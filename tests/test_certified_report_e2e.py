@@ -21,9 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import kvcompile
 from kvcompile.errors import BadSetting, NoOriginals, NotBounded, NotReported
 from kvcompile.lowering import compile as compiling
-from kvcompile.lowering.certified import report_op as report_site
-from kvcompile.lowering.certified.report import report_step
-from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry, added_up
+from kvcompile.lowering.certificate import report_op as report_site
+from kvcompile.lowering.certificate.report import report_step
+from kvcompile.lowering.certificate.telemetry import COLUMNS, Telemetry, added_up
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.runtime.ledger import MOST_KEPT, Ledger
@@ -292,11 +293,11 @@ def test_a_wrong_result_is_seen_whatever_made_it() -> None:
     q, k, v = (torch.randn(1, 2, tokens, D, generator=generator) for tokens in (1, PAGE, PAGE))
     scheme, hi = parse("int8"), torch.tensor([[60]])
     keys, values = ([x.unsqueeze(0) for x in scheme.encode(part)] for part in (k, v))
-    fixed = (q, keys, values, hi, None, None, None, None)
-    good = attend_body(*fixed, scheme.spell(), scheme.spell(), 0.2, 0.0, D)
+    operands = AttendOperands(q, keys, values, hi, None, None, None, None, scheme.spell(), scheme.spell(), 0.2, 0.0, D)
+    good = attend_body(operands)
     exact = sdpa(q.double(), k[:, :, :61].double(), v[:, :, :61].double(), scale=0.2)
     for output in (good, good + 0.1, good.to(torch.bfloat16), torch.zeros_like(good)):
-        bound, _ = report_step(scheme, scheme, output, *fixed, 0.2, 0.0, D)
+        bound, _ = report_step(output, operands)
         assert (torch.linalg.vector_norm(output.double() - exact, dim=-1) <= sum(bound)).all()
 
 

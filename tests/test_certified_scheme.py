@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from registry import DTYPES, bound_of, normal, round_trip, slot
 
 from kvcompile.errors import BadOption, HeadDimNotDivisible
-from kvcompile.lowering.certified.bound_printer import aten
+from kvcompile.lowering.certificate.bound_printer import aten
 from kvcompile.schemes import parse
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Certify, Fallback, parse_policy

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcompile.lowering.certified.bound_printer import aten
+from kvcompile.lowering.certificate.bound_printer import aten
 from kvcompile.lowering.certified.device_step import RADIUS
 from kvcompile.lowering.certified.kernels.key_scores import BACK, LEAST_STEP, ROOM
 from kvcompile.schemes.certificate import bounds

@@ -21,10 +21,11 @@ from interpreted import interpreted  # noqa: E402
 
 from kvcompile import schemes  # noqa: E402
 from kvcompile.errors import BadOption  # noqa: E402
+from kvcompile.lowering.certificate.telemetry import COLUMNS, Telemetry  # noqa: E402
 from kvcompile.lowering.certified.device_step import DeviceStep, certified_by_kernels  # noqa: E402
 from kvcompile.lowering.certified.kernels.stage_keys import given  # noqa: E402
-from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry  # noqa: E402
 from kvcompile.lowering.ops.append_window import append_window_body  # noqa: E402
+from kvcompile.lowering.ops.operands import AttendOperands  # noqa: E402
 from kvcompile.lowering.ops.operations import as_tokens  # noqa: E402
 from kvcompile.runtime.store import Store, StoreSpec  # noqa: E402
 from kvcompile.schemes.certificate.policy import Count, parse_policy  # noqa: E402
@@ -71,20 +72,21 @@ class Layer:
         """What queries [B, H, 1, D] get with one new token: output, figures, counters."""
         recent, (keys, values) = self.write(x, at), (store.planes for store in self.stores)
         return certified_by_kernels(
-            parse_policy(self.scheme.certify), self.scheme, q, keys[:4], values[:4], [keys[4], values[4]],
-            torch.tensor([[at]], device=self.device), None, None, self.telemetry, 0.4, D, recent,
-            torch.tensor([at - self.scheme.window], device=self.device), 2, telemetry=self.telemetry, scratch=self.scratch(),
+            parse_policy(self.scheme.certify), self.scheme, self.operands(q, at, recent), [keys[4], values[4]], self.telemetry, splits=2,
+            telemetry=self.telemetry, scratch=self.scratch(),
         )
+
+    def operands(self, q: torch.Tensor, at: int, recent: list[torch.Tensor]) -> AttendOperands[torch.Tensor]:
+        """The operands of ``attend`` over the codes."""
+        keys, values = (store.planes[:4] for store in self.stores)
+        hi, base = (torch.tensor(x, device=self.device) for x in ([[at]], [at - self.scheme.window]))
+        return AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.4, 0.0, D, recent, base)
 
     def read(self, x: torch.Tensor, q: torch.Tensor, at: int) -> None:
         """The same up to the exact logits, which must be those of the originals, wherever they were read; no block may look damaged."""
         recent, (keys, values), scratch = self.write(x, at), (store.planes for store in self.stores), self.scratch()
-        run = DeviceStep(
-            parse_policy(self.scheme.certify), self.scheme, q, keys[:4], values[:4], [keys[4], values[4]], 0.4, D, recent, 2
-        )
-        run.score(
-            torch.tensor([[at]], device=self.device), None, torch.tensor([at - self.scheme.window], device=self.device), None
-        )
+        run = DeviceStep(parse_policy(self.scheme.certify), self.scheme, self.operands(q, at, recent), [keys[4], values[4]], 2)
+        run.score()
         read, explored = run.choose(self.telemetry)
         assert scratch is not None
         found = run.exact(scratch, run.stage(scratch, read, explored, self.telemetry, self.telemetry))

@@ -38,7 +38,7 @@ from benchmarks.certified_soundness import (
     returned,
     trials,
 )
-from kvcompile.lowering.certified.certificate import Sum, Values, certificate
+from kvcompile.lowering.certificate.head_bounds import Sum, Values, certificate
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Cause, Certify, Count, Fallback, Figure, Rung
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.types import Role, SlotSpec

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import pathlib
 import sys
@@ -21,6 +20,7 @@ from test_triton_attend import Case, allow_ranges_over_scalars, check, operands
 from kvcompile import schemes
 from kvcompile.lowering.decode.config import Tile
 from kvcompile.lowering.decode.offline import load_module, sass
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import decodable
 from kvcompile.lowering.prefill import chunked
 from kvcompile.lowering.prefill import decode_chunk as decode_source
@@ -66,12 +66,9 @@ def cases(scheme: str) -> list[Prefill]:
 
 def run_chunks(case: Case, args: dict) -> torch.Tensor:
     """The operation on the interpreter, and a merge in eager torch."""
-    tile, described = case.tile, case.B > 1 or case.G != 4
-    cut = [CHUNK, case.splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages, int(described)]
-    partial = chunked.attend_chunks(
-        args["q"], args["keys"], args["values"], args["hi"], args["lo"], args["keep"], args["key_scheme"], args["value_scheme"],
-        args["scale"], args["softcap"], args["value_dim"], args.get("recent"), args.get("base"), cut, packed=False,
-    )
+    tile = case.tile
+    cut = [CHUNK, case.splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages]
+    partial = chunked.attend_chunks(AttendOperands(**{**args, "bias": None, "sinks": None}), cut, packed=False)
     assert partial.shape == (case.splits, case.B, case.K * case.G, case.S, case.Dv + 2)
     return merged(partial, args["sinks"]).to(case.dtype)
 
@@ -117,10 +114,10 @@ def through_inductor() -> list[str]:
     from kvcompile.lowering.ops import operations as ops
     from kvcompile.lowering.prefill import lower as triton_prefill
 
-    ops.LIBRARY.impl("attend_chunks", functools.partial(chunked.attend_chunks, packed=False), "CPU")
+    ops.LIBRARY.impl("attend_chunks", lambda *args: chunked.attend_chunks(*chunked.record_of(args, {}), packed=False), "CPU")
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=232448)
     torch.cuda.get_device_properties = lambda device: properties  # type: ignore[assignment,return-value]
-    register_lowering(ops.attend, type_promotion_kind=None)(lambda q, *rest: triton_prefill.lower_prefill(q, *rest[:16]))
+    register_lowering(ops.attend, type_promotion_kind=None)(lambda *args: triton_prefill.lower_prefill(AttendOperands(*args)))
 
     def attend(args: dict) -> torch.Tensor:
         names = ("q", "keys", "values", "hi", "lo", "keep", "bias", "sinks", "key_scheme", "value_scheme", "scale", "softcap", "value_dim")
@@ -187,12 +184,10 @@ COMPILED = [
 @pytest.mark.parametrize(("scheme", "arch", "tile", "product"), COMPILED)
 def test_compiles_offline(scheme: str, arch: str, tile: Tile, product: str) -> None:
     config = config_of(scheme, tile)
-    copies = [(False, "ttg.async_copy_global_to_local"), (True, "ttng.async_tma_copy_global_to_local")]
-    for described, copy in copies[: 1 if arch == "sm_80" else 2]:
-        built = chunked.attender(dataclasses.replace(config, described=described)).compiled(arch)["ttgir"]
-        assert isinstance(built, str)
-        assert product in built
-        assert built.count(copy) >= 4
+    built = chunked.attender(config).compiled(arch)["ttgir"]
+    assert isinstance(built, str)
+    assert product in built
+    assert built.count("ttg.async_copy_global_to_local") >= 4
     made = chunked.decoder(config).compiled(arch)
     assert isinstance(made["cubin"], bytes)
     code = sass(made["cubin"])
@@ -212,8 +207,8 @@ def test_a_chunk_is_as_long_as_bytes_allow() -> None:
 def test_few_rows_and_dense_slots_are_the_templates_own() -> None:
     config = dataclasses.replace(config_of("int4", TILE), chunk=0)
     cut = choose_cut(config, 2048, 1, 132, 232448, None)
-    assert cut == (16384, 1, 128, 128, 8, 3, 0)
-    assert choose_cut(config, 8192, 1, 132, 232448, None) == (16384, 1, 64, 256, 8, 3, 0)
+    assert cut == (16384, 1, 128, 128, 8, 3)
+    assert choose_cut(config, 8192, 1, 132, 232448, None) == (16384, 1, 64, 256, 8, 3)
     assert choose_cut(config, 1000, 1, 132, 232448, None) is None
     assert choose_cut(dataclasses.replace(config, key_scheme="dense", key_word=torch.bfloat16), 2048, 1, 132, 232448, None) is None
     assert choose_cut(dataclasses.replace(config, page_rows=16), 2048, 1, 132, 232448, None) is None

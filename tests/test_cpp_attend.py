@@ -17,6 +17,7 @@ from torch.testing import FileCheck
 from kvcompile import schemes
 from kvcompile.lowering import inductor
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import PAGE
 
 pytestmark = pytest.mark.compile
@@ -102,8 +103,8 @@ def masks(case: Case, batch: int, queries: int, tokens: int) -> dict[str, torch.
 def check(got: torch.Tensor, operands: tuple[object, ...]) -> None:
     """Error at most twice that of the eager float32 body plus one rounding of the result's dtype."""
     wide = (operands[0].double(), *operands[1:])  # type: ignore[attr-defined]
-    exact = ops.attend_body(*wide, compute=torch.float64)  # type: ignore[arg-type]
-    eager = ops.attend_body(*operands)  # type: ignore[arg-type]
+    exact = ops.attend_body(AttendOperands(*wide), compute=torch.float64)  # type: ignore[arg-type]
+    eager = ops.attend_body(AttendOperands(*operands))  # type: ignore[arg-type]
     assert got.dtype == eager.dtype and got.shape == eager.shape and got.is_contiguous()
     assert torch.isfinite(got).all()
     allowed = (eager.double() - exact).abs().max() + torch.finfo(got.dtype).eps * exact.abs().max()

@@ -15,6 +15,7 @@ from kvcompile.cli.targets import CacheKind, Options, resolve
 from kvcompile.errors import NothingToDump
 from kvcompile.explain import described, observe
 from kvcompile.lowering.decode.offline import OfflineCompilation
+from kvcompile.lowering.site_kernel import PrefillSite, SiteKernel
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.report import GraphReport, Report
 
@@ -85,7 +86,7 @@ def test_triton_source_is_one_kernel_for_equal_sites(dynamic: Backend) -> None:
 
 
 class ManyRows(torch.nn.Module):
-    """64 new tokens of 16 query heads over one kv head: a thousand rows."""
+    """16 query heads over one kv head: with 64 new tokens a thousand rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,12 +100,28 @@ class ManyRows(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, self.k, self.v, attn_mask=mask, enable_gqa=True)
 
 
-def test_very_many_rows_are_two_kernels() -> None:
+def dump_of_rows(tokens: int) -> Dump:
+    """The dump of a step of so many new tokens of 16 query heads, over a filled cache."""
     torch._dynamo.reset()
     owner = kvcompile.backend("int4", inner="eager")
-    q, x = torch.randn(1, 16, 64, 64, dtype=torch.float16), torch.randn(1, 1, 64, 64, dtype=torch.float16)
-    observe(ManyRows(), (q, x, torch.arange(64)), owner)
-    dump = Dump(owner, variant=Variant.PAST)
+    q, x = torch.randn(1, 16, tokens, 64, dtype=torch.float16), torch.randn(1, 1, tokens, 64, dtype=torch.float16)
+    observe(ManyRows(), (q, x, torch.arange(tokens)), owner)
+    return Dump(owner, variant=Variant.PAST)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("tokens", "kind"), [(4, SiteKernel), (5, PrefillSite)])
+def test_many_rows_are_the_kernel_that_inductor_makes(tokens: int, kind: type) -> None:
+    """From 65 rows of a kv head on it is another template."""
+    dump = dump_of_rows(tokens)
+    assert "@triton.jit" in dump.text(Stage.TRITON)
+    (kernel, _), = dump.kernels("sm_90")
+    assert type(kernel) is kind and kernel.queries == tokens
+    assert [re.findall(r"\.entry (\w+)", str(made["ptx"])) for made in kernel.compiled("sm_90")] == [["kvcompile_attend"]]
+
+
+def test_very_many_rows_are_two_kernels() -> None:
+    dump = dump_of_rows(64)
     text = dump.text(Stage.TRITON)
     assert re.findall(r"def (kvcompile_\w+)", text) == ["kvcompile_decode", "kvcompile_attend"]
     assert "# 32768 tokens at a time: decoded by the first kernel, attended to by the second" in text

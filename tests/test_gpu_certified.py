@@ -30,10 +30,11 @@ from benchmarks.certified_soundness import (
     returned,
     trials,
 )
-from kvcompile.lowering.certified.telemetry import Telemetry
+from kvcompile.lowering.certificate.telemetry import Telemetry
 from kvcompile.runtime.pinned import host_plane
 from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Rung
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
+from kvcompile.schemes.certified import Certified
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,8 +143,7 @@ def test_nothing_waits_for_the_device() -> None:
         # The clock is made from a number of the host by the harness, before it is looked at here.
         cache, clock = step.cache, torch.ones(1, dtype=torch.int64, device=DEVICE)
         hi = torch.full((1, 1), cache.length - 1, dtype=torch.int64, device=DEVICE)
-        by_kernels(step.q, cache.keys, cache.values, cache.originals, hi, None, None, None, None, clock, step.policy.spell(), 16,
-                   step.scale, 0.0, 64, cache.recent, cache.base)
+        by_kernels(step.policy, Certified(), dataclasses.replace(step.operands(), hi=hi), cache.originals, clock)
     finally:
         torch.cuda.set_sync_debug_mode(before)
 

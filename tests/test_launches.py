@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kvcompile import schemes
 from kvcompile.lowering.append import operations as append_ops
-from kvcompile.lowering.certified.site_op import certified_site, site_by_kernels
+from kvcompile.lowering.certified.site_op import SiteOperands, certified_site, site_by_kernels
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.host.launches import KernelLaunch, NotRecorded, OnlyRoom, OperatorCall, Recorder
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
@@ -74,10 +74,7 @@ def site_operands(options: str = "", scratch: bool = False) -> list[Any]:
 
 def site_body(recorder: Any, *operands: Any) -> list[torch.Tensor]:
     """The kernels of a site, from the operands of ``kvcompile::certified_site``."""
-    q, keys, values, hi, lo, _, _, sinks, key_scheme, _, scale, _, value_dim, recent, base, telemetry, places, scratch = operands
-    return [site_by_kernels(
-        recorder, q, keys, values, hi, lo, sinks, key_scheme, scale, value_dim, recent, base, telemetry, places, scratch
-    )]
+    return [site_by_kernels(recorder, SiteOperands.of(operands, {}))]
 
 
 CASES: dict[str, tuple[Any, Callable[..., Any], Callable[[], list[Any]]]] = {

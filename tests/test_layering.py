@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import warnings
@@ -89,8 +90,10 @@ ROOMS = {
     "kvcompile.lowering.ops": (),
     "kvcompile.lowering.codegen": (),
     "kvcompile.lowering.host": (),
-    "kvcompile.lowering.append": ("ops", "host", "certified"),
-    "kvcompile.lowering.certified": ("ops", "codegen", "host", "append", "decode"),
+    "kvcompile.lowering.rooms": ("host",),
+    "kvcompile.lowering.append": ("ops", "host", "rooms"),
+    "kvcompile.lowering.certificate": ("ops",),
+    "kvcompile.lowering.certified": ("ops", "codegen", "host", "rooms", "append", "certificate", "decode"),
     "kvcompile.lowering.cpu": ("ops", "codegen", "host"),
     "kvcompile.lowering.decode": ("ops", "codegen", "host"),
     "kvcompile.lowering.prefill": ("ops", "codegen", "host", "decode"),
@@ -150,6 +153,30 @@ def test_only_lowering_touches_inductor_and_triton() -> None:
     assert not wrong, "only kvcompile.lowering may:\n" + "\n".join(wrong)
 
 
+DOORS = ("kvcompile.lowering.host.torch_api", "kvcompile.lowering.host.inductor_api", "kvcompile.lowering.host.triton_api")
+"""The only modules of the lowering that know private names of torch, or Triton beyond its language."""
+
+
+def private(path: Path) -> Iterator[str]:
+    """Find the names that a source imports, or reads off ``torch``, from behind an underscore; and Triton's other than its language."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if re.match(r"torch\.((fx|utils)\.)?_[^_]", text):
+            yield f"{dotted(path)}:{node.lineno} {text}"
+    for imported, line in imports(path):
+        inner = within(imported, "torch") and any(part.startswith("_") for part in imported.split("."))
+        if inner or (within(imported, "triton") and imported != "triton" and not within(imported, "triton.language")):
+            yield f"{dotted(path)}:{line} imports {imported}"
+
+
+def test_private_names_of_torch_come_through_one_door() -> None:
+    wrong = [
+        found for path in MODULES if within(dotted(path), "kvcompile.lowering") and not within(dotted(path), *DOORS)
+        for found in private(path)
+    ]
+    assert not wrong, f"name it in one of {DOORS}, with why:\n" + "\n".join(wrong)
+
+
 def test_only_the_command_line_knows_transformers() -> None:
     wrong = importers(*COMMAND_LINE, of=("transformers",))
     assert not wrong, "no model families in the library:\n" + "\n".join(wrong)
@@ -160,6 +187,26 @@ def test_no_model_family_is_named_in_the_passes() -> None:
     passes = [path for path in MODULES if within(dotted(path), "kvcompile.passes")]
     wrong = [f"{dotted(path)} names {family}" for path in passes for family in families if family in path.read_text().lower()]
     assert passes and not wrong, "recognisers are about graphs:\n" + "\n".join(wrong)
+
+
+OWN_ROOMS = ("kvcompile.lowering.certified",)
+"""The rooms of schemes, each of which may name its scheme."""
+
+NAMING: dict[str, set[str]] = {
+    "kvcompile.passes.verify": {"certified"}, "kvcompile.passes.plan.certify": {"certified"}, "kvcompile.runtime.bound": {"kivi"},
+}
+"""Modules that still name a scheme, with its name."""
+
+
+def test_no_scheme_is_named_outside_its_room() -> None:
+    layers = ("kvcompile.lowering", "kvcompile.passes", "kvcompile.runtime")
+    found = {
+        dotted(path): {name.lower() for name in re.findall(r"(?i)(?<![a-z])(certified|squat|kivi)(?![a-z])", path.read_text())}
+        for path in MODULES if within(dotted(path), *layers) and not within(dotted(path), *OWN_ROOMS)
+    }
+    wrong = {module: names for module, names in found.items() if names - NAMING.get(module, set())}
+    assert not wrong, f"a scheme brings what others need to know of it (kvcompile/lowering/rooms.py): {wrong}"
+    assert all(found.get(module, set()) >= names for module, names in NAMING.items()), "take what no longer names a scheme out of NAMING"
 
 
 def test_names_and_sizes() -> None:

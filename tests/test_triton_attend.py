@@ -12,6 +12,7 @@ from interpreted import interpreted
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, Tile
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.asymmetric import UNPACK
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
@@ -317,8 +318,8 @@ def run_kernel(case: Case, args: dict, launch: object = None) -> torch.Tensor:
 
 def check(case: Case, out: torch.Tensor, args: dict, slack: float = 1.0) -> str | None:
     """None, or how far the result is off: at most twice the eager low-precision error plus one rounding band."""
-    exact = attend_body(**{**args, "q": args["q"].double()}, compute=torch.float64)
-    low = attend_body(**args, compute=case.dtype).double()
+    exact = attend_body(AttendOperands(**{**args, "q": args["q"].double()}), compute=torch.float64)
+    low = attend_body(AttendOperands(**args), compute=case.dtype).double()
     band = torch.finfo(case.dtype).eps * exact.abs().max()
     allowed = 2 * slack * ((low - exact).abs().max() + band)
     error = (out.double() - exact).abs().max()

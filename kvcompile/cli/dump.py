@@ -22,7 +22,7 @@ from kvcompile.cli.normal_form import normal_form
 from kvcompile.errors import NothingToDump
 from kvcompile.lowering.compile import emitted_modules
 from kvcompile.lowering.decode.offline import ARCHITECTURES, OfflineCompilation, sass
-from kvcompile.lowering.site_kernel import ChunkedSite, SiteKernel, attends, site_kernel
+from kvcompile.lowering.site_kernel import ChunkedSite, PrefillSite, SiteKernel, attends, site_kernel
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import hint, module_path
 from kvcompile.passes.match.sites import SlotKind
@@ -95,10 +95,10 @@ class Dump:
             raise NothingToDump(expected="Inductor to emit a module", found="none", todo="report this with the target")
         return "\n".join(sources)
 
-    def kernels(self, arch: str) -> list[tuple[SiteKernel | ChunkedSite, list[str]]]:
+    def kernels(self, arch: str) -> list[tuple[SiteKernel | PrefillSite | ChunkedSite, list[str]]]:
         """The distinct attend kernels of the chosen variant, each with the module paths that it serves."""
         _, rewritten = self._rewritten()
-        found: dict[SiteKernel | ChunkedSite, list[str]] = {}
+        found: dict[SiteKernel | PrefillSite | ChunkedSite, list[str]] = {}
         for node in attends(rewritten.module):
             found.setdefault(site_kernel(node, arch, hint), []).append(module_path(node) or node.name)
         if not found:
@@ -189,7 +189,7 @@ def _argument(source: str) -> str:
     return re.sub(r"^L\['(?:kwargs'\]\[')?([^']*)'\]", r"\1", plain)
 
 
-def _title(comment: str, kernel: SiteKernel | ChunkedSite, sites: list[str], arch: str) -> str:
+def _title(comment: str, kernel: SiteKernel | PrefillSite | ChunkedSite, sites: list[str], arch: str) -> str:
     config, tile = kernel.config, kernel.config.tile
     heads = f"{config.kv_heads * config.group} query heads over {config.kv_heads} kv heads of {config.key_dim}"
     cut = ", ".join((count_text(tile.num_warps, "warp"), count_text(tile.num_stages, "stage"), count_text(config.splits, "split")))

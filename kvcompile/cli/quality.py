@@ -23,7 +23,7 @@ from rich.table import Table
 from kvcompile.backend import backend
 from kvcompile.cli.targets import Options, resolve, static_cache
 from kvcompile.errors import TargetError
-from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry
+from kvcompile.lowering.certificate.telemetry import COLUMNS, Telemetry
 from kvcompile.report import short_scheme, size_text
 from kvcompile.schemes import parse
 

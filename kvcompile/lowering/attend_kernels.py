@@ -6,108 +6,162 @@ Inductor's lowering, ``explain``, ``dump`` and the report all ask ``choose``, so
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from kvcompile import schemes
-from kvcompile.lowering.certified.report_op import report_site
-from kvcompile.lowering.certified.site_op import certified_site
+from kvcompile.lowering.certificate.report_op import report_site
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.rooms import rooms
 from kvcompile.types import PAGE, Role, SlotSpec
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class AttendOperands:
-    """The facts that choose a kernel: the device, both slots with their spelled schemes, and which optional operands are given."""
+class AttendFacts:
+    """The facts that choose a kernel: the device, both slots with their schemes' texts, and which optional operands are given.
+
+    ``rows``: rows of queries of a kv head, where they are many; None where they are few, or where only Inductor will know.
+    """
 
     device: str
     slots: tuple[tuple[str, SlotSpec], ...]
     dtype: torch.dtype = torch.float32
     page_rows: int = PAGE
+    rows: int | None = None
     recent: bool = False
     rotation: bool = False
     more: bool = False
+    bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class AttendKernel:
-    """A kernel of one device, or of any; ``gap`` says why it does not know an attention, None where it does."""
+    """A kernel of one device, or of any.
+
+    ``gap``: why the kernel does not know an attention, None where it does. ``lower``: the attention as a box of Inductor's; None where
+    strides are such that the next kernel has to. ``many``: whether the kernel is for many rows of queries only.
+    """
 
     name: str
     device: str | None
-    gap: Callable[[AttendOperands], str | None]
+    gap: Callable[[AttendFacts], str | None]
+    lower: Callable[[AttendOperands[Any]], Any | None]
+    many: bool = False
+
+    def serves(self, facts: AttendFacts) -> bool:
+        """Whether attentions of this kind are the kernel's business at all."""
+        return self.device in {None, facts.device} and (not self.many or facts.rows is not None)
 
 
-def _cuda_gap(operands: AttendOperands) -> str | None:
-    if operands.more:
+def _cuda_gap(facts: AttendFacts) -> str | None:
+    if facts.more:
         return "keys in two planes, as of a latent with its rotary part"
-    if operands.dtype not in QUERY_DTYPES:
-        return f"queries in {operands.dtype}"
-    if operands.page_rows & (operands.page_rows - 1):
-        return f"pages of {operands.page_rows} tokens, no power of two"
+    if facts.dtype not in QUERY_DTYPES:
+        return f"queries in {facts.dtype}"
+    if facts.page_rows & (facts.page_rows - 1):
+        return f"pages of {facts.page_rows} tokens, no power of two"
     return None
 
 
-def _cpu_gap(operands: AttendOperands) -> str | None:
-    for text, slot in operands.slots:
+def _prefill_gap(facts: AttendFacts) -> str | None:
+    if facts.rotation:
+        return "keys stored before RoPE"
+    if facts.bias:
+        return "a mask operand of its own"
+    return _cuda_gap(facts)
+
+
+def _cpu_gap(facts: AttendFacts) -> str | None:
+    for text, slot in facts.slots:
         scheme = schemes.parse(text)
         if not scheme.format(slot).symmetric:
             return f"zero points, tables or scales of several tokens ({scheme.name})"
-    given = {"newest tokens in full precision": operands.recent, "keys stored before RoPE": operands.rotation,
-             "keys in two planes": operands.more}
+    given = {"newest tokens in full precision": facts.recent, "keys stored before RoPE": facts.rotation,
+             "keys in two planes": facts.more}
     return next((what for what, there in given.items() if there), None)
 
 
-TRITON = AttendKernel("Inductor Triton template", "cuda", _cuda_gap)
-CPP = AttendKernel("Inductor C++ template", "cpu", _cpu_gap)
-EAGER = AttendKernel("eager body", None, lambda operands: None)
+def _lower_prefill(operands: AttendOperands[Any]) -> Any | None:
+    from kvcompile.lowering.prefill.lower import lower_prefill
 
-KERNELS = (TRITON, CPP, EAGER)
+    return lower_prefill(operands)
+
+
+def _lower_decode(operands: AttendOperands[Any]) -> Any:
+    from kvcompile.lowering.decode.lower import lower_decode
+
+    return lower_decode(operands)
+
+
+def _lower_cpu(operands: AttendOperands[Any]) -> Any:
+    from kvcompile.lowering.cpu.lower import lower_attend_cpu
+
+    return lower_attend_cpu(operands)
+
+
+def _lower_eager(operands: AttendOperands[Any]) -> Any:
+    from kvcompile.lowering.host.inductor_api import fallback_handler
+
+    return fallback_handler(ops.attend)(*operands.arguments())
+
+
+PREFILL = AttendKernel("Inductor Triton template for many rows", "cuda", _prefill_gap, _lower_prefill, many=True)
+DECODE = AttendKernel("Inductor Triton template", "cuda", _cuda_gap, _lower_decode)
+CPP = AttendKernel("Inductor C++ template", "cpu", _cpu_gap, _lower_cpu)
+EAGER = AttendKernel("eager body", None, lambda facts: None, _lower_eager)
+
+KERNELS = (PREFILL, DECODE, CPP, EAGER)
 """In the order in which they are asked."""
 
 
-def choose(operands: AttendOperands) -> tuple[AttendKernel, str | None]:
-    """The first kernel of the device that knows the attention, and why the one before it does not, where there is one."""
+def kernels_for(facts: AttendFacts) -> Iterator[tuple[AttendKernel, str | None]]:
+    """The kernels that know the attention, the best first, each with why one before it does not, where there is one."""
     why = None
     for kernel in KERNELS:
-        if kernel.device in {None, operands.device}:
-            gap = kernel.gap(operands)
+        if kernel.serves(facts):
+            gap = kernel.gap(facts)
             if gap is None:
-                return kernel, why
-            why = gap
-    raise AssertionError("the eager body knows everything")
+                yield kernel, why
+            why = gap or why
 
 
-def operands_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> AttendOperands:
-    """The facts of an ``attend`` node of a rewritten graph; ``slots``: those of its stores by their spelled schemes."""
-    given = inspect.signature(ops.attend_meta).bind(*node.args, **node.kwargs).arguments
+def choose(facts: AttendFacts) -> tuple[AttendKernel, str | None]:
+    """The first kernel that knows the attention, and why the one before it does not, where there is one."""
+    return next(kernels_for(facts))
+
+
+def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> AttendFacts:
+    """The facts of an ``attend`` node of a rewritten graph; ``slots``: those of its stores by their schemes' texts."""
+    args, kwargs = cast(Any, (node.args, node.kwargs))
+    given: AttendOperands[Any] = AttendOperands(*args, **kwargs)
     pair = tuple(
         (text, slots.get(text, SlotSpec(1, PAGE, torch.float32, role)))
-        for text, role in ((given["key_scheme"], Role.KEY), (given["value_scheme"], Role.VALUE))
+        for text, role in ((given.key_scheme, Role.KEY), (given.value_scheme, Role.VALUE))
     )
-    recent, rotation, more = (bool(given.get(name)) for name in ("recent", "rotation", "more"))
-    return AttendOperands(device, pair, recent=recent, rotation=rotation, more=more)
+    return AttendFacts(
+        device, pair, recent=bool(given.recent), rotation=bool(given.rotation), more=bool(given.more), bias=given.bias is not None
+    )
 
 
 def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], sites: int, compiled: bool = True) -> str:
     """Which operations the ``sites`` of a rewritten graph became and what runs them, counted; not ``compiled``: by eager bodies."""
     found: Counter[str] = Counter()
-    attends = 0
+    attends, own = 0, {room.operation: room for room in rooms()}
     for node in graph.nodes:
         if node.target is ops.attend:
             attends += 1
-            kernel, why = choose(operands_of(node, device, slots)) if compiled else (EAGER, None)
+            kernel, why = choose(facts_of(node, device, slots)) if compiled else (EAGER, None)
             found[f"attend ({kernel.name}{f': {why}' if why else ''})"] += 1
-        elif node.target is certified_site:
+        elif (room := own.get(node.target)) is not None:
             attends += 1
-            by = "its kernels where they know the site" if device == "cuda" and compiled else "eager body: its kernels are for CUDA"
-            found[f"certified_site ({by})"] += 1
+            found[f"{node.target.__name__.partition('.')[0]} ({room.runs(device, compiled)})"] += 1
         elif node.target is report_site:
             found[f"report_site ({'tensor code' if device == 'cuda' and compiled else 'eager body'})"] += 1
     appends = sum(node.target in {ops.append, ops.append_window} for node in graph.nodes)

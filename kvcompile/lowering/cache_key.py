@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from kvcompile.lowering.host.inductor_api import CustomGraphPass
 from kvcompile.schemes import Scheme, registered
 
 PACKAGE = Path(__file__).resolve().parent.parent

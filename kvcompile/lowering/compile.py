@@ -12,26 +12,37 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcompile.errors import BadSetting, KvcompileError, NotCompiled
 from kvcompile.lowering import inductor
 from kvcompile.lowering.append import appends
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
-from kvcompile.lowering.certified import report_op as report_site
+from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.fold import fold
+from kvcompile.lowering.host.inductor_api import compile_by_inductor, config, list_mode_options, written_modules
+from kvcompile.lowering.host.torch_api import (
+    BackendCompilerFailed,
+    FakeTensorMode,
+    OpOverload,
+    TorchDynamoException,
+    TracingContext,
+    lookup_backend,
+    tracing,
+)
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.rooms import rooms
 from kvcompile.settings import Inner, Settings
 
 log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
+
+# A rewritten graph calls its schemes' operations by name: they are defined before there can be one.
+rooms()
 
 
 @contextlib.contextmanager
@@ -88,7 +99,7 @@ def own_functions(graph: fx.Graph) -> set[str]:
     targets = {node.target for node in graph.nodes if node.op == "call_function"}
     return {
         f"{target.__module__}.{target.__name__}" for target in targets
-        if not isinstance(target, torch._ops.OpOverload) and str(getattr(target, "__module__", "")).startswith("kvcompile.")
+        if not isinstance(target, OpOverload) and str(getattr(target, "__module__", "")).startswith("kvcompile.")
     }
 
 
@@ -99,7 +110,7 @@ def inductor_patches(
     patches: dict[str, Any] = {}
     mode = mode or settings.mode
     if mode and mode != "default":
-        known = torch._inductor.list_mode_options()
+        known = list_mode_options()
         if mode not in known:
             raise BadSetting(setting="mode", expected=f"one of {sorted(known)}", found=mode)
         patches.update(known[mode])
@@ -108,15 +119,15 @@ def inductor_patches(
     if not replayed:
         patches["triton.cudagraphs"] = False
     # They look for calls of torch, and the graph is ATen.
-    patches.setdefault("use_pre_grad_passes", bool(patches.get("pre_grad_custom_pass", torch._inductor.config.pre_grad_custom_pass)))
+    patches.setdefault("use_pre_grad_passes", bool(patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)))
     # Codes are made from quotients, and Triton's own division is not the eager one.
     # The option has moved between versions of torch.
-    moved = hasattr(torch._inductor.config, "eager_numerics")
+    moved = hasattr(config, "eager_numerics")
     patches.setdefault("eager_numerics.division_rounding" if moved else "emulate_divison_rounding", True)
     # Torch 2.11 reads a buffer by padded strides that it then allocates without, where the stride of a head is no multiple of 128
     # bytes: an append of 37 tokens of 80 channels encoded other tokens' channels. Not seen with 2.13, where only a CPU was tried.
     patches.setdefault("comprehensive_padding", False)
-    mine = patches.get("post_grad_custom_pre_pass", torch._inductor.config.post_grad_custom_pre_pass)
+    mine = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = CacheKey(plan, mine)
     return patches
 
@@ -150,14 +161,12 @@ def compile_graph(
     try:
         with _context(fake_mode):
             if settings.inner is Inner.AOT_EAGER:
-                return torch._dynamo.lookup_backend("aot_eager")(inlined, list(fakes))
+                return lookup_backend("aot_eager")(inlined, list(fakes))
             inductor.install()
-            from torch._inductor.compile_fx import compile_fx
-
             patches = inductor_patches(settings, mode, options, plan, replayed)
-            marked = patches.get(CACHEABLE, getattr(torch._inductor.config, CACHEABLE))
+            marked = patches.get(CACHEABLE, getattr(config, CACHEABLE))
             patches[CACHEABLE] = marked | dict.fromkeys(functions, sources_hash())
-            return cast(Compiled, compile_fx(inlined, list(fakes), config_patches=patches))
+            return compile_by_inductor(inlined, fakes, patches)
     except Exception:
         if not folded:
             raise
@@ -170,13 +179,10 @@ def emitted_modules(
     module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, options: dict[str, Any] | None = None
 ) -> list[str]:
     """The source of every output module that Inductor makes of a graph; nothing is kept or read from a cache."""
-    from torch._inductor.utils import run_and_get_code
-
     settings = Settings(Inner.INDUCTOR, options={"force_disable_caches": True, **(options or {})})
 
     def build() -> None:
         with torch.no_grad():
             compile_graph(module, fakes, fake_mode, settings)
 
-    _, sources = run_and_get_code(build)
-    return list(sources)
+    return written_modules(build)

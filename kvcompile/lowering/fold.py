@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.lowering.host.torch_api import OpOverload
+
 LEAST = 2
 """Layers that make folding worth it."""
 MOST = 8
@@ -100,7 +102,7 @@ def _kind(node: fx.Node) -> str:
 def _ours(node: fx.Node) -> bool:
     """Whether a node is an operation of this package."""
     target = node.target
-    return target.namespace == "kvcompile" if isinstance(target, torch._ops.OpOverload) else (
+    return target.namespace == "kvcompile" if isinstance(target, OpOverload) else (
         str(getattr(target, "__module__", "")).startswith("kvcompile.")
     )
 
@@ -259,14 +261,14 @@ def _apart(nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer], 
         if any(not isinstance(members[at].meta.get("val"), torch.Tensor) for at in outputs):
             return False
         # AOTAutograd finds no functional form of these inside of a region.
-        if any(isinstance(node.target, torch._ops.OpOverload) and _ours(node) and node.target._schema.is_mutable for node in members):
+        if any(isinstance(node.target, OpOverload) and _ours(node) and node.target._schema.is_mutable for node in members):
             return False
     return True
 
 
 def _written(node: fx.Node) -> Iterator[fx.Node]:
     """Give the operands that a node may write."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         # A body of ours, which writes planes; what else it takes is none's.
         yield from node.all_input_nodes
         return

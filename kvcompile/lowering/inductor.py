@@ -9,48 +9,45 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch._inductor.lowering import fallback_handler, register_lowering
-
 from kvcompile.lowering.append import operations as append_ops
-from kvcompile.lowering.attend_kernels import CPP, TRITON, AttendOperands, choose
-from kvcompile.lowering.certified.site_op import certified_site
+from kvcompile.lowering.attend_kernels import AttendFacts, kernels_for
 from kvcompile.lowering.host.buffers import equals, static
+from kvcompile.lowering.host.inductor_api import register_lowering
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.rooms import Room, rooms
 from kvcompile.types import Role, SlotSpec
 
-PLAIN = 13
-"""Operands of ``attend`` without the optional ones: recent tokens, their base, rotation, more keys."""
 
-MORE = 16
-"""Where the planes of more keys stand among the operands behind q."""
-
-
-def _facts(q: Any, operands: tuple[Any, ...]) -> AttendOperands:
-    """The facts of an ``attend`` that Inductor lowers; ``operands``: those behind q."""
-    values, spelled = operands[1], operands[7:9]
-    heads, dims = static(values[0].get_size()[2]), (static(q.get_size()[-1]), static(operands[11]))
+def _facts(operands: AttendOperands[Any]) -> AttendFacts:
+    """The facts of an ``attend`` that Inductor lowers."""
+    q, keys, values = operands.q, operands.keys, operands.values
+    heads = static(values[0].get_size()[2])
     slots = tuple(
-        (text, SlotSpec(heads, dim, values[0].get_dtype(), role)) for text, role, dim in zip(spelled, Role, dims, strict=True)
+        (text, SlotSpec(heads, static(dim), values[0].get_dtype(), role))
+        for text, role, dim in (
+            (operands.key_scheme, Role.KEY, q.get_size()[-1]), (operands.value_scheme, Role.VALUE, operands.value_dim),
+        )
     )
-    rows = 1 if equals(operands[0][0].get_size()[0], 1) else static(operands[0][0].get_size()[3])
-    recent, _, rotation, _, more = (*operands[PLAIN - 1 :], *[None] * 5)[:5]
-    return AttendOperands(q.get_device().type, slots, q.get_dtype(), rows, bool(recent), bool(rotation), bool(more))
+    pages, page_rows = keys[0].get_size()[0], keys[0].get_size()[3]
+    device = q.get_device().type
+    return AttendFacts(
+        device, slots, q.get_dtype(), 1 if equals(pages, 1) else static(page_rows), _many_rows(operands) if device == "cuda" else None,
+        bool(operands.recent), bool(operands.rotation), bool(operands.more), operands.bias is not None,
+    )
 
 
-def _lower_attend(q: Any, *operands: Any) -> Any:
-    kernel, _ = choose(_facts(q, operands))
-    if kernel is TRITON:
-        from kvcompile.lowering.decode.lower import lower_attend_cuda
-        from kvcompile.lowering.prefill.lower import lower_prefill
+def _many_rows(operands: AttendOperands[Any]) -> int | None:
+    from kvcompile.lowering.prefill.lower import many_rows
 
-        operands = operands[:MORE]
-        many = lower_prefill(q, *operands)
-        return lower_attend_cuda(q, *operands) if many is None else many
-    if kernel is CPP:
-        from kvcompile.lowering.cpu.lower import lower_attend_cpu
+    return many_rows(operands)
 
-        return lower_attend_cpu(q, *operands[: PLAIN - 1])
-    return fallback_handler(ops.attend)(q, *operands)
+
+def _lower_attend(*args: Any, **kwargs: Any) -> Any:
+    operands: AttendOperands[Any] = AttendOperands(*args, **kwargs)
+    # The first kernel may still find strides that it does not know.
+    made = (kernel.lower(operands) for kernel, _ in kernels_for(_facts(operands)))
+    return next(box for box in made if box is not None)
 
 
 def _lower_append(*operands: Any) -> None:
@@ -65,17 +62,21 @@ def _lower_append_window(*operands: Any) -> Any:
     return lower_append_window(*operands)
 
 
-def _lower_certified_site(*operands: Any, **named: Any) -> Any:
-    from kvcompile.lowering.certified.lower import lower_certified_site
-
-    return lower_certified_site(*operands, **named)
+def install() -> None:
+    """Make Inductor lower our operations with templates and kernels of ours; calling it again adds rooms that are new."""
+    _install_shared()
+    for room in rooms():
+        _install_room(room)
 
 
 @functools.cache
-def install() -> None:
-    """Make Inductor lower our operations with templates and kernels of ours; calling it again does nothing."""
+def _install_room(room: Room) -> None:
+    register_lowering(room.operation, type_promotion_kind=None)(room.lower)
+
+
+@functools.cache
+def _install_shared() -> None:
     register_lowering(ops.attend, type_promotion_kind=None)(_lower_attend)
-    register_lowering(certified_site, type_promotion_kind=None)(_lower_certified_site)
     for append in (append_ops.append_kernel, append_ops.append_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append)
     for append in (append_ops.append_window_kernel, append_ops.append_window_kernel_pair):

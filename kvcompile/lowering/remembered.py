@@ -10,10 +10,9 @@ import hashlib
 from pathlib import Path
 
 import torch
-from torch._inductor import config
-from torch._inductor.runtime.runtime_utils import cache_dir
 
 from kvcompile.lowering.cache_key import SALTED, sources_hash
+from kvcompile.lowering.host.inductor_api import cache_dir, config
 
 SOURCES = (*SALTED, "runtime", "validation")
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.lowering.host.torch_api import DisableTorchFunctionSubclass, FakeTensor
 from kvcompile.lowering.ops import operations as ops  # noqa: F401 - defines the operation named next
 
 EXPOSE = torch.ops.kvcompile.expose
@@ -55,7 +56,7 @@ def call_key(gm: fx.GraphModule, examples: Sequence[Any], is_handle: Callable[[o
         target = "" if node.op in {"placeholder", "output"} else str(node.target)
         spelled = fx.node.map_arg((node.args, node.kwargs), lambda item: names[item])
         digest.update(f"{node.op} {target} {spelled!r}\n".encode())
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         for value in examples:
             if isinstance(value, torch.SymInt) or (isinstance(value, torch.Tensor) and not all(isinstance(n, int) for n in value.shape)):
                 return None
@@ -84,7 +85,7 @@ def fingerprint(module: fx.GraphModule, fakes: Sequence[Any], pages: Mapping[Any
         names[node] = f"n{index}"
         if node.op == "get_attr":
             value = getattr(module, str(node.target), None)
-            if not isinstance(value, torch.Tensor) or isinstance(value, torch._subclasses.FakeTensor) or value.numel() > 4096:
+            if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.numel() > 4096:
                 return None
             digest.update(f"const {value.dtype} {value.cpu().tolist()}".encode())
             continue

@@ -1,13 +1,12 @@
 """The attend kernel that a site of a rewritten graph gets on a GPU, chosen without one.
 
-The same choices as Inductor's lowering makes (``decode.lower``), read from the fake values of an ``attend``
+The choices that Inductor's lowerings make (``decode.lower``, ``prefill.lower``), read from the fake values of an ``attend``
 node in place of Inductor's buffers, and with the multiprocessors of a named architecture in place of a device's.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,10 @@ from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks
 from kvcompile.lowering.decode.offline import attend_source, compile_offline
 from kvcompile.lowering.decode.tiles import choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill import chunked
+from kvcompile.lowering.prefill import offline as prefill_offline
+from kvcompile.lowering.prefill import tiles as prefill_tiles
 from kvcompile.lowering.prefill.config import PrefillConfig
 from kvcompile.lowering.prefill.tiles import choose_cut
 from kvcompile.types import PAGE, KernelFormat, Role, SlotSpec
@@ -49,6 +51,23 @@ class SiteKernel:
 
 
 @dataclass(frozen=True)
+class PrefillSite:
+    """One kernel of the template for many rows."""
+
+    config: PrefillConfig
+    batch: int
+    queries: int
+
+    def source(self) -> str:
+        """The Triton module."""
+        return prefill_offline.prefill_source(self.config, self.batch, self.queries)
+
+    def compiled(self, arch: str) -> list[dict[str, str | bytes]]:
+        """Compile the kernel offline, by ``prefill.offline.compile_offline``."""
+        return [prefill_offline.compile_offline(self.source(), self.config, arch, self.batch, self.queries)]
+
+
+@dataclass(frozen=True)
 class ChunkedSite:
     """The two kernels of a site with very many rows over codes (``chunked``)."""
 
@@ -75,53 +94,67 @@ def attends(module: fx.GraphModule) -> list[fx.Node]:
     return list(module.graph.find_nodes(op="call_function", target=ops.attend))
 
 
-def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKernel | ChunkedSite:
+def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKernel | PrefillSite | ChunkedSite:
     """The kernel of one ``attend`` node whose operands carry fake values; ``hint`` makes sizes plain numbers."""
-    given = inspect.signature(ops.attend_meta).bind(*node.args, **node.kwargs).arguments
-    given = {name: fx.node.map_arg(value, lambda item: item.meta["val"]) for name, value in given.items()}
-    q, keys, values = given["q"], given["keys"], given["values"]
+    values_of: Any = fx.node.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
+    given: AttendOperands[torch.Tensor] = AttendOperands(*values_of[0], **values_of[1])
+    q, keys, values, recent, base, rotation = given.q, given.keys, given.values, given.recent, given.base, given.rotation
     batch, heads, queries, head_dim = (hint(size) for size in q.shape)
     kv_heads = hint(keys[0].shape[2])
     pages = keys[0].shape[0]
     paged = not (isinstance(pages, int) and pages == 1)
     group = heads // kv_heads
-    recent, base, rotation = (given.get(name) for name in ("recent", "base", "rotation"))
-    slots = ((given["key_scheme"], keys, Role.KEY, head_dim), (given["value_scheme"], values, Role.VALUE, hint(given["value_dim"])))
+    slots = ((given.key_scheme, keys, Role.KEY, head_dim), (given.value_scheme, values, Role.VALUE, hint(given.value_dim)))
     formats = [schemes.parse(text).format(SlotSpec(kv_heads, dim, planes[0].dtype, role)) for text, planes, role, dim in slots]
     scales = [_half(planes, fmt) for (_, planes, _, _), fmt in zip(slots, formats, strict=True)]
     beside = Beside(
         bool(recent), base is not None and hint(base.shape[0]) != 1, hint(rotation[0].shape[2]) if rotation else 0,
-        bool(given.get("interleaved")), rotation is not None and hint(rotation[0].shape[0]) != 1,
+        bool(given.interleaved), rotation is not None and hint(rotation[0].shape[0]) != 1,
     )
     config = AttendConfig(
-        given["key_scheme"], given["value_scheme"], head_dim, hint(given["value_dim"]), kv_heads, group, q.dtype, keys[0].dtype,
-        values[0].dtype, float(given["scale"]), float(given["softcap"]), queries == 1,
-        _masks(given["lo"], given["keep"], given["bias"], given["sinks"], given["hi"], hint), beside, PAGE if paged else 1, paged,
+        given.key_scheme, given.value_scheme, head_dim, hint(given.value_dim), kv_heads, group, q.dtype, keys[0].dtype,
+        values[0].dtype, float(given.scale), float(given.softcap), queries == 1, _masks(given, hint), beside, PAGE if paged else 1, paged,
         wide_keys=hint(keys[0].shape[-1]) % 2 == 0, wide_values=hint(values[0].shape[-1]) % 2 == 0,
         key_scale_pack=_scale_pack(scales[0], hint), value_scale_pack=_scale_pack(scales[1], hint),
         key_generic=not formats[0].symmetric and not (scales[0] and all(hint(plane.shape[-1]) % 2 == 0 for plane in scales[0])),
         value_generic=not formats[1].symmetric and not scales[1],
     )
     rows = queries * group
-    if rotation is None and given["bias"] is None and paged:
-        many = PrefillConfig(
-            config.key_scheme, config.value_scheme, head_dim, config.value_dim, kv_heads, group, q.dtype, config.key_word,
-            config.value_word, config.scale, config.softcap, config.masks, hint(keys[0].shape[3]), recent=bool(recent),
-            base_per_batch=beside.base_per_batch,
-        )
-        capacity = pages * keys[0].shape[3] if isinstance(pages, int) else None
-        cut = choose_cut(many, rows, batch, MULTIPROCESSORS[arch], SHARED_MEMORY[arch], capacity) if many.fits else None
+    many = _many_rows(config, rows, hint(keys[0].shape[3]) if paged else 1) if rotation is None and given.bias is None else None
+    if many is not None:
+        tokens, capacity = hint(pages) * hint(keys[0].shape[3]), pages * keys[0].shape[3] if isinstance(pages, int) else None
+        cut = choose_cut(many, rows, batch, MULTIPROCESSORS[arch], SHARED_MEMORY[arch], capacity)
         if cut is not None:
             return ChunkedSite(chunked.cut_as(many, cut), batch, queries)
+        fitting = prefill_tiles.choose_tiles(many, rows, SHARED_MEMORY[arch], tuned=False)
+        if fitting:
+            splits = prefill_tiles.splits_for(fitting[0], rows, batch * kv_heads, MULTIPROCESSORS[arch], tokens)
+            return PrefillSite(fitting[0].with_splits(splits), batch, queries)
     tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False, shared_memory=SHARED_MEMORY[arch])[0]
     splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch], hint(pages) * hint(keys[0].shape[3]))
     splits, shares = ragged_splits(tiled, splits, batch)
     return SiteKernel(tiled.with_splits(splits, writes_directly(tiled, splits), shares), batch, queries)
 
 
-def _half(planes: list[torch.Tensor], fmt: KernelFormat) -> list[torch.Tensor]:
+def _many_rows(config: AttendConfig, rows: int, page_rows: int) -> PrefillConfig | None:
+    """The attention as the template for many rows takes it, None where the rows are few or it does not know all of it."""
+    if rows < prefill_tiles.FEWEST_ROWS or config.one_query:
+        return None
+    many = PrefillConfig(
+        config.key_scheme, config.value_scheme, config.key_dim, config.value_dim, config.kv_heads, config.group, config.dtype,
+        config.key_word, config.value_word, config.scale, config.softcap, config.masks, page_rows, config.paged,
+        recent=config.beside.recent, base_per_batch=config.beside.base_per_batch,
+    )
+    if not many.fits:
+        return None
+    # Pairs of words are loaded as one.
+    wide = zip(many.slots, (config.wide_keys, config.wide_values), strict=True)
+    return many if all(pairs or not slot.scaled for slot, pairs in wide) else None
+
+
+def _half(planes: Sequence[torch.Tensor], fmt: KernelFormat) -> list[torch.Tensor]:
     """Scales and zero points where all of them are float16."""
-    found = planes[1 : 1 + fmt.scaled + fmt.zeros]
+    found = list(planes[1 : 1 + fmt.scaled + fmt.zeros])
     return found if all(plane.dtype == torch.float16 for plane in found) else []
 
 
@@ -131,12 +164,14 @@ def _scale_pack(planes: list[torch.Tensor], hint: Callable[[Any], int]) -> int:
     return scales if scales in {2, 4} else 1
 
 
-def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any, hint: Callable[[Any], int]) -> Masks:
+def _masks(given: AttendOperands[torch.Tensor], hint: Callable[[Any], int]) -> Masks:
+    hi, lo, keep, bias = given.hi, given.lo, given.keep, given.bias
+
     def varies(value: torch.Tensor | None, axis: int) -> bool:
         return value is not None and hint(value.shape[axis]) != 1
 
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.dtype == torch.bool else Bias.ADDED
     return Masks(
-        lo is not None, keep is not None, kind, sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
+        lo is not None, keep is not None, kind, given.sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
         varies(bias, 0), varies(bias, 1), varies(bias, 2),
     )

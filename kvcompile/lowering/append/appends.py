@@ -2,10 +2,11 @@
 
 ``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
                    has, and becomes four kernels where this is one launch for keys and values.
-``append_window``  one token: ``window_token`` or ``certified.append``; more: ``window_blocks``, or else the operation as it is.
+``append_window``  one token: ``window_token`` or the kernel of a scheme's own room; more: ``window_blocks``, or else the operation as it
+                   is.
 
-What else the kernels do not know is the body's. Many tokens into a window are not traced even there: encoding with what queries
-taught (squat) is hundreds of nodes a layer, for which a model of 32 layers compiled above five minutes, and a prefill runs once.
+What else the kernels do not know is the body's. Many tokens into a window are not traced even there: encoding with calibrated
+planes is hundreds of nodes a layer, for which a model of 32 layers compiled above five minutes, and a prefill runs once.
 Two appends are one call where nothing between them could tell: ``pair``.
 """
 
@@ -21,6 +22,7 @@ from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.append.operations import ROW_OPERANDS
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.append_window import one_token
+from kvcompile.lowering.rooms import own_append
 
 Appended = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -76,11 +78,11 @@ def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Ten
     if calls[0][0].device.type == "cuda":
         from kvcompile.lowering.append import window_blocks as triton_append_blocks
         from kvcompile.lowering.append.window_token import Slot, fits
-        from kvcompile.lowering.certified import append as certified_append
 
         slots = [Slot(*call) for call in calls]
         many = all(triton_append_blocks.fits(slot) and slot.x.shape[0] == slots[0].x.shape[0] for slot in slots)
-        if many or all(fits(slot) for slot in slots) or all(certified_append.fits(slot) for slot in slots):
+        own = own_append(slots)
+        if many or all(fits(slot) for slot in slots) or (own is not None and all(own.fits(slot) for slot in slots)):
             return _window_kernels(slots)
         if len(calls) > 1:
             return [result for call in calls for result in _windows([call])]

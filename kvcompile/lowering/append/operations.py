@@ -1,7 +1,7 @@
 """Operators for appends that are done by kernels of our own: one slot or two, keys and values, in one call.
 
 ``append_kernel``         what ``append`` says, of many tokens (``rows``)
-``append_window_kernel``  what ``append_window`` says, of one token (``window_token``, ``certified.append``) or many
+``append_window_kernel``  what ``append_window`` says, of one token (``window_token``, or the kernel of a scheme's own room) or many
                           (``window_blocks``), but for the origins in force: they are tensor code that reads the clock before
 
 Each has a form for two slots. They only take what the kernels know (``appends`` asks), run the kernels where they are called, and declare
@@ -17,6 +17,7 @@ import torch
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded
 from kvcompile.lowering.ops.operations import LIBRARY
+from kvcompile.lowering.rooms import own_append
 
 ROWS = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor pos{0}, str scheme{0}"
 WINDOW = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor? moves{0}, Tensor pos{0}, Tensor? origin{0}, str scheme{0}"
@@ -47,14 +48,13 @@ def windows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]
     """Start the kernels of ``append_window_kernel``; the newest tokens of each slot."""
     from kvcompile.lowering.append import window_blocks as triton_append_blocks
     from kvcompile.lowering.append import window_token as triton_append
-    from kvcompile.lowering.certified import append as certified_append
 
     slots = [
         triton_append.Slot(x, [*planes, *([] if moves is None else [moves])], pos, origin, scheme)
         for x, planes, moves, pos, origin, scheme in _slots(operands, WINDOW_OPERANDS)
     ]
-    if certified_append.is_certified(slots[0].scheme):
-        return certified_append.append_certified(slots, launcher)
+    if (own := own_append(slots)) is not None:
+        return own.run(slots, launcher)
     if all(triton_append.one_token(slot.x) for slot in slots):
         return triton_append.append_window_slots(slots, launcher)
     return triton_append_blocks.append_window_blocks(slots, launcher)

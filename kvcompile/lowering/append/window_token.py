@@ -5,8 +5,8 @@ that the token stands in, and puts the token into the window: what ``ops.append_
 schemes that quantize by minimum and maximum (``Scheme.minmax``). Rounding is spelled out, bit for bit that of
 ``schemes.asymmetric`` (``rounding``); a test holds the two together. Anything else goes through the traced body.
 
-Where errors of channels move others (squat), a block is encoded once, by the token that makes it whole: nobody reads its codes
-before. The products are the body's but for the order of their sums, and so a code may be the neighbor of the body's.
+Where errors of channels move others (``MinMax.subblock``), a block is encoded once, by the token that makes it whole: nobody reads its
+codes before. The products are the body's but for the order of their sums, and so a code may be the neighbor of the body's.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -51,7 +51,7 @@ def corrected(
     content, MOVES, stored: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr,
 ):
-    """Float32 [n, D] of whole blocks of BLOCK tokens, channels moved by the errors of those SUB at a time before; ``Squat.encode``.
+    """Float32 [n, D] of whole blocks of BLOCK tokens, channels moved by the errors of those SUB at a time before.
 
     MOVES: [D, D], zero but where a column's channel comes behind the row's SUB channels, so nothing that is encoded moves again.
     """

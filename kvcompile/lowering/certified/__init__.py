@@ -1,1 +1,1 @@
-"""Certified attention: definition, certificate, telemetry, and how its kernels are put together."""
+"""Certified attention: its definition, and how its kernels are put together."""

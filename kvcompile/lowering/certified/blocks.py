@@ -6,14 +6,12 @@ derived from them is float64, by the printed bounds.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from kvcompile.lowering.certified.bound_printer import aten
-from kvcompile.lowering.ops.operations import _padded, visible
+from kvcompile.lowering.certificate.bound_printer import aten
+from kvcompile.lowering.certificate.logits import NEAR, Scores
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certified import BLOCK
 
@@ -21,13 +19,6 @@ from kvcompile.schemes.certified import BLOCK
 _coded = aten(bounds.CODED)
 _radius = aten(bounds.RADIUS)
 _rounding = aten(bounds.ROUNDING)
-
-LOWEST = -1e4
-"""Stands for the gap of blocks that hold no mass: exp of it is zero in float64."""
-
-NEAR = 200.0
-"""Logits further than this below the largest have no mass that a float32 number could show."""
-
 
 def blocks(x: torch.Tensor) -> torch.Tensor:
     """[..., T] as [..., N, 16]."""
@@ -52,27 +43,6 @@ def masses(logits: torch.Tensor) -> Masses:
     peak = by_block.amax(-1)
     at = torch.where(torch.isneginf(peak), 0, peak)
     return Masses(peak, torch.exp(by_block - at.unsqueeze(-1)).sum(-1))
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """How logits are made of queries [B, K, Q, D] and keys, mask and bias included."""
-
-    query: torch.Tensor
-    visible: torch.Tensor
-    bias: torch.Tensor | None
-    scale: float
-    softcap: float
-
-    def products(self, keys_BKTD: torch.Tensor) -> torch.Tensor:
-        """[B, K, Q, T], before a bias and whoever sees them."""
-        scores = (self.query @ keys_BKTD.transpose(-1, -2)) * self.scale
-        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap > 0 else scores
-
-    def logits(self, products: torch.Tensor) -> torch.Tensor:
-        """With the bias; minus infinity where a token is not visible."""
-        scores = products if self.bias is None else products + self.bias
-        return scores.masked_fill(~self.visible, float("-inf"))
 
 
 class Notes(NamedTuple):
@@ -138,40 +108,3 @@ def biased(deviation: torch.Tensor, live: torch.Tensor, top: torch.Tensor) -> to
     peak = top.abs().to(torch.float64) + NEAR
     more = _rounding(kappa=0.0, mu=0.0, query_norm=0.0, scale=0.0, terms=0.0, cap=0.0, peak=peak)
     return torch.where(live, deviation + more.unsqueeze(-1), 0)
-
-
-def total(terms: torch.Tensor) -> torch.Tensor:
-    """The sum over blocks."""
-    return terms.sum(-1, dtype=torch.float64)
-
-
-def gaps(peak: torch.Tensor, top: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """How far each block's largest logit is below the head's, float64; never so far that exp of it is anything but zero."""
-    apart = peak.to(torch.float64) - top.to(torch.float64).unsqueeze(-1)
-    # clamp would keep a NaN, and so must this.
-    return torch.where(live, torch.where(apart < LOWEST, LOWEST, apart), LOWEST)
-
-
-def by_queries(x: torch.Tensor, heads: Sequence[int], queries: int) -> torch.Tensor:
-    """[B, 1 or H, 1 or S, T] as [B, 1 or K, Q, T] for (K, G)."""
-    K, G = heads
-    x = x.expand(-1, -1, queries, -1)
-    if x.shape[1] == 1:
-        return x.unsqueeze(1).expand(-1, 1, G, -1, -1).flatten(2, 3)
-    return x.unflatten(1, (K, G)).flatten(2, 3)
-
-
-def visible_to_queries(
-    q: torch.Tensor, heads: tuple[int, int], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None,
-    bias: torch.Tensor | None, tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return which tokens each query sees, bool [B, 1 or K, Q, T], and the bias that its logits get, float32 [B or 1, 1 or K, Q, T]."""
-    S = q.shape[2]
-    mask = by_queries(visible(hi, lo, keep, tokens), heads, S)
-    extra = None
-    if bias is not None and bias.dtype == torch.bool:
-        mask = mask & by_queries(_padded(bias, tokens, False), heads, S)
-    elif bias is not None:
-        extra = by_queries(_padded(bias.to(torch.float32), tokens, float("-inf")), heads, S)
-        mask = mask & ~torch.isneginf(extra)
-    return mask.expand(q.shape[0], -1, -1, -1), extra

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from kvcompile.lowering.certificate.bound_printer import aten
 from kvcompile.lowering.certified.blocks import Deviations, Masses, blocks, norms
-from kvcompile.lowering.certified.bound_printer import aten
-from kvcompile.lowering.certified.certificate import Certificate
 from kvcompile.lowering.certified.promotion import leading
 from kvcompile.schemes.certificate import bounds
-from kvcompile.schemes.certificate.policy import Cause, Certify
+from kvcompile.schemes.certificate.policy import Cause
 
 # Printed once, at import: Dynamo then sees plain functions.
 _consistent = aten(bounds.CONSISTENT)
 _largest_log_mass = aten(bounds.LARGEST_LOG_MASS)
 
 NONE = float("-inf")
-
-
-def causes_of(certificate: Certificate, rules: Certify) -> torch.Tensor:
-    """Why a head fails by its certificate alone, int64 [B, K, Q] of ``Cause`` bits."""
-    finite = torch.isfinite(certificate.key + certificate.value + certificate.arithmetic)
-    within = (certificate.key <= rules.key_budget) & (certificate.value <= rules.value_budget)
-    return torch.where(finite, 0, int(Cause.NOT_FINITE)) | torch.where(within | ~finite, 0, int(Cause.BUDGET))
 
 
 def ranked(disagree: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""``kvcompile::certified_attend``: attention over certified codes whose result is within its certificate, or the dense one.
+"""Certified attention defined: attention over codes whose result is within its certificate, or the dense one.
 
 The eager body is the definition, as in ``ops``: what kernels will be compared with. No branch depends on data and nothing
 comes to the host: both sides of every decision are computed here and selected by flags, which a kernel need not do.
@@ -21,41 +21,25 @@ A block that the window covers in part counts as codes throughout, which its not
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from kvcompile.errors import Tier2Missing
-from kvcompile.lowering.certified import certificate as certificates
-from kvcompile.lowering.certified.blocks import (
-    Deviations,
-    Masses,
-    Notes,
-    Scores,
-    biased,
-    blocks,
-    deviations,
-    gaps,
-    masses,
-    norms,
-    notes_of,
-    visible_to_queries,
-)
-from kvcompile.lowering.certified.certificate import Sum, Values
-from kvcompile.lowering.certified.checks import causes_of, logits_differ, notes_differ, rank_fails, ranked
+from kvcompile.lowering.certificate import head_bounds
+from kvcompile.lowering.certificate.head_bounds import Sum, Values, causes_of
+from kvcompile.lowering.certificate.logits import Scores, gaps, visible_to_queries
+from kvcompile.lowering.certificate.telemetry import Counted, counts_of, figures_of
+from kvcompile.lowering.certified.blocks import Deviations, Masses, Notes, biased, blocks, deviations, masses, norms, notes_of
+from kvcompile.lowering.certified.checks import logits_differ, notes_differ, rank_fails, ranked
 from kvcompile.lowering.certified.promotion import promote_keys, promote_values
-from kvcompile.lowering.certified.telemetry import Counted, counts_of, figures_of
-from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, attend_body, with_recent
-from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Fallback, Figure, parse_policy
+from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.ops.operations import as_tokens, attend_body, with_recent
+from kvcompile.schemes.certificate.policy import Cause, Certify, Fallback
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.types import Role, SlotSpec
-
-LIBRARY.define(
-    "certified_attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor[] originals, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
-    " Tensor? sinks, Tensor clock, str policy, int group, float scale, float softcap, SymInt value_dim, Tensor[]? recent=None,"
-    " Tensor? base=None) -> (Tensor, Tensor, Tensor)"
-)
 
 
 class Tokens(NamedTuple):
@@ -84,58 +68,29 @@ def _tokens(
     return torch.where(at, coded, 0), torch.where(at, exact, 0)
 
 
-def certified_attend_body(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], originals: Sequence[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
-    policy: str, group: int, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
-    base: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The definition of ``certified_attend``."""
-    rules, scheme = parse_policy(policy), Certified(group=group)
-    return certified_step(
-        rules, scheme, q, keys, values, originals, hi, lo, keep, bias, sinks, clock, scale, softcap, value_dim, recent, base
-    )
-
-
 def certified_step(
-    rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None,
-    sinks: torch.Tensor | None, clock: torch.Tensor, scale: float, softcap: float, value_dim: int,
-    recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None,
+    rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], clock: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attend over certified codes with policy and scheme as objects; returns output, figures and counters."""
-    B, H, S, D = q.shape
+    q, keys, sinks = operands.q, operands.keys, operands.sinks
+    B, H, S, _ = q.shape
     K = keys[0].shape[2]
     heads = (K, H // K)
     T = keys[0].shape[0] * keys[0].shape[3]
-    for plane, what in zip(originals, ("original keys", "original values"), strict=True):
-        if plane.shape[0] < keys[0].shape[0]:
-            raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
-
-    sight, extra = _sight(q, heads, hi, lo, keep, bias, base, T)
+    _check_tier_2(originals, keys[0].shape[0])
+    sight, extra = _sight(operands, heads, T)
     seen = sight.tokens.any(2)
-    key_slot, value_slot = SlotSpec(K, D, q.dtype, Role.KEY), SlotSpec(K, value_dim, q.dtype, Role.VALUE)
-    k, v = (
-        Tokens(*_tokens(scheme.of(slot.role), planes, plane, slot, seen))
-        for planes, plane, slot in zip((keys, values), originals, (key_slot, value_slot), strict=True)
-    )
-    if recent:
-        assert base is not None
-        k, v = (
-            Tokens(*(torch.where(seen[..., None], with_recent(x, new, base), 0) for x in side))
-            for side, new in zip((k, v), recent, strict=True)
-        )
-
+    k, v = _sides(scheme, operands, originals, seen)
     query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
-    scores = Scores(query, sight.tokens, extra, scale, softcap)
-    notes = notes_of(as_tokens(keys[3]), as_tokens(values[3]), k.coded, v.coded, sight.alone, seen)
+    scores = Scores(query, sight.tokens, extra, operands.scale, operands.softcap)
+    notes = notes_of(as_tokens(keys[3]), as_tokens(operands.values[3]), k.coded, v.coded, sight.alone, seen)
     live = sight.live.expand(B, K, -1, -1)
     codes = live & ~sight.alone.unsqueeze(2)
     products = Tokens(scores.products(k.coded), scores.products(k.exact))
     logits = Tokens(*(scores.logits(each) for each in products))
-    coded, exact = masses(logits.coded), masses(logits.exact)
+    coded = masses(logits.coded)
     # A block in full precision has the same masses twice, whatever the order in which they were added.
-    exact = Masses(*(torch.where(codes, new, old) for new, old in zip(exact, coded, strict=True)))
+    exact = _chosen(codes, masses(logits.exact), coded)
     sink = None if sinks is None else sinks.to(torch.float32).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
 
     steps, zeros = (as_tokens(plane).to(torch.float32) for plane in keys[1:3])
@@ -145,17 +100,13 @@ def certified_step(
         delta = Deviations(*(biased(each, live, torch.where(torch.isneginf(highest), 0, highest)) for each in delta))
     nu = torch.where(live, notes.nu.unsqueeze(2), 0)
     promoted = promote_keys(coded, delta, live, codes, nu, sink, clock, rules)
-    mixed = Masses(*(torch.where(promoted.read, new, old) for new, old in zip(exact, coded, strict=True)))
-    softmax, top = _softmax(mixed, live, sink)
+    softmax, top = _softmax(_chosen(promoted.read, exact, coded), live, sink)
     left = torch.where(codes & ~promoted.read, delta.codes, delta.originals)
-    eta = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
-    original_values = promote_values(certificates.value_terms(softmax, eta), rules)
-    eta = torch.where(original_values, 0, eta)
-    original_values = original_values | promoted.explored
-
-    per_token = logits_of(promoted.read, logits)
-    output = _output(per_token, top, v, original_values, sink)
-    certificate = certificates.certificate(softmax, left, Values(nu, eta), output, q.dtype)
+    coded_values = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
+    local = promote_values(head_bounds.value_terms(softmax, coded_values), rules)
+    eta, original_values = torch.where(local, 0, coded_values), local | promoted.explored
+    output = _output(logits_of(promoted.read, logits), top, v, original_values, sink)
+    certificate = head_bounds.certificate(softmax, left, Values(nu, eta), output, q.dtype)
 
     known = live & (sight.alone.unsqueeze(2) | promoted.read)
     causes = causes_of(certificate, rules)
@@ -165,31 +116,73 @@ def certified_step(
     damaged = logits_differ(products.coded, products.exact, of_products, sight.from_codes, rules.guard) & promoted.read
     # Of keys that no code stands for, which their note says, there is no logit to compare.
     damaged = damaged & ~torch.isnan(notes.kappa).unsqueeze(2)
-    own = sight.from_codes.any(2)
-    damaged = damaged | (promoted.read & notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own).unsqueeze(2))
-    damaged = damaged | (original_values & notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own).unsqueeze(2))
+    differ = _differ(k, v, notes, sight.from_codes.any(2))
+    damaged = damaged | (promoted.read & differ[0]) | (original_values & differ[1])
     causes = causes | torch.where((damaged & codes).flatten(1).any(1)[:, None, None], int(Cause.DAMAGED), 0)
 
-    dense_planes = [plane.to(q.device) for plane in originals]
-    dense = attend_body(q, dense_planes[:1], dense_planes[1:], hi, lo, keep, bias, sinks, "dense", "dense", scale, softcap, value_dim)
-    by_heads = dense.unflatten(1, heads).flatten(2, 3)
+    by_heads = _dense(operands, originals).unflatten(1, heads).flatten(2, 3)
     dense_arithmetic = _dense_arithmetic(scores, logits.exact, k.exact, v.exact, by_heads, live, sink, q.dtype, extra is not None)
-
     falls = (causes != 0) if rules.fallback is Fallback.DENSE else torch.zeros_like(causes, dtype=torch.bool)
     result = torch.where(falls.unsqueeze(-1), by_heads, output.to(q.dtype))
     figures = figures_of(certificate, falls, dense_arithmetic, torch.where(codes, delta.codes, 0).amax(-1), promoted.tail)
-    own_values = original_values & codes & ~promoted.explored
-    counted = Counted(*(x.sum(-1) for x in (codes, promoted.keys, own_values, promoted.explored)))
-    counts = counts_of(counted, promoted.widened, falls, causes)
+    counted = (codes, promoted.keys, original_values & codes & ~promoted.explored, promoted.explored)
+    counts = counts_of(Counted(*(x.sum(-1) for x in counted)), promoted.widened, falls, causes)
     return tuple(x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (result, figures, counts))  # type: ignore[return-value]
 
 
+def _check_tier_2(originals: Sequence[torch.Tensor], pages: int) -> None:
+    """Raise Tier2Missing where the planes of tier 2 have fewer pages than the codes."""
+    for plane, what in zip(originals, ("original keys", "original values"), strict=True):
+        if plane.shape[0] < pages:
+            raise Tier2Missing(expected=pages, found=plane.shape[0], what=what)
+
+
+def _chosen(flags: torch.Tensor, new: Masses, old: Masses) -> Masses:
+    """The masses of ``new`` for the blocks of ``flags``, those of ``old`` for the others."""
+    return Masses(*(torch.where(flags, a, b) for a, b in zip(new, old, strict=True)))
+
+
+def _sides(
+    scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], seen: torch.Tensor
+) -> tuple[Tokens, Tokens]:
+    """Keys and values, with the window laid over both forms of each."""
+    q, K, recent, base = operands.q, operands.keys[0].shape[2], operands.recent, operands.base
+    slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
+    k, v = (
+        Tokens(*_tokens(scheme.of(slot.role), planes, plane, slot, seen))
+        for planes, plane, slot in zip((operands.keys, operands.values), originals, slots, strict=True)
+    )
+    if not recent:
+        return k, v
+    assert base is not None
+    k, v = (
+        Tokens(*(torch.where(seen[..., None], with_recent(x, new, base), 0) for x in side))
+        for side, new in zip((k, v), recent, strict=True)
+    )
+    return k, v
+
+
+def _differ(k: Tokens, v: Tokens, notes: Notes, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flags of blocks [B, K, 1, N] whose keys, and whose values, are beyond what their notes say of the tokens ``own``."""
+    keys = notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own)
+    values = notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own)
+    return keys.unsqueeze(2), values.unsqueeze(2)
+
+
+def _dense(operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Attention over the originals as the scheme ``dense`` has it, [B, H, S, Dv]."""
+    keys, values = (plane.to(operands.q.device) for plane in originals)
+    return attend_body(dataclasses.replace(
+        operands, keys=[keys], values=[values], key_scheme="dense", value_scheme="dense", recent=None, base=None
+    ))
+
+
 def _sight(
-    q: torch.Tensor, heads: tuple[int, int], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None,
-    bias: torch.Tensor | None, base: torch.Tensor | None, tokens: int,
+    operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
 ) -> tuple[Sight, torch.Tensor | None]:
     """Return which tokens each query sees, and the bias that its logits get, [B or 1, 1 or K, Q, T]."""
-    mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, tokens)
+    q, base = operands.q, operands.base
+    mask, extra = visible_to_queries(operands, heads, tokens)
     place = torch.arange(tokens, device=q.device)
     behind = place < tokens if base is None else place < base[:, None]
     behind = behind.expand(q.shape[0], -1)[:, None]
@@ -240,28 +233,8 @@ def _dense_arithmetic(
     softmax, top = _softmax(masses(logits), live, sink)
     own = deviations(scores, steps, steps, Notes(none, mu, none, nu), live, torch.zeros_like(mu, dtype=torch.bool))
     delta = biased(own.originals, live, top) if has_bias else own.originals
-    found = certificates.certificate(
+    found = head_bounds.certificate(
         softmax, delta, Values(torch.where(live, nu.unsqueeze(2), 0), torch.zeros_like(delta)), output, dtype,
-        certificates.CHAIN + 2.0 * k.shape[2],
+        head_bounds.CHAIN + 2.0 * k.shape[2],
     )
     return found.key + found.arithmetic
-
-
-def certified_attend_meta(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], originals: Sequence[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
-    policy: str, group: int, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
-    base: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shapes of the results."""
-    B, H, S, _ = q.shape
-    return (
-        q.new_empty(B, H, S, value_dim), q.new_empty(B, H, S, len(Figure), dtype=torch.float32),
-        q.new_empty(B, H, S, len(Count), dtype=torch.int32),
-    )
-
-
-LIBRARY.impl("certified_attend", certified_attend_body, "CompositeExplicitAutograd")
-LIBRARY.impl("certified_attend", certified_attend_meta, "Meta")
-
-certified_attend = torch.ops.kvcompile.certified_attend.default

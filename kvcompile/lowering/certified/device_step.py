@@ -1,4 +1,4 @@
-"""``certified_attend`` by kernels: what ``definition.certified_step`` defines, with tier 2 read only where it is asked for.
+"""Certified attention by kernels: what ``definition.certified_step`` defines, with tier 2 read only where it is asked for.
 
     1. ``score`` reads the int8 keys once and sums up blocks of logits, ``choose`` promotes keys and draws what is explored.
     2. ``exact`` reads the original keys of what is read and puts their logits in place. ``tally`` adds up what a certificate is
@@ -32,12 +32,13 @@ import sympy
 import torch
 
 from kvcompile.errors import Tier2Missing
-from kvcompile.lowering.certified import certificate as certificates
+from kvcompile.lowering.certificate import head_bounds
+from kvcompile.lowering.certificate.bound_printer import slack
 from kvcompile.lowering.certified.blocks import Masses
-from kvcompile.lowering.certified.bound_printer import slack
 from kvcompile.lowering.certified.promotion import ALL
 from kvcompile.lowering.certified.ranks import certified_ranks
 from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.policy import Certify, Count, Fallback, Figure
 from kvcompile.schemes.certified import BLOCK, SET, Certified
@@ -95,15 +96,13 @@ ADDED_AT_ONCE = 16384
 """Numbers of partial results that ``judge`` and ``settle`` read at once: 32 a thread."""
 
 
-def kernel_gap(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], keep: torch.Tensor | None, bias: torch.Tensor | None,
-    group: int, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None,
-) -> str | None:
+def kernel_gap(operands: AttendOperands[torch.Tensor], group: int) -> str | None:
     """Why the kernels do not know this attention, None where they do; for real tensors and fake ones."""
+    q, keys, values, value_dim = operands.q, operands.keys, operands.values, operands.value_dim
     D, rows, page = q.shape[-1], q.shape[1] // keys[0].shape[2] * q.shape[2], keys[0].shape[3]
-    if keep is not None or bias is not None or softcap:
+    if operands.keep is not None or operands.bias is not None or operands.softcap:
         return "a mask other than from a first to a last position, a bias or a softcap"
-    if not recent:
+    if not operands.recent:
         return "no newest tokens in full precision"
     if not isinstance(rows, int) or rows > MOST_ROWS:
         return f"{rows} rows of queries a kv head, above {MOST_ROWS}"
@@ -145,21 +144,21 @@ def tally_of(blocks: int) -> tuple[int, int]:
 
 
 def certified_by_kernels(
-    rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, sinks: torch.Tensor | None, clock: torch.Tensor,
-    scale: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, splits: int | None = None,
-    telemetry: torch.Tensor | None = None, scratch: tuple[torch.Tensor, torch.Tensor] | None = None, launcher: Launcher | None = None,
+    rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], clock: torch.Tensor, *,
+    splits: int | None = None, telemetry: torch.Tensor | None = None, scratch: tuple[torch.Tensor, torch.Tensor] | None = None,
+    launcher: Launcher | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, figures and counters of ``certified_attend``, for what ``kernel_gap`` lets through.
+    """Output, figures and counters of ``definition.certified_step``, for what ``kernel_gap`` lets through.
 
     ``clock``: of any dtype, whose first element is the number of the step. The step is added to ``telemetry`` [1, B, K, 1, 34].
     ``launcher``: starts the kernels; None runs them at once.
     """
     for plane, what in zip(originals, ("original keys", "original values"), strict=True):
-        if plane.shape[0] < keys[0].shape[0] or plane.shape[3] != keys[0].shape[3]:
-            raise Tier2Missing(expected=keys[0].shape[0], found=plane.shape[0], what=what)
-    run = DeviceStep(rules, scheme, q, keys, values, originals, scale, value_dim, recent, splits, launcher)
-    run.score(hi, lo, base, sinks)
+        pages, _, _, rows, _ = operands.keys[0].shape
+        if plane.shape[0] < pages or plane.shape[3] != rows:
+            raise Tier2Missing(expected=pages, found=plane.shape[0], what=what)
+    run = DeviceStep(rules, scheme, operands, originals, splits, launcher)
+    run.score()
     read, explored = run.choose(clock)
     coded = Masses(run.peak, run.weight)
     exact = run.exact(scratch, None if scratch is None else run.stage(scratch, read, explored, clock, telemetry))
@@ -187,16 +186,18 @@ class DeviceStep:
     """The buffers of one step, and its kernels in the order in which they run."""
 
     def __init__(
-        self, rules: Certify, scheme: Certified, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
-        originals: Sequence[torch.Tensor], scale: float, value_dim: int, recent: Sequence[torch.Tensor], splits: int | None,
-        launcher: Launcher | None = None,
+        self, rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor],
+        splits: int | None, launcher: Launcher | None = None,
     ) -> None:
         from kvcompile.lowering.certified.kernels.dense_fallback import tile_of
         from kvcompile.lowering.certified.kernels.weighted_values import NEAR, turn_of
 
+        q, keys, values, recent, value_dim = operands.q, operands.keys, operands.values, operands.recent, operands.value_dim
+        assert recent
         B, H, S, _ = q.shape
         K = keys[0].shape[2]
-        self.rules, self.group, self.value_dim, self.scale = rules, scheme.group, value_dim, float(scale)
+        self.operands = operands
+        self.rules, self.group, self.value_dim, self.scale = rules, scheme.group, value_dim, float(operands.scale)
         self.q = q if q.stride(-1) == 1 else q.contiguous()
         self.keys, self.values, self.originals = keys, values, originals
         self.new_k, self.new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in recent)
@@ -243,10 +244,12 @@ class DeviceStep:
         """Uninitialized flags."""
         return torch.empty(shape, dtype=torch.int8, device=self.q.device)
 
-    def score(self, hi: torch.Tensor, lo: torch.Tensor | None, base: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    def score(self) -> None:
         """Logits, sums of blocks, deviations and notes; what each row sees, its sink."""
         from kvcompile.lowering.certified.kernels.key_scores import ROW_TILE, score
 
+        hi, lo, base, sinks = self.operands.hi, self.operands.lo, self.operands.base, self.operands.sinks
+        assert base is not None
         B, K, Q = self.shape
         N, q, keys, new_k, new_v, key_notes, value_notes = (
             self.blocks, self.q, self.keys, self.new_k, self.new_v, self.keys[3], self.values[3]
@@ -355,7 +358,7 @@ class DeviceStep:
             read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
             found.values, self.blocks, found.keys.shape[3], self.share,
             self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs)), warps=16 if spend else self.tally_warps,
-            CHAIN=certificates.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
+            CHAIN=head_bounds.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
             V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
             EXPLORE=explored is not None, CHUNK=CHUNK if spend else self.tallied, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
             OUT_WIDTH=len(kernels.VALUE_COLUMNS), **self.sizes,
@@ -379,7 +382,7 @@ class DeviceStep:
         self.launch.kernel(
             kernels.tally, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes,
             self.key_size, self.value_size, self.query_norm, self.at, top, keys, values, self.blocks, added,
-            warps=self.tally_warps, CHAIN=certificates.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale),
+            warps=self.tally_warps, CHAIN=head_bounds.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale),
             D=self.q.shape[3], CHUNK=self.tallied, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything,
             **self.sizes,
         )
@@ -423,7 +426,7 @@ class DeviceStep:
         """Constants of the result: how it is rounded, how wide it is, partial results that are read at once."""
         width, dtype = self.value_dim, self.q.dtype
         return dict(
-            OUT_UNIT=certificates.OUTPUT_UNIT[dtype], OUT_TINY=certificates.OUTPUT_TINY[dtype] * math.sqrt(width), DV=width,
+            OUT_UNIT=head_bounds.OUTPUT_UNIT[dtype], OUT_TINY=head_bounds.OUTPUT_TINY[dtype] * math.sqrt(width), DV=width,
             SPAN=max(1, ADDED_AT_ONCE // width),
         )
 

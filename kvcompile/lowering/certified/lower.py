@@ -6,41 +6,44 @@ import logging
 from typing import Any
 
 import torch
-from torch._inductor.ir import ExternKernel
-from torch._inductor.lowering import fallback_handler
 
-from kvcompile.lowering.certified.site_op import certified_site, site_by_kernels, site_gap
+from kvcompile.lowering.certified.site_op import SiteOperands, certified_site, site_by_kernels, site_gap
 from kvcompile.lowering.host.buffers import equals, realize
+from kvcompile.lowering.host.inductor_api import fallback_handler, ir
 from kvcompile.lowering.host.launch_node import lower_launches, stand_in
 from kvcompile.lowering.host.launches import Launcher
+from kvcompile.lowering.host.torch_api import tree_map
+from kvcompile.lowering.ops.operands import named, names_of
 
 log = logging.getLogger(__name__)
 
 
-def lower_certified_site(
-    q: Any, keys: list, values: list, hi: Any, lo: Any, keep: Any, bias: Any, sinks: Any, key_scheme: str, value_scheme: str, scale: float,
-    softcap: float, value_dim: Any, recent: list, base: Any, telemetry: Any, places: Any = None, scratch: Any = None,
-) -> Any:
+def lower_certified_site(*args: Any, **kwargs: Any) -> Any:
     """The result of a site as a box; operands as ``site_op`` has them. Logs why CUDA is left with the definition."""
-    if q.get_device().type == "cuda":
-        q, recent = _rows(q), [_rows(x) for x in recent]
-        fakes = ([stand_in(realize(x)) for x in each] for each in ([q], keys, values, recent))
-        (query,), key_planes, value_planes, newest = fakes
-        gap = site_gap(query, key_planes, value_planes, keep, bias, key_scheme, softcap, value_dim, newest)
+    given = named(certified_site, args, kwargs)
+    if given["q"].get_device().type == "cuda":
+        given = {**given, "q": _rows(given["q"]), "recent": [_rows(x) for x in given["recent"]]}
+        # Of a mask it only matters that there is one.
+        planes = ("q", "keys", "values", "recent")
+        fakes = {name: tree_map(lambda box: stand_in(realize(box)), given[name], is_leaf=_is_box) for name in planes}
+        gap = site_gap(SiteOperands.of((), {**given, **fakes}))
         if gap is None:
-            operands = [q, keys, values, hi, lo, sinks, key_scheme, scale, value_dim, recent, base, telemetry, places, scratch]
-            return lower_launches(_launches, operands, [box for box in (telemetry, places, scratch) if box is not None])[0]
+            # The kernels know no masks.
+            operands = {name: operand for name, operand in given.items() if name not in {"keep", "bias"}}
+            written = [given[name] for name in ("telemetry", "places", "scratch") if given.get(name) is not None]
+            return lower_launches(_launches, [operands], written)[0]
         log.warning("certified attention runs its definition, which reads everything at every step: found %s", gap)
-    return fallback_handler(certified_site)(
-        q, keys, values, hi, lo, keep, bias, sinks, key_scheme, value_scheme, scale, softcap, value_dim, recent, base, telemetry, places,
-        scratch,
-    )
+    return fallback_handler(certified_site)(*(given.get(name) for name in names_of(certified_site)))
 
 
-def _launches(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
-    return [site_by_kernels(launcher, *operands)]
+def _is_box(item: Any) -> bool:
+    return isinstance(item, ir.IRNode)
+
+
+def _launches(launcher: Launcher, operands: dict[str, Any]) -> list[torch.Tensor]:
+    return [site_by_kernels(launcher, SiteOperands.of((), {"keep": None, "bias": None, **operands}))]
 
 
 def _rows(x: Any) -> Any:
     """An operand whose channels lie one after the other, as the kernels take it; mostly it does already."""
-    return x if equals(realize(x).get_stride()[-1], 1) else ExternKernel.require_contiguous(x)
+    return x if equals(realize(x).get_stride()[-1], 1) else ir.ExternKernel.require_contiguous(x)

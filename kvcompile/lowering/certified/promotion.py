@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from kvcompile.lowering.certified.blocks import Deviations, Masses, gaps, total
-from kvcompile.lowering.certified.bound_printer import aten
-from kvcompile.lowering.certified.certificate import LEAST_NORMAL
+from kvcompile.lowering.certificate.bound_printer import aten
+from kvcompile.lowering.certificate.head_bounds import LEAST_NORMAL
+from kvcompile.lowering.certificate.logits import gaps, total
+from kvcompile.lowering.certified.blocks import Deviations, Masses
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.policy import Certify
 

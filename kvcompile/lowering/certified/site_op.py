@@ -10,15 +10,18 @@ graph it stays one operation until Inductor lowers it (``lower``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import torch
 
 from kvcompile import schemes
+from kvcompile.lowering.certificate.telemetry import accumulate
 from kvcompile.lowering.certified.definition import certified_step
 from kvcompile.lowering.certified.device_step import certified_by_kernels, kernel_gap
-from kvcompile.lowering.certified.telemetry import accumulate
 from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.lowering.ops.operands import AttendOperands, T, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.schemes.certificate.policy import parse_policy
 from kvcompile.schemes.certified import Certified, Half
@@ -30,67 +33,73 @@ LIBRARY.define(
 )
 
 
-def _scheme(key_scheme: str) -> Certified:
-    """The scheme of a site, whose keys say the policy of both halves."""
-    scheme = schemes.parse(key_scheme)
-    assert isinstance(scheme, Certified)
-    return dataclasses.replace(scheme, half=Half.AUTO)
+@dataclass(frozen=True)
+class SiteOperands(Generic[T]):
+    """Operands of ``certified_site``: those of ``attend``, the telemetry, and the scratch where the originals are in host memory."""
+
+    attend: AttendOperands[T]
+    telemetry: T
+    places: T | None = None
+    scratch: T | None = None
+
+    @staticmethod
+    def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> SiteOperands:
+        """The record of a call of the operation."""
+        given = named(certified_site, args, kwargs)
+        return SiteOperands(attend_operands(given), given["telemetry"], given.get("places"), given.get("scratch"))
+
+    @property
+    def scheme(self) -> Certified:
+        """The scheme of the site, whose keys say the policy of both halves."""
+        scheme = schemes.parse(self.attend.key_scheme)
+        assert isinstance(scheme, Certified)
+        return dataclasses.replace(scheme, half=Half.AUTO)
+
+    @property
+    def codes(self) -> AttendOperands[T]:
+        """Return the operands with the planes of codes alone: codes, scales, zero points, notes."""
+        return dataclasses.replace(self.attend, keys=self.attend.keys[:4], values=self.attend.values[:4])
+
+    @property
+    def originals(self) -> list[T]:
+        """Return the planes of tier 2, keys and values."""
+        return [self.attend.keys[4], self.attend.values[4]]
 
 
-def site_gap(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], keep: torch.Tensor | None, bias: torch.Tensor | None,
-    key_scheme: str, softcap: float, value_dim: int, recent: Sequence[torch.Tensor],
-) -> str | None:
+def site_gap(operands: SiteOperands[torch.Tensor]) -> str | None:
     """Why the kernels do not know a site, None where they do; for real tensors and fake ones."""
-    return kernel_gap(q, keys, values, keep, bias, _scheme(key_scheme).group, softcap, value_dim, recent)
+    return kernel_gap(operands.attend, operands.scheme.group)
 
 
-def site_by_kernels(
-    launcher: Launcher, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str, scale: float, value_dim: int, recent: Sequence[torch.Tensor],
-    base: torch.Tensor, telemetry: torch.Tensor, places: torch.Tensor | None, scratch: torch.Tensor | None,
-) -> torch.Tensor:
+def site_by_kernels(launcher: Launcher, operands: SiteOperands[torch.Tensor]) -> torch.Tensor:
     """The result of a site without a gap; its kernels are started by ``launcher``."""
-    both = _scheme(key_scheme)
+    both, telemetry, places, scratch = operands.scheme, operands.telemetry, operands.places, operands.scratch
     # The first accumulator of the first kv head counts steps.
     return certified_by_kernels(
-        parse_policy(both.certify), both, q, keys[:4], values[:4], [keys[4], values[4]], hi, lo, sinks, telemetry, scale, value_dim,
-        recent, base, telemetry=telemetry, scratch=None if places is None or scratch is None else (places, scratch), launcher=launcher,
+        parse_policy(both.certify), both, operands.codes, operands.originals, telemetry, telemetry=telemetry,
+        scratch=None if places is None or scratch is None else (places, scratch), launcher=launcher,
     )[0]
 
 
-def certified_site_body(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
-    keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float,
-    softcap: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, telemetry: torch.Tensor,
-    places: torch.Tensor | None = None, scratch: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``certified_attend`` at the step that the telemetry counts, which it adds to. The definition leaves the scratch alone."""
-    if q.device.type == "cuda" and site_gap(q, keys, values, keep, bias, key_scheme, softcap, value_dim, recent) is None:
-        return site_by_kernels(
-            Direct(cuda=True), q, keys, values, hi, lo, sinks, key_scheme, scale, value_dim, recent, base, telemetry, places, scratch
-        )
-    both = _scheme(key_scheme)
-    rules, originals = parse_policy(both.certify), [keys[4], values[4]]
+def certified_site_body(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attend at the step that the telemetry counts, which is added to. The definition leaves the scratch alone."""
+    operands: SiteOperands[torch.Tensor] = SiteOperands.of(args, kwargs)
+    if operands.attend.q.device.type == "cuda" and site_gap(operands) is None:
+        return site_by_kernels(Direct(cuda=True), operands)
+    both, telemetry = operands.scheme, operands.telemetry
     clock = telemetry[0, :1, 0, 0, 0].to(torch.int64)
-    output, figures, counts = certified_step(
-        rules, both, q, keys[:4], values[:4], originals, hi, lo, keep, bias, sinks, clock, scale, softcap, value_dim, recent, base
-    )
+    output, figures, counts = certified_step(parse_policy(both.certify), both, operands.codes, operands.originals, clock)
     accumulate(telemetry, figures, counts)
     return output
 
 
-def certified_site_meta(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
-    keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float,
-    softcap: float, value_dim: int, recent: Sequence[torch.Tensor], base: torch.Tensor, telemetry: torch.Tensor,
-    places: torch.Tensor | None = None, scratch: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _certified_site_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Shape of the result."""
-    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], value_dim)
+    operands = SiteOperands.of(args, kwargs).attend
+    return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
 
 
 LIBRARY.impl("certified_site", certified_site_body, "CompositeExplicitAutograd")
-LIBRARY.impl("certified_site", certified_site_meta, "Meta")
+LIBRARY.impl("certified_site", _certified_site_meta, "Meta")
 
 certified_site = torch.ops.kvcompile.certified_site.default

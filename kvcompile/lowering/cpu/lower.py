@@ -15,12 +15,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor import ir
-from torch._inductor.codegen.cpp_template import CppTemplate
-from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
-from torch._inductor.codegen.cpp_utils import cexpr_index
-from torch._inductor.utils import Placeholder, parallel_num_threads
-from torch._inductor.virtualized import V
 
 from kvcompile import schemes
 from kvcompile.lowering.codegen.expressions import CPP_TYPES
@@ -30,6 +24,8 @@ from kvcompile.lowering.cpu import run as cpp_run
 from kvcompile.lowering.cpu import source as cpp_source
 from kvcompile.lowering.cpu import vectors as cpp_vectors
 from kvcompile.lowering.host.buffers import realize, static
+from kvcompile.lowering.host.inductor_api import CppTemplate, CppTemplateKernel, Placeholder, V, cexpr_index, ir, parallel_num_threads
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
 TILE = 64
@@ -78,23 +74,19 @@ class Operands:
         return [node for node in given if node is not None]
 
 
-def lower_attend_cpu(
-    q: ir.TensorBox, keys: Sequence[ir.TensorBox], values: Sequence[ir.TensorBox], hi: ir.TensorBox,
-    lo: ir.TensorBox | None, keep: ir.TensorBox | None, bias: ir.TensorBox | None, sinks: ir.TensorBox | None,
-    key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int | sympy.Expr,
-) -> ir.TensorBox:
+def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox:
     """One template buffer, [B, H, S, Dv] in q's dtype, contiguous."""
-    batch, heads, queries, head_dim = q.get_size()
-    kv_heads, width_v = static(keys[0].get_size()[2]), static(value_dim)
+    batch, heads, queries, head_dim = given.q.get_size()
+    kv_heads, width_v = static(given.keys[0].get_size()[2]), static(given.value_dim)
     operands = Operands(
-        q=realize(q),
-        keys=_side(keys, key_scheme, static(head_dim), Role.KEY),
-        values=_side(values, value_scheme, width_v, Role.VALUE),
-        hi=realize(hi), lo=_maybe(lo), keep=_maybe(keep), bias=_maybe(bias), sinks=_maybe(sinks),
-        scale=float(scale), softcap=float(softcap),
+        q=realize(given.q),
+        keys=_side(given.keys, given.key_scheme, static(head_dim), Role.KEY),
+        values=_side(given.values, given.value_scheme, width_v, Role.VALUE),
+        hi=realize(given.hi), lo=_maybe(given.lo), keep=_maybe(given.keep), bias=_maybe(given.bias), sinks=_maybe(given.sinks),
+        scale=float(given.scale), softcap=float(given.softcap),
     )
     size = [batch, sympy.Integer(static(heads)), queries, sympy.Integer(width_v)]
-    layout = ir.FixedLayout(torch.device("cpu"), q.get_dtype(), size)
+    layout = ir.FixedLayout(torch.device("cpu"), given.q.get_dtype(), size)
     template = AttendTemplate(operands, layout, kv_heads, static(heads) // kv_heads)
     return template.buffer()
 

@@ -14,10 +14,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor.ir import FixedLayout, FlexibleLayout
-from torch._inductor.lowering import lowerings
-from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
 
 from kvcompile import schemes
 from kvcompile.lowering.codegen.bit_tricks import looked_up, multiplied, pair_table, scaled_by
@@ -26,6 +22,9 @@ from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, 
 from kvcompile.lowering.decode.template import LOG2E, SOURCE
 from kvcompile.lowering.decode.tiles import ONE_PASS, choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
+from kvcompile.lowering.host.inductor_api import SymbolicGridFn, TritonTemplate, autotuned, ir, lowerings
+from kvcompile.lowering.host.inductor_api import config as inductor_config
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import Role, SlotSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -43,53 +42,27 @@ attend_template.template.globals |= GLOBALS | {
 }
 
 
-def lower_attend_cuda(
-    q: Any, keys: list, values: list, hi: Any, lo: Any, keep: Any, bias: Any, sinks: Any, key_scheme: str, value_scheme: str,
-    scale: float, softcap: float, value_dim: Any, recent: Any = None, base: Any = None, rotation: Any = None, interleaved: bool = False,
-) -> Any:
-    """The result of ``attend`` as a TensorBox; operands as in ``kvcompile.lowering.ops.operations``."""
+def lower_decode(operands: AttendOperands[Any]) -> Any:
+    """The result of ``attend`` as a TensorBox."""
+    q, keys = operands.q, operands.keys
     page_rows = static(keys[0].get_size()[3])
     paged = not equals(keys[0].get_size()[0], 1)
-    B, H, S, D = q.get_size()
-    H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, value_dim))
-    nodes = {"Q": q, "HI": hi, "LO": lo, "KEEP": keep, "BIAS": bias, "SINKS": sinks, "BASE": base}
-    nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
-    formats = []
-    for letter, planes, spelled, role, dim in (("K", keys, key_scheme, Role.KEY, D), ("V", values, value_scheme, Role.VALUE, Dv)):
-        fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
-        formats.append(fmt)
-        nodes |= plane_names(letter, planes, fmt)
-    nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
+    H, K, D, Dv = (static(x) for x in (q.get_size()[1], keys[0].get_size()[2], q.get_size()[3], operands.value_dim))
+    nodes, config = _nodes_and_config(operands, H, K, D, Dv, page_rows if paged else 1, paged)
     B, _, S, _ = nodes["Q"].get_size()
     rows_hint = hint(S) * (H // K)
-    packs = [_scale_pack(nodes, letter) for letter in "KV"]
-    beside = Beside(
-        bool(recent), recent is not None and not equals(nodes["BASE"].get_size()[0], 1),
-        static(nodes["COS"].get_size()[2]) if rotation else 0, bool(interleaved),
-        rotation is not None and not equals(nodes["COS"].get_size()[0], 1),
-    )
-    config = AttendConfig(
-        key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale),
-        float(softcap), equals(S, 1), _masks(lo, keep, bias, sinks, hi), beside, page_rows if paged else 1, paged,
-        wide_keys=multiple(nodes["K_WORDS"], 2), wide_values=multiple(nodes["V_WORDS"], 2),
-        key_scale_pack=packs[0], value_scale_pack=packs[1],
-        key_generic=not formats[0].symmetric and not _paired(nodes),
-        value_generic=not formats[1].symmetric and not _half(nodes, "V"),
-        packed=torch.version.hip is None,  # Packed unpacking is PTX.
-    )
     device = q.get_device()
     properties: Any = torch.cuda.get_device_properties(device)
-    multiprocessors = properties.multi_processor_count
     configs = choose_tiles(
         config, rows_hint, page_rows if paged else None, bool(inductor_config.max_autotune), properties.shared_memory_per_block_optin
     )
     tokens_hint = hint(keys[0].get_size()[0]) * page_rows
-    splits = splits_for(configs[0], rows_hint, hint(B) * K, multiprocessors, tokens_hint)
+    splits = splits_for(configs[0], rows_hint, hint(B) * K, properties.multi_processor_count, tokens_hint)
     splits, shares = ragged_splits(configs[0], splits, hint(B))
     direct = writes_directly(configs[0], splits)
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
-    layout = FixedLayout(
-        device, q.get_dtype() if direct else torch.float32, size, list(FlexibleLayout.contiguous_strides(size))
+    layout = ir.FixedLayout(
+        device, q.get_dtype() if direct else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size))
     )
     choices: list[Any] = []
     for tiled in configs:
@@ -101,12 +74,44 @@ def lower_attend_cuda(
         )
     # Every position in use, so that choices differ by the work they do.
     in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "BASE": tokens_hint - 1}
-    chosen = autotune_select_algorithm(
-        "kvcompile_attend", choices, inputs, layout, input_gen_fns=examples(config.operands, in_use)
-    )
-    # torch 2.12 began to return the choice beside the node.
-    partial = chosen[0] if isinstance(chosen, tuple) else chosen
+    partial = autotuned("kvcompile_attend", choices, inputs, layout, examples(config.operands, in_use))
     return partial if direct else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+
+
+def _nodes_and_config(
+    operands: AttendOperands[Any], H: int, K: int, D: int, Dv: int, page_rows: int, paged: bool
+) -> tuple[dict[str, Any], AttendConfig]:
+    """Every operand that the template may ask for, realized, and the kernel before it is cut into tiles and splits."""
+    q, keys, values, recent, rotation = operands.q, operands.keys, operands.values, operands.recent, operands.rotation
+    nodes = {
+        "Q": q, "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep, "BIAS": operands.bias, "SINKS": operands.sinks,
+        "BASE": operands.base,
+    }
+    nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
+    formats = []
+    for letter, planes, spelled, role, dim in (
+        ("K", keys, operands.key_scheme, Role.KEY, D), ("V", values, operands.value_scheme, Role.VALUE, Dv),
+    ):
+        fmt = schemes.parse(spelled).format(SlotSpec(K, dim, planes[0].get_dtype(), role))
+        formats.append(fmt)
+        nodes |= plane_names(letter, planes, fmt)
+    nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
+    packs = [_scale_pack(nodes, letter) for letter in "KV"]
+    beside = Beside(
+        bool(recent), recent is not None and not equals(nodes["BASE"].get_size()[0], 1),
+        static(nodes["COS"].get_size()[2]) if rotation else 0, bool(operands.interleaved),
+        rotation is not None and not equals(nodes["COS"].get_size()[0], 1),
+    )
+    config = AttendConfig(
+        operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),
+        float(operands.scale), float(operands.softcap), equals(nodes["Q"].get_size()[2], 1), _masks(operands), beside, page_rows, paged,
+        wide_keys=multiple(nodes["K_WORDS"], 2), wide_values=multiple(nodes["V_WORDS"], 2),
+        key_scale_pack=packs[0], value_scale_pack=packs[1],
+        key_generic=not formats[0].symmetric and not _paired(nodes),
+        value_generic=not formats[1].symmetric and not _half(nodes, "V"),
+        packed=torch.version.hip is None,  # Packed unpacking is PTX.
+    )
+    return nodes, config
 
 
 def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype) -> Any:
@@ -175,10 +180,11 @@ def _scale_pack(nodes: dict[str, Any], letter: str) -> int:
     return int(scales) if fits and all(multiple(node, int(scales)) for node in found) else 1
 
 
-def _masks(lo: Any, keep: Any, bias: Any, sinks: Any, hi: Any) -> Masks:
+def _masks(operands: AttendOperands[Any]) -> Masks:
+    hi, lo, keep, bias = operands.hi, operands.lo, operands.keep, operands.bias
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.get_dtype() == torch.bool else Bias.ADDED
     return Masks(
-        lo is not None, keep is not None, kind, sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
+        lo is not None, keep is not None, kind, operands.sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
         varies(bias, 0), varies(bias, 1), varies(bias, 2),
     )
 

@@ -30,6 +30,7 @@ from kvcompile.lowering.codegen.template_sizes import GLOBALS
 from kvcompile.lowering.decode.config import AttendConfig, plans
 from kvcompile.lowering.decode.slot_plan import SlotPlan
 from kvcompile.lowering.decode.template import SOURCE
+from kvcompile.lowering.host.triton_api import compile_for
 
 KERNEL = "kvcompile_attend"
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
@@ -179,27 +180,11 @@ def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batc
     """``ttgir``, ``ptx`` and ``cubin`` of a rendered source, on a machine with or without a device."""
     if arch not in ARCHITECTURES:
         raise OfflineCompilation(expected=f"one of {sorted(ARCHITECTURES)}", found=arch, todo="pass one of these")
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = getattr(load_module(source), KERNEL)
     operands = operands_for(config, batch)
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name == "OUT":
-            signature[name] = _pointer(output_for(config).dtype)
-        elif name in operands:
-            signature[name] = _pointer(operands[name].dtype)
-        else:
-            signature[name] = "i32"
-            continue
-        attributes[(index,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(kernel, signature, {}, attributes), target=GPUTarget("cuda", ARCHITECTURES[arch], 32),
-        options={"num_warps": config.tile.num_warps, "num_stages": config.tile.num_stages},
-    )
-    return {stage: compiled.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
+    pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": output_for(config).dtype}
+    signature = {name: _pointer(pointers[name]) if name in pointers else "i32" for name in kernel.arg_names}
+    return compile_for(kernel, signature, pointers, ARCHITECTURES[arch], config.tile.num_warps, config.tile.num_stages)
 
 
 def _pointer(dtype: torch.dtype) -> str:

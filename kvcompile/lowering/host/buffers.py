@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.ir import ExternKernel
-from torch._inductor.virtualized import V
+
+from kvcompile.lowering.host.inductor_api import V, ir
 
 
 def realize(node: Any) -> Any:
     """A buffer or a strided view of one with its strides settled; copies only what no strides can describe."""
-    node = ExternKernel.realize_input(node)
+    node = ir.ExternKernel.realize_input(node)
     node.freeze_layout()
     return node
 

@@ -1,7 +1,7 @@
 """A node of Inductor's graph that stands for all kernels of one operator, with mutated operands as the operator declares them.
 
 torch finds out what a Triton kernel of the user's writes by compiling it to TTIR, at every launch, while it traces and again while it
-lowers: about a second a launch, and a certified layer has twelve. Here an operator stays whole until it is lowered. ``lower_launches``
+lowers: about a second a launch, and a layer may have a dozen. Here an operator stays whole until it is lowered. ``lower_launches``
 then runs its body on stand-ins with a recorder (``launches``), and makes one node of what was recorded: the operands that the caller
 says are written are the node's mutations, tensors that the body made are the node's buffers, and each launch becomes a call in the
 wrapper, by the code that Inductor has for kernels of the user's. So the scheduler has one node in place of fifty.
@@ -21,14 +21,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor import ir
-from torch._inductor.utils import convert_shape_to_symint
-from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
-from torch.utils._pytree import tree_map
 
 from kvcompile.lowering.host.buffers import realize
+from kvcompile.lowering.host.inductor_api import V, convert_shape_to_symint, ir
 from kvcompile.lowering.host.launches import KernelLaunch, NotRecorded, OnlyRoom, Recorder, Step, identity
+from kvcompile.lowering.host.torch_api import OrderedSet, tree_map
 
 
 def stand_in(node: Any) -> torch.Tensor:

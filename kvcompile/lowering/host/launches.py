@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompile.errors import CompileError
+from kvcompile.lowering.host.torch_api import TorchDispatchMode
 
 
 class NotRecorded(CompileError):

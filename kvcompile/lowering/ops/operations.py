@@ -43,6 +43,7 @@ stands for. ``capture`` takes it away again, so it only ever runs where kvcompil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -50,6 +51,7 @@ from kvcompile import schemes
 from kvcompile.errors import ForeignBackend
 from kvcompile.lowering.ops.append_window import append_window_body, append_window_meta
 from kvcompile.lowering.ops.gather import gather_body, gather_meta
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.sliding import unroll_body, unroll_meta
 from kvcompile.types import Role, SlotSpec
 
@@ -71,7 +73,7 @@ LIBRARY.define(
 )
 
 
-def slot_spec(planes: list[torch.Tensor], head_dim: int, role: Role) -> SlotSpec:
+def slot_spec(planes: Sequence[torch.Tensor], head_dim: int, role: Role) -> SlotSpec:
     """The slot that planes belong to; only dense planes carry the model's dtype."""
     return SlotSpec(planes[0].shape[2], head_dim, planes[0].dtype, role)
 
@@ -192,62 +194,68 @@ def with_recent(decoded: torch.Tensor, recent: torch.Tensor, base: torch.Tensor)
     return torch.where(((j >= 0) & (j < rows))[:, None, :, None], taken.to(decoded.dtype), decoded)
 
 
-def attend_body(
-    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
-    key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
-    recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None, rotation: Sequence[torch.Tensor] | None = None,
-    interleaved: bool = False, more: Sequence[torch.Tensor] | None = None, more_scheme: str = "", more_dim: int = 0,
-    compute: torch.dtype | None = None,
-) -> torch.Tensor:
+def attend_body(operands: AttendOperands[torch.Tensor], compute: torch.dtype | None = None) -> torch.Tensor:
     """The definition of ``attend`` in ``compute`` precision (q's, at least float32); decodes one kv head at a time."""
+    q, kv_heads = operands.q, operands.keys[0].shape[2]
     compute = compute or torch.promote_types(q.dtype, torch.float32)
-    B, H, S, D = q.shape
-    ks, vs = schemes.parse(key_scheme), schemes.parse(value_scheme)
-    key_slot = slot_spec(keys, D - more_dim, Role.KEY)
-    value_slot = slot_spec(values, value_dim, Role.VALUE)
-    K = keys[0].shape[2]
-    G = H // K
-    out = q.new_empty(B, H, S, value_dim)
-    for head in range(K):
-        one = slice(head, head + 1)
-        k = ks.decode(decodable(ks, keys, key_slot, one), key_slot).to(compute)
-        if more:
-            ms, more_slot = schemes.parse(more_scheme), slot_spec(list(more), more_dim, Role.KEY)
-            k = torch.cat((k, ms.decode(decodable(ms, more, more_slot, one), more_slot).to(compute)), dim=-1)
-        v = vs.decode(decodable(vs, values, value_slot, one), value_slot).to(compute)
-        tokens = k.shape[2]
-        if recent:
-            assert base is not None
-            k, v = with_recent(k, recent[0][:, one], base), with_recent(v, recent[1][:, one], base)
-        if rotation:
-            cos, sin = (_fitted(table.to(compute), tokens) for table in rotation)
-            k = rotate(k, cos, sin, interleaved)
-        heads = slice(head * G, (head + 1) * G)
-        scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * scale
-        if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
-        mask = visible(hi, lo, keep, tokens)
-        if bias is not None:
-            part = bias[:, heads] if bias.shape[1] == H else bias
-            if part.dtype == torch.bool:
-                mask = mask & _padded(part, tokens, False)
-            else:
-                scores = scores + _padded(part.to(compute), tokens, float("-inf"))
-        scores = scores.masked_fill(~mask, float("-inf"))
-        top = scores.amax(-1, keepdim=True)
-        if sinks is not None:
-            top = torch.maximum(top, sinks[heads].to(compute)[None, :, None, None])
-        top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
-        weights = torch.exp(scores - top)
-        total = weights.sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + torch.exp(sinks[heads].to(compute)[None, :, None, None] - top)
-        # What is masked must not poison the sum: 0 * NaN of an unwritten token is NaN.
-        v = torch.where(mask.any(2).any(1)[:, None, :, None], v, torch.zeros_like(v))
-        # Compared with zero, not "above zero": the total of a row that saw NaN is NaN and must stay one.
-        out[:, heads] = torch.where(total == 0, torch.zeros_like(total), (weights @ v) / total).to(q.dtype)
+    group = q.shape[1] // kv_heads
+    out = q.new_empty(*q.shape[:3], operands.value_dim)
+    for head in range(kv_heads):
+        k, v = _decoded(operands, slice(head, head + 1), compute)
+        heads = slice(head * group, (head + 1) * group)
+        out[:, heads] = _attend_heads(operands, heads, k, v, compute)
     return out
+
+
+def _decoded(operands: AttendOperands[torch.Tensor], one: slice, compute: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [B, 1, T, .] of one kv head as attention multiplies them: newest tokens laid over, keys rotated."""
+    more, recent, base = operands.more, operands.recent, operands.base
+    ks, vs = schemes.parse(operands.key_scheme), schemes.parse(operands.value_scheme)
+    key_slot = slot_spec(operands.keys, operands.q.shape[3] - operands.more_dim, Role.KEY)
+    value_slot = slot_spec(operands.values, operands.value_dim, Role.VALUE)
+    k = ks.decode(decodable(ks, operands.keys, key_slot, one), key_slot).to(compute)
+    if more:
+        ms, more_slot = schemes.parse(operands.more_scheme), slot_spec(more, operands.more_dim, Role.KEY)
+        k = torch.cat((k, ms.decode(decodable(ms, more, more_slot, one), more_slot).to(compute)), dim=-1)
+    v = vs.decode(decodable(vs, operands.values, value_slot, one), value_slot).to(compute)
+    tokens = k.shape[2]
+    if recent:
+        assert base is not None
+        k, v = with_recent(k, recent[0][:, one], base), with_recent(v, recent[1][:, one], base)
+    if operands.rotation:
+        cos, sin = (_fitted(table.to(compute), tokens) for table in operands.rotation)
+        k = rotate(k, cos, sin, operands.interleaved)
+    return k, v
+
+
+def _attend_heads(
+    operands: AttendOperands[torch.Tensor], heads: slice, k: torch.Tensor, v: torch.Tensor, compute: torch.dtype
+) -> torch.Tensor:
+    """The result of the query heads of one kv head, [B, G, S, Dv] in q's dtype."""
+    q, bias, sinks, softcap, tokens = operands.q, operands.bias, operands.sinks, operands.softcap, k.shape[2]
+    scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * operands.scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    mask = visible(operands.hi, operands.lo, operands.keep, tokens)
+    if bias is not None:
+        part = bias[:, heads] if bias.shape[1] == q.shape[1] else bias
+        if part.dtype == torch.bool:
+            mask = mask & _padded(part, tokens, False)
+        else:
+            scores = scores + _padded(part.to(compute), tokens, float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks[heads].to(compute)[None, :, None, None])
+    top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks[heads].to(compute)[None, :, None, None] - top)
+    # What is masked must not poison the sum: 0 * NaN of an unwritten token is NaN.
+    v = torch.where(mask.any(2).any(1)[:, None, :, None], v, torch.zeros_like(v))
+    # Compared with zero, not "above zero": the total of a row that saw NaN is NaN and must stay one.
+    return torch.where(total == 0, torch.zeros_like(total), (weights @ v) / total).to(q.dtype)
 
 
 def _fitted(table: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -262,15 +270,14 @@ def decodable(scheme: schemes.Scheme, planes: Sequence[torch.Tensor], slot: Slot
     return tuple(plane if fmt.levels and at == fmt.planes - 1 else as_tokens(plane) for at, plane in enumerate(read))
 
 
-def attend_meta(
-    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
-    key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
-    recent: Sequence[torch.Tensor] | None = None, base: torch.Tensor | None = None, rotation: Sequence[torch.Tensor] | None = None,
-    interleaved: bool = False, more: Sequence[torch.Tensor] | None = None, more_scheme: str = "", more_dim: int = 0,
-) -> torch.Tensor:
+def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return attend_body(AttendOperands(*args, **kwargs))
+
+
+def _attend_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Shape of the result, [B, H, S, Dv] in q's dtype, contiguous."""
-    return q.new_empty(q.shape[0], q.shape[1], q.shape[2], value_dim)
+    operands: AttendOperands[torch.Tensor] = AttendOperands(*args, **kwargs)
+    return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
 
 
 def _learn_meta(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
@@ -305,7 +312,7 @@ LIBRARY.impl("expose", _expose_meta, "Meta")
 LIBRARY.impl("learn", learn_body, "CompositeExplicitAutograd")
 LIBRARY.impl("learn", _learn_meta, "Meta")
 LIBRARY.impl("append", append_body, "CompositeExplicitAutograd")
-LIBRARY.impl("attend", attend_body, "CompositeExplicitAutograd")
+LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_body, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_meta, "Meta")
 LIBRARY.impl("unroll", unroll_body, "CompositeExplicitAutograd")
@@ -317,7 +324,7 @@ LIBRARY.impl("unrotate", unrotate_body, "CompositeExplicitAutograd")
 LIBRARY.impl("unrotate", _unrotate_meta, "Meta")
 LIBRARY.impl("first_visible", first_visible_body, "CompositeExplicitAutograd")
 LIBRARY.impl("first_visible", _first_visible_meta, "Meta")
-LIBRARY.impl("attend", attend_meta, "Meta")
+LIBRARY.impl("attend", _attend_meta, "Meta")
 
 expose = torch.ops.kvcompile.expose.default
 append = torch.ops.kvcompile.append.default

@@ -9,8 +9,7 @@ The number of chunks is that of the planes' capacity, which the host knows; how 
 knows: programs beyond the newest position return at once. Nothing waits for the device, so a CUDA graph can capture it.
 
 ``kvcompile::attend_chunks`` takes the operands of ``attend`` that the template knows, no sinks, and ``cut``: chunk, splits, tokens
-and rows of a tile, warps, stages, whether through tensor descriptors. It gives partial sums, maxima and totals, float32
-[splits, B, H, S, Dv + 2], to be merged.
+and rows of a tile, warps, stages. It gives partial sums, maxima and totals, float32 [splits, B, H, S, Dv + 2], to be merged.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ import torch
 
 from kvcompile.lowering.decode.config import Bias, Masks, Tile
 from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Operand, load_module
+from kvcompile.lowering.host.triton_api import compile_for
+from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.lowering.prefill import decode_chunk as decode_source
 from kvcompile.lowering.prefill.config import PrefillConfig
@@ -44,27 +45,12 @@ class ChunkKernel:
     pointers: Mapping[str, torch.dtype]
     warps: int
     stages: int
-    described: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def compiled(self, arch: str) -> dict[str, str | bytes]:
         """``ttgir``, ``ptx`` and ``cubin`` for an architecture, without a device; strides count as multiples of 16."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
         kernel = getattr(load_module(self.source, "chunked"), self.name)
-        signature, attributes = {}, {}
-        for index, name in enumerate(kernel.arg_names):
-            signature[name] = "*" + POINTERS[self.pointers[name]] if name in self.pointers else "i32"
-            if name in self.described:
-                signature[name] = f"tensordesc<{POINTERS[self.pointers[name]]}{list(self.described[name])}>"
-            elif name not in LOOSE:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        made = triton.compile(
-            ASTSource(kernel, signature, {}, attributes), target=GPUTarget("cuda", ARCHITECTURES[arch], 32),
-            options={"num_warps": self.warps, "num_stages": self.stages},
-        )
-        return {stage: made.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
+        signature = {name: "*" + POINTERS[self.pointers[name]] if name in self.pointers else "i32" for name in kernel.arg_names}
+        return compile_for(kernel, signature, set(signature) - LOOSE, ARCHITECTURES[arch], self.warps, self.stages)
 
 
 LOOSE = frozenset({"hi_b", "hi_s", "lo_b", "lo_s", "keep_b", "keep_t", "keep_n", "recent_n", "base_b", "NEWEST_b", "OLDEST_b", "BASE_b"})
@@ -73,9 +59,9 @@ LOOSE = frozenset({"hi_b", "hi_s", "lo_b", "lo_s", "keep_b", "keep_t", "keep_n",
 
 def cut_as(config: PrefillConfig, cut: Sequence[int]) -> PrefillConfig:
     """The configuration with the operand ``cut`` in it."""
-    chunk, splits, tokens, rows, warps, stages, described = cut
+    chunk, splits, tokens, rows, warps, stages = cut
     tile = Tile(tokens, rows, False, warps, stages)
-    return dataclasses.replace(config, chunk=chunk, splits=splits, tile=tile, described=bool(described))
+    return dataclasses.replace(config, chunk=chunk, splits=splits, tile=tile)
 
 
 def decoder(config: PrefillConfig) -> ChunkKernel:
@@ -108,8 +94,7 @@ def attender(config: PrefillConfig) -> ChunkKernel:
     operands = {name: every[name] for name in own.operands}
     out = Operand((own.splits, 0, heads * own.group, "S", value + 2), ("out_z", "out_b", "out_h", value + 2, 1), torch.float32)
     pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": out.dtype}
-    blocks = {"K_WORDS": (own.tile.block_t, key), "V_WORDS": (own.tile.block_t, value)} if own.described else {}
-    return ChunkKernel(KERNEL, render(own, operands, out), pointers, own.tile.num_warps, own.tile.num_stages, blocks)
+    return ChunkKernel(KERNEL, render(own, operands, out), pointers, own.tile.num_warps, own.tile.num_stages)
 
 
 @functools.lru_cache(maxsize=256)
@@ -134,22 +119,24 @@ class Launch:
 
 
 def launches(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
-    keep: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
-    recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None, cut: Sequence[int], *, packed: bool | None = None,
+    operands: AttendOperands[torch.Tensor], cut: Sequence[int], *, packed: bool | None = None
 ) -> tuple[torch.Tensor, list[Launch]]:
-    """The tensor of partial sums and what fills it, to be run in order; arguments as those of ``attend_chunks``."""
+    """The tensor of partial sums and what fills it, to be run in order."""
+    q, keys, values, hi, lo, keep, base = (
+        operands.q, operands.keys, operands.values, operands.hi, operands.lo, operands.keep, operands.base
+    )
+    value_dim = operands.value_dim
     B, H, S, D = q.shape
     K = keys[0].shape[2]
     masks = Masks(lo is not None, keep is not None, Bias.NONE, False, *(x is not None and x.shape[0] != 1 for x in (hi, lo, keep)))
     config = PrefillConfig(
-        key_scheme, value_scheme, D, value_dim, K, H // K, q.dtype, keys[0].dtype, values[0].dtype, scale, softcap, masks, keys[0].shape[3],
-        recent=bool(recent), base_per_batch=base is not None and base.shape[0] != 1,
+        operands.key_scheme, operands.value_scheme, D, value_dim, K, H // K, q.dtype, keys[0].dtype, values[0].dtype, operands.scale,
+        operands.softcap, masks, keys[0].shape[3], recent=bool(operands.recent), base_per_batch=base is not None and base.shape[0] != 1,
         packed=torch.version.hip is None if packed is None else packed,
     )
     config = cut_as(config, cut)
     chunk, splits = config.chunk, config.splits
-    q, recent = _inner_dense(q), [_inner_dense(x) for x in recent or ()]
+    q, recent = _inner_dense(q), [_inner_dense(x) for x in operands.recent or ()]
     out = q.new_empty((splits, B, H, S, value_dim + 2), dtype=torch.float32)
     scratch = [q.new_empty((1, B, K, chunk, dim)) for dim in (D, value_dim)]
     capacity = keys[0].shape[0] * keys[0].shape[3]
@@ -162,11 +149,6 @@ def launches(
     }
     for name, rows in zip(("recent_k", "recent_v"), recent, strict=False):
         attended |= _steps(name, "bhj", rows)
-    if config.described:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        for name, rows in zip(("K_WORDS", "V_WORDS"), scratch, strict=True):
-            attended[name] = TensorDescriptor.from_tensor(rows.view(-1, rows.shape[-1]), [config.tile.block_t, rows.shape[-1]])
     limits = {"NEWEST": hi.amax(1), "OLDEST": None if lo is None else lo.amin(1), "BASE": base}
     decoded = {"K_OUT": scratch[0], "V_OUT": scratch[1], "CAPACITY": capacity, **limits}
     decoded |= {f"{name}_b": 0 if each is None or each.shape[0] == 1 else each.stride(0) for name, each in limits.items()}
@@ -178,12 +160,12 @@ def launches(
     found = []
     for first in range(0, capacity, chunk):
         programs = min(chunk, capacity - first) // decode_source.TOKENS
-        for kernel, named, grid, warps, stages in (
+        for kernel, given, grid, warps, stages in (
             (decode, decoded, (programs, B * K, 2), decode_source.WARPS, 1),
             (attend, attended, (tiles, B * K, splits), config.tile.num_warps, config.tile.num_stages),
         ):
-            named["FIRST"] = first
-            found.append(Launch(kernel, tuple(named[name] for name in kernel.arg_names), grid, warps, stages))
+            given["FIRST"] = first
+            found.append(Launch(kernel, tuple(given[name] for name in kernel.arg_names), grid, warps, stages))
     return out, found
 
 
@@ -192,10 +174,10 @@ def _steps(name: str, axes: str, tensor: torch.Tensor | None) -> dict[str, Any]:
     return {} if tensor is None else {f"{name}_{axis}": step for axis, step in zip(axes, tensor.stride(), strict=False)}
 
 
-def attend_chunks(q: torch.Tensor, *rest: Any, packed: bool | None = None) -> torch.Tensor:
+def attend_chunks(operands: AttendOperands[torch.Tensor], cut: Sequence[int], packed: bool | None = None) -> torch.Tensor:
     """Partial sums of ``attend``, float32 [splits, B, H, S, Dv + 2]; ``packed`` False keeps PTX out, as the interpreter needs it."""
-    with torch.cuda.device_of(q):
-        out, found = launches(q, *rest, packed=packed)
+    with torch.cuda.device_of(operands.q):
+        out, found = launches(operands, cut, packed=packed)
         for launch in found:
             launch.run()
     return out
@@ -205,15 +187,22 @@ def _inner_dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _attend_chunks_meta(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
-    keep: torch.Tensor | None, key_scheme: str, value_scheme: str, scale: float, softcap: float, value_dim: int,
-    recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None, cut: Sequence[int],
-) -> torch.Tensor:
-    return q.new_empty((cut[1], q.shape[0], q.shape[1], q.shape[2], value_dim + 2), dtype=torch.float32)
+def record_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[AttendOperands[torch.Tensor], list[int]]:
+    """The operands of a call of the operation, and its ``cut``."""
+    given = named(operation, args, kwargs)
+    return attend_operands({**given, "bias": None, "sinks": None}), given["cut"]
 
 
-LIBRARY.impl("attend_chunks", attend_chunks, "CUDA")
+def _attend_chunks(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return attend_chunks(*record_of(args, kwargs))
+
+
+def _attend_chunks_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
+    operands, cut = record_of(args, kwargs)
+    return operands.q.new_empty((cut[1], *operands.q.shape[:3], operands.value_dim + 2), dtype=torch.float32)
+
+
+LIBRARY.impl("attend_chunks", _attend_chunks, "CUDA")
 LIBRARY.impl("attend_chunks", _attend_chunks_meta, "Meta")
 
 operation = torch.ops.kvcompile.attend_chunks.default

@@ -24,8 +24,7 @@ class PrefillConfig:
     """A complete description of one rendered kernel; hashable.
 
     ``chunk`` above 0: the kernel sees that many tokens from a run-time position on and adds to partial sums that
-    earlier chunks left (``chunked``); ``offline`` renders such kernels, Inductor does not. ``described``: it reads them
-    through tensor descriptors, which the hardware copies by.
+    earlier chunks left (``chunked``); ``offline`` renders such kernels, Inductor does not.
     """
 
     key_scheme: str
@@ -48,7 +47,6 @@ class PrefillConfig:
     packed: bool = True
     tile: Tile = SQUARE
     chunk: int = 0
-    described: bool = False
 
     @property
     def direct(self) -> bool:
@@ -114,7 +112,7 @@ class PrefillConfig:
             "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "HAS_SINKS": int(masks.sinks),
             "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "RAISED": RAISED,
-            "CHUNK": self.chunk, "DESCRIBED": int(self.described),
+            "CHUNK": self.chunk,
         }
 
 

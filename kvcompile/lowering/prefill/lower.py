@@ -9,20 +9,18 @@ then read them from shared memory, where a conversion in the kernel would hold t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor.ir import FixedLayout, FlexibleLayout
-from torch._inductor.lowering import fallback_handler, lowerings
-from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
 
 from kvcompile.lowering.codegen.template_sizes import GLOBALS
 from kvcompile.lowering.decode.config import Bias, Masks
 from kvcompile.lowering.decode.lower import attend_grid, merge
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
+from kvcompile.lowering.host.inductor_api import TritonTemplate, autotuned, fallback_handler, ir, lowerings
+from kvcompile.lowering.host.inductor_api import config as inductor_config
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill import chunked
 from kvcompile.lowering.prefill.config import SMALLEST, PrefillConfig, slots
 from kvcompile.lowering.prefill.template import SOURCE
@@ -36,29 +34,34 @@ prefill_template = TritonTemplate(name="kvcompile_prefill", grid=attend_grid, so
 prefill_template.template.globals |= GLOBALS | {"slots": slots}
 
 
-def lower_prefill(
-    q: Any, keys: Sequence, values: Sequence, hi: Any, lo: Any, keep: Any, bias: Any, sinks: Any, key_scheme: str, value_scheme: str,
-    scale: float, softcap: float, value_dim: Any, recent: Sequence | None = None, base: Any = None, rotation: Any = None,
-    interleaved: bool = False,
-) -> Any | None:
-    """The result of ``attend`` as a TensorBox, or None where the rows are few or the template does not know all of it."""
-    del interleaved
-    B, H, S, D = q.get_size()
-    kv_heads = keys[0].get_size()[2]
-    rows = hint(S) * hint(H) // hint(kv_heads)
-    if rotation or bias is not None or rows < FEWEST_ROWS or equals(S, 1):
+def many_rows(operands: AttendOperands[Any]) -> int | None:
+    """The rows of queries of a kv head where they are as many as this template is for, else None."""
+    _, H, S, _ = operands.q.get_size()
+    rows = hint(S) * hint(H) // hint(operands.keys[0].get_size()[2])
+    return None if rows < FEWEST_ROWS or equals(S, 1) else rows
+
+
+def lower_prefill(operands: AttendOperands[Any]) -> Any | None:
+    """The result of ``attend`` of many rows as a TensorBox, None where the template does not know the operands' strides or scheme."""
+    q, keys, values, hi, lo, keep, sinks, recent, base = (
+        operands.q, operands.keys, operands.values, operands.hi, operands.lo, operands.keep, operands.sinks, operands.recent, operands.base,
+    )
+    rows = many_rows(operands)
+    if operands.rotation or operands.bias is not None or rows is None:
         return None
-    H, K, D, Dv = (static(x) for x in (H, kv_heads, D, value_dim))
+    B, H, S, D = q.get_size()
+    H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, operands.value_dim))
     page_rows = static(keys[0].get_size()[3]) if not equals(keys[0].get_size()[0], 1) else 1
     paged = page_rows > 1
     config = PrefillConfig(
-        key_scheme, value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(), float(scale), float(softcap),
+        operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),
+        float(operands.scale), float(operands.softcap),
         Masks(lo is not None, keep is not None, Bias.NONE, sinks is not None, varies(hi), varies(lo), varies(keep)), page_rows, paged,
         recent=bool(recent), base_per_batch=varies(base), packed=torch.version.hip is None,
     )
     if not config.fits or (paged and page_rows & (page_rows - 1)):
         return None
-    nodes = _operands(config, keys, values, {"HI": hi, "LO": lo, "KEEP": keep, "SINKS": sinks, "BASE": base}, recent)
+    nodes = _operands(config, operands)
     if not _loadable(config, nodes):
         return None
     device = q.get_device()
@@ -69,8 +72,10 @@ def lower_prefill(
         int(capacity) if isinstance(capacity, (int, sympy.Integer)) else None,
     )
     if cut is not None:
-        operands = (q, list(keys), list(values), hi, lo, keep, key_scheme, value_scheme, float(scale), float(softcap), Dv, recent, base)
-        partial = fallback_handler(chunked.operation)(*operands, list(cut))
+        partial = fallback_handler(chunked.operation)(
+            q, list(keys), list(values), hi, lo, keep, operands.key_scheme, operands.value_scheme, float(operands.scale),
+            float(operands.softcap), Dv, recent, base, list(cut),
+        )
         return merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
     nodes |= _queries(config, q)
     configs = choose_tiles(config, rows, properties.shared_memory_per_block_optin, bool(inductor_config.max_autotune))
@@ -79,7 +84,7 @@ def lower_prefill(
     tokens = hint(keys[0].get_size()[0]) * hint(keys[0].get_size()[3])
     splits = splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens)
     size = [B, H, S, Dv] if splits == 1 else [splits, B, H, S, Dv + 2]
-    layout = FixedLayout(device, q.get_dtype() if splits == 1 else torch.float32, size, list(FlexibleLayout.contiguous_strides(size)))
+    layout = ir.FixedLayout(device, q.get_dtype() if splits == 1 else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size)))
     choices: list[Any] = []
     for tiled in configs:
         made = tiled.with_splits(splits)
@@ -90,25 +95,24 @@ def lower_prefill(
         )
     # Every position in use, so that choices differ by the work they do.
     in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
-    chosen = autotune_select_algorithm("kvcompile_prefill", choices, inputs, layout, input_gen_fns=examples(made.operands, in_use))
-    # torch 2.12 began to return the choice beside the node.
-    partial = chosen[0] if isinstance(chosen, tuple) else chosen
+    partial = autotuned("kvcompile_prefill", choices, inputs, layout, examples(made.operands, in_use))
     return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
 
 
-def _operands(
-    config: PrefillConfig, keys: Sequence, values: Sequence, masks: dict[str, Any], recent: Sequence | None
-) -> dict[str, Any]:
+def _operands(config: PrefillConfig, operands: AttendOperands[Any]) -> dict[str, Any]:
     """Every operand beside the queries that the template may ask for, as a buffer with fixed strides."""
     key, value = config.slots
-    nodes = {"K_WORDS": keys[0], "V_WORDS": values[0], **masks}
-    for letter, slot, planes in (("K", key, keys), ("V", value, values)):
+    nodes = {
+        "K_WORDS": operands.keys[0], "V_WORDS": operands.values[0], "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep,
+        "SINKS": operands.sinks, "BASE": operands.base,
+    }
+    for letter, slot, planes in (("K", key, operands.keys), ("V", value, operands.values)):
         if slot.scaled:
             nodes[f"{letter}_SCALES"] = planes[1]
         if slot.zeros:
             nodes[f"{letter}_ZEROS"] = planes[2]
-    if recent:
-        nodes["RECENT_K"], nodes["RECENT_V"] = recent
+    if operands.recent:
+        nodes["RECENT_K"], nodes["RECENT_V"] = operands.recent
     return {name: realize(node) for name, node in nodes.items() if node is not None}
 
 

@@ -8,6 +8,7 @@ import torch
 
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
 from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Operand, load_module, template
+from kvcompile.lowering.host.triton_api import compile_for
 from kvcompile.lowering.prefill.config import PrefillConfig, slots
 from kvcompile.lowering.prefill.template import SOURCE
 
@@ -93,22 +94,8 @@ def prefill_source(config: PrefillConfig, batch: int = 1, queries: int = 512) ->
 
 def compile_offline(source: str, config: PrefillConfig, arch: str = "sm_90", batch: int = 1, queries: int = 512) -> dict[str, str | bytes]:
     """``ttgir``, ``ptx`` and ``cubin`` of a rendered source, on a machine with or without a device."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = getattr(load_module(source), KERNEL)
     operands = operands_for(config, batch, queries)
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name == "OUT" or name in operands:
-            dtype = output_for(config, batch, queries).dtype if name == "OUT" else operands[name].dtype
-            signature[name] = "*" + POINTERS[dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "i32"
-    compiled = triton.compile(
-        ASTSource(kernel, signature, {}, attributes), target=GPUTarget("cuda", ARCHITECTURES[arch], 32),
-        options={"num_warps": config.tile.num_warps, "num_stages": config.tile.num_stages},
-    )
-    return {stage: compiled.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
+    pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": output_for(config, batch, queries).dtype}
+    signature = {name: "*" + POINTERS[pointers[name]] if name in pointers else "i32" for name in kernel.arg_names}
+    return compile_for(kernel, signature, pointers, ARCHITECTURES[arch], config.tile.num_warps, config.tile.num_stages)

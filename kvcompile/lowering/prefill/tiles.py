@@ -46,9 +46,6 @@ def choose_tiles(base: PrefillConfig, rows: int, shared_memory: int, tuned: bool
 FEWEST_CHUNKED_ROWS = 1024
 """Rows of one kv head from which codes are decoded once for all of them, a chunk at a time (``chunked``)."""
 
-DESCRIBED = False
-"""Whether the scratch is read through tensor descriptors: not before it is measured."""
-
 SCRATCH = 64 << 20
 """Bytes that the two scratches of a chunk should have."""
 
@@ -70,7 +67,7 @@ def choose_cut(
     square = (each for each in tiled if each.tile.block_t == each.tile.block_r == 128)
     best = next(square, tiled[0]) if rows < TALL_ROWS else tiled[0]
     tile, splits = best.tile, splits_for(best, rows, batch * config.kv_heads, multiprocessors, chunk)
-    return chunk, splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages, int(DESCRIBED)
+    return chunk, splits, tile.block_t, tile.block_r, tile.num_warps, tile.num_stages
 
 
 def chunk_for(config: PrefillConfig, batch: int, capacity: int | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcompile.lowering.certified.bound_printer import triton_source
+from kvcompile.lowering.certificate.bound_printer import triton_source
 from kvcompile.lowering.decode.offline import load_module
 from kvcompile.schemes.certificate import bounds
 

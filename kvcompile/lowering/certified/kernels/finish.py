@@ -14,12 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcompile.lowering.certified import certificate as certificates
-from kvcompile.lowering.certified.bound_printer import UP32
+from kvcompile.lowering.certificate import head_bounds
+from kvcompile.lowering.certificate.bound_printer import UP32
+from kvcompile.lowering.certificate.telemetry import COLUMNS, COUNTED
 from kvcompile.lowering.certified.kernels import bound_sums as triton_tally
 from kvcompile.lowering.certified.kernels.bounds import accumulation, center_norm, key, output_rounding, value
 from kvcompile.lowering.certified.kernels.certified import fallen, next_of, weighed_from
-from kvcompile.lowering.certified.telemetry import COLUMNS, COUNTED
 from kvcompile.schemes.certificate.policy import Cause, Count, Figure, Rung
 
 
@@ -55,7 +55,7 @@ COUNTED_AT, RUNGS_AT = tl.constexpr(COLUMNS.index("blocks")), tl.constexpr(COLUM
 CAUSES_AT, ADDED_COUNTS = tl.constexpr(COLUMNS.index("cause_rank")), tl.constexpr(len(COUNTED))
 RUNGS, CAUSES = tl.constexpr(len(Rung)), tl.constexpr(len(Cause))
 
-LEAST_NORMAL, OUTWARD = tl.constexpr(certificates.LEAST_NORMAL), tl.constexpr(certificates.OUTWARD)
+LEAST_NORMAL, OUTWARD = tl.constexpr(head_bounds.LEAST_NORMAL), tl.constexpr(head_bounds.OUTWARD)
 LARGEST_NUMBER = tl.constexpr(1.7976931348623157e308)
 UP32_FACTOR, UP32_ADDEND = tl.constexpr(UP32[0]), tl.constexpr(UP32[1])
 AT_ONCE = tl.constexpr(64)
@@ -268,7 +268,7 @@ def settle(
     OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, ROWS2: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr, DENSE: tl.constexpr, COUNTS_STEPS: tl.constexpr,
 ):
-    """One kv head: (DENSE) what its rows that fall return; (COUNTS_STEPS) ``certified.telemetry.accumulate`` of all its rows."""
+    """One kv head: (DENSE) what its rows that fall return; (COUNTS_STEPS) ``certificate.telemetry.accumulate`` of all its rows."""
     pair = tl.program_id(0)
     if DENSE:
         flag = tl.arange(0, ROWS2)

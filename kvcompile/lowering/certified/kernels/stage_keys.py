@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcompile.lowering.certificate.telemetry import COLUMNS
 from kvcompile.lowering.certified.kernels.certified import BLOCK
-from kvcompile.lowering.certified.telemetry import COLUMNS
 from kvcompile.schemes import certified
 
 SET = tl.constexpr(certified.SET)

@@ -40,7 +40,7 @@ class UnprintableBound(CompileError):
 
     template = (
         "expected a bound of nonnegative sums, products, quotients, Min, Max, exp, tanh and Rise, found {found}; rewrite the bound "
-        "without it, or teach kvcompile/lowering/certified/bound_printer.py its rounding error"
+        "without it, or teach kvcompile/lowering/certificate/bound_printer.py its rounding error"
     )
 
 

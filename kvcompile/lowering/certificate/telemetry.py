@@ -1,4 +1,4 @@
-"""Telemetry of certified attention: what a step says of itself, accumulated in a plane that the host reads on request.
+"""Telemetry of attention with a certificate: what a step says of itself, accumulated in a plane that the host reads on request.
 
 A plane [1, B, K, 1, 34] of float64: steps, head-steps, the sum and the largest of every ``Figure``, and how often every
 ``Count``, ``Rung`` and ``Cause`` was; what became of the scratch. The step number is also the clock that exploration draws by.
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvcompile.lowering.certified.bound_printer import up32
-from kvcompile.lowering.certified.certificate import Certificate
+from kvcompile.lowering.certificate.bound_printer import up32
+from kvcompile.lowering.certificate.head_bounds import Certificate
 from kvcompile.schemes.certificate.policy import Cause, Count, Figure, Rung
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
 
@@ -118,7 +118,7 @@ def added_up(told: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.
 
 @dataclass(frozen=True)
 class Telemetry:
-    """Telemetry of certified attention, over some layers, rows and heads."""
+    """Telemetry of attention with a certificate, over some layers, rows and heads."""
 
     values: dict[str, float]
 

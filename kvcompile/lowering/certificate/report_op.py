@@ -11,15 +11,17 @@ as ``attend`` reads it, and what makes it might be compiled otherwise than witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvcompile import schemes
-from kvcompile.lowering.certified.checks import causes_of
-from kvcompile.lowering.certified.report import report_step
-from kvcompile.lowering.certified.telemetry import Counted, accumulate, counts_of, figures_of
+from kvcompile.lowering.certificate.head_bounds import causes_of
+from kvcompile.lowering.certificate.report import report_step
+from kvcompile.lowering.certificate.telemetry import Counted, accumulate, counts_of, figures_of
+from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.schemes.certificate.policy import parse_policy
 
@@ -31,41 +33,56 @@ LIBRARY.define(
 LIBRARY.define("as_stored(Tensor x) -> Tensor")
 
 
-def report_site_body(
-    output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, key_scheme: str,
-    value_scheme: str, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None, base: torch.Tensor | None,
-    telemetry: torch.Tensor, certify: str, refilled: torch.Tensor | None,
-) -> None:
-    """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 34]; the operands are those of ``attend``.
+@dataclass(frozen=True)
+class ReportOperands:
+    """Operands of ``report_site``: what ``attend`` gave, and for which operands.
 
-    ``refilled`` [1, B, K, 1, 1]: from which token on ``recent`` holds originals; those before were put back from codes.
+    ``refilled`` [1, B, K, 1, 1]: from which token on the newest ones are originals; those before were put back from codes.
     """
-    bounds, delta = report_step(
-        schemes.parse(key_scheme), schemes.parse(value_scheme), output, q, keys, values, hi, lo, keep, bias, sinks, scale, softcap,
-        value_dim, recent, base, None if refilled is None else refilled[0, :, 0, 0, 0],
-    )
+
+    output: torch.Tensor
+    attend: AttendOperands[torch.Tensor]
+    telemetry: torch.Tensor
+    certify: str
+    refilled: torch.Tensor | None
+
+    @staticmethod
+    def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReportOperands:
+        """The record of a call of the operation."""
+        given = named(report_site, args, kwargs)
+        return ReportOperands(
+            given["output"], attend_operands(given), given["telemetry"], given["certify"], given["refilled"]
+        )
+
+
+def add_report(operands: ReportOperands) -> None:
+    """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 34]."""
+    refilled = operands.refilled
+    bounds, delta = report_step(operands.output, operands.attend, None if refilled is None else refilled[0, :, 0, 0, 0])
     zero, no = torch.zeros_like(delta), torch.zeros_like(delta, dtype=torch.bool)
-    causes = causes_of(bounds, parse_policy(certify))
-    accumulate(telemetry, figures_of(bounds, no, zero, delta, zero), counts_of(Counted(zero, zero, zero, zero), no, no, causes))
+    causes = causes_of(bounds, parse_policy(operands.certify))
+    figures, counted = figures_of(bounds, no, zero, delta, zero), Counted(zero, zero, zero, zero)
+    accumulate(operands.telemetry, figures, counts_of(counted, no, no, causes))
 
 
-def report_site_code(
-    output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], hi: torch.Tensor,
-    lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, *more: Any,
-) -> None:
+def report_site_code(*args: Any, **kwargs: Any) -> None:
     """The body as tensor code of a graph that ``attend`` stands in."""
-    *fixed, recent, base, telemetry, certify, refilled = more
-    recent = recent and [as_stored(x) for x in recent]
-    bias, sinks = (None if x is None else as_stored(x) for x in (bias, sinks))
-    fixed += [recent, base, telemetry, certify, refilled]
-    operands: list[Any] = [as_stored(output), as_stored(q), keys, values, hi, lo, keep, bias, sinks, *fixed]
-    report_site_body(*operands)
+    operands = ReportOperands.of(args, kwargs)
+    attend = operands.attend
+    recent = attend.recent and [as_stored(x) for x in attend.recent]
+    bias, sinks = (None if x is None else as_stored(x) for x in (attend.bias, attend.sinks))
+    output, q = as_stored(operands.output), as_stored(attend.q)
+    attend = dataclasses.replace(attend, q=q, bias=bias, sinks=sinks, recent=recent)
+    add_report(dataclasses.replace(operands, output=output, attend=attend))
 
 
 def report_site_traced(output: torch.Tensor, *operands: Any) -> None:
     """Add a step's report as a compiled graph traces it: tensor code on CUDA, else the operation as it is."""
     (report_site_code if output.device.type == "cuda" else report_site)(output, *operands)
+
+
+def _report_site(*args: Any, **kwargs: Any) -> None:
+    add_report(ReportOperands.of(args, kwargs))
 
 
 def _as_stored(x: torch.Tensor) -> torch.Tensor:
@@ -76,11 +93,11 @@ def _as_stored_meta(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _report_site_meta(output: torch.Tensor, *operands: Any) -> None:
+def _report_site_meta(*operands: Any) -> None:
     return None
 
 
-LIBRARY.impl("report_site", report_site_body, "CompositeExplicitAutograd")
+LIBRARY.impl("report_site", _report_site, "CompositeExplicitAutograd")
 LIBRARY.impl("report_site", _report_site_meta, "Meta")
 LIBRARY.impl("as_stored", _as_stored, "CompositeExplicitAutograd")
 LIBRARY.impl("as_stored", _as_stored_meta, "Meta")

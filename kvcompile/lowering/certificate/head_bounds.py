@@ -1,4 +1,4 @@
-"""The certificate of one step: the three bounds of a head, assembled from its blocks (theorems 2 to 6 of ``certified.bounds``)."""
+"""The certificate of one step: the three bounds of a head, from its blocks (theorems 2 to 6 of ``schemes.certificate.bounds``)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from kvcompile.lowering.certified.blocks import total
-from kvcompile.lowering.certified.bound_printer import aten
+from kvcompile.lowering.certificate.bound_printer import aten
+from kvcompile.lowering.certificate.logits import total
 from kvcompile.schemes.certificate import bounds
+from kvcompile.schemes.certificate.policy import Cause, Certify
 
 # Printed once, at import: Dynamo then sees plain functions.
 _accumulation = aten(bounds.ACCUMULATION)
@@ -116,3 +117,10 @@ def certificate(
     # A result beyond the dtype's range becomes infinite, which no rounding bounds.
     beyond = (torch.isinf(output.to(dtype)) & torch.isfinite(output)).any(-1)
     return Certificate(key_bound(softmax, delta, values, center), value, torch.where(beyond, math.inf, added + rounding))
+
+
+def causes_of(certificate: Certificate, rules: Certify) -> torch.Tensor:
+    """Why a head fails by its certificate alone, int64 [B, K, Q] of ``Cause`` bits."""
+    finite = torch.isfinite(certificate.key + certificate.value + certificate.arithmetic)
+    within = (certificate.key <= rules.key_budget) & (certificate.value <= rules.value_budget)
+    return torch.where(finite, 0, int(Cause.NOT_FINITE)) | torch.where(within | ~finite, 0, int(Cause.BUDGET))

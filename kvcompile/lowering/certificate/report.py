@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcompile import schemes
 from kvcompile.errors import NotBounded
-from kvcompile.lowering.certified import certificate as certificates
-from kvcompile.lowering.certified.blocks import NEAR, Scores, gaps, visible_to_queries
-from kvcompile.lowering.certified.bound_printer import aten
-from kvcompile.lowering.certified.certificate import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, Values, norm
+from kvcompile.lowering.certificate import head_bounds
+from kvcompile.lowering.certificate.bound_printer import aten
+from kvcompile.lowering.certificate.head_bounds import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, Values, norm
+from kvcompile.lowering.certificate.logits import NEAR, Scores, gaps, visible_to_queries
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import decodable, with_recent
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.base import _spread
@@ -56,36 +58,44 @@ def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.abs() * (2 * OUTPUT_UNIT[dtype]) + OUTPUT_TINY[dtype]
 
 
+def _tokens(
+    operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values as attention sees them, and how far each channel of both may be from its original; float32 [B, K, T, D]."""
+    q, recent, base, K = operands.q, operands.recent, operands.base, operands.keys[0].shape[2]
+    key_slot, value_slot = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
+    k, key_radius = decoded_with_radius(schemes.parse(operands.key_scheme), operands.keys, key_slot)
+    v, value_radius = decoded_with_radius(schemes.parse(operands.value_scheme), operands.values, value_slot)
+    if not recent:
+        return k, v, key_radius, value_radius
+    assert base is not None
+    place = torch.arange(k.shape[2], device=q.device)
+    first = base if refilled is None else torch.maximum(base, refilled)
+    new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
+    k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
+    key_radius, value_radius = (
+        torch.where(exact, 0, torch.where(new, radius + _stored_rounding(x, rows.dtype), radius))
+        for radius, x, rows in zip((key_radius, value_radius), (k, v), recent, strict=True)
+    )
+    return k, v, key_radius, value_radius
+
+
 def report_step(
-    key_scheme: Scheme, value_scheme: Scheme, output: torch.Tensor, q: torch.Tensor, keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None, keep: torch.Tensor | None, bias: torch.Tensor | None,
-    sinks: torch.Tensor | None, scale: float, softcap: float, value_dim: int, recent: Sequence[torch.Tensor] | None = None,
-    base: torch.Tensor | None = None, refilled: torch.Tensor | None = None,
+    output: torch.Tensor, operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None = None
 ) -> tuple[Certificate, torch.Tensor]:
     """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S].
 
     ``refilled``: int64 [B], the first of the ``recent`` tokens that is an original. Those before are what their codes stand for, as
     they were put back by a rollback, and are rounded to their dtype besides.
     """
+    q, sinks, scale, softcap = operands.q, operands.sinks, operands.scale, operands.softcap
     B, H, S, D = q.shape
-    K = keys[0].shape[2]
+    K = operands.keys[0].shape[2]
     heads = (K, H // K)
-    k, key_radius = decoded_with_radius(key_scheme, keys, SlotSpec(K, D, q.dtype, Role.KEY))
-    v, value_radius = decoded_with_radius(value_scheme, values, SlotSpec(K, value_dim, q.dtype, Role.VALUE))
-    T = k.shape[2]
-    mask, extra = visible_to_queries(q, heads, hi, lo, keep, bias, T)
-    if recent:
-        assert base is not None
-        place = torch.arange(T, device=q.device)
-        first = base if refilled is None else torch.maximum(base, refilled)
-        new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
-        k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
-        key_radius, value_radius = (
-            torch.where(exact, 0, torch.where(new, radius + _stored_rounding(x, rows.dtype), radius))
-            for radius, x, rows in zip((key_radius, value_radius), (k, v), recent, strict=True)
-        )
+    every = _tokens(operands, refilled)
+    mask, extra = visible_to_queries(operands, heads, every[0].shape[2])
     seen = mask.any(2)[..., None]
-    k, v, key_radius, value_radius = (torch.where(seen, x, 0) for x in (k, v, key_radius, value_radius))
+    k, v, key_radius, value_radius = (torch.where(seen, x, 0) for x in every)
 
     k, v, query = (x.to(torch.float64) for x in (k, v, q.unflatten(1, heads).flatten(2, 3)))
     scores = Scores(query, mask, extra, scale, softcap)
@@ -113,9 +123,9 @@ def report_step(
     mass = (weights.sum(-1) + own).unsqueeze(-1)
     exact = torch.where(mass == 0, 0, weights @ v / mass)
     apart = norm(output.unflatten(1, heads).flatten(2, 3).to(torch.float64) - exact)
-    value = certificates.total(certificates.value_terms(softmax, eta))
-    added = certificates.accumulation(softmax, known, CHAIN)
+    value = head_bounds.total(head_bounds.value_terms(softmax, eta))
+    added = head_bounds.accumulation(softmax, known, CHAIN)
     center = _center_norm(norm=norm(exact), value_sum=value + added, vmax=known.vmax)
-    found = Certificate(certificates.key_bound(softmax, delta, known, center), value, added + apart)
+    found = Certificate(head_bounds.key_bound(softmax, delta, known, center), value, added + apart)
     by_head = [x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (*found, delta.amax(-1))]
     return Certificate(*by_head[:3]), by_head[3]

@@ -1,0 +1,70 @@
+"""Operands of an attention as one record, whose fields are those of the operator's schema: nobody counts twenty of them.
+
+Bodies, meta functions and Inductor's lowerings take records; what the dispatcher or a graph's node has becomes one at once, by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@functools.cache
+def names_of(operator: Any) -> tuple[str, ...]:
+    """The names of the operands of an ``OpOverload``, in the order of its schema."""
+    return tuple(argument.name for argument in operator._schema.arguments)
+
+
+def named(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The operands of a call of an operator by the names of its schema; those that are left to their defaults are missing."""
+    return {**dict(zip(names_of(operator), args, strict=False)), **kwargs}
+
+
+@dataclass(frozen=True)
+class AttendOperands(Generic[T]):
+    """Operands of ``kvcompile::attend`` as ``operations`` describes them, in the order of its schema.
+
+    T: tensors, fake tensors, nodes of a graph or boxes of Inductor's; sizes may be symbols.
+    """
+
+    q: T
+    keys: Sequence[T]
+    values: Sequence[T]
+    hi: T
+    lo: T | None
+    keep: T | None
+    bias: T | None
+    sinks: T | None
+    key_scheme: str
+    value_scheme: str
+    scale: float
+    softcap: float
+    value_dim: Any
+    recent: Sequence[T] | None = None
+    base: T | None = None
+    rotation: Sequence[T] | None = None
+    interleaved: bool = False
+    more: Sequence[T] | None = None
+    more_scheme: str = ""
+    more_dim: Any = 0
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The operands in the schema's order, without those at the end that have their defaults."""
+        found = [getattr(self, field.name) for field in fields(self)]
+        for field in reversed(fields(self)):
+            if found[-1] is not field.default:
+                break
+            found.pop()
+        return tuple(found)
+
+
+FIELDS = frozenset(field.name for field in fields(AttendOperands))
+
+
+def attend_operands(given: Mapping[str, Any]) -> AttendOperands:
+    """The record of an operator whose schema has operands of ``attend`` among others, from all of its operands by name."""
+    return AttendOperands(**{name: operand for name, operand in given.items() if name in FIELDS})

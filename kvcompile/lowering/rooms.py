@@ -1,0 +1,64 @@
+"""Rooms: the packages of kernels that schemes bring for an attention of their own, which is not ``attend``.
+
+A scheme names its room's module in ``Scheme.kernels``, and that module defines the scheme's operation and a constant ``ROOM``. Inductor's
+lowerings, the appends on CUDA, ``explain`` and ``dump`` ask the rooms of the registered schemes, so that no other module knows a scheme.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcompile import schemes
+from kvcompile.lowering.host.torch_api import OpOverload
+
+
+@dataclass(frozen=True)
+class AppendKernel:
+    """A kernel of one scheme for ``append_window`` of one token, on one slot or two; slots are ``append.window_token.Slot``."""
+
+    fits: Callable[[Any], bool]
+    """Whether the kernel knows the append of a slot whose scheme has this room."""
+    run: Callable[..., list[torch.Tensor]]
+    """The newest tokens of each slot, from slots and a launcher."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The operation of a scheme's attention with what compiles and describes it."""
+
+    operation: OpOverload
+    lower: Callable[..., Any]
+    """Inductor's lowering of the operation; it imports Inductor when it is called."""
+    runs: Callable[[str, bool], str]
+    """What runs the operation on a device, with the reason where its kernels cannot, as ``explain`` prints it; compiled or not."""
+    append: AppendKernel | None = None
+
+
+@functools.cache
+def _room_at(module: str) -> Room:
+    return importlib.import_module(module).ROOM
+
+
+def room_of(scheme: str) -> Room | None:
+    """The room of a scheme by its text, None where its attention is ``attend``; the first call defines the room's operation."""
+    module = schemes.parse(scheme).kernels
+    return None if module is None else _room_at(module)
+
+
+def rooms() -> tuple[Room, ...]:
+    """The rooms of all registered schemes; the call defines the operations of those that were registered since the last one."""
+    modules = dict.fromkeys(scheme.kernels for scheme in schemes.BY_NAME.values())
+    return tuple(_room_at(module) for module in modules if module is not None)
+
+
+def own_append(slots: Sequence[Any]) -> AppendKernel | None:
+    """The append kernel of the one room that all slots have, None where they have none or several."""
+    found = {room_of(slot.scheme) for slot in slots}
+    (room,) = found if len(found) == 1 else (None,)
+    return None if room is None else room.append

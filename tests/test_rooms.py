@@ -1,0 +1,64 @@
+"""Rooms of schemes: operations that are there before any graph is rewritten, and a room that another package brings."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import fx
+
+import kvcompile  # noqa: F401 - what a user imports, and all that is needed
+from kvcompile import schemes
+from kvcompile.lowering.attend_kernels import kernel_lines
+from kvcompile.lowering.rooms import AppendKernel, Room, own_append, room_of, rooms
+from kvcompile.schemes import SCHEMES, Int8, Scheme
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_the_operation_of_every_scheme_is_defined(scheme: type[Scheme]) -> None:
+    assert isinstance(getattr(torch.ops.kvcompile, scheme.attention).default, torch._ops.OpOverload)
+    assert (scheme.kernels is None) == (scheme.attention == Scheme.attention)
+    assert (room_of(scheme.name) is None) == (scheme.kernels is None)
+
+
+class Foreign(Int8):
+    """A scheme of another package with an attention of its own."""
+
+    name: ClassVar[str] = "foreign"
+    attention: ClassVar[str] = "foreign_attend"
+    kernels: ClassVar[str | None] = "foreign_room"
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Iterator[Room]:
+    """The room of a scheme that is registered after everything was imported."""
+    library = torch.library.Library("kvcompile_foreign", "DEF")
+    library.define("attend(Tensor q) -> Tensor")
+    room = Room(
+        torch.ops.kvcompile_foreign.attend.default, lambda q: q, lambda device, compiled: f"its kernel on {device}",
+        AppendKernel(lambda slot: slot.x > 0, lambda slots, launcher=None: [slot.x for slot in slots]),
+    )
+    module: Any = types.ModuleType("foreign_room")
+    module.ROOM = room
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "foreign_room", module)
+        patched.setitem(schemes.BY_NAME, "foreign", Foreign)
+        yield room
+    schemes.parse.cache_clear()
+
+
+def test_a_scheme_that_is_registered_later_has_its_room(foreign: Room) -> None:
+    assert foreign in rooms() and room_of("foreign") is foreign and room_of("int8") is None
+    graph = fx.Graph()
+    graph.output(graph.call_function(foreign.operation, (graph.placeholder("q"),)))
+    assert kernel_lines(graph, "cpu", {}, sites=1) == "1 x attend (its kernel on cpu)"
+
+
+def test_two_slots_share_a_launch_in_one_room_only(foreign: Room) -> None:
+    own, other, plain = (types.SimpleNamespace(scheme=scheme, x=1) for scheme in ("foreign", "certified(half=key)", "int8"))
+    assert own_append([own, own]) is foreign.append
+    assert own_append([own, other]) is None and own_append([own, plain]) is None and own_append([plain]) is None
