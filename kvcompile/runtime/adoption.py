@@ -7,7 +7,6 @@ tokens in their order only: there the cache stays dense, and so does one whose m
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +17,9 @@ from kvcompile.errors import Unsupported
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import source_line
-from kvcompile.passes.match.sites import SlotKind
 from kvcompile.runtime import handle as handles
-from kvcompile.runtime.groups import Group
+from kvcompile.runtime.call import Call
+from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.order import Broken
 
 log = logging.getLogger(__name__)
@@ -29,25 +28,16 @@ LEFT = "_kvcompile_left"
 """The attribute of a cache tensor that stays dense: the reason."""
 
 
-def whole(group: Group, tensor: torch.Tensor, kept: int) -> bool:
-    """Whether a dense tensor holds anything behind the ``kept`` tokens that are encoded of it. Waits for the device."""
-    ring = group.ring
-    if group.kind not in {SlotKind.BUFFER, SlotKind.UPDATED} or group.pool or kept >= tensor.shape[group.token_dim]:
-        return False
-    if ring is not None and (ring.refilled or ring.slots < tensor.shape[group.token_dim]):
-        return False
-    return bool(tensor.narrow(group.token_dim, kept, tensor.shape[group.token_dim] - kept).any())
-
-
-def left(group: Group, tensor: object, kept: Callable[[], int]) -> str:
-    """Why a cache tensor of a call stays dense, "" where it does not; ``kept``: how many of its tokens would be encoded."""
-    if group.kind not in {SlotKind.BUFFER, SlotKind.UPDATED} or not isinstance(tensor, torch.Tensor) or handles.is_handle(tensor):
+def left(form: CacheForm, call: Call) -> str:
+    """Say why a cache tensor of a call stays dense, "" where it does not."""
+    tensor = call.args[form.group.argument] if form.group.argument is not None else None
+    if not form.kind.filled or not isinstance(tensor, torch.Tensor) or handles.is_handle(tensor):
         return ""
     if known := getattr(tensor, LEFT, ""):
         return str(known)
-    if group.kind is SlotKind.BUFFER and not handles.can_take_over(tensor):
+    if form.kind.in_place and not handles.can_take_over(tensor):
         return "its memory is not its own: it is a view, a parameter, an array, or something else holds a view of it"
-    if any(item.plan.window for item in group.bindings) and whole(group, tensor, kept()):
+    if form.windowed and form.holds_more(tensor, form.prior(tensor, call)):
         why = "its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros"
         setattr(tensor, LEFT, why)
         return why
@@ -61,29 +51,27 @@ class Left:
         self.compile_captured = compile_captured
         self.compiled: Callable[..., Any] | None = None
 
-    def results(
-        self, groups: Sequence[Group], args: tuple[Any, ...], prior: Callable[[Group], int], thawed: Mapping[int, str]
-    ) -> tuple[Any, ...] | None:
-        """The results of a call one of whose caches stays dense, with one warning; None where none does.
+    def results(self, forms: Sequence[CacheForm], call: Call, thawed: Mapping[int, str]) -> tuple[Any, ...] | None:
+        """Return the results of a call one of whose caches stays dense, with one warning; None where none does.
 
-        ``prior``: how many tokens of a dense cache were there before the call. ``thawed``: other arguments that the graph writes.
+        ``thawed``: other arguments that the graph writes.
         """
-        for group in groups if self.compile_captured is not None else ():
-            if group.argument is not None and (why := left(group, args[group.argument], functools.partial(prior, group))):
-                return self._run(groups, args, why, group.where, thawed)
+        for form in forms if self.compile_captured is not None else ():
+            if why := left(form, call):
+                return self._run(forms, call.args, why, form.group.where, thawed)
         return None
 
-    def out_of_order(self, groups: Sequence[Group], args: tuple[Any, ...], broken: Broken, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+    def out_of_order(self, forms: Sequence[CacheForm], args: tuple[Any, ...], broken: Broken, thawed: Mapping[int, str]) -> tuple[Any, ...]:
         """The results of a call that a window cannot serve: its caches become dense, and stay so where later calls were refused too."""
         group = broken.group
-        results = self._run(groups, args, broken.why, group.where, thawed)
+        results = self._run(forms, args, broken.why, group.where, thawed)
         if broken.lost:
             kept = [args[group.argument]] if group.argument is not None else []
             for tensor in (*kept, *(results[index] for index in group.outputs)):
                 setattr(tensor, LEFT, broken.why)
         return results
 
-    def _run(self, groups: Sequence[Group], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+    def _run(self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
         """The results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler for the graph."""
         if self.compile_captured is None:
             raise Unsupported(
@@ -93,16 +81,16 @@ class Left:
         if self.compiled is None:
             log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
             self.compiled = self.compile_captured()
-        written = {group.argument: why for group in groups if group.argument is not None and group.kind is not SlotKind.READ}
+        written = {form.group.argument: why for form in forms if form.group.argument is not None and form.kind.written}
         compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
         return tuple(self.compiled(*handles.in_full(args, compressed, {**written, **thawed})))
 
 
-def say_whole(group: Group, tensor: Any) -> None:
+def say_whole(form: CacheForm, tensor: torch.Tensor) -> None:
     """Warn that all places of a cache are encoded."""
     log.warning(
         "the cache at %s arrives with values in places that were not written yet: all of its %d places are encoded; make it of zeros, and "
-        "it costs what is in use", group.where, tensor.shape[group.token_dim],
+        "it costs what is in use", form.group.where, tensor.shape[form.token_dim],
     )
 
 

@@ -18,7 +18,7 @@ from kvcompile.passes.capture.position_graph import extract
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import size_along
 from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
-from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Position, Site, SlotKind
+from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Position, Site
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.left_padding import padding
 
@@ -135,7 +135,7 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
             if position.index is not None:
                 nodes.setdefault(position.index, _write_roles(position))
                 counts.setdefault(position.index, part.slot.write.count)
-        if item.site.key.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED} and item.site.key.table is None:
+        if item.site.key.kind.facts.fixed and item.site.key.table is None:
             for limit in (item.site.bounds.hi, item.site.bounds.lo):
                 if limit is not None and limit.kind is LimitKind.NODE:
                     nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from kvcompile.passes.rewrite.rewritten import Rewritten
-from kvcompile.runtime import rings
 from kvcompile.runtime.handle import CompressedCache
 from kvcompile.runtime.state import CacheState, Part
+from kvcompile.runtime.token_slots import cursors
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its ring, 0 where it is none."""
+    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its sliding window, 0 for none."""
 
     argument: int
     capacity: int
@@ -82,11 +82,11 @@ class Steady:
         return [plane for index, part in self.order for plane in states[index].stores[part].planes]
 
     def cursors(self, states: Sequence[CacheState], sizes: tuple[int, ...]) -> list[torch.Tensor]:
-        """The slot of the next token of each ring size."""
+        """Return the slot of the next token of each window size."""
         if not sizes:
             return []
         starts = {row.slots: state.length for row, state in zip(self.rows, states, strict=True)}
-        return rings.cursors(sizes, starts, states[0].device)
+        return cursors(sizes, starts, states[0].device)
 
     def commit(self, states: Sequence[CacheState], args: tuple[Any, ...]) -> None:
         """Count the new tokens."""

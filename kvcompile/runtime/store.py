@@ -18,7 +18,7 @@ from kvcompile.errors import AnglesUnknown, WindowPassed
 from kvcompile.lowering.ops.operations import append_body, append_window_body, as_tokens, decodable, write_rows
 from kvcompile.lowering.ops.sliding import taken
 from kvcompile.runtime.pinned import host_plane
-from kvcompile.runtime.rotary import Rotary
+from kvcompile.runtime.rope import Rope
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.certificate.telemetry import REFILLED, TELEMETRY_PLANE
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
@@ -53,10 +53,10 @@ class Telling(NamedTuple):
 class Store:
     """The planes of one slot for one cache."""
 
-    __slots__ = ("batch", "before", "device", "pages", "planes", "rotary", "spec")
+    __slots__ = ("batch", "before", "device", "pages", "planes", "rope", "spec")
 
-    def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rotary: Rotary | None = None) -> None:
-        self.spec, self.batch, self.device, self.rotary = spec, batch, device, rotary
+    def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rope: Rope | None = None) -> None:
+        self.spec, self.batch, self.device, self.rope = spec, batch, device, rope
         self.pages = 0
         self.before: torch.Tensor | None = None
         self.planes: list[torch.Tensor] = [self._zeros(plane, 0) for plane in spec.layout.planes]
@@ -101,8 +101,8 @@ class Store:
         for start in range(0, tokens, ADOPT_TOKENS):
             part = x_BKTD[:, :, start : start + ADOPT_TOKENS]
             pos = torch.arange(first + start, first + start + part.shape[2], device=self.device).unsqueeze(0)
-            if self.rotary is not None:
-                part = self.rotary.turned_back(part, pos if origin is None else pos - origin[:, None])
+            if self.rope is not None:
+                part = self.rope.unrotated(part, pos if origin is None else pos - origin[:, None])
             if self.window is None:
                 append_body(part, planes, pos, spelled, origin if self.spec.scheme.keeps_padding_out else None)
             else:
@@ -137,10 +137,10 @@ class Store:
 
     def _turned(self, keys: torch.Tensor) -> torch.Tensor:
         """Keys that are stored before RoPE as the model's."""
-        if self.rotary is None:
+        if self.rope is None:
             raise AnglesUnknown(length=keys.shape[2])
         place = torch.arange(keys.shape[2], device=self.device).unsqueeze(0)
-        return self.rotary.turned(keys, place if self.origin is None else place - self.origin[:, None])
+        return self.rope.rotated(keys, place if self.origin is None else place - self.origin[:, None])
 
     def _in_place(self, values: torch.Tensor) -> torch.Tensor:
         """Decoded tokens with the window's laid over them, each at its position of the caller's numbering; padding is zero."""
@@ -160,7 +160,7 @@ class Store:
 
         Waits for the device.
         """
-        if self.spec.scheme.pre_rope and self.rotary is None:
+        if self.spec.scheme.pre_rope and self.rope is None:
             return "no compiled call has said by which angles its keys are turned"
         if not length and (self.window is not None or self.spec.scheme.keeps_padding_out):
             return "its scheme must know the padding of the first tokens"
@@ -195,7 +195,7 @@ class Store:
         for start in range(0, len(at), ADOPT_TOKENS):
             some, rows = at[start : start + ADOPT_TOKENS], rows_BKn[:, :, start : start + ADOPT_TOKENS, None]
             x = torch.where(rows, x_BKnD[:, :, start : start + ADOPT_TOKENS], 0)
-            x = x if self.rotary is None else self.rotary.turned_back(x, some.unsqueeze(0))
+            x = x if self.rope is None else self.rope.unrotated(x, some.unsqueeze(0))
             for plane, codes in zip(self.planes, self.spec.scheme.encode(x), strict=False):
                 write_rows(plane, torch.where(rows, codes.to(plane.dtype), taken(plane, some)), some.unsqueeze(0))
 
@@ -282,10 +282,10 @@ class Store:
                 self.planes[index] = torch.zeros(spec.shape(0, self.batch, self.spec.slot.heads), dtype=spec.dtype, device=self.device)
 
     @staticmethod
-    def holding(spec: StoreSpec, planes: list[torch.Tensor], rotary: Rotary | None = None) -> Store:
+    def holding(spec: StoreSpec, planes: list[torch.Tensor], rope: Rope | None = None) -> Store:
         """A store around planes that exist, [N, B, K, rows, width] each."""
         store = Store.__new__(Store)
-        store.spec, store.planes, store.rotary = spec, planes, rotary
+        store.spec, store.planes, store.rope = spec, planes, rope
         store.pages, store.batch = planes[0].shape[:2]
         store.device = planes[0].device
         store._begin()
@@ -308,11 +308,11 @@ class Store:
             return Store.holding(self.spec, [
                 plane.clone() if spec.extent is Extent.BATCH else plane.index_select(1, rows.to(plane.device))
                 for plane, spec in self._described()
-            ], self.rotary)
+            ], self.rope)
 
     def gathered(self, first: int, count: int, slots: int | None) -> Store:
         """A new store whose first ``count`` tokens are those from position ``first`` on, in this one's ring of ``slots`` or none."""
-        made = Store(self.spec, self.batch, self.device, pages_for(count), self.rotary)
+        made = Store(self.spec, self.batch, self.device, pages_for(count), self.rope)
         if not count:
             return made
         self.reserve(pages_for(first + count if slots is None else min(first + count, slots)))
@@ -332,4 +332,4 @@ class Store:
     def clone(self) -> Store:
         """A new store with the same content."""
         with _ordinary():
-            return Store.holding(self.spec, [plane.clone() for plane in self.planes], self.rotary)
+            return Store.holding(self.spec, [plane.clone() for plane in self.planes], self.rope)

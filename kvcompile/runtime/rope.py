@@ -23,7 +23,7 @@ from kvcompile.passes.match.rope.rope import Rotation
 
 
 @dataclass(frozen=True, eq=False)
-class Rotary:
+class Rope:
     """Angles with the constants that they are made of, as they were when first seen."""
 
     angles: Angles
@@ -39,18 +39,18 @@ class Rotary:
         with torch.no_grad():
             return tables(self.angles, run, position, self.constants, [item.shape for item in self.constants], position.device)
 
-    def turned(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Stored keys as the model's."""
+    def rotated(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Return the model's keys from stored ones."""
         exact = torch.promote_types(x_BKTD.dtype, torch.float32)
         cos, sin = (table.to(exact) for table in self.at(position))
         return rotate(x_BKTD.to(exact), cos, sin, self.interleaved).to(x_BKTD.dtype)
 
-    def turned_back(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """The model's keys as they are stored."""
+    def unrotated(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Return the model's keys as they are stored, before RoPE."""
         cos, sin = self.at(position)
         return unrotate_body(x_BKTD, cos, sin, self.interleaved)
 
-    def same(self, other: Rotary, length: int, device: torch.device) -> bool:
+    def same(self, other: Rope, length: int, device: torch.device) -> bool:
         """Whether another gives the same angles to the first ``length`` tokens."""
         if self.angles == other.angles and self.interleaved == other.interleaved and _equal(self.constants, other.constants):
             return True
@@ -62,8 +62,8 @@ def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool
     return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))
 
 
-class RotaryReader:
-    """Where a graph's rotation finds its constants, and the rotary that it found there last."""
+class RopeReader:
+    """Where a graph's rotation finds its constants, and the angles that it found there last."""
 
     def __init__(self, captured: Captured, rotation: Rotation) -> None:
         self.rotation = rotation
@@ -71,7 +71,7 @@ class RotaryReader:
         self.arguments = [index.get(node) for node in rotation.constants]
         self.own = [getattr(captured.module, str(node.target)) if node.op == "get_attr" else None for node in rotation.constants]
         self.seen: tuple[tuple[torch.Tensor, int], ...] = ()
-        self.found: Rotary | None = None
+        self.found: Rope | None = None
 
     def unchanged(self, args: tuple[Any, ...]) -> bool:
         """Whether this call's constants are those of the last."""
@@ -80,17 +80,17 @@ class RotaryReader:
             for at, (tensor, version) in zip(self.arguments, self.seen, strict=True)
         )
 
-    def read(self, args: tuple[Any, ...]) -> Rotary:
-        """The rotary of this call; the same object as long as nothing changes."""
+    def read(self, args: tuple[Any, ...]) -> Rope:
+        """Return the angles of this call; the same object as long as nothing changes."""
         if self.found is None or not self.unchanged(args):
             given: list[Any] = [own if at is None else args[at] for at, own in zip(self.arguments, self.own, strict=True)]
             self.seen = tuple((tensor, _version(tensor)) for tensor in given)
             # A copy: what is compared later is what the stored keys were turned with.
-            self.found = Rotary(self.rotation.angles, self.rotation.interleaved, tuple(tensor.detach().clone() for tensor in given))
+            self.found = Rope(self.rotation.angles, self.rotation.interleaved, tuple(tensor.detach().clone() for tensor in given))
         return self.found
 
-    def check(self, held: Rotary | None, args: tuple[Any, ...], length: int, device: torch.device, where: str) -> Rotary:
-        """The rotary of this call, for a store that was written with ``held``; raises AnglesChanged where they differ."""
+    def check(self, held: Rope | None, args: tuple[Any, ...], length: int, device: torch.device, where: str) -> Rope:
+        """Return the angles of this call, for a store that was written with ``held``; raises AnglesChanged where they differ."""
         found = self.read(args)
         if held is not None and held is not found and length and not held.same(found, length, device):
             raise AnglesChanged(length=length, where=where)
