@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.store import Telling
+from kvcompile.runtime.telemetry import Telling
 
 MOST_KEPT = 256
 """Planes of dead caches that are added up together at the latest."""

@@ -9,8 +9,8 @@ written last: where a caller that writes in order goes on, and where the exact t
 a window that is written in its middle: what lies behind is still there, as in a dense buffer. With a window it is not, since the window
 holds the newest tokens of the last write, so that both step back. Where a call begins is known on the host without a wait from
 positions on a CPU, from sizes, and from a cache that grows; on a GPU the next call of a buffer is taken to begin at ``behind`` until the
-buffer would be full. A caller that starts again at 0 there is served all the same, as the window's own clock, on the device, counts by
-the positions; so a rollback asks that clock and not ``length`` how far it goes (``Store.rewind``).
+buffer would be full. A caller that starts again at 0 there is served all the same, as the window's own lengths, on the device, count by
+the positions; so a rollback asks those lengths and not ``length`` how far it goes (``exact_window.rewind``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ import torch
 
 from kvcompile.errors import CacheStale
 from kvcompile.passes.match.sites import Axes
+from kvcompile.runtime.codec import decode
+from kvcompile.runtime.exact_window import rewind
 from kvcompile.runtime.growth import Growth
-from kvcompile.runtime.store import Store, Telling
+from kvcompile.runtime.store import Store
+from kvcompile.runtime.telemetry import Telling
 from kvcompile.types import PAGE
 
 Part = tuple[tuple[int, int], ...]
@@ -84,7 +87,7 @@ class CacheState:
     def rewind(self, wanted: int | torch.Tensor) -> None:
         """Bring the stores back to ``wanted`` tokens, of all rows or [B], before others are written behind them; raises WindowPassed."""
         for store in self.stores.values():
-            store.rewind(wanted)
+            rewind(store, wanted)
 
     def make_room(self, tokens: int, capacity: int | None = None) -> None:
         """Have pages for ``tokens`` tokens in all stores, at most those of ``capacity``."""
@@ -142,7 +145,7 @@ class CacheState:
         for part, store in self.stores.items():
             tokens = min(max(length, self.held), self.axes[part].room(shape))
             if tokens:
-                place(store.decode(min(tokens, store.pages * PAGE)), result, self.axes[part])
+                place(decode(store, min(tokens, store.pages * PAGE)), result, self.axes[part])
         return result
 
     def mapped(self, change: Callable[[Store], Store]) -> CacheState:

@@ -5,7 +5,7 @@ that no arithmetic makes. Every place that no longer holds it was written, and h
 understood alike, through views of the cache too, at the cost of one dense copy of this one tensor, which lives until the tokens that
 were written are copied out of it.
 
-What is sound to encode (``Store.writable``), and what ``rejected`` says about the rest:
+What is sound to encode (``codec.unwritable``), and what ``rejected`` says about the rest:
 
 * whole rows of channels only, since the rest of a row would be encoded again from decoded values
 * a scheme that encodes tokens by themselves takes any token; the codes of all others stay as they are
@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcompile.runtime.codec import ENCODED_AT_ONCE, decode, unwritable, write_tokens
 from kvcompile.runtime.state import CacheState, Part, bring
-from kvcompile.runtime.store import ADOPT_TOKENS, Store
+from kvcompile.runtime.store import Store
 
 if TYPE_CHECKING:
     from kvcompile.runtime.handle import CompressedCache
@@ -70,12 +71,12 @@ def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown:
         if state.ring is not None and length > state.ring:
             raise Rejected("its tokens would go around")
         for part, tokens in found.items():
-            reason = state.stores[part].unwritable(tokens.at, tokens.rows, state.length)
+            reason = unwritable(state.stores[part], tokens.at, tokens.rows, state.length)
             if reason:
                 raise Rejected(reason)
         state.make_room(length, next(iter(state.axes.values())).room(handle.shape))
         for part, tokens in found.items():
-            state.stores[part].write(tokens.values, tokens.rows, tokens.at, state.length)
+            write_tokens(state.stores[part], tokens.values, tokens.rows, tokens.at, state.length)
     if found:
         # A window's tokens are written again as far as they go.
         state.overwrite(length if state.windowed else max(int(tokens.at[-1]) + 1 for tokens in found.values()))
@@ -91,8 +92,8 @@ def _written(state: CacheState, handle: CompressedCache, write: Callable[[torch.
     for part, store in state.stores.items():
         view = bring(dense, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim)
         at, values, rows = [], [], []
-        for start in range(0, view.shape[2], ADOPT_TOKENS):
-            piece = view[:, :, start : start + ADOPT_TOKENS]
+        for start in range(0, view.shape[2], ENCODED_AT_ONCE):
+            piece = view[:, :, start : start + ENCODED_AT_ONCE]
             new = piece.view(integers) != mark
             whole = new.all(-1)
             if not torch.equal(whole, new.any(-1)):
@@ -112,7 +113,7 @@ def _changed(state: CacheState, part: Part, tokens: _Tokens) -> _Tokens:
     known = int((tokens.at < max(state.length, state.held)).sum())
     rows = tokens.rows.clone()
     if known:
-        held = state.stores[part].decode(int(tokens.at[known - 1]) + 1)[:, :, tokens.at[:known]]
+        held = decode(state.stores[part], int(tokens.at[known - 1]) + 1)[:, :, tokens.at[:known]]
         rows[:, :, :known] &= (held != tokens.values[:, :, :known]).any(-1)
     kept = rows.any(1).any(0)
     empty = ((tokens.values == 0).all(-1) | ~rows).all(1).all(0) & (tokens.at >= max(state.top, state.held))
@@ -128,10 +129,10 @@ def appended(state: CacheState, new: dict[Part, torch.Tensor]) -> bool:
     count = next(iter(new.values())).shape[2]
     at = torch.arange(state.length, state.length + count, device=state.device)
     stores: list[tuple[Store, torch.Tensor]] = [(state.stores[part], values) for part, values in new.items()]
-    if any(store.unwritable(at, values.new_ones(values.shape[:3], dtype=torch.bool), state.length) for store, values in stores):
+    if any(unwritable(store, at, values.new_ones(values.shape[:3], dtype=torch.bool), state.length) for store, values in stores):
         return False
     state.make_room(state.length + count)
     for store, values in stores:
-        store.write(values, values.new_ones(values.shape[:3], dtype=torch.bool), at, state.length)
+        write_tokens(store, values, values.new_ones(values.shape[:3], dtype=torch.bool), at, state.length)
     state.advance(state.length, count)
     return True

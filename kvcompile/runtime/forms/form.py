@@ -13,6 +13,7 @@ from kvcompile.errors import CacheFull, Unsupported
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.call import Call
+from kvcompile.runtime.codec import encode
 from kvcompile.runtime.groups import Group
 from kvcompile.runtime.state import CacheState, bring
 from kvcompile.runtime.steady import Row
@@ -89,8 +90,8 @@ class CacheForm(abc.ABC):
             store = state.stores[item.part]
             store.reserve(state.growth.pages(kept, capacity))
             dense = bring(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
-            origin = call.found().origin(self.group.site) if item.plan.window or item.plan.scheme.keeps_padding_out else None
-            store.adopt(dense[:, :, :kept], origin)
+            padding = call.found().origin(self.group.site) if item.plan.window or item.plan.scheme.keeps_padding_out else None
+            encode(store, dense[:, :, :kept], padding)
         state.length = state.top = state.behind = prior
         state.held = kept
         return kept

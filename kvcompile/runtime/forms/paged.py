@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 
 from kvcompile.runtime.call import Call
+from kvcompile.runtime.codec import ENCODED_AT_ONCE, encode
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.state import CacheState, bring
 from kvcompile.runtime.steady import Row
-from kvcompile.runtime.store import ADOPT_TOKENS
 from kvcompile.types import pages_for
 
 
@@ -37,10 +37,10 @@ class Paged(CacheForm):
             capacity, outer = axes.room(tensor.shape), axes.token_dim
             store.reserve(pages_for(capacity))
             places = capacity // max(tensor.shape[outer], 1)
-            step = max(1, ADOPT_TOKENS // places)
+            step = max(1, ENCODED_AT_ONCE // places)
             for start in range(0, tensor.shape[outer], step):
                 part = tensor.narrow(outer, start, min(step, tensor.shape[outer] - start))
-                store.adopt(bring(part, axes, spec.heads, spec.head_dim), first=start * places)
+                encode(store, bring(part, axes, spec.heads, spec.head_dim), first=start * places)
             state.length = state.top = state.behind = capacity
         return 0
 
