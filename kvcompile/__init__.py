@@ -6,7 +6,7 @@
 from kvcompile.backend import Backend, backend
 from kvcompile.errors import KvcompileError
 from kvcompile.explain import explain
-from kvcompile.passes.plan.plan import Pair, Policy
+from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.report import Report
 from kvcompile.runtime.handle import CompressedCache, decoded
 from kvcompile.schemes import Certified, Certify, Dense, Fp8, Int4, Int8, Kivi, Scheme, Squat

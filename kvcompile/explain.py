@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from kvcompile.backend import Backend, backend, kernel_text
-from kvcompile.passes.plan.plan import Plan
+from kvcompile.backend import Backend, backend
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.report import Report, graph_report
 from kvcompile.schemes import Certify
 from kvcompile.settings import Inner
+from kvcompile.variants import kernel_text
 
 
 def observe(model: Any, inputs: Any, owner: Backend) -> None:
@@ -63,12 +63,13 @@ def explain(
 def described(owner: Backend, tokens: int | None = None) -> Report:
     """Report what ``owner`` compiled, without the caches that live: bytes for ``tokens``, kernels as Inductor would make them."""
     graphs = []
-    for graph, stage in zip(owner.graphs, owner.stages, strict=True):
-        plan: Plan | None = stage.get("plan")
+    for record in owner.records:
+        graph, plan, variants = record.report, record.planned, record.variants
         if plan is None:
             graphs.append(graph)
             continue
         made = graph_report(graph.index, plan, graph.uncached, tokens)
-        kernels = tuple(kernel_text(stage[variant.value], len(plan.sites)) for variant in Variant if variant.value in stage)
+        compiled = [] if variants is None else [variant for variant in Variant if variant in variants]
+        kernels = tuple(kernel_text(variants.rewritten(variant), len(plan.sites)) for variant in compiled if variants is not None)
         graphs.append(dataclasses.replace(graph, sites=made.sites, kernels=kernels))
     return Report(graphs=graphs, tokens=tokens)

@@ -69,6 +69,12 @@ class GraphReport:
     unvalidated: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def take(self, other: GraphReport) -> None:
+        """Take over what ``other`` says of the same graph, but for its index and the time it took."""
+        for item in dataclasses.fields(self):
+            if item.name not in {"index", "pass_seconds", "compile_seconds"}:
+                setattr(self, item.name, getattr(other, item.name))
+
 
 @dataclass
 class Report:

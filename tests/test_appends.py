@@ -19,6 +19,7 @@ from kvcompile.lowering.append import appends
 from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.compile import BODIES, compile_graph, inductor_patches, inline_append
 from kvcompile.lowering.ops import operations as ops
+from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.settings import Settings
 from kvcompile.types import Role, SlotSpec
 
@@ -120,7 +121,7 @@ def seen() -> Iterator[kvcompile.backend.Backend]:
 
 
 def test_a_step_has_one_append_a_layer(seen: Any) -> None:
-    module = seen.stages[-1]["past"].module
+    module = seen.records[-1].variants.rewritten(Variant.PAST).module
     layers = sum(node.target is ops.attend for node in module.graph.nodes)
     assert layers == 2
     made = targets(inline_append(module, cuda=True))

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import kvcompile
 from kvcompile.errors import BadSetting, HalvesDiffer
 from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry, accumulate
-from kvcompile.passes.plan.plan import policy_of
+from kvcompile.passes.plan.policy import policy_of
 from kvcompile.schemes.certificate.policy import EXACT, Certify, Count, Figure, Rung
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
 from kvcompile.schemes.certified import ORIGINALS, PLACES, SCRATCH, Certified

@@ -25,7 +25,7 @@ from kvcompile.lowering.certified import report_op as report_site
 from kvcompile.lowering.certified.report import report_step
 from kvcompile.lowering.certified.telemetry import COLUMNS, Telemetry, added_up
 from kvcompile.lowering.ops.operations import attend_body
-from kvcompile.passes.plan.plan import policy_of
+from kvcompile.passes.plan.policy import policy_of
 from kvcompile.runtime.ledger import MOST_KEPT, Ledger
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.telemetry import Telling
@@ -414,7 +414,7 @@ def test_what_was_said_outlives_the_cache(kind: str) -> None:
         del kept
         gc.collect()
         found = backend.telemetry()
-        assert found["head_steps"] == counts[-1] and len(backend.live) == 0
+        assert found["head_steps"] == counts[-1] and len(backend.memory.live) == 0
     # Four steps over codes, two layers, two rows, four heads.
     assert counts == [4 * 2 * 2 * 4, 2 * 4 * 2 * 2 * 4]
     assert 0 < found["sum_key"] and found["most_key"] <= found["sum_key"] and found["rung_plain"] == counts[-1]

@@ -69,8 +69,8 @@ def test_rewritten_has_append_and_attend_and_no_cache(dynamic: Backend) -> None:
 
 
 def test_a_variant_that_no_call_needed_is_made_for_the_dump(static: Backend) -> None:
-    assert "past" in static.stages[1]
-    assert "fresh" not in static.stages[1]
+    made = static.records[1].variants
+    assert made is not None and Variant.PAST in made and Variant.FRESH not in made
     text = Dump(static, 1, Variant.FRESH).text(Stage.REWRITTEN)
     assert "into an empty cache" in text
     assert "attend.default(" not in text

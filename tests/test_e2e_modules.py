@@ -12,6 +12,7 @@ from e2e_models import CASES, Case, by_offset, by_position, inputs
 from torch import nn
 
 import kvcompile
+from kvcompile.passes.rewrite.rewritten import Variant
 
 BY_NAME = {case.name: case for case in CASES}
 REWRITTEN = [case for case in CASES if not case.refused]
@@ -111,7 +112,7 @@ def test_a_carried_mask_limits_what_is_read() -> None:
     """Where the mask is a tensor over the whole capacity, the last token that each query sees is computed from it."""
     backend = kvcompile.backend("dense", inner="eager", strict=True)
     assert BY_NAME["tril-mask"].error(backend) <= TOLERANCE[torch.float32]
-    rewritten = backend.stages[-1]["past"].module.graph
+    rewritten = backend.records[-1].variants.rewritten(Variant.PAST).module.graph
     attend = next(node for node in rewritten.nodes if node.target is torch.ops.kvcompile.attend.default)
     limit = attend.args[3]
     assert limit.target is torch.ops.aten.minimum.default

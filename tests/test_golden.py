@@ -17,6 +17,8 @@ from paged_models import PAGED_CASES, PagedCase
 from torch import fx
 
 import kvcompile
+from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.records import GraphRecord
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSION = "2.13"
@@ -56,22 +58,24 @@ def compiled_by(case: Case | PagedCase) -> kvcompile.Backend:
     return owner
 
 
-def rewritten(stage: dict[str, Any], title: str) -> list[str]:
+def rewritten(record: GraphRecord, title: str) -> list[str]:
     """Every variant that was compiled of one graph."""
     parts = []
-    for variant in ("fresh", "past"):
-        if variant in stage:
-            with stage["captured"].fake_mode, torch.no_grad():
-                Shapes(stage[variant].module).run(*stage[variant + "_fakes"], enable_io_processing=False)
-            parts += [f"\n# {title} ({variant})\n", graph_text(stage[variant].module.graph)]
+    made = record.variants
+    for variant in (Variant.FRESH, Variant.PAST):
+        if made is not None and record.captured is not None and variant in made:
+            module = made.rewritten(variant).module
+            with record.captured.fake_mode, torch.no_grad():
+                Shapes(module).run(*made.inputs(variant), enable_io_processing=False)
+            parts += [f"\n# {title} ({variant.value})\n", graph_text(module.graph)]
     return parts
 
 
 def described(case: Case | PagedCase) -> str:
     """The decode graph as captured, its sites or refusals, and what decode and prefill became."""
     owner = compiled_by(case)
-    prefill, decode, report = owner.stages[0], owner.stages[-1], owner.report().graphs[-1]
-    parts = [f"# {case.name}: decode as captured\n", graph_text(decode["captured"].graph), "\n"]
+    prefill, decode, report = owner.records[0], owner.records[-1], owner.report().graphs[-1]
+    parts = [f"# {case.name}: decode as captured\n", graph_text(decode.captured.graph), "\n"]
     parts += [f"# site: {site.idiom}; {site.write}; {site.cache}; {site.mask}\n" for site in report.sites]
     parts += [f"# refused at {item.stage.value}: {item.reason}\n" for item in report.refusals]
     parts += rewritten(decode, "decode rewritten") + rewritten(prefill, "prefill rewritten")

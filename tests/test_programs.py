@@ -397,7 +397,7 @@ def test_a_graph_that_the_inner_compiler_rejects_is_left_as_it_is(failing: str, 
             raise RuntimeError("no such instruction")
         return compile_graph(*args, plan=plan, **rest)
 
-    monkeypatch.setattr(importlib.import_module("kvcompile.backend"), "compile_graph", reject)
+    monkeypatch.setattr(importlib.import_module("kvcompile.variants"), "compile_graph", reject)
     drive = by_position(Positioned, [(0, 9), (9, 1), (10, 1), (0, 7), (7, 1)])
     backend = check(drive, scheme)
     assert ("no such instruction" in reasons(backend)) == (failing == "past")

@@ -15,7 +15,7 @@ from registry import each_scheme, slot
 
 from kvcompile import schemes
 from kvcompile.errors import BadOption, HeadDimNotDivisible, SchemeError, UnknownOption, UnknownScheme
-from kvcompile.passes.plan.plan import policy_of
+from kvcompile.passes.plan.policy import policy_of
 from kvcompile.schemes import SCHEMES, Int4, Kivi, Planes, Scheme, make, parse
 from kvcompile.types import Role
 

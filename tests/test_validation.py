@@ -19,7 +19,7 @@ from kvcompile.passes.match.sites import LimitKind, Site, Stage
 from kvcompile.validation.sizes import LONG, _smaller
 
 CHUNKS = (5, 1, 3)
-module_of_backend = sys.modules["kvcompile.backend"]
+compilation = sys.modules["kvcompile.compilation"]
 
 
 @pytest.fixture(autouse=True)
@@ -226,9 +226,9 @@ MUTANTS: dict[str, Callable[[Site], Site]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_of_the_matcher_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    match = module_of_backend.match
+    match = compilation.match
     monkeypatch.setattr(
-        module_of_backend, "match",
+        compilation, "match",
         lambda captured: dataclasses.replace(found := match(captured), sites=tuple(MUTANTS[name](site) for site in found.sites)),
     )
     torch.manual_seed(0)
@@ -254,9 +254,9 @@ def _hundredfold(call: Callable[..., torch.Tensor], given: list[torch.Tensor]) -
 def test_what_cannot_be_tried_apart_is_compared_at_its_first_step(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step at a hundred times its position: no readings of that are tried, but those that the graph was compiled with."""
     if mutant:
-        match = module_of_backend.match
+        match = compilation.match
         monkeypatch.setattr(
-            module_of_backend, "match",
+            compilation, "match",
             lambda captured: dataclasses.replace(found := match(captured), sites=tuple(MUTANTS[mutant](site) for site in found.sites)),
         )
     torch.manual_seed(0)
@@ -283,14 +283,14 @@ def test_without_mutants_it_is_rewritten() -> None:
 
 def test_a_mutant_of_the_rewriter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """New tokens one row behind their place."""
-    from kvcompile.passes.rewrite.rewrite import _Rewriter
+    from kvcompile.passes.rewrite import positions
 
-    indexed = _Rewriter._indexed
+    indexed = positions.indexed
 
-    def behind(self: Any, emit: Any, where: Any) -> Any:
-        return emit.call(torch.ops.aten.add.Scalar, indexed(self, emit, where), 1)
+    def behind(emit: Any, where: Any) -> Any:
+        return emit.call(torch.ops.aten.add.Scalar, indexed(emit, where), 1)
 
-    monkeypatch.setattr(_Rewriter, "_indexed", behind)
+    monkeypatch.setattr(positions, "indexed", behind)
     torch.manual_seed(0)
     _, report = run(Windowed(), chunks=(1, 1))
     assert report.refusals and not report.sites

@@ -13,8 +13,9 @@ from torch import fx
 
 import kvcompile
 from kvcompile.errors import VerificationFailed
-from kvcompile.passes.rewrite.rewritten import Rewritten
+from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.passes.verify import verify
+from kvcompile.records import GraphRecord
 from kvcompile.schemes.certificate.policy import Certify, Fallback
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
@@ -23,24 +24,24 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(scope="module")
-def stage() -> dict[str, Any]:
+def record() -> GraphRecord:
     """The pipeline's values for a decode graph of a module that returns its cache."""
     case = next(case for case in CASES if case.name == "tril-mask")
     module, owner = case.make(), kvcompile.backend("int8", inner="eager", strict=True)
     with torch.no_grad():
         case.drive(module, torch.compile(module, backend=owner), inputs(module, (7, 1)))
     torch._dynamo.reset()
-    return owner.stages[-1]
+    return owner.records[-1]
 
 
-def broken(stage: dict[str, Any], change: Callable[[fx.Graph], None]) -> tuple[Rewritten, Any, Any]:
+def broken(record: GraphRecord, change: Callable[[fx.Graph], None]) -> tuple[Rewritten, Any, Any]:
     """The arguments of ``verify`` after ``change`` was done to a copy of the rewritten graph."""
-    rewritten = copy.copy(stage["past"])
+    rewritten = copy.copy(record.variants.rewritten(Variant.PAST))
     module = fx.GraphModule(rewritten.module, copy.deepcopy(rewritten.module.graph))
     change(module.graph)
     module.recompile()
     object.__setattr__(rewritten, "module", module)
-    return rewritten, stage["captured"], stage["past_fakes"]
+    return rewritten, record.captured, record.variants.inputs(Variant.PAST)
 
 
 def named(graph: fx.Graph, name: str) -> list[fx.Node]:
@@ -58,8 +59,8 @@ def output(graph: fx.Graph) -> fx.Node:
     return next(iter(graph.find_nodes(op="output")))
 
 
-def test_the_graph_as_it_is_passes(stage: dict[str, Any]) -> None:
-    verify(*broken(stage, lambda graph: None))
+def test_the_graph_as_it_is_passes(record: GraphRecord) -> None:
+    verify(*broken(record, lambda graph: None))
 
 
 def extra_reader(graph: fx.Graph) -> None:
@@ -116,13 +117,13 @@ def test_a_gather_ahead_of_its_append_fails() -> None:
     module, owner = case.make(), kvcompile.backend("int8", inner="eager", strict=True)
     with torch.no_grad():
         case.drive(module, torch.compile(module, backend=owner), inputs(module, (7,)))
-    verify(*broken(owner.stages[-1], lambda graph: None))
+    verify(*broken(owner.records[-1], lambda graph: None))
 
     def late(graph: fx.Graph) -> None:
         named(graph, "gather")[0].append(named(graph, "append")[0])
 
     with pytest.raises(VerificationFailed, match="every gather comes after the append of its tokens"):
-        verify(*broken(owner.stages[-1], late))
+        verify(*broken(owner.records[-1], late))
 
 
 @pytest.mark.parametrize(
@@ -140,9 +141,9 @@ def test_a_gather_ahead_of_its_append_fails() -> None:
     ],
     ids=lambda item: getattr(item, "__name__", ""),
 )
-def test_a_broken_graph_fails(stage: dict[str, Any], change: Callable[[fx.Graph], None], fact: str) -> None:
+def test_a_broken_graph_fails(record: GraphRecord, change: Callable[[fx.Graph], None], fact: str) -> None:
     with pytest.raises(VerificationFailed) as caught:
-        verify(*broken(stage, change))
+        verify(*broken(record, change))
     assert fact in str(caught.value)
     assert "please report it" in str(caught.value)
 
@@ -160,6 +161,6 @@ def test_an_append_may_not_take_what_attention_adds_to() -> None:
         first = named(graph, "append")[0]
         first.args = (first.args[0], [*first.args[1], telemetry], *first.args[2:])  # type: ignore[misc]
 
-    verify(*broken(owner.stages[-1], lambda graph: None))
+    verify(*broken(owner.records[-1], lambda graph: None))
     with pytest.raises(VerificationFailed, match="no append into a plane that attention adds to"):
-        verify(*broken(owner.stages[-1], take))
+        verify(*broken(owner.records[-1], take))

@@ -29,7 +29,7 @@ from kvcompile.cli.scheme_table import scheme_table
 from kvcompile.cli.targets import CacheKind, Options, Target, resolve
 from kvcompile.errors import KvcompileError, TargetError
 from kvcompile.explain import described, observe
-from kvcompile.passes.plan.plan import policy_of
+from kvcompile.passes.plan.policy import policy_of
 from kvcompile.passes.rewrite.rewritten import Variant
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def _observed(arguments: argparse.Namespace) -> Backend:
 
 
 def _run(target: Target, owner: Backend) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         with warnings.catch_warnings():
             # Dynamo's advice about the model's code would stand in the middle of the output.

@@ -13,12 +13,11 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from kvcompile.backend import Backend, kernel_text
+from kvcompile.backend import Backend
 from kvcompile.cli.normal_form import normal_form
 from kvcompile.errors import NothingToDump
 from kvcompile.lowering.compile import emitted_modules
@@ -28,8 +27,10 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import hint, module_path
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
+from kvcompile.records import GraphRecord
 from kvcompile.report import count_text, short_paths, short_scheme
 from kvcompile.schemes import parse
+from kvcompile.variants import Variants, kernel_text
 
 
 class Stage(enum.Enum):
@@ -52,8 +53,8 @@ class Dump:
     """The stages of one graph that ``owner`` has seen; ``graph`` None is the last one with a site."""
 
     def __init__(self, owner: Backend, graph: int | None = None, variant: Variant | None = None) -> None:
-        self.index = _choose(owner, graph)
-        self.stage: dict[str, Any] = owner.stages[self.index]
+        self.record = _choose(owner, graph)
+        self.index = self.record.report.index
         self.asked = variant
 
     def text(self, stage: Stage, arch: str = "sm_90") -> str:
@@ -69,7 +70,7 @@ class Dump:
 
     def captured(self) -> str:
         """The ATen graph, with types and source lines."""
-        captured: Captured = self.stage["captured"]
+        captured = self._captured()
         inputs = "\n".join(f"#   {entry.node.name}: {_argument(entry.source)}" for entry in captured.inputs)
         return f"# graph {self.index} as captured; its inputs are\n{inputs}\n" + _readable(captured.module)
 
@@ -87,8 +88,7 @@ class Dump:
     def inductor(self) -> str:
         """Inductor's output module of the chosen variant, made for this machine and not kept."""
         variant, rewritten = self._rewritten()
-        captured: Captured = self.stage["captured"]
-        sources = emitted_modules(rewritten.module, self.stage[f"{variant.value}_fakes"], captured.fake_mode)
+        sources = emitted_modules(rewritten.module, self._made().inputs(variant), self._captured().fake_mode)
         if not sources:
             raise NothingToDump(expected="Inductor to emit a module", found="none", todo="report this with the target")
         return "\n".join(sources)
@@ -124,10 +124,22 @@ class Dump:
     # --- choosing ----------------------------------------------------------------------------------
 
     def _plan(self) -> Plan:
-        plan: Plan | None = self.stage.get("plan")
-        if plan is None:
+        if self.record.planned is None:
             raise NothingToDump(expected="a captured graph", found="a graph that could not be retraced", todo="see `kvcompile explain`")
-        return plan
+        return self.record.planned
+
+    def _captured(self) -> Captured:
+        assert self.record.captured is not None, "_choose returns captured graphs alone"
+        return self.record.captured
+
+    def _made(self) -> Variants:
+        """The rewritten graphs."""
+        if self.record.variants is None:
+            raise NothingToDump(
+                expected="a graph with a rewritten attention", found=f"graph {self.index} without one",
+                todo="see `kvcompile explain` for the reasons and pass another --graph",
+            )
+        return self.record.variants
 
     def _variants(self) -> tuple[Variant, ...]:
         kinds = [item.site.key.kind.facts for item in self._plan().sites]
@@ -137,42 +149,32 @@ class Dump:
 
     def _rewritten(self) -> tuple[Variant, Rewritten]:
         """The asked variant, else the one that a call needed."""
-        if not self._plan().sites:
-            raise NothingToDump(
-                expected="a graph with a rewritten attention", found=f"graph {self.index} without one",
-                todo="see `kvcompile explain` for the reasons and pass another --graph",
-            )
-        possible = self._variants()
-        variant = self.asked or next((item for item in possible if item.value in self.stage), possible[0])
+        made, possible = self._made(), self._variants()
+        variant = self.asked or next((item for item in possible if item in made), possible[0])
         if variant not in possible:
             raise NothingToDump(
                 expected=f"the variant {' or '.join(item.value for item in possible)} of graph {self.index}", found=variant.value,
                 todo="its cache " + ("starts in this graph, so it is always empty" if Variant.FRESH in possible else "arrives filled"),
             )
-        if variant.value not in self.stage:
-            self.stage["compile_variant"](variant)
-        rewritten: Rewritten = self.stage[variant.value]
+        rewritten, _ = made.compiled(variant)
         # The rewriter gives new nodes no types; printing and choosing kernels both need them.
         with torch.no_grad():
-            fakes = self.stage[f"{variant.value}_fakes"]
-            FakeTensorProp(rewritten.module, self.stage["captured"].fake_mode).propagate_dont_convert_inputs(*fakes)
+            FakeTensorProp(rewritten.module, self._captured().fake_mode).propagate_dont_convert_inputs(*made.inputs(variant))
         return variant, rewritten
 
 
-def _choose(owner: Backend, graph: int | None) -> int:
+def _choose(owner: Backend, graph: int | None) -> GraphRecord:
     """The graph that was asked for, else the last one with a site, else the last one that was captured."""
-    if graph is not None and not 0 <= graph < len(owner.stages):
-        last = len(owner.stages) - 1
-        raise NothingToDump(expected=f"a graph among 0..{last}", found=graph, todo="see `kvcompile explain` for the graphs")
-    if graph is not None:
-        index = graph
-    else:
-        with_sites = [i for i, stage in enumerate(owner.stages) if stage.get("plan") and stage["plan"].sites]
-        index = (with_sites or range(len(owner.stages)))[-1] if owner.stages else -1
-    if index < 0 or "captured" not in owner.stages[index]:
-        found = "no graph at all" if index < 0 else "; ".join(str(item) for item in owner.graphs[index].refusals)
+    known = {record.report.index: record for record in owner.records}
+    if graph is not None and graph not in known:
+        among = f"{min(known)}..{max(known)}" if known else "none, since nothing was compiled"
+        raise NothingToDump(expected=f"a graph among {among}", found=graph, todo="see `kvcompile explain` for the graphs")
+    with_sites = [record for record in owner.records if record.planned is not None and record.planned.sites]
+    chosen = known[graph] if graph is not None else next(reversed(with_sites or owner.records), None)
+    if chosen is None or chosen.captured is None:
+        found = "no graph at all" if chosen is None else "; ".join(str(item) for item in chosen.report.refusals)
         raise NothingToDump(expected="a captured graph", found=found, todo="see `kvcompile explain` for the reasons")
-    return index
+    return chosen
 
 
 def _readable(module: torch.fx.GraphModule) -> str:

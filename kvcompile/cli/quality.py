@@ -138,7 +138,7 @@ class Bench:
         """The figures of one scheme."""
         started = time.perf_counter()
         # Code compiled for another scheme would count toward Dynamo's limit of versions.
-        torch._dynamo.reset()
+        torch.compiler.reset()
         owner = backend(scheme, inner=self.effort.inner)
         compiled = torch.compile(self.model, backend=owner)
         cache = self.cache()

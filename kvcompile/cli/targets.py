@@ -25,6 +25,7 @@ import torch
 
 from kvcompile.cli.shrink import tiny_config
 from kvcompile.errors import TargetError
+from kvcompile.passes.graph.dynamo import tree_map
 
 PROMPT_TOKENS = 24
 CAPACITY = 64
@@ -161,7 +162,7 @@ def _from_file(text: str, path: Path, factory: str, options: Options) -> Target:
         raise TargetError(found=text, why=f"{factory}() raised {type(error).__name__}: {_first_line(error)}") from error
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
         model, inputs = made[0].eval().to(options.device), made[1]
-        moved = torch.utils._pytree.tree_map(lambda x: x.to(options.device) if isinstance(x, torch.Tensor) else x, inputs)
+        moved = tree_map(lambda x: x.to(options.device) if isinstance(x, torch.Tensor) else x, inputs)
         return Target(text, model, moved)
     if isinstance(made, torch.nn.Module) and hasattr(getattr(made, "config", None), "get_text_config"):
         return _language_model(text, made, options)

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._dynamo.backends.registry import lookup_backend
 
 from kvcompile import schemes
 from kvcompile.backend import Backend, backend
 from kvcompile.cli.architectures import Subject, build
 from kvcompile.cli.control import rounded
+from kvcompile.passes.graph.dynamo import dynamo_config, lookup_backend
 from kvcompile.passes.match.sites import Refusal
 from kvcompile.report import short_paths
 
@@ -279,8 +279,8 @@ def _ours(subject: Subject, cache: str, rows: int, settings: Settings, scheme: s
 @contextlib.contextmanager
 def _fresh() -> Iterator[None]:
     """Nothing compiled before, and no limit at which Dynamo gives up and runs the model as it is."""
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=GRAPHS, accumulated_recompile_limit=8 * GRAPHS):
+    torch.compiler.reset()
+    with dynamo_config.patch(recompile_limit=GRAPHS, accumulated_recompile_limit=8 * GRAPHS):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch._dynamo  # noqa: F401
 import transformers.models.auto.modeling_auto  # noqa: F401
 
 import kvcompile.cli.trial  # noqa: F401

@@ -16,6 +16,7 @@ from torch import fx
 
 from kvcompile.errors import VerificationFailed
 from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.shapes import op_name, source_line
 from kvcompile.passes.rewrite.rewritten import Binding, Rewritten
 
@@ -25,7 +26,7 @@ LEARN, UNROLL, GATHER = "kvcompile::learn", "kvcompile::unroll", "kvcompile::gat
 
 
 def _name(node: fx.Node) -> str:
-    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return node.target._schema.name if isinstance(node.target, OpOverload) else ""
 
 
 def _fail(fact: str, found: object, node: fx.Node | None = None) -> None:

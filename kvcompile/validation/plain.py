@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
+from kvcompile.passes.graph.dynamo import python_dispatcher
 from kvcompile.passes.graph.effects import analyse
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.validation.cut import Cut, NotApart, Number, same
@@ -110,7 +110,7 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
                 node.target = EMPTY[node.target]
     module.recompile()
     # Some operators are symbolic only under the dispatcher that the graph was traced with.
-    with unguarded(mode), enable_python_dispatcher(), mode, torch.no_grad():
+    with unguarded(mode), python_dispatcher(), mode, torch.no_grad():
         fakes = tuple(
             torch.empty([told(size) for size in fake.shape], dtype=told(fake.dtype), device=CPU) if isinstance(fake, torch.Tensor) else fake
             for fake in captured.fakes

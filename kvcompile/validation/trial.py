@@ -17,7 +17,8 @@ import torch
 
 from kvcompile.errors import KvcompileError
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.plan.plan import Plan, policy_of, site_plan
+from kvcompile.passes.plan.plan import Plan, site_plan
+from kvcompile.passes.plan.policy import policy_of
 from kvcompile.passes.rewrite.rewrite import rewrite
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.runtime import handle as handles

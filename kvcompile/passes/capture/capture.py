@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.passes.capture.flex import Stays
@@ -24,6 +22,7 @@ from kvcompile.passes.capture.memo import Memo
 from kvcompile.passes.capture.prefix import join_prefixes
 from kvcompile.passes.capture.retrace import Retrace
 from kvcompile.passes.capture.stacked import join_stacked
+from kvcompile.passes.graph.dynamo import FakeTensor, FakeTensorMode, OpOverload, TracingContext, detect_fake_mode
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ def _without_our_frames(trace: str) -> str:
 def _stays(node: fx.Node) -> bool:
     """Whether a node stays where nothing reads its result: all but ATen operators that write to nothing."""
     target = node.target
-    return node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or node.is_impure()
+    return node.op != "call_function" or not isinstance(target, OpOverload) or target._schema.is_mutable or node.is_impure()
 
 
 def capture(

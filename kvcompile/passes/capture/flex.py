@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from kvcompile.passes.graph.dynamo import HigherOrderOperator, safe_softmax
+
 NAME = "flex_attention"
 CONSTANTS = {"new_ones", "ones", "device", "getattr"}
 """What the mask function of no mask is made of."""
@@ -26,7 +28,7 @@ class Stays(Exception):
 
 def is_flex(target: Any) -> bool:
     """Whether a call's target is flex attention as Dynamo keeps it."""
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ == NAME
+    return isinstance(target, HigherOrderOperator) and target.__name__ == NAME
 
 
 def operands(node: fx.Node) -> set[fx.Node]:
@@ -77,7 +79,7 @@ def explicit(
     scores = _single(score_mod(scores, *grid, *score_buffers))
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
-    out = torch._safe_softmax(scores, -1).to(q.dtype) @ v
+    out = safe_softmax(scores, -1).to(q.dtype) @ v
     # Both in base two, as the kernels count.
     total = scores.logsumexp(-1) / math.log(2) if 1 in used else out
     peak = scores.amax(-1) / math.log(2) if 2 in used else out

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, set_proxy_slot
+
+from kvcompile.passes.graph.dynamo import FakeTensor, FakeTensorMode, OpOverload, in_kernel_invocation_manager, no_python_dispatcher
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
 
@@ -225,7 +225,7 @@ def _step(node: fx.Node, place: dict[fx.Node, _Ref], fakes: list[tuple[_Ref, tor
         return item
 
     value = node.meta.get("val")
-    pure = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+    pure = isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
     if node.op != "call_function" or not (pure or node.target is operator.getitem) or value is None:
         raise _Unknown
     args, kwargs = _mapped(node.args, ref), _mapped(node.kwargs, ref)

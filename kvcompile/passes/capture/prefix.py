@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.effects import Effects, analyse
-from kvcompile.passes.graph.pullback import CONCATENATIONS
+from kvcompile.passes.graph.operators import CONCATENATIONS
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value_of
 
 aten = torch.ops.aten

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.effects import analyse
-from kvcompile.passes.graph.pullback import CONCATENATIONS
+from kvcompile.passes.graph.operators import CONCATENATIONS
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
 
 aten = torch.ops.aten
@@ -83,7 +84,7 @@ def _join(graph: fx.Graph, stack: fx.Node, dim: int, grown: list[_Grown], parts:
     first = grown[0]
     token_dim = first.token_dim + (first.token_dim >= dim)
 
-    def call(target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+    def call(target: OpOverload, *args: Any) -> fx.Node:
         made = graph.call_function(target, args)
         made.meta = {key: value for key, value in stack.meta.items() if key not in {"val", "tensor_meta"}}
         made.meta["val"] = target(*fx.node.map_arg(args, value_of))

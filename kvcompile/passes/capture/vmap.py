@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvcompile.passes.graph.dynamo import functorch_interpreters
 
 ENTER, LEAVE = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
@@ -58,11 +59,11 @@ def _like(node: fx.Node) -> Any:
 @contextlib.contextmanager
 def _balanced() -> Iterator[None]:
     """Leaves as many levels of ``vmap`` as there were: one that fails half way has not left its own."""
-    levels = len(retrieve_all_functorch_interpreters())
+    levels = len(functorch_interpreters())
     try:
         yield
     finally:
-        while len(retrieve_all_functorch_interpreters()) > levels:
+        while len(functorch_interpreters()) > levels:
             torch._C._functorch._vmap_decrement_nesting()
 
 

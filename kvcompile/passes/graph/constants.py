@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.passes.graph.shapes import IDENTITIES, bind, is_tensor, op_name, value_of
+from kvcompile.passes.graph.dynamo import FakeTensor, no_modes
+from kvcompile.passes.graph.operators import COPIES
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, value_of
 
 
 def constant(node: Any) -> float | None:
@@ -17,7 +19,7 @@ def constant(node: Any) -> float | None:
     if not isinstance(node, fx.Node):
         return None
     name = op_name(node)
-    if name in IDENTITIES and node.args:
+    if name in COPIES and node.args:
         return constant(node.args[0])
     if name in {"full", "scalar_tensor"} and is_tensor(node) and value_of(node).numel() == 1:
         arguments = bind(node)
@@ -27,6 +29,6 @@ def constant(node: Any) -> float | None:
         for part in str(node.target).split("."):
             value = getattr(value, part)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            with torch.utils._python_dispatch._disable_current_modes():
-                return float(value.item()) if not isinstance(value, torch._subclasses.FakeTensor) else None
+            with no_modes():
+                return float(value.item()) if not isinstance(value, FakeTensor) else None
     return None

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from kvcompile.passes.graph.pullback import PLURAL, STEPS
-from kvcompile.passes.graph.shapes import IDENTITIES, is_tensor, op_name
+from kvcompile.passes.graph.dynamo import OpOverload
+from kvcompile.passes.graph.operators import COPIES, SIZES, SPLITS
+from kvcompile.passes.graph.pullback import STEPS
+from kvcompile.passes.graph.shapes import is_tensor, op_name
 
 
 def _schema(node: fx.Node) -> torch.FunctionSchema | None:
     target = node.target
-    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+    return target._schema if isinstance(target, OpOverload) else None
 
 
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -45,12 +47,12 @@ def view_parent(node: fx.Node) -> fx.Node | None:
     name = op_name(node)
     first = node.args[0]
     if name == "getitem":
-        if isinstance(first, fx.Node) and op_name(first) in PLURAL:
+        if isinstance(first, fx.Node) and op_name(first) in SPLITS:
             return first.args[0] if is_tensor(first.args[0]) else None
         return None
     if not is_tensor(first):
         return None
-    if name in STEPS or name in IDENTITIES:
+    if name in STEPS or name in COPIES:
         return first
     schema = _schema(node)
     if schema is None or not schema.returns or not schema.arguments:
@@ -85,7 +87,7 @@ class Effects:
         found = set()
         for node in family:
             for user in node.users:
-                if user in family or op_name(user) in PLURAL or op_name(user) in {"sym_size", "sym_stride", "sym_numel"}:
+                if user in family or op_name(user) in SPLITS | SIZES:
                     continue
                 found.add(user)
         return found

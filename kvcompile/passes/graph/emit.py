@@ -18,10 +18,13 @@ aten = torch.ops.aten
 
 
 class Emitter:
-    """Inserts nodes before a point of a graph, each with the metadata of the node that it replaces."""
+    """Inserts nodes before a point of a graph, each with the metadata of the node that it replaces.
 
-    def __init__(self, graph: fx.Graph, like: fx.Node, symbols: Callable[[Any], Any]) -> None:
-        self.graph, self.like, self.symbols = graph, like, symbols
+    ``symbols``: the graph's node of a symbolic size. ``copies``: the graph's copy of each captured node.
+    """
+
+    def __init__(self, graph: fx.Graph, like: fx.Node, symbols: Callable[[Any], Any], copies: Mapping[fx.Node, fx.Node]) -> None:
+        self.graph, self.like, self.symbols, self.copies = graph, like, symbols, copies
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """One node, inserted before ``like``."""

@@ -3,7 +3,7 @@
 Spellings of a view are endless (transpose, expand + reshape, repeat_interleave, narrow, unbind...), and
 their meaning is one thing: a map from the operand's coordinates to the base tensor's. So nothing here
 matches spellings: sampled coordinates are mapped through each operator, and what the operand *is* is
-read off the coordinates that arrive (``axes_of``). A new spelling costs three lines.
+read off the coordinates that arrive (``axes_of``). A new spelling is a name in a row of ``operators``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import numpy as np
 from torch import fx
 
 from kvcompile.passes.graph.constants import constant
-from kvcompile.passes.graph.shapes import IDENTITIES, bind, hint, is_tensor, op_name, operand, sizes
-
-CONCATENATIONS = {"cat", "concat", "concatenate"}
-PLURAL = {"unbind", "split", "split_with_sizes", "chunk", "tensor_split"}
-"""Operators that give several views of one tensor."""
+from kvcompile.passes.graph.operators import COPIES, IN_PLACE, JOINS, KINDS, SPLITS, Kind
+from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes
 
 Coords = np.ndarray
 """int64 [samples, dims]: one row an element of a tensor."""
@@ -70,10 +67,15 @@ def _transpose(node: fx.Node, coords: Coords) -> Step:
     return operand(node), moved
 
 
-def _reverse_last_two(node: fx.Node, coords: Coords) -> Step:
+def _swap_last_two(node: fx.Node, coords: Coords) -> Step:
     moved = coords.copy()
-    moved[:, [-2, -1]] = coords[:, [-1, -2]]
+    if coords.shape[1] > 1:
+        moved[:, [-2, -1]] = coords[:, [-1, -2]]
     return operand(node), moved
+
+
+def _reverse(node: fx.Node, coords: Coords) -> Step:
+    return operand(node), coords[:, ::-1].copy()
 
 
 def _permute(node: fx.Node, coords: Coords) -> Step:
@@ -136,7 +138,7 @@ def _repeat(node: fx.Node, coords: Coords) -> Step:
 def _getitem(node: fx.Node, coords: Coords) -> Step | None:
     parent, index = operand(node), hint(node.args[1])
     name = op_name(parent)
-    if name not in PLURAL:
+    if name not in SPLITS:
         return None
     source = operand(parent)
     arguments = bind(parent)
@@ -194,20 +196,16 @@ def _movedim(node: fx.Node, coords: Coords) -> Step | None:
     return operand(node), moved
 
 
-STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
-    **dict.fromkeys(
-        ("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "_reshape_alias"),
-        _reshape,
-    ),
-    "transpose": _transpose, "swapaxes": _transpose, "swapdims": _transpose,
-    "t": _reverse_last_two, "numpy_T": _reverse_last_two, "mT": _reverse_last_two, "adjoint": _reverse_last_two,
-    "permute": _permute, "movedim": _movedim,
-    "expand": _expand, "expand_as": _expand, "broadcast_to": _expand,
-    "unsqueeze": _unsqueeze, "slice": _slice, "narrow": _slice, "select": _select,
-    **dict.fromkeys(("index_copy_", "index_put_", "_index_put_impl_", "copy_", "scatter_"), _written),
-    "repeat_interleave": _repeat_interleave, "repeat": _repeat, "tile": _repeat, "getitem": _getitem,
+MAPS: dict[Kind, Callable[[fx.Node, Coords], Step | None]] = {
+    Kind.RESHAPE: _reshape, Kind.UNSQUEEZE: _unsqueeze, Kind.SWAP: _transpose, Kind.SWAP_LAST: _swap_last_two, Kind.REVERSE: _reverse,
+    Kind.PERMUTE: _permute, Kind.MOVE: _movedim, Kind.BROADCAST: _expand, Kind.SLICE: _slice, Kind.SELECT: _select,
+    Kind.REPEAT: _repeat, Kind.INTERLEAVE: _repeat_interleave,
 }
-JOINS = CONCATENATIONS | {"stack"}
+"""The map of coordinates of each kind of view."""
+
+STEPS: dict[str, Callable[[fx.Node, Coords], Step | None]] = {
+    **{name: MAPS[kind] for name, kind in KINDS.items() if kind in MAPS}, **dict.fromkeys(IN_PLACE, _written), "getitem": _getitem,
+}
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
@@ -235,7 +233,7 @@ def factor(path: Iterable[fx.Node]) -> float:
 def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: bool = False) -> Step | None:
     """One operator upstream, or None where ``node`` makes new values."""
     name = op_name(node)
-    if name in IDENTITIES:
+    if name in COPIES:
         keeps = name != "dropout" or not (node.args[1] and node.args[2])
         return (operand(node), coords) if keeps and is_tensor(node.args[0]) else None
     if scales and (scaled := _scaled(node)) is not None and sizes(scaled[0]) == sizes(node):

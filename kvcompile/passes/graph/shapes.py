@@ -11,14 +11,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
+from kvcompile.passes.graph.dynamo import OpOverload
+
 PACKAGE = str(Path(__file__).parents[2])
 """Our own frames, through which Dynamo traces what is done to a compressed cache, are not the model's source."""
-
-IDENTITIES = {
-    "alias", "detach", "detach_", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "dropout", "to", "_to_copy",
-    "type_as", "_conj", "resolve_conj", "resolve_neg", "float", "half", "bfloat16", "positive",
-}
-"""Operators that hand on the elements of their first operand, in place or as a copy."""
 
 
 def hint(value: Any) -> int:
@@ -66,7 +62,7 @@ def op_name(node: object) -> str:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return ""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema.name.rpartition("::")[2]
     return getattr(target, "__name__", "")
 
@@ -74,7 +70,7 @@ def op_name(node: object) -> str:
 def bind(node: fx.Node) -> dict[str, Any]:
     """Arguments of an ATen call by schema name, defaults filled in."""
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
+    assert isinstance(target, OpOverload)
     bound: dict[str, Any] = {}
     for position, argument in enumerate(target._schema.arguments):
         if position < len(node.args) and not argument.kwarg_only:

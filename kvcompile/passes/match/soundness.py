@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from torch import fx
 
 from kvcompile.passes.graph.effects import Effects, written_arguments
+from kvcompile.passes.graph.operators import COPIES, SIZES
 from kvcompile.passes.graph.pullback import trace
-from kvcompile.passes.graph.shapes import IDENTITIES, is_tensor, op_name, sizes
+from kvcompile.passes.graph.shapes import is_tensor, op_name, sizes
 from kvcompile.passes.match.sites import Attention, Miss, Write
 
-STATISTICS = IDENTITIES | {"max", "amax", "logsumexp", "getitem", "sum", "unsqueeze", "squeeze"}
-SIZES = {"sym_size", "sym_stride", "sym_numel"}
+STATISTICS = COPIES | {"max", "amax", "logsumexp", "getitem", "sum", "unsqueeze", "squeeze"}
 
 
 def _first_use(node: fx.Node, nodes: Iterable[fx.Node], effects: Effects) -> fx.Node | None:

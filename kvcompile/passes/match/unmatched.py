@@ -6,15 +6,15 @@ from torch import fx
 
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.operators import CONCATENATIONS, IN_PLACE, UPDATES, Kind, named
 from kvcompile.passes.graph.pullback import trace
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value_of
 from kvcompile.passes.match.attention.weights import SOFTMAX
 from kvcompile.passes.match.cache.gathers import GATHERS
-from kvcompile.passes.match.cache.writes import IN_PLACE
 
-PROJECTIONS = {"linear", "mm", "addmm", "embedding", "conv1d", "conv2d", "convolution"}
-PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "flex_attention"}
-FUNCTIONAL = {"index_copy", "index_put", "scatter", "slice_scatter", "select_scatter", "where", "cat"}
+PROJECTIONS = named(Kind.PROJECTION) | {"embedding"}
+PRODUCTS = named(Kind.PRODUCT) | {"flex_attention"}
+FUNCTIONAL = UPDATES | CONCATENATIONS | {"select_scatter", "where"}
 CHOICES = {"topk", "sort", "argsort", "kthvalue", "argmax"}
 LIMIT = 400
 REACH = 40

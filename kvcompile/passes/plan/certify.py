@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcompile.errors import BadSetting, NoOriginals
-from kvcompile.passes.plan.plan import Pair, Policy
+from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.passes.plan.reporting import check_scheme
 from kvcompile.schemes import Certify
 from kvcompile.schemes.certificate.policy import Fallback

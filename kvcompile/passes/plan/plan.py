@@ -1,22 +1,18 @@
 """Plan: which site gets which scheme, and what it will cost. Pure.
 
-A policy is one scheme, a pair for keys and values, or globs over module paths; the first matching glob
-of the most specific kind wins. Bytes are sympy expressions of B (batch rows) and T (tokens in use), so
+Bytes are sympy expressions of B (batch rows) and T (tokens in use), so
 that what is announced can be printed, evaluated and held against what was allocated.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
 import torch
 
 from kvcompile.errors import (
-    BadPolicy,
     NotInPolicy,
     RingNeedsTokens,
     SchemeError,
@@ -30,67 +26,14 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.match import Matched, refuse
 from kvcompile.passes.match.rope.rope import Rotation, recognise
 from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, Stage
+from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.passes.plan.reporting import check_scheme, check_site, with_tally
-from kvcompile.schemes import Certify, Scheme, parse
+from kvcompile.schemes import Certify, Scheme
 from kvcompile.types import PAGE, Layout, Role, SlotSpec
 
 BATCH, TOKENS = sympy.Symbol("B", integer=True, positive=True), sympy.Symbol("T", integer=True, nonnegative=True)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Separate schemes for keys and values; ``certify``: what their attention reports of its error is held against, None for no report."""
-
-    k: Scheme
-    v: Scheme
-    certify: Certify | None = None
-
-    def spell(self) -> str:
-        """The pair as text, part of cache keys."""
-        return f"{self.k.spell()}|{self.v.spell()}" + (f"|{self.certify.spell()}" if self.certify is not None else "")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Scheme pairs by module-path glob, in the order of their writing; ``*`` is the default."""
-
-    rules: tuple[tuple[str, Pair], ...]
-
-    def of(self, path: str) -> Pair | None:
-        """The pair for a module path: the longest matching glob wins; None where no glob matches."""
-        hits = [(len(glob.replace("*", "")), pair) for glob, pair in self.rules if fnmatch.fnmatch(path, glob)]
-        return max(hits, key=lambda hit: hit[0])[1] if hits else None
-
-    def spell(self) -> str:
-        """The policy as text, part of cache keys."""
-        return ";".join(f"{glob}=>{pair.spell()}" for glob, pair in self.rules)
-
-
-def pair_of(choice: object) -> Pair:
-    """A pair from a name, a spelled scheme, a Scheme object, or a mapping with ``k`` and ``v``."""
-    if isinstance(choice, Pair):
-        return choice
-    if isinstance(choice, Scheme):
-        return Pair(choice, choice)
-    if isinstance(choice, str):
-        scheme = parse(choice)
-        return Pair(scheme, scheme)
-    if isinstance(choice, Mapping) and set(choice) == {"k", "v"}:
-        return Pair(pair_of(choice["k"]).k, pair_of(choice["v"]).v)
-    raise BadPolicy(found=choice)
-
-
-def policy_of(choice: object) -> Policy:
-    """A policy from whatever ``backend(scheme=...)`` was given; raises a SchemeError."""
-    if isinstance(choice, Policy):
-        return choice
-    if isinstance(choice, Mapping) and set(choice) != {"k", "v"}:
-        if not choice:
-            raise BadPolicy(found=choice)
-        return Policy(tuple((str(glob), pair_of(item)) for glob, item in choice.items()))
-    return Policy((("*", pair_of(choice)),))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Teach: where a store starts, its scheme may compute planes from the queries of that call, before any token is encoded.
+"""Calibrate: a scheme may compute planes from the queries of the call that fills its store, before any token is encoded.
 
 The queries are known behind the write, where the attention stands, so the append of such a slot moves there: a
 store that starts is not read in this call.
@@ -19,26 +19,26 @@ from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.left_padding import shown
 
 
-def teach(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan, q_BHSD: fx.Node, planes: list[fx.Node], tokens: Any) -> None:
-    """Emit the computation of a key slot's learned planes, all ``planes`` of the slot given, ``tokens`` new keys."""
+def calibrate(emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.Node], tokens: Any) -> None:
+    """Emit the computation of a key slot's calibrated planes, all ``planes`` of the slot given, ``tokens`` new keys."""
     slot = item.key
     learned = [node for node, spec in zip(planes, slot.layout.planes, strict=True) if spec.name in slot.scheme.learned]
     attention = item.site.attention
-    # However a model splits the factor of its scores between queries and scale, the same scores teach the same.
+    # However a model splits the factor of its scores between queries and scale, equal scores give equal planes.
     factor = attention.scale * math.sqrt(slot.spec.head_dim)
     if abs(factor - 1) > 1e-6:
         q_BHSD = emit.call(aten.mul.Scalar, q_BHSD, factor)
     # Across to the tokens of another sequence, padding is said of the keys alone.
     own = hint(size_along(attention.q, attention.q_roles, "S", attention.folded)) == hint(tokens)
-    keep = _real(emit, env, item) if own else None
+    keep = _real(emit, item) if own else None
     emit.call(torch.ops.kvcompile.learn.default, q_BHSD, learned, keep, slot.scheme.spell())
 
 
-def _real(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan) -> fx.Node | None:
+def _real(emit: Emitter, item: SitePlan) -> fx.Node | None:
     """Which tokens are no padding, bool [B or 1, T]: those that some query may see; None where nothing hides any."""
     real: fx.Node | None = None
     for term in hiding(item.site.bounds):
-        mask = emit.call(aten.to.dtype, shown(emit, env, term, item.site), torch.int64)
+        mask = emit.call(aten.to.dtype, shown(emit, term, item.site), torch.int64)
         seen = emit.call(aten.gt.Scalar, emit.call(aten.amax.default, mask, [1, 2]), 0)
         real = seen if real is None else emit.call(aten.logical_and.default, real, seen)
     return real

@@ -18,13 +18,12 @@ from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import sizes, value_of
 from kvcompile.passes.match.sites import Projection, Slot, Stripe
 
-Env = dict[fx.Node, fx.Node]
 New = Callable[[Slot], fx.Node]
 
 
-def matrices(emit: Emitter, env: Env, projection: Projection, dtype: torch.dtype) -> fx.Node:
+def matrices(emit: Emitter, projection: Projection, dtype: torch.dtype) -> fx.Node:
     """A projection's weight as [heads, channels, inner] in ``dtype``."""
-    node, roles = env[projection.weight], []
+    node, roles = emit.copies[projection.weight], []
     shape = sizes(projection.weight)
     at = 0
     for dim, form in enumerate(projection.dims):
@@ -78,7 +77,7 @@ def _result(left: str, right: str) -> str:
 
 
 def queries(
-    emit: Emitter, env: Env, q: fx.Node, dtype: torch.dtype, stripes: tuple[Stripe, ...], slots: tuple[Slot, ...], heads: int
+    emit: Emitter, q: fx.Node, dtype: torch.dtype, stripes: tuple[Stripe, ...], slots: tuple[Slot, ...], heads: int
 ) -> fx.Node:
     """q [B, H, S, D] in terms of what is cached: the channels of ``slots``, one after another."""
     parts: list[fx.Node] = []
@@ -91,7 +90,7 @@ def queries(
             part, size = scaled(emit, _narrow(emit, q, 3, stripe.start, stripe.count, width), stripe.factor), stripe.count
             if stripe.projection is not None:
                 groups = heads // stripe.projection.heads
-                part = _by_head(emit, part, matrices(emit, env, stripe.projection, dtype), groups, "d,dr")
+                part = _by_head(emit, part, matrices(emit, stripe.projection, dtype), groups, "d,dr")
                 size = stripe.projection.inner
             runs.append((stripe.first, size, part))
         parts.append(_side_by_side(emit, runs, slot.head_dim))
@@ -116,17 +115,17 @@ def _side_by_side(emit: Emitter, runs: list[tuple[int, int, fx.Node]], width: in
     return total
 
 
-def result(emit: Emitter, env: Env, out: fx.Node, dtype: torch.dtype, value: Stripe, heads: int) -> fx.Node:
+def result(emit: Emitter, out: fx.Node, dtype: torch.dtype, value: Stripe, heads: int) -> fx.Node:
     """The result [B, H, S, Dv] from a weighted sum of what is cached."""
     inner = value.count if value.projection is None else value.projection.inner
     out = _narrow(emit, out, 3, value.first, inner, value.slot.head_dim)
     if value.projection is not None:
         groups = heads // value.projection.heads
-        out = _by_head(emit, out, matrices(emit, env, value.projection, dtype), groups, "r,dr")
+        out = _by_head(emit, out, matrices(emit, value.projection, dtype), groups, "r,dr")
     return scaled(emit, out, value.factor)
 
 
-def expanded(emit: Emitter, env: Env, stripes: tuple[Stripe, ...], new: New, dtype: torch.dtype, heads: int) -> fx.Node:
+def expanded(emit: Emitter, stripes: tuple[Stripe, ...], new: New, dtype: torch.dtype, heads: int) -> fx.Node:
     """Keys or values [B, heads, S, D] of new tokens, made from ``new(slot)`` [B, K, S, D of the slot]."""
     parts = []
     for stripe in stripes:
@@ -136,7 +135,7 @@ def expanded(emit: Emitter, env: Env, stripes: tuple[Stripe, ...], new: New, dty
             part = emit.call(aten.to.dtype, part, dtype)
         if stripe.projection is not None:
             latent = emit.call(aten.select.int, part, 1, 0)
-            part = emit.call(aten.einsum.default, "bsr,hdr->bhsd", [latent, matrices(emit, env, stripe.projection, dtype)])
+            part = emit.call(aten.einsum.default, "bsr,hdr->bhsd", [latent, matrices(emit, stripe.projection, dtype)])
         elif stripe.slot.heads != heads:
             part = emit.call(aten.expand.default, part, [-1, heads, -1, -1])
         parts.append(scaled(emit, part, stripe.factor))

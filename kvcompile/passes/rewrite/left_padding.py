@@ -17,6 +17,7 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.sites import Bounds, MaskKind, MaskTerm, Site
+from kvcompile.passes.rewrite.visibility import Visibility
 
 
 def padding(bounds: Bounds) -> tuple[MaskTerm, ...]:
@@ -28,9 +29,9 @@ def _per_row(term: MaskTerm) -> bool:
     return any("B" in role for role in term.roles)
 
 
-def shown(emit: Emitter, env: dict[fx.Node, fx.Node], term: MaskTerm, site: Site) -> fx.Node:
+def shown(emit: Emitter, term: MaskTerm, site: Site) -> fx.Node:
     """Return which tokens a mask term lets through, bool [B or 1, H or 1, S or 1, T]."""
-    node = env[term.node]
+    node = emit.copies[term.node]
     if term.kind is MaskKind.ADD:
         node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)
     elif value_of(term.node).dtype != torch.bool:
@@ -40,14 +41,14 @@ def shown(emit: Emitter, env: dict[fx.Node, fx.Node], term: MaskTerm, site: Site
     return emit.heads(node, term.roles, ("S", "T"), site.heads, site.groups)
 
 
-def padded_rows(emit: Emitter, env: dict[fx.Node, fx.Node], terms: tuple[MaskTerm, ...], site: Site, made: dict[Any, fx.Node]) -> fx.Node:
+def padded_rows(emit: Emitter, terms: tuple[MaskTerm, ...], site: Site, made: dict[Any, fx.Node]) -> fx.Node:
     """The first visible position of each row, int64 [B]; one computation for all sites that share their masks."""
     key = tuple((term.node, term.roles, term.kind) for term in terms)
     if key in made:
         return made[key]
     found: fx.Node | None = None
     for term in terms:
-        seen = emit.call(aten.amax.default, emit.call(aten.to.dtype, shown(emit, env, term, site), torch.int64), [1, 2])
+        seen = emit.call(aten.amax.default, emit.call(aten.to.dtype, shown(emit, term, site), torch.int64), [1, 2])
         # An operation of its own: Inductor fused the search with its neighbours, and with one row Triton 3.6 could not compile that.
         first = emit.call(torch.ops.kvcompile.first_visible.default, seen)
         found = first if found is None else emit.call(aten.maximum.default, found, first)
@@ -57,10 +58,11 @@ def padded_rows(emit: Emitter, env: dict[fx.Node, fx.Node], terms: tuple[MaskTer
 
 
 def from_origin(
-    emit: Emitter, origin: fx.Node, device: torch.device, bounds: Bounds,
-    hi: fx.Node, lo: fx.Node | None, keep: fx.Node | None, bias: fx.Node | None,
-) -> tuple[fx.Node, fx.Node | None, fx.Node | None, fx.Node | None]:
-    """Limits and masks [B or 1, ...] with positions counted from each row's origin [B]."""
+    emit: Emitter, origin: fx.Node, device: torch.device, bounds: Bounds, seen: Visibility,
+) -> Visibility:
+    """Limits and masks [B or 1, ...] with positions counted from each row's first token, ``origin`` [B]."""
+    hi, lo, keep, bias = seen.hi, seen.lo, seen.keep, seen.bias
+    assert hi is not None
     column = emit.call(aten.unsqueeze.default, origin, 1)
     batch = emit.call(aten.sym_size.int, column, 0)
 
@@ -86,4 +88,4 @@ def from_origin(
             bias = emit.call(aten.logical_and.default, taken, inside)
         else:
             bias = emit.call(aten.masked_fill.Scalar, taken, emit.call(aten.logical_not.default, inside), float("-inf"))
-    return hi, lo, keep, bias
+    return Visibility(hi, lo, keep, bias)

@@ -15,12 +15,12 @@ from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.left_padding import shown
 
 
-def bias_of(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan) -> fx.Node | None:
+def bias_of(emit: Emitter, item: SitePlan) -> fx.Node | None:
     """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
     combined: fx.Node | None = None
     boolean = True
     for term in item.site.bounds.carried:
-        node = env[term.node]
+        node = emit.copies[term.node]
         dtype = value_of(term.node).dtype
         is_bool = term.kind is not MaskKind.ADD
         if is_bool and dtype != torch.bool:
@@ -52,11 +52,11 @@ def _floats(emit: Emitter, node: fx.Node, boolean: bool) -> fx.Node:
     return emit.call(aten.masked_fill.Scalar, zero, emit.call(aten.logical_not.default, node), float("-inf"))
 
 
-def last_seen(emit: Emitter, env: dict[fx.Node, fx.Node], site: Site, device: torch.device) -> fx.Node | None:
+def last_seen(emit: Emitter, site: Site, device: torch.device) -> fx.Node | None:
     """The last position that the carried masks let each query see, int64 [1 or B, 1 or S]: what is behind is never read."""
     found: list[fx.Node] = []
     for term in hiding(site.bounds):
-        node = shown(emit, env, term, site)
+        node = shown(emit, term, site)
         length = value_of(term.node).shape[term.roles.index("T")]
         behind = emit.call(aten.arange.start, 1, emit.call(operator.add, emit.size(length), 1), dtype=torch.int64, device=device)
         last = emit.call(aten.amax.default, emit.call(aten.mul.Tensor, node, behind), [1, 3])
@@ -69,11 +69,11 @@ def last_seen(emit: Emitter, env: dict[fx.Node, fx.Node], site: Site, device: to
     return node
 
 
-def sinks_of(emit: Emitter, env: dict[fx.Node, fx.Node], item: SitePlan) -> fx.Node | None:
+def sinks_of(emit: Emitter, item: SitePlan) -> fx.Node | None:
     """The sink logits as [H]."""
     if item.site.attention.sinks is None:
         return None
-    node = env[item.site.attention.sinks]
+    node = emit.copies[item.site.attention.sinks]
     roles = item.site.attention.sink_roles
     shape = sizes(item.site.attention.sinks)
     roles = roles[len(roles) - len(shape) + 1 :]

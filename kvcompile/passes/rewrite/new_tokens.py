@@ -11,14 +11,12 @@ from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import hint, value_of
 from kvcompile.passes.plan.plan import SlotPlan
 
-Env = dict[fx.Node, fx.Node]
 
-
-def new_tokens(emit: Emitter, env: Env, slot: SlotPlan) -> fx.Node:
+def new_tokens(emit: Emitter, slot: SlotPlan) -> fx.Node:
     """The new keys or values as [B, K, S, D]."""
     axes, write = slot.slot.axes, slot.slot.write
     full = [write.count if dim == write.token_dim else value_of(slot.slot.root).shape[dim] for dim in write.dims]
-    node = broadcast(emit, env, write.values, full)
+    node = broadcast(emit, write.values, full)
     roles: list[str] = []
     outside = dict(write.select)
     wanted, counts = dict(axes.select), dict(axes.counts)
@@ -41,9 +39,9 @@ def new_tokens(emit: Emitter, env: Env, slot: SlotPlan) -> fx.Node:
     return emit.arrange(node, roles, ("B", "K", "S", "D"))
 
 
-def broadcast(emit: Emitter, env: Env, values: fx.Node, full: Sequence[Any]) -> fx.Node:
+def broadcast(emit: Emitter, values: fx.Node, full: Sequence[Any]) -> fx.Node:
     """Written values with every dim of the place that they are written to, of the sizes ``full``, ints or SymInts."""
-    node, seen = env[values], value_of(values).shape
+    node, seen = emit.copies[values], value_of(values).shape
     missing = len(full) - len(seen)
     for _ in range(missing):
         node = emit.call(aten.unsqueeze.default, node, 0)

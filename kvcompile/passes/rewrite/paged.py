@@ -1,4 +1,4 @@
-"""Rewriting of pools: the numbers of the places that are written and read, and attention over what is gathered.
+"""Paged caches: the numbers of the places that are written and read, and attention over what is gathered.
 
 The store of a pool is one row of tokens, its places. Tokens are encoded into their places, and each row's tokens
 are gathered from the planes as codes (``kvcompile::gather``), so that attention sees an ordinary store and masks
@@ -36,10 +36,9 @@ def rows_of(site: Site) -> Any:
 
 
 @dataclass
-class Pools:
-    """The pools of one graph while it is rewritten."""
+class PagedCaches:
+    """The paged caches of one graph while it is rewritten."""
 
-    env: dict[fx.Node, fx.Node]
     effects: Effects
     made: dict[Any, fx.Node] = field(default_factory=dict)
     read: dict[Any, tuple[int, fx.Node]] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class Pools:
         """Return the written tokens as [1, K, S, D]: S places, whatever dims they ran along."""
         write, spec = slot.slot.write, slot.spec
         assert write.places is not None
-        node = broadcast(emit, self.env, write.values, write.places.shape)
+        node = broadcast(emit, write.values, write.places.shape)
         known = {"K": spec.heads, "D": spec.head_dim}
         chosen = dict(write.places.select)
         roles = list(write.places.dims)
@@ -147,7 +146,7 @@ class Pools:
 
     def _checked(self, emit: Emitter, item: Picked) -> fx.Node:
         """An index tensor as int64 times its weight, with what lies outside of its dim nowhere."""
-        node = self.env[item.node]
+        node = emit.copies[item.node]
         if value_of(item.node).dtype != torch.int64:
             node = emit.call(aten.to.dtype, node, torch.int64)
         negative = emit.call(aten.lt.Scalar, node, 0)

@@ -12,7 +12,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.sites import SlotKind
-from kvcompile.passes.rewrite.rewrite import BORN
+from kvcompile.passes.rewrite.context import BORN
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 
 

@@ -1,4 +1,4 @@
-"""Turning: what a rewritten graph does for keys that are stored before RoPE.
+"""RoPE tables: what a rewritten graph does for keys that are stored before RoPE.
 
 New keys are turned back by the angles of their place in the store, which counts from the row's first token, and
 attention turns what it reads by the same angles; so neither needs to know the caller's positions, one table
@@ -19,20 +19,23 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.rope.angles import tables
 from kvcompile.passes.match.rope.rope import Rotation
 from kvcompile.passes.plan.plan import SlotPlan
+from kvcompile.passes.rewrite.context import part_of
+from kvcompile.passes.rewrite.planes import Planes
 from kvcompile.types import PAGE
 
 
-class Turning:
-    """Emits the angles that the sites of one graph need, each once."""
+class RopeTables:
+    """Emits the cosines and sines that the sites of one graph need, each once.
 
-    def __init__(self, env: dict[fx.Node, fx.Node], planes: dict[Any, list[fx.Node]], begins: bool) -> None:
-        self.env, self.planes = env, planes
-        self.begins = begins
-        """Whether all stores are empty, so that this call's masks say where rows begin."""
+    ``all_empty``: all stores are empty, so that this call's masks say where rows begin.
+    """
+
+    def __init__(self, planes: Planes, all_empty: bool) -> None:
+        self.planes, self.all_empty = planes, all_empty
         self.places: dict[Any, fx.Node] = {}
         self.made: dict[Any, list[fx.Node]] = {}
 
-    def back(self, emit: Emitter, slot: SlotPlan, keys: fx.Node, position: fx.Node, origin: fx.Node | None) -> fx.Node:
+    def undo(self, emit: Emitter, slot: SlotPlan, keys: fx.Node, position: fx.Node, origin: fx.Node | None) -> fx.Node:
         """New keys [B, K, S, D] at ``position`` as they are stored; ``origin``: the first token that this call's mask shows in each row."""
         rotation = slot.rotation
         if rotation is None:
@@ -45,7 +48,7 @@ class Turning:
         """The operands of attend that turn what is stored: the tables of every place, and how channels are paired."""
         if slot.rotation is None:
             return []
-        plane = self.planes[slot.slot.root, slot.slot.axes.select][0]
+        plane = self.planes.of(slot)[0]
         # Stores that grow alike have as many places.
         key = "all", slot.end
         if key not in self.places:
@@ -57,12 +60,12 @@ class Turning:
         """Where new tokens stand in the store, int64 [1 or B, S]: positions less the row's origin, as the append will count."""
         if origin is None:
             return position
-        where = slot.slot.root, slot.slot.axes.select
-        key = (position, origin, None if self.begins else where)
+        where = part_of(slot.slot)
+        key = (position, origin, None if self.all_empty else where)
         if key not in self.places:
-            if not self.begins:
+            if not self.all_empty:
                 # Of the store itself: nothing holds the stores of all layers together.
-                clock = self.planes[where][[plane.name for plane in slot.layout.planes].index("clock")]
+                clock = self.planes.named(slot)["clock"]
                 for dim, at in ((0, 0), (1, 0), (1, 0), (1, 1)):
                     clock = emit.call(aten.select.int, clock, dim, at)
                 begins = emit.call(aten.eq.Scalar, emit.call(aten.select.int, position, 1, 0), 0)
@@ -73,7 +76,7 @@ class Turning:
     def _at(self, emit: Emitter, slot: SlotPlan, rotation: Rotation, place: fx.Node) -> list[fx.Node]:
         key = (rotation.angles, rotation.constants, place)
         if key not in self.made:
-            constants = [self.env[node] for node in rotation.constants]
+            constants = [emit.copies[node] for node in rotation.constants]
             shapes = [value_of(node).shape for node in rotation.constants]
             self.made[key] = tables(rotation.angles, emit.call, place, constants, shapes, value_of(slot.slot.root).device)
         return self.made[key]

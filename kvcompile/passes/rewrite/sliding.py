@@ -1,4 +1,4 @@
-"""Rewriting of rings: where new tokens go, what attention reads, and masks in the order of the slots.
+"""Sliding caches: where new tokens go, what attention reads, and masks in the order of the slots.
 
 One new token is written over the oldest one and attention reads the ring as it lies: the order of keys does
 not matter to it, so only masks have to follow, from the order of the tokens to that of the slots. Several new
@@ -23,19 +23,19 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.cache.token_runs import at_most, same
 from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Ring, Site, Slot, SlotKind
 from kvcompile.passes.plan.plan import SitePlan, SlotPlan
-
-Key = tuple[fx.Node, Any]
+from kvcompile.passes.rewrite.context import Part, part_of
+from kvcompile.passes.rewrite.visibility import Visibility
 
 
 @dataclass
-class Rings:
-    """The rings of one graph while it is rewritten."""
+class SlidingCaches:
+    """The sliding caches of one graph while it is rewritten."""
 
     graph: fx.Graph
     cursors: dict[int, fx.Node] = field(default_factory=dict)
-    linear: dict[Key, list[fx.Node]] = field(default_factory=dict)
+    linear: dict[Part, list[fx.Node]] = field(default_factory=dict)
     orders: dict[Any, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
-    masks: dict[Any, tuple[fx.Node, fx.Node | None]] = field(default_factory=dict)
+    masks: dict[Any, Visibility] = field(default_factory=dict)
     positions: dict[Any, fx.Node] = field(default_factory=dict)
 
     def cursor(self, ring: Ring) -> fx.Node:
@@ -110,13 +110,13 @@ class Rings:
         made = emit.call(
             torch.ops.kvcompile.unroll.default, source, planes, self.cursor(ring), emit.size(ring.past), ring.slots, slot.scheme.spell()
         )
-        self.linear[slot.slot.root, slot.slot.axes.select] = [emit.call(operator.getitem, made, at) for at in range(len(planes))]
+        self.linear[part_of(slot.slot)] = [emit.call(operator.getitem, made, at) for at in range(len(planes))]
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def rolled(self, slot: SlotPlan) -> bool:
-        """Whether attention reads the ring as it lies."""
-        return (slot.slot.root, slot.slot.axes.select) not in self.linear
+    def reads_slots(self, slot: SlotPlan) -> bool:
+        """Whether attention reads a slot's store in the order of its slots, and not a copy in the order of the tokens."""
+        return part_of(slot.slot) not in self.linear
 
     def order(self, emit: Emitter, ring: Ring, count: Any, device: torch.device) -> tuple[fx.Node, fx.Node]:
         """(which of the ``count`` tokens read each slot holds, whether it holds one): int64 and bool [slots]."""
@@ -130,35 +130,32 @@ class Rings:
             self.orders[key] = index, emit.call(aten.ge.Scalar, index, 0)
         return self.orders[key]
 
-    def mask(
-        self, emit: Emitter, item: SitePlan, hi: fx.Node | None, lo: fx.Node | None, keep: fx.Node | None, bias: fx.Node | None,
-        device: torch.device,
-    ) -> tuple[fx.Node, fx.Node | None]:
-        """(hi, bias) of one new token over the slots, from limits, padding and bias over the tokens that are read."""
+    def in_slot_order(self, emit: Emitter, item: SitePlan, seen: Visibility, device: torch.device) -> Visibility:
+        """The mask of one new token over the slots, from its mask over the tokens that are read."""
         ring, site = item.key.slot.ring, item.site
         assert ring is not None
         count = ring.past + 1
-        if hi is lo is keep is bias is None and (same(count, ring.slots) or _all_of_it(item.key.slot)):
+        if seen.hides_nothing and (same(count, ring.slots) or _all_of_it(item.key.slot)):
             # Until such a ring is full its first slots hold the tokens, in order (``runtime.rings.fitted`` sees to it).
             last = count - 1 if isinstance(count, int) else emit.call(operator.sub, emit.size(count), 1)
-            return emit.constant_limit(1, last, device), None
+            return Visibility(emit.constant_limit(1, last, device))
         key = (ring.slots, str(count), site.bounds, site.heads, site.groups)
         if key in self.masks:
             return self.masks[key]
         index, held = self.order(emit, ring, count, device)
         inside = emit.call(aten.clamp.default, index, 0)
         terms = [] if same(count, ring.slots) else [emit.call(aten.view.default, held, [1, 1, 1, ring.slots])]
-        for limit, compare in ((hi, aten.le.Tensor), (lo, aten.ge.Tensor)):
+        for limit, compare in ((seen.hi, aten.le.Tensor), (seen.lo, aten.ge.Tensor)):
             if limit is not None:
                 spread = emit.call(aten.unsqueeze.default, emit.call(aten.unsqueeze.default, limit, 1), 3)
                 terms.append(emit.call(compare, emit.call(aten.view.default, index, [1, 1, 1, ring.slots]), spread))
-        if keep is not None:
-            kept = emit.call(aten.index_select.default, keep, 1, inside)
+        if seen.keep is not None:
+            kept = emit.call(aten.index_select.default, seen.keep, 1, inside)
             terms.append(emit.call(aten.unsqueeze.default, emit.call(aten.unsqueeze.default, kept, 1), 1))
         made: fx.Node | None = None
-        if bias is not None:
-            made = emit.call(aten.index_select.default, bias, 3, inside)
-        boolean = bias is None or _boolean(site)
+        if seen.bias is not None:
+            made = emit.call(aten.index_select.default, seen.bias, 3, inside)
+        boolean = seen.bias is None or _boolean(site)
         for term in terms:
             if made is None:
                 made = term
@@ -166,7 +163,7 @@ class Rings:
                 made = emit.call(aten.logical_and.default, made, term)
             else:
                 made = emit.call(aten.masked_fill.Scalar, made, emit.call(aten.logical_not.default, term), float("-inf"))
-        self.masks[key] = emit.constant_limit(1, ring.slots - 1, device), made
+        self.masks[key] = Visibility(emit.constant_limit(1, ring.slots - 1, device), bias=made)
         return self.masks[key]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import fx
 
 from kvcompile.passes.graph.emit import aten
+from kvcompile.passes.graph.operators import Kind, named
 from kvcompile.passes.graph.shapes import op_name
 
-PRODUCTS = {"linear", "mm", "addmm", "matmul", "bmm", "convolution", "conv1d", "conv2d"}
+PRODUCTS = named(Kind.PRODUCT, Kind.PROJECTION)
 """Behind one of these nothing is left of the strides of what went in."""
 
 

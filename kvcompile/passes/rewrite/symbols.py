@@ -10,10 +10,10 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 
 from kvcompile.errors import Unsupported
 from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.dynamo import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 from kvcompile.passes.graph.emit import aten
 from kvcompile.passes.graph.shapes import value_of
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from kvcompile.passes.graph.operators import Kind, named
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes
 from kvcompile.passes.match.sites import Miss
 
-NAMES = {"matmul", "bmm", "mm", "baddbmm", "addmm", "einsum"}
+NAMES = named(Kind.PRODUCT) | {"mm", "addmm"}
 SPELL = "write it as torch.matmul, torch.bmm or a two-operand torch.einsum with single letters"
 
 

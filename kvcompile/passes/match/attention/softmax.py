@@ -12,11 +12,12 @@ from dataclasses import replace
 from torch import fx
 
 from kvcompile.passes.graph.constants import constant
-from kvcompile.passes.graph.shapes import IDENTITIES, bind, op_name, sizes
+from kvcompile.passes.graph.operators import COPIES, TURNS
+from kvcompile.passes.graph.shapes import bind, op_name, sizes
 from kvcompile.passes.match.attention import weights
 from kvcompile.passes.match.attention.products import Product, product
 from kvcompile.passes.match.attention.roles import Dims, Letters, Naming, readings
-from kvcompile.passes.match.attention.steps import STEPS, TURNS, VIEWS, Scores, Term, scores_operand, viewed
+from kvcompile.passes.match.attention.steps import STEPS, VIEWS, Scores, Term, scores_operand, viewed
 from kvcompile.passes.match.attention.sums import beside
 from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss
 
@@ -77,7 +78,7 @@ def _forward(start: fx.Node, dims: Dims, state: Scores) -> tuple[list[fx.Node], 
         ):
             # What the very same mask excluded has weight zero already.
             continue
-        elif name not in IDENTITIES or name == "dropout":
+        elif name not in COPIES or name == "dropout":
             raise Miss(
                 f"the attention weights pass through {name or node.op} before the values", node,
                 advice="multiply the softmax's result with the values as it is",
@@ -105,7 +106,7 @@ def recognise(node: fx.Node) -> Attention | None:
     if first.bias is not None:
         state.mask(first.bias, MaskKind.ADD)
     for step, carried in steps:
-        if op_name(step) not in IDENTITIES:
+        if op_name(step) not in COPIES:
             STEPS[op_name(step)](state, step, carried)
     if state.capping:
         raise Miss("a tanh that is not scaled back", node, advice="cap as cap * tanh(scores / cap)")

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from kvcompile.passes.graph.constants import constant
-from kvcompile.passes.graph.shapes import IDENTITIES, bind, is_tensor, op_name, operand, sizes
+from kvcompile.passes.graph.operators import COPIES, TURNS, Kind, named
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, sizes
 from kvcompile.passes.match.attention.products import NAMES, Product
 from kvcompile.passes.match.attention.roles import Dims, Letters
 from kvcompile.passes.match.attention.sums import Summand, summand
 from kvcompile.passes.match.sites import MaskKind, Miss
 
-VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"}
-TURNS = {"transpose", "permute", "mT", "t", "swapaxes", "swapdims"}
+VIEWS = named(Kind.RESHAPE, Kind.UNSQUEEZE)
 VERY_NEGATIVE = -1e4
 PLAIN = "mask with masked_fill(..., -inf), torch.where or an added mask, and scale by a number"
 
@@ -82,7 +82,7 @@ def scores_operand(node: fx.Node) -> fx.Node | None:
         return first if _reaches_product(first) else second
     if name in {"add", "mul"} and not is_tensor(node.args[0]) and is_tensor(node.args[1]):
         return node.args[1]
-    known = STEPS.keys() | IDENTITIES | VIEWS | TURNS | {"slice"}
+    known = STEPS.keys() | COPIES | VIEWS | TURNS | {"slice"}
     return node.args[0] if name in known and node.args and is_tensor(node.args[0]) else None
 
 
@@ -191,7 +191,7 @@ def _sinks(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 def _shifted(state: Scores, node: fx.Node, carried: fx.Node) -> None:
     other = node.args[1]
-    while isinstance(other, fx.Node) and op_name(other) in IDENTITIES | {"getitem", "unsqueeze"}:
+    while isinstance(other, fx.Node) and op_name(other) in COPIES | {"getitem", "unsqueeze"}:
         other = other.args[0]
     term, alpha = node.args[1], float(bind(node).get("alpha", 1))
     if node.args[0] is carried and alpha == 1.0 and op_name(other) in {"amax", "max"} and other.args[0] is carried:  # type: ignore[union-attr]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from kvcompile.passes.graph.constants import constant
-from kvcompile.passes.graph.shapes import IDENTITIES, is_tensor, op_name
+from kvcompile.passes.graph.operators import COPIES
+from kvcompile.passes.graph.shapes import is_tensor, op_name
 from kvcompile.passes.match.attention.products import Product, product
 from kvcompile.passes.match.attention.roles import Naming
 from kvcompile.passes.match.sites import Beside, Miss
@@ -31,7 +32,7 @@ def summand(node: fx.Node, first: Product) -> Summand | None:
     """A product of queries and keys behind ``node`` with the dims of ``first``; None where it is none."""
     nodes, factor = [node], 1.0
     while (found := product(node)) is None:
-        value = constant(node.args[1]) if op_name(node) in {"mul", "div"} else 1.0 if op_name(node) in IDENTITIES else None
+        value = constant(node.args[1]) if op_name(node) in {"mul", "div"} else 1.0 if op_name(node) in COPIES else None
         if not value or not is_tensor(node.args[0]):
             return None
         factor *= value if op_name(node) != "div" else 1 / value

@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.constants import constant
-from kvcompile.passes.graph.shapes import IDENTITIES, bind, is_tensor, op_name, operand, sizes, value_of
+from kvcompile.passes.graph.operators import COPIES, Kind, named
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, sizes, value_of
 from kvcompile.passes.match.sites import MaskKind, Miss
 
-SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
+SOFTMAX = named(Kind.SOFTMAX)
 SPELL = "use torch.softmax over the masked scores"
 
 
@@ -35,7 +36,7 @@ class Weights:
 
 def _same(node: Any) -> Any:
     """A value without the casts and copies around it."""
-    while isinstance(node, fx.Node) and op_name(node) in IDENTITIES - {"dropout"} and node.args:
+    while isinstance(node, fx.Node) and op_name(node) in COPIES - {"dropout"} and node.args:
         node = node.args[0]
     return node
 
@@ -151,7 +152,7 @@ def _zero_or_one(node: Any) -> bool:
     while isinstance(node, fx.Node):
         if is_tensor(node) and value_of(node).dtype == torch.bool:
             return True
-        if op_name(node) not in IDENTITIES | {"unsqueeze", "expand", "view", "reshape"} or not node.args:
+        if op_name(node) not in COPIES | {"unsqueeze", "expand", "view", "reshape"} or not node.args:
             return False
         node = node.args[0]
     return False

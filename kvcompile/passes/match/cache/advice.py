@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 from torch import fx
 
+from kvcompile.passes.graph.operators import JOINS, Kind, named
 from kvcompile.passes.graph.pullback import Trail
 from kvcompile.passes.graph.shapes import op_name, sizes
 from kvcompile.passes.match.cache.gathers import GATHERS
 from kvcompile.passes.match.sites import Miss
 
-MIXES = {"linear", "mm", "addmm", "matmul", "bmm", "einsum"}
+MIXES = named(Kind.PRODUCT, Kind.PROJECTION)
 NAMES = {"B": "batch rows", "K": "kv heads", "T": "tokens", "D": "channels"}
 WHOLE = "read the cache from its first token, all rows and channels, heads in order"
 
@@ -26,7 +27,7 @@ def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
         )
     if name in MIXES:
         what, advice = "projected", "cache the projected keys and values, which is what attention reads"
-    elif name in {"cat", "stack"}:
+    elif name in JOINS:
         what, advice = "assembled", "write all that attention reads into one cache: nothing is concatenated to it afterwards"
     elif name in {"add", "sub", "mul", "div"}:
         what, advice = "rotated, scaled or normalised after they are read", "apply RoPE and norms before the write, and scale the queries"

@@ -6,14 +6,13 @@ the in-place operator of the same name would do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import fx
 
+from kvcompile.passes.graph.operators import KINDS, UPDATES, Kind
 from kvcompile.passes.graph.shapes import bind, op_name, sizes, value_of
-from kvcompile.passes.match.cache.scatter import scatter
-from kvcompile.passes.match.cache.writes import index_copy, index_put
+from kvcompile.passes.match.cache.writes import RECOGNISERS
 from kvcompile.passes.match.sites import Miss, Position, Write
 
 
@@ -28,11 +27,6 @@ def _slice_scatter(node: fx.Node, root: fx.Node) -> Write:
     return Write(
         "slice_scatter", node, root, values, tuple(range(rank)), dim, Position(offset=start), value_of(values).shape[dim],
     )
-
-
-UPDATES: dict[str, Callable[[fx.Node, fx.Node], Write]] = {
-    "index_copy": index_copy, "index_put": index_put, "_unsafe_index_put": index_put, "scatter": scatter, "slice_scatter": _slice_scatter,
-}
 
 
 def copied_back(node: fx.Node, root: fx.Node) -> Write | None:
@@ -51,5 +45,6 @@ def update(node: fx.Node) -> tuple[fx.Node, Write] | None:
     """(the tensor that is updated, the write) of an update out of place, the write's root being its result; None where it is none."""
     if op_name(node) not in UPDATES:
         return None
-    past = bind(node)["self"]
-    return past, replace(UPDATES[op_name(node)](node, past), root=node)
+    past, kind = bind(node)["self"], KINDS[op_name(node)]
+    recognise = _slice_scatter if kind is Kind.WRITE_RANGE else RECOGNISERS[kind]
+    return past, replace(recognise(node, past), root=node)

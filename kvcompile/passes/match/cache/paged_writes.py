@@ -12,11 +12,11 @@ import numpy as np
 from torch import fx
 
 from kvcompile.passes.graph.effects import same_memory
+from kvcompile.passes.graph.operators import IN_PLACE
 from kvcompile.passes.graph.pullback import Coords, broadcast, sample, trace
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, sizes, value_of
 from kvcompile.passes.match.cache.gathers import Indexed, counted, indexed, integer_indices
 from kvcompile.passes.match.cache.paged_views import follow, linear
-from kvcompile.passes.match.cache.writes import IN_PLACE
 from kvcompile.passes.match.paged_places import Picked, Places, Running
 from kvcompile.passes.match.sites import Axes, Miss, Position, Write
 

@@ -15,14 +15,12 @@ from typing import Any
 from torch import fx
 
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
-from kvcompile.passes.graph.pullback import CONCATENATIONS, Trail, trace
+from kvcompile.passes.graph.operators import CONCATENATIONS, SIZES, UPDATES, VIEWS
+from kvcompile.passes.graph.pullback import Trail, trace
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
-from kvcompile.passes.match.cache.functional import UPDATES
 from kvcompile.passes.match.cache.token_runs import Lines, Run, Unknown, plain, same
 from kvcompile.passes.match.sites import Miss, Position, Ring, Slot, SlotKind, Write
 
-VIEWS = {"slice", "select", "narrow", "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze"}
-SIZES = {"sym_size", "sym_stride", "sym_numel"}
 ADVICE = "keep the last tokens of torch.cat([past, new]), and attend to all of it or to its last tokens"
 
 

@@ -12,18 +12,18 @@ import numpy as np
 from torch import fx
 
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
-from kvcompile.passes.graph.pullback import CONCATENATIONS, Trail, factor, step, trace
+from kvcompile.passes.graph.operators import CONCATENATIONS, MAKERS, UPDATES
+from kvcompile.passes.graph.pullback import Trail, factor, step, trace
 from kvcompile.passes.graph.shapes import op_name, sizes
 from kvcompile.passes.match.cache import paged as tables
 from kvcompile.passes.match.cache import sliding as rings
 from kvcompile.passes.match.cache.advice import no_plain_view
-from kvcompile.passes.match.cache.functional import UPDATES, copied_back, update
+from kvcompile.passes.match.cache.functional import copied_back, update
 from kvcompile.passes.match.cache.one_write import one_write
 from kvcompile.passes.match.cache.readings import Columns, Read, candidates, columns_of
 from kvcompile.passes.match.cache.writes import concatenation, in_place
 from kvcompile.passes.match.sites import Axes, Miss, Position, Slot, SlotKind, Write
 
-MAKERS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", "empty", "new_empty", "empty_like"}
 PAIRS = (("K", "D"), ("B", "K"))
 
 

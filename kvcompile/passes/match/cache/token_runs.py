@@ -18,10 +18,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
-from kvcompile.passes.graph.pullback import CONCATENATIONS
+from kvcompile.passes.graph.operators import CONCATENATIONS, COPIES
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, sizes, value_of
 
-COPIES = {"clone", "contiguous", "to", "_to_copy", "lift_fresh_copy", "lift_fresh", "alias", "detach", "detach_"}
 LIMIT = 64
 """Nodes between a cache and what is kept of it; a longer chain is no window."""
 
@@ -82,7 +81,7 @@ class Lines:
         name = op_name(node)
         if name in {"slice", "narrow"} and is_tensor(node.args[0]):
             return self._sliced(node, time)
-        if name in COPIES and is_tensor(node.args[0]) and value_of(node).dtype == value_of(node.args[0]).dtype:
+        if name in COPIES - {"dropout"} and is_tensor(node.args[0]) and value_of(node).dtype == value_of(node.args[0]).dtype:
             self.chain.add(node)
             if same_memory(node, node.args[0]):
                 return self._of(node.args[0], time)

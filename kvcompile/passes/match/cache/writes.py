@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from kvcompile.passes.graph.operators import IN_PLACE, KINDS, Kind
 from kvcompile.passes.graph.pullback import trace
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value_of
 from kvcompile.passes.match.cache.scatter import scatter
@@ -127,13 +128,10 @@ def view_copy(node: fx.Node, root: fx.Node) -> Write:
     )
 
 
-IN_PLACE: dict[str, Callable[[fx.Node, fx.Node], Write]] = {
-    "index_copy_": index_copy,
-    "index_put_": index_put,
-    "_index_put_impl_": index_put,
-    "copy_": view_copy,
-    "scatter_": scatter,
+RECOGNISERS: dict[Kind, Callable[[fx.Node, fx.Node], Write]] = {
+    Kind.WRITE_ROWS: index_copy, Kind.WRITE_PLACES: index_put, Kind.WRITE_WHOLE: view_copy, Kind.WRITE_SCATTER: scatter,
 }
+"""What reads each kind of write, in place or out of place."""
 
 
 def in_place(node: fx.Node, root: fx.Node) -> Write:
@@ -144,7 +142,7 @@ def in_place(node: fx.Node, root: fx.Node) -> Write:
             f"the cache is written by {name}, which is no known cache write", node,
             advice=FORMS,
         )
-    return IN_PLACE[name](node, root)
+    return RECOGNISERS[KINDS[name]](node, root)
 
 
 def concatenation(node: fx.Node) -> tuple[fx.Node | None, Write]:

@@ -19,7 +19,8 @@ import numpy as np
 from torch import fx
 
 from kvcompile.passes.graph.effects import Effects
-from kvcompile.passes.graph.pullback import JOINS, Coords, Trail, factor, sample, step, trace
+from kvcompile.passes.graph.operators import JOINS
+from kvcompile.passes.graph.pullback import Coords, Trail, factor, sample, step, trace
 from kvcompile.passes.graph.shapes import bind, op_name, operand, sizes
 from kvcompile.passes.match.cache import slots
 from kvcompile.passes.match.cache.readings import Read

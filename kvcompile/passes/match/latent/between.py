@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from kvcompile.passes.graph.effects import Effects, written_arguments
-from kvcompile.passes.graph.pullback import JOINS, trace
+from kvcompile.passes.graph.operators import JOINS, MAKERS
+from kvcompile.passes.graph.pullback import trace
 from kvcompile.passes.graph.shapes import is_tensor, op_name, operand
-from kvcompile.passes.match.cache.slots import MAKERS
 from kvcompile.passes.match.sites import Miss
 from kvcompile.passes.match.unmatched import cache_behind
 

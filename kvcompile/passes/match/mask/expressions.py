@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.constants import constant
-from kvcompile.passes.graph.shapes import IDENTITIES, bind, hint, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.graph.operators import COPIES, KINDS, Kind
+from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, sizes, value_of
 
 
 @dataclass(frozen=True)
@@ -171,12 +172,15 @@ def _unsqueezed(node: fx.Node, coords: Coords) -> Coords:
     return (*coords[:dim], *coords[dim + 1 :])
 
 
-MOVES: dict[str, Callable[[fx.Node, Coords], Coords]] = {
-    "view": _view, "reshape": _view, "_unsafe_view": _view, "squeeze": _view, "unsqueeze": _unsqueezed,
-    "transpose": _permuted, "permute": _permuted, "t": _permuted, "mT": _permuted, "slice": _sliced, "select": _selected,
-    "expand": lambda node, coords: _broadcast(node.args[0], coords),  # type: ignore[arg-type]
-    "expand_as": lambda node, coords: _broadcast(node.args[0], coords),  # type: ignore[arg-type]
+def _expanded(node: fx.Node, coords: Coords) -> Coords:
+    return _broadcast(node.args[0], coords)  # type: ignore[arg-type]
+
+
+MOVES: dict[Kind, Callable[[fx.Node, Coords], Coords]] = {
+    Kind.RESHAPE: _view, Kind.UNSQUEEZE: _unsqueezed, Kind.SWAP: _permuted, Kind.SWAP_LAST: _permuted, Kind.PERMUTE: _permuted,
+    Kind.SLICE: _sliced, Kind.SELECT: _selected, Kind.BROADCAST: _expanded,
 }
+"""The map of symbolic coordinates of each kind of view that masks are built with."""
 
 
 def _gathered(node: fx.Node, coords: Coords) -> Expr:
@@ -212,10 +216,10 @@ def _compute(node: fx.Node, coords: Coords) -> Expr:
         if isinstance(step, fx.Node):
             raise _Unknown
         return Expr("idx", linear=coords[0].times(int(step)).plus(integer(arguments.get("start"))))
-    if name in IDENTITIES and name not in {"detach_"}:
+    if name in COPIES and name not in {"detach_"}:
         return read(node.args[0], coords)  # type: ignore[arg-type]
-    if name in MOVES:
-        return read(node.args[0], MOVES[name](node, coords))  # type: ignore[arg-type]
+    if (move := MOVES.get(KINDS.get(name))) is not None:  # type: ignore[arg-type]
+        return read(node.args[0], move(node, coords))  # type: ignore[arg-type]
     if name in {"full", "ones", "zeros", "new_ones", "new_zeros", "ones_like", "zeros_like", "full_like", "new_full"}:
         value = 1.0 if "ones" in name else 0.0 if "zeros" in name else constant(bind(node)["fill_value"])
         if value is None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import fx
 
+from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.pullback import STEPS
-from kvcompile.passes.graph.shapes import IDENTITIES, is_tensor, op_name, size_along, value_of
+from kvcompile.passes.graph.shapes import is_tensor, op_name, size_along, value_of
 from kvcompile.passes.match.cache.token_runs import at_most
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.sites import LimitKind, Site
@@ -46,6 +47,6 @@ def exceeds(site: Site) -> bool:
 
 def _base(node: fx.Node) -> fx.Node:
     """The tensor that holds a view's values: a write there is checked against the cache's end, so its positions never lie behind."""
-    while op_name(node) in STEPS.keys() | IDENTITIES and is_tensor(node.args[0]):
+    while op_name(node) in STEPS.keys() | COPIES and is_tensor(node.args[0]):
         node = node.args[0]
     return node

@@ -18,17 +18,18 @@ from torch import fx
 
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.effects import Effects
-from kvcompile.passes.graph.pullback import JOINS, Coords, broadcast, join_parts, step
-from kvcompile.passes.graph.shapes import IDENTITIES, bind, hint, is_tensor, op_name, operand, sizes, value_of
+from kvcompile.passes.graph.operators import COPIES, JOINS, Kind, named
+from kvcompile.passes.graph.pullback import Coords, broadcast, join_parts, step
+from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
 from kvcompile.passes.match.rope.angles import Part, Spread, Step
 from kvcompile.passes.match.sites import Miss
 
 UNARY = {"cos", "sin", "neg", "exp", "log", "reciprocal", "sqrt", "rsqrt", "abs"}
 BINARY = {"add", "sub", "mul", "div", "pow"}
-PRODUCTS = {"matmul", "bmm", "mm"}
+PRODUCTS = (named(Kind.PRODUCT) - {"baddbmm", "einsum"}) | {"mm"}
 OUTER = {"outer", "ger"}
 LOOKUPS = {"index", "embedding", "index_select", "gather"}
-SLICES = {"slice", "narrow"}
+SLICES = named(Kind.SLICE)
 SLICE = "where a slice of a table begins"
 
 Read = tuple[Step, list[np.ndarray]]
@@ -65,7 +66,7 @@ class Reader:
             return Step("number", (number,)), []
         if (found := self._looked_up(node, coords, rows, part)) is not None:
             return found
-        if name in IDENTITIES:
+        if name in COPIES:
             return _cast(self.read(operand(node), coords, rows, part), operand(node), node)
         if name in JOINS:
             return self._joined(node, coords, rows, part)
@@ -186,7 +187,7 @@ class Reader:
             moved, other = step(node, here), step(node, there)
             if moved is None or other is None:
                 raise changed(f"they are looked up in the result of {name or node.op}", node)
-            if name in IDENTITIES:
+            if name in COPIES:
                 casts.append((moved[0], node))
             node, here, there = moved[0], moved[1], other[1]
         self._unwritten(node)

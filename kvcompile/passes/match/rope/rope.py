@@ -17,7 +17,8 @@ from torch import fx
 
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.effects import Effects
-from kvcompile.passes.graph.pullback import JOINS, Coords, broadcast, join_parts, step
+from kvcompile.passes.graph.operators import JOINS
+from kvcompile.passes.graph.pullback import Coords, broadcast, join_parts, step
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes
 from kvcompile.passes.match.rope.angle_reader import Reader, changed, spread_of, with_ranges
 from kvcompile.passes.match.rope.angles import Angles, Part, Step

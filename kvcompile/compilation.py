@@ -1,0 +1,259 @@
+"""Compilation: one graph on its way through the pipeline, from what Dynamo captured to the callable that it runs instead.
+
+capture -> match -> plan -> validate -> rewrite -> bind. A graph without a site, and one that any of these refuses, is compiled as
+it is; compressed caches that reach it are decoded for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.errors import KvcompileError, NotCompiled, SiteRefused, Unsupported
+from kvcompile.lowering.reuse import call_key, identities
+from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.nested import inlined
+from kvcompile.passes.capture.retrace import unexposed
+from kvcompile.passes.graph.dynamo import compile_lock, detect_fake_mode
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.match.match import Matched, match
+from kvcompile.passes.match.sites import Refusal, SlotKind, Stage
+from kvcompile.passes.plan.plan import Plan, plan
+from kvcompile.passes.plan.policy import Policy
+from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.records import GraphRecord
+from kvcompile.report import GraphReport, graph_report
+from kvcompile.runtime import adoption
+from kvcompile.runtime import handle as handles
+from kvcompile.runtime.adoption import Left
+from kvcompile.runtime.binding import bind
+from kvcompile.runtime.bound import BoundGraph
+from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.guards import accept_handles
+from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.views import DecodedView, over_tensors
+from kvcompile.settings import Settings
+from kvcompile.validation import Outcome, Verdict, verdicts
+from kvcompile.variants import Code, InnerCompiler, Variants
+
+log = logging.getLogger(__name__)
+
+BLIND = (
+    "queries that see no token (left padding) give zeros here, and something else in the uncompiled model, whose mask is a finite number; "
+    "nobody reads them where padding stays hidden"
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """State that the graphs of one backend share: live caches and their growth, and what was compiled, bound and validated before.
+
+    ``compiled``: code by fingerprint. ``bound``: callables and their records by what Dynamo gave. ``verdicts``: of validations.
+    """
+
+    live: Ledger
+    growth: Growth
+    compiled: MutableMapping[str, Code]
+    bound: MutableMapping[str, tuple[BoundGraph, GraphRecord]]
+    verdicts: dict[str, Verdict]
+
+
+class Compilation:
+    """One graph, compiled once; ``record`` says what became of it."""
+
+    def __init__(
+        self, gm: fx.GraphModule, examples: list[Any], policy: Policy, settings: Settings, memory: Memory, index: int,
+        mode: str | None, options: dict[str, Any] | None,
+    ) -> None:
+        self.gm, self.examples, self.policy, self.settings, self.memory = inlined(gm), examples, policy, settings, memory
+        self.report = GraphReport(index)
+        self.record = GraphRecord(self.report)
+        self.inner = InnerCompiler(settings, mode, options, self.report)
+
+    def run(self) -> Code:
+        """The callable that Dynamo runs in place of the graph."""
+        views = any(type(value) is DecodedView for value in self.examples)
+        try:
+            compiled = self._compiled()
+        finally:
+            # The real arguments, caches among them, must not live as long as the compiled graph does.
+            self.examples = []
+        return over_tensors(compiled) if views else compiled
+
+    def _compiled(self) -> Code:
+        started = time.perf_counter()
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.examples):
+            return self._unchanged(Refusal(
+                Stage.CAPTURE, "gradients are on, and a compressed cache has none", "the call of the compiled model",
+                advice="call it under torch.no_grad() or torch.inference_mode()",
+            ))
+        settled = f"{self.inner.mode}:{self.inner.options}"
+        key = call_key(self.gm, self.examples, handles.is_handle, settled)
+        if key is not None and (known := self._known(key)) is not None:
+            self.report.pass_seconds = time.perf_counter() - started
+            return known
+        try:
+            captured = capture(self.gm, self.examples, handles.is_handle, handles.can_take_over)
+        except Exception as error:
+            log.debug("capture failed", exc_info=True)
+            return self._unchanged(_fault(Stage.CAPTURE, "retraced", error))
+        try:
+            matched = match(captured)
+            planned = self._validated(captured, matched, plan(matched, self.policy))
+            # Two models of one shape do not share a callable: a CUDA graph holds the addresses of one.
+            salt = f"{settled}:{identities(self.examples)}"
+            variants = Variants(captured, planned, matched.effects, self.inner, self.memory.compiled, self.policy.spell(), salt)
+            if planned.sites:
+                variants.rewritten(Variant.PAST)
+        except Exception as error:
+            if isinstance(error, KvcompileError) and not isinstance(error, Unsupported):
+                raise
+            log.debug("a graph could not be analysed", exc_info=True)
+            # Never an error of the program, unless ``strict``.
+            self.report.refusals = (_fault(Stage.MATCH, "analysed", error),)
+            self._announce()
+            return self._dense(captured, None)
+        self.record = GraphRecord(self.report, captured, planned, variants if planned.sites else None)
+        described = graph_report(self.report.index, planned, matched.uncached)
+        self.report.sites, self.report.refusals, self.report.uncached = described.sites, described.refusals, described.uncached
+        self._announce()
+        self.report.pass_seconds = time.perf_counter() - started
+        if not planned.sites:
+            return self._dense(captured, matched.effects)
+        try:
+            bound = self._bound(variants)
+        except NotCompiled as error:
+            log.debug("a rewritten graph could not be compiled", exc_info=True)
+            self.report.sites = ()
+            self.report.refusals = (*self.report.refusals, _fault(Stage.LOWER, "compiled", error))
+            self._announce()
+            return self._dense(captured, matched.effects)
+        if key is not None:
+            self.memory.bound[key] = bound, self.record
+        return bound
+
+    def _known(self, key: str) -> BoundGraph | None:
+        """The callable of this very graph from before its caches were compressed, if there is one."""
+        if key not in self.memory.bound:
+            return None
+        bound, record = self.memory.bound[key]
+        slots = {group.argument for group in bound.groups}
+        if any(handles.is_handle(value) and index not in slots for index, value in enumerate(self.examples)):
+            return None
+        self.report.take(record.report)
+        self.record = GraphRecord(self.report, record.captured, record.planned, record.variants)
+        return bound
+
+    def _validated(self, captured: Captured, matched: Matched, planned: Plan) -> Plan:
+        """The plan without the sites whose rewritten twin does something else than they do."""
+        if not self.settings.validate:
+            return planned
+        found = verdicts(captured, matched.effects, [item.site for item in planned.sites], self.examples, self.memory.verdicts)
+        refused = {site.index: verdict.reason for group, verdict in found if verdict.outcome is Outcome.DIFFERENT for site in group}
+        self.report.unvalidated = tuple(
+            f"{site.path or site.line}: {verdict.reason}" for group, verdict in found if verdict.outcome is Outcome.UNKNOWN
+            for site in group
+        )
+        self.report.validated = sum(len(group) for group, verdict in found if verdict.outcome is Outcome.EQUAL)
+        if any(verdict.blind for _, verdict in found):
+            self.report.notes = (BLIND,)
+        if not refused:
+            return planned
+        refusals = tuple(
+            Refusal(
+                Stage.VALIDATE, f"its rewritten twin does something else: {refused[item.site.index]}", item.site.line, item.site.path,
+                item.site.attention.idiom, advice="please report this module: the matcher reads it wrongly",
+            ) for item in planned.sites if item.site.index in refused
+        )
+        return Plan(tuple(item for item in planned.sites if item.site.index not in refused), (*planned.refusals, *refusals))
+
+    def _announce(self) -> None:
+        """Log what was refused or not validated; raises SiteRefused where ``strict``."""
+        for refusal in self.report.refusals:
+            log.warning("kvcompile leaves an attention as it is: %s", refusal)
+        if self.report.unvalidated:
+            log.warning(
+                "kvcompile rewrote %d attentions that it could not validate, the first: %s", len(self.report.unvalidated),
+                self.report.unvalidated[0],
+            )
+        if self.settings.strict and self.report.refusals:
+            listed = "\n".join(f"  {refusal}" for refusal in self.report.refusals)
+            raise SiteRefused(count=len(self.report.refusals), refusals=listed)
+
+    # --- without sites ---------------------------------------------------------------------------
+
+    def _unchanged(self, refusal: Refusal) -> Code:
+        """The graph as Dynamo gave it, compiled as it is; run as it is where it was traced for compressed caches, which become dense."""
+        self.report.refusals = (refusal,)
+        self._announce()
+        given = tuple(index for index, value in enumerate(self.examples) if handles.is_handle(value))
+        if not given:
+            return self.inner(self.gm, self.examples, detect_fake_mode(self.examples))
+        # Dynamo traces the next call for the dense tensors: this one is not worth compiling.
+        module, why = unexposed(self.gm), f"a graph takes it that is left as it was: {refusal.reason}"
+
+        def run(*args: Any) -> Any:
+            return module.forward(*handles.in_full(args, given, dict.fromkeys(given, why)))
+
+        return run
+
+    def _dense(self, captured: Captured, effects: Effects | None) -> Code:
+        """A graph without sites; compressed caches that reach it are decoded for it, each call, or dense again where it writes them."""
+        given = tuple(entry.index for entry in captured.inputs if entry.compressed)
+        if not given:
+            return self.inner(self.gm, self.examples, captured.fake_mode)
+        written = adoption.written(captured, effects, given)
+        if read := len(given) - len(written):
+            log.warning("a graph without a rewritten site reads %d compressed cache tensors: they are decoded at every call", read)
+        compiled = self.inner(captured.module, captured.fakes, captured.fake_mode)
+
+        def run(*args: Any) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return compiled(*handles.in_full(args, given, written))
+
+        return run
+
+    # --- with sites ------------------------------------------------------------------------------
+
+    def _bound(self, variants: Variants) -> BoundGraph:
+        """The rewritten graph's callable, with the variant compiled that its first call needs, where that is known."""
+        started = time.perf_counter()
+        captured, planned, effects = variants.captured, variants.planned, variants.effects
+        used = {part.slot.placeholder for item in planned.sites for part in item.parts}
+        decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
+        written = adoption.written(captured, effects, decode)
+        bound = bind(
+            captured, planned, effects, variants.rewritten(Variant.PAST), variants.compiled, self.memory.growth, self.memory.live, decode,
+            written,
+        )
+        adopted = {group.argument for group in bound.groups if group.kind is SlotKind.BUFFER and group.argument is not None}
+        accept_handles(captured, self.examples, adopted)
+        bound.left = Left(None if self.settings.strict else functools.partial(self._as_captured, captured))
+        self.report.pass_seconds += time.perf_counter() - started
+        likely = Variant.FRESH if bound.born_only else Variant.PAST if bound.with_past else None
+        if likely is None and all(item.site.tokens == 1 for item in planned.sites):
+            likely = Variant.PAST
+        if likely is not None:
+            bound.variants[likely] = variants.compiled(likely)
+        return bound
+
+    def _as_captured(self, captured: Captured) -> Code:
+        """The graph without its rewrite, compiled when a call first needs it."""
+        with compile_lock:
+            return self.inner(captured.module, captured.fakes, captured.fake_mode)
+
+
+def _fault(stage: Stage, done: str, error: Exception) -> Refusal:
+    """Return the refusal of a whole graph that a fault of this package kept from being ``done``."""
+    first = next(iter(str(error).splitlines()), "")
+    return Refusal(
+        stage, f"the graph could not be {done}: {type(error).__name__}: {first}", "the captured graph",
+        advice="please report this model with the output of TORCH_LOGS=+kvcompile",
+    )

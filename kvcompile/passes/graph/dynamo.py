@@ -1,0 +1,58 @@
+"""Door to torch's private names that passes, runtime, validation and the command line use; seen in torch 2.11 to 2.13.
+
+Dynamo
+    ``ConstantSource``      names a symbolic size that no argument of the program has: the number of pages of a store
+    ``TracingContext``      the record of the frame that is traced: its fake mode, and which dims are dynamic
+    ``compile_lock``        held while a graph is traced outside of Dynamo's own call: tracing is not thread-safe
+    ``detect_fake_mode``    the fake mode of Dynamo's example inputs
+    ``dynamo_config``       recompile limits, which a trial of many graphs raises
+    ``lookup_backend``      a backend by name
+    ``mark_dynamic``        says of a dim of a new tensor that it may change, without a guard
+    ``no_dynamo``           makes Dynamo leave a code object's frames alone, and those that they call
+Tracing
+    ``FakeTensor``, ``FakeTensorMode``, ``in_kernel_invocation_manager``    tensors without data
+    ``functorch_interpreters``  the transforms around a call: what ``vmap`` regions are found by
+    ``no_modes``            runs a computation on real values in the middle of a trace
+    ``no_python_dispatcher``, ``python_dispatcher``  shape functions for symbolic sizes, off and on
+Values
+    ``OpOverload``, ``HigherOrderOperator``  the classes of ATen's operators and of Dynamo's regions
+    ``CleanDiv``, ``FloorDiv``, ``Max``, ``Min``, ``Mod``, ``PythonMod``   what expressions of symbolic sizes are made of
+    ``safe_softmax``        softmax with zeros for a row that hides everything, as flex attention has it
+    ``tree_map``, ``tree_map_only``  a function over nested arguments
+"""
+
+from __future__ import annotations
+
+from types import CodeType
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher as python_dispatcher
+from torch._dispatch.python import no_python_dispatcher
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import maybe_mark_dynamic as mark_dynamic
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters as functorch_interpreters
+from torch._guards import TracingContext, detect_fake_mode
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
+from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+
+safe_softmax = torch._safe_softmax
+
+__all__ = [
+    "CleanDiv", "ConstantSource", "FakeTensor", "FakeTensorMode", "FloorDiv", "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload",
+    "PythonMod", "TracingContext", "compile_lock", "detect_fake_mode", "dynamo_config", "functorch_interpreters",
+    "in_kernel_invocation_manager", "lookup_backend", "mark_dynamic", "no_dynamo", "no_modes", "no_python_dispatcher", "python_dispatcher",
+    "safe_softmax", "tree_map", "tree_map_only",
+]
+
+
+def no_dynamo(code: CodeType) -> None:
+    """Keep Dynamo from compiling any frame of ``code``, and any that such a frame calls."""
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))

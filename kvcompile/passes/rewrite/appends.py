@@ -1,0 +1,126 @@
+"""Appends: each slot's new tokens, encoded and written once into its store.
+
+::
+
+    cache.index_copy_(2, pos, k)      ->  append(k, planes, positions, "int4")             a store without a window
+                                          append_window(k, planes, positions, origin, ...)  one with a window: returns its newest tokens
+
+A slot whose scheme is calibrated by this call's queries is written where the attention stands, behind its queries.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.emit import Emitter, aten
+from kvcompile.passes.graph.shapes import hint, size_along, value_of
+from kvcompile.passes.match.sites import SlotKind
+from kvcompile.passes.plan.plan import SitePlan, SlotPlan
+from kvcompile.passes.rewrite.calibrate import calibrate
+from kvcompile.passes.rewrite.context import Context, Part, part_of
+from kvcompile.passes.rewrite.left_padding import padded_rows, padding
+from kvcompile.passes.rewrite.new_tokens import new_tokens
+from kvcompile.passes.rewrite.paged import PagedCaches
+from kvcompile.passes.rewrite.planes import Planes
+from kvcompile.passes.rewrite.positions import NewPositions
+from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.passes.rewrite.rope import RopeTables
+from kvcompile.passes.rewrite.sliding import SlidingCaches
+
+
+@dataclass(frozen=True)
+class Recent:
+    """The results of an append to a slot with a window: the newest tokens, where the new ones start, the rows' origins (None: all 0)."""
+
+    tokens: fx.Node
+    start: fx.Node
+    origin: fx.Node | None
+
+
+class Appends:
+    """The appends of one graph while it is rewritten; ``tokens`` and ``recent`` are by the part of a cache that was written."""
+
+    def __init__(self, context: Context, planes: Planes, rope: RopeTables, sliding: SlidingCaches, paged: PagedCaches) -> None:
+        self.context, self.planes, self.rope, self.sliding, self.paged = context, planes, rope, sliding, paged
+        self.positions = NewPositions(context.variant)
+        self.tokens: dict[Part, fx.Node] = {}
+        self.recent: dict[Part, Recent] = {}
+        self._origins: dict[Any, fx.Node] = {}
+
+    def append(self, slot: SlotPlan, late: Emitter | None = None) -> fx.Node:
+        """Encode and write the new tokens of one slot, at the write or where ``late`` says; returns them as [B, K, S, D]."""
+        assert slot.slot.kind is not SlotKind.READ
+        part = part_of(slot.slot)
+        if part not in self.tokens:
+            self.tokens[part] = self._append(slot, late)
+        return self.tokens[part]
+
+    def _append(self, slot: SlotPlan, late: Emitter | None) -> fx.Node:
+        write, planes = slot.slot.write, self.planes.of(slot)
+        emit, device = self.context.emit_before(write.at), value_of(write.values).device
+        if write.places is not None:
+            tokens, where = self.paged.new_tokens(emit, slot), self.paged.written(emit, slot, device)
+            emit.call(torch.ops.kvcompile.append.default, tokens, planes, where, slot.scheme.spell())
+            return tokens
+        tokens = new_tokens(emit, slot)
+        if slot.slot.ring is not None:
+            self.sliding.append(emit, slot, tokens, self.planes.written(slot), device, self.context.variant is Variant.FRESH)
+            return tokens
+        position = self.positions.of(emit, slot)
+        if late is not None:
+            # The written tokens are those that stood there at the write.
+            changes = self.context.effects.writes.get(self.context.effects.root.get(write.values, write.values))
+            tokens, emit = emit.call(aten.clone.default, tokens) if changes else tokens, late
+        self._encode(emit, slot, tokens, position)
+        return tokens
+
+    def _encode(self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, position: fx.Node) -> None:
+        """Emit the operation that encodes ``tokens`` into a linear store, counted from each row's left padding where that matters."""
+        origin = None
+        if slot.window or slot.scheme.keeps_padding_out:
+            emit, position, origin = self._counted_from_padding(emit, slot, position)
+        stored = self.rope.undo(emit, slot, tokens, position, origin)
+        planes, scheme = self.planes.written(slot), slot.scheme.spell()
+        if not slot.window:
+            emit.call(torch.ops.kvcompile.append.default, stored, planes, position, scheme, *([] if origin is None else [origin]))
+            return
+        made = emit.call(torch.ops.kvcompile.append_window.default, stored, planes, position, origin, scheme)
+        newest, used = (emit.call(operator.getitem, made, index) for index in (0, 1))
+        start = emit.call(aten.select.int, position, 1, 0)
+        if origin is not None:
+            start = emit.call(aten.sub.Tensor, start, used)
+        self.recent[part_of(slot.slot)] = Recent(newest, start, used if origin is not None else None)
+
+    def _counted_from_padding(self, emit: Emitter, slot: SlotPlan, position: fx.Node) -> tuple[Emitter, fx.Node, fx.Node | None]:
+        """Where to append and at which position, at the write or later if the masks are, and the rows' origins [B] where they have any."""
+        site, order = self.context.site_of(slot).site, self.context.effects.order
+        terms = padding(site.bounds)
+        if not terms:
+            return emit, position, None
+        if max(order[term.node] for term in terms) > order[slot.slot.write.node]:
+            # The position is taken where the write stood: its counter may have moved on by then.
+            position = emit.call(aten.clone.default, position)
+            emit = self.context.emit_before(site.attention.output)
+        return emit, position, padded_rows(emit, terms, site, self._origins)
+
+    def calibrate(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> None:
+        """Compute the planes of a site's keys that come from queries, where this call fills their store and nothing is encoded yet."""
+        slot = item.key
+        if not self.context.is_calibrated(slot) or part_of(slot.slot) in self.tokens:
+            return
+        queries = self._before_rope(emit, item, q_BHSD)
+        calibrate(emit, item, queries, self.planes.of(slot), slot.slot.write.count)
+
+    def _before_rope(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> fx.Node:
+        """Queries as the scheme takes them: before RoPE, where it wants that and they stand where the keys do."""
+        attention, slot = item.site.attention, item.key
+        own = hint(size_along(attention.q, attention.q_roles, "S", attention.folded)) == hint(slot.slot.write.count)
+        if not slot.scheme.learns_before_rope or not own:
+            return q_BHSD
+        emit, position, origin = self._counted_from_padding(emit, slot, self.positions.of(emit, slot))
+        return self.rope.undo(emit, slot, q_BHSD, position, origin)

@@ -1,0 +1,173 @@
+"""Attend: one attention of the captured graph becomes one operation over stores, or over this call's tokens.
+
+::
+
+    k = index_copy(key_cache, 2, pos, new_k)      append(new_k, key_planes, pos, "int4")
+    v = index_copy(value_cache, 2, pos, new_v)    append(new_v, value_planes, pos, "int4")
+    out = sdpa(q, k, v, attn_mask=j <= pos)  ->   out = attend(q, key_planes, value_planes, hi=pos, ..., "int4", "int4")
+
+Which tokens each query attends to is worked out over the tokens as the model reads them, then taken through ``STEPS`` to
+the order in which the store has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.emit import Emitter, aten
+from kvcompile.passes.graph.shapes import hint, size_along, value_of
+from kvcompile.passes.match.sites import LimitKind
+from kvcompile.passes.plan.plan import SitePlan
+from kvcompile.passes.rewrite import latent
+from kvcompile.passes.rewrite.appends import Appends
+from kvcompile.passes.rewrite.context import Context, device_of, part_of
+from kvcompile.passes.rewrite.left_padding import from_origin
+from kvcompile.passes.rewrite.limits import visibility, within_length
+from kvcompile.passes.rewrite.masks import sinks_of
+from kvcompile.passes.rewrite.planes import Planes
+from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.passes.rewrite.rope import RopeTables
+from kvcompile.passes.rewrite.sliding import SlidingCaches
+from kvcompile.passes.rewrite.sources import Sources, read_planes, sources
+from kvcompile.passes.rewrite.strides import free_strides
+from kvcompile.passes.rewrite.visibility import Visibility
+from kvcompile.schemes.certificate.telemetry import REFILLED, TELEMETRY_PLANE
+
+
+@dataclass(frozen=True)
+class Shared:
+    """State that the sites of one graph share: its context, and what is made once for several of them."""
+
+    context: Context
+    planes: Planes
+    rope: RopeTables
+    sliding: SlidingCaches
+    appends: Appends
+
+
+def attend(shared: Shared, item: SitePlan) -> None:
+    """Replace one attention."""
+    context, site, attention = shared.context, item.site, item.site.attention
+    emit = context.emit_before(attention.output)
+    source = sources(shared.appends, emit, item)
+    if source.fresh is not None and _is_plain_causal(context, item):
+        out = _flash(emit, item, source)
+    else:
+        out = _over_planes(shared, emit, item, source)
+    if site.assembly is not None and source.fresh is None:
+        out = latent.result(emit, out, source.dtype, site.assembly.value, site.heads)
+    dtype = value_of(attention.output).dtype
+    if dtype != source.dtype:
+        out = emit.call(aten.to.dtype, out, dtype)
+    new = emit.from_heads(out, attention.out_roles, site.heads, site.groups)
+    context.copies[attention.output].replace_all_uses_with(new)
+    # The next attention may take this one's result as its queries.
+    context.copies[attention.output] = new
+    free_strides(new)
+
+
+def _flash(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
+    """Emit causal attention over this call's tokens."""
+    attention = item.site.attention
+    assert source.fresh is not None
+    count = size_along(attention.q, attention.q_roles, "S", attention.folded)
+    return emit.call(
+        aten.scaled_dot_product_attention.default, source.q, *source.fresh, None, 0.0, hint(count) > 1,
+        scale=attention.scale, enable_gqa=source.grouped,
+    )
+
+
+def _is_plain_causal(context: Context, item: SitePlan) -> bool:
+    """Whether attention over this call's tokens is what flash attention does by itself."""
+    bounds, attention = item.site.bounds, item.site.attention
+    hi = bounds.hi
+    # Nothing says where a window that is filled anew begins; elsewhere the runtime has looked (see ``limits``).
+    refilled = item.key.slot.ring is not None and context.variant is not Variant.FRESH
+    counted = {LimitKind.OWN} if refilled else {LimitKind.OWN, LimitKind.NODE}
+    own = hi.kind in counted and hi.offset == 0 and not hi.symbols
+    alone = item.site.tokens == 1 and hi.kind is LimitKind.CONST and hi.offset == 0 and not hi.symbols
+    limits_only = not bounds.carried and bounds.lo is None and bounds.keep is None
+    return (own or alone) and limits_only and not attention.softcap and attention.sinks is None
+
+
+def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
+    """Emit the operation that attends over planes, and the report of its error where one is asked for."""
+    attention, stored = item.site.attention, source.fresh is None
+    seen = visibility(shared.context, emit, item, as_it_lies=_reads_slots(shared, item, source))
+    for step in STEPS:
+        seen = step(shared, emit, item, source, seen)
+    operands = [
+        source.q, source.keys, source.values, seen.hi, seen.lo, seen.keep, seen.bias, sinks_of(emit, item), *source.schemes,
+        attention.scale, attention.softcap, source.value_dim,
+    ]
+    if not stored:
+        return emit.call(torch.ops.kvcompile.attend.default, *operands)
+    optional, planes, scheme = _optional(shared, emit, item), shared.planes.named(item.key), item.key.scheme
+    written = [planes[name] for name in scheme.attention_writes if name in planes]
+    out = emit.call(getattr(torch.ops.kvcompile, scheme.attention).default, *operands, *optional, *written)
+    if item.certify is not None:
+        emit.call(
+            torch.ops.kvcompile.report_site.default, out, *operands, *(optional or [None, None]), planes[TELEMETRY_PLANE.name],
+            item.certify.spell(), planes.get(REFILLED),
+        )
+    return out
+
+
+# --- from the model's tokens to the store's ----------------------------------------------------------
+
+
+def _within_length(shared: Shared, emit: Emitter, item: SitePlan, source: Sources, seen: Visibility) -> Visibility:
+    return seen if source.fresh is not None else within_length(shared.context, emit, item, seen)
+
+
+def _from_padding(shared: Shared, emit: Emitter, item: SitePlan, source: Sources, seen: Visibility) -> Visibility:
+    """Count positions from each row's first token, as a store with a window does."""
+    if source.fresh is not None or not item.key.window:
+        return seen
+    origin = shared.appends.recent[part_of(item.site.key)].origin
+    return seen if origin is None else from_origin(emit, origin, device_of(item), item.site.bounds, seen)
+
+
+def _in_slot_order(shared: Shared, emit: Emitter, item: SitePlan, source: Sources, seen: Visibility) -> Visibility:
+    """Take masks to the order of a sliding cache's slots."""
+    return shared.sliding.in_slot_order(emit, item, seen, device_of(item)) if _reads_slots(shared, item, source) else seen
+
+
+STEPS: tuple[Callable[[Shared, Emitter, SitePlan, Sources, Visibility], Visibility], ...] = (
+    _within_length, _from_padding, _in_slot_order,
+)
+"""What takes a mask over the tokens that the model reads to one over the places of the store, in order."""
+
+
+def _reads_slots(shared: Shared, item: SitePlan, source: Sources) -> bool:
+    """Whether attention reads a sliding cache in the order of its slots."""
+    return item.site.key.ring is not None and source.fresh is None and shared.sliding.reads_slots(item.key)
+
+
+# --- optional operands -------------------------------------------------------------------------------
+
+
+def _optional(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
+    """The optional operands: the newest tokens and where they begin, RoPE tables of keys stored before it, a second store of keys."""
+    recent, tables = _recent(shared, emit, item), shared.rope.operands(emit, item.key)
+    if item.more is not None:
+        more = [read_planes(shared.appends, item.more, item), item.more.scheme.spell(), item.more.spec.head_dim]
+        return [*(recent or [None, None]), *(tables or [None, False]), *more]
+    return [*(recent or ([None, None] if tables else [])), *tables]
+
+
+def _recent(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
+    """The newest tokens of a site with a window, and the position of the first of them."""
+    if not item.key.window:
+        return []
+    made = shared.appends.recent
+    key, value = (made[part_of(slot.slot)] for slot in (item.key, item.value))
+    keys = key.tokens
+    if item.more is not None:
+        keys = emit.call(aten.cat.default, [keys, made[part_of(item.more.slot)].tokens], -1)
+    return [[keys, value.tokens], emit.call(aten.sub.Scalar, key.start, item.key.window)]

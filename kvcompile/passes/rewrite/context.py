@@ -1,0 +1,67 @@
+"""Context: what the steps of a rewrite share, the captured graph with its plan and the graph that is being rewritten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.emit import Emitter
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.sites import Slot, SlotKind
+from kvcompile.passes.plan.plan import Plan, SitePlan, SlotPlan
+from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.passes.rewrite.symbols import Symbols
+
+BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
+
+Part = tuple[fx.Node, tuple[tuple[int, int], ...]]
+
+
+def part_of(slot: Slot) -> Part:
+    """The cache tensor of a slot and which part of it the slot is: two slots with the same one have one store."""
+    return slot.root, slot.axes.select
+
+
+def device_of(item: SitePlan) -> torch.device:
+    """The device that a site computes on."""
+    return value_of(item.site.attention.q).device
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rewrite: the captured graph, its plan and variant, the graph that is rewritten, and the copy of each captured node in it."""
+
+    captured: Captured
+    plan: Plan
+    variant: Variant
+    effects: Effects
+    graph: fx.Graph
+    copies: dict[fx.Node, fx.Node]
+    symbols: Symbols
+
+    def emit_before(self, node: fx.Node) -> Emitter:
+        """An emitter that inserts ahead of the copy of a captured node."""
+        return Emitter(self.graph, self.copies[node], self.symbols.of, self.copies)
+
+    def slots(self) -> list[SlotPlan]:
+        """The planned slots of all sites, with those of one store once for each site."""
+        return [part for item in self.plan.sites for part in item.parts]
+
+    def site_of(self, slot: SlotPlan) -> SitePlan:
+        """The first site that reads a slot."""
+        return next(item for item in self.plan.sites for part in item.parts if part is slot)
+
+    def is_fresh(self, slot: SlotPlan) -> bool:
+        """Whether attention over a slot reads the tokens of this call alone."""
+        kind, ring = slot.slot.kind, slot.slot.ring
+        if slot.slot.table is not None or kind is SlotKind.READ:
+            return False
+        return self.variant is Variant.FRESH or kind in BORN or (ring is not None and ring.refilled)
+
+    def is_calibrated(self, slot: SlotPlan) -> bool:
+        """Whether this call computes planes of the slot from its queries."""
+        return self.is_fresh(slot) and slot.scheme.learns(slot.spec)

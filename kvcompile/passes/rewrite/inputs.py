@@ -1,0 +1,100 @@
+"""Inputs of a rewritten graph: fake values to compile it with, and the marks that AOTAutograd and CUDA graphs look for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.dynamo import ConstantSource
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.rewrite.rewritten import Rewritten
+
+log = logging.getLogger(__name__)
+
+PAGES_HINT = 64
+"""Pages of a store that the compiler may assume where it must choose."""
+
+
+def rewritten_inputs(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], dict[Any, str]]:
+    """(fake values of the rewritten graph's inputs, a name for each symbol of ours): stores that grow alike share one number of pages."""
+    mode = captured.fake_mode
+    pages: dict[int | None, Any] = {}
+    symbols: dict[Any, str] = {}
+    planes = []
+    for end in dict.fromkeys(item.plan.end for item in rewritten.bindings):
+        pages[end] = PAGES_HINT
+        if mode.shape_env is not None:
+            # Named by the variant, not counted: a graph has a shape environment of its own, and a name that depended on
+            # what was compiled before would miss Inductor's cache on disk.
+            source = ConstantSource(f"kvcompile_pages_{rewritten.variant.value}" + (f"_{end}" if end is not None else ""))
+            symbol = mode.shape_env.create_symbol(PAGES_HINT, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+            symbols[symbol] = f"N{end if end is not None else ''}"
+            pages[end] = mode.shape_env.create_symintnode(symbol, hint=PAGES_HINT, source=source)
+    with mode:
+        for item in rewritten.bindings:
+            slot = item.plan.slot
+            root = value_of(slot.root)
+            batch = root.shape[slot.axes.labels.index(("B",))] if ("B",) in slot.axes.labels else 1
+            planes += [
+                torch.empty(spec.shape(pages[item.plan.end], batch, item.plan.spec.heads), dtype=spec.dtype, device=root.device)
+                for spec in item.plan.layout.planes
+            ]
+        planes += [torch.empty(1, dtype=torch.int64, device=planes[0].device) for _ in rewritten.cursors]
+    sizes = [_symint(mode, symbol) for symbol in rewritten.sizes]
+    return (*[_canonical(mode, captured.fakes[index]) for index in rewritten.kept], *planes, *sizes), symbols
+
+
+def _symint(mode: Any, expr: Any) -> torch.SymInt:
+    """A symbolic int of an expression whose symbols the shape environment knows."""
+    return mode.shape_env.create_symintnode(expr, hint=None)
+
+
+def _canonical(mode: Any, value: Any) -> Any:
+    """A symbolic int under the name that the tracer settled on for it, which is the one that code of the graph uses."""
+    if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr or value.node.expr.is_number:
+        return value
+    return _symint(mode, value.node.expr)
+
+
+STATIC = "_dynamo_static_input_type"
+"""The mark of an input whose address stays from call to call; "unguarded" ones are looked at before a CUDA graph is replayed."""
+
+
+def mark_inputs(captured: Captured, rewritten: Rewritten, steady: Collection[int]) -> None:
+    """Give the inputs what AOTAutograd and CUDA graphs look for: sources, and which addresses stay."""
+    module, origin = rewritten.module, captured.origin
+    for name in ("dynamo_compile_id", "dynamo_flat_name_to_original_fqn"):
+        if name in origin.meta:
+            module.meta[name] = origin.meta[name]
+    constants = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    module._param_name_to_source = {name: ConstantSource(name) for name in constants}  # type: ignore[assignment]
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    for node, index in zip(placeholders, rewritten.kept, strict=False):
+        old = captured.inputs[index].placeholder
+        node._dynamo_source = getattr(old, "_dynamo_source", None)  # type: ignore[attr-defined]
+        if "tensor_dict" in old.meta:
+            node.meta["tensor_dict"] = old.meta["tensor_dict"]
+        if index in steady:
+            node.meta["tensor_dict"] = {STATIC: "unguarded"} | node.meta.get("tensor_dict", {})
+    own = placeholders[len(rewritten.kept) :]
+    for node in own:
+        node._dynamo_source = None  # type: ignore[attr-defined]
+    # Cursors and sizes are made anew for every call.
+    for node in own[: len(own) - len(rewritten.cursors) - len(rewritten.sizes)]:
+        node.meta["tensor_dict"] = {STATIC: "unguarded"}
+
+
+def forget_guards(captured: Captured, symbols: Collection[Any]) -> None:
+    """The numbers of pages are ours: no guard on them may reach Dynamo, which does not know the symbols."""
+    env = captured.fake_mode.shape_env
+    if env is None or not symbols:
+        return
+    ours = [guard for guard in env.guards if guard.expr.free_symbols & set(symbols)]
+    for guard in ours:
+        log.debug("a guard on the number of pages is dropped: %s", guard.expr)
+        env.guards.remove(guard)

@@ -1,0 +1,108 @@
+"""Limits: a site's mask in normal form as the operands that say which tokens each query attends to.
+
+::
+
+    scores + where(arange(T) <= cache_position, 0, -inf)   ->  attend(..., hi=cache_position)
+    scores.masked_fill(~padding, -inf)                     ->  attend(..., keep=padding)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.emit import Emitter, aten
+from kvcompile.passes.graph.shapes import size_along, value_of
+from kvcompile.passes.match.mask.reach import exceeds
+from kvcompile.passes.match.sites import Limit, LimitKind, Site, SlotKind
+from kvcompile.passes.plan.plan import SitePlan
+from kvcompile.passes.rewrite.context import Context, device_of
+from kvcompile.passes.rewrite.masks import bias_of, last_seen
+from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.passes.rewrite.sliding import covered
+from kvcompile.passes.rewrite.visibility import Visibility
+
+
+def visibility(context: Context, emit: Emitter, item: SitePlan, as_it_lies: bool) -> Visibility:
+    """The operands of a site's mask over the tokens as the model reads them.
+
+    ``as_it_lies``: attention reads a sliding cache in the order of its slots, so limits that hide nothing are left out.
+    """
+    site = item.site
+    hi, lo = (
+        _limit(context, emit, limit, item) if limit is not None and not (as_it_lies and covered(site, limit)) else None
+        for limit in (site.bounds.hi, site.bounds.lo)
+    )
+    return Visibility(hi, lo, _keep(emit, site), bias_of(emit, item))
+
+
+def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibility) -> Visibility:
+    """Cut the upper limit at the last token that is read, where it may name positions behind it."""
+    site = item.site
+    if seen.hi is None or site.key.ring is not None or context.is_fresh(item.key) or not exceeds(site):
+        return seen
+    last = emit.call(aten.clamp_max.default, seen.hi, _less_one(emit, _tokens_read(site)))
+    return Visibility(last, seen.lo, seen.keep, seen.bias)
+
+
+def _tokens_read(site: Site) -> Any:
+    return value_of(site.attention.k).shape[site.attention.k_roles.index("T")]
+
+
+def _keep(emit: Emitter, site: Site) -> fx.Node | None:
+    """Positions that may be attended at all, bool [1 or B, T]."""
+    if site.bounds.keep is None:
+        return None
+    mask, roles = site.bounds.keep
+    keep = emit.arrange(emit.copies[mask], roles, ("B", "T"))
+    return keep if value_of(mask).dtype == torch.bool else emit.call(aten.to.dtype, keep, torch.bool)
+
+
+def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.Node:
+    """A position limit as int64 [1 or B, S]."""
+    site, kind, device = item.site, limit.kind, device_of(item)
+    count = size_along(site.attention.q, site.attention.q_roles, "S", site.attention.folded)
+    read = site.key.kind is SlotKind.READ or site.key.table is not None
+    if limit.node is not None and (read or context.variant is not Variant.FRESH):
+        return _from_tensor(emit, limit, limit.node)
+    if kind in {LimitKind.OWN, LimitKind.NODE}:
+        # The runtime takes the fresh variant only where tensors of limits are 0, 1, 2, ...
+        return emit.positions(count, _offset(emit, limit), device)
+    if kind is LimitKind.CONST:
+        return emit.constant_limit(count, _offset(emit, limit), device)
+    if context.is_fresh(item.key) and site.key.kind is not SlotKind.BORN_BUFFER:
+        # All keys of this call, which are not as many as its queries where attention goes across.
+        return emit.constant_limit(count, _less_one(emit, item.key.slot.write.count), device)
+    whole = emit.constant_limit(count, _less_one(emit, _tokens_read(site)), device)
+    buffer = site.key.kind in {SlotKind.BUFFER, SlotKind.UPDATED} and site.key.ring is None
+    seen = last_seen(emit, site, device) if buffer else None
+    return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
+
+
+def _from_tensor(emit: Emitter, limit: Limit, origin: fx.Node) -> fx.Node:
+    """A limit that is counted from a tensor of the graph."""
+    node = emit.copies[origin]
+    if value_of(origin).dtype != torch.int64:
+        node = emit.call(aten.to.dtype, node, torch.int64)
+    offset = _offset(emit, limit)
+    if offset != 0:
+        node = emit.call(aten.add.Tensor if isinstance(offset, fx.Node) else aten.add.Scalar, node, offset)
+    return emit.arrange(node, limit.roles, ("B", "S"))
+
+
+def _offset(emit: Emitter, limit: Limit) -> Any:
+    """The constant part of a limit: an int, or a node where symbolic ints take part."""
+    total: Any = limit.offset
+    for node, coefficient in limit.symbols:
+        part = emit.copies[node] if coefficient == 1 else emit.call(operator.mul, emit.copies[node], coefficient)
+        total = part if isinstance(total, int) and total == 0 else emit.call(operator.add, part, total)
+    return total
+
+
+def _less_one(emit: Emitter, value: Any) -> Any:
+    if isinstance(value, int):
+        return value - 1
+    return emit.call(operator.sub, emit.size(value), 1)

@@ -1,0 +1,48 @@
+"""Planes: the placeholders of a rewritten graph that stores come in by."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from kvcompile.passes.plan.plan import SlotPlan
+from kvcompile.passes.rewrite.context import Context, Part, part_of
+from kvcompile.passes.rewrite.rewritten import Binding
+
+
+class Planes:
+    """Makes the placeholders of each store once, where first asked for, behind all other placeholders, and binds them to its slot."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.bindings: list[Binding] = []
+        self._made: dict[Part, list[fx.Node]] = {}
+
+    def of(self, slot: SlotPlan) -> list[fx.Node]:
+        """All planes of a slot's store, in the layout's order."""
+        part = part_of(slot.slot)
+        if part in self._made:
+            return self._made[part]
+        graph, captured = self.context.graph, self.context.captured
+        last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+        made: list[fx.Node] = []
+        for spec in slot.layout.planes:
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"kv{len(self._made)}_{slot.role.value}_{spec.name}")
+            made.append(last)
+        taken = sum(len(nodes) for nodes in self._made.values())
+        self._made[part] = made
+        index = next((entry.index for entry in captured.inputs if entry.node is slot.slot.placeholder), None)
+        self.bindings.append(Binding(slot, index, slot.slot.outputs, taken))
+        return made
+
+    def written(self, slot: SlotPlan) -> list[fx.Node]:
+        """The planes that an append writes."""
+        return self.of(slot)[: slot.layout.written]
+
+    def read(self, slot: SlotPlan) -> list[fx.Node]:
+        """The planes that attention reads."""
+        return self.of(slot)[: slot.scheme.planes_read(slot.spec)]
+
+    def named(self, slot: SlotPlan) -> dict[str, fx.Node]:
+        """All planes of a slot's store by name."""
+        return {spec.name: node for spec, node in zip(slot.layout.planes, self.of(slot), strict=True)}

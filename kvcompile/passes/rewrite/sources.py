@@ -1,0 +1,96 @@
+"""Sources: the queries of a site, and the keys and values that its attention reads, from stores or from this call's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.emit import Emitter, aten
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.sites import Slot
+from kvcompile.passes.plan.plan import DTYPES, SitePlan, SlotPlan
+from kvcompile.passes.rewrite import latent
+from kvcompile.passes.rewrite.appends import Appends
+from kvcompile.passes.rewrite.context import device_of, part_of
+from kvcompile.passes.rewrite.paged import rows_of
+
+DENSE = "dense()"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Operands that one attention is computed from.
+
+    ``q``            queries [B, H, S, D] in ``dtype``
+    ``keys, values`` planes of stores, or one plane of this call's tokens each, read as ``schemes`` say
+    ``fresh``        this call's keys and values [B, K, S, D], None where stores are read
+    """
+
+    q: fx.Node
+    dtype: torch.dtype
+    keys: list[fx.Node]
+    values: list[fx.Node]
+    schemes: tuple[str, str]
+    value_dim: int
+    fresh: tuple[fx.Node, fx.Node] | None = None
+    grouped: bool = False
+
+
+def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
+    """The operands of a site; emits what they are made by."""
+    q, dtype = _queries(emit, item)
+    keys, values = (read_planes(appends, slot, item) for slot in (item.key, item.value))
+    stored = Sources(q, dtype, keys, values, (item.key.scheme.spell(), item.value.scheme.spell()), item.value.spec.head_dim)
+    if appends.context.is_fresh(item.key):
+        return _of_this_call(appends, emit, item, stored)
+    made, site = item.site.assembly, item.site
+    if made is None:
+        return stored
+    return replace(stored, q=latent.queries(emit, q, dtype, made.keys, site.read_as_keys, site.heads))
+
+
+def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:
+    """Queries [B, H, S, D], and the dtype that attention takes them in."""
+    site, attention = item.site, item.site.attention
+    q = emit.heads(emit.copies[attention.q], attention.q_roles, ("S", "D"), site.heads, site.groups)
+    if attention.beside is not None:
+        more = emit.heads(emit.copies[attention.beside.q], attention.beside.q_roles, ("S", "D"), site.heads, site.groups)
+        q = emit.call(aten.cat.default, [q, latent.scaled(emit, more, attention.beside.factor)], -1)
+    dtype = value_of(attention.q).dtype
+    if dtype in DTYPES or item.key.spec.dtype not in DTYPES:
+        return q, dtype
+    # Double precision: no kernel has it, and only the caches of a trial hold it.
+    return emit.call(aten.to.dtype, q, torch.float32), torch.float32
+
+
+def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sources) -> Sources:
+    """The operands where attention reads the new tokens alone, in full precision."""
+    site, made, dtype = item.site, item.site.assembly, stored.dtype
+    grouped, value_dim = site.groups > 1, stored.value_dim
+    if made is not None:
+        def new(slot: Slot) -> fx.Node:
+            return appends.tokens[part_of(slot)]
+
+        k, v = (latent.expanded(emit, stripes, new, dtype, made.heads) for stripes in (made.keys, (made.value,)))
+        grouped, value_dim = site.heads > made.heads, made.value.count
+    else:
+        appends.calibrate(emit, item, stored.q)
+        # As the cache rounds them, then as the attention takes them: a cache may be kept in another precision than it is used in.
+        k, v = (
+            part if slot.spec.dtype == dtype else emit.call(aten.to.dtype, part, dtype)
+            for slot in (item.key, item.value) for part in [appends.append(slot, emit)]
+        )
+    keys, values = [emit.call(aten.unsqueeze.default, k, 0)], [emit.call(aten.unsqueeze.default, v, 0)]
+    return replace(stored, keys=keys, values=values, schemes=(DENSE, DENSE), value_dim=value_dim, fresh=(k, v), grouped=grouped)
+
+
+def read_planes(appends: Appends, slot: SlotPlan, item: SitePlan) -> list[fx.Node]:
+    """The planes that attention reads, in the order of the tokens, gathered for the site's rows where the cache is paged."""
+    planes = appends.sliding.linear.get(part_of(slot.slot)) or appends.planes.of(slot)
+    planes = planes[: slot.scheme.planes_read(slot.spec)]
+    if slot.slot.table is None:
+        return planes
+    emit = appends.context.emit_before(slot.slot.table.gather)
+    return appends.paged.gathered(emit, slot, planes, device_of(item), rows_of(item.site))

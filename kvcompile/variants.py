@@ -1,0 +1,133 @@
+"""Variants: the rewritten graphs of one plan, each made and compiled when a call first needs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from kvcompile.errors import NotCompiled
+from kvcompile.lowering.attend_kernels import kernel_lines
+from kvcompile.lowering.compile import compile_graph, compiling
+from kvcompile.lowering.reuse import fingerprint
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.dynamo import compile_lock
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.plan.plan import Plan
+from kvcompile.passes.rewrite.inputs import forget_guards, mark_inputs, rewritten_inputs
+from kvcompile.passes.rewrite.replay import gap, steady_inputs
+from kvcompile.passes.rewrite.rewrite import rewrite
+from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
+from kvcompile.passes.verify import verify
+from kvcompile.report import GraphReport
+from kvcompile.settings import Inner, Settings
+
+Code = Callable[..., Any]
+
+TITLES = {Variant.PAST: "over a filled cache", Variant.FRESH: "into an empty cache"}
+
+
+def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR) -> str:
+    """In which case a rewritten graph runs, which operations its sites became, and what runs those under ``inner``, with the reason."""
+    device = value_of(rewritten.bindings[0].plan.slot.root).device.type
+    slots = {binding.plan.scheme.spell(): binding.plan.spec for binding in rewritten.bindings}
+    return f"{TITLES[rewritten.variant]}: {kernel_lines(rewritten.module.graph, device, slots, sites, inner is Inner.INDUCTOR)}"
+
+
+@dataclass(frozen=True)
+class InnerCompiler:
+    """The inner compiler of one graph, with torch.compile's own mode and options; adds its seconds to the graph's report."""
+
+    settings: Settings
+    mode: str | None
+    options: dict[str, Any] | None
+    report: GraphReport
+
+    def __call__(self, module: fx.GraphModule, inputs: Any, fake_mode: Any, key: str = "", replayed: bool = True) -> Code:
+        started = time.perf_counter()
+        try:
+            return compile_graph(
+                module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key, replayed=replayed
+            )
+        finally:
+            self.report.compile_seconds += time.perf_counter() - started
+
+
+class Variants:
+    """The variants of one captured graph: rewritten, verified, compiled.
+
+    ``known``: compiled code by fingerprint, shared by all graphs of a backend. ``key``: the policy as text. ``salt``: what
+    two graphs must have in common to share code beyond what is in them.
+    """
+
+    def __init__(
+        self, captured: Captured, planned: Plan, effects: Effects, inner: InnerCompiler, known: MutableMapping[str, Code],
+        key: str, salt: str,
+    ) -> None:
+        self.captured, self.planned, self.effects, self.inner = captured, planned, effects, inner
+        self.known, self.key, self.salt = known, key, salt
+        self.made: dict[Variant, Rewritten] = {}
+        self._inputs: dict[Variant, tuple[tuple[Any, ...], dict[Any, str]]] = {}
+        self._compiled: dict[Variant, tuple[Rewritten, Code]] = {}
+        self._failed: dict[Variant, NotCompiled] = {}
+
+    def __contains__(self, variant: Variant) -> bool:
+        return variant in self._compiled
+
+    def rewritten(self, variant: Variant) -> Rewritten:
+        """The rewritten graph of a variant."""
+        if variant not in self.made:
+            self.made[variant] = rewrite(self.captured, self.planned, variant, self.effects)
+        return self.made[variant]
+
+    def inputs(self, variant: Variant) -> tuple[Any, ...]:
+        """Fake inputs of a variant's rewritten graph, in the order of its placeholders."""
+        return self._described(variant)[0]
+
+    def _described(self, variant: Variant) -> tuple[tuple[Any, ...], dict[Any, str]]:
+        """(fake inputs, a name for each symbol of ours)."""
+        if variant not in self._inputs:
+            self._inputs[variant] = rewritten_inputs(self.captured, self.rewritten(variant))
+        return self._inputs[variant]
+
+    def compiled(self, variant: Variant) -> tuple[Rewritten, Code]:
+        """A variant and its code; raises NotCompiled, again for one that failed before."""
+        if variant in self._failed:
+            raise self._failed[variant]
+        if variant in self._compiled:
+            return self._compiled[variant]
+        # A variant may be made in the middle of a call, where Dynamo does not hold its lock; tracing is not thread-safe.
+        with compile_lock:
+            try:
+                self._compiled[variant] = self.rewritten(variant), self._compile(variant)
+            except NotCompiled as error:
+                self._failed[variant] = error
+                raise
+        return self._compiled[variant]
+
+    def _compile(self, variant: Variant) -> Code:
+        report, settings, started = self.inner.report, self.inner.settings, time.perf_counter()
+        rewritten = self.rewritten(variant)
+        fakes, symbols = self._described(variant)
+        mark_inputs(self.captured, rewritten, steady_inputs(self.captured, self.effects))
+        if settings.verify:
+            verify(rewritten, self.captured, fakes)
+        # Before it is compiled: Inductor's passes change the graph.
+        text = kernel_text(rewritten, len(self.planned.sites), settings.inner)
+        key = f"{self.key}:{variant.value}"
+        print_key = fingerprint(rewritten.module, fakes, symbols, f"{key}:{self.salt}")
+        report.pass_seconds += time.perf_counter() - started
+        code = self.known.get(print_key) if print_key is not None else None
+        if code is None:
+            with compiling():
+                code = self.inner(rewritten.module, fakes, self.captured.fake_mode, key, replayed=gap(rewritten, self.captured) is None)
+            forget_guards(self.captured, symbols)
+            if print_key is not None:
+                self.known[print_key] = code
+        report.variants = (*report.variants, variant.value)
+        report.kernels = (*report.kernels, text)
+        return code
