@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 
 from kvcompile.runtime.groups import Group
+from kvcompile.schemes import Scheme
 
 log = logging.getLogger(__name__)
 
 
-def calibrated(group: Group) -> tuple[str, ...]:
-    """Return the names of a group's schemes that calibrate planes with the queries of the call that fills an empty cache."""
-    return tuple(sorted({item.plan.scheme.name for item in group.bindings if item.plan.scheme.learns(item.plan.spec)}))
+def calibrated(group: Group) -> set[Scheme]:
+    """Return the schemes of a group that compute planes from the queries of the call that fills an empty cache."""
+    return {item.plan.scheme for item in group.bindings if item.plan.scheme.learns(item.plan.spec)}
 
 
 class Calibration:
@@ -22,11 +23,12 @@ class Calibration:
 
     def missed(self, group: Group, why: str) -> None:
         """Warn where the schemes of a group would have calibrated planes; ``why`` says how the cache was filled without."""
-        names = calibrated(group)
-        if not names or self.warned:
+        schemes = calibrated(group)
+        if not schemes or self.warned:
             return
         self.warned = True
         log.warning(
-            "%s learns from the queries of the compiled call that fills an empty cache; the cache at %s %s: its keys are encoded with "
-            "lam=0, as kivi would", ", ".join(names), group.where, why,
+            "%s learns from the queries of the compiled call that fills an empty cache; the cache at %s %s: its keys are encoded %s",
+            ", ".join(sorted({scheme.name for scheme in schemes})), group.where, why,
+            ", ".join(sorted({scheme.uncalibrated for scheme in schemes})),
         )
