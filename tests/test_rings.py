@@ -261,8 +261,8 @@ def test_rings_beside_schemes_that_need_the_order_of_tokens(kind: str, chunks: t
     assert max(errors) <= 1e-6
     assert backend.report().sites == 2 * len(backend.graphs)
     assert not backend.report().untaught
-    assert cache.layers[0].keys._kv.ring == 12
-    assert cache.layers[1].keys._kv.ring is None
+    assert cache.layers[0].keys._kv.slots == 12
+    assert cache.layers[1].keys._kv.slots is None
 
 
 # --- hand-written ---------------------------------------------------------------------------------------

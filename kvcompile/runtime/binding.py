@@ -1,4 +1,4 @@
-"""Bind a rewritten graph: from its captured graph and plan, make the callable that finds stores at run time."""
+"""Bind a rewritten graph: make the callable that finds the stores of each call's cache tensors and runs the compiled code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcompile.runtime.forms.sliding import Sliding
 from kvcompile.runtime.groups import Group, group_bindings
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
-from kvcompile.runtime.order import Seen
+from kvcompile.runtime.order import TokenOrder
 from kvcompile.runtime.positions import limits_of, positions_of
 
 
@@ -48,6 +48,6 @@ def bind(
     index = {group.root: position for position, group in enumerate(groups)}
     pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
     positions = positions_of(captured, planned, effects)
-    seen = Seen(captured, planned, effects)
+    order = TokenOrder(captured, planned, effects)
     forms = tuple(form_of(group) for group in groups)
-    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, seen)
+    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, order)

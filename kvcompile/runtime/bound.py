@@ -17,17 +17,17 @@ from kvcompile.errors import LengthsDiffer, NotCompiled
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
-from kvcompile.runtime import adoption
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.calibration import Calibration, calibrated
 from kvcompile.runtime.call import Call, SizeReader
 from kvcompile.runtime.choice import Choice
+from kvcompile.runtime.dense_calls import DenseCalls, warn_all_encoded
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.groups import Group
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
-from kvcompile.runtime.order import Broken, Seen
-from kvcompile.runtime.positions import Found, Positions
+from kvcompile.runtime.order import Broken, TokenOrder
+from kvcompile.runtime.positions import PositionReader, TokenPositions
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.states import States
 from kvcompile.runtime.steady import Steady
@@ -50,12 +50,12 @@ class BoundGraph:
 
     def __init__(
         self, captured: Captured, forms: tuple[CacheForm, ...], pairs: tuple[tuple[int, int], ...],
-        compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: Positions | None,
-        growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str], seen: Seen,
+        compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: PositionReader | None,
+        growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str], order: TokenOrder,
     ) -> None:
         self.captured, self.forms, self.pairs = captured, forms, pairs
         self.compile_variant, self.positions, self.growth = compile_variant, positions, growth
-        self.decode_arguments, self.thawed, self.seen = decode_arguments, thawed, seen
+        self.decode_arguments, self.thawed, self.order = decode_arguments, thawed, order
         self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
         self.sizes = SizeReader(captured)
         self.steady: Steady | None = None
@@ -73,7 +73,7 @@ class BoundGraph:
         self.calibrated = tuple(index for index, form in enumerate(forms) if form.kind.written and calibrated(form.group))
         self.choice = Choice(forms, self.calibrated, positions is not None)
         self.undone = any(form.windowed or form.slots is not None for form in forms)
-        self.left: adoption.Left | None = None  # a trial has none
+        self.dense: DenseCalls | None = None  # a trial has none
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -81,9 +81,9 @@ class BoundGraph:
         return tuple(form.group for form in self.forms)
 
     @property
-    def born_only(self) -> bool:
+    def created_only(self) -> bool:
         """Whether this graph makes every cache that it writes."""
-        return self.choice.born_only
+        return self.choice.created_only
 
     @property
     def with_past(self) -> bool:
@@ -102,23 +102,23 @@ class BoundGraph:
         if self.steady is not None and (settled := self.steady.ready(args)) is not None:
             return self._steady_step(self.steady, settled, args)
         shapes = [tuple(args[form.group.argument].shape) if form.group.argument is not None else None for form in self.forms]
-        found = self.positions.once(args) if self.positions is not None else functools.partial(Found, {})
-        call = Call(args, self.sizes, found)
-        if self.left is not None and (dense := self.left.results(self.forms, call, self.thawed)) is not None:
-            return dense
+        positions = self.positions.of_call(args) if self.positions is not None else functools.partial(TokenPositions, {})
+        call = Call(args, self.sizes, positions)
+        if self.dense is not None and (unrewritten := self.dense.results(self.forms, call, self.thawed)) is not None:
+            return unrewritten
         step = self._prepare(call)
-        broken = self.seen.broken(self.forms, step.states, step.starts, step.counts, call)
-        if broken is not None and self.left is not None:
-            return self.left.out_of_order(self.forms, args, broken, self.thawed)
+        broken = self.order.broken(self.forms, step.states, step.starts, step.counts, call)
+        if broken is not None and self.dense is not None:
+            return self.dense.out_of_order(self.forms, args, broken, self.thawed)
         self._go_back(step, call)
         try:
             with step.undo:
                 rewritten, results = self._compute(step, call)
         except NotCompiled as error:
-            if self.left is None:
+            if self.dense is None:
                 raise
             broken = Broken(self.forms[0].group, str(error), Variant.PAST not in self.variants)
-            return self.left.out_of_order(self.forms, args, broken, self.thawed)
+            return self.dense.out_of_order(self.forms, args, broken, self.thawed)
         self._settle(step, call, rewritten)
         return self._commit(step, call, shapes, results, rewritten)
 
@@ -138,7 +138,7 @@ class BoundGraph:
         """Find every cache tensor's state, and where this call's tokens go."""
         step = _Step([], [], [], Undo())
         for form in self.forms:
-            state = self.states.find(form, call, self._say_whole)
+            state = self.states.find(form, call, self._say_all_encoded)
             start = form.start(state, call)
             count = form.count(call)
             form.check_branch(state, start, call)
@@ -150,10 +150,10 @@ class BoundGraph:
                 raise LengthsDiffer(keys=step.starts[key], values=step.starts[value], where=self.forms[key].group.where)
         return step
 
-    def _say_whole(self, form: CacheForm, tensor: torch.Tensor) -> None:
+    def _say_all_encoded(self, form: CacheForm, tensor: torch.Tensor) -> None:
         """Warn that all places of a dense cache are encoded, except in a trial."""
-        if self.left is not None:
-            adoption.say_whole(form, tensor)
+        if self.dense is not None:
+            warn_all_encoded(form, tensor)
 
     def _go_back(self, step: _Step, call: Call) -> None:
         """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""

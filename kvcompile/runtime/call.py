@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvcompile.passes.capture.capture import Captured
-from kvcompile.runtime.positions import Found
+from kvcompile.runtime.positions import TokenPositions
 
 
 class SizeReader:
@@ -36,11 +36,11 @@ class SizeReader:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call; ``found`` evaluates the positions of its tokens when it is first asked."""
+    """The arguments of one call; ``positions`` evaluates the positions of its tokens when it is first asked."""
 
     args: tuple[Any, ...]
     sizes: SizeReader
-    found: Callable[[], Found]
+    positions: Callable[[], TokenPositions]
 
     def read(self, size: Any) -> int:
         """Return an int or symbolic size as a plain int."""

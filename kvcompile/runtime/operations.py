@@ -16,8 +16,9 @@ from torch._guards import TracingContext
 
 from kvcompile.errors import WindowPassed
 from kvcompile.runtime.callers import user_line
+from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.handle import CompressedCache, become, decoded, is_handle, make, put, rebind, resume, shown, tell, thaw
-from kvcompile.runtime.state import CacheState, bring
+from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.views import VIEWS, Origin, viewed, written
 from kvcompile.runtime.writes import appended, overwrites
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 def _derived(
     handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int, index: Any = None
 ) -> CompressedCache:
-    """A handle on a state; ``index``: the dense tensor's ``[index]`` would share its memory."""
+    """Make a handle from another one; ``index``: the dense tensor's ``[index]`` would share its memory."""
     made = make(state, shape, handle.dtype, handle.device, length, state is not handle._kv)
     if state is handle._kv:
         handle._alone = False
@@ -53,7 +54,7 @@ def _rows(handle: CompressedCache, rows: torch.Tensor, index: Any = None) -> Com
 
 
 def _zero(handle: CompressedCache) -> Any:
-    """Zeros in all places: none was written yet, unless each is a token (transformers before 5.23 resets a DynamicCache so)."""
+    """Empty a cache: zeros in all places say that none was written, unless each is a token (old transformers reset a DynamicCache so)."""
     if handle._kv.grown:
         return NotImplemented
     handle._kv.clear()
@@ -96,7 +97,7 @@ def _getitem(handle: CompressedCache, index: Any) -> Any:
             return _rows(handle, torch.arange(handle.shape[dim], device=handle.device)[item], index)
         return NotImplemented
     axes = next(iter(handle._kv.axes.values()))
-    if dim == axes.token_dim and isinstance(item, slice) and not axes.pool:
+    if dim == axes.token_dim and isinstance(item, slice) and not axes.paged:
         start, stop, step = item.indices(handle.shape[dim])
         if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim]:
             resume(handle)
@@ -140,22 +141,22 @@ def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
 def _reduce(handle: CompressedCache, protocol: int) -> Any:
     resume(handle)
     parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
-    ring = handle._kv.ring, handle._kv.top, handle._kv.grown
-    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *ring)
+    rest = handle._kv.slots, handle._kv.top, handle._kv.grown
+    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *rest)
 
 
 def rebuild(
-    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, ring: int | None = None, top: int = 0,
+    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, slots: int | None = None, top: int = 0,
     grown: bool = False,
 ) -> CompressedCache:
-    """A handle from what pickling kept: planes and layout, codes as they were."""
+    """Make a handle from what pickling kept: planes and layout, codes as they were."""
     from kvcompile.runtime.store import Store
 
     stores = {}
     for part, (spec, planes) in parts.items():
         stores[part] = Store.holding(spec, list(planes))
     del device
-    state = CacheState(axes, stores, length, ring=ring, grown=grown)
+    state = CacheState(axes, stores, length, slots=slots, grown=grown)
     # A cropped tensor of a state that went on: its stores hold more tokens than it shows.
     state.top = state.behind = max(top, length)
     return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
@@ -184,7 +185,7 @@ def _setitem(handle: CompressedCache, index: Any, value: Any) -> Any:
 
 
 def _copy_codes(handle: CompressedCache, source: Any, non_blocking: bool = False) -> Any:
-    """``copy_`` of a cache that is compressed in the same way: of its codes."""
+    """Copy the codes of a cache that is compressed in the same way, for ``copy_``."""
     if not is_handle(source) or source is handle or source.shape != handle.shape or handle._slices or handle._origin is not None:
         return NotImplemented
     ours, theirs = handle._kv, source._kv
@@ -198,10 +199,10 @@ def _copy_codes(handle: CompressedCache, source: Any, non_blocking: bool = False
 
 
 def _cat(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
-    """``cat`` of a cache and new tokens behind it: they are encoded there; a cache that others go on from is copied first, its codes."""
+    """Encode new tokens behind a cache, for ``cat``; the codes of a cache that others go on from are copied first."""
     handle, *new = parts
     axes = next(iter(handle._kv.axes.values()))
-    grown = dim % handle.dim() == axes.token_dim and not axes.pool and handle._kv.ring is None and not rest
+    grown = dim % handle.dim() == axes.token_dim and not axes.paged and handle._kv.slots is None and not rest
     if not grown or not new or handle._length != handle.shape[axes.token_dim]:
         return NotImplemented
     plain = all(
@@ -220,7 +221,8 @@ def _cat(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
         if handle._alone or not handle._length == state.length == state.behind:
             state = _gone_back(_copy(handle)._kv, handle._length)
         parts_of = {
-            part: bring(tokens, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim) for part, store in state.stores.items()
+            part: tokens_of(tokens, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim)
+            for part, store in state.stores.items()
         } if state is not None else {}
         if state is None or not appended(state, parts_of):
             return NotImplemented
@@ -232,7 +234,7 @@ def _cat(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
 
 
 def _gone_back(state: CacheState, length: int) -> CacheState | None:
-    """A state of its own, brought back to ``length`` tokens; None where its window has passed them."""
+    """Bring a state that nobody shares back to ``length`` tokens; return None where its window has passed them."""
     try:
         state.rewind(length)
     except WindowPassed:
@@ -242,7 +244,7 @@ def _gone_back(state: CacheState, length: int) -> CacheState | None:
 
 
 def _data(handle: CompressedCache, *value: torch.Tensor) -> Any:
-    """``.data``: the cache itself, as a detached tensor shares its memory; assigned to, it has the memory of what is assigned."""
+    """Answer ``.data``: the cache itself, as a detached tensor shares its memory; assigned to, it takes the memory of what is assigned."""
     if not value:
         return handle
     become(handle, decoded(value[0]))
@@ -254,7 +256,7 @@ def _requires_grad(handle: CompressedCache, requires_grad: bool = True) -> Any:
 
 
 def _numpy(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
-    """Decoded values as an array that refuses to be written to: the cache would know nothing of it."""
+    """Return decoded values as an array that refuses to be written to: the cache would know nothing of it."""
     made = decoded(handle).__array__(*args) if args and not isinstance(args[0], bool) else decoded(handle).numpy(*args, **kwargs)
     made.flags.writeable = False
     return made
@@ -276,7 +278,7 @@ ADDRESSES = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpa
 
 
 def answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operation, called ``name``, that has a compressed cache among its arguments, outside of compiled code."""
+    """Return the result of an operation, called ``name``, on arguments with a compressed cache among them, outside of compiled code."""
     handler = HANDLERS.get(name)
     if handler is not None and args and is_handle(args[0]):
         found = handler(*args, **kwargs)
@@ -286,7 +288,7 @@ def answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
 
 
 def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operation that acts on values: it writes, or it reads decoded ones."""
+    """Return the result of an operation on values: it writes to a cache, or it reads decoded values."""
     target = args[0] if args else None
     if name in JOINS and isinstance(target, (tuple, list)) and target and is_handle(target[0]):
         made = _cat(*args, **kwargs)

@@ -1,8 +1,9 @@
-"""Order: whether the tokens of a call follow those that a window holds.
+"""Order: whether the tokens of a call follow those that a window of exact tokens holds.
 
 A window keeps its newest tokens exact and encodes a block once all of it is there. So it has no place for a token that leaves others
 unwritten before it, and a write in the middle of a buffer loses what lies behind it. Neither matters to a store without a window. A call
-that does the one, or attends to what the other lost (a ring that is spelled as ``position % slots``, say), is served by the dense cache.
+that does the one, or attends to what the other lost (a sliding window that is written by hand as ``position % slots``, say), is served by
+the dense cache.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Broken:
     lost: bool
 
 
-class Seen:
-    """How far the attentions of a graph see; asked where a call goes back behind tokens that a window holds. May wait for the device."""
+class TokenOrder:
+    """Finds the cache whose window cannot take a call's tokens, by how far the graph's attentions see. May wait for the device."""
 
     def __init__(self, captured: Captured, planned: Plan, effects: Effects) -> None:
         self.captured, self.effects = captured, effects
@@ -50,7 +51,7 @@ class Seen:
     def broken(
         self, forms: Sequence[CacheForm], states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], call: Call
     ) -> Broken | None:
-        """The first group whose window cannot take a call's tokens, None where all can; raises Unsupported where tokens are missed."""
+        """Return the first group whose window cannot take a call's tokens, None where all can; raises Unsupported where some are missed."""
         for form, state, start, count in zip(forms, states, starts, counts, strict=True):
             if not (state.windowed and form.ordered):
                 continue
@@ -74,7 +75,7 @@ class Seen:
         return None
 
     def end(self, group: Group, call: Call) -> int:
-        """The token behind the last one that any query of a call may see of a group's cache."""
+        """Return the end of the tokens that any query of a call may see of a group's cache."""
         sites = [site for site in self.sites if any(slot.root is group.root for slot in site.slots)]
         return max(self._site(site, call) for site in sites)
 
@@ -85,19 +86,19 @@ class Seen:
         return min([most, *[end for term in hiding(site.bounds) if (end := self._last(term, call.args)) is not None]])
 
     def _limit(self, site: Site, call: Call) -> int:
-        """The token behind the last one that a site's upper limit names."""
+        """Return the end of the tokens that a site's upper limit allows."""
         hi, attention = site.bounds.hi, site.attention
         if hi.kind is LimitKind.ALL:
             return call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
         offset = hi.offset + sum(coefficient * call.read(value_of(node)) for node, coefficient in hi.symbols)
         if hi.kind is LimitKind.NODE:
             assert hi.node is not None
-            return int(call.found().values[hi.node].max()) + offset + 1
+            return int(call.positions().values[hi.node].max()) + offset + 1
         own = call.read(size_along(attention.q, attention.q_roles, "S", attention.folded)) - 1 if hi.kind is LimitKind.OWN else 0
         return own + offset + 1
 
     def _last(self, term: MaskTerm, args: tuple[Any, ...]) -> int | None:
-        """The token behind the last one that a mask shows to any query; None where it is made from a cache."""
+        """Return the end of the tokens that a mask shows to any query; None where the mask is made from a cache."""
         if term not in self.shown:
             caches = {slot.placeholder for site in self.sites for slot in site.slots}
             behind = nx.ancestors(dataflow(self.captured, self.effects), term.node)

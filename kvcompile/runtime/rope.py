@@ -1,10 +1,9 @@
-"""Rotary embeddings on the host: a store of keys as they are before RoPE turns them back and forth by its own positions.
+"""RoPE on the host: a store may hold keys as they are before RoPE, and applies or removes it by the positions of its own tokens.
 
-A key is stored so that the angles of its place in the store give the model's key again: turned back by those
-angles when it is written, turned by the same when it is read. Where a row's positions begin at 0 with its first
-token, what is stored is the key before RoPE; where they begin elsewhere it is that key turned by one angle for the
-whole row. Either way the model's key comes back whatever its position was, which a cache that arrives filled does not tell.
-What must hold is that the angles of a place never change: the constants behind them are watched.
+A key is stored so that the angles of its place in the store give the model's key again: RoPE with those angles is removed when the key is
+written, and applied when it is read. Where a row's positions begin at 0 with its first token, that is the key before RoPE; where they begin
+elsewhere it is that key rotated by one angle for the whole row. Either way the model's key comes back whatever its position was, which a
+cache that arrives filled does not tell. The angles of a place must never change: the constants behind them are watched.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from kvcompile.passes.match.rope.rope import Rotation
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Angles with the constants that they are made of, as they were when first seen."""
+    """The angles of a graph's RoPE, with a copy of the constants that they are computed from."""
 
     angles: Angles
     interleaved: bool
     constants: tuple[torch.Tensor, ...]
 
     def at(self, position: torch.Tensor) -> list[torch.Tensor]:
-        """Cosine and sine [1 or B, T, Dr] at positions [1 or B, T]."""
+        """Return cosine and sine, [1 or B, T, Dr] each, at positions [1 or B, T]."""
 
         def run(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
             return op(*args, **options)
@@ -51,7 +50,7 @@ class Rope:
         return unrotate_body(x_BKTD, cos, sin, self.interleaved)
 
     def same(self, other: Rope, length: int, device: torch.device) -> bool:
-        """Whether another gives the same angles to the first ``length`` tokens."""
+        """Whether another RoPE gives the same angles to the first ``length`` tokens."""
         if self.angles == other.angles and self.interleaved == other.interleaved and _equal(self.constants, other.constants):
             return True
         position = torch.arange(length, device=device).unsqueeze(0)
@@ -63,7 +62,7 @@ def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool
 
 
 class RopeReader:
-    """Where a graph's rotation finds its constants, and the angles that it found there last."""
+    """Reads the angles of a graph's RoPE from the constants among a call's arguments."""
 
     def __init__(self, captured: Captured, rotation: Rotation) -> None:
         self.rotation = rotation
@@ -85,7 +84,7 @@ class RopeReader:
         if self.found is None or not self.unchanged(args):
             given: list[Any] = [own if at is None else args[at] for at, own in zip(self.arguments, self.own, strict=True)]
             self.seen = tuple((tensor, _version(tensor)) for tensor in given)
-            # A copy: what is compared later is what the stored keys were turned with.
+            # A copy: what is compared later are the angles that the stored keys were written with.
             self.found = Rope(self.rotation.angles, self.rotation.interleaved, tuple(tensor.detach().clone() for tensor in given))
         return self.found
 

@@ -79,7 +79,7 @@ class States:
         bindings = form.group.bindings
         stores = {item.part: Store(store_spec(item), batch, device, 0, self._rope(item, args)) for item in bindings}
         axes = {item.part: item.plan.slot.axes for item in bindings}
-        state = CacheState(axes, stores, ring=form.slots, growth=self.growth, grown=form.kind.grows)
+        state = CacheState(axes, stores, slots=form.slots, growth=self.growth, grown=form.kind.grows)
         self.live.add(state)
         return state
 

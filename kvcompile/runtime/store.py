@@ -117,31 +117,31 @@ class Store:
 
     @property
     def window(self) -> torch.Tensor | None:
-        """The newest tokens in full precision, [B, K, W, D], token t in slot t % W; None where the scheme keeps none."""
+        """Return the newest tokens in full precision, [B, K, W, D], token t in slot t % W; None where the scheme keeps none."""
         found = self.plane("window")
         return None if found is None else found[0]
 
     @property
     def lengths(self) -> torch.Tensor:
-        """The tokens of each row and its left padding, int64 [1, B, 1, 1, 2], of a store with a window."""
+        """Return the number of tokens and the left padding of each row, int64 [1, B, 1, 1, 2], of a store with a window."""
         found = self.plane("clock")
         assert found is not None
         return found
 
     @property
     def left_padding(self) -> torch.Tensor | None:
-        """The first position of each row that is no padding, int64 [B]; None without a window."""
+        """Return the first position of each row that is no padding, int64 [B]; None without a window."""
         found = self.plane("clock")
         return None if found is None else found[0, :, 0, 0, 1]
 
     @property
     def encoded(self) -> list[torch.Tensor]:
-        """The planes that new tokens are encoded into."""
+        """Return the planes that new tokens are encoded into."""
         return self.planes[: self.spec.layout.encoded]
 
     @property
     def rolled_back(self) -> list[torch.Tensor]:
-        """The planes that a rollback changes: the window, its lengths, and which of its tokens are originals."""
+        """Return the planes that a rollback changes: the window, its lengths, and which of its tokens are originals."""
         return [plane for plane, spec in self.described() if spec.name in {"window", "clock", REFILLED}]
 
     @property

@@ -22,12 +22,12 @@ def readdressed(state: CacheState, slots: int | None, length: int, shown: int) -
     It is the same state where no token must be moved, else a new one with the tokens shown.
     """
     first = length - shown
-    if state.ring == slots and (first == 0 or (slots is not None and (first % slots == 0 or shown + 1 >= slots))):
+    if state.slots == slots and (first == 0 or (slots is not None and (first % slots == 0 or shown + 1 >= slots))):
         return state, length
     kept = shown if slots is None else min(shown, slots)
     small = slots is None or state.pages <= max(LEAST_PAGES, pages_for(slots))
     if first == 0 and state.in_order and kept == shown and small and (slots is None or state.top <= slots):
-        state.ring = slots
+        state.slots = slots
         return state, length
     return state.moved(length - kept, kept, slots), kept
 

@@ -1,4 +1,4 @@
-"""Writes from outside of compiled code: which tokens an operation writes, and their way into the stores.
+"""Writes outside of compiled code: find the tokens that an operation writes, and encode them into the stores.
 
 An operation that overwrites (``index_copy_``, index assignment, ``copy_``...) is run on a dense tensor full of one NaN of a payload
 that no arithmetic makes. Every place that no longer holds it was written, and holds what was. So any spelling of a write is
@@ -12,7 +12,8 @@ What is sound to encode (``codec.unwritable``), and what ``rejected`` says about
 * a scheme with a window takes tokens in their order, and tokens over those that it still has originals of
 * a token whose new value is what it decodes to stays as it is: codes are written once
 
-A ring whose tokens went around, a pool, and an empty cache whose scheme must know the padding of the first tokens take no write.
+A sliding window whose tokens went around, a paged cache, and an empty cache whose scheme must know the padding of the first tokens
+take no write.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcompile.runtime.codec import ENCODED_AT_ONCE, decode, unwritable, write_tokens
-from kvcompile.runtime.state import CacheState, Part, bring
+from kvcompile.runtime.dense_layout import tokens_of
+from kvcompile.runtime.state import CacheState, Part
 from kvcompile.runtime.store import Store
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class _Tokens:
 
 
 class Rejected(Exception):
-    """Why a write cannot be encoded; the cache then becomes dense."""
+    """The reason why a write cannot be encoded; the cache then becomes dense."""
 
 
 def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown: int) -> None:
@@ -60,7 +62,7 @@ def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown:
     state = handle._kv
     if handle.dtype not in UNTOUCHED:
         raise Rejected(f"{handle.dtype} has no mark for a place that was not written")
-    if any(axes.pool for axes in state.axes.values()):
+    if any(axes.paged for axes in state.axes.values()):
         raise Rejected("any place of a pool may hold any token")
     if not state.in_order or handle._length > shown:
         raise Rejected("tokens have gone around in it")
@@ -68,7 +70,7 @@ def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown:
         found = {part: _changed(state, part, tokens) for part, tokens in _written(state, handle, write).items()}
         found = {part: tokens for part, tokens in found.items() if tokens.at.numel()}
         length = max([state.length, *[int(tokens.at.max()) + 1 for tokens in found.values()]])
-        if state.ring is not None and length > state.ring:
+        if state.slots is not None and length > state.slots:
             raise Rejected("its tokens would go around")
         for part, tokens in found.items():
             reason = unwritable(state.stores[part], tokens.at, tokens.rows, state.length)
@@ -83,14 +85,14 @@ def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown:
 
 
 def _written(state: CacheState, handle: CompressedCache, write: Callable[[torch.Tensor], Any]) -> dict[Part, _Tokens]:
-    """By part the tokens that ``write`` writes into a dense tensor like the handle; raises Rejected where it leaves rows half written."""
+    """Return by part the tokens that ``write`` writes into a dense tensor like the handle; raises Rejected where rows are half written."""
     integers, mark = UNTOUCHED[handle.dtype]
     with torch.inference_mode(False):
         dense = torch.full(tuple(handle.shape), mark, dtype=integers, device=handle.device).view(handle.dtype)
     write(dense)
     found = {}
     for part, store in state.stores.items():
-        view = bring(dense, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim)
+        view = tokens_of(dense, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim)
         at, values, rows = [], [], []
         for start in range(0, view.shape[2], ENCODED_AT_ONCE):
             piece = view[:, :, start : start + ENCODED_AT_ONCE]
@@ -109,7 +111,7 @@ def _written(state: CacheState, handle: CompressedCache, write: Callable[[torch.
 
 
 def _changed(state: CacheState, part: Part, tokens: _Tokens) -> _Tokens:
-    """The tokens whose values differ from what the store decodes to, and zero behind all that was ever written: codes stay as they are."""
+    """Return the tokens of a write without those that the store decodes to already, and without zeros behind all that was ever written."""
     known = int((tokens.at < max(state.length, state.held)).sum())
     rows = tokens.rows.clone()
     if known:
@@ -125,7 +127,7 @@ def _changed(state: CacheState, part: Part, tokens: _Tokens) -> _Tokens:
 
 
 def appended(state: CacheState, new: dict[Part, torch.Tensor]) -> bool:
-    """Whether tokens [B, K, n, D] were encoded behind all that a state holds; nothing has changed where not."""
+    """Encode tokens [B, K, n, D] behind all that a state holds; return False, with nothing changed, where they cannot be."""
     count = next(iter(new.values())).shape[2]
     at = torch.arange(state.length, state.length + count, device=state.device)
     stores: list[tuple[Store, torch.Tensor]] = [(state.stores[part], values) for part, values in new.items()]

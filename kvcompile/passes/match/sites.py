@@ -220,17 +220,17 @@ class Axes:
     select: tuple[tuple[int, int], ...] = ()
     counts: tuple[tuple[int, int], ...] = ()
     """(dim, how many) of dims that hold more heads or channels than these: they begin at the dim's index in ``select``."""
-    pool: bool = False
-    """Whether the dims of tokens are places that are read through a gather: all of them together are one row of tokens."""
+    paged: bool = False
+    """Whether attention gathers tokens by a block table: the dims of tokens together are then one row of slots."""
 
     @property
     def token_dim(self) -> int:
-        """The dim that tokens run along, the first one of a pool."""
+        """The dim that tokens run along, the first one of a paged cache."""
         return self.labels.index(("T",))
 
     @property
     def token_dims(self) -> tuple[int, ...]:
-        """The dims that tokens run along: one, or all dims of a pool's places."""
+        """The dims that tokens run along: one, or all those of a paged cache."""
         return tuple(dim for dim, label in enumerate(self.labels) if label == ("T",))
 
     def room(self, shape: Sequence[Any]) -> Any:

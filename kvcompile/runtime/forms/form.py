@@ -14,8 +14,9 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.codec import encode
+from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.groups import Group
-from kvcompile.runtime.state import CacheState, bring
+from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.steady import Row
 from kvcompile.runtime.token_slots import readdressed
 
@@ -89,8 +90,8 @@ class CacheForm(abc.ABC):
         for item in self.group.bindings if kept else ():
             store = state.stores[item.part]
             store.reserve(state.growth.pages(kept, capacity))
-            dense = bring(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
-            padding = call.found().origin(self.group.site) if item.plan.window or item.plan.scheme.keeps_padding_out else None
+            dense = tokens_of(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
+            padding = call.positions().left_padding(self.group.site) if item.plan.window or item.plan.scheme.keeps_padding_out else None
             encode(store, dense[:, :, :kept], padding)
         state.length = state.top = state.behind = prior
         state.held = kept
@@ -101,7 +102,7 @@ class CacheForm(abc.ABC):
     def check_layout(self, state: CacheState) -> None:
         """Raise where a cache that was filled as rows of tokens is now read by a block table, or the other way round."""
         held = next(iter(state.axes.values()))
-        if held.pool == self.axes.pool and (not held.pool or held.labels == self.axes.labels):
+        if held.paged == self.axes.paged and (not held.paged or held.labels == self.axes.labels):
             return
         raise Unsupported(
             expected="a cache that every compiled call reads in one way, as it lies or through a gather", found="both",

@@ -28,7 +28,7 @@ class Linear(CacheForm):
         if position.index is None:
             return self._offset(position.offset, call)
         # What the mask lets the new tokens see is there too, even where the write goes somewhere below it.
-        return min(max(self._first(call), call.found().seen(self.group.limits) - self.count(call)), self.capacity(call))
+        return min(max(self._first(call), call.positions().visible(self.group.limits) - self.count(call)), self.capacity(call))
 
     def encoded(self, prior: int, call: Call) -> int:
         """Count the tokens before the call, and those behind its own that attention reads; raises where a window cannot hold them."""
@@ -80,7 +80,7 @@ class Linear(CacheForm):
         position = self.write.position
         if position.index is None or not position.rows or not self.kind.filled:
             return start
-        return call.found().values[position.index][:, 0]
+        return call.positions().values[position.index][:, 0]
 
     def commit(self, state: CacheState, start: int, count: int, call: Call) -> None:
         if not self.kind.fixed:
@@ -109,7 +109,7 @@ class Linear(CacheForm):
 
     def _first(self, call: Call) -> int:
         """Return the position of the first new token, of the row that is furthest; raises where it lies outside the cache."""
-        first, least, most = call.found().first(self.write.position.index)  # type: ignore[arg-type]
+        first, least, most = call.positions().first_written(self.write.position.index)  # type: ignore[arg-type]
         capacity = self.capacity(call)
         if least < 0 or most >= capacity:
             raise PositionsUnknown(capacity=capacity, found=f"{least}..{most}", where=self.group.where)

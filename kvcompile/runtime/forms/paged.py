@@ -12,8 +12,9 @@ import torch
 
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.codec import ENCODED_AT_ONCE, encode
+from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.forms.form import CacheForm
-from kvcompile.runtime.state import CacheState, bring
+from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.steady import Row
 from kvcompile.types import pages_for
 
@@ -40,7 +41,7 @@ class Paged(CacheForm):
             step = max(1, ENCODED_AT_ONCE // places)
             for start in range(0, tensor.shape[outer], step):
                 part = tensor.narrow(outer, start, min(step, tensor.shape[outer] - start))
-                encode(store, bring(part, axes, spec.heads, spec.head_dim), first=start * places)
+                encode(store, tokens_of(part, axes, spec.heads, spec.head_dim), first=start * places)
             state.length = state.top = state.behind = capacity
         return 0
 

@@ -37,7 +37,7 @@ class Sliding(CacheForm):
 
     def fit(self, state: CacheState, length: int, shown: int) -> tuple[CacheState, int]:
         if self.ring.refilled:
-            return (state, length) if state.ring == self.slots else (state.moved(0, 0, self.slots), 0)
+            return (state, length) if state.slots == self.slots else (state.moved(0, 0, self.slots), 0)
         return super().fit(state, length, shown)
 
     def start(self, state: CacheState, call: Call) -> int:

@@ -135,7 +135,7 @@ def _layout(there: Coords, base: tuple[int, ...], columns: Columns) -> Axes | No
             labels[dim] = (waiting.pop(0),) if waiting else ()
             if not labels[dim]:
                 select.append((dim, 0))
-    return Axes(tuple(label or () for label in labels), tuple(select), pool=True)
+    return Axes(tuple(label or () for label in labels), tuple(select), paged=True)
 
 
 # --- which places ------------------------------------------------------------------------------------------
