@@ -79,7 +79,7 @@ class CompressedCache(torch.Tensor):
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        from kvcompile.runtime.operations import answer
+        from kvcompile.runtime.dispatch import answer
 
         return answer(func, name, args, dict(kwargs))
 
