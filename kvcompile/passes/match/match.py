@@ -20,8 +20,7 @@ from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.shapes import hint, module_path, op_name, size_along, sizes, source_line
 from kvcompile.passes.match import soundness
 from kvcompile.passes.match.attention import sdpa, softmax
-from kvcompile.passes.match.cache import sliding as rings
-from kvcompile.passes.match.cache import slots
+from kvcompile.passes.match.cache import sliding, slots
 from kvcompile.passes.match.cache.advice import made_from
 from kvcompile.passes.match.latent.assembly import assemble
 from kvcompile.passes.match.mask import masks
@@ -242,7 +241,7 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
             gathered = any(slot.table is not None for slot in slots_here)
             refused.update({site: miss for site in users if site.assembly is not None or gathered})
         if any(slot.ring is not None for slot in slots_here):
-            readers = set(rings.strangers(slots_here, allowed))
+            readers = set(sliding.strangers(slots_here, allowed))
         else:
             readers = effects.readers(root) | {user for node in copies for user in node.users}
         for reader in readers - allowed:

@@ -178,7 +178,7 @@ class Write:
     via: tuple[fx.Node, ...] = ()
     """Nodes that make the new cache out of the old one before the write; they are gone with it."""
     places: Places | None = None
-    """Where a pool is written; the position then says nothing."""
+    """The slot mapping that a paged cache is written by; the position then says nothing."""
     anchor: fx.Node | None = None
     """Where the tokens are written in the rewritten graph: ahead of this node, else of ``node``."""
     late: bool = False
@@ -192,7 +192,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Ring:
-    """The tokens that a sliding cache keeps.
+    """A sliding window: the tokens that a cache keeps of those that were written.
 
     The graph lines tokens up: some of the past, then the new ones. Attention reads the line's last ``past`` + new
     tokens, the cache keeps its last ``keep``. Encoded, the token at position p lies in slot p % ``slots``, so that
@@ -234,7 +234,7 @@ class Axes:
         return tuple(dim for dim, label in enumerate(self.labels) if label == ("T",))
 
     def room(self, shape: Sequence[Any]) -> Any:
-        """How many tokens a tensor of ``shape`` has places for."""
+        """Count the tokens that a tensor of ``shape`` has slots for."""
         return math.prod(shape[dim] for dim in self.token_dims)
 
 
@@ -259,7 +259,7 @@ class Slot:
     """Whether query head h reads kv head h % K (heads repeated as a whole) rather than h // G."""
     ring: Ring | None = field(default=None, compare=False)
     table: Table | None = None
-    """How a pool is read; its ``batch`` and ``capacity`` are those of what is gathered."""
+    """The block table that a paged cache is read by; its ``batch`` and ``capacity`` are those of what is gathered."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class Stripe:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Keys and values that are made from cached latents: stripes of channels, in order; ``heads`` of them are made."""
+    """Keys and values that are made from a cached latent (MLA): stripes of channels, in order; ``heads`` of them are made."""
 
     keys: tuple[Stripe, ...]
     value: Stripe
@@ -407,7 +407,7 @@ class Refusal:
 
 
 class Miss(Exception):
-    """Why a recogniser gave up; caught by ``match`` and turned into a Refusal value."""
+    """The reason why a recogniser gave up; caught by ``match`` and turned into a Refusal value."""
 
     def __init__(self, reason: str, *evidence: fx.Node, advice: str = "") -> None:
         super().__init__(reason)
