@@ -24,17 +24,16 @@ from kvcompile.passes.capture.retrace import unexposed
 from kvcompile.passes.graph.dynamo import compile_lock, detect_fake_mode
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.match.match import Matched, match
-from kvcompile.passes.match.sites import Refusal, SlotKind, Stage
+from kvcompile.passes.match.sites import Refusal, Stage
 from kvcompile.passes.plan.plan import Plan, plan
 from kvcompile.passes.plan.policy import Policy
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.records import GraphRecord
 from kvcompile.report import GraphReport, graph_report
-from kvcompile.runtime import adoption
 from kvcompile.runtime import handle as handles
-from kvcompile.runtime.adoption import Left
 from kvcompile.runtime.binding import bind
 from kvcompile.runtime.bound import BoundGraph
+from kvcompile.runtime.dense_calls import DenseCalls, written_handles
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.guards import accept_handles
 from kvcompile.runtime.ledger import Ledger
@@ -209,7 +208,7 @@ class Compilation:
         given = tuple(entry.index for entry in captured.inputs if entry.compressed)
         if not given:
             return self.inner(self.gm, self.examples, captured.fake_mode)
-        written = adoption.written(captured, effects, given)
+        written = written_handles(captured, effects, given)
         if read := len(given) - len(written):
             log.warning("a graph without a rewritten site reads %d compressed cache tensors: they are decoded at every call", read)
         compiled = self.inner(captured.module, captured.fakes, captured.fake_mode)
@@ -228,16 +227,16 @@ class Compilation:
         captured, planned, effects = variants.captured, variants.planned, variants.effects
         used = {part.slot.placeholder for item in planned.sites for part in item.parts}
         decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
-        written = adoption.written(captured, effects, decode)
+        written = written_handles(captured, effects, decode)
         bound = bind(
             captured, planned, effects, variants.rewritten(Variant.PAST), variants.compiled, self.memory.growth, self.memory.live, decode,
             written,
         )
-        adopted = {group.argument for group in bound.groups if group.kind is SlotKind.BUFFER and group.argument is not None}
+        adopted = {group.argument for group in bound.groups if group.kind.facts.in_place and group.argument is not None}
         accept_handles(captured, self.examples, adopted)
-        bound.left = Left(None if self.settings.strict else functools.partial(self._as_captured, captured))
+        bound.dense = DenseCalls(None if self.settings.strict else functools.partial(self._as_captured, captured))
         self.report.pass_seconds += time.perf_counter() - started
-        likely = Variant.FRESH if bound.born_only else Variant.PAST if bound.with_past else None
+        likely = Variant.FRESH if bound.created_only else Variant.PAST if bound.with_past else None
         if likely is None and all(item.site.tokens == 1 for item in planned.sites):
             likely = Variant.PAST
         if likely is not None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvcompile.passes.graph.shapes import hint
 from kvcompile.passes.match.mask.masks import describe
-from kvcompile.passes.match.sites import Refusal, Slot, SlotKind
+from kvcompile.passes.match.sites import Refusal, Slot
 from kvcompile.passes.plan.plan import BATCH, TOKENS, Plan, SitePlan
 from kvcompile.schemes import Scheme
 
@@ -27,11 +27,6 @@ REPORTS = (
     "certify with fallback='report' reads all keys and values a second time at every step, in float64, to bound its error; "
     "nothing falls back"
 )
-
-CACHES = {
-    SlotKind.BUFFER: "written in place", SlotKind.CONCAT: "grows each step", SlotKind.BORN_CONCAT: "starts here",
-    SlotKind.BORN_BUFFER: "made and filled here", SlotKind.READ: "filled before", SlotKind.UPDATED: "updated out of place",
-}
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ def short_scheme(scheme: Scheme) -> str:
 
 def _cache(slot: Slot) -> str:
     """How a cache is held, in words."""
-    words = CACHES[slot.kind]
+    words = slot.kind.facts.cache
     if slot.table is not None:
         return f"{words}, read through a gather"
     return words if slot.ring is None else f"{words}, newest {slot.ring.slots}"

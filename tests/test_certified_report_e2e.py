@@ -29,7 +29,7 @@ from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.runtime.ledger import MOST_KEPT, Ledger
 from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.store import Telling
+from kvcompile.runtime.telemetry import Telling
 from kvcompile.schemes import parse
 from kvcompile.schemes.certificate.policy import Certify
 from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE

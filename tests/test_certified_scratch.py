@@ -27,6 +27,7 @@ from kvcompile.lowering.certified.kernels.stage_keys import given  # noqa: E402
 from kvcompile.lowering.ops.append_window import append_window_body  # noqa: E402
 from kvcompile.lowering.ops.operands import AttendOperands  # noqa: E402
 from kvcompile.lowering.ops.operations import as_tokens  # noqa: E402
+from kvcompile.runtime.exact_window import rewind  # noqa: E402
 from kvcompile.runtime.store import Store, StoreSpec  # noqa: E402
 from kvcompile.schemes.certificate.policy import Count, parse_policy  # noqa: E402
 from kvcompile.schemes.certificate.telemetry import TELEMETRY  # noqa: E402
@@ -52,7 +53,7 @@ class Layer:
 
     def plane(self, name: str) -> torch.Tensor | None:
         """A plane of the keys."""
-        return next((plane for plane, spec in self.stores[0]._described() if spec.name == name), None)
+        return next((plane for plane, spec in self.stores[0].described() if spec.name == name), None)
 
     def write(self, x: torch.Tensor, at: int) -> list[torch.Tensor]:
         """Append x [2, B, K, S, D] at a position; the newest tokens."""
@@ -175,7 +176,7 @@ def back(layer: Layer, at: int) -> int:
     """A crop, into blocks that were promoted; what is written from there on is new."""
     there = at // BLOCK * BLOCK - 2 * BLOCK
     for store in layer.stores:
-        store.rewind(there)
+        rewind(store, there)
     layer.write(numbers(str(layer.device), 2, layer.stores[0].batch, K, 30, D, seed=300 + at), there)
     return there + 30
 

@@ -32,6 +32,7 @@ from registry import (
 from kvcompile.errors import SchemeError
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import append_body
+from kvcompile.runtime.codec import decode
 from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Scheme, parse
 from kvcompile.types import PAGE, Extent, SlotSpec, pages_for
@@ -173,7 +174,7 @@ def test_zero_range_group_decodes_exactly(scheme: Scheme, dtype: torch.dtype) ->
 def test_untouched_store_reads_as_zero(scheme: Scheme) -> None:
     spec = fitting(scheme)
     store = Store(StoreSpec(spec, scheme, scheme.layout(spec)), 2, CPU, 2)
-    assert not store.decode(100).any()
+    assert not decode(store, 100).any()
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

@@ -87,6 +87,13 @@ ROOMS = {
     "kvcompile.passes.match": ("graph", "capture"),
     "kvcompile.passes.plan": ("graph", "match"),
     "kvcompile.passes.rewrite": ("graph", "capture", "match", "plan"),
+    "kvcompile.runtime.forms": (
+        "call", "codec", "dense_layout", "groups", "handle", "state", "steady", "token_slots",
+    ),
+    "kvcompile.runtime.store": ("pinned", "rope", "telemetry"),
+    "kvcompile.runtime.exact_window": ("store",),
+    "kvcompile.runtime.codec": ("store", "exact_window"),
+    "kvcompile.runtime.state": ("store", "exact_window", "codec", "dense_layout", "growth", "telemetry"),
     "kvcompile.lowering.ops": (),
     "kvcompile.lowering.codegen": (),
     "kvcompile.lowering.host": (),

@@ -96,7 +96,7 @@ def test_windows_beside_full_layers(kind: str, attention: str) -> None:
     assert max(errors) <= 1e-6
     assert backend.report().sites == 2 * len(backend.graphs)
     kept, full = (cache.layers[at].keys._kv for at in range(2))
-    assert kept.ring == WINDOW and full.ring is None
+    assert kept.slots == WINDOW and full.slots is None
     assert full.length == 20 and kept.pages == 2
 
 
@@ -261,8 +261,8 @@ def test_rings_beside_schemes_that_need_the_order_of_tokens(kind: str, chunks: t
     assert max(errors) <= 1e-6
     assert backend.report().sites == 2 * len(backend.graphs)
     assert not backend.report().untaught
-    assert cache.layers[0].keys._kv.ring == 12
-    assert cache.layers[1].keys._kv.ring is None
+    assert cache.layers[0].keys._kv.slots == 12
+    assert cache.layers[1].keys._kv.slots is None
 
 
 # --- hand-written ---------------------------------------------------------------------------------------

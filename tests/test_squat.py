@@ -24,6 +24,7 @@ from kvcompile.backend import Backend
 from kvcompile.errors import BadOption, HeadDimNotDivisible, UnknownScheme
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import learn_body
+from kvcompile.runtime.codec import decode
 from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Kivi, Squat, make, parse, subspace
 from kvcompile.schemes.squat import Queries, Subspace
@@ -483,7 +484,7 @@ def test_the_graph_that_fills_a_cache_teaches_it(count: int) -> None:
     straight.planes[-1].copy_(store.planes[-1])
     append_window_body(k, straight.planes, torch.arange(total)[None], None, scheme.spell())
     whole = total // 32 * 32
-    assert torch.equal(store.decode(whole), straight.decode(whole))
+    assert torch.equal(decode(store, whole), decode(straight, whole))
     assert torch.allclose(found[0], exact, atol=1e-5)
 
 

@@ -14,6 +14,8 @@ import kvcompile
 from kvcompile.errors import WindowPassed
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import as_tokens
+from kvcompile.runtime.codec import decode
+from kvcompile.runtime.exact_window import rewind
 from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Scheme, parse
 from kvcompile.schemes.certified import ORIGINALS
@@ -84,7 +86,7 @@ def test_a_padded_row_holds_what_it_would_hold_alone(scheme: Scheme) -> None:
         known = min(window + 1, tokens + 3 - first)
         assert torch.equal(recent[row, :, -known:], last[0, :, -known:])
         blocks = (tokens + 3 - first) // scheme.block * scheme.block
-        assert torch.equal(padded.decode(tokens + 3)[row, :, first:], alone.decode(tokens + 3 - first)[0])
+        assert torch.equal(decode(padded, tokens + 3)[row, :, first:], decode(alone, tokens + 3 - first)[0])
         for a, b, plane in zip(padded.planes[:3], alone.planes[:3], scheme.layout(alone.spec.slot).planes, strict=False):
             rows = blocks * plane.rows // 64
             assert torch.equal(a[:, row].transpose(0, 1).flatten(1, 2)[:, :rows], b[:, 0].transpose(0, 1).flatten(1, 2)[:, :rows])
@@ -102,9 +104,9 @@ def test_going_back_is_as_if_the_rest_had_never_been(scheme: Scheme) -> None:
             write(held, x[:, :, :tokens], 0)
             if wanted % block and tokens - wanted > window - wanted % block:
                 with pytest.raises(WindowPassed, match=f"length {wanted} ends inside a block of {block}"):
-                    held.rewind(wanted)
+                    rewind(held, wanted)
                 continue
-            held.rewind(wanted)
+            rewind(held, wanted)
             recent = write(held, other, wanted)
             straight = store(scheme)
             if wanted:
@@ -152,7 +154,7 @@ def test_a_new_start_needs_no_reset() -> None:
     write(held, -x, 0)
     write(held, x[:, :, :33], 0)
     write(clean, x[:, :, :33], 0)
-    assert torch.equal(held.decode(33), clean.decode(33))
+    assert torch.equal(decode(held, 33), decode(clean, 33))
 
 
 @each_windowed
@@ -162,13 +164,13 @@ def test_rows_go_back_each_to_its_own_token(scheme: Scheme) -> None:
     x = normal(3, HEADS, tokens + 1, WIDTH)
     together = store(scheme, 3)
     write(together, x[:, :, :tokens], 0, torch.tensor([0, 0, tokens - 3]))
-    together.rewind(torch.tensor([tokens - block, tokens + 5, 0]))
+    rewind(together, torch.tensor([tokens - block, tokens + 5, 0]))
     for row, (count, first) in enumerate(((tokens - block, 0), (tokens, 0), (0, 0))):
         alone = store(scheme)
         if tokens - first:
             write(alone, x[row : row + 1, :, :tokens], 0)
-        alone.rewind(count)
-        assert torch.equal(together.decode(tokens)[row], alone.decode(tokens)[0])
+        rewind(alone, count)
+        assert torch.equal(decode(together, tokens)[row], decode(alone, tokens)[0])
 
 
 # --- in a model ----------------------------------------------------------------------------------------

@@ -25,9 +25,7 @@ from kvcompile.lowering.decode.offline import ARCHITECTURES, OfflineCompilation,
 from kvcompile.lowering.site_kernel import ChunkedSite, PrefillSite, SiteKernel, attends, site_kernel
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import hint, module_path
-from kvcompile.passes.match.sites import SlotKind
 from kvcompile.passes.plan.plan import Plan
-from kvcompile.passes.rewrite.context import BORN
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.records import GraphRecord
 from kvcompile.report import count_text, short_paths, short_scheme
@@ -144,10 +142,10 @@ class Dump:
         return self.record.variants
 
     def _variants(self) -> tuple[Variant, ...]:
-        kinds = {item.site.key.kind for item in self._plan().sites}
-        if kinds & BORN:
+        kinds = [item.site.key.kind.facts for item in self._plan().sites]
+        if any(kind.created for kind in kinds):
             return (Variant.FRESH,)
-        return (Variant.PAST,) if SlotKind.CONCAT in kinds else (Variant.PAST, Variant.FRESH)
+        return (Variant.PAST,) if any(kind.extended for kind in kinds) else (Variant.PAST, Variant.FRESH)
 
     def _rewritten(self) -> tuple[Variant, Rewritten]:
         """The asked variant, else the one that a call needed."""

@@ -18,7 +18,6 @@ from kvcompile.errors import VerificationFailed
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.shapes import op_name, source_line
-from kvcompile.passes.match.sites import SlotKind
 from kvcompile.passes.rewrite.rewritten import Binding, Rewritten
 
 APPENDS = {"kvcompile::append", "kvcompile::append_window"}
@@ -41,11 +40,11 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     if len(placeholders) != len(rewritten.kept) + count + len(rewritten.cursors) + len(rewritten.sizes):
         _fail("as many inputs as kept arguments, planes, cursors and sizes", len(placeholders))
     planes = placeholders[len(rewritten.kept) : len(rewritten.kept) + count]
-    read_only = [binding for binding in rewritten.bindings if binding.plan.slot.kind is SlotKind.READ]
+    read_only = [binding for binding in rewritten.bindings if not binding.plan.slot.kind.facts.written]
     unwritten = _planes(read_only, planes)
     late = [binding for binding in rewritten.bindings if binding.plan.slot.write.late]
     # What is concatenated grows behind the limit of such an attention, wherever that stands.
-    either = _planes([binding for binding in late if binding.plan.slot.kind is SlotKind.CONCAT], planes)
+    either = _planes([binding for binding in late if binding.plan.slot.kind.facts.extended], planes)
     before = _planes(late, planes)
     order = {node: index for index, node in enumerate(graph.nodes)}
     own = {f"kvcompile::{binding.plan.scheme.attention}" for binding in rewritten.bindings}

@@ -1,4 +1,4 @@
-"""Bind a rewritten graph: from its captured graph and plan, make the callable that finds stores at run time."""
+"""Bind a rewritten graph: make the callable that finds the stores of each call's cache tensors and runs the compiled code."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ from kvcompile.passes.match.mask.reach import reach
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.runtime.bound import BoundGraph
-from kvcompile.runtime.groups import group_bindings
+from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.forms.linear import Linear
+from kvcompile.runtime.forms.paged import Paged
+from kvcompile.runtime.forms.sliding import Sliding
+from kvcompile.runtime.groups import Group, group_bindings
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
-from kvcompile.runtime.order import Seen
+from kvcompile.runtime.order import TokenOrder
 from kvcompile.runtime.positions import limits_of, positions_of
+
+
+def form_of(group: Group) -> CacheForm:
+    """Return the form of the cache that a group of slots lives in."""
+    slot = group.first.plan.slot
+    if slot.table is not None:
+        return Paged(group)
+    return Linear(group) if slot.ring is None else Sliding(group, slot.ring)
 
 
 def bind(
@@ -36,5 +48,6 @@ def bind(
     index = {group.root: position for position, group in enumerate(groups)}
     pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
     positions = positions_of(captured, planned, effects)
-    seen = Seen(captured, planned, effects)
-    return BoundGraph(captured, groups, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, seen)
+    order = TokenOrder(captured, planned, effects)
+    forms = tuple(form_of(group) for group in groups)
+    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, order)

@@ -1,4 +1,4 @@
-"""The line of the user's program that an operation on a cache was called from, for warnings."""
+"""Find the line of the user's program that called an operation on a cache, for warnings."""
 
 from __future__ import annotations
 

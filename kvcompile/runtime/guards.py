@@ -37,7 +37,7 @@ class Expected:
 
     @staticmethod
     def of(value: torch.Tensor) -> Expected:
-        """From the argument of the call that is being traced."""
+        """Describe an argument of the call that is being traced."""
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(value, CompressedCache):
                 dense = torch.empty(0, dtype=value.dtype, device=value.device)
@@ -55,7 +55,7 @@ class Expected:
 
 
 def accept_handles(captured: Captured, examples: Collection[Any], arguments: Collection[int]) -> int:
-    """Let the frame being compiled take the given arguments dense or compressed; how many guards were replaced.
+    """Let the frame being compiled take the given arguments dense or compressed; return how many guards were replaced.
 
     ``examples``: the arguments of this call. Only tensors of plain sizes count: Dynamo guards symbolic ones elsewhere.
     """
@@ -84,11 +84,11 @@ def accept_handles(captured: Captured, examples: Collection[Any], arguments: Col
 
 
 def _covered(builder: Any, guard: Any) -> None:
-    """Build no guard on the class: the other one looks at it."""
+    """Build no guard on the class of a cache tensor: the one on its values (``_either``) looks at it."""
 
 
 def _either(builder: Any, guard: Any, expected: Expected) -> None:
-    """Build the guard: called by Dynamo as it calls its own ``GuardBuilder.TENSOR_MATCH``."""
+    """Build the guard that accepts a cache dense or compressed; Dynamo calls it as its own ``GuardBuilder.TENSOR_MATCH``."""
     manager = builder.get_guard_manager(guard)
     name = guard.name if isinstance(guard.name, str) else guard.name()
     builder.no_tensor_aliasing_names.append(name)

@@ -79,7 +79,7 @@ class CompressedCache(torch.Tensor):
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        from kvcompile.runtime.operations import answer
+        from kvcompile.runtime.dispatch import answer
 
         return answer(func, name, args, dict(kwargs))
 
@@ -110,7 +110,7 @@ set_code_exec_strategy(_ENTRY, FrameExecStrategy(FrameAction.SKIP, FrameAction.S
 
 
 def _exposed(item: Any) -> Any:
-    """Arguments in which every compressed cache is the dense tensor that it stands for; Dynamo traces this."""
+    """Replace every compressed cache among arguments by the dense tensor that it stands for; Dynamo traces this."""
     if isinstance(item, CompressedCache):
         return torch.ops.kvcompile.expose(item)
     if isinstance(item, (list, tuple)):
@@ -142,7 +142,7 @@ def face_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def make(
     state: CacheState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, length: int | None = None, alone: bool = False
 ) -> CompressedCache:
-    """A new handle of ``shape`` on a state; ``alone``: no other handle shows that state."""
+    """Make a handle of ``shape`` on a state; ``alone``: no other handle shows that state."""
     # No view of the stub: what is thawed must own its memory alone to be taken over again.
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(False):
         handle = torch.Tensor._make_subclass(CompressedCache, torch.empty(0, dtype=dtype, device=device))
@@ -169,7 +169,7 @@ def can_take_over(tensor: torch.Tensor) -> bool:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How many share the memory, as far as the storage knows: itself, views of it, detached ones; and an owner that is not torch."""
+    """Count the tensors that share a tensor's memory, as far as the storage knows: itself, views, detached ones; an owner not of torch."""
     storage = tensor.untyped_storage()
     # One of the uses is the storage object just made. Memory that came from outside (an array's, another process') cannot be resized.
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + (not storage.resizable())  # type: ignore[attr-defined]
@@ -212,7 +212,7 @@ def become(handle: CompressedCache, dense: torch.Tensor) -> None:
 
 
 def put(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]) -> bool:
-    """Whether ``write``, which overwrites parts of a dense tensor, was encoded into the codes; if not, the handle is dense by now."""
+    """Encode what ``write`` overwrites in a dense tensor into a handle's codes; return False where that made the handle dense."""
     line = user_line()
     if (handle._origin is not None and handle._origin[0]() is not None) or any(part() is not None for part in handle._slices):
         thaw(handle, f"{name} writes to it outside of compiled code, at {line}, while there are handles of parts of it")
@@ -234,7 +234,7 @@ def put(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]
 
 @functools.cache
 def tell(line: str) -> None:
-    """Warn, once for each line."""
+    """Warn that a cache is used outside of compiled code, once for each line of the program."""
     log.warning(
         "a compressed cache tensor is used outside of compiled code, at %s: tokens written there are encoded, and all that is read is "
         "decoded, which is slow", line,
@@ -243,12 +243,12 @@ def tell(line: str) -> None:
 
 @functools.cache
 def _say(why: str, size: int) -> None:
-    """Warn, once for each reason and size."""
+    """Warn that a cache becomes dense, once for each reason and size."""
     log.warning("a compressed cache tensor becomes the dense tensor of %d bytes again: %s", size, why)
 
 
 def decoded(value: torch.Tensor) -> torch.Tensor:
-    """A dense copy of what a compressed cache tensor stands for; any other tensor as it is."""
+    """Return a dense copy of what a compressed cache tensor stands for; any other value as it is."""
     if not isinstance(value, CompressedCache):
         return value
     resume(value)
@@ -257,7 +257,7 @@ def decoded(value: torch.Tensor) -> torch.Tensor:
 
 
 def in_full(args: Sequence[Any], given: Collection[int], written: Mapping[int, str]) -> list[Any]:
-    """Arguments in which those of index ``given`` are dense: the tensors themselves where a graph writes them, else decoded copies."""
+    """Return arguments with those of index ``given`` dense: the tensors themselves where a graph writes them, else decoded copies."""
     return [
         thaw(arg, written[index]) if index in written and is_handle(arg) else decoded(arg) if index in given else arg
         for index, arg in enumerate(args)
@@ -265,7 +265,7 @@ def in_full(args: Sequence[Any], given: Collection[int], written: Mapping[int, s
 
 
 def shown(handle: CompressedCache) -> int:
-    """How many tokens a handle shows: the last ones before its length."""
+    """Count the tokens that a handle shows: the last ones before its length."""
     return min(handle._length, next(iter(handle._kv.axes.values())).room(handle.shape))
 
 

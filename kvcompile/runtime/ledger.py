@@ -1,4 +1,4 @@
-"""The caches of one backend that live, and the telemetry of those that are gone.
+"""Ledger: the live caches of one backend, and the telemetry of those that are gone.
 
 What attention says of itself is added up in a plane of each key store, on the device. When a cache dies that plane is kept and,
 with others, added to one sum before many have gathered: no copy to the host, and nothing in a decode step. A copy of a cache (beam
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.store import Telling
+from kvcompile.runtime.telemetry import Telling
 
 MOST_KEPT = 256
 """Planes of dead caches that are added up together at the latest."""
 
 
 class Ledger:
-    """States of live caches, and what dead ones said; ``add_up`` makes one plane of tellings, and without it nothing is kept."""
+    """Keeps the states of live caches and the telemetry of dead ones; ``add_up`` makes one plane of many, without it nothing is kept."""
 
     def __init__(self, add_up: Callable[[Sequence[Telling]], torch.Tensor] | None = None) -> None:
         self.add_up = add_up
@@ -36,7 +36,7 @@ class Ledger:
         return len(self.states)
 
     def add(self, state: CacheState) -> None:
-        """Follow a state; again for one that is known does nothing."""
+        """Follow a state; do nothing where it is known."""
         if state in self.states:
             return
         self.states.add(state)
@@ -52,7 +52,7 @@ class Ledger:
         return [*self.dead, *(each for state in self for each in state.told())]
 
     def _settle(self) -> None:
-        """Make one plane a device of what dead caches said."""
+        """Add up the telemetry of dead caches, to one plane a device."""
         by_device: dict[Any, list[Telling]] = {}
         if self.add_up is None:
             return

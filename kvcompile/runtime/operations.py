@@ -1,33 +1,25 @@
-"""Operations on a compressed cache from outside of compiled code: on its codes where they can be, else on decoded values.
-
-``handle`` says what a caller may expect of each. An operation has a handler here where it need not decode; the rest is told apart by
-what it writes to (``views.written``) and by whether it overwrites (``writes``).
-"""
+"""Operations on the codes of a compressed cache outside of compiled code; ``handle`` says what a caller may expect of each."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
 
 from kvcompile.errors import WindowPassed
 from kvcompile.runtime.callers import user_line
-from kvcompile.runtime.handle import CompressedCache, become, decoded, is_handle, make, put, rebind, resume, shown, tell, thaw
-from kvcompile.runtime.state import CacheState, bring
-from kvcompile.runtime.views import VIEWS, Origin, viewed, written
-from kvcompile.runtime.writes import appended, overwrites
-
-log = logging.getLogger(__name__)
+from kvcompile.runtime.dense_layout import tokens_of
+from kvcompile.runtime.handle import CompressedCache, become, decoded, is_handle, make, rebind, resume, shown, tell
+from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.writes import appended
 
 
 def _derived(
     handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int, index: Any = None
 ) -> CompressedCache:
-    """A handle on a state; ``index``: the dense tensor's ``[index]`` would share its memory."""
+    """Make a handle from another one; ``index``: the dense tensor's ``[index]`` would share its memory."""
     made = make(state, shape, handle.dtype, handle.device, length, state is not handle._kv)
     if state is handle._kv:
         handle._alone = False
@@ -53,7 +45,7 @@ def _rows(handle: CompressedCache, rows: torch.Tensor, index: Any = None) -> Com
 
 
 def _zero(handle: CompressedCache) -> Any:
-    """Zeros in all places: none was written yet, unless each is a token (transformers before 5.23 resets a DynamicCache so)."""
+    """Empty a cache: zeros in all places say that none was written, unless each is a token (old transformers reset a DynamicCache so)."""
     if handle._kv.grown:
         return NotImplemented
     handle._kv.clear()
@@ -96,7 +88,7 @@ def _getitem(handle: CompressedCache, index: Any) -> Any:
             return _rows(handle, torch.arange(handle.shape[dim], device=handle.device)[item], index)
         return NotImplemented
     axes = next(iter(handle._kv.axes.values()))
-    if dim == axes.token_dim and isinstance(item, slice) and not axes.pool:
+    if dim == axes.token_dim and isinstance(item, slice) and not axes.paged:
         start, stop, step = item.indices(handle.shape[dim])
         if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim]:
             resume(handle)
@@ -140,22 +132,22 @@ def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
 def _reduce(handle: CompressedCache, protocol: int) -> Any:
     resume(handle)
     parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
-    ring = handle._kv.ring, handle._kv.top, handle._kv.grown
-    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *ring)
+    rest = handle._kv.slots, handle._kv.top, handle._kv.grown
+    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *rest)
 
 
 def rebuild(
-    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, ring: int | None = None, top: int = 0,
+    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, slots: int | None = None, top: int = 0,
     grown: bool = False,
 ) -> CompressedCache:
-    """A handle from what pickling kept: planes and layout, codes as they were."""
+    """Make a handle from what pickling kept: planes and layout, codes as they were."""
     from kvcompile.runtime.store import Store
 
     stores = {}
     for part, (spec, planes) in parts.items():
         stores[part] = Store.holding(spec, list(planes))
     del device
-    state = CacheState(axes, stores, length, ring=ring, grown=grown)
+    state = CacheState(axes, stores, length, slots=slots, grown=grown)
     # A cropped tensor of a state that went on: its stores hold more tokens than it shows.
     state.top = state.behind = max(top, length)
     return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
@@ -184,7 +176,7 @@ def _setitem(handle: CompressedCache, index: Any, value: Any) -> Any:
 
 
 def _copy_codes(handle: CompressedCache, source: Any, non_blocking: bool = False) -> Any:
-    """``copy_`` of a cache that is compressed in the same way: of its codes."""
+    """Copy the codes of a cache that is compressed in the same way, for ``copy_``."""
     if not is_handle(source) or source is handle or source.shape != handle.shape or handle._slices or handle._origin is not None:
         return NotImplemented
     ours, theirs = handle._kv, source._kv
@@ -197,11 +189,11 @@ def _copy_codes(handle: CompressedCache, source: Any, non_blocking: bool = False
     return handle
 
 
-def _cat(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
-    """``cat`` of a cache and new tokens behind it: they are encoded there; a cache that others go on from is copied first, its codes."""
+def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
+    """Encode new tokens behind a cache, for ``cat``; the codes of a cache that others go on from are copied first."""
     handle, *new = parts
     axes = next(iter(handle._kv.axes.values()))
-    grown = dim % handle.dim() == axes.token_dim and not axes.pool and handle._kv.ring is None and not rest
+    grown = dim % handle.dim() == axes.token_dim and not axes.paged and handle._kv.slots is None and not rest
     if not grown or not new or handle._length != handle.shape[axes.token_dim]:
         return NotImplemented
     plain = all(
@@ -220,7 +212,8 @@ def _cat(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
         if handle._alone or not handle._length == state.length == state.behind:
             state = _gone_back(_copy(handle)._kv, handle._length)
         parts_of = {
-            part: bring(tokens, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim) for part, store in state.stores.items()
+            part: tokens_of(tokens, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim)
+            for part, store in state.stores.items()
         } if state is not None else {}
         if state is None or not appended(state, parts_of):
             return NotImplemented
@@ -232,7 +225,7 @@ def _cat(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
 
 
 def _gone_back(state: CacheState, length: int) -> CacheState | None:
-    """A state of its own, brought back to ``length`` tokens; None where its window has passed them."""
+    """Bring a state that nobody shares back to ``length`` tokens; return None where its window has passed them."""
     try:
         state.rewind(length)
     except WindowPassed:
@@ -242,7 +235,7 @@ def _gone_back(state: CacheState, length: int) -> CacheState | None:
 
 
 def _data(handle: CompressedCache, *value: torch.Tensor) -> Any:
-    """``.data``: the cache itself, as a detached tensor shares its memory; assigned to, it has the memory of what is assigned."""
+    """Answer ``.data``: the cache itself, as a detached tensor shares its memory; assigned to, it takes the memory of what is assigned."""
     if not value:
         return handle
     become(handle, decoded(value[0]))
@@ -254,7 +247,7 @@ def _requires_grad(handle: CompressedCache, requires_grad: bool = True) -> Any:
 
 
 def _numpy(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
-    """Decoded values as an array that refuses to be written to: the cache would know nothing of it."""
+    """Return decoded values as an array that refuses to be written to: the cache would know nothing of it."""
     made = decoded(handle).__array__(*args) if args and not isinstance(args[0], bool) else decoded(handle).numpy(*args, **kwargs)
     made.flags.writeable = False
     return made
@@ -267,51 +260,4 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "__format__": lambda handle, spec: _repr(handle), "copy_": _copy_codes, "data": _data, "requires_grad_": _requires_grad,
     "numpy": _numpy, "__array__": _numpy,
 }
-"""What acts on codes, by name; a handler that gives NotImplemented leaves the operation to ``_on_values``."""
-
-JOINS = {"cat", "concat", "concatenate"}
-
-ADDRESSES = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "share_memory_", "set_", "resize_"}
-"""What gives the tensor's memory away, or changes which it is."""
-
-
-def answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operation, called ``name``, that has a compressed cache among its arguments, outside of compiled code."""
-    handler = HANDLERS.get(name)
-    if handler is not None and args and is_handle(args[0]):
-        found = handler(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
-    return _on_values(func, name, args, kwargs)
-
-
-def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operation that acts on values: it writes, or it reads decoded ones."""
-    target = args[0] if args else None
-    if name in JOINS and isinstance(target, (tuple, list)) and target and is_handle(target[0]):
-        made = _cat(*args, **kwargs)
-        if made is not NotImplemented:
-            return made
-    if name in ADDRESSES and is_handle(target):
-        # Torch before 2.12 asks the tensors that it traces for their storage, to describe them: it means no access to values.
-        if TracingContext.try_get() is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        thaw(target, f"{name} asks for its memory, at {user_line()}")
-        return func(*args, **kwargs)
-    touched = [item for item in written(func, name, args, kwargs) if is_handle(item)]
-    if touched:
-        plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args[1:], kwargs))
-        alone = len(touched) == 1 and touched[0] is target and overwrites(name, kwargs)
-        if alone and put(touched[0], name, lambda dense: func(dense, *plain_args, **plain_kwargs)):
-            return None if name == "__setitem__" else target
-        for item in touched:
-            if is_handle(item):
-                thaw(item, f"{name} writes to it outside of compiled code, at {user_line()}")
-        return func(*args, **kwargs)
-    log.debug("%s outside compiled code reads a compressed cache: decoding it", name)
-    plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
-    if name not in VIEWS or not is_handle(target):
-        return result
-    return viewed(result, Origin(target).then(func, *plain_args[1:], **plain_kwargs))
+"""What acts on codes, by name; a handler that gives NotImplemented leaves the operation to ``dispatch``."""

@@ -1,14 +1,14 @@
-"""Order: whether the tokens of a call follow those that a window holds.
+"""Order: whether the tokens of a call follow those that a window of exact tokens holds.
 
 A window keeps its newest tokens exact and encodes a block once all of it is there. So it has no place for a token that leaves others
 unwritten before it, and a write in the middle of a buffer loses what lies behind it. Neither matters to a store without a window. A call
-that does the one, or attends to what the other lost (a ring that is spelled as ``position % slots``, say), is served by the dense cache.
+that does the one, or attends to what the other lost (a sliding window that is written by hand as ``position % slots``, say), is served by
+the dense cache.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +23,12 @@ from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import size_along, value_of
 from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
 from kvcompile.passes.match.mask.masks import hiding
-from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm, Site, SlotKind
+from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm, Site
 from kvcompile.passes.plan.plan import Plan
-from kvcompile.runtime.groups import Group, SizeReader
-from kvcompile.runtime.handle import is_handle
-from kvcompile.runtime.positions import Found
+from kvcompile.runtime.call import Call
+from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.groups import Group
 from kvcompile.runtime.state import CacheState
-
-IN_PLACE = {SlotKind.BUFFER, SlotKind.UPDATED}
-
-Read = Callable[[Any], int]
-"""Evaluates a symbolic size of the captured graph for one call."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +40,8 @@ class Broken:
     lost: bool
 
 
-def _in_order(group: Group, state: CacheState) -> bool:
-    """Whether a group's tokens must come in their order."""
-    return state.windowed and group.kind in IN_PLACE and not group.pool and group.ring is None
-
-
-class Seen:
-    """How far the attentions of a graph see; asked where a call goes back behind tokens that a window holds. May wait for the device."""
+class TokenOrder:
+    """Finds the cache whose window cannot take a call's tokens, by how far the graph's attentions see. May wait for the device."""
 
     def __init__(self, captured: Captured, planned: Plan, effects: Effects) -> None:
         self.captured, self.effects = captured, effects
@@ -59,15 +49,13 @@ class Seen:
         self.shown: dict[MaskTerm, tuple[fx.GraphModule, tuple[int, ...]] | None] = {}
 
     def broken(
-        self, groups: Sequence[Group], states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], args: tuple[Any, ...],
-        found: Callable[[], Found], sizes: SizeReader,
+        self, forms: Sequence[CacheForm], states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], call: Call
     ) -> Broken | None:
-        """The first group whose window cannot take a call's tokens, None where all can; raises Unsupported where tokens are missed."""
-        for group, state, start, count in zip(groups, states, starts, counts, strict=True):
-            if not _in_order(group, state):
+        """Return the first group whose window cannot take a call's tokens, None where all can; raises Unsupported where some are missed."""
+        for form, state, start, count in zip(forms, states, starts, counts, strict=True):
+            if not (state.windowed and form.ordered):
                 continue
-            tensor = args[group.argument] if group.argument is not None else None
-            length = tensor._length if is_handle(tensor) else state.length
+            group, length = form.group, form.length(state, call)
             if start > length:
                 why = f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
                 if state.top > length:
@@ -78,7 +66,7 @@ class Seen:
                 return Broken(group, why, False)
             if start >= state.behind:
                 continue
-            end = self.end(group, args, found, functools.partial(sizes.read, args=args))
+            end = self.end(group, call)
             if end > start + count:
                 return Broken(
                     group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window forgets "
@@ -86,31 +74,31 @@ class Seen:
                 )
         return None
 
-    def end(self, group: Group, args: tuple[Any, ...], found: Callable[[], Found], read: Read) -> int:
-        """The token behind the last one that any query of a call may see of a group's cache."""
+    def end(self, group: Group, call: Call) -> int:
+        """Return the end of the tokens that any query of a call may see of a group's cache."""
         sites = [site for site in self.sites if any(slot.root is group.root for slot in site.slots)]
-        return max(self._site(site, args, found, read) for site in sites)
+        return max(self._site(site, call) for site in sites)
 
-    def _site(self, site: Site, args: tuple[Any, ...], found: Callable[[], Found], read: Read) -> int:
+    def _site(self, site: Site, call: Call) -> int:
         attention = site.attention
-        total = read(value_of(attention.k).shape[attention.k_roles.index("T")])
-        most = min(total, self._limit(site, found, read))
-        return min([most, *[end for term in hiding(site.bounds) if (end := self._last(term, args)) is not None]])
+        total = call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
+        most = min(total, self._limit(site, call))
+        return min([most, *[end for term in hiding(site.bounds) if (end := self._last(term, call.args)) is not None]])
 
-    def _limit(self, site: Site, found: Callable[[], Found], read: Read) -> int:
-        """The token behind the last one that a site's upper limit names."""
+    def _limit(self, site: Site, call: Call) -> int:
+        """Return the end of the tokens that a site's upper limit allows."""
         hi, attention = site.bounds.hi, site.attention
         if hi.kind is LimitKind.ALL:
-            return read(value_of(attention.k).shape[attention.k_roles.index("T")])
-        offset = hi.offset + sum(coefficient * read(value_of(node)) for node, coefficient in hi.symbols)
+            return call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
+        offset = hi.offset + sum(coefficient * call.read(value_of(node)) for node, coefficient in hi.symbols)
         if hi.kind is LimitKind.NODE:
             assert hi.node is not None
-            return int(found().values[hi.node].max()) + offset + 1
-        own = read(size_along(attention.q, attention.q_roles, "S", attention.folded)) - 1 if hi.kind is LimitKind.OWN else 0
+            return int(call.positions().values[hi.node].max()) + offset + 1
+        own = call.read(size_along(attention.q, attention.q_roles, "S", attention.folded)) - 1 if hi.kind is LimitKind.OWN else 0
         return own + offset + 1
 
     def _last(self, term: MaskTerm, args: tuple[Any, ...]) -> int | None:
-        """The token behind the last one that a mask shows to any query; None where it is made from a cache."""
+        """Return the end of the tokens that a mask shows to any query; None where the mask is made from a cache."""
         if term not in self.shown:
             caches = {slot.placeholder for site in self.sites for slot in site.slots}
             behind = nx.ancestors(dataflow(self.captured, self.effects), term.node)

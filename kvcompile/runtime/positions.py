@@ -18,21 +18,21 @@ from kvcompile.passes.capture.position_graph import extract
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import size_along
 from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
-from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Position, Site, SlotKind
+from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Position, Site
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.left_padding import padding
 
 
 @dataclass(frozen=True)
-class Found:
-    """The values of one call: write positions and limits by node, each int64 [1 or B, 1 or S]."""
+class TokenPositions:
+    """The positions of one call's tokens: write positions and mask limits by node, each int64 [1 or B, 1 or S]."""
 
     values: dict[fx.Node, torch.Tensor]
     masks: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     counts: dict[fx.Node, Any] = field(default_factory=dict)
 
-    def origin(self, site: Site) -> torch.Tensor | None:
-        """The first position that a site's masks show in each row, int64 [B]; None where they do not differ by row."""
+    def left_padding(self, site: Site) -> torch.Tensor | None:
+        """Return the first position that a site's masks show in each row, int64 [B]; None where they do not differ by row."""
         found = None
         for term in padding(site.bounds):
             seen = self.masks[term.node]
@@ -55,19 +55,19 @@ class Found:
             for node, value in self.values.items()
         )
 
-    def first(self, node: fx.Node) -> tuple[int, int, int]:
-        """(first position of the row that is furthest, smallest, largest) of a write."""
+    def first_written(self, node: fx.Node) -> tuple[int, int, int]:
+        """Return (first position of the row that is furthest, smallest, largest) of a write."""
         value = self.values[node]
         least, most = (int(item) for item in torch.aminmax(value))
         return int(value.amin(-1).max()), least, most
 
-    def seen(self, limits: tuple[Limit, ...]) -> int:
-        """How many tokens the furthest query sees by these limits; 0 where they do not say."""
+    def visible(self, limits: tuple[Limit, ...]) -> int:
+        """Count the tokens that the furthest query sees by these limits; 0 where they do not say."""
         return max((int(self.values[limit.node].max()) + limit.offset + 1 for limit in limits if limit.node in self.values), default=0)
 
 
-class Positions:
-    """The subgraph that computes positions, and the last call's values."""
+class PositionReader:
+    """Evaluates the part of a captured graph that computes positions and masks, from the arguments of a call."""
 
     def __init__(
         self, run: Callable[..., tuple[Any, ...]], nodes: dict[fx.Node, tuple[str, ...]], masks: tuple[fx.Node, ...],
@@ -77,15 +77,15 @@ class Positions:
         self.counted = counted
         """Whether all positions come from counters that the graph itself advances: then they go on in order by construction."""
 
-    def once(self, args: tuple[Any, ...]) -> Callable[[], Found]:
-        """A function that evaluates this call's positions when it is first asked."""
-        made: list[Found] = []
+    def of_call(self, args: tuple[Any, ...]) -> Callable[[], TokenPositions]:
+        """Return a function that evaluates a call's positions when it is first asked."""
+        made: list[TokenPositions] = []
 
-        def found() -> Found:
+        def found() -> TokenPositions:
             if not made:
                 values = self.run(*args)
                 count = len(self.nodes)
-                made.append(Found(
+                made.append(TokenPositions(
                     {node: _rows(value, roles) for (node, roles), value in zip(self.nodes.items(), values[:count], strict=True)},
                     dict(zip(self.masks, values[count:], strict=True)), self.counts,
                 ))
@@ -95,7 +95,7 @@ class Positions:
 
 
 def _rows(value: torch.Tensor, roles: tuple[str, ...]) -> torch.Tensor:
-    """A tensor whose dims have ``roles`` ('' of size one) as [1 or B, 1 or S]."""
+    """Return a tensor whose dims have ``roles`` ('' of size one) as [1 or B, 1 or S]."""
     for dim in range(len(roles) - 1, -1, -1):
         if not roles[dim]:
             value = value.select(dim, 0)
@@ -115,18 +115,18 @@ def _write_roles(position: Position) -> tuple[str, ...]:
 
 
 def _queries(site: Site) -> Any:
-    """New tokens that a site's queries are, an int or a SymInt."""
+    """Return the number of a site's queries, an int or a SymInt."""
     return size_along(site.attention.q, site.attention.q_roles, "S", site.attention.folded)
 
 
 def limits_of(site: Site) -> tuple[Limit, ...]:
-    """The tensors of positions that limit a site's queries from above."""
+    """Return the tensors of positions that limit a site's queries from above."""
     hi = site.bounds.hi
     return (hi,) if hi.kind is LimitKind.NODE and not hi.symbols else ()
 
 
-def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positions | None:
-    """The positions of a planned graph, None where it has none that are tensors."""
+def positions_of(captured: Captured, planned: Plan, effects: Effects) -> PositionReader | None:
+    """Make the reader of a planned graph's positions, None where none of them are tensors."""
     nodes: dict[fx.Node, tuple[str, ...]] = {}
     counts: dict[fx.Node, Any] = {}
     for item in planned.sites:
@@ -135,7 +135,7 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
             if position.index is not None:
                 nodes.setdefault(position.index, _write_roles(position))
                 counts.setdefault(position.index, part.slot.write.count)
-        if item.site.key.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED} and item.site.key.table is None:
+        if item.site.key.kind.facts.fixed and item.site.key.table is None:
             for limit in (item.site.bounds.hi, item.site.bounds.lo):
                 if limit is not None and limit.kind is LimitKind.NODE:
                     nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]
@@ -156,4 +156,4 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
 
     tensors = [entry.node for entry in captured.inputs if entry.index in taken and isinstance(entry.node.meta["val"], torch.Tensor)]
     counted = bool(tensors) and all(effects.writes.get(node) for node in tensors)
-    return Positions(run, nodes, masks, counts, counted)
+    return PositionReader(run, nodes, masks, counts, counted)

@@ -9,8 +9,8 @@ written last: where a caller that writes in order goes on, and where the exact t
 a window that is written in its middle: what lies behind is still there, as in a dense buffer. With a window it is not, since the window
 holds the newest tokens of the last write, so that both step back. Where a call begins is known on the host without a wait from
 positions on a CPU, from sizes, and from a cache that grows; on a GPU the next call of a buffer is taken to begin at ``behind`` until the
-buffer would be full. A caller that starts again at 0 there is served all the same, as the window's own clock, on the device, counts by
-the positions; so a rollback asks that clock and not ``length`` how far it goes (``Store.rewind``).
+buffer would be full. A caller that starts again at 0 there is served all the same, as the window's own lengths, on the device, count by
+the positions; so a rollback asks those lengths and not ``length`` how far it goes (``exact_window.rewind``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ import torch
 
 from kvcompile.errors import CacheStale
 from kvcompile.passes.match.sites import Axes
+from kvcompile.runtime.codec import decode
+from kvcompile.runtime.dense_layout import put_tokens
+from kvcompile.runtime.exact_window import rewind
 from kvcompile.runtime.growth import Growth
-from kvcompile.runtime.store import Store, Telling
+from kvcompile.runtime.store import Store
+from kvcompile.runtime.telemetry import Telling
 from kvcompile.types import PAGE
 
 Part = tuple[tuple[int, int], ...]
@@ -31,13 +35,13 @@ Part = tuple[tuple[int, int], ...]
 
 @dataclass(eq=False)
 class CacheState:
-    """Stores by part of the cache tensor (keys and values of a combined tensor are two parts)."""
+    """The state of one cache: its stores by part of the cache tensor (keys and values of a combined tensor are two parts)."""
 
     axes: dict[Part, Axes]
     stores: dict[Part, Store]
     length: int = 0
     epoch: int = 0
-    ring: int | None = None
+    slots: int | None = None
     """The number of slots that tokens go around in; None where every token has its own."""
     growth: Growth = field(default_factory=Growth)
     """How much room tokens get that are written outside of compiled code."""
@@ -46,7 +50,7 @@ class CacheState:
 
     def __post_init__(self) -> None:
         self.rollbacks: list[tuple[int, int]] = []
-        # The position behind the last token that was ever written: in a ring it says which older ones are gone.
+        # The position behind the last token that was ever written: in a sliding window it says which older ones are gone.
         self.top = self.behind = self.length
         self.windowed = any(store.window is not None for store in self.stores.values())
         # Places from the first on that were encoded when the cache was adopted, whether a token was written there or not.
@@ -58,7 +62,7 @@ class CacheState:
 
     def resume(self, length: int, epoch: int, shown: int = 0) -> None:
         """Continue from a tensor of ``length`` tokens that shows the last ``shown``, seen at ``epoch``; CacheStale if overwritten."""
-        if self.ring is not None and length - shown < self.top - self.ring:
+        if self.slots is not None and length - shown < self.top - self.slots:
             raise CacheStale(length=length)
         if epoch != self.epoch and any(at > epoch and start < length for at, start in self.rollbacks):
             raise CacheStale(length=length)
@@ -84,7 +88,7 @@ class CacheState:
     def rewind(self, wanted: int | torch.Tensor) -> None:
         """Bring the stores back to ``wanted`` tokens, of all rows or [B], before others are written behind them; raises WindowPassed."""
         for store in self.stores.values():
-            store.rewind(wanted)
+            rewind(store, wanted)
 
     def make_room(self, tokens: int, capacity: int | None = None) -> None:
         """Have pages for ``tokens`` tokens in all stores, at most those of ``capacity``."""
@@ -99,27 +103,27 @@ class CacheState:
             store.clear()
 
     def told(self) -> list[Telling]:
-        """The telemetry of its stores."""
+        """Return the telemetry of its stores."""
         return [told for store in self.stores.values() if (told := store.told) is not None]
 
     @property
     def device(self) -> torch.device:
-        """Where the stores are."""
+        """Return the device of the stores."""
         return next(iter(self.stores.values())).device
 
     @property
     def pages(self) -> int:
-        """Pages of each store."""
+        """Count the pages of each store."""
         return next(iter(self.stores.values())).pages
 
     @property
     def room(self) -> int:
-        """Tokens that the stores have pages for."""
+        """Count the tokens that the stores have pages for."""
         return self.pages * PAGE
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, all stores."""
+        """Count the bytes allocated, all stores."""
         return sum(store.nbytes for store in self.stores.values())
 
     @property
@@ -129,11 +133,11 @@ class CacheState:
 
     @property
     def in_order(self) -> bool:
-        """Whether no token was ever written over an older one: then its slot is its position, ring or not."""
-        return self.ring is None or self.top <= self.ring
+        """Whether no token was ever written over an older one: then its slot is its position, in a sliding window too."""
+        return self.slots is None or self.top <= self.slots
 
     def dense(self, shape: tuple[int, ...], length: int) -> torch.Tensor:
-        """The decoded cache tensor of ``shape``; what was never written is zero."""
+        """Decode the cache tensor of ``shape``; what was never written is zero."""
         first = next(iter(self.stores.values()))
         shown = min(length, next(iter(self.axes.values())).room(shape))
         if length > shown or not self.in_order:
@@ -142,71 +146,17 @@ class CacheState:
         for part, store in self.stores.items():
             tokens = min(max(length, self.held), self.axes[part].room(shape))
             if tokens:
-                place(store.decode(min(tokens, store.pages * PAGE)), result, self.axes[part])
+                put_tokens(decode(store, min(tokens, store.pages * PAGE)), result, self.axes[part])
         return result
 
     def mapped(self, change: Callable[[Store], Store]) -> CacheState:
-        """A new state whose stores are ``change(store)``."""
+        """Make a new state whose stores are ``change(store)``."""
         stores = {part: change(store) for part, store in self.stores.items()}
-        made = CacheState(self.axes, stores, self.length, ring=self.ring, growth=self.growth, grown=self.grown)
+        made = CacheState(self.axes, stores, self.length, slots=self.slots, growth=self.growth, grown=self.grown)
         made.top, made.behind, made.held = self.top, self.behind, self.held
         return made
 
     def moved(self, first: int, count: int, slots: int | None) -> CacheState:
-        """A new state, a ring of ``slots`` or none, whose first tokens are the ``count`` from position ``first`` on: codes as they are."""
-        stores = {part: store.gathered(first, count, self.ring) for part, store in self.stores.items()}
-        return CacheState(self.axes, stores, count, ring=slots, growth=self.growth, grown=self.grown)
-
-
-def bring(dense: torch.Tensor, axes: Axes, heads: int, head_dim: int) -> torch.Tensor:
-    """One part of a cache tensor as [B, K, T, D]; a view, but for a pool whose places do not lie side by side."""
-    view, roles = _selected(dense, axes)
-    for dim in range(len(roles) - 1, -1, -1):
-        if len(roles[dim]) == 2:
-            inner = head_dim if roles[dim][1] == "D" else heads
-            view = view.unflatten(dim, (-1, inner))
-    flat = [role for label in roles for role in label]
-    view = view.permute(_order(flat))
-    first = sum(role in flat for role in ("B", "K"))
-    view = view.flatten(first, first + flat.count("T") - 1)
-    for dim, role in enumerate(("B", "K", "T", "D")):
-        if role not in flat:
-            view = view.unsqueeze(dim)
-    return view
-
-
-def place(x_BKTD: torch.Tensor, dense: torch.Tensor, axes: Axes) -> None:
-    """Write [B, K, T, D] into the first T tokens of its part of a dense cache tensor; all of them, where it is a pool."""
-    view, roles = _selected(dense, axes)
-    token_dims = [dim for dim, label in enumerate(roles) if label == ("T",)]
-    x = x_BKTD
-    if len(token_dims) == 1:
-        view = view.narrow(token_dims[0], 0, x.shape[2])
-    else:
-        x = x.unflatten(2, [view.shape[dim] for dim in token_dims])
-    flat = [role for label in roles for role in label]
-    given = ["B", "K", *["T"] * len(token_dims), "D"]
-    for dim in range(len(given) - 1, -1, -1):
-        if given[dim] not in flat:
-            x = x.squeeze(dim)
-    # The inverse of the order that ``bring`` gives the dims.
-    x = x.permute(sorted(range(len(flat)), key=_order(flat).__getitem__))
-    view.copy_(x.reshape(view.shape))
-
-
-def _order(flat: list[str]) -> list[int]:
-    """The dims of a cache tensor in the order B, K, T (all of them), D."""
-    return [dim for role in ("B", "K", "T", "D") for dim, found in enumerate(flat) if found == role]
-
-
-def _selected(dense: torch.Tensor, axes: Axes) -> tuple[torch.Tensor, list[tuple[str, ...]]]:
-    fixed, counts = dict(axes.select), dict(axes.counts)
-    view = dense
-    roles: list[tuple[str, ...]] = []
-    for dim in range(len(axes.labels) - 1, -1, -1):
-        if axes.labels[dim]:
-            roles.insert(0, axes.labels[dim])
-            view = view.narrow(dim, fixed[dim], counts[dim]) if dim in counts else view
-        else:
-            view = view.select(dim, fixed.get(dim, 0))
-    return view, roles
+        """Make a new state in ``slots`` slots, None for one each, of the ``count`` tokens from position ``first`` on: codes as they are."""
+        stores = {part: store.gathered(first, count, self.slots) for part, store in self.stores.items()}
+        return CacheState(self.axes, stores, count, slots=slots, growth=self.growth, grown=self.grown)

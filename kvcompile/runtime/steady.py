@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from kvcompile.passes.rewrite.rewritten import Rewritten
-from kvcompile.runtime import rings
 from kvcompile.runtime.handle import CompressedCache
 from kvcompile.runtime.state import CacheState, Part
+from kvcompile.runtime.token_slots import cursors
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its ring, 0 where it is none."""
+    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its sliding window, 0 for none."""
 
     argument: int
     capacity: int
@@ -40,7 +40,7 @@ class Steady:
 
     @staticmethod
     def of(rows: Sequence[Row], roots: Sequence[Any], pairs: tuple[tuple[int, int], ...], rewritten: Rewritten) -> Steady:
-        """From the groups' rows and roots and the rewritten graph's bindings."""
+        """Describe a graph's steady step by the rows and roots of its groups and the rewritten graph's bindings."""
         place = {root: index for index, root in enumerate(roots)}
         return Steady(tuple(rows), tuple((place[item.plan.slot.root], item.part) for item in rewritten.bindings), pairs)
 
@@ -50,7 +50,7 @@ class Steady:
             state.settled.add(self)
 
     def ready(self, args: tuple[Any, ...]) -> list[CacheState] | None:
-        """The states of a call that needs no check and no room; None where the long way must be taken."""
+        """Return the states of a call that needs no check and no room; None where ``BoundGraph`` must look closer."""
         states = []
         rooms: dict[int, int] = {}
         cursors: dict[int, int] = {}
@@ -66,7 +66,7 @@ class Steady:
                 return None
             if row.slots:
                 slot = state.length % row.slots
-                if state.ring != row.slots or state.length < row.capacity or room < row.slots:
+                if state.slots != row.slots or state.length < row.capacity or room < row.slots:
                     return None
                 if cursors.setdefault(row.slots, slot) != slot:
                     return None
@@ -78,15 +78,15 @@ class Steady:
         return states
 
     def planes(self, states: Sequence[CacheState]) -> list[torch.Tensor]:
-        """The planes in the order of the graph's inputs."""
+        """Return the planes in the order of the graph's inputs."""
         return [plane for index, part in self.order for plane in states[index].stores[part].planes]
 
     def cursors(self, states: Sequence[CacheState], sizes: tuple[int, ...]) -> list[torch.Tensor]:
-        """The slot of the next token of each ring size."""
+        """Return the slot of the next token of each window size."""
         if not sizes:
             return []
         starts = {row.slots: state.length for row, state in zip(self.rows, states, strict=True)}
-        return rings.cursors(sizes, starts, states[0].device)
+        return cursors(sizes, starts, states[0].device)
 
     def commit(self, states: Sequence[CacheState], args: tuple[Any, ...]) -> None:
         """Count the new tokens."""

@@ -3,12 +3,12 @@
 The host's lengths are counted after compiled code has returned, and codes behind them are nobody's: a step that is tried again writes the
 same codes to the same places. Three things are overwritten while they are still read:
 
-* a window: the new tokens take the slots of its oldest ones, which the step attends to, and its clock goes on
+* a window: the new tokens take the slots of its oldest ones, which the step attends to, and its lengths goes on
 * a window that goes back before the step: it is refilled, so all of it is kept
-* a ring: the new tokens take the slots of its oldest ones
+* a sliding window: the new tokens take the slots of its oldest ones
 
 Each is at most as many tokens as the call brings, or one window. They are kept where the stores are on a CPU. On a GPU a copy of each
-layer's slot would be a launch a layer in every step: there an interrupted step moves the clocks back, and what a window lost is put back
+layer's slot would be a launch a layer in every step: there an interrupted step moves the lengthss back, and what a window lost is put back
 from its codes, within the scheme's rounding, with a warning.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Undo:
-    """The tokens that one call overwrites; a context that is left by an exception puts them back."""
+    """Keeps the tokens that one call overwrites; a context that is left by an exception puts them back."""
 
     def __init__(self) -> None:
         self.planes: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -46,24 +46,24 @@ class Undo:
         """Keep the windows of a state that goes back."""
         for store in state.stores.values():
             if store.window is not None:
-                self.planes += [(plane, plane.clone()) for plane in store.kept]
+                self.planes += [(plane, plane.clone()) for plane in store.rolled_back]
 
     def keep(self, states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Keep what is overwritten where each state's call begins and brings so many tokens."""
+        """Keep the tokens that a call overwrites, by where it begins in each state and how many tokens it brings."""
         if states[0].device.type != "cpu":
             self.again = list(zip(states, starts, strict=True))
             return
         for state, start, count in zip(states, starts, counts, strict=True):
             for store in state.stores.values():
                 if state.windowed and (window := store.window) is not None:
-                    self._window(window, store.clock, count)
-                elif state.ring is not None and start + count > state.ring > count:
-                    at = torch.arange(start, start + count) % state.ring
-                    self.rows += [(plane, taken(plane, at), at.unsqueeze(0)) for plane in store.grown]
+                    self._window(window, store.lengths, count)
+                elif state.slots is not None and start + count > state.slots > count:
+                    at = torch.arange(start, start + count) % state.slots
+                    self.rows += [(plane, taken(plane, at), at.unsqueeze(0)) for plane in store.encoded]
 
-    def _window(self, window: torch.Tensor, clock: torch.Tensor, count: int) -> None:
-        size, held = window.shape[2], clock[0, :, 0, 0, :1]
-        self.planes.append((clock, clock.clone()))
+    def _window(self, window: torch.Tensor, lengths: torch.Tensor, count: int) -> None:
+        size, held = window.shape[2], lengths[0, :, 0, 0, :1]
+        self.planes.append((lengths, lengths.clone()))
         if count >= size:
             self.planes.append((window, window.clone()))
             return

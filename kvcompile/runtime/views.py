@@ -1,4 +1,4 @@
-"""Views: what indexing or reshaping a compressed cache from outside gives.
+"""Views: the decoded tensors that indexing or reshaping a compressed cache gives outside of compiled code.
 
 The dense cache would share memory with its views, so a write into one changes the other. Here a view is made of decoded
 values, which are decoded again when the cache has been written since. A write to a view goes into the codes (``writes``); where it
@@ -34,7 +34,7 @@ def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to, lists of tensors taken apart; those of a torch operator by its schema."""
+    """Return the arguments that an operation writes to, lists of tensors taken apart; those of a torch operator by its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None and isinstance(func, torch._ops.OpOverloadPacket):
         schema = getattr(func, func.overloads()[0])._schema
@@ -48,7 +48,7 @@ def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Ma
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """The bare name of what ``__torch_function__`` was called for; a property's is its attribute's, an overload's its operator's."""
+    """Return the bare name of what ``__torch_function__`` was called for: of a property its attribute's, of an overload its operator's."""
     name = getattr(func, "__name__", "")
     name = func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
     return name.partition(".")[0]
@@ -56,7 +56,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """How a view was made: the cache tensor ``root``, and the operations that were applied to it, in their order."""
+    """The origin of a view: the cache tensor ``root``, and the operations that were applied to it, in their order."""
 
     root: torch.Tensor
     steps: tuple[Callable[[Any], Any], ...] = ()
@@ -77,7 +77,7 @@ class Origin:
 
 
 class DecodedView(torch.Tensor):
-    """Decoded values of part of a compressed cache: an ordinary tensor to read; see the module for what a write does."""
+    """Decoded values of part of a compressed cache: an ordinary tensor to read; see the module docstring for writes."""
 
     _origin: Origin
     _seen: tuple[Any, ...]
@@ -110,7 +110,7 @@ class DecodedView(torch.Tensor):
 
 
 def _encoded(view: DecodedView, func: Callable[..., Any], name: str, rest: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Whether a write to a view went into the codes of its cache."""
+    """Encode a write to a view into the codes of its cache; return whether that was possible."""
     from kvcompile.runtime.handle import CompressedCache, put
     from kvcompile.runtime.writes import overwrites
 
@@ -121,7 +121,7 @@ def _encoded(view: DecodedView, func: Callable[..., Any], name: str, rest: tuple
 
 
 def plainly(value: Any) -> Any:
-    """A decoded view as the tensor of the values that it has now; anything else as it is."""
+    """Return a decoded view as the tensor of the values that it has now; anything else as it is."""
     if not isinstance(value, DecodedView):
         return value
     refresh(value)
@@ -156,7 +156,7 @@ def share(view: DecodedView, why: str) -> None:
 
 
 def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph that may write to decoded views among its arguments: they become views of dense caches first."""
+    """Wrap a compiled graph that may write to decoded views among its arguments: they become views of dense caches first."""
 
     def run(*args: Any) -> Any:
         for arg in args:
@@ -174,7 +174,7 @@ def _show(view: torch.Tensor, real: torch.Tensor) -> None:
 
 
 def viewed(result: Any, origin: Origin) -> Any:
-    """The tensors of a result as decoded views of an origin."""
+    """Return the tensors of a result as decoded views of an origin."""
     if isinstance(result, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             view = result.as_subclass(DecodedView)

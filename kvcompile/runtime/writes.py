@@ -1,18 +1,19 @@
-"""Writes from outside of compiled code: which tokens an operation writes, and their way into the stores.
+"""Writes outside of compiled code: find the tokens that an operation writes, and encode them into the stores.
 
 An operation that overwrites (``index_copy_``, index assignment, ``copy_``...) is run on a dense tensor full of one NaN of a payload
 that no arithmetic makes. Every place that no longer holds it was written, and holds what was. So any spelling of a write is
 understood alike, through views of the cache too, at the cost of one dense copy of this one tensor, which lives until the tokens that
 were written are copied out of it.
 
-What is sound to encode (``Store.writable``), and what ``rejected`` says about the rest:
+What is sound to encode (``codec.unwritable``), and what ``rejected`` says about the rest:
 
 * whole rows of channels only, since the rest of a row would be encoded again from decoded values
 * a scheme that encodes tokens by themselves takes any token; the codes of all others stay as they are
 * a scheme with a window takes tokens in their order, and tokens over those that it still has originals of
 * a token whose new value is what it decodes to stays as it is: codes are written once
 
-A ring whose tokens went around, a pool, and an empty cache whose scheme must know the padding of the first tokens take no write.
+A sliding window whose tokens went around, a paged cache, and an empty cache whose scheme must know the padding of the first tokens
+take no write.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcompile.runtime.state import CacheState, Part, bring
-from kvcompile.runtime.store import ADOPT_TOKENS, Store
+from kvcompile.runtime.codec import ENCODED_AT_ONCE, decode, unwritable, write_tokens
+from kvcompile.runtime.dense_layout import tokens_of
+from kvcompile.runtime.state import CacheState, Part
+from kvcompile.runtime.store import Store
 
 if TYPE_CHECKING:
     from kvcompile.runtime.handle import CompressedCache
@@ -51,7 +54,7 @@ class _Tokens:
 
 
 class Rejected(Exception):
-    """Why a write cannot be encoded; the cache then becomes dense."""
+    """The reason why a write cannot be encoded; the cache then becomes dense."""
 
 
 def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown: int) -> None:
@@ -59,7 +62,7 @@ def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown:
     state = handle._kv
     if handle.dtype not in UNTOUCHED:
         raise Rejected(f"{handle.dtype} has no mark for a place that was not written")
-    if any(axes.pool for axes in state.axes.values()):
+    if any(axes.paged for axes in state.axes.values()):
         raise Rejected("any place of a pool may hold any token")
     if not state.in_order or handle._length > shown:
         raise Rejected("tokens have gone around in it")
@@ -67,32 +70,32 @@ def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown:
         found = {part: _changed(state, part, tokens) for part, tokens in _written(state, handle, write).items()}
         found = {part: tokens for part, tokens in found.items() if tokens.at.numel()}
         length = max([state.length, *[int(tokens.at.max()) + 1 for tokens in found.values()]])
-        if state.ring is not None and length > state.ring:
+        if state.slots is not None and length > state.slots:
             raise Rejected("its tokens would go around")
         for part, tokens in found.items():
-            reason = state.stores[part].unwritable(tokens.at, tokens.rows, state.length)
+            reason = unwritable(state.stores[part], tokens.at, tokens.rows, state.length)
             if reason:
                 raise Rejected(reason)
         state.make_room(length, next(iter(state.axes.values())).room(handle.shape))
         for part, tokens in found.items():
-            state.stores[part].write(tokens.values, tokens.rows, tokens.at, state.length)
+            write_tokens(state.stores[part], tokens.values, tokens.rows, tokens.at, state.length)
     if found:
         # A window's tokens are written again as far as they go.
         state.overwrite(length if state.windowed else max(int(tokens.at[-1]) + 1 for tokens in found.values()))
 
 
 def _written(state: CacheState, handle: CompressedCache, write: Callable[[torch.Tensor], Any]) -> dict[Part, _Tokens]:
-    """By part the tokens that ``write`` writes into a dense tensor like the handle; raises Rejected where it leaves rows half written."""
+    """Return by part the tokens that ``write`` writes into a dense tensor like the handle; raises Rejected where rows are half written."""
     integers, mark = UNTOUCHED[handle.dtype]
     with torch.inference_mode(False):
         dense = torch.full(tuple(handle.shape), mark, dtype=integers, device=handle.device).view(handle.dtype)
     write(dense)
     found = {}
     for part, store in state.stores.items():
-        view = bring(dense, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim)
+        view = tokens_of(dense, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim)
         at, values, rows = [], [], []
-        for start in range(0, view.shape[2], ADOPT_TOKENS):
-            piece = view[:, :, start : start + ADOPT_TOKENS]
+        for start in range(0, view.shape[2], ENCODED_AT_ONCE):
+            piece = view[:, :, start : start + ENCODED_AT_ONCE]
             new = piece.view(integers) != mark
             whole = new.all(-1)
             if not torch.equal(whole, new.any(-1)):
@@ -108,11 +111,11 @@ def _written(state: CacheState, handle: CompressedCache, write: Callable[[torch.
 
 
 def _changed(state: CacheState, part: Part, tokens: _Tokens) -> _Tokens:
-    """The tokens whose values differ from what the store decodes to, and zero behind all that was ever written: codes stay as they are."""
+    """Return the tokens of a write without those that the store decodes to already, and without zeros behind all that was ever written."""
     known = int((tokens.at < max(state.length, state.held)).sum())
     rows = tokens.rows.clone()
     if known:
-        held = state.stores[part].decode(int(tokens.at[known - 1]) + 1)[:, :, tokens.at[:known]]
+        held = decode(state.stores[part], int(tokens.at[known - 1]) + 1)[:, :, tokens.at[:known]]
         rows[:, :, :known] &= (held != tokens.values[:, :, :known]).any(-1)
     kept = rows.any(1).any(0)
     empty = ((tokens.values == 0).all(-1) | ~rows).all(1).all(0) & (tokens.at >= max(state.top, state.held))
@@ -124,14 +127,14 @@ def _changed(state: CacheState, part: Part, tokens: _Tokens) -> _Tokens:
 
 
 def appended(state: CacheState, new: dict[Part, torch.Tensor]) -> bool:
-    """Whether tokens [B, K, n, D] were encoded behind all that a state holds; nothing has changed where not."""
+    """Encode tokens [B, K, n, D] behind all that a state holds; return False, with nothing changed, where they cannot be."""
     count = next(iter(new.values())).shape[2]
     at = torch.arange(state.length, state.length + count, device=state.device)
     stores: list[tuple[Store, torch.Tensor]] = [(state.stores[part], values) for part, values in new.items()]
-    if any(store.unwritable(at, values.new_ones(values.shape[:3], dtype=torch.bool), state.length) for store, values in stores):
+    if any(unwritable(store, at, values.new_ones(values.shape[:3], dtype=torch.bool), state.length) for store, values in stores):
         return False
     state.make_room(state.length + count)
     for store, values in stores:
-        store.write(values, values.new_ones(values.shape[:3], dtype=torch.bool), at, state.length)
+        write_tokens(store, values, values.new_ones(values.shape[:3], dtype=torch.bool), at, state.length)
     state.advance(state.length, count)
     return True

@@ -37,6 +37,8 @@ class Scheme(abc.ABC):
     """How many of the newest tokens stay in full precision, in a plane named ``window``; an option of schemes with blocks."""
     learned: ClassVar[frozenset[str]] = frozenset()
     """Names of the fixed planes that ``learn`` makes."""
+    uncalibrated: ClassVar[str] = ""
+    """The words of a warning about a cache whose planes ``learn`` never made: how its keys are then encoded."""
     pre_rope = False
     """Whether keys are stored as they are before their rotary embedding, which attention then applies; an option."""
     learns_before_rope = False

@@ -67,6 +67,7 @@ class Squat(Kivi):
     queries: Queries = Queries.PRE
 
     learned: ClassVar[frozenset[str]] = frozenset({"moves"})
+    uncalibrated: ClassVar[str] = "with lam=0, as kivi would"
     name: ClassVar[str] = "squat"
     kernel_encoding: ClassVar[bool] = True
     source: ClassVar[str] = "SQuat: Subspace-orthogonal KV Cache Quantization, sections 3 and B.2"

@@ -18,7 +18,7 @@ import torch
 from kvcompile.passes.capture.position_graph import dataflow, extract
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
-from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm, SlotKind
+from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
 from kvcompile.validation.cut import Cut, NotApart
 from kvcompile.validation.sizes import Values, read
 
@@ -57,7 +57,7 @@ class Arguments:
     def __post_init__(self) -> None:
         sites, effects = self.part.sites, self.part.effects
         captured = self.part.captured
-        written = [slot.write.position for site in sites for slot in site.slots if slot.kind is not SlotKind.READ and slot.ring is None]
+        written = [slot.write.position for site in sites for slot in site.slots if slot.kind.facts.written and slot.ring is None]
         # Places that a table gives are in no order.
         self.pooled = any(slot.table is not None for site in sites for slot in site.slots)
         written = [] if self.pooled else written
@@ -88,7 +88,7 @@ class Arguments:
 
     def tokens(self, moment: Moment) -> int:
         """New tokens of a call."""
-        counts = [slot.write.count for site in self.part.sites for slot in site.slots if slot.kind is not SlotKind.READ]
+        counts = [slot.write.count for site in self.part.sites for slot in site.slots if slot.kind.facts.written]
         return read(counts[0] if counts else self.part.sites[0].tokens, moment.values)
 
     def keys(self, moment: Moment) -> int:

@@ -23,7 +23,7 @@ from torch import fx
 from kvcompile.passes.capture.capture import Captured, Input
 from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
-from kvcompile.passes.match.sites import Attention, Site, SlotKind
+from kvcompile.passes.match.sites import Attention, Site
 
 SYMBOL = re.compile(r"\b[su]\d+\b")
 """The name of a symbolic size."""
@@ -84,7 +84,7 @@ def _borders(sites: Sequence[Site]) -> dict[fx.Node, None]:
         if attention.beside is not None:
             found[attention.beside.q] = None
         for slot in site.slots:
-            if slot.kind is not SlotKind.READ:
+            if slot.kind.facts.written:
                 found[slot.write.values] = None
     # An attention may be of what another one gives.
     results = {site.attention.output for site in sites}

@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.sites import Slot, SlotKind
+from kvcompile.passes.match.sites import Slot
 from kvcompile.validation.cut import Cut, NotApart, Number
 
 SMALL = 48
@@ -115,7 +115,7 @@ def pasts(part: Cut, values: Values) -> Iterator[Values]:
     """The values, and the same with other lengths of the past, where caches grow by concatenation."""
     yield values
     grown = {
-        symbol for site in part.sites for slot in site.slots if slot.kind is SlotKind.CONCAT
+        symbol for site in part.sites for slot in site.slots if slot.kind.facts.extended
         for size in [past(slot)] if isinstance(size, torch.SymInt)
         for symbol in size.node.expr.free_symbols
     }

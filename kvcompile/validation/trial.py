@@ -17,7 +17,6 @@ import torch
 
 from kvcompile.errors import KvcompileError
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.sites import SlotKind
 from kvcompile.passes.plan.plan import Plan, site_plan
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.passes.rewrite.rewrite import rewrite
@@ -84,7 +83,7 @@ class _Session:
             slot, fake = slots[entry.node], self.part.captured.fakes[entry.index]
             assert isinstance(fake, torch.Tensor)
             held = self.arguments.normal(self.arguments.shape(fake, moment), fake.dtype)
-            if slot.kind in {SlotKind.BUFFER, SlotKind.UPDATED} and slot.table is None and slot.ring is None:
+            if slot.kind.facts.filled and slot.table is None and slot.ring is None:
                 behind = held.narrow(slot.axes.token_dim, moment.start, held.shape[slot.axes.token_dim] - moment.start)
                 behind.mul_(unwritten)
             self.theirs[entry.index], self.ours[entry.index] = held, held.clone()
@@ -129,14 +128,14 @@ class _Session:
             for slot in site.slots:
                 for output in slot.outputs:
                     difference = compared(expected[output], handles.decoded(found[output])) if slot.ring is None else ""
-                    if difference and slot.kind is not SlotKind.BUFFER and slot.kind is not SlotKind.UPDATED:
+                    if difference and not slot.kind.facts.filled:
                         return f"the cache that it returns {difference}"
                 place = next((entry.index for entry in self.part.captured.inputs if entry.node is slot.placeholder), None)
                 if place is None:
                     continue
                 if slot.outputs:
                     self.theirs[place], self.ours[place] = expected[slot.outputs[0]], found[slot.outputs[0]]
-                if slot.kind in {SlotKind.BUFFER, SlotKind.UPDATED} and slot.table is None and slot.ring is None:
+                if slot.kind.facts.filled and slot.table is None and slot.ring is None:
                     dim = slot.axes.token_dim
                     both = self.theirs[place], handles.decoded(self.ours[place])
                     if difference := compared(*(item.narrow(dim, 0, min(last, item.shape[dim])) for item in both)):
@@ -162,7 +161,7 @@ def compared(expected: Any, found: Any) -> str:
 
 def _starts(part: Cut, arguments: Arguments, values: Values) -> tuple[list[int], int | None]:
     """(positions at which the first token of a call may lie, the room of the cache, None without an end)."""
-    buffers = [slot for site in part.sites for slot in site.slots if slot.kind in {SlotKind.BUFFER, SlotKind.UPDATED}]
+    buffers = [slot for site in part.sites for slot in site.slots if slot.kind.facts.filled]
     counted = [values[symbol] for symbol in loose(part)]
     if counted and any(slot.ring is not None for site in part.sites for slot in site.slots):
         # Places are written over again: there is no last position, and what a cache holds does not tell where its tokens are.
@@ -173,7 +172,7 @@ def _starts(part: Cut, arguments: Arguments, values: Values) -> tuple[list[int],
         room = arguments.keys(Moment(values, 0))
         return sorted({start for start in (0, min(6, room // 3), room - count) if 0 <= start <= room - count}), room
     if not buffers:
-        before = [read(past(slot), values) for site in part.sites for slot in site.slots if slot.kind is SlotKind.CONCAT]
+        before = [read(past(slot), values) for site in part.sites for slot in site.slots if slot.kind.facts.extended]
         start = fixed[0] if fixed else before[0] if before else 0
         # A cache that was cut to a window holds fewer tokens than Python counted.
         return [start] if not counted or _counted(part, values, loose(part), start, 0) else counted, None

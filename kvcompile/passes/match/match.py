@@ -20,13 +20,12 @@ from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.shapes import hint, module_path, op_name, size_along, sizes, source_line
 from kvcompile.passes.match import soundness
 from kvcompile.passes.match.attention import sdpa, softmax
-from kvcompile.passes.match.cache import sliding as rings
-from kvcompile.passes.match.cache import slots
+from kvcompile.passes.match.cache import sliding, slots
 from kvcompile.passes.match.cache.advice import made_from
 from kvcompile.passes.match.latent.assembly import assemble
 from kvcompile.passes.match.mask import masks
 from kvcompile.passes.match.mask.reach import reach
-from kvcompile.passes.match.sites import Assembly, Attention, Axes, Miss, Refusal, Ring, Site, Slot, SlotKind, Stage
+from kvcompile.passes.match.sites import Assembly, Attention, Axes, Miss, Refusal, Ring, Site, Slot, Stage
 from kvcompile.passes.match.unmatched import cache_behind, cut_short, unrecognised
 
 log = logging.getLogger(__name__)
@@ -69,8 +68,8 @@ def _heads(attention: Attention, batch: int) -> int:
 
 def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]:
     """(query heads, group size) of a site whose key and value slots must agree."""
-    if key.kind is not value.kind and SlotKind.READ in {key.kind, value.kind}:
-        unwritten = key if key.kind is SlotKind.READ else value
+    if key.kind.facts.written != value.kind.facts.written:
+        unwritten = value if key.kind.facts.written else key
         what = "keys" if unwritten is key else "values"
         raise Miss(
             f"the cache of the {what} is read but not written in this graph, the other one is", unwritten.root,
@@ -177,7 +176,7 @@ def _compose(attention: Attention, effects: Effects, index: int) -> Site:
     site = Site(
         index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k, more, assembly,
     )
-    if key.kind is SlotKind.BORN_BUFFER and key.ring is None and hint(reach(site)) > hint(key.write.count):
+    if key.kind.facts.created and key.kind.facts.fixed and key.ring is None and hint(reach(site)) > hint(key.write.count):
         raise Miss(
             "the attention reads places of a new cache that no token was written into", key.root,
             advice="mask what is not written yet, as every call after the first needs as well",
@@ -242,7 +241,7 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
             gathered = any(slot.table is not None for slot in slots_here)
             refused.update({site: miss for site in users if site.assembly is not None or gathered})
         if any(slot.ring is not None for slot in slots_here):
-            readers = set(rings.strangers(slots_here, allowed))
+            readers = set(sliding.strangers(slots_here, allowed))
         else:
             readers = effects.readers(root) | {user for node in copies for user in node.users}
         for reader in readers - allowed:
@@ -304,7 +303,7 @@ def _filled_elsewhere(sites: list[Site], captured: Captured) -> dict[Site, Miss]
             "stands behind a graph break)", slot.root,
             advice="compile the call that fills the cache as well, and keep the write and the attention in one graph",
         )
-        for site in sites for slot in site.slots if slot.kind is SlotKind.READ and slot.root not in compressed
+        for site in sites for slot in site.slots if not slot.kind.facts.written and slot.root not in compressed
     }
 
 
@@ -316,7 +315,7 @@ def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
             "no tensor owns the cache's memory alone (it is a view, a parameter or a subclass, or something else holds a view of it)",
             slot.root, advice="keep the cache in a plain tensor or a registered buffer of its own, and no view of it from call to call",
         )
-        for site in sites for slot in site.slots if slot.kind is SlotKind.BUFFER and slot.placeholder in borrowed
+        for site in sites for slot in site.slots if slot.kind.facts.in_place and slot.placeholder in borrowed
     }
 
 

@@ -23,6 +23,54 @@ class SlotKind(enum.Enum):
     BORN_BUFFER = "buffer made in this graph and returned"
     READ = "input that is only read"
 
+    @property
+    def facts(self) -> KindFacts:
+        """The differences between this kind and the others."""
+        return KINDS[self]
+
+
+@dataclass(frozen=True)
+class KindFacts:
+    """The facts in which kinds of slots differ; code asks for a fact, never for a kind."""
+
+    cache: str
+    """The cache in the report's words."""
+    created: bool = False
+    """Whether this graph makes the cache, which no argument holds before the call."""
+    written: bool = True
+    """Whether this graph writes new tokens."""
+    in_place: bool = False
+    """Whether new tokens are written into the tensor's own memory."""
+    grows: bool = False
+    """Whether the tensor is as long as it has tokens, and a call returns a longer one."""
+    fixed: bool = False
+    """Whether the tensor has a place for every position, and this graph writes new tokens at some of them."""
+
+    @property
+    def filled(self) -> bool:
+        """Whether new tokens go to positions of a tensor that comes in and keeps its length."""
+        return self.fixed and not self.created
+
+    @property
+    def extended(self) -> bool:
+        """Whether new tokens go behind all those of a tensor that comes in."""
+        return self.grows and not self.created
+
+    @property
+    def returned(self) -> bool:
+        """Whether a call returns the cache as another tensor than came in."""
+        return self.written and (self.created or not self.in_place)
+
+
+KINDS = {
+    SlotKind.BUFFER: KindFacts("written in place", in_place=True, fixed=True),
+    SlotKind.UPDATED: KindFacts("updated out of place", fixed=True),
+    SlotKind.CONCAT: KindFacts("grows each step", grows=True),
+    SlotKind.BORN_CONCAT: KindFacts("starts here", created=True, grows=True),
+    SlotKind.BORN_BUFFER: KindFacts("made and filled here", created=True, in_place=True, fixed=True),
+    SlotKind.READ: KindFacts("filled before", written=False),
+}
+
 
 class MaskKind(enum.Enum):
     """The effect of a mask term on the scores."""
@@ -130,7 +178,7 @@ class Write:
     via: tuple[fx.Node, ...] = ()
     """Nodes that make the new cache out of the old one before the write; they are gone with it."""
     places: Places | None = None
-    """Where a pool is written; the position then says nothing."""
+    """The slot mapping that a paged cache is written by; the position then says nothing."""
     anchor: fx.Node | None = None
     """Where the tokens are written in the rewritten graph: ahead of this node, else of ``node``."""
     late: bool = False
@@ -144,7 +192,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Ring:
-    """The tokens that a sliding cache keeps.
+    """A sliding window: the tokens that a cache keeps of those that were written.
 
     The graph lines tokens up: some of the past, then the new ones. Attention reads the line's last ``past`` + new
     tokens, the cache keeps its last ``keep``. Encoded, the token at position p lies in slot p % ``slots``, so that
@@ -172,21 +220,21 @@ class Axes:
     select: tuple[tuple[int, int], ...] = ()
     counts: tuple[tuple[int, int], ...] = ()
     """(dim, how many) of dims that hold more heads or channels than these: they begin at the dim's index in ``select``."""
-    pool: bool = False
-    """Whether the dims of tokens are places that are read through a gather: all of them together are one row of tokens."""
+    paged: bool = False
+    """Whether attention gathers tokens by a block table: the dims of tokens together are then one row of slots."""
 
     @property
     def token_dim(self) -> int:
-        """The dim that tokens run along, the first one of a pool."""
+        """The dim that tokens run along, the first one of a paged cache."""
         return self.labels.index(("T",))
 
     @property
     def token_dims(self) -> tuple[int, ...]:
-        """The dims that tokens run along: one, or all dims of a pool's places."""
+        """The dims that tokens run along: one, or all those of a paged cache."""
         return tuple(dim for dim, label in enumerate(self.labels) if label == ("T",))
 
     def room(self, shape: Sequence[Any]) -> Any:
-        """How many tokens a tensor of ``shape`` has places for."""
+        """Count the tokens that a tensor of ``shape`` has slots for."""
         return math.prod(shape[dim] for dim in self.token_dims)
 
 
@@ -211,7 +259,7 @@ class Slot:
     """Whether query head h reads kv head h % K (heads repeated as a whole) rather than h // G."""
     ring: Ring | None = field(default=None, compare=False)
     table: Table | None = None
-    """How a pool is read; its ``batch`` and ``capacity`` are those of what is gathered."""
+    """The block table that a paged cache is read by; its ``batch`` and ``capacity`` are those of what is gathered."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +301,7 @@ class Stripe:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Keys and values that are made from cached latents: stripes of channels, in order; ``heads`` of them are made."""
+    """Keys and values that are made from a cached latent (MLA): stripes of channels, in order; ``heads`` of them are made."""
 
     keys: tuple[Stripe, ...]
     value: Stripe
@@ -359,7 +407,7 @@ class Refusal:
 
 
 class Miss(Exception):
-    """Why a recogniser gave up; caught by ``match`` and turned into a Refusal value."""
+    """The reason why a recogniser gave up; caught by ``match`` and turned into a Refusal value."""
 
     def __init__(self, reason: str, *evidence: fx.Node, advice: str = "") -> None:
         super().__init__(reason)

@@ -25,7 +25,7 @@ from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.match import Matched, refuse
 from kvcompile.passes.match.rope.rope import Rotation, recognise
-from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, SlotKind, Stage
+from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, Stage
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.passes.plan.reporting import check_scheme, check_site, with_tally
 from kvcompile.schemes import Certify, Scheme
@@ -57,8 +57,7 @@ class SlotPlan:
         if slot.ring is not None:
             return slot.ring.slots
         size = slot.axes.room(value_of(slot.root).shape)
-        buffer = slot.kind in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.UPDATED}
-        return size if buffer and isinstance(size, int) else None
+        return size if slot.kind.facts.fixed and isinstance(size, int) else None
 
     @property
     def bytes_after(self) -> sympy.Expr:
@@ -174,7 +173,7 @@ def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
 def _rolls(site: Site) -> int | None:
     """The capacity of a buffer that is no longer than the window of its mask: once it is full, its tokens will be moved."""
     hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
-    if lo is None or slot.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER} or (hi.kind, hi.node) != (lo.kind, lo.node):
+    if lo is None or not slot.kind.facts.in_place or (hi.kind, hi.node) != (lo.kind, lo.node):
         return None
     return slot.capacity if hi.symbols == lo.symbols and hi.offset - lo.offset + 1 >= slot.capacity else None
 
@@ -182,7 +181,7 @@ def _rolls(site: Site) -> int | None:
 def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     """Return a site with both its slots planned by ``pair``; raises a SchemeError where a scheme cannot hold its slot."""
     window = max(pair.k.window, pair.v.window)
-    if window and site.key.kind is SlotKind.READ:
+    if window and not site.key.kind.facts.written:
         raise WindowOnlyRead(window=window, path=site.path or "*")
     if window and any(slot.write.late for slot in site.slots):
         raise WindowReadLate(window=window, path=site.path or "*")

@@ -1,4 +1,4 @@
-"""Advice in refusals of operands that are no plain view of a cache: the fact, and what the author could write instead."""
+"""Advice: refusals of operands that are no plain view of a cache, with what the author could write instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = "read the cache from its first token, all rows and channels, heads in or
 
 
 def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
-    """Keys or values that are computed from a cache; ``base`` is where the views of what the attention reads end."""
+    """Return the refusal of keys or values that are computed from a cache; ``base`` is where the operand's views end."""
     name = op_name(base)
     if name in GATHERS:
         return Miss(
@@ -38,7 +38,7 @@ def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
 
 
 def no_plain_view(trail: Trail, columns: dict[str, tuple[np.ndarray, int]], operand: fx.Node, token_dim: int) -> Miss:
-    """An operand whose elements are the cache's, but not all of them in order: says what is missing."""
+    """Return the refusal of an operand that holds the cache's elements, but not all of them in order."""
     return Miss(f"the operand is no plain view of the whole cache: {_missing(trail, columns, token_dim)}", operand, advice=WHOLE)
 
 

@@ -17,7 +17,7 @@ from kvcompile.passes.match.sites import Miss, Position, Write
 
 
 def _slice_scatter(node: fx.Node, root: fx.Node) -> Write:
-    """``torch.slice_scatter(cache, values, dim, start, end)``."""
+    """Read the write of ``torch.slice_scatter(cache, values, dim, start, end)``."""
     arguments = bind(node)
     values, rank = arguments["src"], len(sizes(node))
     dim = int(arguments["dim"]) % rank
@@ -30,7 +30,7 @@ def _slice_scatter(node: fx.Node, root: fx.Node) -> Write:
 
 
 def copied_back(node: fx.Node, root: fx.Node) -> Write | None:
-    """The write of ``cache.copy_(cache.index_copy(...))``; None where what is copied is no update of the cache itself."""
+    """Return the write of ``cache.copy_(cache.index_copy(...))``; None where the copied tensor is no update of the cache itself."""
     arguments = bind(node)
     made = arguments["src"]
     if arguments["self"] is not root or not isinstance(made, fx.Node) or len(made.users) != 1:
@@ -42,7 +42,7 @@ def copied_back(node: fx.Node, root: fx.Node) -> Write | None:
 
 
 def update(node: fx.Node) -> tuple[fx.Node, Write] | None:
-    """(the tensor that is updated, the write) of an update out of place, the write's root being its result; None where it is none."""
+    """Return (the tensor that is updated, the write) of an update out of place, whose result is the write's root; None for other nodes."""
     if op_name(node) not in UPDATES:
         return None
     past, kind = bind(node)["self"], KINDS[op_name(node)]

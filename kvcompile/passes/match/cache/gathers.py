@@ -58,7 +58,7 @@ class Indexed:
 
 
 def indexed(rank: int, indices: dict[int, fx.Node]) -> Indexed:
-    """How PyTorch lays out ``source[..., index, ...]`` with index tensors at some of ``rank`` dims."""
+    """Return how PyTorch lays out ``source[..., index, ...]`` with index tensors at some of ``rank`` dims."""
     used = tuple(sorted(indices))
     adjacent = used == tuple(range(used[0], used[-1] + 1))
     shape = np.broadcast_shapes(*[sizes(indices[dim]) for dim in used])
@@ -66,7 +66,7 @@ def indexed(rank: int, indices: dict[int, fx.Node]) -> Indexed:
 
 
 def integer_indices(given: object, rank: int) -> dict[int, fx.Node] | None:
-    """The index tensors of an advanced index by dim; None where there is none, or one that is no integer tensor."""
+    """Return the index tensors of an advanced index by dim; None where there is none, or one that is no integer tensor."""
     listed = list(given)  # type: ignore[call-overload]
     found = {dim: item for dim, item in enumerate(listed) if item is not None}
     fine = all(is_tensor(item) and value_of(item).dtype in INTEGERS for item in found.values())
@@ -74,7 +74,7 @@ def integer_indices(given: object, rank: int) -> dict[int, fx.Node] | None:
 
 
 def counted(index: fx.Node, coords: Coords) -> np.ndarray | None:
-    """The values of elements of an index that is 0, 1, 2, ... along one of its dims; None where it is any other tensor."""
+    """Return the values of elements of an index that is 0, 1, 2, ... along one of its dims; None for any other tensor."""
     node = index
     while op_name(node) != "arange":
         moved = step(node, coords)
@@ -142,6 +142,6 @@ GATHERS: dict[str, Callable[[fx.Node, Coords], Gathered | None]] = {
 
 
 def gathered(node: fx.Node, coords: Coords) -> Gathered | None:
-    """Where sampled results of a gather come from, None where ``node`` is none."""
+    """Return the source elements of sampled results of a gather, None where ``node`` is no gather."""
     handler = GATHERS.get(op_name(node))
     return handler(node, coords) if handler is not None else None

@@ -1,4 +1,4 @@
-"""The one write into what an attention reads of a cache: there is exactly one, ahead of the read, into the cache's own memory."""
+"""Find the one write into the part of a cache that an attention reads: ahead of the read, into the cache's own memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcompile.passes.match.sites import Miss, Write
 def one_write(
     root: fx.Node, trail: Trail, attention: fx.Node, effects: Effects, recognise: Callable[[fx.Node, fx.Node], Write | None],
 ) -> Write:
-    """The one write into the part of ``root`` that a trail ends at; raises Miss where there is none, several, or one too late.
+    """Return the one write into the part of ``root`` that a trail ends at; raises Miss where there is none, several, or one too late.
 
     ``recognise`` answers what a node writes to the root, None where that is another part of it.
     """

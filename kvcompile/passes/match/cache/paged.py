@@ -1,4 +1,4 @@
-"""Caches that are read through a gather: block tables, token tables, rows of the cache assigned to requests.
+"""Paged caches: attention gathers tokens by block tables, by token tables, or by the rows that are assigned to requests.
 
 Such a cache is a pool: what is neither head nor channel of it is a place, and places are numbered in the order
 of the pool's dims. A gather by integer tensors says which places each row's tokens lie in, and the write says
@@ -33,7 +33,7 @@ OTHER_ORDER = "the attention gathers from a copy of the cache whose places lie i
 
 
 def find(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot | None:
-    """The pool behind a gather that an operand's trail ends at, None where there is none; raises Miss where it is not understood."""
+    """Return the paged cache behind a gather that an operand's trail ends at, None without a gather; raises Miss for one not understood."""
     taken = gathered(trail.base, trail.there)
     if taken is None:
         return None
@@ -61,7 +61,7 @@ def find(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot
 
 
 def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes, attention: fx.Node, effects: Effects) -> Slot:
-    """The pool at the end of a trail, under one reading of the operand; raises Miss where its places are not understood."""
+    """Return the paged cache at the end of a trail, under one reading of the operand; raises Miss where its indices are not understood."""
     root, gather, columns = way.base, taken.node, reading.columns
     if not effects.writes.get(root):
         raise Miss(
@@ -86,12 +86,12 @@ def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes,
 
 
 def _of_a_row(write: Write, batch: int) -> Write:
-    """The write with the number of tokens of one row, where all rows have as many."""
+    """Return the write with the number of tokens of one row, where all rows have as many."""
     return write if write.count % batch else replace(write, count=write.count // batch)
 
 
 def _anywhere(taken: Gathered) -> Coords:
-    """Coordinates in the source of a gather: where it is indexed, any; else those that pass through."""
+    """Return sample coordinates in the source of a gather: random where it is indexed, else those that pass through."""
     rng = np.random.default_rng(0)
     shape = sizes(taken.source)
     count = len(taken.indices[0].coords)
@@ -102,12 +102,12 @@ def _anywhere(taken: Gathered) -> Coords:
 
 
 def _batches(taken: Gathered, root: fx.Node) -> tuple[int, ...]:
-    """Numbers of batch rows that a flattened dim may hold."""
+    """Return the numbers of batch rows that a flattened dim may hold."""
     return (*(size for index in taken.indices for size in sizes(index.node)), *sizes(root))
 
 
 def _layout(there: Coords, base: tuple[int, ...], columns: Columns) -> Axes | None:
-    """Heads and channels of the pool's dims under one reading of the operand; all that varies beside them is places."""
+    """Return the labels of a paged cache's dims under one reading of the operand: heads, channels, and tokens in all that varies beside."""
     left = {role: columns[role] for role in ("K", "D")}
     labels: list[tuple[str, ...] | None] = [None] * len(base)
     select = []
@@ -135,7 +135,7 @@ def _layout(there: Coords, base: tuple[int, ...], columns: Columns) -> Axes | No
             labels[dim] = (waiting.pop(0),) if waiting else ()
             if not labels[dim]:
                 select.append((dim, 0))
-    return Axes(tuple(label or () for label in labels), tuple(select), pool=True)
+    return Axes(tuple(label or () for label in labels), tuple(select), paged=True)
 
 
 # --- which places ------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class _Roles:
 
 @dataclass(frozen=True)
 class _Search:
-    """One gather, under one reading of the operand's dims."""
+    """Searches for the indices of one gather, under one reading of the operand's dims."""
 
     taken: Gathered
     columns: Columns
@@ -162,7 +162,7 @@ class _Search:
     """Whether the number of gathered tokens is a plain int."""
 
     def places(self, form: Linearity) -> Places:
-        """The places that every token of every row is read from; raises Miss where they are no sum of indices."""
+        """Return the slots that every token of every row is read from; raises Miss where they are no sum of indices."""
         shape = sizes(self.taken.source)
         picked = []
         for index in self.taken.indices:
@@ -185,7 +185,7 @@ class _Search:
         raise Miss(f"the attention reads dim {dim} of what it gathers from in an order of its own", self.gather, advice=ONE_TABLE)
 
     def _index(self, index: Index) -> _Roles:
-        """An index tensor, or what it is a view of as long as that holds the same values, with dims that are understood."""
+        """Return an index tensor, or a tensor of the same values that it is a view of, with dims that are understood."""
         node, coords = index.node, index.coords
         while True:
             if (found := self._roles(node, coords)) is not None:
@@ -213,7 +213,7 @@ class _Search:
         return _Roles(node, tuple(roles), every)
 
     def _role(self, column: np.ndarray, size: int) -> tuple[str, int] | None:
-        """(role, tokens an entry stands for) of one dim of an index tensor."""
+        """Return (role, tokens an entry stands for) of one dim of an index tensor."""
         (token, tokens), (row, rows) = self.columns["T"], self.columns["B"]
         if size == 1:
             return "", 1
@@ -234,7 +234,7 @@ class _Search:
         return None
 
     def _blocks(self, size: int, rows: int, tokens: int) -> set[int]:
-        """How many tokens a block may hold: constants alone, which stay what they are when the table grows."""
+        """Return how many tokens a block may hold: constants alone, which stay the same when the table grows."""
         known = set(sizes(self.taken.source))
         if self.fixed:
             known |= {-(-tokens // size), -(-tokens // max(size // rows, 1))}

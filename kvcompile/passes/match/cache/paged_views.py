@@ -1,4 +1,4 @@
-"""Views of a pool: a place is a number, and an index into a view of the pool has a weight in it."""
+"""Views of a paged cache: the number of a slot is a sum, in which an index into a view of the cache has a weight."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ IN_ORDER = "gather from the pool itself, or from a view that flattens its blocks
 
 @dataclass(frozen=True)
 class Linearity:
-    """The place of an element of a view: ``first`` plus ``weights`` times its coordinates."""
+    """The slot of an element of a view: ``first`` plus ``weights`` times its coordinates."""
 
     weights: tuple[int, ...]
     first: int
 
 
 def follow(node: fx.Node, coords: Coords, root: fx.Node) -> tuple[Coords, tuple[fx.Node, ...]] | None:
-    """(coordinates in ``root``, the nodes on the way) of elements of a view of it; None where values are made in between."""
+    """Return (coordinates in ``root``, the nodes on the way) of elements of a view of it; None where values are made in between."""
     path = []
     while node is not root:
         moved = step(node, coords)
@@ -35,7 +35,7 @@ def follow(node: fx.Node, coords: Coords, root: fx.Node) -> tuple[Coords, tuple[
 
 
 def place_of(coords: Coords, shape: tuple[int, ...], axes: Axes) -> np.ndarray:
-    """The numbers of the places of elements of a pool."""
+    """Return the slot numbers of elements of a paged cache."""
     place = np.zeros(len(coords), dtype=np.int64)
     for dim in axes.token_dims:
         place = place * shape[dim] + coords[:, dim]
@@ -43,7 +43,7 @@ def place_of(coords: Coords, shape: tuple[int, ...], axes: Axes) -> np.ndarray:
 
 
 def linear(view: fx.Node, root: fx.Node, axes: Axes, otherwise: str) -> Linearity:
-    """How an index into a view of a pool names a place; raises a Miss that says ``otherwise`` where places are not counted in order."""
+    """Return how an index into a view of a paged cache names a slot; raises a Miss that says ``otherwise`` where it counts no slots."""
     shape = sizes(view)
     units = np.concatenate([np.zeros((1, len(shape)), dtype=np.int64), np.diag([int(size > 1) for size in shape])])
     samples = sample(shape)

@@ -1,4 +1,4 @@
-"""How a pool is written: the place of every token that a write puts there, and which dim of what is written is what."""
+"""Writes to paged caches: the slot mapping of the written tokens, and the role of every dim of the written values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHER_ORDER = "the write goes through a view whose places lie in another order t
 
 
 def pool_write(node: fx.Node, root: fx.Node, axes: Axes, heads: int) -> Write | None:
-    """Read an in-place node's write to a pool, None where it is another part of the tensor; raises Miss where it is no known write."""
+    """Read an in-place node's write to a paged cache, None where it writes another part; raises Miss where it is no known write."""
     name = op_name(node)
     if name not in IN_PLACE or name == "copy_":
         raise Miss(f"the pool that attention gathers from is written by {name}, which is no known write of places", node, advice=FORMS)
@@ -50,7 +50,7 @@ def pool_write(node: fx.Node, root: fx.Node, axes: Axes, heads: int) -> Write | 
 
 
 def _scattered(node: fx.Node, dest: fx.Node, index: fx.Node, values: fx.Node | None, dim: int) -> fx.Node:
-    """The positions [n] along ``dim`` that a scatter's index is a broadcast of; raises Miss where it is none."""
+    """Return the positions [n] along ``dim`` that a scatter's index is a broadcast of; raises Miss for any other index."""
     if bind(node).get("reduce") or not is_tensor(values):
         raise Miss("a scatter that reduces, or writes one number", node, advice=FORMS)
     whole = all(have == want for at, (have, want) in enumerate(zip(sizes(index), sizes(dest), strict=True)) if at != dim)
@@ -63,7 +63,7 @@ def _scattered(node: fx.Node, dest: fx.Node, index: fx.Node, values: fx.Node | N
 
 @dataclass(frozen=True)
 class _Form:
-    """One write to ``dest``, a view of the pool ``root``, whose dims are to be read."""
+    """One write to ``dest``, a view of the paged cache ``root``, whose dims are to be read."""
 
     node: fx.Node
     root: fx.Node
@@ -81,7 +81,7 @@ class _Form:
 
     @functools.cached_property
     def sizes(self) -> tuple[Any, ...]:
-        """The sizes of what is written, ints or SymInts."""
+        """Return the sizes of the written values, ints or SymInts."""
         full = value_of(self.dest).shape
         return tuple(full[dim] if dim is not None else self._along(at - self.form.first) for at, dim in enumerate(self.form.dims))
 
@@ -91,7 +91,7 @@ class _Form:
         return tuple(hint(size) for size in self.sizes)
 
     def _along(self, dim: int) -> Any:
-        """The size of a dim of the broadcast index tensors."""
+        """Return the size of a dim of the broadcast index tensors."""
         behind = len(self.form.shape) - dim
         for index in self.indices.values():
             shape = value_of(index).shape
@@ -100,7 +100,7 @@ class _Form:
         return self.form.shape[dim]
 
     def write(self) -> Write | None:
-        """The write, None where it goes to another part of the tensor."""
+        """Return the write, None where it goes to another part of the tensor."""
         here = sample(self.shape)
         rng = np.random.default_rng(1)
         dest_shape = sizes(self.dest)
@@ -135,13 +135,13 @@ class _Form:
         return Write(idiom, self.node, self.root, self.values, (), self.axes.token_dim, Position(), count, places=places)
 
     def _roles(self, index: fx.Node, dims: tuple[str, ...]) -> tuple[str, ...]:
-        """The letters of the dims of an index tensor: it is aligned with the last of the dims that indices make."""
+        """Return the letters of an index tensor's dims, which align with the last of the dims that indices make."""
         block = dims[self.form.first : self.form.first + len(self.form.shape)]
         mine = block[len(block) - len(sizes(index)) :]
         return tuple(role if size > 1 else "" for role, size in zip(mine, sizes(index), strict=True))
 
     def _dims(self, here: Coords, there: Coords, weights: tuple[int, ...]) -> tuple[tuple[str, ...], dict[int, tuple[int, int]]]:
-        """(the role of every dim of what is written, the dims of which the slot is one index: their root dim and that index)."""
+        """Return (the role of every written dim, the dims of which the cache slot is one index: their root dim and that index)."""
         head, channel, channels = self._columns(there)
         chosen = dict(self.axes.select)
         roles: list[str] = []
@@ -170,7 +170,7 @@ class _Form:
         return tuple(roles), select
 
     def _columns(self, there: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """(head, channel) of every sampled element, and how many channels there are."""
+        """Return (head, channel) of every sampled element, and how many channels there are."""
         shape, labels = sizes(self.root), self.axes.labels
         zero = np.zeros(len(there), dtype=np.int64)
         if ("K", "D") in labels:

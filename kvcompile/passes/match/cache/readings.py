@@ -15,7 +15,7 @@ Columns = dict[str, tuple[np.ndarray, int]]
 
 @dataclass(frozen=True)
 class Read:
-    """The end of a trail: a tensor with a role and a size for every dim, of which ``trail.here`` are samples."""
+    """An attention operand to be read: its node, with a role and a size for every dim."""
 
     operand: fx.Node
     roles: tuple[str, ...]
@@ -23,7 +23,7 @@ class Read:
 
 
 def columns_of(trail: Trail, roles: tuple[str, ...], shape: tuple[int, ...]) -> Columns:
-    """The sampled column and the size of each role of the operand; flattened BH is split later."""
+    """Return the sampled column and the size of each role of the operand; flattened BH is split later."""
     return {role: (trail.here[:, dim], shape[dim]) for dim, role in enumerate(roles) if role}
 
 
@@ -36,7 +36,7 @@ class Reading:
 
 
 def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
-    """Every way to read batch and kv head off the operand's dims: H over all divisors, BH over all batch sizes."""
+    """Give every way to read batch and kv head off the operand's dims: H over all divisors, BH over all batch sizes."""
     rest = {role: value for role, value in columns.items() if role in {"T", "D", "B", "K"}}
     zero = np.zeros(len(next(iter(columns.values()))[0]), dtype=np.int64)
     flat = next((role for role in columns if len(role) > 1), None)
@@ -61,7 +61,7 @@ def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
 
 
 def _grouped(rest: Columns, head: np.ndarray, heads: int) -> list[Reading]:
-    """Query head to kv head, over all divisors: repeated (h // G) first, then tiled (h % K)."""
+    """Give the ways to map query heads to kv heads, over all divisors: repeated (h // G) first, then tiled (h % K)."""
     counts = [kv for kv in range(heads, 0, -1) if heads % kv == 0]
     repeated = [Reading({**rest, "K": (head // (heads // kv), kv)}) for kv in counts]
     return repeated + [Reading({**rest, "K": (head % kv, kv)}, tiled=True) for kv in counts if 1 < kv < heads]

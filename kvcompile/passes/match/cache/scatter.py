@@ -16,7 +16,7 @@ ADVICE = "expand one position a token (or a row and token) to the values' shape,
 
 
 def scatter(node: fx.Node, root: fx.Node) -> Write:
-    """The write of a scatter node; raises Miss where its index is no broadcast of positions."""
+    """Return the write of a scatter node; raises Miss where its index is no broadcast of positions."""
     arguments = bind(node)
     dest, index, values = arguments["self"], arguments["index"], arguments.get("src")
     if arguments.get("reduce") or not is_tensor(values):
@@ -37,7 +37,7 @@ def scatter(node: fx.Node, root: fx.Node) -> Write:
 
 
 def _positions(index: fx.Node, dim: int) -> tuple[fx.Node, tuple[str, ...], int | None]:
-    """(the positions that an index is a broadcast of, the roles of their dims, the index's dim of batch rows)."""
+    """Return (the positions that an index is a broadcast of, the roles of their dims, the index's dim of batch rows)."""
     trail = trace(index, lambda node: False)
     roles = []
     row = None

@@ -1,4 +1,4 @@
-"""Rings: caches that keep only their newest tokens (sliding windows), however that is spelled.
+"""Sliding windows: caches that keep only their newest tokens, however the program writes that.
 
 The runs of two lines (``token_runs``) say it all: what attention reads, and what the cache tensor holds, or what is
 returned in its place, when the graph is done. Both must be the last tokens of one line of past and new tokens.
@@ -38,7 +38,7 @@ class Window:
 
 
 def find(trail: Trail, roles: tuple[str, ...], operand: fx.Node, attention: fx.Node, effects: Effects) -> Window | None:
-    """The window that an operand traced to ``trail`` reads; None where it is none, raises Miss where it is nearly one."""
+    """Return the sliding window that an operand traced to ``trail`` reads, None for other caches; raises Miss where it is nearly one."""
     if "T" not in roles or op_name(trail.base) in UPDATES:
         return None
     token = roles.index("T")
@@ -107,7 +107,7 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
 
 @dataclass(frozen=True)
 class Kept:
-    """The runs that stay, the nodes on their way, and the most that slices say they keep."""
+    """The tokens that stay for the next call: their runs, the nodes on their way, and the most that slices say they keep."""
 
     runs: tuple[Run, ...]
     size: Any
@@ -116,7 +116,7 @@ class Kept:
 
 
 def _suffixes(path: tuple[fx.Node, ...]) -> bool:
-    """Whether all slices on the way take the last of what they cut, whatever the sizes."""
+    """Whether all slices of a path take the last elements of the dim that they cut, whatever its size."""
     for node in path:
         if op_name(node) in {"slice", "narrow"}:
             arguments, parent = bind(node), operand(node)
@@ -130,7 +130,7 @@ def _suffixes(path: tuple[fx.Node, ...]) -> bool:
 
 
 def _halves(line: tuple[Run, ...]) -> tuple[Run | None, Run | None]:
-    """(the run of a past that came in, the run of new tokens) of a line that is made of nothing else, else (None, None)."""
+    """Return (the run of a past that came in, the run of new tokens) of a line that is made of nothing else, else (None, None)."""
     if not line or len(line) > 2 or line[-1].source.op == "placeholder":
         return None, None
     if len(line) == 2 and line[0].source.op != "placeholder":
@@ -139,7 +139,7 @@ def _halves(line: tuple[Run, ...]) -> tuple[Run | None, Run | None]:
 
 
 def _kept(placeholder: fx.Node | None, new: Run, dim: int, effects: Effects) -> tuple[Kept | None, tuple[int, ...]]:
-    """Return what stays in the buffer that the past came from, or is returned: its runs, and the outputs that are it."""
+    """Return the tokens that stay in the buffer that the past came from, or that are returned, and the outputs that hold them."""
     end = len(effects.order)
     if placeholder is not None and effects.writes.get(placeholder):
         kept = _line(placeholder, dim, end, effects)
@@ -184,7 +184,7 @@ def _line(node: fx.Node, dim: int, time: int, effects: Effects) -> Kept | None:
 
 
 def _complete(line: tuple[Run, ...], size: Any, root: fx.Node) -> None:
-    """The new tokens end a line, and the past comes before all of them."""
+    """Raise Miss unless the new tokens end a line and the past comes before all of them."""
     if not same(line[-1].end, size):
         raise Miss("the window does not end with the newest token", root, advice=ADVICE)
     if len(line) == 2 and not same(line[-1].start if line[-1].base is None else line[-1].base, 0):
@@ -192,7 +192,7 @@ def _complete(line: tuple[Run, ...], size: Any, root: fx.Node) -> None:
 
 
 def _unchanged(values: fx.Node, effects: Effects) -> None:
-    """New tokens are the same wherever they are read."""
+    """Raise Miss where new tokens are written to between two reads of them."""
     for items in effects.writes.values():
         for write in items:
             late = effects.order[write] > effects.order[values]
@@ -203,7 +203,7 @@ def _unchanged(values: fx.Node, effects: Effects) -> None:
 def _slots(
     in_place: bool, placeholder: fx.Node | None, dim: int, seen: Any, keep: Any, cap: int | None, size: Any, grows: bool
 ) -> int:
-    """How many slots hold what a step of one token reads and what stays, the same in every graph of this cache."""
+    """Return how many slots a window needs for the tokens that a step reads and keeps, the same number in every graph of its cache."""
     room = value_of(placeholder).shape[dim] if in_place and placeholder is not None else None
     most = room if room is not None else cap if cap is not None else keep
     if not isinstance(most, int):
@@ -217,7 +217,7 @@ def _slots(
 
 
 def _write(values: fx.Node, dim: int, root: fx.Node, chain: tuple[fx.Node, ...], effects: Effects) -> Write:
-    """The write of all new tokens, ahead of whoever uses them first."""
+    """Return the write of all new tokens, ahead of their first user."""
     anchor = min(values.users, key=effects.order.__getitem__)
     rank = len(sizes(root))
     steps = dict.fromkeys(op_name(node) for node in chain if op_name(node) in CONCATENATIONS | {"roll", "copy_"})
@@ -228,7 +228,7 @@ def _write(values: fx.Node, dim: int, root: fx.Node, chain: tuple[fx.Node, ...],
 
 
 def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
-    """Attention over new tokens of which the last ones are copied over a whole buffer."""
+    """Return the window of an attention over new tokens alone, the last of which are copied over a whole buffer."""
     sources = frozenset({*trail.path, trail.base})
     for root, writes in effects.writes.items():
         if same_memory(root, trail.base) or not any(op_name(write) == "copy_" for write in writes):

@@ -1,4 +1,4 @@
-"""From an attention operand back to the cache slot it reads: root tensor, layout, write.
+"""Cache slots: trace an attention operand back to the cache tensor that it reads, its layout and its write.
 
 The operand's sampled coordinates arrive at the root; which root dim carries which role is read off them.
 Nothing is assumed about the order of the dims, about a combined K/V tensor or about how heads repeat.
@@ -15,8 +15,7 @@ from kvcompile.passes.graph.effects import Effects, same_memory, written_argumen
 from kvcompile.passes.graph.operators import CONCATENATIONS, MAKERS, UPDATES
 from kvcompile.passes.graph.pullback import Trail, factor, step, trace
 from kvcompile.passes.graph.shapes import op_name, sizes
-from kvcompile.passes.match.cache import paged as tables
-from kvcompile.passes.match.cache import sliding as rings
+from kvcompile.passes.match.cache import paged, sliding
 from kvcompile.passes.match.cache.advice import no_plain_view
 from kvcompile.passes.match.cache.functional import copied_back, update
 from kvcompile.passes.match.cache.one_write import one_write
@@ -28,7 +27,7 @@ PAIRS = (("K", "D"), ("B", "K"))
 
 
 class NoCache(Exception):
-    """The operand is no cache at all: an attention over fresh values, which nobody asked to compress; ``base`` is what it is a view of."""
+    """Raised where an operand is no cache at all: attention over fresh values, which nobody asked to compress; ``base`` is their tensor."""
 
     def __init__(self, base: fx.Node) -> None:
         super().__init__(base.name)
@@ -61,7 +60,7 @@ def _resume(node: fx.Node, trail: Trail) -> Trail:
 
 
 def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) -> Axes | None:
-    """The labels of the root's dims under one reading of the operand's dims; None where they do not fit."""
+    """Return the labels of the root's dims under one reading of the operand's dims; None where they do not fit."""
     labels: list[tuple[str, ...] | None] = [None] * len(base)
     left = dict(roles)
     token = left.pop("T")[0]
@@ -113,7 +112,7 @@ def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) 
 
 
 def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ...], int, int] | None:
-    """(roles, first entry, how many) where a dim holds heads or channels, or both, beside others: keys and values in one dim."""
+    """Return (roles, first entry, how many) of a dim that holds heads or channels, or both, beside others: keys and values in one dim."""
     candidates: list[tuple[tuple[str, ...], np.ndarray, int]] = [((role,), *left[role]) for role in ("K", "D") if role in left]
     if {"K", "D"} <= left.keys():
         (heads, outer), (channels, inner) = left["K"], left["D"]
@@ -126,7 +125,7 @@ def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ..
 
 
 def axes_of(trail: Trail, read: Read, token_dim: int) -> tuple[Axes, int, bool]:
-    """The root's layout, its number of kv heads and whether they are tiled; raises Miss where the operand is no plain view of the cache."""
+    """Return the root's layout, its kv heads and whether they are tiled; raises Miss where the operand is no plain view of the cache."""
     base = sizes(trail.base)
     columns = columns_of(trail, read.roles, read.shape)
     for reading in candidates(columns, base):
@@ -141,30 +140,30 @@ def _write(node: fx.Node, root: fx.Node) -> Write:
 
 
 def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> Slot:
-    """The slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it."""
+    """Return the slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it."""
     return at(_through_writes(operand), Read(operand, roles, sizes(operand)), attention, effects)
 
 
 def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
-    """The slot at the end of a trail, a window of the newest tokens or all of them; raises Miss, or NoCache where there is none."""
+    """Return the slot at the end of a trail, in any form of cache; raises Miss, or NoCache where there is none."""
     if "T" not in read.roles:
         raise Miss(
             "what the attention's weights are multiplied with has no dim of cached tokens (the weights are mixed over heads, say)",
             read.operand, advice="multiply the weights with the cached values, and mix what comes of it",
         )
-    window = rings.find(trail, read.roles, read.operand, attention, effects)
+    window = sliding.find(trail, read.roles, read.operand, attention, effects)
     if window is not None:
         axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
         slot = _slot(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
         return replace(slot, ring=window.ring)
-    gathered = tables.find(trail, read, attention, effects)
+    gathered = paged.find(trail, read, attention, effects)
     if gathered is not None:
         return replace(gathered, outputs=_returned(gathered.root, effects, itself=True))
     return behind(trail, read, attention, effects)
 
 
 def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
-    """The slot at the end of a trail that keeps every token; raises Miss, or NoCache where the trail ends at no cache."""
+    """Return the slot of a linear cache at the end of a trail; raises Miss, or NoCache where the trail ends at no cache."""
     root = trail.base
     if op_name(root) in CONCATENATIONS:
         return _concatenated(root, trail, read, effects)
@@ -187,7 +186,7 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
 
 
 def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot | None:
-    """A past that is read as it came in, and returned with the new tokens behind it: they are read in the next call."""
+    """Return the slot of a past that is read as it came in, and returned with the new tokens behind it: the next call reads them."""
     for node in past.users:
         if op_name(node) not in CONCATENATIONS:
             continue
@@ -200,7 +199,7 @@ def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> S
 
 
 def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
-    """A cache that another call fills and this one reads, as the keys and values of what is attended across to."""
+    """Return the slot of a cache that another call fills and this one only reads, as in cross-attention."""
     tokens, count = trail.here[:, read.roles.index("T")], read.shape[read.roles.index("T")]
     dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
     if not dims:
@@ -214,7 +213,7 @@ def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
 
 
 def _returned(root: fx.Node, effects: Effects, itself: bool = False) -> tuple[int, ...]:
-    """The results of the graph that are the root element by element: itself, or copies of it, but no transposed or partial views.
+    """Return the graph's results that are the root element by element: itself, or copies of it, but no transposed or partial views.
 
     With ``itself`` no copies: what is given back is the memory that came in (``index_copy_``'s result, a cast to its own dtype).
     """
@@ -228,7 +227,7 @@ def _returned(root: fx.Node, effects: Effects, itself: bool = False) -> tuple[in
 
 
 def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
-    """A cache that is updated out of place and given back to the caller."""
+    """Return the slot of a cache that is updated out of place and returned to the caller."""
     found = update(root)
     assert found is not None
     past, write = found

@@ -1,4 +1,4 @@
-"""Lines: where the tokens along one dim of a tensor come from, as runs of other tensors' tokens, in order.
+"""Runs of tokens: which tensors the tokens along one dim of a tensor come from, as runs of their tokens, in order.
 
 A sliding window is spelled with cat and slice, with roll and a write at the end, with a copy back into the
 buffer; what it means is a sequence of runs: some tokens of the past, then the new ones. Writes into views
@@ -67,7 +67,7 @@ class Lines:
         ]
 
     def of(self, node: fx.Node, time: int) -> tuple[Run, ...]:
-        """The runs of a tensor as a reader at ``time`` sees it; raises Unknown."""
+        """Return the runs of a tensor as a reader at ``time`` sees it; raises Unknown."""
         return _joined(self._of(node, time))
 
     def _of(self, node: fx.Node, time: int) -> list[Run]:
@@ -137,7 +137,7 @@ class Lines:
         return _cut(line, start, start + count)
 
     def _range(self, node: fx.Node) -> tuple[Any, Any] | None:
-        """(start, count) of a slice along the dim, None for one that takes all of another dim."""
+        """Return (start, count) of a slice along the dim, None for one that takes all of another dim."""
         arguments, parent = bind(node), node.args[0]
         dim = int(arguments["dim"]) % len(sizes(node))
         if arguments.get("step") not in {1, None}:
@@ -155,7 +155,7 @@ class Lines:
         return plain(start), count
 
     def _written(self, node: fx.Node, line: list[Run], time: int) -> list[Run]:
-        """A tensor of its own memory after the writes into it that come before ``time``."""
+        """Return the runs of a tensor that owns its memory, after the writes into it that come before ``time``."""
         order = self.effects.order
         later = [(order[write], write, target) for write, target in self.writes if same_memory(target, node)]
         for at, write, target in sorted(later, key=lambda item: item[0]):
@@ -191,7 +191,7 @@ class Lines:
         return _cut(line, 0, start) + written + _cut(line, start + count, self._size(node))
 
     def _place(self, target: fx.Node, node: fx.Node) -> tuple[Any, Any]:
-        """The range of ``node``'s dim that a view of it is; raises Unknown where it is no such view."""
+        """Return the range of ``node``'s dim that a view of it covers; raises Unknown where it is no such view."""
         if value_of(target).dim() <= self.dim:
             raise Unknown
         start, count = 0, self._size(target)
@@ -209,7 +209,7 @@ class Lines:
         return start, count
 
     def _indexed(self, index: fx.Node, start: Any, count: Any) -> tuple[Any, Any]:
-        """The range that an index tensor of consecutive constants names inside (start, count)."""
+        """Return the range that an index tensor of consecutive constants names inside (start, count)."""
         if not is_tensor(index) or value_of(index).dim() != 1 or value_of(index).dtype == torch.bool:
             raise Unknown
         length = value_of(index).shape[0]
@@ -220,7 +220,7 @@ class Lines:
 
 
 def _first(index: fx.Node) -> Any:
-    """The first of the consecutive integers that an index tensor holds, None where it is no such tensor."""
+    """Return the first of the consecutive integers that an index tensor holds, None where it is no such tensor."""
     name = op_name(index)
     if name == "arange":
         arguments = bind(index)
@@ -238,7 +238,7 @@ def _first(index: fx.Node) -> Any:
 
 
 def _number(item: Any) -> Any:
-    """A plain or symbolic int from an argument."""
+    """Return an argument as a plain or symbolic int."""
     if isinstance(item, fx.Node):
         item = value_of(item)
     if not isinstance(item, (int, torch.SymInt)) or isinstance(item, bool):
@@ -247,7 +247,7 @@ def _number(item: Any) -> Any:
 
 
 def _cut(line: list[Run], start: Any, end: Any) -> list[Run]:
-    """The runs between two positions of a line; raises Unknown where symbolic sizes leave open which they are."""
+    """Return the runs between two positions of a line; raises Unknown where symbolic sizes leave open which they are."""
     found: list[Run] = []
     at: Any = 0
     if len(line) == 2 and not at_most(start, line[0].count) and not at_most(line[0].count, start):
@@ -265,7 +265,7 @@ def _cut(line: list[Run], start: Any, end: Any) -> list[Run]:
 
 
 def _loose(line: list[Run], start: Any, end: Any) -> list[Run]:
-    """The last tokens of two runs, where it is open in which of them they begin."""
+    """Return the last tokens of two runs, where it is open in which of them they begin."""
     first, second = line
     if not (same(end, first.count + second.count) and at_most(0, start) and at_most(start, end)):
         raise Unknown
@@ -277,7 +277,7 @@ def _loose(line: list[Run], start: Any, end: Any) -> list[Run]:
 
 
 def plain(size: Any) -> Any:
-    """A symbolic size without symbols as an int; any other as it is."""
+    """Return a symbolic size without symbols as an int; any other as it is."""
     return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
 
 
@@ -292,7 +292,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _joined(line: list[Run]) -> tuple[Run, ...]:
-    """Neighboring runs of one source that go on where the other ends, as one."""
+    """Join neighboring runs of one source where one goes on where the other ends."""
     found: list[Run] = []
     for run in line:
         if found and found[-1].source is run.source and same(found[-1].end, run.start):

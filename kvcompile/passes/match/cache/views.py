@@ -1,4 +1,4 @@
-"""Where a write goes: the view of the cache that it writes to, as dims of the cache, selected indices and ranges."""
+"""Views that are written to: the part of the cache that a view covers, as dims of the cache, selected indices and ranges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN = "write through the cache tensor itself, or a select, narrow or transpose
 
 
 def along(dest: fx.Node, root: fx.Node) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """dest's dims -> root's dims, root dims fixed to one index, and root dims' constant offsets."""
+    """Return a view's dims as the root's, the root dims fixed to one index, and the root dims' constant offsets."""
     trail = trace(dest, lambda node: node is root)
     if trail.base is not root:
         raise Miss("the write goes through a view that cannot be followed to the cache tensor", dest, advice=PLAIN)
@@ -53,7 +53,7 @@ class Region:
     bounds: dict[int, tuple[int, int]]
 
     def inside(self, coords: Coords) -> np.ndarray:
-        """Which elements of the tensor lie in the region."""
+        """Return which elements of the tensor lie in the region."""
         found = np.ones(len(coords), dtype=bool)
         for dim, (first, count) in self.bounds.items():
             found &= (coords[:, dim] >= first) & (coords[:, dim] < first + count)
@@ -65,7 +65,7 @@ class Region:
         return all(low[dim] < first + count and high[dim] >= first for dim, (first, count) in self.bounds.items())
 
     def source(self, coords: Coords, shape: tuple[int, ...]) -> Coords:
-        """Elements of what was written, of ``shape`` broadcast to the view, for elements of the tensor."""
+        """Return the elements of the written values, of ``shape`` broadcast to the view, for elements of the tensor."""
         dest = np.stack([coords[:, dim] - self.bounds[dim][0] for _, dim in sorted(self.dims.items())], axis=1)
         kept = dest[:, dest.shape[1] - len(shape) :].copy()
         kept[:, [dim for dim, size in enumerate(shape) if size == 1]] = 0
@@ -73,7 +73,7 @@ class Region:
 
 
 def region(dest: fx.Node, root: fx.Node) -> Region:
-    """Which part of ``root`` a view of it is; raises Miss where that is no block."""
+    """Return the part of ``root`` that a view of it covers; raises Miss where that is no block."""
     dims, fixed, offsets = along(dest, root)
     bounds = {dim: (offsets[dim], sizes(dest)[d]) for d, dim in dims.items()}
     return Region(dims, {**bounds, **{dim: (index, 1) for dim, index in fixed.items()}})
@@ -97,7 +97,7 @@ def _shifted(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _selected(dest: fx.Node, root: fx.Node) -> set[int]:
-    """Root dims that a ``select`` or ``unbind`` between root and dest removed: they are never a dim of dest."""
+    """Return the root dims that a ``select`` or ``unbind`` between root and dest removed: they are never a dim of dest."""
     chain = []
     node = dest
     while node is not root:
@@ -122,7 +122,7 @@ def _selected(dest: fx.Node, root: fx.Node) -> set[int]:
 
 
 def slices(dest: fx.Node, root: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The slice nodes between root and dest that take part of a dim, with the root's dim each cuts."""
+    """Return the slice nodes between root and dest that take part of a dim, with the root's dim each cuts."""
     found = []
     node = dest
     while node is not root:

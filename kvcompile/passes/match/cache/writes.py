@@ -1,4 +1,4 @@
-"""How a cache is written: index_copy_, index_put_, copy_ into a view, concatenation. One recogniser each.
+"""Writes to a cache: index_copy_, index_put_, copy_ into a view, concatenation, with one recogniser each.
 
 A recogniser answers a ``Write`` or raises ``Miss``; where the destination is itself a view of the cache
 (``cache[0].index_copy_``, ``narrow().copy_()``) the pull-back of its coordinates says which dims of the
@@ -32,7 +32,7 @@ def _plain(idiom: str, node: fx.Node, root: fx.Node, dest: fx.Node, dim: int, va
 
 
 def index_copy(node: fx.Node, root: fx.Node) -> Write:
-    """``cache.index_copy_(dim, index, values)``."""
+    """Read the write of ``cache.index_copy_(dim, index, values)``."""
     arguments = bind(node)
     dest, dim = arguments["self"], int(arguments["dim"])
     if not sizes(arguments["index"]):
@@ -43,7 +43,7 @@ def index_copy(node: fx.Node, root: fx.Node) -> Write:
 
 
 def index_put(node: fx.Node, root: fx.Node) -> Write:
-    """``cache[:, :, pos] = values`` and ``cache[rows, :, pos] = values`` with per-row positions."""
+    """Read the write of ``cache[:, :, pos] = values``, or ``cache[rows, :, pos] = values`` with per-row positions."""
     arguments = bind(node)
     if arguments.get("accumulate"):
         raise Miss("the write accumulates into the cache", node, advice="write the new tokens, without accumulate=True")
@@ -85,7 +85,7 @@ def index_put(node: fx.Node, root: fx.Node) -> Write:
 
 
 def _all_rows(node: fx.Node, root: fx.Node, dest: fx.Node, values: fx.Node, used: list[int], index: fx.Node) -> Write:
-    """``cache[rows[:, None], :, pos]`` with one ``pos`` [S] for all rows."""
+    """Read the write of ``cache[rows[:, None], :, pos]`` with one ``pos`` [S] for all rows."""
     dims, fixed, offsets = along(dest, root)
     whole(dest, root, dims, offsets, dims[used[1]])
     rest = [dim for dim in range(len(sizes(dest))) if dim not in used]
@@ -105,7 +105,7 @@ def is_row_index(node: fx.Node, rows: int) -> bool:
 
 
 def view_copy(node: fx.Node, root: fx.Node) -> Write:
-    """``cache[:, :, s:s + n] = values`` and ``cache.narrow(1, s, n).copy_(values)``."""
+    """Read the write of ``cache[:, :, s:s + n] = values`` or ``cache.narrow(1, s, n).copy_(values)``."""
     arguments = bind(node)
     dest, values = arguments["self"], arguments["src"]
     dims, fixed, offsets = along(dest, root)
@@ -135,7 +135,7 @@ RECOGNISERS: dict[Kind, Callable[[fx.Node, fx.Node], Write]] = {
 
 
 def in_place(node: fx.Node, root: fx.Node) -> Write:
-    """The write that an in-place node does on ``root``; raises Miss where it is none that is known."""
+    """Return the write that an in-place node does on ``root``; raises Miss where it is none that is known."""
     name = op_name(node)
     if name not in IN_PLACE:
         raise Miss(
@@ -146,7 +146,7 @@ def in_place(node: fx.Node, root: fx.Node) -> Write:
 
 
 def concatenation(node: fx.Node) -> tuple[fx.Node | None, Write]:
-    """``torch.cat([past, new], dim)``: the past (None where it is empty) and the write; root is the cat itself."""
+    """Read ``torch.cat([past, new], dim)``: return the past (None where it is empty) and the write, whose root is the cat itself."""
     arguments = bind(node)
     operands = list(arguments["tensors"])
     filled = [operand for operand in operands if 0 not in sizes(operand)]

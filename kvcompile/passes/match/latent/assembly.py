@@ -28,7 +28,7 @@ from kvcompile.passes.match.cache.views import region
 from kvcompile.passes.match.latent.between import between, is_cached, is_scratch
 from kvcompile.passes.match.latent.projections import sides
 from kvcompile.passes.match.latent.weights import projection
-from kvcompile.passes.match.sites import Assembly, Attention, Miss, Slot, SlotKind, Stripe
+from kvcompile.passes.match.sites import Assembly, Attention, Miss, Slot, Stripe
 from kvcompile.passes.match.unmatched import cache_behind
 
 WHOLE_RUNS = "join whole runs of channels with torch.cat, or copy them into slices of a fresh tensor"
@@ -266,7 +266,7 @@ def _slot(trail: Trail, run: _Run) -> tuple[Slot, int]:
             shape[run.channel_dim] = size
             break
     slot = _shared(replace(trail, here=run.with_channels(column)), tuple(shape), run)
-    if slot.kind is SlotKind.READ:
+    if not slot.kind.facts.written:
         raise slots.NoCache(trail.base)
     return slot, first
 

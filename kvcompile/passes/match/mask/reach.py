@@ -16,13 +16,13 @@ from kvcompile.passes.graph.pullback import STEPS
 from kvcompile.passes.graph.shapes import is_tensor, op_name, size_along, value_of
 from kvcompile.passes.match.cache.token_runs import at_most
 from kvcompile.passes.match.mask.masks import hiding
-from kvcompile.passes.match.sites import LimitKind, Site, SlotKind
+from kvcompile.passes.match.sites import LimitKind, Site
 
 
 def reach(site: Site) -> Any:
     """How many tokens a buffer's attention may read whatever was written, int or symbolic; 0 where its mask says no more than that."""
     bounds, attention, slot = site.bounds, site.attention, site.key
-    if slot.kind not in {SlotKind.BUFFER, SlotKind.BORN_BUFFER, SlotKind.READ, SlotKind.UPDATED} or slot.table is not None:
+    if slot.kind.facts.grows or slot.table is not None:
         return 0
     if bounds.hi.kind is LimitKind.CONST:
         return bounds.hi.offset + 1 + sum(coefficient * value_of(node) for node, coefficient in bounds.hi.symbols)

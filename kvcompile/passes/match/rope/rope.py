@@ -22,7 +22,7 @@ from kvcompile.passes.graph.pullback import Coords, broadcast, join_parts, step
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes
 from kvcompile.passes.match.rope.angle_reader import Reader, changed, spread_of, with_ranges
 from kvcompile.passes.match.rope.angles import Angles, Part, Step
-from kvcompile.passes.match.sites import Miss, Slot, SlotKind
+from kvcompile.passes.match.sites import Miss, Slot
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _samples(slot: Slot) -> tuple[Coords, np.ndarray, int]:
 
 def recognise(slot: Slot, effects: Effects) -> Rotation:
     """The rotation of what is written into a slot; raises Miss where there is none that is understood."""
-    if slot.kind is SlotKind.READ:
+    if not slot.kind.facts.written:
         raise Miss("its keys come from another graph, and so does their rotation, if they have one", slot.root)
     coords, token, outer = _samples(slot)
     rows = np.arange(len(coords))

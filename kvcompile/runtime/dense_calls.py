@@ -1,4 +1,4 @@
-"""Adoption: which dense cache tensors can be taken over, and how many of their places are encoded.
+"""Dense calls: run a graph without its rewrite where one of its cache tensors has to stay dense.
 
 A store reads as zero where nothing was written. A dense tensor that arrives with anything else there (made of ones, by ``torch.empty``, or
 still holding an earlier request) would read back as something else, so that all of its places are encoded. A scheme with a window holds
@@ -7,7 +7,6 @@ tokens in their order only: there the cache stays dense, and so does one whose m
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,73 +17,62 @@ from kvcompile.errors import Unsupported
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import source_line
-from kvcompile.passes.match.sites import SlotKind
 from kvcompile.runtime import handle as handles
-from kvcompile.runtime.groups import Group
+from kvcompile.runtime.call import Call
+from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.order import Broken
 
 log = logging.getLogger(__name__)
 
-LEFT = "_kvcompile_left"
+STAYS_DENSE = "_kvcompile_stays_dense"
 """The attribute of a cache tensor that stays dense: the reason."""
 
 
-def whole(group: Group, tensor: torch.Tensor, kept: int) -> bool:
-    """Whether a dense tensor holds anything behind the ``kept`` tokens that are encoded of it. Waits for the device."""
-    ring = group.ring
-    if group.kind not in {SlotKind.BUFFER, SlotKind.UPDATED} or group.pool or kept >= tensor.shape[group.token_dim]:
-        return False
-    if ring is not None and (ring.refilled or ring.slots < tensor.shape[group.token_dim]):
-        return False
-    return bool(tensor.narrow(group.token_dim, kept, tensor.shape[group.token_dim] - kept).any())
-
-
-def left(group: Group, tensor: object, kept: Callable[[], int]) -> str:
-    """Why a cache tensor of a call stays dense, "" where it does not; ``kept``: how many of its tokens would be encoded."""
-    if group.kind not in {SlotKind.BUFFER, SlotKind.UPDATED} or not isinstance(tensor, torch.Tensor) or handles.is_handle(tensor):
+def stays_dense(form: CacheForm, call: Call) -> str:
+    """Say why a cache tensor of a call stays dense, "" where it does not."""
+    tensor = call.args[form.group.argument] if form.group.argument is not None else None
+    if not form.kind.filled or not isinstance(tensor, torch.Tensor) or handles.is_handle(tensor):
         return ""
-    if known := getattr(tensor, LEFT, ""):
+    if known := getattr(tensor, STAYS_DENSE, ""):
         return str(known)
-    if group.kind is SlotKind.BUFFER and not handles.can_take_over(tensor):
+    if form.kind.in_place and not handles.can_take_over(tensor):
         return "its memory is not its own: it is a view, a parameter, an array, or something else holds a view of it"
-    if any(item.plan.window for item in group.bindings) and whole(group, tensor, kept()):
+    if form.windowed and form.holds_more(tensor, form.prior(tensor, call)):
         why = "its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros"
-        setattr(tensor, LEFT, why)
+        setattr(tensor, STAYS_DENSE, why)
         return why
     return ""
 
 
-class Left:
-    """The graph as it was captured, for calls with a cache that stays dense; without a compiler for it such calls raise."""
+class DenseCalls:
+    """Runs the graph as it was captured, for calls with a cache that stays dense; without a compiler for it such calls raise."""
 
     def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None) -> None:
         self.compile_captured = compile_captured
         self.compiled: Callable[..., Any] | None = None
 
-    def results(
-        self, groups: Sequence[Group], args: tuple[Any, ...], prior: Callable[[Group], int], thawed: Mapping[int, str]
-    ) -> tuple[Any, ...] | None:
-        """The results of a call one of whose caches stays dense, with one warning; None where none does.
+    def results(self, forms: Sequence[CacheForm], call: Call, thawed: Mapping[int, str]) -> tuple[Any, ...] | None:
+        """Return the results of a call one of whose caches stays dense, with one warning; None where none does.
 
-        ``prior``: how many tokens of a dense cache were there before the call. ``thawed``: other arguments that the graph writes.
+        ``thawed``: other arguments that the graph writes.
         """
-        for group in groups if self.compile_captured is not None else ():
-            if group.argument is not None and (why := left(group, args[group.argument], functools.partial(prior, group))):
-                return self._run(groups, args, why, group.where, thawed)
+        for form in forms if self.compile_captured is not None else ():
+            if why := stays_dense(form, call):
+                return self._run(forms, call.args, why, form.group.where, thawed)
         return None
 
-    def out_of_order(self, groups: Sequence[Group], args: tuple[Any, ...], broken: Broken, thawed: Mapping[int, str]) -> tuple[Any, ...]:
-        """The results of a call that a window cannot serve: its caches become dense, and stay so where later calls were refused too."""
+    def out_of_order(self, forms: Sequence[CacheForm], args: tuple[Any, ...], broken: Broken, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+        """Return the results of a call that a window cannot serve: its caches become dense, and stay so if no later call can be served."""
         group = broken.group
-        results = self._run(groups, args, broken.why, group.where, thawed)
+        results = self._run(forms, args, broken.why, group.where, thawed)
         if broken.lost:
             kept = [args[group.argument]] if group.argument is not None else []
             for tensor in (*kept, *(results[index] for index in group.outputs)):
-                setattr(tensor, LEFT, broken.why)
+                setattr(tensor, STAYS_DENSE, broken.why)
         return results
 
-    def _run(self, groups: Sequence[Group], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
-        """The results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler for the graph."""
+    def _run(self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+        """Return the results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler."""
         if self.compile_captured is None:
             raise Unsupported(
                 expected="a call that a compressed cache can serve, as strict=True demands", found=why, where=where,
@@ -93,20 +81,20 @@ class Left:
         if self.compiled is None:
             log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
             self.compiled = self.compile_captured()
-        written = {group.argument: why for group in groups if group.argument is not None and group.kind is not SlotKind.READ}
+        written = {form.group.argument: why for form in forms if form.group.argument is not None and form.kind.written}
         compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
         return tuple(self.compiled(*handles.in_full(args, compressed, {**written, **thawed})))
 
 
-def say_whole(group: Group, tensor: Any) -> None:
-    """Warn that all places of a cache are encoded."""
+def warn_all_encoded(form: CacheForm, tensor: torch.Tensor) -> None:
+    """Warn that all places of a dense cache tensor are encoded, written or not."""
     log.warning(
         "the cache at %s arrives with values in places that were not written yet: all of its %d places are encoded; make it of zeros, and "
-        "it costs what is in use", group.where, tensor.shape[group.token_dim],
+        "it costs what is in use", form.group.where, tensor.shape[form.token_dim],
     )
 
 
-def written(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
+def written_handles(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
     """Return the indices of the compressed cache tensors among ``given`` that the graph writes, each with the reason to make it dense.
 
     An attention that stays dense would write into a decoded copy, and the tokens would be lost. ``effects`` is None where a graph could

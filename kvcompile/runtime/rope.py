@@ -1,10 +1,9 @@
-"""Rotary embeddings on the host: a store of keys as they are before RoPE turns them back and forth by its own positions.
+"""RoPE on the host: a store may hold keys as they are before RoPE, and applies or removes it by the positions of its own tokens.
 
-A key is stored so that the angles of its place in the store give the model's key again: turned back by those
-angles when it is written, turned by the same when it is read. Where a row's positions begin at 0 with its first
-token, what is stored is the key before RoPE; where they begin elsewhere it is that key turned by one angle for the
-whole row. Either way the model's key comes back whatever its position was, which a cache that arrives filled does not tell.
-What must hold is that the angles of a place never change: the constants behind them are watched.
+A key is stored so that the angles of its place in the store give the model's key again: RoPE with those angles is removed when the key is
+written, and applied when it is read. Where a row's positions begin at 0 with its first token, that is the key before RoPE; where they begin
+elsewhere it is that key rotated by one angle for the whole row. Either way the model's key comes back whatever its position was, which a
+cache that arrives filled does not tell. The angles of a place must never change: the constants behind them are watched.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from kvcompile.passes.match.rope.rope import Rotation
 
 
 @dataclass(frozen=True, eq=False)
-class Rotary:
-    """Angles with the constants that they are made of, as they were when first seen."""
+class Rope:
+    """The angles of a graph's RoPE, with a copy of the constants that they are computed from."""
 
     angles: Angles
     interleaved: bool
     constants: tuple[torch.Tensor, ...]
 
     def at(self, position: torch.Tensor) -> list[torch.Tensor]:
-        """Cosine and sine [1 or B, T, Dr] at positions [1 or B, T]."""
+        """Return cosine and sine, [1 or B, T, Dr] each, at positions [1 or B, T]."""
 
         def run(op: Callable[..., Any], *args: Any, **options: Any) -> Any:
             return op(*args, **options)
@@ -39,19 +38,19 @@ class Rotary:
         with torch.no_grad():
             return tables(self.angles, run, position, self.constants, [item.shape for item in self.constants], position.device)
 
-    def turned(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Stored keys as the model's."""
+    def rotated(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Return the model's keys from stored ones."""
         exact = torch.promote_types(x_BKTD.dtype, torch.float32)
         cos, sin = (table.to(exact) for table in self.at(position))
         return rotate(x_BKTD.to(exact), cos, sin, self.interleaved).to(x_BKTD.dtype)
 
-    def turned_back(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """The model's keys as they are stored."""
+    def unrotated(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Return the model's keys as they are stored, before RoPE."""
         cos, sin = self.at(position)
         return unrotate_body(x_BKTD, cos, sin, self.interleaved)
 
-    def same(self, other: Rotary, length: int, device: torch.device) -> bool:
-        """Whether another gives the same angles to the first ``length`` tokens."""
+    def same(self, other: Rope, length: int, device: torch.device) -> bool:
+        """Whether another RoPE gives the same angles to the first ``length`` tokens."""
         if self.angles == other.angles and self.interleaved == other.interleaved and _equal(self.constants, other.constants):
             return True
         position = torch.arange(length, device=device).unsqueeze(0)
@@ -62,8 +61,8 @@ def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool
     return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in zip(ours, theirs, strict=True))
 
 
-class RotaryReader:
-    """Where a graph's rotation finds its constants, and the rotary that it found there last."""
+class RopeReader:
+    """Reads the angles of a graph's RoPE from the constants among a call's arguments."""
 
     def __init__(self, captured: Captured, rotation: Rotation) -> None:
         self.rotation = rotation
@@ -71,7 +70,7 @@ class RotaryReader:
         self.arguments = [index.get(node) for node in rotation.constants]
         self.own = [getattr(captured.module, str(node.target)) if node.op == "get_attr" else None for node in rotation.constants]
         self.seen: tuple[tuple[torch.Tensor, int], ...] = ()
-        self.found: Rotary | None = None
+        self.found: Rope | None = None
 
     def unchanged(self, args: tuple[Any, ...]) -> bool:
         """Whether this call's constants are those of the last."""
@@ -80,17 +79,17 @@ class RotaryReader:
             for at, (tensor, version) in zip(self.arguments, self.seen, strict=True)
         )
 
-    def read(self, args: tuple[Any, ...]) -> Rotary:
-        """The rotary of this call; the same object as long as nothing changes."""
+    def read(self, args: tuple[Any, ...]) -> Rope:
+        """Return the angles of this call; the same object as long as nothing changes."""
         if self.found is None or not self.unchanged(args):
             given: list[Any] = [own if at is None else args[at] for at, own in zip(self.arguments, self.own, strict=True)]
             self.seen = tuple((tensor, _version(tensor)) for tensor in given)
-            # A copy: what is compared later is what the stored keys were turned with.
-            self.found = Rotary(self.rotation.angles, self.rotation.interleaved, tuple(tensor.detach().clone() for tensor in given))
+            # A copy: what is compared later are the angles that the stored keys were written with.
+            self.found = Rope(self.rotation.angles, self.rotation.interleaved, tuple(tensor.detach().clone() for tensor in given))
         return self.found
 
-    def check(self, held: Rotary | None, args: tuple[Any, ...], length: int, device: torch.device, where: str) -> Rotary:
-        """The rotary of this call, for a store that was written with ``held``; raises AnglesChanged where they differ."""
+    def check(self, held: Rope | None, args: tuple[Any, ...], length: int, device: torch.device, where: str) -> Rope:
+        """Return the angles of this call, for a store that was written with ``held``; raises AnglesChanged where they differ."""
         found = self.read(args)
         if held is not None and held is not found and length and not held.same(found, length, device):
             raise AnglesChanged(length=length, where=where)

@@ -1,0 +1,187 @@
+"""The form of a cache at run time: one cache tensor of a graph, and all that a call does with it on the host."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvcompile.errors import CacheFull, Unsupported
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.runtime import handle as handles
+from kvcompile.runtime.call import Call
+from kvcompile.runtime.codec import encode
+from kvcompile.runtime.dense_layout import tokens_of
+from kvcompile.runtime.groups import Group
+from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.steady import Row
+from kvcompile.runtime.token_slots import readdressed
+
+
+class CacheForm(abc.ABC):
+    """One cache tensor of a graph; a subclass knows where tokens lie in it, and so where a call begins and what it leaves."""
+
+    slots: int | None = None
+    """The number of slots that tokens of a sliding window go around in; None where every position has its own."""
+    rolls: bool = False
+    """Whether attention reads tokens of earlier calls even where the host counts none."""
+
+    ordered: bool = False
+    """Whether a window of exact tokens takes this cache's tokens in their order only."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.kind = group, group.kind.facts
+        slot = group.first.plan.slot
+        self.axes, self.write, self.token_dim = slot.axes, slot.write, slot.axes.token_dim
+        self.end = group.first.plan.end
+        self.windowed = any(item.plan.window for item in group.bindings)
+
+    # --- sizes -----------------------------------------------------------------------------------
+
+    def capacity(self, call: Call) -> int:
+        """Count the places for tokens in the cache tensor."""
+        shape = value_of(self.group.root).shape
+        return math.prod(call.read(shape[dim]) for dim in self.axes.token_dims)
+
+    def reach(self, call: Call) -> int:
+        """Count the tokens that attention reads whatever was written."""
+        return max(call.read(size) for size in self.group.reach)
+
+    def count(self, call: Call) -> int:
+        """Count the tokens that a call may write."""
+        return call.read(self.write.count)
+
+    def batch(self, shape: Any) -> Any:
+        """Return the batch rows of a cache tensor of ``shape``."""
+        return shape[self.axes.labels.index(("B",))] if ("B",) in self.axes.labels else 1
+
+    def length(self, state: CacheState, call: Call) -> int:
+        """Count the tokens of a call's cache tensor: an older tensor of a state that has gone on since holds fewer."""
+        tensor = call.args[self.group.argument] if self.group.argument is not None else None
+        return tensor._length if handles.is_handle(tensor) else state.length
+
+    # --- adopting a dense cache ------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def prior(self, tensor: torch.Tensor, call: Call) -> int:
+        """Count the tokens that a dense cache tensor holds before this call's write."""
+
+    def encoded(self, prior: int, call: Call) -> int:
+        """Count the tokens of a dense cache tensor that are encoded; ``prior`` of them were there before the call."""
+        del call
+        return prior
+
+    def holds_more(self, tensor: torch.Tensor, kept: int) -> bool:
+        """Whether a dense cache tensor holds anything behind its first ``kept`` tokens. Waits for the device."""
+        del tensor, kept
+        return False
+
+    def adopt(self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None]) -> int:
+        """Encode a dense cache tensor into a new state; return how many of its tokens. ``whole`` is called where all of them are."""
+        places = tensor.shape[self.token_dim]
+        capacity = places if self.kind.filled else None
+        kept = self.encoded(prior, call)
+        if self.holds_more(tensor, kept):
+            whole()
+            kept = places
+        for item in self.group.bindings if kept else ():
+            store = state.stores[item.part]
+            store.reserve(state.growth.pages(kept, capacity))
+            dense = tokens_of(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
+            padding = call.positions().left_padding(self.group.site) if item.plan.window or item.plan.scheme.keeps_padding_out else None
+            encode(store, dense[:, :, :kept], padding)
+        state.length = state.top = state.behind = prior
+        state.held = kept
+        return kept
+
+    # --- a call ----------------------------------------------------------------------------------
+
+    def check_layout(self, state: CacheState) -> None:
+        """Raise where a cache that was filled as rows of tokens is now read by a block table, or the other way round."""
+        held = next(iter(state.axes.values()))
+        if held.paged == self.axes.paged and (not held.paged or held.labels == self.axes.labels):
+            return
+        raise Unsupported(
+            expected="a cache that every compiled call reads in one way, as it lies or through a gather", found="both",
+            where=self.group.where, todo="read it through the gather in every call, or give this call a cache of its own",
+        )
+
+    def restarts(self, length: int, state: CacheState) -> bool:
+        """Whether a cache tensor of ``length`` tokens begins a sequence that has nothing in common with its state's."""
+        del length, state
+        return False
+
+    def fit(self, state: CacheState, length: int, shown: int) -> tuple[CacheState, int]:
+        """Return the state whose tokens lie where this form looks for them, and its length; see ``readdressed``."""
+        return readdressed(state, self.slots, length, shown)
+
+    @abc.abstractmethod
+    def start(self, state: CacheState, call: Call) -> int:
+        """Return the position of this call's first token."""
+
+    def check_branch(self, state: CacheState, start: int, call: Call) -> None:
+        """Raise where an older tensor would see, as unwritten zeros, places that a newer one has written since."""
+        del state, start, call
+
+    def rows_start(self, start: int, call: Call) -> int | torch.Tensor:
+        """Return where this call's tokens go in each row: ``start``, or int64 [B] where rows have positions of their own."""
+        del call
+        return start
+
+    def room(self, start: int, count: int, call: Call) -> tuple[int, int | None]:
+        """Return the tokens that a call needs room for, and the most there can be; raises CacheFull."""
+        needed = max(start + count, self.reach(call))
+        if not self.kind.fixed:
+            return needed, None
+        capacity = self.capacity(call)
+        if count > capacity:
+            raise CacheFull(needed=start + count, capacity=capacity, where=self.group.where)
+        return min(needed, capacity), capacity
+
+    def add_cursor(self, starts: dict[int, int], start: int) -> None:
+        """Note where the next token of a sliding window goes, by its number of slots."""
+        del starts, start
+
+    @abc.abstractmethod
+    def commit(self, state: CacheState, start: int, count: int, call: Call) -> None:
+        """Count ``count`` new tokens from position ``start`` on."""
+
+    def stamp(self, state: CacheState, call: Call) -> None:
+        """Let the tensor that was written in place show all of its state."""
+        if self.group.argument is not None:
+            tensor = call.args[self.group.argument]
+            tensor._length, tensor._epoch = state.length, state.epoch
+
+    def shown(self, state: CacheState, call: Call) -> int:
+        """Count the tokens of the longer tensor that a call returns."""
+        del call
+        return state.length
+
+    def returned(self, state: CacheState, shape: tuple[int, ...] | None, call: Call) -> handles.CompressedCache:
+        """Make the cache tensor that a call returns; ``shape`` is that of the one it came with, None where it came with none."""
+        fake = value_of(self.group.root)
+        if shape is None:
+            shape = tuple(call.read(size) for size in fake.shape)
+        if self.kind.grows:
+            length = self.shown(state, call)
+            shape = tuple(length if dim == self.token_dim else size for dim, size in enumerate(shape))
+        return handles.make(state, shape, fake.dtype, fake.device)
+
+    # --- steady steps ----------------------------------------------------------------------------
+
+    def steady(self, counted: bool) -> bool:
+        """Whether later steps differ from the first in nothing but lengths; ``counted``: positions come from the graph's own counters."""
+        numbers = (self.write.count, value_of(self.group.root).shape[self.token_dim], *self.group.reach)
+        in_place = self.kind.filled and self.kind.in_place
+        return in_place and all(isinstance(number, int) for number in numbers) and self.follows(counted)
+
+    @abc.abstractmethod
+    def follows(self, counted: bool) -> bool:
+        """Whether the host takes a call's tokens to follow those of the call before, without a look at positions."""
+
+    def row(self, count: int, call: Call) -> Row:
+        """Describe the cache tensor for steady steps of ``count`` tokens."""
+        return Row(self.group.argument or 0, self.capacity(call), count, self.slots or 0)

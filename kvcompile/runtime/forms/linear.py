@@ -1,0 +1,119 @@
+"""Linear caches: every position has a place of its own, in a tensor of fixed length or in one that grows with each call."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from kvcompile.errors import CacheStale, PositionsUnknown, Unsupported
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.runtime.call import Call
+from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.groups import Group
+from kvcompile.runtime.handle import CompressedCache
+from kvcompile.runtime.state import CacheState
+
+
+class Linear(CacheForm):
+    """A cache whose token at position p lies in place p."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.ordered = self.kind.filled
+
+    def prior(self, tensor: torch.Tensor, call: Call) -> int:
+        if not self.kind.filled:
+            return int(tensor.shape[self.token_dim])
+        position = self.write.position
+        if position.index is None:
+            return self._offset(position.offset, call)
+        # What the mask lets the new tokens see is there too, even where the write goes somewhere below it.
+        return min(max(self._first(call), call.positions().visible(self.group.limits) - self.count(call)), self.capacity(call))
+
+    def encoded(self, prior: int, call: Call) -> int:
+        """Count the tokens before the call, and those behind its own that attention reads; raises where a window cannot hold them."""
+        if not self.kind.filled:
+            return prior
+        reached, count = min(self.reach(call), self.capacity(call)), self.count(call)
+        if reached <= prior + count:
+            return prior
+        if self.windowed:
+            raise Unsupported(
+                expected=f"attention over the {prior} tokens of a filled cache and {count} new ones", found=f"attention over {reached}",
+                where=self.group.where, todo="use a scheme without a window for this layer, or mask what was not written yet",
+            )
+        return reached
+
+    def holds_more(self, tensor: torch.Tensor, kept: int) -> bool:
+        places = tensor.shape[self.token_dim]
+        return self.kind.filled and kept < places and bool(tensor.narrow(self.token_dim, kept, places - kept).any())
+
+    def restarts(self, length: int, state: CacheState) -> bool:
+        return self.kind.filled and not self.kind.in_place and not length and bool(state.length)
+
+    def start(self, state: CacheState, call: Call) -> int:
+        """Return the position of the first token; on a GPU a buffer in use is trusted to be written in order, without a wait."""
+        if self.kind.extended:
+            return self.length(state, call)
+        if not self.kind.written:
+            return 0
+        if self.kind.created:
+            return state.length
+        position = self.write.position
+        if position.index is None:
+            return self._offset(position.offset, call)
+        count = self.count(call)
+        length = state.behind if self.kind.in_place else self.length(state, call)
+        if length and value_of(position.index).device.type != "cpu" and length + count <= self.capacity(call):
+            return length
+        # On a GPU this waits, once the tokens counted fill the cache: it is full, or its caller started again.
+        return self._first(call)
+
+    def check_branch(self, state: CacheState, start: int, call: Call) -> None:
+        if not self.kind.filled or self.kind.in_place:
+            return
+        length = self.length(state, call)
+        if state.length > length and max(start, self.reach(call)) > length:
+            raise CacheStale(length=length)
+
+    def rows_start(self, start: int, call: Call) -> int | torch.Tensor:
+        position = self.write.position
+        if position.index is None or not position.rows or not self.kind.filled:
+            return start
+        return call.positions().values[position.index][:, 0]
+
+    def commit(self, state: CacheState, start: int, count: int, call: Call) -> None:
+        if not self.kind.fixed:
+            state.advance(start, count)
+            return
+        end = min(start + count, self.capacity(call))
+        if self.kind.in_place:
+            state.overwrite(end)
+            self.stamp(state, call)
+            return
+        length = max(self.length(state, call), end)
+        # Where rows have positions of their own, any token may have been written over.
+        state.advance(0 if self.write.position.rows else start, count)
+        state.length = length
+
+    def returned(self, state: CacheState, shape: tuple[int, ...] | None, call: Call) -> CompressedCache:
+        handle = super().returned(state, shape, call)
+        if self.kind.grows:
+            # The next call has a longer one: Dynamo would learn that by compiling the first step for this length alone.
+            torch._dynamo.maybe_mark_dynamic(handle, self.token_dim)
+        return handle
+
+    def follows(self, counted: bool) -> bool:
+        index = self.write.position.index
+        return index is not None and (counted or value_of(index).device.type != "cpu")
+
+    def _first(self, call: Call) -> int:
+        """Return the position of the first new token, of the row that is furthest; raises where it lies outside the cache."""
+        first, least, most = call.positions().first_written(self.write.position.index)  # type: ignore[arg-type]
+        capacity = self.capacity(call)
+        if least < 0 or most >= capacity:
+            raise PositionsUnknown(capacity=capacity, found=f"{least}..{most}", where=self.group.where)
+        return first
+
+    def _offset(self, offset: fx.Node | int, call: Call) -> int:
+        return offset if isinstance(offset, int) else call.read(value_of(offset))

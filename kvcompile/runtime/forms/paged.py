@@ -1,0 +1,59 @@
+"""Paged caches: attention gathers its tokens by a block table, and new ones go to any place in any order.
+
+Nothing on the host says which places hold tokens, so a paged cache's store holds all of them from its first call on, and its length is
+its capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvcompile.runtime.call import Call
+from kvcompile.runtime.codec import ENCODED_AT_ONCE, encode
+from kvcompile.runtime.dense_layout import tokens_of
+from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.steady import Row
+from kvcompile.types import pages_for
+
+
+class Paged(CacheForm):
+    """A cache of blocks, written in place by a slot mapping and read by a block table."""
+
+    rolls = True
+
+    def count(self, call: Call) -> int:
+        """Count all places: a call may write any of them."""
+        return self.capacity(call)
+
+    def prior(self, tensor: torch.Tensor, call: Call) -> int:
+        return int(tensor.shape[self.token_dim])
+
+    def adopt(self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None]) -> int:
+        """Encode all places, a few blocks at a time: no second dense copy of the cache is made."""
+        for item in self.group.bindings:
+            axes, spec, store = item.plan.slot.axes, item.plan.spec, state.stores[item.part]
+            capacity, outer = axes.room(tensor.shape), axes.token_dim
+            store.reserve(pages_for(capacity))
+            places = capacity // max(tensor.shape[outer], 1)
+            step = max(1, ENCODED_AT_ONCE // places)
+            for start in range(0, tensor.shape[outer], step):
+                part = tensor.narrow(outer, start, min(step, tensor.shape[outer] - start))
+                encode(store, tokens_of(part, axes, spec.heads, spec.head_dim), first=start * places)
+            state.length = state.top = state.behind = capacity
+        return 0
+
+    def start(self, state: CacheState, call: Call) -> int:
+        return 0
+
+    def commit(self, state: CacheState, start: int, count: int, call: Call) -> None:
+        state.overwrite(min(start + count, self.capacity(call)))
+        self.stamp(state, call)
+
+    def follows(self, counted: bool) -> bool:
+        return True
+
+    def row(self, count: int, call: Call) -> Row:
+        return super().row(0, call)

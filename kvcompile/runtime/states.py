@@ -1,0 +1,106 @@
+"""States: find the state behind each cache tensor of a call, or make one, for a new cache or from a dense one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.errors import SchemeChanged, Unsupported
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.rope.rope import Rotation
+from kvcompile.passes.rewrite.rewritten import Binding
+from kvcompile.runtime import handle as handles
+from kvcompile.runtime.calibration import Calibration
+from kvcompile.runtime.call import Call
+from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.rope import Rope, RopeReader
+from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.store import Store, StoreSpec
+
+
+def store_spec(binding: Binding) -> StoreSpec:
+    """Describe the store that a slot of the rewritten graph needs."""
+    return StoreSpec(binding.plan.spec, binding.plan.scheme, binding.plan.layout)
+
+
+class States:
+    """Finds and makes the states of one graph's cache tensors; all of them are entered into ``live``."""
+
+    def __init__(self, captured: Captured, forms: Sequence[CacheForm], growth: Growth, live: Ledger, calibration: Calibration) -> None:
+        self.growth, self.live, self.calibration = growth, live, calibration
+        rotations = {item.plan.rotation for form in forms for item in form.group.bindings if item.plan.rotation is not None}
+        self.ropes: dict[Rotation | None, RopeReader] = {rotation: RopeReader(captured, rotation) for rotation in rotations}
+
+    def find(self, form: CacheForm, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:
+        """Return the state of a call's cache tensor; ``whole`` is called where all places of a dense one are encoded."""
+        group = form.group
+        if group.argument is None:
+            return self._empty(form, value_of(group.root).device, call)
+        tensor = call.args[group.argument]
+        if not handles.is_handle(tensor):
+            return self._adopted(form, tensor, call, whole)
+        state = tensor._kv
+        form.check_layout(state)
+        self._check_stores(form, state, call)
+        if form.restarts(tensor._length, state):
+            # Another sequence from the same empty cache: the two have nothing in common.
+            return self._empty(form, tensor.device, call)
+        seen = handles.shown(tensor)
+        state.resume(tensor._length, tensor._epoch, seen)
+        state, length = form.fit(state, tensor._length, seen)
+        if state is not tensor._kv:
+            handles.rebind(tensor, state, length)
+        self.live.add(state)
+        return state
+
+    def _check_stores(self, form: CacheForm, state: CacheState, call: Call) -> None:
+        """Raise where a state's stores are not what this graph was compiled for; stores of keys before RoPE get the call's angles."""
+        where = form.group.where
+        for item in form.group.bindings:
+            store = state.stores.get(item.part)
+            if store is None or store.spec != store_spec(item):
+                held = "nothing for this part" if store is None else store.spec.scheme.spell()
+                raise SchemeChanged(expected=item.plan.scheme.spell(), found=held, where=where)
+            if (reader := self.ropes.get(item.plan.rotation)) is not None:
+                store.rope = reader.check(store.rope, call.args, state.length, store.device, where)
+
+    def _empty(self, form: CacheForm, device: torch.device, call: Call) -> CacheState:
+        """Make the state of a new cache."""
+        return self._made(form, call.read(form.batch(value_of(form.group.root).shape)), device, call.args)
+
+    def _made(self, form: CacheForm, batch: int, device: torch.device, args: tuple[Any, ...]) -> CacheState:
+        """Make a state without tokens."""
+        bindings = form.group.bindings
+        stores = {item.part: Store(store_spec(item), batch, device, 0, self._rope(item, args)) for item in bindings}
+        axes = {item.part: item.plan.slot.axes for item in bindings}
+        state = CacheState(axes, stores, slots=form.slots, growth=self.growth, grown=form.kind.grows)
+        self.live.add(state)
+        return state
+
+    def _rope(self, binding: Binding, args: tuple[Any, ...]) -> Rope | None:
+        reader = self.ropes.get(binding.plan.rotation)
+        return reader.read(args) if reader is not None else None
+
+    def _adopted(self, form: CacheForm, tensor: torch.Tensor, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:
+        """Encode a dense cache that arrives from outside, then free it: one cache tensor at a time."""
+        prior = form.prior(tensor, call)
+        owned = handles.can_take_over(tensor)
+        if not owned and form.kind.in_place:
+            raise Unsupported(
+                expected="a cache tensor that owns its memory alone, as when this graph was compiled",
+                found="a view, a parameter or a subclass, or one that something else holds a view of", where=form.group.where,
+                todo="keep the cache in a plain tensor or buffer of its own, and no view of it from call to call",
+            )
+        state = self._made(form, form.batch(tensor.shape), tensor.device, call.args)
+        kept = form.adopt(tensor, state, prior, call, functools.partial(whole, form, tensor))
+        if kept:
+            self.calibration.missed(form.group, "arrived filled")
+        if owned:
+            handles.take_over(tensor, state)
+        return state
