@@ -13,6 +13,7 @@ from torch import fx
 from kvcompile.compilation import Compilation, Memory
 from kvcompile.lowering.certificate.telemetry import Telemetry, added_up
 from kvcompile.lowering.remembered import Remembered
+from kvcompile.lowering.rooms import rooms
 from kvcompile.passes.plan.certify import certifying
 from kvcompile.passes.plan.policy import Policy, policy_of
 from kvcompile.records import Newest, records
@@ -28,6 +29,8 @@ class Backend:
     """A Dynamo backend for one policy and one set of settings; make it with ``kvcompile.backend``."""
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
+        # A scheme that was registered since defines the operation of its attention now.
+        rooms()
         self.policy, self.settings = policy, settings
         self.graphs: list[GraphReport] = []
         self.records = records()

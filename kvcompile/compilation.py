@@ -21,7 +21,7 @@ from kvcompile.lowering.reuse import call_key, identities
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.nested import inlined
 from kvcompile.passes.capture.retrace import unexposed
-from kvcompile.passes.graph.dynamo import compile_lock, detect_fake_mode
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, compile_lock, detect_fake_mode
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.match.match import Matched, match
 from kvcompile.passes.match.sites import Refusal, Stage
@@ -214,7 +214,7 @@ class Compilation:
         compiled = self.inner(captured.module, captured.fakes, captured.fake_mode)
 
         def run(*args: Any) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return compiled(*handles.in_full(args, given, written))
 
         return run

@@ -37,6 +37,13 @@ class BadScheme(SchemeError):
     template = "kvcompile.register expects {expected}, found {found}; see examples/add_a_scheme.py for a whole scheme"
 
 
+class OtherFormat(KvcompileError):
+    template = (
+        "expected a pickled compressed cache of format {expected}, found format {found}; load it with the version of kvcompile that "
+        "wrote it, read it there with kvcompile.decoded, and keep the dense tensors"
+    )
+
+
 class HeadDimNotDivisible(SchemeError):
     template = (
         "scheme {scheme!r} needs a head dim that {what} divides, found head dim {head_dim} and {what} {by}; "

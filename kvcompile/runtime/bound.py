@@ -15,6 +15,7 @@ import torch
 
 from kvcompile.errors import LengthsDiffer, NotCompiled
 from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.runtime import handle as handles
@@ -91,7 +92,7 @@ class BoundGraph:
         return self.choice.with_past
 
     def __call__(self, *args: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self._run(args)
 
     def _run(self, args: tuple[Any, ...]) -> Any:

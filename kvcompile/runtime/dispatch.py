@@ -10,9 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch._guards import TracingContext
-
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, TracingContext, tree_map
 from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.handle import decoded, is_handle, put, thaw
 from kvcompile.runtime.operations import HANDLERS, concatenated
@@ -47,13 +45,13 @@ def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
     if name in ADDRESSES and is_handle(target):
         # Torch before 2.12 asks the tensors that it traces for their storage, to describe them: it means no access to values.
         if TracingContext.try_get() is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         thaw(target, f"{name} asks for its memory, at {user_line()}")
         return func(*args, **kwargs)
     touched = [item for item in written(func, name, args, kwargs) if is_handle(item)]
     if touched:
-        plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args[1:], kwargs))
+        plain_args, plain_kwargs = tree_map(decoded, (args[1:], kwargs))
         alone = len(touched) == 1 and touched[0] is target and overwrites(name, kwargs)
         if alone and put(touched[0], name, lambda dense: func(dense, *plain_args, **plain_kwargs)):
             return None if name == "__setitem__" else target
@@ -62,7 +60,7 @@ def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
                 thaw(item, f"{name} writes to it outside of compiled code, at {user_line()}")
         return func(*args, **kwargs)
     log.debug("%s outside compiled code reads a compressed cache: decoding it", name)
-    plain_args, plain_kwargs = torch.utils._pytree.tree_map(decoded, (args, kwargs))
+    plain_args, plain_kwargs = tree_map(decoded, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     if name not in VIEWS or not is_handle(target):
         return result

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
 
 from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, TracingContext, dispatch_keys
 from kvcompile.runtime.handle import CompressedCache, face_of
 
 log = logging.getLogger(__name__)
@@ -38,11 +38,11 @@ class Expected:
     @staticmethod
     def of(value: torch.Tensor) -> Expected:
         """Describe an argument of the call that is being traced."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if isinstance(value, CompressedCache):
                 dense = torch.empty(0, dtype=value.dtype, device=value.device)
-                return Expected(value._face, torch.empty(value.shape, device="meta").stride(), torch._C._dispatch_keys(dense))
-            return Expected(face_of(value), value.stride(), torch._C._dispatch_keys(value))
+                return Expected(value._face, torch.empty(value.shape, device="meta").stride(), dispatch_keys(dense))
+            return Expected(face_of(value), value.stride(), dispatch_keys(value))
 
     def accepts(self, value: object) -> bool:
         """Whether the graph may be called with ``value``."""
@@ -50,7 +50,7 @@ class Expected:
             return bool(value._face == self.face)
         return (
             type(value) is torch.Tensor and face_of(value) == self.face and value.stride() == self.stride
-            and not value.requires_grad and torch._C._dispatch_keys(value) == self.keys
+            and not value.requires_grad and dispatch_keys(value) == self.keys
         )
 
 

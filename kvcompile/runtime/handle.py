@@ -30,9 +30,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
-from torch._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, no_dynamo, storage_uses
 from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.views import name_of
@@ -70,14 +69,14 @@ class CompressedCache(torch.Tensor):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             # Dynamo traces this branch into its graph; the next one runs while it looks at the real tensor.
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*_exposed(args), **{name: _exposed(item) for name, item in kwargs.items()})
         if torch.compiler.is_compiling():
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = name_of(func)
         if name in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         from kvcompile.runtime.dispatch import answer
 
@@ -106,7 +105,7 @@ class CompressedCache(torch.Tensor):
 
 # Called from code that Dynamo gave up on, this is a frame that Dynamo would compile for itself, as if it were the model's.
 _ENTRY = CompressedCache.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
-set_code_exec_strategy(_ENTRY, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+no_dynamo(_ENTRY)
 
 
 def _exposed(item: Any) -> Any:
@@ -144,7 +143,7 @@ def make(
 ) -> CompressedCache:
     """Make a handle of ``shape`` on a state; ``alone``: no other handle shows that state."""
     # No view of the stub: what is thawed must own its memory alone to be taken over again.
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(False):
+    with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(False):
         handle = torch.Tensor._make_subclass(CompressedCache, torch.empty(0, dtype=dtype, device=device))
         torch.Tensor.set_(handle, _stub(state, dtype, device).untyped_storage(), 0, shape, (0,) * len(shape))
         handle._face = face_of(handle)
@@ -154,7 +153,7 @@ def make(
 
 def take_over(tensor: torch.Tensor, state: CacheState) -> None:
     """Turn a dense tensor into a handle in place: its memory is gone, its identity stays."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+    with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(tensor.is_inference()):
         stub = _stub(state, tensor.dtype, tensor.device)
         shape = tensor.shape
         tensor.set_(stub.untyped_storage(), 0, shape, (0,) * len(shape))
@@ -172,7 +171,7 @@ def _holders(tensor: torch.Tensor) -> int:
     """Count the tensors that share a tensor's memory, as far as the storage knows: itself, views, detached ones; an owner not of torch."""
     storage = tensor.untyped_storage()
     # One of the uses is the storage object just made. Memory that came from outside (an array's, another process') cannot be resized.
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + (not storage.resizable())  # type: ignore[attr-defined]
+    return int(storage_uses(storage._cdata)) - 1 + (not storage.resizable())  # type: ignore[attr-defined]
 
 
 def rebind(handle: CompressedCache, state: CacheState, length: int) -> None:
@@ -205,7 +204,7 @@ def thaw(handle: CompressedCache, why: str) -> torch.Tensor:
 
 def become(handle: CompressedCache, dense: torch.Tensor) -> None:
     """Let a handle have the memory of a dense tensor; its state is gone."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(handle.is_inference()):
+    with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(handle.is_inference()):
         handle.__class__ = torch.Tensor  # type: ignore[assignment]
         del handle._kv
         handle.set_(dense.untyped_storage(), dense.storage_offset(), dense.shape, dense.stride())
@@ -252,7 +251,7 @@ def decoded(value: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, CompressedCache):
         return value
     resume(value)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return value._kv.dense(tuple(value.shape), value._length)
 
 

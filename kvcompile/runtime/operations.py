@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import WindowPassed
+from kvcompile.errors import OtherFormat, WindowPassed
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, mark_dynamic, parse_to
 from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.handle import CompressedCache, become, decoded, is_handle, make, rebind, resume, shown, tell
@@ -124,23 +125,29 @@ def _same(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache
 
 
 def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
-    device, dtype, _, _ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k in {"dtype", "device", "non_blocking"}})
+    device, dtype, _, _ = parse_to(*args, **{k: v for k, v in kwargs.items() if k in {"dtype", "device", "non_blocking"}})
     same = (device is None or device == handle.device) and (dtype is None or dtype == handle.dtype)
     return handle if same and not kwargs.get("copy") else NotImplemented
+
+
+FORMAT = 1
+"""The number of what pickling keeps: raised where records in it change."""
 
 
 def _reduce(handle: CompressedCache, protocol: int) -> Any:
     resume(handle)
     parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
     rest = handle._kv.slots, handle._kv.top, handle._kv.grown
-    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *rest)
+    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *rest, FORMAT)
 
 
 def rebuild(
     axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, slots: int | None = None, top: int = 0,
-    grown: bool = False,
+    grown: bool = False, form: int = 0,
 ) -> CompressedCache:
-    """Make a handle from what pickling kept: planes and layout, codes as they were."""
+    """Make a handle from what pickling kept: planes and layout, codes as they were. Raises OtherFormat."""
+    if form != FORMAT:
+        raise OtherFormat(expected=FORMAT, found=form)
     from kvcompile.runtime.store import Store
 
     stores = {}
@@ -206,7 +213,7 @@ def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
     if not fits:
         return NotImplemented
     resume(handle)
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with DisableTorchFunctionSubclass(), torch.no_grad():
         tokens = torch.cat(new, dim)
         state = handle._kv
         if handle._alone or not handle._length == state.length == state.behind:
@@ -220,7 +227,7 @@ def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
     tell(user_line())
     shape[axes.token_dim] = state.length
     made = make(state, tuple(shape), handle.dtype, handle.device, state.length, state is not handle._kv)
-    torch._dynamo.maybe_mark_dynamic(made, axes.token_dim)
+    mark_dynamic(made, axes.token_dim)
     return made
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, OpOverloadPacket, tree_map, tree_map_only
 from kvcompile.runtime.callers import user_line
 
 VIEWS = {
@@ -36,7 +37,7 @@ def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that an operation writes to, lists of tensors taken apart; those of a torch operator by its schema."""
     schema = getattr(func, "_schema", None)
-    if schema is None and isinstance(func, torch._ops.OpOverloadPacket):
+    if schema is None and isinstance(func, OpOverloadPacket):
         schema = getattr(func, func.overloads()[0])._schema
     found = []
     if schema is not None:
@@ -90,7 +91,7 @@ class DecodedView(torch.Tensor):
 
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if any(issubclass(kind, CompressedCache) for kind in types):
             # A cache beside its view, or another: the cache's own dispatch knows what to do with it.
@@ -102,9 +103,9 @@ class DecodedView(torch.Tensor):
                 if rest is not None and _encoded(target, func, name, *rest):
                     return None if name == "__setitem__" else target
                 share(target, f"{name} writes to a view of it outside of compiled code, at {user_line()}")
-        torch.utils._pytree.tree_map_only(DecodedView, refresh, (args, kwargs))
+        tree_map_only(DecodedView, refresh, (args, kwargs))
         view = args[0] if name in VIEWS and args else None
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return viewed(result, view._origin.then(func, *args[1:], **kwargs)) if isinstance(view, DecodedView) else result
 
@@ -116,7 +117,7 @@ def _encoded(view: DecodedView, func: Callable[..., Any], name: str, rest: tuple
 
     if not isinstance(view._origin.root, CompressedCache) or not overwrites(name, named):
         return False
-    plain, plain_named = torch.utils._pytree.tree_map(plainly, (rest, dict(named)))
+    plain, plain_named = tree_map(plainly, (rest, dict(named)))
     return put(view._origin.root, name, lambda dense: func(view._origin.of(dense), *plain, **plain_named))
 
 
@@ -169,14 +170,14 @@ def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _show(view: torch.Tensor, real: torch.Tensor) -> None:
     """Let a tensor have the memory of another."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
+    with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
         view.set_(real.untyped_storage(), real.storage_offset(), real.shape, real.stride())
 
 
 def viewed(result: Any, origin: Origin) -> Any:
     """Return the tensors of a result as decoded views of an origin."""
     if isinstance(result, torch.Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             view = result.as_subclass(DecodedView)
         view._origin, view._seen = origin, origin.seen
         return view

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass
 from kvcompile.runtime.codec import ENCODED_AT_ONCE, decode, unwritable, write_tokens
 from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.state import CacheState, Part
@@ -66,7 +67,7 @@ def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown:
         raise Rejected("any place of a pool may hold any token")
     if not state.in_order or handle._length > shown:
         raise Rejected("tokens have gone around in it")
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with DisableTorchFunctionSubclass(), torch.no_grad():
         found = {part: _changed(state, part, tokens) for part, tokens in _written(state, handle, write).items()}
         found = {part: tokens for part, tokens in found.items() if tokens.at.numel()}
         length = max([state.length, *[int(tokens.at.max()) + 1 for tokens in found.values()]])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvcompile.passes.capture.capture import Captured
-from kvcompile.passes.graph.dynamo import no_modes
+from kvcompile.passes.graph.dynamo import DisableTorchFunction, no_modes
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.match.sites import Site
 from kvcompile.validation.cut import NotApart, Number, Outline, clusters, cut, fingerprint, outline, same
@@ -33,7 +33,7 @@ def _undisturbed(captured: Captured) -> Iterator[None]:
     """Plain eager execution on the CPU: no modes, no gradients, no casts, no guards for the caller's graph."""
     with (
         no_modes(), torch.inference_mode(False), torch.no_grad(),
-        torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction(), unguarded(captured.fake_mode),
+        torch.autocast("cpu", enabled=False), DisableTorchFunction(), unguarded(captured.fake_mode),
     ):
         yield
 

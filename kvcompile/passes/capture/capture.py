@@ -22,7 +22,14 @@ from kvcompile.passes.capture.memo import Memo
 from kvcompile.passes.capture.prefix import join_prefixes
 from kvcompile.passes.capture.retrace import Retrace
 from kvcompile.passes.capture.stacked import join_stacked
-from kvcompile.passes.graph.dynamo import FakeTensor, FakeTensorMode, OpOverload, TracingContext, detect_fake_mode
+from kvcompile.passes.graph.dynamo import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TracingContext,
+    detect_fake_mode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +78,7 @@ def _fakify(mode: FakeTensorMode, value: object, compressed: bool) -> object:
     context = TracingContext.try_get()
     symbolic = context.tensor_to_context.get(value) if context is not None else None
     source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if compressed:
             # What is compressed looks to the graph as the dense tensor that it stands for; the real
             # one has zero strides, which no view in the model was written for.

@@ -4,8 +4,6 @@ The layers of a model are the same calls on other tensors, and tracing one call 
 pure call became are copied with the new operands; their fake values are made anew, views as views of the new operands, so that
 whoever asks whether two nodes share memory gets the same answer. What writes, has symbolic sizes, constants, or anything else
 that the key does not tell is traced as ever.
-
-The names imported from ``proxy_tensor`` and ``fake_tensor`` are private (torch 2.11 to 2.13); this is the one file that uses them.
 """
 
 from __future__ import annotations
@@ -17,9 +15,20 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, set_proxy_slot
 
-from kvcompile.passes.graph.dynamo import FakeTensor, FakeTensorMode, OpOverload, in_kernel_invocation_manager, no_python_dispatcher
+from kvcompile.passes.graph.dynamo import (
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    ProxyTensor,
+    get_proxy_mode,
+    get_proxy_slot,
+    in_kernel_invocation_manager,
+    no_python_dispatcher,
+    set_proxy_slot,
+    shares_memory,
+)
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
 
@@ -84,7 +93,7 @@ class Memo:
         operands: list[FakeTensor] = []
         tracer = proxies.tracer
         # Under the tracer's mode, to ask a tensor for its sizes is a call too.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             try:
                 key = (kind, target, _key((args, kwargs), operands), _sharing(operands))
                 recipe = self.known.get(key, False)
@@ -98,7 +107,7 @@ class Memo:
             last = next(iter(reversed(tracer.graph.nodes)), None)
         result = run()
         if known:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 try:
                     self.known[key] = _recipe(tracer, last, operands, nodes, result)
                 except _Unknown:
@@ -129,11 +138,11 @@ class Memo:
                 value = self._fake(step.value, tensor)
             made.node.meta["val"] = [self._snapshot(item) for item in value] if isinstance(value, list) else self._snapshot(value)
             if isinstance(value, FakeTensor):
-                set_proxy_slot(value, tracer, _ProxyTensor(made, None))
+                set_proxy_slot(value, tracer, ProxyTensor(made, None))
             values.append(value)
             proxies.append(made)
         for index, ref in recipe.stands_for:
-            set_proxy_slot(operands[index], tracer, _ProxyTensor(proxies[ref.index], None))
+            set_proxy_slot(operands[index], tracer, ProxyTensor(proxies[ref.index], None))
         return _mapped(recipe.result, lambda item: tensor(item) if isinstance(item, _Ref) else item)
 
     def _fake(self, value: _Value, tensor: Callable[[_Ref], Any]) -> FakeTensor:
@@ -184,7 +193,7 @@ def _sharing(operands: Sequence[FakeTensor]) -> tuple[int, ...]:
 
 
 def _aliased(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+    return bool(shares_memory(a, b))  # type: ignore[attr-defined]
 
 
 def _node(tracer: Any, tensor: FakeTensor) -> fx.Node | None:

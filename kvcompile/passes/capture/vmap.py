@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvcompile.passes.graph.dynamo import functorch_interpreters
+from kvcompile.passes.graph.dynamo import functorch_interpreters, leave_vmap
 
 ENTER, LEAVE = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
@@ -64,7 +64,7 @@ def _balanced() -> Iterator[None]:
         yield
     finally:
         while len(functorch_interpreters()) > levels:
-            torch._C._functorch._vmap_decrement_nesting()
+            leave_vmap()
 
 
 def regions(graph: fx.Graph) -> list[Region]:

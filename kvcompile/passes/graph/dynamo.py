@@ -12,11 +12,18 @@ Dynamo
 Tracing
     ``FakeTensor``, ``FakeTensorMode``, ``in_kernel_invocation_manager``    tensors without data
     ``functorch_interpreters``  the transforms around a call: what ``vmap`` regions are found by
+    ``ProxyTensor``, ``get_proxy_mode``, ``get_proxy_slot``, ``set_proxy_slot``  the nodes that values of a trace stand for
     ``no_modes``            runs a computation on real values in the middle of a trace
     ``no_python_dispatcher``, ``python_dispatcher``  shape functions for symbolic sizes, off and on
 Values
-    ``OpOverload``, ``HigherOrderOperator``  the classes of ATen's operators and of Dynamo's regions
+    ``OpOverload``, ``OpOverloadPacket``, ``HigherOrderOperator``  the classes of ATen's operators and of Dynamo's regions
     ``CleanDiv``, ``FloorDiv``, ``Max``, ``Min``, ``Mod``, ``PythonMod``   what expressions of symbolic sizes are made of
+    ``DisableTorchFunction``, ``DisableTorchFunctionSubclass``  look at a tensor without calling what its class overrides
+    ``dispatch_keys``       the keys of a tensor, for what Dynamo guards on
+    ``leave_vmap``          undoes one level of ``vmap`` that a failed call left entered
+    ``parse_to``            the arguments of ``Tensor.to`` as dtype and device
+    ``shares_memory``       whether two tensors have one storage
+    ``storage_uses``        how many hold a storage: a cache tensor is taken over only where nobody else does
     ``safe_softmax``        softmax with zeros for a row that hides everything, as flex attention has it
     ``tree_map``, ``tree_map_only``  a function over nested arguments
 """
@@ -26,6 +33,7 @@ from __future__ import annotations
 from types import CodeType
 
 import torch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._dispatch.python import enable_python_dispatcher as python_dispatcher
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import config as dynamo_config
@@ -37,19 +45,27 @@ from torch._dynamo.source import ConstantSource
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters as functorch_interpreters
 from torch._guards import TracingContext, detect_fake_mode
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.experimental.proxy_tensor import _ProxyTensor as ProxyTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 
 safe_softmax = torch._safe_softmax
+dispatch_keys = torch._C._dispatch_keys
+leave_vmap = torch._C._functorch._vmap_decrement_nesting
+parse_to = torch._C._nn._parse_to
+shares_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
+storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 __all__ = [
-    "CleanDiv", "ConstantSource", "FakeTensor", "FakeTensorMode", "FloorDiv", "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload",
-    "PythonMod", "TracingContext", "compile_lock", "detect_fake_mode", "dynamo_config", "functorch_interpreters",
-    "in_kernel_invocation_manager", "lookup_backend", "mark_dynamic", "no_dynamo", "no_modes", "no_python_dispatcher", "python_dispatcher",
-    "safe_softmax", "tree_map", "tree_map_only",
+    "CleanDiv", "ConstantSource", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "FloorDiv",
+    "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload", "OpOverloadPacket", "ProxyTensor", "PythonMod", "TracingContext",
+    "compile_lock", "detect_fake_mode", "dispatch_keys", "dynamo_config", "functorch_interpreters", "get_proxy_mode", "get_proxy_slot",
+    "in_kernel_invocation_manager", "leave_vmap", "lookup_backend", "mark_dynamic", "no_dynamo", "no_modes", "no_python_dispatcher",
+    "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot", "shares_memory", "storage_uses", "tree_map", "tree_map_only",
 ]
 
 

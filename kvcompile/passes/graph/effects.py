@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from kvcompile.passes.graph.dynamo import OpOverload
+from kvcompile.passes.graph.dynamo import OpOverload, shares_memory
 from kvcompile.passes.graph.operators import COPIES, SIZES, SPLITS
 from kvcompile.passes.graph.pullback import STEPS
 from kvcompile.passes.graph.shapes import is_tensor, op_name
@@ -65,7 +65,7 @@ def view_parent(node: fx.Node) -> fx.Node | None:
 
 def same_memory(a: fx.Node, b: fx.Node) -> bool:
     """Whether two nodes' fake tensors share storage: a true view rather than a copy."""
-    return bool(torch._C._is_alias_of(a.meta["val"], b.meta["val"]))  # type: ignore[attr-defined]
+    return bool(shares_memory(a.meta["val"], b.meta["val"]))  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvcompile.types import PAGE, Role, SlotSpec
 def certifying(policy: Policy, certify: object) -> Policy:
     """The policy with ``certify`` for schemes whose attention has a certificate, and reports for the others.
 
-    Exact layers beside certified ones that fall back are left as they are: they are what the others fall back to.
+    Exact layers beside others that fall back are left as they are: they are what the others fall back to.
     Raises BadSetting, or a SchemeError where there can be neither.
     """
     if not isinstance(certify, Certify):

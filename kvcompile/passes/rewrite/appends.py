@@ -19,7 +19,6 @@ from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import hint, size_along, value_of
-from kvcompile.passes.match.sites import SlotKind
 from kvcompile.passes.plan.plan import SitePlan, SlotPlan
 from kvcompile.passes.rewrite.calibrate import calibrate
 from kvcompile.passes.rewrite.context import Context, Part, part_of
@@ -54,7 +53,7 @@ class Appends:
 
     def append(self, slot: SlotPlan, late: Emitter | None = None) -> fx.Node:
         """Encode and write the new tokens of one slot, at the write or where ``late`` says; returns them as [B, K, S, D]."""
-        assert slot.slot.kind is not SlotKind.READ
+        assert slot.slot.kind.facts.written
         part = part_of(slot.slot)
         if part not in self.tokens:
             self.tokens[part] = self._append(slot, late)

@@ -11,12 +11,10 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.emit import Emitter
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.sites import Slot, SlotKind
+from kvcompile.passes.match.sites import Slot
 from kvcompile.passes.plan.plan import Plan, SitePlan, SlotPlan
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.passes.rewrite.symbols import Symbols
-
-BORN = {SlotKind.BORN_BUFFER, SlotKind.BORN_CONCAT}
 
 Part = tuple[fx.Node, tuple[tuple[int, int], ...]]
 
@@ -57,10 +55,10 @@ class Context:
 
     def is_fresh(self, slot: SlotPlan) -> bool:
         """Whether attention over a slot reads the tokens of this call alone."""
-        kind, ring = slot.slot.kind, slot.slot.ring
-        if slot.slot.table is not None or kind is SlotKind.READ:
+        facts, ring = slot.slot.kind.facts, slot.slot.ring
+        if slot.slot.table is not None or not facts.written:
             return False
-        return self.variant is Variant.FRESH or kind in BORN or (ring is not None and ring.refilled)
+        return self.variant is Variant.FRESH or facts.created or (ring is not None and ring.refilled)
 
     def is_calibrated(self, slot: SlotPlan) -> bool:
         """Whether this call computes planes of the slot from its queries."""

@@ -17,7 +17,7 @@ from torch import fx
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import size_along, value_of
 from kvcompile.passes.match.mask.reach import exceeds
-from kvcompile.passes.match.sites import Limit, LimitKind, Site, SlotKind
+from kvcompile.passes.match.sites import Limit, LimitKind, Site
 from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.context import Context, device_of
 from kvcompile.passes.rewrite.masks import bias_of, last_seen
@@ -64,8 +64,9 @@ def _keep(emit: Emitter, site: Site) -> fx.Node | None:
 def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.Node:
     """A position limit as int64 [1 or B, S]."""
     site, kind, device = item.site, limit.kind, device_of(item)
+    facts = site.key.kind.facts
     count = size_along(site.attention.q, site.attention.q_roles, "S", site.attention.folded)
-    read = site.key.kind is SlotKind.READ or site.key.table is not None
+    read = not facts.written or site.key.table is not None
     if limit.node is not None and (read or context.variant is not Variant.FRESH):
         return _from_tensor(emit, limit, limit.node)
     if kind in {LimitKind.OWN, LimitKind.NODE}:
@@ -73,11 +74,11 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
         return emit.positions(count, _offset(emit, limit), device)
     if kind is LimitKind.CONST:
         return emit.constant_limit(count, _offset(emit, limit), device)
-    if context.is_fresh(item.key) and site.key.kind is not SlotKind.BORN_BUFFER:
+    if context.is_fresh(item.key) and not (facts.created and facts.fixed):
         # All keys of this call, which are not as many as its queries where attention goes across.
         return emit.constant_limit(count, _less_one(emit, item.key.slot.write.count), device)
     whole = emit.constant_limit(count, _less_one(emit, _tokens_read(site)), device)
-    buffer = site.key.kind in {SlotKind.BUFFER, SlotKind.UPDATED} and site.key.ring is None
+    buffer = facts.filled and site.key.ring is None
     seen = last_seen(emit, site, device) if buffer else None
     return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
 

@@ -11,17 +11,15 @@ import torch
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.sites import SlotKind
-from kvcompile.passes.rewrite.context import BORN
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 
 
 def gap(rewritten: Rewritten, captured: Captured) -> str | None:
     """Why a rewritten graph is not recorded as a CUDA graph; None where it may be."""
-    if rewritten.variant is Variant.FRESH or any(binding.plan.slot.kind in BORN for binding in rewritten.bindings):
+    if rewritten.variant is Variant.FRESH or any(binding.plan.slot.kind.facts.created for binding in rewritten.bindings):
         return "it fills empty caches: that happens once a conversation, and what it makes must outlive the next call"
     sizes = rewritten.sizes or any(isinstance(captured.fakes[index], torch.SymInt) for index in rewritten.kept)
-    if sizes and any(binding.plan.slot.kind is SlotKind.CONCAT for binding in rewritten.bindings):
+    if sizes and any(binding.plan.slot.kind.facts.extended for binding in rewritten.bindings):
         return "it takes the length of its caches as a number, and would be recorded anew at every step"
     return None
 

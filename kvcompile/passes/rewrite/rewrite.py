@@ -16,7 +16,6 @@ from torch import fx
 
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
-from kvcompile.passes.match.sites import SlotKind
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.appends import Appends
 from kvcompile.passes.rewrite.attend import Shared, attend
@@ -39,7 +38,7 @@ def rewrite(captured: Captured, plan: Plan, variant: Variant, effects: Effects) 
     # In the order of the writes, so that what one append computes (positions) stands before the next.
     for slot in sorted(context.slots(), key=lambda slot: effects.order[slot.slot.write.at]):
         planes.of(slot)
-        if slot.slot.kind is not SlotKind.READ and not context.is_calibrated(slot):
+        if slot.slot.kind.facts.written and not context.is_calibrated(slot):
             appends.append(slot)
     for item in plan.sites:
         attend(Shared(context, planes, rope, sliding, appends), item)

@@ -2,7 +2,7 @@
 
 New keys are turned back by the angles of their place in the store, which counts from the row's first token, and
 attention turns what it reads by the same angles; so neither needs to know the caller's positions, one table
-serves all rows and layers, and the model's own keys come back exactly (``runtime.rotary`` says more). The table
+serves all rows and layers, and the model's own keys come back exactly (``runtime.rope`` says more). The table
 is made once a call for all layers that grow alike, for as many places as the stores have room for.
 """
 

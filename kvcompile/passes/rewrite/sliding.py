@@ -21,7 +21,7 @@ from torch import fx
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.cache.token_runs import at_most, same
-from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Ring, Site, Slot, SlotKind
+from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Ring, Site, Slot
 from kvcompile.passes.plan.plan import SitePlan, SlotPlan
 from kvcompile.passes.rewrite.context import Part, part_of
 from kvcompile.passes.rewrite.visibility import Visibility
@@ -136,7 +136,7 @@ class SlidingCaches:
         assert ring is not None
         count = ring.past + 1
         if seen.hides_nothing and (same(count, ring.slots) or _all_of_it(item.key.slot)):
-            # Until such a ring is full its first slots hold the tokens, in order (``runtime.rings.fitted`` sees to it).
+            # Until such a ring is full its first slots hold the tokens, in order (``runtime.token_slots.readdressed`` sees to it).
             last = count - 1 if isinstance(count, int) else emit.call(operator.sub, emit.size(count), 1)
             return Visibility(emit.constant_limit(1, last, device))
         key = (ring.slots, str(count), site.bounds, site.heads, site.groups)
@@ -170,7 +170,7 @@ class SlidingCaches:
 def _all_of_it(slot: Slot) -> bool:
     """Whether attention reads all of a cache tensor that is as long as it has tokens."""
     assert slot.ring is not None
-    if slot.kind is not SlotKind.CONCAT or slot.placeholder is None:
+    if not slot.kind.facts.extended or slot.placeholder is None:
         return False
     return same(slot.ring.past, value_of(slot.placeholder).shape[slot.axes.token_dim])
 

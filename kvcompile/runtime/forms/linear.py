@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from kvcompile.errors import CacheStale, PositionsUnknown, Unsupported
+from kvcompile.passes.graph.dynamo import mark_dynamic
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
@@ -100,7 +101,7 @@ class Linear(CacheForm):
         handle = super().returned(state, shape, call)
         if self.kind.grows:
             # The next call has a longer one: Dynamo would learn that by compiling the first step for this length alone.
-            torch._dynamo.maybe_mark_dynamic(handle, self.token_dim)
+            mark_dynamic(handle, self.token_dim)
         return handle
 
     def follows(self, counted: bool) -> bool:
