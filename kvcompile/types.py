@@ -215,6 +215,10 @@ class AbsMax:
     e4m3: bool
 
 
+QUERY_ROWS = "kvcompile_query_rows"
+"""The metadata of a rewritten graph's attention that says how many rows of queries a kv head has."""
+
+
 def pages_for(tokens: int) -> int:
     """Whole pages that hold ``tokens`` tokens."""
     return math.ceil(tokens / PAGE)

@@ -13,9 +13,10 @@ from torch._inductor.utils import run_and_get_code
 
 import kvcompile
 from kvcompile.explain import explain
-from kvcompile.lowering.attend_kernels import CPP, DECODE, EAGER, KERNELS, PREFILL, AttendFacts, choose, kernels_for
+from kvcompile.lowering.attend_kernels import CPP, DECODE, EAGER, KERNELS, PREFILL, AttendFacts, choose, kernel_lines, kernels_for
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named, names_of
+from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.schemes import SCHEMES, Scheme
 from kvcompile.types import Role, SlotSpec
 
@@ -57,6 +58,19 @@ def test_what_is_said_is_what_inductor_emits(scheme: str) -> None:
     assert said in " ".join(str(fresh.report()).split())
     told = explain(module(), (torch.randn(1, 1, 128), torch.arange(1)), scheme)
     assert any(said in line for graph in told.graphs for line in graph.kernels)
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(1, DECODE), (40, DECODE), (70, PREFILL)])
+def test_rows_of_queries_choose_the_template_that_explain_names(tokens: int, kernel: Any) -> None:
+    """Of a graph that reads a filled cache; on CUDA, where Inductor has a template for few rows and one for many."""
+    owner, filled = kvcompile.backend("int8", inner="eager", strict=True), module()
+    with torch.no_grad():
+        filled(torch.randn(1, 5, 128), torch.arange(5))
+        torch.compile(filled, backend=owner, dynamic=False)(torch.randn(1, tokens, 128), torch.arange(5, 5 + tokens))
+    variants = owner.records[-1].variants
+    assert variants is not None
+    said = kernel_lines(variants.rewritten(Variant.PAST).module.graph, "cuda", {}, 1)
+    assert f"1 x attend ({kernel.name})" in said
 
 
 def test_other_compilers_run_eager_bodies_and_say_so() -> None:

@@ -17,8 +17,9 @@ from kvcompile import schemes
 from kvcompile.lowering.certificate.report_op import report_site
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
 from kvcompile.lowering.rooms import rooms
-from kvcompile.types import PAGE, Role, SlotSpec
+from kvcompile.types import PAGE, QUERY_ROWS, Role, SlotSpec
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -145,8 +146,10 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
         (text, slots.get(text, SlotSpec(1, PAGE, torch.float32, role)))
         for text, role in ((given.key_scheme, Role.KEY), (given.value_scheme, Role.VALUE))
     )
+    rows = node.meta.get(QUERY_ROWS, 1)
     return AttendFacts(
-        device, pair, recent=bool(given.recent), rotation=bool(given.rotation), more=bool(given.more), bias=given.bias is not None
+        device, pair, rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
+        recent=bool(given.recent), rotation=bool(given.rotation), more=bool(given.more), bias=given.bias is not None
     )
 
 

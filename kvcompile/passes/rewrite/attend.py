@@ -37,6 +37,7 @@ from kvcompile.passes.rewrite.sources import Sources, read_planes, sources
 from kvcompile.passes.rewrite.strides import free_strides
 from kvcompile.passes.rewrite.visibility import Visibility
 from kvcompile.schemes.certificate.telemetry import REFILLED, TELEMETRY_PLANE
+from kvcompile.types import QUERY_ROWS
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,24 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
         attention.scale, attention.softcap, source.value_dim,
     ]
     if not stored:
-        return emit.call(torch.ops.kvcompile.attend.default, *operands)
+        return _with_rows(emit.call(torch.ops.kvcompile.attend.default, *operands), item)
     optional, planes, scheme = _optional(shared, emit, item), shared.planes.named(item.key), item.key.scheme
     written = [planes[name] for name in scheme.attention_writes if name in planes]
-    out = emit.call(getattr(torch.ops.kvcompile, scheme.attention).default, *operands, *optional, *written)
+    out = _with_rows(emit.call(getattr(torch.ops.kvcompile, scheme.attention).default, *operands, *optional, *written), item)
     if item.certify is not None:
         emit.call(
             torch.ops.kvcompile.report_site.default, out, *operands, *(optional or [None, None]), planes[TELEMETRY_PLANE.name],
             item.certify.spell(), planes.get(REFILLED),
         )
+    return out
+
+
+def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:
+    """Note at an attention how many rows of queries a kv head has, which chooses its kernel; 1 where one token is new."""
+    site, attention = item.site, item.site.attention
+    count = size_along(attention.q, attention.q_roles, "S", attention.folded)
+    alone = isinstance(count, int) and count == 1
+    out.meta[QUERY_ROWS] = 1 if alone else hint(count) * (site.heads // item.key.spec.heads)
     return out
 
 
