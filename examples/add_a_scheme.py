@@ -14,6 +14,7 @@ import torch
 
 import kvcompile
 from kvcompile.schemes import AMAX, Planes
+from kvcompile.schemes.certificate.bounds import STEP
 from kvcompile.types import KernelFormat, Layout, PlaneSpec, SlotSpec
 
 GROUP = 32
@@ -63,3 +64,7 @@ class Fp4(kvcompile.Scheme):
     def bound(self, slot: SlotSpec) -> sympy.Expr:
         """Half of the widest gap, one scale, which is less than a third of the largest magnitude."""
         return AMAX / 3 * (1 + sympy.Float(2.0**-20)) + sympy.Float(2.0**-126)
+
+    def radius(self, slot: SlotSpec) -> sympy.Expr:
+        """The same by the scale that is stored, for reports of the error at every step (``certify=``)."""
+        return STEP * (1 + sympy.Float(2.0**-20))

@@ -503,6 +503,16 @@ class SliceScattered(Attention):
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)), (keys, values)
 
 
+class SelectScattered(Attention):
+    """Out of place by select_scatter, one token at an int position."""
+
+    def forward(self, x: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], start: int) -> Any:
+        q, k, v = self.heads_first(x)
+        keys, values = torch.select_scatter(caches[0], k[:, :, 0], 2, start), torch.select_scatter(caches[1], v[:, :, 0], 2, start)
+        mask = visible(torch.arange(start, start + 1), self.capacity)
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)), (keys, values)
+
+
 class CopiedBack(Buffered):
     """Updated out of place, and copied into the buffer."""
 

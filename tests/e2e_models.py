@@ -51,6 +51,7 @@ from e2e_layers import (  # noqa: F401 - tests take all models from here
     ScalarPosition,
     Scattered,
     ScratchCopy,
+    SelectScattered,
     SliceAssign,
     SliceScattered,
     Tiled,
@@ -279,6 +280,11 @@ def functional_from(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor
     return functional(module, lambda x, caches, pos: call(x, caches, int(pos[0])), chunks)
 
 
+def functional_alone(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As ``functional_from``, one token a call."""
+    return functional_from(module, call, torch.cat(list(chunks), 1).split(1, 1))
+
+
 def spelled(name: str, steps: Callable[..., torch.Tensor], refused: str = "", **sizes: int) -> Case:
     """A case that differs in the steps between the products only."""
     return Case(name, lambda **given: Spelled(steps, **given), by_position, refused, sizes)
@@ -312,6 +318,7 @@ CASES = (
     Case("tiled", Tiled, by_position),
     Case("functional-scatter", FunctionalScatter, functional),
     Case("slice-scatter", SliceScattered, functional_from),
+    Case("select-scatter", SelectScattered, functional_alone),
     Case("copied-back", CopiedBack, by_position),
     Case("reassigned", Reassigned, by_position),
     Case("rows-and-one-position", RowsAndOnePosition, by_position),

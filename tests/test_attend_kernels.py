@@ -13,7 +13,19 @@ from torch._inductor.utils import run_and_get_code
 
 import kvcompile
 from kvcompile.explain import explain
-from kvcompile.lowering.attend_kernels import CPP, DECODE, EAGER, KERNELS, PREFILL, AttendFacts, choose, kernel_lines, kernels_for
+from kvcompile.lowering import attend_kernels
+from kvcompile.lowering.attend_kernels import (
+    CPP,
+    DECODE,
+    EAGER,
+    KERNELS,
+    PREFILL,
+    AttendFacts,
+    AttendKernel,
+    choose,
+    kernel_lines,
+    kernels_for,
+)
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named, names_of
 from kvcompile.passes.rewrite.rewritten import Variant
@@ -124,3 +136,28 @@ def test_operands_are_those_of_the_schema(given: dict[str, Any]) -> None:
     assert {name: getattr(made, name) for name in names} == {**plain, **every, **given}
     assert named(ops.attend, made.arguments(), {}).items() >= (plain | given).items()
     assert AttendOperands(*made.arguments()) == made == attend_operands({**plain, **given, "telemetry": 0})
+
+
+@pytest.mark.compile
+def test_a_kernel_in_front_of_the_others_is_chosen_named_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that adding one takes is its place in the list."""
+    lowered: list[AttendOperands[Any]] = []
+
+    def lower(operands: AttendOperands[Any]) -> Any:
+        lowered.append(operands)
+        return EAGER.lower(operands)
+
+    mine = AttendKernel("my kernel", "cpu", lambda facts: None if facts.slots[0][0].startswith("int8") else "another scheme", lower)
+    monkeypatch.setattr(attend_kernels, "KERNELS", (mine, *KERNELS))
+    for scheme, said in (("int8", "attend (my kernel)"), ("dense", f"attend ({CPP.name}: another scheme)")):
+        owner, filled, plain = kvcompile.backend(scheme, strict=True), module(), module()
+        lowered.clear()
+        with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+            x = torch.randn(1, 5, 128)
+            filled(x, torch.arange(5))
+            plain(x, torch.arange(5))
+        with inductor_config.patch(force_disable_caches=True):
+            found = step(torch.compile(filled, backend=owner), 5)
+        torch.testing.assert_close(found, step(plain, 5), atol=2e-2, rtol=0)
+        assert said in owner.report().graphs[-1].kernels[-1]
+        assert bool(lowered) == (scheme == "int8")

@@ -33,6 +33,7 @@ class Kind(enum.Enum):
     WRITE_WHOLE = "the operand, written as a whole"
     WRITE_SCATTER = "the operand, written where index says for each element"
     WRITE_RANGE = "the operand, written in a range of one dim"
+    WRITE_ENTRY = "the operand, written at one entry of one dim, which the values lack"
     GATHER = "some of them, by index tensors"
     MAKE = "a new tensor of one number, or of none"
     PRODUCT = "a product of two activations, summed over a dim"
@@ -66,6 +67,7 @@ NAMES: dict[Kind, tuple[str, ...]] = {
     Kind.WRITE_WHOLE: ("copy_",),
     Kind.WRITE_SCATTER: ("scatter_", "scatter"),
     Kind.WRITE_RANGE: ("slice_scatter",),
+    Kind.WRITE_ENTRY: ("select_scatter",),
     Kind.GATHER: ("index", "_unsafe_index", "index_select", "embedding", "gather", "take_along_dim"),
     Kind.MAKE: ("zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", "empty", "new_empty", "empty_like"),
     Kind.PRODUCT: ("matmul", "bmm", "baddbmm", "einsum"),
@@ -93,7 +95,7 @@ TURNS = named(Kind.SWAP, Kind.SWAP_LAST, Kind.PERMUTE)
 VIEWS = named(
     Kind.RESHAPE, Kind.UNSQUEEZE, Kind.SWAP, Kind.SWAP_LAST, Kind.REVERSE, Kind.PERMUTE, Kind.MOVE, Kind.BROADCAST, Kind.SLICE, Kind.SELECT,
 )
-WRITES = named(Kind.WRITE_ROWS, Kind.WRITE_PLACES, Kind.WRITE_WHOLE, Kind.WRITE_SCATTER, Kind.WRITE_RANGE)
+WRITES = named(Kind.WRITE_ROWS, Kind.WRITE_PLACES, Kind.WRITE_WHOLE, Kind.WRITE_SCATTER, Kind.WRITE_RANGE, Kind.WRITE_ENTRY)
 IN_PLACE = frozenset(name for name in WRITES if name.endswith("_"))
 UPDATES = WRITES - IN_PLACE
 """Writes that return a copy of their operand with the new values."""

@@ -14,7 +14,7 @@ from kvcompile.passes.match.cache.gathers import GATHERS
 
 PROJECTIONS = named(Kind.PROJECTION) | {"embedding"}
 PRODUCTS = named(Kind.PRODUCT) | {"flex_attention"}
-FUNCTIONAL = UPDATES | CONCATENATIONS | {"select_scatter", "where"}
+FUNCTIONAL = UPDATES | CONCATENATIONS | {"where"}
 CHOICES = {"topk", "sort", "argsort", "kthvalue", "argmax"}
 LIMIT = 400
 REACH = 40

@@ -1,4 +1,14 @@
-"""Attention spelled as one ``scaled_dot_product_attention`` call."""
+"""Attention spelled as one ``scaled_dot_product_attention`` call.
+
+::
+
+    k, v  = index_copy_(k_cache, 2, pos, new_k), index_copy_(v_cache, 2, pos, new_v)
+    seen  = le(arange(T), unsqueeze(pos, 1))
+    out   = scaled_dot_product_attention(q, k, v, seen)
+    after:
+    append(new_k, k_planes, unsqueeze(pos, 0), "int8"); append(new_v, v_planes, unsqueeze(pos, 0), "int8")
+    out   = attend(q, k_planes, v_planes, hi=unsqueeze(pos, 0), lo=None, keep=None, bias=None, "int8", "int8", scale)
+"""
 
 from __future__ import annotations
 

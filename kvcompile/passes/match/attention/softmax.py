@@ -2,6 +2,15 @@
 
 The steps between the two products are read one by one into a normal form (scale, softcap, mask terms,
 sinks), so their order and their spelling do not matter where the mathematics does not care.
+
+::
+
+    matmul = matmul(q, transpose(index_copy_(k_cache, 2, pos, new_k), -1, -2))
+    scores = masked_fill(div(matmul, 4), bitwise_not(le(arange(T), unsqueeze(pos, 1))), -inf)
+    out    = matmul(softmax(scores, -1), index_copy_(v_cache, 2, pos, new_v))
+    after:
+    append(new_k, k_planes, unsqueeze(pos, 0), "int8"); append(new_v, v_planes, unsqueeze(pos, 0), "int8")
+    out    = attend(q, k_planes, v_planes, hi=unsqueeze(pos, 0), lo=None, keep=None, bias=None, "int8", "int8", scale=0.25)
 """
 
 from __future__ import annotations

@@ -1,7 +1,13 @@
-"""Caches that are updated out of place: ``new = cache.index_copy(2, pos, k)``, scatter, index_put, slice_scatter.
+"""Caches that are updated out of place: ``new = cache.index_copy(2, pos, k)``, scatter, index_put, slice_scatter, select_scatter.
 
 What is made is a new tensor that the caller gets back and passes to the next call; the write is the one that
 the in-place operator of the same name would do.
+
+::
+
+    new = index_copy(cache, 2, pos, k)      returned, and read by attention
+    after:
+    append(k, planes, unsqueeze(pos, 0), "int8")      the stores' planes are written in place, nothing is returned
 """
 
 from __future__ import annotations
@@ -29,6 +35,21 @@ def _slice_scatter(node: fx.Node, root: fx.Node) -> Write:
     )
 
 
+def _select_scatter(node: fx.Node, root: fx.Node) -> Write:
+    """Read the write of ``torch.select_scatter(cache, values, dim, index)``: one token, whose dim the values lack."""
+    arguments = bind(node)
+    rank, index = len(sizes(node)), arguments["index"]
+    dim = int(arguments["dim"]) % rank
+    if isinstance(index, int) and index < 0:
+        raise Miss("a select_scatter that counts from the end of the cache", node, advice="count positions from the first token")
+    runs = tuple(item for item in range(rank) if item != dim)
+    return Write("select_scatter", node, root, arguments["src"], runs, dim, Position(offset=index), 1)
+
+
+OUT_OF_PLACE = {Kind.WRITE_RANGE: _slice_scatter, Kind.WRITE_ENTRY: _select_scatter}
+"""Readers of the writes that exist out of place only."""
+
+
 def copied_back(node: fx.Node, root: fx.Node) -> Write | None:
     """Return the write of ``cache.copy_(cache.index_copy(...))``; None where the copied tensor is no update of the cache itself."""
     arguments = bind(node)
@@ -46,5 +67,4 @@ def update(node: fx.Node) -> tuple[fx.Node, Write] | None:
     if op_name(node) not in UPDATES:
         return None
     past, kind = bind(node)["self"], KINDS[op_name(node)]
-    recognise = _slice_scatter if kind is Kind.WRITE_RANGE else RECOGNISERS[kind]
-    return past, replace(recognise(node, past), root=node)
+    return past, replace((OUT_OF_PLACE.get(kind) or RECOGNISERS[kind])(node, past), root=node)

@@ -7,6 +7,16 @@ number of the place, whatever views stand between the gather and the pool.
 
 The order of places says nothing about the order of tokens, so nothing is known on the host of what was written:
 the store holds all places from the start. What attention reads is gathered from the store as codes.
+
+::
+
+    index_put_(pool, [slot_mapping], k)
+    keys = reshape(index(pool, [block_table]), [B, T, K, D])
+    out  = scaled_dot_product_attention(q, transpose(keys, 1, 2), ...)
+    after:
+    append(k, planes, unsqueeze(slot_mapping, 0), "int8")
+    read = gather(planes, block_table * 16 + arange(16), "int8")      codes, as they are
+    out  = attend(q, read, ...)
 """
 
 from __future__ import annotations

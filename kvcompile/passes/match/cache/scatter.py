@@ -1,6 +1,13 @@
 """Writes by scatter: ``cache.scatter_(2, index, values)`` where the index says the same position for all heads and channels.
 
 The index has an entry for every element; what it is a broadcast of is read by pulling its coordinates back.
+
+::
+
+    index = expand(view(pos, [1, 1, -1, 1]), [B, K, S, D])
+    cache = scatter_(cache, 2, index, k)
+    after:
+    append(k, planes, unsqueeze(pos, 0), "int8")
 """
 
 from __future__ import annotations

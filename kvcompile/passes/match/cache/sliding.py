@@ -5,6 +5,15 @@ returned in its place, when the graph is done. Both must be the last tokens of o
 
     buffer      cat and copy back, roll and a write at the end, all of the new tokens copied over the old ones
     returned    a slice of the concatenation, or a rolled copy, becomes the next cache
+
+::
+
+    line = cat([slice(cache, 2, 1), k], 2)      a window of 64 tokens, one new one
+    copy_(cache, line)
+    out  = scaled_dot_product_attention(q, line, ...)
+    after:
+    append(k, planes, kv_cursor_64, "int8")      over the oldest token, in its slot: nothing moves
+    out  = attend(q, planes, ..., hi=63)
 """
 
 from __future__ import annotations

@@ -3,6 +3,14 @@
 A recogniser answers a ``Write`` or raises ``Miss``; where the destination is itself a view of the cache
 (``cache[0].index_copy_``, ``narrow().copy_()``) the pull-back of its coordinates says which dims of the
 root it runs along.
+
+::
+
+    index_copy_(cache, 2, pos, k)                       Position(index=pos)
+    index_put_(cache, [rows, None, pos], k)             Position(index=pos, rows=True)
+    copy_(slice(cache, 2, start, start + S), k)         Position(offset=start)
+    cat([past, k], 2), returned                         Position(past=past)
+    after, each: append(k, planes, positions [1 or B, S], "int8")
 """
 
 from __future__ import annotations

@@ -8,6 +8,16 @@ end where a join says so, so their edges are exact although what lies between is
 A product with the queries may be taken on either side of a projection: q . (W c) = (W^T q) . c. So an
 attention over stripes is an attention over what is cached, one kv head for all query heads (``rewrite.latent``).
 Only a projection without bias and with nothing but views and numbers around it can be moved.
+
+::
+
+    latent = index_copy_(cache, 1, pos, new)                              [B, T, 512 + 64]
+    k, v   = split(linear(slice(latent, 2, 0, 512), W))                   of every head, made again at every step
+    out    = scaled_dot_product_attention(q, cat([k, expand(slice(latent, 2, 512))], -1), v, ...)
+    after:
+    append(new, planes, unsqueeze(pos, 0), "int8")
+    q2     = cat([einsum("bhsd,hdr->bhsr", [slice(q), W_k]), slice(q)], -1)
+    out    = einsum("bhsr,hdr->bhsd", [slice(attend(q2, planes, planes, ...), 3, 0, 512), W_v])
 """
 
 from __future__ import annotations

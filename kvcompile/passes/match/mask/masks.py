@@ -7,6 +7,12 @@ Every term is read as a predicate (``expressions``), split into conjuncts, and e
     tensor[row, position]              keep    (padding)
 
 or the whole term is carried along as a tensor operand: slower to read, never wrong.
+
+::
+
+    seen = and(le(arange(T), pos), gt(arange(T), sub(pos, 64)));  masked_fill(scores, bitwise_not(and(seen, padding)), -inf)
+    after:
+    attend(..., hi=pos, lo=sub(pos, 63), keep=padding)
 """
 
 from __future__ import annotations

@@ -5,6 +5,14 @@ Every element that is written is expanded, at sampled coordinates, into a sum of
 the partner of a channel's partner is the channel itself, and of the two signs one is minus. Which channels are
 partners, and which of the factors is an angle, is read off; how the graph spells it (cat and neg, slices, stack,
 complex numbers, part of the channels) does not matter.
+
+::
+
+    k     = add(mul(x, cos), mul(cat([neg(slice(x, 3, D / 2)), slice(x, 3, 0, D / 2)], -1), sin))
+    cache = index_copy_(cache, 2, pos, k)
+    after, for a scheme with pre_rope:
+    append(unrotate(k, cos_of_place, sin_of_place), planes, ...)
+    attend(..., rotation=[cos_of_all_places, sin_of_all_places])
 """
 
 from __future__ import annotations
