@@ -5,7 +5,7 @@
 Every case (gaussian, ties, outlier channels, keys and values whose rounding errors all point one way, ...) runs with every policy
 and dtype in turn until N head-steps are done. The reference is attention over the originals in float64; a head-step counts as a
 violation where |output - reference|_2 is above the certificate that was returned with it, and also where a dense one is not what the
-scheme ``dense`` gives, bit for bit. Exits with 1 on any violation. ``tests/test_certified_soundness.py`` runs the same trials.
+scheme ``dense`` gives, bit for bit. Exits with 1 on any violation. ``tests/lowering/test_certified_soundness.py`` runs the same trials.
 
 ``--kernels`` tries the CUDA kernels in place of the definition, on shapes and cases that they know; a dense head-step is then held to its
 certificate alone. TRITON_INTERPRET=1 runs them on a CPU, slowly.

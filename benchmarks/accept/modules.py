@@ -20,7 +20,7 @@ from benchmarks.accept.subjects import LONG, ROOM, STEPS, Call, wide
 from kvcompile.schemes import Scheme
 from kvcompile.types import Role, SlotSpec
 
-TESTS = Path(__file__).resolve().parents[2] / "tests"
+SUPPORT = Path(__file__).resolve().parents[2] / "tests/support"
 GAIN = 3.0
 """What the query and key projections are multiplied by: scores of random hidden states then tell tokens apart."""
 
@@ -71,8 +71,9 @@ class Module:
     @classmethod
     def build(cls, case: Case, device: torch.device) -> Module:
         """Return the module of a case with weights from a fixed seed."""
-        if str(TESTS) not in sys.path:
-            sys.path.insert(0, str(TESTS))
+        for folder in (str(SUPPORT), str(SUPPORT / "models")):
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
         recipe = RECIPES[case.architecture.name]
         make = getattr(__import__(recipe.module), recipe.cls)
         torch.manual_seed(0)

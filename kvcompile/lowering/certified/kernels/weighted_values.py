@@ -4,8 +4,8 @@
 exp(logit - TOP), times 2^14, is two float16 numbers, the second one times 2^11. Products of those are exact, so all rounding is known:
 of the value once (``bounds.HALF_STEP``), of the weight by 2^-22 of it, of sums as ``bounds.TENSOR_STEP`` says. That tensor cores take
 subnormal float16 numbers for what they are, as ``bit_tricks`` also relies on, is what is measured, not promised:
-``tests/test_gpu_certified.py`` holds a device's sums to these bounds. A turn's sums are accumulators of their own, which are added to the
-split's in float32: no chain of truncations is longer than a turn.
+``tests/gpu/test_gpu_certified.py`` holds a device's sums to these bounds. A turn's sums are accumulators of their own, which are added
+to the split's in float32: no chain of truncations is longer than a turn.
 
 ``mix_own`` is float32: few blocks of originals, and the window. What takes time is latency, as in ``exact``.
 """

@@ -6,8 +6,6 @@ import collections
 import dataclasses
 import itertools
 import math
-import pathlib
-import sys
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ from interpreted import interpreted
 from kernel_writes import stand_in_for_a_device, written_by
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.certified_soundness import (
     POLICIES,

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-import sys
 
 import pytest
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from test_triton_attend import Case, check, operands
 
 from kvcompile.lowering.decode.config import Bias

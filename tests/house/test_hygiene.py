@@ -16,7 +16,7 @@ from versions import OLD_TORCH
 from kvcompile import errors
 from kvcompile.errors import KvcompileError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "kvcompile").rglob("*.py"))
 ERRORS = sorted(
     (item for _, item in inspect.getmembers(errors, inspect.isclass) if issubclass(item, KvcompileError)), key=lambda item: item.__name__

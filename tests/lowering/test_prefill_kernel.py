@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
-import sys
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from interpreted import interpreted
 from test_triton_attend import Case, allow_ranges_over_scalars, check, operands, poison_rejected
 

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
-import sys
 import types
 
 import pytest
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from interpreted import interpreted
 from test_prefill_kernel import Prefill, merged, windowed
 from test_triton_attend import Case, allow_ranges_over_scalars, check, operands

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "examples" / "tinylm"
 if str(FOLDER.parent) not in sys.path:
     sys.path.insert(0, str(FOLDER.parent))

@@ -1,6 +1,6 @@
 """Golden graphs: one hand-written attention per idiom, before and after the rewrite, as text in ``tests/golden``.
 
-``pytest tests/test_golden.py --accept`` writes what it sees; the difference is then read in review.
+``pytest tests/passes/test_golden.py --accept`` writes what it sees; the difference is then read in review.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import kvcompile
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.records import GraphRecord
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 VERSION = "2.13"
 """The torch that wrote the files. Another one may capture the model's own operators differently, never ours."""
 
@@ -101,10 +101,10 @@ def test_golden(case: Case | PagedCase, accept: bool) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(found)
         return
-    assert path.exists(), f"no golden file for {case.name}: run pytest tests/test_golden.py --accept and read what it wrote"
+    assert path.exists(), f"no golden file for {case.name}: run pytest tests/passes/test_golden.py --accept and read what it wrote"
     wanted = path.read_text()
     if torch.__version__.startswith(VERSION):
-        assert found == wanted, "the graph changed: read the difference, then pytest tests/test_golden.py --accept"
+        assert found == wanted, "the graph changed: read the difference, then pytest tests/passes/test_golden.py --accept"
     else:
         assert ours(found) == ours(wanted)
 

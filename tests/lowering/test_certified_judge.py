@@ -6,8 +6,6 @@ As in ``test_certified_kernels``, what needs Triton's interpreter runs in a proc
 from __future__ import annotations
 
 import functools
-import pathlib
-import sys
 from collections.abc import Callable
 
 import mpmath
@@ -15,8 +13,6 @@ import pytest
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent), str(pathlib.Path(__file__).resolve().parent.parent)]
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402

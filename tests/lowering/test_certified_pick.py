@@ -6,16 +6,12 @@ What needs Triton's interpreter runs in a process of its own (``interpreted``); 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import random
-import sys
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent), str(pathlib.Path(__file__).resolve().parent.parent)]
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from test_triton_append import assert_same
 from test_triton_append_blocks import CASES as BLOCKS
 from test_triton_append_blocks import calls, empty, new_tokens, origins
 from test_triton_append_rows import BATCH, CASES, KV, PAGES, one_nan, positions, stores, tokens
 from test_triton_moves import CASES as MOVING
 from test_triton_moves import compare as compare_moves
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile import schemes
 from kvcompile.lowering.compile import compile_graph

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import pytest
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from interpreted import interpreted
 from test_triton_append import assert_same, fuse
 

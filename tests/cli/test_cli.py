@@ -16,7 +16,7 @@ from kvcompile.cli.targets import Options, resolve
 from kvcompile.errors import TargetError
 from kvcompile.schemes import SCHEMES
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 FACTORIES = '''
 import torch

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-import sys
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.certified import compiled_site
 from benchmarks.certified import operands as benchmark_operands

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from interpreted import interpreted
 from test_triton_append import CONSTANTS, POINTERS, assert_same, fuse
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-import sys
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from test_prefill_kernel import merged, windowed
 from test_triton_attend import Case, check, operands
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import add_a_scheme  # noqa: F401 - registers its scheme
 import numpy as np
 import pytest
 import sympy
 import torch
+from add_a_scheme import Fp4
 
+from kvcompile import schemes
 from kvcompile.errors import SchemeError
-from kvcompile.schemes import AMAX, SPREAD, Scheme, registered
+from kvcompile.schemes import AMAX, SPREAD, Scheme
 from kvcompile.types import Extent, PlaneSpec, Role, SlotSpec
 
-SCHEMES = registered()
+SCHEMES = (*schemes.SCHEMES, Fp4)
+"""Those of the package, and one that is registered from outside; not what a test registers for itself."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 80, 96, 128, 256)

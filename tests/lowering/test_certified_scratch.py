@@ -6,14 +6,10 @@ the originals are in pinned memory.
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
-
-sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent), str(pathlib.Path(__file__).resolve().parent.parent)]
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
