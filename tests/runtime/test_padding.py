@@ -69,7 +69,7 @@ def test_padding_sets_no_scale(scheme: Scheme, kind: str, eager_prompt: bool) ->
 def test_what_lies_before_the_origin_is_kept_as_well() -> None:
     """A mask that shows padding later finds what was written there."""
     for scheme in SHARING:
-        planes = [torch.zeros(spec.shape(1, 2, 1), dtype=spec.dtype) for spec in scheme.layout(SLOT).planes]
+        planes = [scheme.empty(spec, SLOT, 1, 2) for spec in scheme.layout(SLOT).planes]
         x = torch.randn(2, 1, 6, SLOT.head_dim)
         x[1, :, :4] *= 1e3
         append_body(x, planes, torch.arange(6)[None], scheme.spell(), torch.tensor([0, 4]))
