@@ -66,7 +66,8 @@ class Backend:
                 report.hosted += store.host_nbytes
                 report.announced += store.spec.layout.nbytes(store.pages, store.batch, slot.heads)
                 report.dense += tokens * store.batch * slot.heads * slot.head_dim * slot.dtype.itemsize
-                report.untaught += bool(tokens) and store.untaught
+                if tokens and store.never_calibrated:
+                    report.never_calibrated.append(store.spec.scheme.uncalibrated)
         return report
 
     def telemetry(self) -> Telemetry:

@@ -129,14 +129,14 @@ class UnsupportedDtype(SchemeError):
     template = "expected a cache of dtype {known}, found {dtype}; cast the model to one of these dtypes"
 
 
-class RingNeedsTokens(SchemeError):
+class SlidingNeedsTokens(SchemeError):
     template = (
         "expected a scheme that encodes every token by itself for a cache that keeps its newest {slots} tokens, found {scheme!r}, which "
         "{why}; use dense, int8, int4 or fp8 for this layer"
     )
 
 
-class TableNeedsTokens(SchemeError):
+class PagedNeedsTokens(SchemeError):
     template = (
         "expected a scheme that encodes every token by itself for a cache that is read through a gather, found {scheme!r}, which {why}; "
         "use dense, int8, int4 or fp8 for this layer"

@@ -80,8 +80,8 @@ class GraphReport:
 class Report:
     """All graphs that one backend compiled, and the stores that live; ``tokens`` is the length that bytes are given for.
 
-    ``hosted``: of the bytes allocated, those in pinned host memory. ``untaught``: live stores whose scheme learns from queries and
-    that hold tokens without having seen any.
+    ``hosted``: of the bytes allocated, those in pinned host memory. ``never_calibrated``: of each live store that holds tokens
+    without the calibration by queries that its scheme has, how it encodes keys.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Report:
     allocated: int = 0
     dense: int = 0
     hosted: int = 0
-    untaught: int = 0
+    never_calibrated: list[str] = field(default_factory=list)
     tokens: int | None = None
 
     @property
@@ -124,9 +124,9 @@ def short_scheme(scheme: Scheme) -> str:
 def _cache(slot: Slot) -> str:
     """How a cache is held, in words."""
     words = slot.kind.facts.cache
-    if slot.table is not None:
+    if slot.block_table is not None:
         return f"{words}, read through a gather"
-    return words if slot.ring is None else f"{words}, newest {slot.ring.slots}"
+    return words if slot.sliding is None else f"{words}, newest {slot.sliding.slots}"
 
 
 def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
@@ -251,10 +251,11 @@ def _footer(report: Report) -> Text:
             f"\nlive caches: {size_text(report.allocated)} allocated{hosted}, {size_text(report.announced)} announced, in place of "
             f"{size_text(report.dense)} dense{ratio}", style="not bold",
         )
-    if report.untaught:
+    if report.never_calibrated:
         text.append(
-            f"\nwarning: {count_text(report.untaught, 'live key store')} never saw the queries that filled it, so its keys are encoded "
-            "with lam=0, as kivi: fill the cache in a compiled call", style="not bold yellow",
+            f"\nwarning: {count_text(len(report.never_calibrated), 'live key store')} never saw the queries that "
+            f"filled it, so its keys are encoded {', '.join(sorted(set(report.never_calibrated)))}: fill the cache in a compiled call",
+            style="not bold yellow",
         )
     for warning in sorted({w for graph in report.graphs for site in graph.sites for w in site.warnings}):
         text.append(f"\nwarning: {warning}", style="not bold yellow")

@@ -55,7 +55,7 @@ def _site(item: SitePlan) -> str:
 
 
 def _slot(part: SlotPlan) -> list[str]:
-    slot, write = part.slot, part.slot.write
+    slot, write, table = part.slot, part.slot.write, part.slot.block_table
     labels = tuple("·".join(label) or "fixed" for label in slot.axes.labels)
     leaves = f"; returned as result {', '.join(map(str, slot.outputs))}" if slot.outputs else ""
     comes = f"%{slot.placeholder.name}: " if slot.placeholder is not None else ""
@@ -68,7 +68,7 @@ def _slot(part: SlotPlan) -> list[str]:
         ("cache", f"{comes}{slot.kind.value}{leaves}"),
         ("layout", _typed(slot.root, labels)),
         ("write", f"%{write.node.name}, spelled as {write.idiom}: {new}"),
-        *([("read", f"%{slot.table.gather.name}, of each row the places {_places(slot.table.places)}")] if slot.table is not None else []),
+        *([] if table is None else [("read", f"%{table.gather.name}, of each row the places {_places(table.places)}")]),
         ("stored as", f"{part.scheme.spell()}: {planes} a token and head"),
     ]
     return [f"  {part.role.value}", *(f"    {name:{WIDTH - 2}} {text}" for name, text in facts)]

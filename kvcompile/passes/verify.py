@@ -2,7 +2,7 @@
 
 Checked on the rewritten graph, not on what the rewriter believes: no node reads or writes a cache
 tensor any more, every plane is written by exactly one append and read by attends and gathers only after it (or, where
-the model wrote after it attended, only before; a ring may be unrolled before), what is learned stands before that
+the model wrote after it attended, only before; a sliding cache may be unrolled before), what is calibrated stands before that
 append, what attention adds to is no append's, planes are never returned, and every result has the shape and dtype that
 the captured graph gave it.
 """
@@ -21,7 +21,7 @@ from kvcompile.passes.graph.shapes import op_name, source_line
 from kvcompile.passes.rewrite.rewritten import Binding, Rewritten
 
 APPENDS = {"kvcompile::append", "kvcompile::append_window"}
-LEARN, UNROLL, GATHER = "kvcompile::learn", "kvcompile::unroll", "kvcompile::gather"
+CALIBRATE, UNROLL, GATHER = "kvcompile::calibrate", "kvcompile::unroll", "kvcompile::gather"
 
 
 def _name(node: fx.Node) -> str:
@@ -54,9 +54,9 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         name = spec.name
         writers = [user for user in plane.users if _name(user) in APPENDS]
         readers = [user for user in plane.users if _name(user) in attends or _name(user) == GATHER]
-        learned = [user for user in plane.users if _name(user) == LEARN]
+        calibrated = [user for user in plane.users if _name(user) == CALIBRATE]
         copies = [user for user in plane.users if _name(user) == UNROLL]
-        known = {*writers, *readers, *learned, *copies}
+        known = {*writers, *readers, *calibrated, *copies}
         others = [user for user in plane.users if user not in known and not _asks(user, name, writers, order)]
         if plane in unwritten and writers:
             _fail("no append into a plane of a cache that is only read", f"{len(writers)} appends into {plane.name}")
@@ -65,11 +65,11 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         if plane not in unwritten and not spec.tally and not spec.constant and len(writers) != 1:
             _fail("one append into every plane", f"{len(writers)} appends into {plane.name}")
         if others:
-            _fail("only learn, append, gather and attend touch a plane", others[0].format_node(), others[0])
+            _fail("only calibrate, append, gather and attend touch a plane", others[0].format_node(), others[0])
         if not writers:
             continue
-        if len(learned) > 1 or any(order[node] > order[writers[0]] for node in learned):
-            _fail("a plane is learned once, before the append that encodes with it", learned[-1].format_node(), learned[-1])
+        if len(calibrated) > 1 or any(order[node] > order[writers[0]] for node in calibrated):
+            _fail("a plane is calibrated once, before the append that encodes with it", calibrated[-1].format_node(), calibrated[-1])
         wrong = [reader for reader in readers if (order[reader] < order[writers[0]]) != (plane in before)]
         if wrong and plane not in either:
             place = "ahead of the append of tokens that the next call reads" if plane in before else "after the append of its tokens"
@@ -77,7 +77,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
             _fail(f"every {what} comes {place}", wrong[0].format_node(), wrong[0])
         early = [copy for copy in copies if order[copy] > order[writers[0]]]
         if early:
-            _fail("a ring is unrolled before it is written to", early[0].format_node(), early[0])
+            _fail("a sliding cache is unrolled before it is written to", early[0].format_node(), early[0])
     _same_results(rewritten, captured, fakes)
 
 

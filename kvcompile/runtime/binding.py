@@ -25,9 +25,9 @@ from kvcompile.runtime.positions import limits_of, positions_of
 def form_of(group: Group) -> CacheForm:
     """Return the form of the cache that a group of slots lives in."""
     slot = group.first.plan.slot
-    if slot.table is not None:
+    if slot.block_table is not None:
         return Paged(group)
-    return Linear(group) if slot.ring is None else Sliding(group, slot.ring)
+    return Linear(group) if slot.sliding is None else Sliding(group, slot.sliding)
 
 
 def bind(

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 def calibrated(group: Group) -> set[Scheme]:
     """Return the schemes of a group that compute planes from the queries of the call that fills an empty cache."""
-    return {item.plan.scheme for item in group.bindings if item.plan.scheme.learns(item.plan.spec)}
+    return {item.plan.scheme for item in group.bindings if item.plan.scheme.calibrates(item.plan.spec)}
 
 
 class Calibration:
@@ -28,7 +28,7 @@ class Calibration:
             return
         self.warned = True
         log.warning(
-            "%s learns from the queries of the compiled call that fills an empty cache; the cache at %s %s: its keys are encoded %s",
+            "%s is calibrated by the queries of the compiled call that fills an empty cache; the cache at %s %s: its keys are encoded %s",
             ", ".join(sorted({scheme.name for scheme in schemes})), group.where, why,
             ", ".join(sorted({scheme.uncalibrated for scheme in schemes})),
         )

@@ -145,9 +145,9 @@ class Store:
         return [plane for plane, spec in self.described() if spec.name in {"window", "clock", REFILLED}]
 
     @property
-    def untaught(self) -> bool:
+    def never_calibrated(self) -> bool:
         """Whether its scheme calibrates planes with queries and these planes never saw any. Waits for the device."""
-        calibrated = [plane for plane, spec in self.described() if spec.name in self.spec.scheme.learned]
+        calibrated = [plane for plane, spec in self.described() if spec.name in self.spec.scheme.calibrated]
         return bool(calibrated) and not any(bool(plane.any()) for plane in calibrated)
 
     @property

@@ -35,14 +35,14 @@ class Scheme(abc.ABC):
     name: ClassVar[str]
     window = 0
     """How many of the newest tokens stay in full precision, in a plane named ``window``; an option of schemes with blocks."""
-    learned: ClassVar[frozenset[str]] = frozenset()
-    """Names of the fixed planes that ``learn`` makes."""
+    calibrated: ClassVar[frozenset[str]] = frozenset()
+    """Names of the fixed planes that ``calibrate`` makes."""
     uncalibrated: ClassVar[str] = ""
-    """The words of a warning about a cache whose planes ``learn`` never made: how its keys are then encoded."""
+    """The words of a warning about a cache whose planes ``calibrate`` never made: how its keys are then encoded."""
     pre_rope = False
     """Whether keys are stored as they are before their rotary embedding, which attention then applies; an option."""
-    learns_before_rope = False
-    """Whether ``learn`` takes queries as they are before their rotary embedding, where keys are stored so."""
+    calibrates_before_rope = False
+    """Whether ``calibrate`` takes queries as they are before their rotary embedding, where keys are stored so."""
     attention: ClassVar[str] = "attend"
     """The operation in ``torch.ops.kvcompile`` that attends over a store of this scheme; keys and values of a site name the same one."""
     attention_writes: ClassVar[tuple[str, ...]] = ()
@@ -98,7 +98,7 @@ class Scheme(abc.ABC):
     @property
     def alone(self) -> bool:
         """Whether a token's codes mean the same wherever they lie in a store, whatever lies beside them."""
-        return self.by_token and not self.window and not self.learned and not self.pre_rope
+        return self.by_token and not self.window and not self.calibrated and not self.pre_rope
 
     @property
     def keeps_padding_out(self) -> bool:
@@ -135,14 +135,14 @@ class Scheme(abc.ABC):
         made = torch.zeros(plane.shape(pages, batch, slot.heads), dtype=plane.dtype, device=device)
         return made.copy_(self.constants(slot)[plane.name]) if plane.constant else made
 
-    def learns(self, slot: SlotSpec) -> bool:
-        """Whether its fixed planes come out of ``learn``, from the queries of the call that fills an empty cache."""
+    def calibrates(self, slot: SlotSpec) -> bool:
+        """Whether its fixed planes come out of ``calibrate``, from the queries of the call that fills an empty cache."""
         del slot
         return False
 
-    def learn(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
+    def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
         """The fixed planes, in the layout's order, from queries; ``keep``: which tokens are no padding, all where None."""
-        raise NotImplementedError(f"{self.name} does not learn")
+        raise NotImplementedError(f"{self.name} is not calibrated")
 
     def of(self, role: Role) -> Scheme:
         """The scheme that holds slots of this role, where keys and values are encoded differently."""

@@ -66,7 +66,7 @@ class Squat(Kivi):
     subspace: Subspace = Subspace.BATCH
     queries: Queries = Queries.PRE
 
-    learned: ClassVar[frozenset[str]] = frozenset({"moves"})
+    calibrated: ClassVar[frozenset[str]] = frozenset({"moves"})
     uncalibrated: ClassVar[str] = "with lam=0, as kivi would"
     name: ClassVar[str] = "squat"
     kernel_encoding: ClassVar[bool] = True
@@ -99,7 +99,7 @@ class Squat(Kivi):
         return cls(**{"lam": 1e-3, "rank": 5, "subblock": 64, "normalise": False, **options})
 
     @property
-    def learns_before_rope(self) -> bool:  # type: ignore[override]
+    def calibrates_before_rope(self) -> bool:  # type: ignore[override]
         """Whether its queries are taken before RoPE."""
         return self.pre_rope and self.queries is Queries.PRE
 
@@ -145,17 +145,17 @@ class Squat(Kivi):
                 todo="queries have no more directions than channels",
             )
 
-    def learns(self, slot: SlotSpec) -> bool:
+    def calibrates(self, slot: SlotSpec) -> bool:
         return slot.role is Role.KEY and self.lam > 0
 
     def layout(self, slot: SlotSpec) -> Layout:
         layout = super().layout(slot)
-        if not self.learns(slot):
+        if not self.calibrates(slot):
             return layout
         extent = Extent.ROW if self.subspace is Subspace.ROW else Extent.BATCH
         return Layout((*layout.planes, PlaneSpec("moves", torch.float32, slot.head_dim, slot.head_dim, extent)))
 
-    def learn(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
+    def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
         if self.subspace is Subspace.BATCH:
             q_BKGSD, keep_BS = q_BKGSD[:1], None if keep_BS is None else keep_BS[:1]
         groups, tokens = q_BKGSD.shape[2:4]
@@ -195,7 +195,7 @@ class Squat(Kivi):
         return plane.to(torch.float32).repeat_interleave(self.group, dim=-2)
 
     def radius(self, slot: SlotSpec) -> sympy.Expr | None:
-        return None if self.learns(slot) else super().radius(slot)
+        return None if self.calibrates(slot) else super().radius(slot)
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         """None where queries move the keys: the movement depends on them, not on the group's values alone.
@@ -204,7 +204,7 @@ class Squat(Kivi):
         token's block, channel by channel (and the rounding of kivi's bound); each channel's own half step and what
         the half steps of earlier channels moved it by.
         """
-        return None if self.learns(slot) else super().bound(slot)
+        return None if self.calibrates(slot) else super().bound(slot)
 
 
 def _whole(value: object) -> bool:

@@ -58,7 +58,7 @@ def _tried(whole: Outline, number: Number, examples: Sequence[Any]) -> Verdict |
 def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
     """Try a program with arguments of our own, or else with those of the first step: that one step is then all that is known."""
     # The places that a table gives are the caller's to choose: those of the first step are right ones.
-    pooled = any(slot.table is not None for site in whole.sites for slot in site.slots)
+    pooled = any(slot.block_table is not None for site in whole.sites for slot in site.slots)
     once = _first_step(whole, examples) if pooled else None
     if once is not None and once.outcome is not Outcome.UNKNOWN:
         return once

@@ -57,9 +57,9 @@ class Arguments:
     def __post_init__(self) -> None:
         sites, effects = self.part.sites, self.part.effects
         captured = self.part.captured
-        written = [slot.write.position for site in sites for slot in site.slots if slot.kind.facts.written and slot.ring is None]
+        written = [slot.write.position for site in sites for slot in site.slots if slot.kind.facts.written and slot.sliding is None]
         # Places that a table gives are in no order.
-        self.pooled = any(slot.table is not None for site in sites for slot in site.slots)
+        self.pooled = any(slot.block_table is not None for site in sites for slot in site.slots)
         written = [] if self.pooled else written
         self.indices = tuple(dict.fromkeys(where.index for where in written if where.index is not None))
         self.offsets = tuple(dict.fromkeys(where.offset for where in written if where.index is None and where.past is None))

@@ -120,10 +120,10 @@ def pasts(part: Cut, values: Values) -> Iterator[Values]:
         for symbol in size.node.expr.free_symbols
     }
     # A cache that keeps its newest tokens may have been captured before or after it was full: longer ones are another program.
-    rings = any(slot.ring is not None for site in part.sites for slot in site.slots)
+    slidings = any(slot.sliding is not None for site in part.sites for slot in site.slots)
     for length in (2, 19):
         changed = {**values, **dict.fromkeys(grown, length)}
-        if grown and allowed(part, changed) and not (rings and any(length > values[symbol] for symbol in grown)):
+        if grown and allowed(part, changed) and not (slidings and any(length > values[symbol] for symbol in grown)):
             yield changed
 
 
@@ -155,7 +155,7 @@ def _lengths(part: Cut) -> set[int]:
     for site in part.sites:
         for slot in site.slots:
             found |= set(_numbers([value_of(slot.root).shape[dim] for dim in slot.axes.token_dims]))
-            found |= set(_numbers([slot.write.count, slot.ring, slot.capacity, slot.write.position.offset]))
+            found |= set(_numbers([slot.write.count, slot.sliding, slot.capacity, slot.write.position.offset]))
         found |= set(_numbers([site.tokens, site.bounds.hi, site.bounds.lo]))
         found |= set(_numbers(list(value_of(site.attention.k).shape)[site.attention.k_roles.index("T")]))
     return found

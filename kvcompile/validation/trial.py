@@ -83,7 +83,7 @@ class _Session:
             slot, fake = slots[entry.node], self.part.captured.fakes[entry.index]
             assert isinstance(fake, torch.Tensor)
             held = self.arguments.normal(self.arguments.shape(fake, moment), fake.dtype)
-            if slot.kind.facts.filled and slot.table is None and slot.ring is None:
+            if slot.kind.facts.filled and slot.block_table is None and slot.sliding is None:
                 behind = held.narrow(slot.axes.token_dim, moment.start, held.shape[slot.axes.token_dim] - moment.start)
                 behind.mul_(unwritten)
             self.theirs[entry.index], self.ours[entry.index] = held, held.clone()
@@ -127,7 +127,7 @@ class _Session:
         for site in self.part.sites:
             for slot in site.slots:
                 for output in slot.outputs:
-                    difference = compared(expected[output], handles.decoded(found[output])) if slot.ring is None else ""
+                    difference = compared(expected[output], handles.decoded(found[output])) if slot.sliding is None else ""
                     if difference and not slot.kind.facts.filled:
                         return f"the cache that it returns {difference}"
                 place = next((entry.index for entry in self.part.captured.inputs if entry.node is slot.placeholder), None)
@@ -135,7 +135,7 @@ class _Session:
                     continue
                 if slot.outputs:
                     self.theirs[place], self.ours[place] = expected[slot.outputs[0]], found[slot.outputs[0]]
-                if slot.kind.facts.filled and slot.table is None and slot.ring is None:
+                if slot.kind.facts.filled and slot.block_table is None and slot.sliding is None:
                     dim = slot.axes.token_dim
                     both = self.theirs[place], handles.decoded(self.ours[place])
                     if difference := compared(*(item.narrow(dim, 0, min(last, item.shape[dim])) for item in both)):
@@ -163,7 +163,7 @@ def _starts(part: Cut, arguments: Arguments, values: Values) -> tuple[list[int],
     """(positions at which the first token of a call may lie, the room of the cache, None without an end)."""
     buffers = [slot for site in part.sites for slot in site.slots if slot.kind.facts.filled]
     counted = [values[symbol] for symbol in loose(part)]
-    if counted and any(slot.ring is not None for site in part.sites for slot in site.slots):
+    if counted and any(slot.sliding is not None for site in part.sites for slot in site.slots):
         # Places are written over again: there is no last position, and what a cache holds does not tell where its tokens are.
         return sorted({0, *counted}), None
     fixed = [offset if isinstance(offset, int) else read(value_of(offset), values) for offset in arguments.offsets]
@@ -185,13 +185,13 @@ def _starts(part: Cut, arguments: Arguments, values: Values) -> tuple[list[int],
 def _moments(part: Cut, arguments: Arguments, sizes: Values) -> Iterator[tuple[list[Moment], float]]:
     """Give the sessions that are tried: calls one after another, and what lies in places that nobody wrote yet."""
     counters = loose(part)
-    rings = bool(counters) and any(slot.ring is not None for site in part.sites for slot in site.slots)
+    slidings = bool(counters) and any(slot.sliding is not None for site in part.sites for slot in site.slots)
     for values in pasts(part, sizes):
         starts, room = _starts(part, arguments, values)
         count = arguments.tokens(Moment(values, 0))
         for start in starts:
             session: list[Moment] = []
-            once = (room is None and not rings) or (arguments.offsets and not counters)
+            once = (room is None and not slidings) or (arguments.offsets and not counters)
             for at in range(start, start + count * (1 if once else 3), count):
                 now = _counted(part, values, counters, at, at - start)
                 if now is None or (room is not None and at + count > room):

@@ -13,7 +13,7 @@ import torch
 from e2e_models import cache_of, llama, prompt
 from latent_models import LATENT_CASES
 from paged_models import PAGED_CASES
-from ring_models import RING_CASES
+from sliding_models import SLIDING_CASES
 from test_read_only_caches import Decoder, drive
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -384,7 +384,7 @@ def test_what_cannot_be_reported_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(("case", "reason"), [
-    (LATENT_CASES[0], "a cached latent"), (RING_CASES[0], "newest tokens only"), (PAGED_CASES[0], "gathered from a pool"),
+    (LATENT_CASES[0], "a cached latent"), (SLIDING_CASES[0], "newest tokens only"), (PAGED_CASES[0], "gathered from a pool"),
 ], ids=str)
 def test_caches_that_hold_something_else_are_refused_with_the_reason(case: Any, reason: str) -> None:
     backend = kvcompile.backend(scheme="int8", certify=REPORT, inner="eager")

@@ -178,10 +178,10 @@ def test_a_cache_that_grows_by_empty_places() -> None:
     assert "the concatenated cache is written to after it is made" in reasons(backend)
 
 
-# --- rings by hand ----------------------------------------------------------------------------------------
+# --- sliding caches by hand ----------------------------------------------------------------------------------------
 
 
-class Ring(Attention):
+class SlidingCache(Attention):
     """Eight slots, written at ``position % 8``; read as far as they were written."""
 
     slots = 8
@@ -210,8 +210,8 @@ AROUND = [(0, 5), *((at, 1) for at in range(5, 12)), (0, 4), (4, 1)]
 @pytest.mark.parametrize("scheme", ["dense", KIVI])
 @pytest.mark.parametrize("ints", [False, True], ids=["tensor", "int"])
 def test_a_ring_by_hand(ints: bool, scheme: str) -> None:
-    """A window of 32 tokens holds all of the eight exactly, and forgets seven of them when the ring is written from its front."""
-    backend = check(by_position(Ring, AROUND, ints), scheme)
+    """A window of 32 tokens holds all of the eight exactly, and forgets seven of them when the cache is written from its front."""
+    backend = check(by_position(SlidingCache, AROUND, ints), scheme)
     assert any(sites(backend)), reasons(backend)
 
 

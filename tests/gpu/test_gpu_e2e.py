@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvcompile
-from kvcompile.lowering.ops.operations import learn_body
+from kvcompile.lowering.ops.operations import calibrate_body
 from kvcompile.schemes import parse
 from kvcompile.types import Role
 
@@ -134,12 +134,12 @@ def test_learning_does_not_wait_for_the_device() -> None:
     queries = torch.randn(2, HEADS, 200, DIM, device="cuda", dtype=torch.bfloat16)
     keep = torch.ones(2, 256, device="cuda", dtype=torch.bool)
     planes = [torch.zeros(1, 1, KV, DIM, DIM, device="cuda")]
-    learn_body(queries, planes, keep, scheme.spell())
-    expected = scheme.learn(queries.cpu().unflatten(1, (KV, -1)), None)[0]
+    calibrate_body(queries, planes, keep, scheme.spell())
+    expected = scheme.calibrate(queries.cpu().unflatten(1, (KV, -1)), None)[0]
     assert torch.allclose(planes[0].cpu(), expected, atol=1e-3)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        learn_body(queries, planes, keep, scheme.spell())
+        calibrate_body(queries, planes, keep, scheme.spell())
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -9,7 +9,7 @@ from test_triton_append import CONSTANTS, POINTERS, fuse
 
 from kvcompile import schemes
 from kvcompile.lowering.ops import append_window as windows
-from kvcompile.lowering.ops.operations import learn_body
+from kvcompile.lowering.ops.operations import calibrate_body
 from kvcompile.types import Role, SlotSpec
 
 KV, BATCH, DIM = 2, 2, 64
@@ -34,7 +34,7 @@ def stores(text: str, dtype: torch.dtype, pages: int) -> tuple[list[torch.Tensor
     planes = [torch.zeros(p.shape(pages, BATCH, KV), dtype=p.dtype) for p in scheme.layout(SlotSpec(KV, DIM, dtype, Role.KEY)).planes]
     draw = torch.Generator().manual_seed(4)
     q = torch.randn(BATCH, 2 * KV, 50, 6, generator=draw) @ torch.randn(6, DIM, generator=draw)
-    learn_body(q, planes[-1:], None, scheme.spell())
+    calibrate_body(q, planes[-1:], None, scheme.spell())
     assert planes[-1].abs().max() > 0.05
     return planes, [plane.clone() for plane in planes]
 

@@ -129,8 +129,8 @@ def test_a_gather_ahead_of_its_append_fails() -> None:
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        (extra_reader, "only learn, append, gather and attend touch a plane"),
-        (plane_returned, "only learn, append, gather and attend touch a plane"),
+        (extra_reader, "only calibrate, append, gather and attend touch a plane"),
+        (plane_returned, "only calibrate, append, gather and attend touch a plane"),
         (two_appends, "one append into every plane"),
         (no_append, "one append into every plane"),
         (append_too_late, "every attend comes after the append of its tokens"),

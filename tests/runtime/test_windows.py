@@ -33,7 +33,7 @@ def store(scheme: Scheme, batch: int = 1, pages: int = 5) -> Store:
     spec = SlotSpec(HEADS, WIDTH, torch.float32, Role.KEY)
     held = Store(StoreSpec(spec, scheme, scheme.layout(spec)), batch, torch.device("cpu"), pages)
     for plane, described in zip(held.planes, held.spec.layout.planes, strict=True):
-        if described.name in scheme.learned:
+        if described.name in scheme.calibrated:
             plane.copy_(unwritten(scheme, spec, described, pages, 1))
     return held
 

@@ -23,7 +23,7 @@ import kvcompile
 from kvcompile.backend import Backend
 from kvcompile.errors import BadOption, HeadDimNotDivisible, UnknownScheme
 from kvcompile.lowering.ops.append_window import append_window_body
-from kvcompile.lowering.ops.operations import learn_body
+from kvcompile.lowering.ops.operations import calibrate_body
 from kvcompile.runtime.codec import decode
 from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Kivi, Squat, make, parse, subspace
@@ -55,9 +55,9 @@ def correlated(rows: int, width: int, rank: int, seed: int = 0) -> torch.Tensor:
     return (torch.randn(rows, rank, generator=generator) * weights) @ directions + 0.05 * torch.randn(rows, width, generator=generator)
 
 
-def taught(scheme: Squat, q_nD: torch.Tensor, heads: int = 2) -> torch.Tensor:
+def calibrated(scheme: Squat, q_nD: torch.Tensor, heads: int = 2) -> torch.Tensor:
     """The plane that queries [n, D], the same for every head, make."""
-    return scheme.learn(q_nD.expand(1, heads, 1, -1, -1), None)[0]
+    return scheme.calibrate(q_nD.expand(1, heads, 1, -1, -1), None)[0]
 
 
 def decoded(scheme: Kivi, x: torch.Tensor, *fixed: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ class Decisions(TorchDispatchMode):
 def test_learning_waits_for_no_device() -> None:
     scheme = keys_of(rank=20)
     with Decisions():
-        scheme.learn(torch.randn(2, 2, 2, 40, WIDTH), torch.ones(2, 40, dtype=torch.bool))
+        scheme.calibrate(torch.randn(2, 2, 2, 40, WIDTH), torch.ones(2, 40, dtype=torch.bool))
         with pytest.raises(AssertionError, match="eigh looks at a result"):
             torch.linalg.eigh(torch.eye(3))
 
@@ -211,12 +211,12 @@ def test_learning_waits_for_no_device() -> None:
 def test_learning_waits_for_no_device_on_a_gpu() -> None:
     scheme = keys_of(rank=20)
     q = torch.randn(1, 2, 2, 40, WIDTH)
-    expected = scheme.learn(q, None)[0]
+    expected = scheme.calibrate(q, None)[0]
     there = q.cuda()
-    scheme.learn(there, None)
+    scheme.calibrate(there, None)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made = scheme.learn(there, None)[0]
+        made = scheme.calibrate(there, None)[0]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.allclose(made.cpu(), expected, atol=1e-5)
@@ -280,7 +280,7 @@ def test_codes_round_the_moved_keys(x: torch.Tensor, bits: int, block: int, lam:
     So |x - decode| <= s / 2 + |moves|^T s / 2, channel by channel, with the stored scales s: what ``bound`` says in words.
     """
     scheme = keys_of(bits=bits, subblock=block, lam=lam, rank=8)
-    plane = taught(scheme, correlated(200, WIDTH, 8))
+    plane = calibrated(scheme, correlated(200, WIDTH, 8))
     planes = scheme.encode(x, plane)
     found = scheme.decode(planes, slot()).to(torch.float64)
     half = planes[1].to(torch.float64).repeat_interleave(32, dim=-2) / 2
@@ -312,7 +312,7 @@ def test_the_residual_turns_away_from_the_subspace_as_lam_grows() -> None:
         directions = torch.linalg.eigh(subspace.leading(subspace.gram(q), 6))[1][:, -6:]
         left.append(float((delta @ directions).norm() / error.norm()))
         if lam:
-            assert torch.allclose(taught(scheme, q)[0, 0, 0], moves.to(torch.float32), atol=1e-5)
+            assert torch.allclose(calibrated(scheme, q)[0, 0, 0], moves.to(torch.float32), atol=1e-5)
     assert all(b <= a + 1e-12 for a, b in itertools.pairwise(left))
     assert left[0] > 0.1 and left[-1] < 1e-4 * left[0]
 
@@ -325,14 +325,14 @@ def test_scores_err_less_on_correlated_queries_while_keys_may_err_more(bits: int
     # Other queries of the same subspace than those that taught it.
     later = correlated(600, WIDTH, 6)[300:]
     plain = decoded(kivi, x) - x
-    moved = decoded(squat, x, taught(squat, q[:300])) - x
+    moved = decoded(squat, x, calibrated(squat, q[:300])) - x
     assert (moved @ later.mT).norm() < 0.4 * (plain @ later.mT).norm()
     assert moved.norm() > plain.norm()
 
 
 def test_what_is_not_finite_stays_where_it_is() -> None:
     scheme = keys_of(rank=8)
-    plane = taught(scheme, correlated(100, WIDTH, 8))
+    plane = calibrated(scheme, correlated(100, WIDTH, 8))
     x = normal(1, 2, 64, WIDTH)
     clean = decoded(scheme, x, plane)
     x[0, 0, 3, 2] = float("nan")
@@ -342,7 +342,7 @@ def test_what_is_not_finite_stays_where_it_is() -> None:
     assert torch.equal(dirty[0, 1], clean[0, 1]) and torch.equal(dirty[0, 0, 32:], clean[0, 0, 32:])
     queries = torch.randn(1, 2, 2, 10, WIDTH)
     queries[0, 1, 0, 3, 7] = float("inf")
-    made = scheme.learn(queries, None)[0]
+    made = scheme.calibrate(queries, None)[0]
     assert made[0, 0, 0].any() and not made[0, 0, 1].any()
 
 
@@ -356,19 +356,19 @@ def test_padding_does_not_teach() -> None:
         keep = torch.ones(2, 20, dtype=torch.bool)
         keep[0, :7], keep[1, 15:] = False, False
         q[0, ..., :7, :] = float("nan")
-        made = scheme.learn(q, keep)[0]
-        assert torch.allclose(made[0, 0], scheme.learn(q[:1, ..., 7:, :], None)[0][0, 0], atol=1e-5)
+        made = scheme.calibrate(q, keep)[0]
+        assert torch.allclose(made[0, 0], scheme.calibrate(q[:1, ..., 7:, :], None)[0][0, 0], atol=1e-5)
         assert made.shape[1] == (2 if shared is Subspace.ROW else 1)
         if shared is Subspace.ROW:
-            assert torch.allclose(made[0, 1], scheme.learn(q[1:, ..., :15, :], None)[0][0, 0], atol=1e-5)
+            assert torch.allclose(made[0, 1], scheme.calibrate(q[1:, ..., :15, :], None)[0][0, 0], atol=1e-5)
 
 
 def test_normalised_does_not_grow_with_the_prompt_and_the_sources_does() -> None:
     q = correlated(100, WIDTH, 8)
     twice = torch.cat([q, q])
     normalised, paper = keys_of(subblock=32), Squat.paper(subblock=32).of(Role.KEY)
-    assert torch.allclose(taught(normalised, q), taught(normalised, twice), atol=1e-5)
-    assert taught(paper, twice).norm() > 1.2 * taught(paper, q).norm()
+    assert torch.allclose(calibrated(normalised, q), calibrated(normalised, twice), atol=1e-5)
+    assert calibrated(paper, twice).norm() > 1.2 * calibrated(paper, q).norm()
     assert dataclasses.astuple(Squat.paper())[-6:] == (1e-3, 5, 64, False, Subspace.BATCH, Queries.PRE)
 
 
@@ -376,10 +376,10 @@ def test_learning_writes_the_planes_and_pads_a_short_mask() -> None:
     scheme = keys_of()
     q = torch.randn(1, 4, 10, WIDTH)
     plane = torch.full((1, 1, 2, WIDTH, WIDTH), float("nan"))
-    learn_body(q, [plane], torch.ones(1, 6, dtype=torch.bool), scheme.spell())
-    assert torch.equal(plane, scheme.learn(q[:, :, :6].unflatten(1, (2, 2)), None)[0])
-    learn_body(q, [plane], torch.ones(1, 96, dtype=torch.bool), scheme.spell())
-    assert torch.equal(plane, scheme.learn(q.unflatten(1, (2, 2)), None)[0])
+    calibrate_body(q, [plane], torch.ones(1, 6, dtype=torch.bool), scheme.spell())
+    assert torch.equal(plane, scheme.calibrate(q[:, :, :6].unflatten(1, (2, 2)), None)[0])
+    calibrate_body(q, [plane], torch.ones(1, 96, dtype=torch.bool), scheme.spell())
+    assert torch.equal(plane, scheme.calibrate(q.unflatten(1, (2, 2)), None)[0])
 
 
 # --- options -----------------------------------------------------------------------------------------------
@@ -414,8 +414,8 @@ def test_a_sub_block_is_at_most_half_of_the_head(width: int, asked: int, used: i
     large, small = (Squat.paper(subblock=channels, lam=1.0).of(Role.KEY) for channels in (asked, used))
     assert isinstance(large, Squat) and isinstance(small, Squat)
     large.check(slot(width))
-    plane = taught(large, q)
-    assert torch.equal(plane, taught(small, q)) and plane.any()
+    plane = calibrated(large, q)
+    assert torch.equal(plane, calibrated(small, q)) and plane.any()
     for a, b in zip(large.encode(x, plane), small.encode(x, plane), strict=True):
         assert torch.equal(a, b)
     rule = large.minmax(width)
@@ -478,7 +478,7 @@ def test_the_graph_that_fills_a_cache_teaches_it(count: int) -> None:
         q, k = parts[0][0].transpose(1, 2), torch.cat([part[1] for part in parts], 1).transpose(1, 2)
         exact = plain(x[:, :count], torch.arange(count))
     store, scheme = keys_store(module), keys_of(subblock=16, rank=8)
-    plane = scheme.learn(q.unflatten(1, (2, -1)), None)[0]
+    plane = scheme.calibrate(q.unflatten(1, (2, -1)), None)[0]
     assert plane.any() and torch.allclose(store.planes[-1], plane, atol=1e-5)
     straight = Store(StoreSpec(store.spec.slot, scheme, scheme.layout(store.spec.slot)), 1, torch.device("cpu"), 3)
     straight.planes[-1].copy_(store.planes[-1])
@@ -546,7 +546,7 @@ def test_queries_of_all_heads_of_a_group_teach_their_kv_head() -> None:
     with torch.no_grad():
         run(x, torch.arange(40))
         q = module.project(x)[0].transpose(1, 2)
-    plane = keys_of(subblock=16, rank=8, subspace=Subspace.ROW).learn(q.unflatten(1, (2, 2)), None)[0]
+    plane = keys_of(subblock=16, rank=8, subspace=Subspace.ROW).calibrate(q.unflatten(1, (2, 2)), None)[0]
     assert torch.allclose(keys_store(module).planes[-1], plane, atol=1e-5)
 
 
@@ -562,7 +562,7 @@ def test_a_filled_cache_has_no_queries_and_that_is_said(caplog: pytest.LogCaptur
             results.append(torch.cat([run(x[:, at : at + 1], torch.arange(at, at + 1)) for at in range(60, 80)]))
         text = text or str(backend.report())
     assert torch.equal(*results), "the codes are kivi's"
-    said = [record.getMessage() for record in caplog.records if "squat learns from the queries" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "squat is calibrated by the queries" in record.getMessage()]
     assert len(said) == 1 and "arrived filled" in said[0] and "e2e_layers.py" in said[0]
     assert "1 live key store never saw the queries" in text and "lam=0" in text
 
@@ -640,13 +640,13 @@ def test_keys_before_rope_learn_from_queries_before_rope(queries: str, padded: b
     (store,) = cache.layers[0].keys._kv.stores.values()
     scheme = parse(store.spec.scheme.spell())
     assert isinstance(scheme, Squat) and scheme.pre_rope
-    expected = scheme.learn(q.unflatten(1, (2, 2)), mask.bool())[0]
+    expected = scheme.calibrate(q.unflatten(1, (2, 2)), mask.bool())[0]
     assert expected.any() and torch.allclose(store.planes[-1], expected, atol=1e-5)
 
 
 def test_squat_pre_is_a_name() -> None:
     assert make("squat-pre") == Squat(pre_rope=True) == parse("squat-pre") and parse("squat-pre(rank=5)") == Squat(pre_rope=True, rank=5)
-    assert not Squat().learns_before_rope and not Squat(pre_rope=True, queries=Queries.POST).learns_before_rope
+    assert not Squat().calibrates_before_rope and not Squat(pre_rope=True, queries=Queries.POST).calibrates_before_rope
     with pytest.raises(UnknownScheme, match="did you mean 'squat-pre'"):
         make("squat-pree")
 
@@ -656,7 +656,7 @@ def test_rows_that_move_keep_or_take_their_plane() -> None:
     for shared in Subspace:
         scheme = keys_of(subspace=shared, subblock=16)
         store = Store(StoreSpec(slot(), scheme, scheme.layout(slot())), 2, torch.device("cpu"), 2)
-        store.planes[-1].copy_(scheme.learn(torch.randn(2, 2, 1, 30, WIDTH), None)[0])
+        store.planes[-1].copy_(scheme.calibrate(torch.randn(2, 2, 1, 30, WIDTH), None)[0])
         turned = store.select_rows(torch.tensor([1, 1, 0]))
         if shared is Subspace.BATCH:
             assert torch.equal(turned.planes[-1], store.planes[-1])

@@ -115,9 +115,9 @@ def unwritten(scheme: Scheme, spec: SlotSpec, plane: PlaneSpec, pages: int, batc
     shape = plane.shape(pages, batch, spec.heads)
     if plane.constant:
         return scheme.empty(plane, spec, pages, batch)
-    if plane.name in scheme.learned:
+    if plane.name in scheme.calibrated:
         queries = normal(batch, spec.heads, 2, 50, spec.head_dim, seed=7)
-        return dict(zip(sorted(scheme.learned), scheme.learn(queries, None), strict=True))[plane.name].reshape(shape).clone()
+        return dict(zip(sorted(scheme.calibrated), scheme.calibrate(queries, None), strict=True))[plane.name].reshape(shape).clone()
     # The clock is the one plane that must start somewhere: at no tokens.
     fill = float("nan") if plane.dtype.is_floating_point else 0x5A if plane.extent is Extent.TOKENS else 0
     return torch.full(shape, fill, dtype=plane.dtype)

@@ -2,10 +2,10 @@
 
 ``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
 ``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``append_window.py``).
-``kvcompile::learn``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
+``kvcompile::calibrate``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
 ``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
 ``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
-``kvcompile::unroll``  copies the codes of a ring's newest tokens, then of new ones, in the order of the tokens (``sliding.py``).
+``kvcompile::unroll``  copies the codes of a sliding cache's newest tokens, then of new ones, in the order of the tokens (``sliding.py``).
 ``kvcompile::gather``  copies the codes of tokens by the numbers of their places in a store of one row (``gather.py``).
 ``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
 
@@ -60,7 +60,7 @@ LIBRARY.define("expose(Tensor x) -> Tensor")
 LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme, Tensor? origin=None) -> ()")
 LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme) -> (Tensor, Tensor)")
 # What it runs may choose algorithms by size and device, so it is left out of CUDA graphs; no decode step has it.
-LIBRARY.define("learn(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+LIBRARY.define("calibrate(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 LIBRARY.define("unrotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
 LIBRARY.define("first_visible(Tensor seen) -> Tensor")
 LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme) -> Tensor[]")
@@ -119,11 +119,11 @@ def _encoded_apart(scheme: schemes.Scheme, x: torch.Tensor, keep_BS: torch.Tenso
     return [torch.where(keep, a, b) for a, b in zip(one, other, strict=True)]
 
 
-def learn_body(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
+def calibrate_body(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
     """Fill the planes from queries q [B, H, S, D] of the tokens at 0, 1, 2, ..., of which ``keep`` [B or 1, T'] are no padding."""
     if keep is not None:
         keep = _padded(keep, q.shape[2], False).expand(q.shape[0], -1)
-    made = schemes.parse(scheme).learn(q.unflatten(1, (planes[0].shape[2], -1)), keep)
+    made = schemes.parse(scheme).calibrate(q.unflatten(1, (planes[0].shape[2], -1)), keep)
     for plane, values in zip(planes, made, strict=True):
         plane.copy_(values)
 
@@ -280,7 +280,7 @@ def _attend_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
     return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
 
 
-def _learn_meta(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
+def _calibrate_meta(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
     return None
 
 
@@ -309,8 +309,8 @@ def _expose_meta(x: torch.Tensor) -> torch.Tensor:
 
 LIBRARY.impl("expose", _expose, "CompositeExplicitAutograd")
 LIBRARY.impl("expose", _expose_meta, "Meta")
-LIBRARY.impl("learn", learn_body, "CompositeExplicitAutograd")
-LIBRARY.impl("learn", _learn_meta, "Meta")
+LIBRARY.impl("calibrate", calibrate_body, "CompositeExplicitAutograd")
+LIBRARY.impl("calibrate", _calibrate_meta, "Meta")
 LIBRARY.impl("append", append_body, "CompositeExplicitAutograd")
 LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_body, "CompositeExplicitAutograd")
@@ -329,7 +329,7 @@ LIBRARY.impl("attend", _attend_meta, "Meta")
 expose = torch.ops.kvcompile.expose.default
 append = torch.ops.kvcompile.append.default
 append_window = torch.ops.kvcompile.append_window.default
-learn = torch.ops.kvcompile.learn.default
+calibrate = torch.ops.kvcompile.calibrate.default
 unrotate = torch.ops.kvcompile.unrotate.default
 first_visible = torch.ops.kvcompile.first_visible.default
 unroll = torch.ops.kvcompile.unroll.default

@@ -1,6 +1,6 @@
-"""``unroll``: the codes of a ring in the order of its tokens, for attention of several new tokens.
+"""``unroll``: the codes of a sliding cache in the order of its tokens, for attention of several new tokens.
 
-The token at position p of a ring of n slots lies in slot p % n. Codes are copied as they are; the new tokens'
+The token at position p of a sliding cache of n slots lies in slot p % n. Codes are copied as they are; the new tokens'
 codes come behind them, so that attention sees one row of tokens: the past that it reads, then the new ones.
 """
 

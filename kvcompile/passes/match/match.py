@@ -25,7 +25,7 @@ from kvcompile.passes.match.cache.advice import made_from
 from kvcompile.passes.match.latent.assembly import assemble
 from kvcompile.passes.match.mask import masks
 from kvcompile.passes.match.mask.reach import reach
-from kvcompile.passes.match.sites import Assembly, Attention, Axes, Miss, Refusal, Ring, Site, Slot, Stage
+from kvcompile.passes.match.sites import Assembly, Attention, Axes, Miss, Refusal, Site, SlidingCache, Slot, Stage
 from kvcompile.passes.match.unmatched import cache_behind, cut_short, unrecognised
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
             "the heads of keys and values are repeated in different orders", key.root, value.root,
             advice="repeat both with repeat_interleave, or both with repeat",
         )
-    if key.capacity != value.capacity or not _alike(key.ring, value.ring):
+    if key.capacity != value.capacity or not _alike(key.sliding, value.sliding):
         raise Miss(
             "the key and the value cache hold different numbers of tokens", key.root, value.root, advice="give both the same capacity",
         )
@@ -108,7 +108,7 @@ def _overlap(key: Axes, value: Axes) -> bool:
     return not any(apart)
 
 
-def _alike(key: Ring | None, value: Ring | None) -> bool:
+def _alike(key: SlidingCache | None, value: SlidingCache | None) -> bool:
     """Whether keys and values keep the same newest tokens."""
     if key is None or value is None:
         return key is value
@@ -176,7 +176,7 @@ def _compose(attention: Attention, effects: Effects, index: int) -> Site:
     site = Site(
         index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k, more, assembly,
     )
-    if key.kind.facts.created and key.kind.facts.fixed and key.ring is None and hint(reach(site)) > hint(key.write.count):
+    if key.kind.facts.created and key.kind.facts.fixed and key.sliding is None and hint(reach(site)) > hint(key.write.count):
         raise Miss(
             "the attention reads places of a new cache that no token was written into", key.root,
             advice="mask what is not written yet, as every call after the first needs as well",
@@ -220,7 +220,7 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
                 by_root[slot.root].append(site)
     refused: dict[Site, Miss] = {}
     for root, users in by_root.items():
-        if len({slot.table is None for site in users for slot in site.slots if slot.root is root}) > 1:
+        if len({slot.block_table is None for site in users for slot in site.slots if slot.root is root}) > 1:
             miss = Miss("one attention gathers from the cache, another one reads it as it lies", root, advice="read it in one way")
             refused.update(dict.fromkeys(users, miss))
         allowed = {node for site in users for node in site.attention.nodes}
@@ -238,9 +238,9 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
                 "keys or values that are made from the cache are returned to the caller", *returned,
                 advice="return the cache itself, or nothing",
             )
-            gathered = any(slot.table is not None for slot in slots_here)
+            gathered = any(slot.block_table is not None for slot in slots_here)
             refused.update({site: miss for site in users if site.assembly is not None or gathered})
-        if any(slot.ring is not None for slot in slots_here):
+        if any(slot.sliding is not None for slot in slots_here):
             readers = set(sliding.strangers(slots_here, allowed))
         else:
             readers = effects.readers(root) | {user for node in copies for user in node.users}
@@ -265,8 +265,8 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
 
 def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
     """Why a cache tensor cannot be stored where no attention reads some of it: that would be lost."""
-    parts = {slot.axes.select: slot for slot in read if slot.axes.select and slot.ring is None}
-    tokens = {at: slot.batch * slot.capacity if slot.table is None else slot.axes.room(sizes(root)) for at, slot in parts.items()}
+    parts = {slot.axes.select: slot for slot in read if slot.axes.select and slot.sliding is None}
+    tokens = {at: slot.batch * slot.capacity if slot.block_table is None else slot.axes.room(sizes(root)) for at, slot in parts.items()}
     held = sum(tokens[at] * slot.heads * slot.head_dim for at, slot in parts.items())
     if not parts or held == math.prod(sizes(root)):
         return None
@@ -278,10 +278,10 @@ def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
 
 def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> dict[Site, Miss]:
     slot = next(slot for slot in site.slots if slot.root is root)
-    returned = effects.outputs_of(effects.family(root) if slot.ring is None else slot.ring.chain)
+    returned = effects.outputs_of(effects.family(root) if slot.sliding is None else slot.sliding.chain)
     if set(returned) - set(slot.outputs):
         return {site: Miss("a view of the cache is returned to the caller", root, advice="return the cache itself or nothing")}
-    if slot.placeholder is not None and slot.placeholder is not root and slot.ring is None:
+    if slot.placeholder is not None and slot.placeholder is not root and slot.sliding is None:
         others = effects.readers(slot.placeholder) - {root}
         if slot.write.late:
             others -= {node for other in users for node in other.attention.nodes}
@@ -289,7 +289,7 @@ def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> di
             reader = next(iter(others))
             return {site: Miss(f"the past is also read by {op_name(reader) or reader.op}", reader)}
     one_write = len(users) > 1 and len({s.key.write.node for s in users}) == 1
-    if one_write and slot.table is None and any(s.bounds.hi.kind is not site.bounds.hi.kind for s in users):
+    if one_write and slot.block_table is None and any(s.bounds.hi.kind is not site.bounds.hi.kind for s in users):
         return {site: Miss("several attentions with different masks share one cache", root)}
     return {}
 

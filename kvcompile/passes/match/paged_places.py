@@ -56,7 +56,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Table:
+class BlockTable:
     """A cache that is read through a gather: its places lie in one row, in the order of its dims without heads and channels."""
 
     gather: fx.Node

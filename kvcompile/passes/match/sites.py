@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from kvcompile.passes.match.paged_places import Places, Table
+from kvcompile.passes.match.paged_places import BlockTable, Places
 
 
 class SlotKind(enum.Enum):
@@ -19,8 +19,8 @@ class SlotKind(enum.Enum):
     BUFFER = "input written in place"
     UPDATED = "input updated out of place, result returned"
     CONCAT = "input concatenated with the new tokens, result returned"
-    BORN_CONCAT = "first tokens returned as a new cache"
-    BORN_BUFFER = "buffer made in this graph and returned"
+    CREATED_CONCAT = "first tokens returned as a new cache"
+    CREATED_BUFFER = "buffer made in this graph and returned"
     READ = "input that is only read"
 
     @property
@@ -66,8 +66,8 @@ KINDS = {
     SlotKind.BUFFER: KindFacts("written in place", in_place=True, fixed=True),
     SlotKind.UPDATED: KindFacts("updated out of place", fixed=True),
     SlotKind.CONCAT: KindFacts("grows each step", grows=True),
-    SlotKind.BORN_CONCAT: KindFacts("starts here", created=True, grows=True),
-    SlotKind.BORN_BUFFER: KindFacts("made and filled here", created=True, in_place=True, fixed=True),
+    SlotKind.CREATED_CONCAT: KindFacts("starts here", created=True, grows=True),
+    SlotKind.CREATED_BUFFER: KindFacts("made and filled here", created=True, in_place=True, fixed=True),
     SlotKind.READ: KindFacts("filled before", written=False),
 }
 
@@ -191,7 +191,7 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Ring:
+class SlidingCache:
     """A sliding window: the tokens that a cache keeps of those that were written.
 
     The graph lines tokens up: some of the past, then the new ones. Attention reads the line's last ``past`` + new
@@ -257,8 +257,8 @@ class Slot:
     """What the attention multiplies the cached values with, after it reads them."""
     tiled: bool = False
     """Whether query head h reads kv head h % K (heads repeated as a whole) rather than h // G."""
-    ring: Ring | None = field(default=None, compare=False)
-    table: Table | None = None
+    sliding: SlidingCache | None = field(default=None, compare=False)
+    block_table: BlockTable | None = None
     """The block table that a paged cache is read by; its ``batch`` and ``capacity`` are those of what is gathered."""
 
 

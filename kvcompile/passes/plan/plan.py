@@ -14,9 +14,9 @@ import torch
 
 from kvcompile.errors import (
     NotInPolicy,
-    RingNeedsTokens,
+    PagedNeedsTokens,
     SchemeError,
-    TableNeedsTokens,
+    SlidingNeedsTokens,
     UnsupportedDtype,
     WindowOnlyRead,
     WindowReadLate,
@@ -54,8 +54,8 @@ class SlotPlan:
     def end(self) -> int | None:
         """Return the capacity that the store grows up to, None for no end: stores with the same end have the same number of pages."""
         slot = self.slot
-        if slot.ring is not None:
-            return slot.ring.slots
+        if slot.sliding is not None:
+            return slot.sliding.slots
         size = slot.axes.room(value_of(slot.root).shape)
         return size if slot.kind.facts.fixed and isinstance(size, int) else None
 
@@ -74,14 +74,14 @@ class SlotPlan:
     @property
     def _rows(self) -> sympy.Expr:
         """Rows that are stored: a pool is one, whatever the batch."""
-        return BATCH if self.slot.table is None else sympy.Integer(1)
+        return BATCH if self.slot.block_table is None else sympy.Integer(1)
 
     @property
     def _tokens(self) -> sympy.Expr:
         """Tokens that are stored of ``TOKENS`` in use; a pool holds all its places from the start."""
-        if self.slot.table is not None:
+        if self.slot.block_table is not None:
             return sympy.Integer(self.slot.axes.room(value_of(self.slot.root).shape))
-        return TOKENS if self.slot.ring is None else sympy.Min(TOKENS, self.slot.ring.slots)
+        return TOKENS if self.slot.sliding is None else sympy.Min(TOKENS, self.slot.sliding.slots)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, rolling: int
     spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
     scheme.check(spec)
     layout = scheme.layout(spec)
-    if slot.table is not None:
+    if slot.block_table is not None:
         _check_table(scheme, layout)
     elif rolling is not None:
         _check_ring(rolling, scheme, layout)
@@ -157,7 +157,7 @@ def _check_table(scheme: Scheme, layout: Layout) -> None:
     """Raise where tokens that lie at any place meet a scheme that needs them in their order."""
     why = _needs_order(scheme, layout, "those of a sequence lie at places of their own", "cannot be gathered with them", "")
     if why is not None:
-        raise TableNeedsTokens(scheme=scheme.spell(), why=why)
+        raise PagedNeedsTokens(scheme=scheme.spell(), why=why)
 
 
 def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
@@ -167,7 +167,7 @@ def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
         " once places are written over again",
     )
     if why is not None:
-        raise RingNeedsTokens(slots=slots, scheme=scheme.spell(), why=why)
+        raise SlidingNeedsTokens(slots=slots, scheme=scheme.spell(), why=why)
 
 
 def _rolls(site: Site) -> int | None:
@@ -187,7 +187,7 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
         raise WindowReadLate(window=window, path=site.path or "*")
     for scheme in (pair.k, pair.v):
         scheme.check_pair(pair.k, pair.v, site.assembly is not None, site.path or "*")
-    rolling = site.key.ring.slots if site.key.ring is not None else _rolls(site)
+    rolling = site.key.sliding.slots if site.key.sliding is not None else _rolls(site)
     if pair.certify is not None:
         check_site(site, rolling)
 

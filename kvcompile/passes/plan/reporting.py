@@ -18,9 +18,9 @@ def check_site(site: Site, rolling: int | None) -> None:
     found = None
     if site.assembly is not None:
         found = "ones that are made from a cached latent"
-    elif any(slot.table is not None for slot in site.slots):
+    elif any(slot.block_table is not None for slot in site.slots):
         found = "ones that are gathered from a pool"
-    elif rolling is not None or any(slot.ring is not None for slot in site.slots):
+    elif rolling is not None or any(slot.sliding is not None for slot in site.slots):
         found = "a cache that keeps its newest tokens only"
     if found is not None:
         raise NotReported(found=found, path=site.path or "*")

@@ -67,7 +67,7 @@ class Appends:
             emit.call(torch.ops.kvcompile.append.default, tokens, planes, where, slot.scheme.spell())
             return tokens
         tokens = new_tokens(emit, slot)
-        if slot.slot.ring is not None:
+        if slot.slot.sliding is not None:
             self.sliding.append(emit, slot, tokens, self.planes.written(slot), device, self.context.variant is Variant.FRESH)
             return tokens
         position = self.positions.of(emit, slot)
@@ -119,7 +119,7 @@ class Appends:
         """Queries as the scheme takes them: before RoPE, where it wants that and they stand where the keys do."""
         attention, slot = item.site.attention, item.key
         own = hint(size_along(attention.q, attention.q_roles, "S", attention.folded)) == hint(slot.slot.write.count)
-        if not slot.scheme.learns_before_rope or not own:
+        if not slot.scheme.calibrates_before_rope or not own:
             return q_BHSD
         emit, position, origin = self._counted_from_padding(emit, slot, self.positions.of(emit, slot))
         return self.rope.undo(emit, slot, q_BHSD, position, origin)

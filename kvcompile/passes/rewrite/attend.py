@@ -88,7 +88,7 @@ def _is_plain_causal(context: Context, item: SitePlan) -> bool:
     bounds, attention = item.site.bounds, item.site.attention
     hi = bounds.hi
     # Nothing says where a window that is filled anew begins; elsewhere the runtime has looked (see ``limits``).
-    refilled = item.key.slot.ring is not None and context.variant is not Variant.FRESH
+    refilled = item.key.slot.sliding is not None and context.variant is not Variant.FRESH
     counted = {LimitKind.OWN} if refilled else {LimitKind.OWN, LimitKind.NODE}
     own = hi.kind in counted and hi.offset == 0 and not hi.symbols
     alone = item.site.tokens == 1 and hi.kind is LimitKind.CONST and hi.offset == 0 and not hi.symbols
@@ -156,7 +156,7 @@ STEPS: tuple[Callable[[Shared, Emitter, SitePlan, Sources, Visibility], Visibili
 
 def _reads_slots(shared: Shared, item: SitePlan, source: Sources) -> bool:
     """Whether attention reads a sliding cache in the order of its slots."""
-    return item.site.key.ring is not None and source.fresh is None and shared.sliding.reads_slots(item.key)
+    return item.site.key.sliding is not None and source.fresh is None and shared.sliding.reads_slots(item.key)
 
 
 # --- optional operands -------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from kvcompile.passes.rewrite.left_padding import shown
 def calibrate(emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.Node], tokens: Any) -> None:
     """Emit the computation of a key slot's calibrated planes, all ``planes`` of the slot given, ``tokens`` new keys."""
     slot = item.key
-    learned = [node for node, spec in zip(planes, slot.layout.planes, strict=True) if spec.name in slot.scheme.learned]
+    calibrated = [node for node, spec in zip(planes, slot.layout.planes, strict=True) if spec.name in slot.scheme.calibrated]
     attention = item.site.attention
     # However a model splits the factor of its scores between queries and scale, equal scores give equal planes.
     factor = attention.scale * math.sqrt(slot.spec.head_dim)
@@ -31,7 +31,7 @@ def calibrate(emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.No
     # Across to the tokens of another sequence, padding is said of the keys alone.
     own = hint(size_along(attention.q, attention.q_roles, "S", attention.folded)) == hint(tokens)
     keep = _real(emit, item) if own else None
-    emit.call(torch.ops.kvcompile.learn.default, q_BHSD, learned, keep, slot.scheme.spell())
+    emit.call(torch.ops.kvcompile.calibrate.default, q_BHSD, calibrated, keep, slot.scheme.spell())
 
 
 def _real(emit: Emitter, item: SitePlan) -> fx.Node | None:

@@ -58,8 +58,8 @@ def _chains(context: Context) -> set[fx.Node]:
     """Nodes that lead from a sliding cache's past and new tokens to what is read and kept, and what is gathered from a paged cache."""
     slots = [slot.slot for slot in context.slots()]
     root = context.effects.root
-    gathered = {node for slot in slots if slot.table is not None for node in slot.path if root.get(node) is not slot.root}
-    return gathered | {node for slot in slots if slot.ring is not None for node in slot.ring.chain}
+    gathered = {node for slot in slots if slot.block_table is not None for node in slot.path if root.get(node) is not slot.root}
+    return gathered | {node for slot in slots if slot.sliding is not None for node in slot.sliding.chain}
 
 
 def _effectful(node: fx.Node) -> bool:

@@ -55,11 +55,11 @@ class Context:
 
     def is_fresh(self, slot: SlotPlan) -> bool:
         """Whether attention over a slot reads the tokens of this call alone."""
-        facts, ring = slot.slot.kind.facts, slot.slot.ring
-        if slot.slot.table is not None or not facts.written:
+        facts, sliding = slot.slot.kind.facts, slot.slot.sliding
+        if slot.slot.block_table is not None or not facts.written:
             return False
-        return self.variant is Variant.FRESH or facts.created or (ring is not None and ring.refilled)
+        return self.variant is Variant.FRESH or facts.created or (sliding is not None and sliding.refilled)
 
     def is_calibrated(self, slot: SlotPlan) -> bool:
         """Whether this call computes planes of the slot from its queries."""
-        return self.is_fresh(slot) and slot.scheme.learns(slot.spec)
+        return self.is_fresh(slot) and slot.scheme.calibrates(slot.spec)

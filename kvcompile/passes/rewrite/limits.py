@@ -42,7 +42,7 @@ def visibility(context: Context, emit: Emitter, item: SitePlan, as_it_lies: bool
 def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibility) -> Visibility:
     """Cut the upper limit at the last token that is read, where it may name positions behind it."""
     site = item.site
-    if seen.hi is None or site.key.ring is not None or context.is_fresh(item.key) or not exceeds(site):
+    if seen.hi is None or site.key.sliding is not None or context.is_fresh(item.key) or not exceeds(site):
         return seen
     last = emit.call(aten.clamp_max.default, seen.hi, _less_one(emit, _tokens_read(site)))
     return Visibility(last, seen.lo, seen.keep, seen.bias)
@@ -66,7 +66,7 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
     site, kind, device = item.site, limit.kind, device_of(item)
     facts = site.key.kind.facts
     count = size_along(site.attention.q, site.attention.q_roles, "S", site.attention.folded)
-    read = not facts.written or site.key.table is not None
+    read = not facts.written or site.key.block_table is not None
     if limit.node is not None and (read or context.variant is not Variant.FRESH):
         return _from_tensor(emit, limit, limit.node)
     if kind in {LimitKind.OWN, LimitKind.NODE}:
@@ -78,7 +78,7 @@ def _limit(context: Context, emit: Emitter, limit: Limit, item: SitePlan) -> fx.
         # All keys of this call, which are not as many as its queries where attention goes across.
         return emit.constant_limit(count, _less_one(emit, item.key.slot.write.count), device)
     whole = emit.constant_limit(count, _less_one(emit, _tokens_read(site)), device)
-    buffer = facts.filled and site.key.ring is None
+    buffer = facts.filled and site.key.sliding is None
     seen = last_seen(emit, site, device) if buffer else None
     return whole if seen is None else emit.call(aten.minimum.default, seen, whole)
 

@@ -89,7 +89,7 @@ class PagedCaches:
 
     def gathered(self, emit: Emitter, slot: SlotPlan, planes: list[fx.Node], device: torch.device, batch: Any) -> list[fx.Node]:
         """The planes that attention reads, [1, B, K, T, width] each: gathered where the model gathers from the pool."""
-        table = slot.slot.table
+        table = slot.slot.block_table
         assert table is not None
         key = ("planes", table.gather, *planes)
         if key not in self.made:
@@ -100,7 +100,7 @@ class PagedCaches:
 
     def _read(self, emit: Emitter, slot: SlotPlan, device: torch.device, batch: Any) -> fx.Node:
         """The places of every row's tokens, int64 [B, T]."""
-        table = slot.slot.table
+        table = slot.slot.block_table
         assert table is not None
         places = table.places
         key, at = (*self._key(places, table.gather), str(table.tokens), str(batch)), self.effects.order[table.gather]

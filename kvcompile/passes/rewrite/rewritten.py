@@ -44,6 +44,6 @@ class Rewritten:
     dropped_outputs: tuple[int, ...]
     results: int
     cursors: tuple[int, ...] = ()
-    """The ring sizes whose cursors come behind the planes."""
+    """The numbers of slots whose cursors come behind the planes."""
     sizes: tuple[Any, ...] = ()
     """The symbols whose values come behind the cursors: sizes that only cache tensors had."""

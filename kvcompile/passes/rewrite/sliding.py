@@ -1,11 +1,11 @@
 """Sliding caches: where new tokens go, what attention reads, and masks in the order of the slots.
 
-One new token is written over the oldest one and attention reads the ring as it lies: the order of keys does
+One new token is written over the oldest one and attention reads the slots as they lie: the order of keys does
 not matter to it, so only masks have to follow, from the order of the tokens to that of the slots. Several new
-tokens may be more than the ring has room for: attention then reads a copy of the codes in the order of the
+tokens may be more than the cache has room for: attention then reads a copy of the codes in the order of the
 tokens (``kvcompile::unroll``), and masks stay as they are.
 
-The position of the next token comes as an input, the cursor: one a ring size, a tensor, so that no step
+The position of the next token comes as an input, the cursor: one a number of slots, a tensor, so that no step
 recompiles, waits for the device or is recorded again.
 """
 
@@ -21,7 +21,7 @@ from torch import fx
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.cache.token_runs import at_most, same
-from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Ring, Site, Slot
+from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Site, SlidingCache, Slot
 from kvcompile.passes.plan.plan import SitePlan, SlotPlan
 from kvcompile.passes.rewrite.context import Part, part_of
 from kvcompile.passes.rewrite.visibility import Visibility
@@ -38,16 +38,16 @@ class SlidingCaches:
     masks: dict[Any, Visibility] = field(default_factory=dict)
     positions: dict[Any, fx.Node] = field(default_factory=dict)
 
-    def cursor(self, ring: Ring) -> fx.Node:
+    def cursor(self, sliding: SlidingCache) -> fx.Node:
         """The slot of the next token, int64 [1]."""
-        if ring.slots not in self.cursors:
+        if sliding.slots not in self.cursors:
             last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
             with self.graph.inserting_after(last):
-                self.cursors[ring.slots] = self.graph.placeholder(f"kv_cursor_{ring.slots}")
-        return self.cursors[ring.slots]
+                self.cursors[sliding.slots] = self.graph.placeholder(f"kv_cursor_{sliding.slots}")
+        return self.cursors[sliding.slots]
 
     def settle(self) -> tuple[int, ...]:
-        """Move the cursors behind the planes; the sizes of their rings, in order."""
+        """Move the cursors behind the planes; the numbers of slots of their caches, in order."""
         for node in self.cursors.values():
             [item for item in self.graph.nodes if item.op == "placeholder"][-1].append(node)
         return tuple(self.cursors)
@@ -56,10 +56,10 @@ class SlidingCaches:
 
     def append(self, emit: Emitter, slot: SlotPlan, source: fx.Node, planes: list[fx.Node], device: torch.device, anew: bool) -> None:
         """Write the new tokens of one slot; ``anew``: the cache is empty."""
-        ring = slot.slot.ring
-        assert ring is not None
+        sliding = slot.slot.sliding
+        assert sliding is not None
         one = isinstance(slot.slot.write.count, int) and slot.slot.write.count == 1
-        if not (one or anew or ring.refilled or slot.slot.placeholder is None):
+        if not (one or anew or sliding.refilled or slot.slot.placeholder is None):
             self.unroll(emit, slot, source, planes)
         kept, count = self.newest(emit, slot, source)
         position = self.position(emit, slot, count, device, anew or slot.slot.placeholder is None)
@@ -67,9 +67,9 @@ class SlidingCaches:
 
     def newest(self, emit: Emitter, slot: SlotPlan, source: fx.Node) -> tuple[fx.Node, Any]:
         """(the new tokens that are still there after the call, how many they are); the others are never written."""
-        ring, count = slot.slot.ring, slot.slot.write.count
-        assert ring is not None
-        most = ring.keep if ring.refilled else ring.slots
+        sliding, count = slot.slot.sliding, slot.slot.write.count
+        assert sliding is not None
+        most = sliding.keep if sliding.refilled else sliding.slots
         if at_most(count, most):
             return source, count
         if at_most(most, count):
@@ -81,35 +81,34 @@ class SlidingCaches:
         return emit.call(aten.slice.Tensor, source, 2, start), kept
 
     def position(self, emit: Emitter, slot: SlotPlan, kept: Any, device: torch.device, anew: bool) -> fx.Node:
-        """Slots of the ``kept`` newest tokens, int64 [1, kept]; ``anew``: the ring is filled from its first slot."""
-        ring, count = slot.slot.ring, slot.slot.write.count
-        assert ring is not None
-        key = (ring.slots, str(count), str(kept), anew or ring.refilled)
+        """Slots of the ``kept`` newest tokens, int64 [1, kept]; ``anew``: the cache is filled from its first slot."""
+        sliding, count = slot.slot.sliding, slot.slot.write.count
+        assert sliding is not None
+        key = (sliding.slots, str(count), str(kept), anew or sliding.refilled)
         if key not in self.positions:
             length = kept if isinstance(kept, fx.Node) else emit.size(kept)
-            if anew or ring.refilled:
+            if anew or sliding.refilled:
                 node = emit.positions(length, 0, device)
             elif isinstance(count, int) and count == 1:
-                node = emit.call(aten.unsqueeze.default, self.cursor(ring), 0)
+                node = emit.call(aten.unsqueeze.default, self.cursor(sliding), 0)
             else:
-                first = self.cursor(ring)
+                first = self.cursor(sliding)
                 if kept is not count:
                     both = isinstance(count, int) and isinstance(kept, int)
                     skipped = count - kept if both else emit.call(operator.sub, emit.size(count), kept)
                     first = emit.call(aten.add.Scalar, first, skipped)
                 iota = emit.call(aten.arange.default, length, dtype=torch.int64, device=device)
-                ahead = emit.call(aten.remainder.Scalar, emit.call(aten.add.Tensor, iota, first), ring.slots)
+                ahead = emit.call(aten.remainder.Scalar, emit.call(aten.add.Tensor, iota, first), sliding.slots)
                 node = emit.call(aten.unsqueeze.default, ahead, 0)
             self.positions[key] = node
         return self.positions[key]
 
     def unroll(self, emit: Emitter, slot: SlotPlan, source: fx.Node, planes: list[fx.Node]) -> None:
         """Ahead of a write of several tokens: what attention will read, in the order of the tokens."""
-        ring = slot.slot.ring
-        assert ring is not None
-        made = emit.call(
-            torch.ops.kvcompile.unroll.default, source, planes, self.cursor(ring), emit.size(ring.past), ring.slots, slot.scheme.spell()
-        )
+        sliding = slot.slot.sliding
+        assert sliding is not None
+        cursor, past = self.cursor(sliding), emit.size(sliding.past)
+        made = emit.call(torch.ops.kvcompile.unroll.default, source, planes, cursor, past, sliding.slots, slot.scheme.spell())
         self.linear[part_of(slot.slot)] = [emit.call(operator.getitem, made, at) for at in range(len(planes))]
 
     # --- reading ---------------------------------------------------------------------------------
@@ -118,13 +117,13 @@ class SlidingCaches:
         """Whether attention reads a slot's store in the order of its slots, and not a copy in the order of the tokens."""
         return part_of(slot.slot) not in self.linear
 
-    def order(self, emit: Emitter, ring: Ring, count: Any, device: torch.device) -> tuple[fx.Node, fx.Node]:
+    def order(self, emit: Emitter, sliding: SlidingCache, count: Any, device: torch.device) -> tuple[fx.Node, fx.Node]:
         """(which of the ``count`` tokens read each slot holds, whether it holds one): int64 and bool [slots]."""
-        key = (ring.slots, str(count))
+        key = (sliding.slots, str(count))
         if key not in self.orders:
-            iota = emit.call(aten.arange.default, ring.slots, dtype=torch.int64, device=device)
+            iota = emit.call(aten.arange.default, sliding.slots, dtype=torch.int64, device=device)
             # The newest token has the last index: its slot is the cursor's.
-            behind = emit.call(aten.remainder.Scalar, emit.call(aten.sub.Tensor, self.cursor(ring), iota), ring.slots)
+            behind = emit.call(aten.remainder.Scalar, emit.call(aten.sub.Tensor, self.cursor(sliding), iota), sliding.slots)
             last = count - 1 if isinstance(count, int) else emit.call(operator.sub, emit.size(count), 1)
             index = emit.call(aten.add.Scalar, emit.call(aten.neg.default, behind), last)
             self.orders[key] = index, emit.call(aten.ge.Scalar, index, 0)
@@ -132,23 +131,23 @@ class SlidingCaches:
 
     def in_slot_order(self, emit: Emitter, item: SitePlan, seen: Visibility, device: torch.device) -> Visibility:
         """The mask of one new token over the slots, from its mask over the tokens that are read."""
-        ring, site = item.key.slot.ring, item.site
-        assert ring is not None
-        count = ring.past + 1
-        if seen.hides_nothing and (same(count, ring.slots) or _all_of_it(item.key.slot)):
-            # Until such a ring is full its first slots hold the tokens, in order (``runtime.token_slots.readdressed`` sees to it).
+        sliding, site = item.key.slot.sliding, item.site
+        assert sliding is not None
+        count = sliding.past + 1
+        if seen.hides_nothing and (same(count, sliding.slots) or _all_of_it(item.key.slot)):
+            # Until such a sliding cache is full its first slots hold the tokens, in order (``runtime.token_slots.readdressed`` sees to it).
             last = count - 1 if isinstance(count, int) else emit.call(operator.sub, emit.size(count), 1)
             return Visibility(emit.constant_limit(1, last, device))
-        key = (ring.slots, str(count), site.bounds, site.heads, site.groups)
+        key = (sliding.slots, str(count), site.bounds, site.heads, site.groups)
         if key in self.masks:
             return self.masks[key]
-        index, held = self.order(emit, ring, count, device)
+        index, held = self.order(emit, sliding, count, device)
         inside = emit.call(aten.clamp.default, index, 0)
-        terms = [] if same(count, ring.slots) else [emit.call(aten.view.default, held, [1, 1, 1, ring.slots])]
+        terms = [] if same(count, sliding.slots) else [emit.call(aten.view.default, held, [1, 1, 1, sliding.slots])]
         for limit, compare in ((seen.hi, aten.le.Tensor), (seen.lo, aten.ge.Tensor)):
             if limit is not None:
                 spread = emit.call(aten.unsqueeze.default, emit.call(aten.unsqueeze.default, limit, 1), 3)
-                terms.append(emit.call(compare, emit.call(aten.view.default, index, [1, 1, 1, ring.slots]), spread))
+                terms.append(emit.call(compare, emit.call(aten.view.default, index, [1, 1, 1, sliding.slots]), spread))
         if seen.keep is not None:
             kept = emit.call(aten.index_select.default, seen.keep, 1, inside)
             terms.append(emit.call(aten.unsqueeze.default, emit.call(aten.unsqueeze.default, kept, 1), 1))
@@ -163,16 +162,16 @@ class SlidingCaches:
                 made = emit.call(aten.logical_and.default, made, term)
             else:
                 made = emit.call(aten.masked_fill.Scalar, made, emit.call(aten.logical_not.default, term), float("-inf"))
-        self.masks[key] = Visibility(emit.constant_limit(1, ring.slots - 1, device), bias=made)
+        self.masks[key] = Visibility(emit.constant_limit(1, sliding.slots - 1, device), bias=made)
         return self.masks[key]
 
 
 def _all_of_it(slot: Slot) -> bool:
     """Whether attention reads all of a cache tensor that is as long as it has tokens."""
-    assert slot.ring is not None
+    assert slot.sliding is not None
     if not slot.kind.facts.extended or slot.placeholder is None:
         return False
-    return same(slot.ring.past, value_of(slot.placeholder).shape[slot.axes.token_dim])
+    return same(slot.sliding.past, value_of(slot.placeholder).shape[slot.axes.token_dim])
 
 
 def _boolean(site: Site) -> bool:
@@ -184,7 +183,7 @@ def covered(site: Site, limit: Limit) -> bool:
     carried_says_so = len(site.attention.masks) == 1 and bool(site.bounds.carried) and not site.attention.causal
     if carried_says_so or limit.kind is LimitKind.ALL:
         return True
-    if limit.kind is not LimitKind.CONST or site.key.ring is None:
+    if limit.kind is not LimitKind.CONST or site.key.sliding is None:
         return False
     at = limit.offset + sum(coefficient * value_of(node) for node, coefficient in limit.symbols)
-    return at_most(site.key.ring.past, at) if limit is site.bounds.hi else at_most(at, 0)
+    return at_most(site.key.sliding.past, at) if limit is site.bounds.hi else at_most(at, 0)

@@ -6,7 +6,7 @@ import torch
 
 from kvcompile.errors import CacheStale, Unsupported
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.sites import Ring
+from kvcompile.passes.match.sites import SlidingCache
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.groups import Group
@@ -14,16 +14,16 @@ from kvcompile.runtime.state import CacheState
 
 
 class Sliding(CacheForm):
-    """A cache that keeps its newest tokens, described by ``ring``."""
+    """A cache that keeps its newest tokens, described by ``sliding``."""
 
-    def __init__(self, group: Group, ring: Ring) -> None:
+    def __init__(self, group: Group, sliding: SlidingCache) -> None:
         super().__init__(group)
-        self.ring, self.slots, self.rolls = ring, ring.slots, not ring.refilled
+        self.sliding, self.slots, self.rolls = sliding, sliding.slots, not sliding.refilled
 
     def prior(self, tensor: torch.Tensor, call: Call) -> int:
         """Count the tokens of a dense cache tensor; raises Unsupported where the window has no slots for them."""
         if self.kind.filled:
-            prior = call.read(self.ring.end) if not self.ring.refilled else 0
+            prior = call.read(self.sliding.end) if not self.sliding.refilled else 0
         else:
             prior = int(tensor.shape[self.token_dim])
         self._check_held(prior)
@@ -31,12 +31,12 @@ class Sliding(CacheForm):
 
     def holds_more(self, tensor: torch.Tensor, kept: int) -> bool:
         places = tensor.shape[self.token_dim]
-        if not self.kind.filled or kept >= places or self.ring.refilled or self.ring.slots < places:
+        if not self.kind.filled or kept >= places or self.sliding.refilled or self.sliding.slots < places:
             return False
         return bool(tensor.narrow(self.token_dim, kept, places - kept).any())
 
     def fit(self, state: CacheState, length: int, shown: int) -> tuple[CacheState, int]:
-        if self.ring.refilled:
+        if self.sliding.refilled:
             return (state, length) if state.slots == self.slots else (state.moved(0, 0, self.slots), 0)
         return super().fit(state, length, shown)
 
@@ -44,25 +44,25 @@ class Sliding(CacheForm):
         """Return the position of the first token: behind the past that is lined up with it."""
         if self.kind.created:
             return state.length
-        if self.ring.refilled:
+        if self.sliding.refilled:
             return 0
         places = call.args[self.group.argument].shape[self.token_dim]  # type: ignore[index]
         length = self.length(state, call)
-        start = length - min(length, places) + call.read(self.ring.end)
-        past = call.read(self.ring.past)
+        start = length - min(length, places) + call.read(self.sliding.end)
+        past = call.read(self.sliding.past)
         self._check_held(past + (self.count(call) == 1))
-        if start - past < state.top - self.ring.slots:
+        if start - past < state.top - self.sliding.slots:
             raise CacheStale(length=start)
         return start
 
     def room(self, start: int, count: int, call: Call) -> tuple[int, int | None]:
-        return min(start + count, self.ring.slots), self.ring.slots
+        return min(start + count, self.sliding.slots), self.sliding.slots
 
     def add_cursor(self, starts: dict[int, int], start: int) -> None:
         """Note where the next token goes; all windows of one size in a graph share a cursor, and this raises where they cannot."""
-        if self.ring.refilled:
+        if self.sliding.refilled:
             return
-        slots = self.ring.slots
+        slots = self.sliding.slots
         known = starts.setdefault(slots, start)
         if known % slots != start % slots:
             raise Unsupported(
@@ -71,26 +71,26 @@ class Sliding(CacheForm):
             )
 
     def commit(self, state: CacheState, start: int, count: int, call: Call) -> None:
-        if not self.ring.refilled and not self.kind.in_place:
+        if not self.sliding.refilled and not self.kind.in_place:
             state.advance(start, count)
             return
         state.epoch += 1
-        state.length = state.behind = call.read(self.ring.keep) if self.ring.refilled else start + count
-        state.top = state.length if self.ring.refilled else max(state.top, state.length)
+        state.length = state.behind = call.read(self.sliding.keep) if self.sliding.refilled else start + count
+        state.top = state.length if self.sliding.refilled else max(state.top, state.length)
         self.stamp(state, call)
 
     def shown(self, state: CacheState, call: Call) -> int:
-        return call.read(self.ring.keep)
+        return call.read(self.sliding.keep)
 
     def follows(self, counted: bool) -> bool:
         """Whether tokens follow the last one in every call: all that the cache tensor shows is lined up with them."""
-        end = self.ring.end
+        end = self.sliding.end
         return isinstance(end, int) and bool(end == value_of(self.group.root).shape[self.token_dim])
 
     def _check_held(self, tokens: int) -> None:
         """Raise where the window has fewer slots than the tokens that it must hold."""
-        if tokens > self.ring.slots:
+        if tokens > self.sliding.slots:
             raise Unsupported(
-                expected=f"at most {self.ring.slots} tokens in a cache that keeps its newest ones", found=f"{tokens}",
+                expected=f"at most {self.sliding.slots} tokens in a cache that keeps its newest ones", found=f"{tokens}",
                 where=self.group.where, todo="pass the cache that an earlier call returned, or start a new one",
             )

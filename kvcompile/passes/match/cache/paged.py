@@ -35,7 +35,7 @@ from kvcompile.passes.match.cache.one_write import one_write
 from kvcompile.passes.match.cache.paged_views import Linearity, follow, linear
 from kvcompile.passes.match.cache.paged_writes import pool_write
 from kvcompile.passes.match.cache.readings import Columns, Read, Reading, candidates, columns_of
-from kvcompile.passes.match.paged_places import Picked, Places, Running, Table
+from kvcompile.passes.match.paged_places import BlockTable, Picked, Places, Running
 from kvcompile.passes.match.sites import Axes, Miss, Slot, SlotKind, Write
 
 ONE_TABLE = "gather each row's tokens by one block table [B, blocks], token table [B, T] or list of rows [B]"
@@ -88,10 +88,10 @@ def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes,
         )
     tokens = value_of(read.operand).shape[read.roles.index("T")]
     search = _Search(taken, columns, effects, gather, isinstance(tokens, int))
-    table = Table(gather, search.places(linear(taken.source, root, axes, OTHER_ORDER)), tokens)
+    table = BlockTable(gather, search.places(linear(taken.source, root, axes, OTHER_ORDER)), tokens)
     return Slot(
         SlotKind.BUFFER, root, root, (), axes, _of_a_row(write, batch), way.path, heads, channels, batch, capacity, factor(way.path),
-        reading.tiled, table=table,
+        reading.tiled, block_table=table,
     )
 
 

@@ -28,7 +28,7 @@ from kvcompile.passes.graph.operators import CONCATENATIONS, SIZES, UPDATES, VIE
 from kvcompile.passes.graph.pullback import Trail, trace
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
 from kvcompile.passes.match.cache.token_runs import Lines, Run, Unknown, plain, same
-from kvcompile.passes.match.sites import Miss, Position, Ring, Slot, SlotKind, Write
+from kvcompile.passes.match.sites import Miss, Position, SlidingCache, Slot, SlotKind, Write
 
 ADVICE = "keep the last tokens of torch.cat([past, new]), and attend to all of it or to its last tokens"
 
@@ -42,7 +42,7 @@ class Window:
     placeholder: fx.Node | None
     outputs: tuple[int, ...]
     write: Write
-    ring: Ring
+    sliding: SlidingCache
     trail: Trail
 
 
@@ -103,15 +103,15 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
     lined = past if past is not None else old
     end = plain(lined.end) if lined is not None else None
     chain = tuple(sorted(lines.chain | kept.chain, key=effects.order.__getitem__))
-    ring = Ring(slots, seen, keep, end, chain)
+    sliding = SlidingCache(slots, seen, keep, end, chain)
     if in_place:
         kind, root = SlotKind.BUFFER, placeholder  # type: ignore[assignment]
     else:
-        kind = SlotKind.BORN_CONCAT if placeholder is None else SlotKind.CONCAT
+        kind = SlotKind.CREATED_CONCAT if placeholder is None else SlotKind.CONCAT
     write = _write(new.source, dim, root, chain, effects)
     moved = trail.there.copy()
     moved[:, dim] -= shift
-    return Window(kind, root, placeholder, outputs, write, ring, replace(trail, there=moved))
+    return Window(kind, root, placeholder, outputs, write, sliding, replace(trail, there=moved))
 
 
 @dataclass(frozen=True)
@@ -263,19 +263,20 @@ def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
             if not isinstance(kept[0].count, int):
                 raise Miss("how many tokens the window keeps is no constant", root, advice=ADVICE)
             chain = tuple(sorted(lines.chain, key=effects.order.__getitem__))
-            ring = Ring(kept[0].count, 0, kept[0].count, None, chain)
-            kind = SlotKind.BUFFER if root.op == "placeholder" else SlotKind.BORN_BUFFER
+            sliding = SlidingCache(kept[0].count, 0, kept[0].count, None, chain)
+            kind = SlotKind.BUFFER if root.op == "placeholder" else SlotKind.CREATED_BUFFER
             outputs = () if root.op == "placeholder" else effects.outputs_of(effects.family(root))
             again = trace(operand, lambda node, stop=values: node is stop, scales=True)  # type: ignore[misc]
             return Window(
-                kind, root, root if root.op == "placeholder" else None, outputs, _write(values, dim, root, chain, effects), ring, again,
+                kind, root, root if root.op == "placeholder" else None, outputs, _write(values, dim, root, chain, effects), sliding, again,
             )
     return None
 
 
 def strangers(slots: list[Slot], allowed: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes that read the cache, its window or what leads from one to the other, and are none of ``allowed``."""
-    inside = {node for slot in slots if slot.ring is not None for node in (*slot.ring.chain, *slot.path)} | {slot.root for slot in slots}
+    inside = {node for slot in slots if slot.sliding is not None for node in (*slot.sliding.chain, *slot.path)}
+    inside |= {slot.root for slot in slots}
     inside |= {slot.placeholder for slot in slots if slot.placeholder is not None}
     # The new tokens themselves belong to the model.
     values = {slot.write.values for slot in slots}

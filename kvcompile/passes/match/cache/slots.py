@@ -155,7 +155,7 @@ def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
     if window is not None:
         axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
         slot = _slot(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
-        return replace(slot, ring=window.ring)
+        return replace(slot, sliding=window.sliding)
     gathered = paged.find(trail, read, attention, effects)
     if gathered is not None:
         return replace(gathered, outputs=_returned(gathered.root, effects, itself=True))
@@ -181,7 +181,7 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
         if not outputs:
             raise NoCache(root)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
-        return _slot(SlotKind.BORN_BUFFER, root, None, outputs, axes, heads, write, trail, tiled)
+        return _slot(SlotKind.CREATED_BUFFER, root, None, outputs, axes, heads, write, trail, tiled)
     raise NoCache(root)
 
 
@@ -265,7 +265,7 @@ def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> 
             raise NoCache(root)
         _unwritten(root, effects)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
-        return _slot(SlotKind.BORN_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
+        return _slot(SlotKind.CREATED_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
     origin = effects.root[past]
     if origin.op != "placeholder":
         raise NoCache(root)

@@ -1,7 +1,7 @@
 """Reach: how far attention reads, and whether a mask's upper limit may name positions behind the tokens that it reads.
 
 The dense tensor ends there, so such a limit hides nothing. A store goes on to the end of its last page, where
-zeros lie that must never be attended to: a ring written by hand at ``position % capacity`` is masked by the
+zeros lie that must never be attended to: a sliding cache written by hand at ``position % capacity`` is masked by the
 position, which grows past the capacity.
 """
 
@@ -22,7 +22,7 @@ from kvcompile.passes.match.sites import LimitKind, Site
 def reach(site: Site) -> Any:
     """How many tokens a buffer's attention may read whatever was written, int or symbolic; 0 where its mask says no more than that."""
     bounds, attention, slot = site.bounds, site.attention, site.key
-    if slot.kind.facts.grows or slot.table is not None:
+    if slot.kind.facts.grows or slot.block_table is not None:
         return 0
     if bounds.hi.kind is LimitKind.CONST:
         return bounds.hi.offset + 1 + sum(coefficient * value_of(node) for node, coefficient in bounds.hi.symbols)

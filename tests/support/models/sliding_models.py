@@ -120,7 +120,7 @@ class RolledResult(Windowed):
 
 
 class Modulo(Windowed):
-    """A ring by hand: ``cache[:, :, pos % W] = k``."""
+    """A sliding cache by hand: ``cache[:, :, pos % W] = k``."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -154,7 +154,7 @@ def alone(module: nn.Module, call: Call, chunks: Sequence[torch.Tensor]) -> list
     return [call(x) for x in torch.cat(list(chunks), 1).split(1, 1)]
 
 
-RING_CASES = (
+SLIDING_CASES = (
     Case("roll-and-put", RollAndPut, one_by_one(True)),
     Case("concatenated-back", ConcatenatedBack, by_position),
     Case("combined-roll", CombinedRoll, alone),

@@ -1,4 +1,4 @@
-"""Caches that keep only their newest tokens: recognised, kept in a ring of codes, right across the moment it fills."""
+"""Caches that keep only their newest tokens: recognised, kept in slots that are written over, right across the moment it fills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from e2e_models import Attention, Case, buffers, cache_of, inputs, prompt
-from ring_models import CHUNKS, RING_CASES, WINDOW
+from sliding_models import CHUNKS, SLIDING_CASES, WINDOW
 from versions import OLD_TORCH, OLD_TRANSFORMERS
 
 import kvcompile
@@ -21,7 +21,7 @@ from kvcompile.lowering.ops.operations import append_body, as_tokens, unroll_bod
 from kvcompile.schemes import Int8
 
 KINDS = ("static", "dynamic")
-BY_NAME = {case.name: case for case in RING_CASES}
+BY_NAME = {case.name: case for case in SLIDING_CASES}
 
 
 @pytest.fixture(autouse=True)
@@ -260,7 +260,7 @@ def test_rings_beside_schemes_that_need_the_order_of_tokens(kind: str, chunks: t
     # Fewer tokens than squat keeps exact.
     assert max(errors) <= 1e-6
     assert backend.report().sites == 2 * len(backend.graphs)
-    assert not backend.report().untaught
+    assert not backend.report().never_calibrated
     assert cache.layers[0].keys._kv.slots == 12
     assert cache.layers[1].keys._kv.slots is None
 
@@ -268,7 +268,7 @@ def test_rings_beside_schemes_that_need_the_order_of_tokens(kind: str, chunks: t
 # --- hand-written ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", RING_CASES, ids=str)
+@pytest.mark.parametrize("case", SLIDING_CASES, ids=str)
 def test_hand_written_windows(case: Case) -> None:
     backend = eager()
     assert case.error(backend, chunks=CHUNKS) <= 1e-6
