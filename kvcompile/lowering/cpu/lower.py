@@ -18,10 +18,8 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.lowering.codegen.expressions import CPP_TYPES
-from kvcompile.lowering.cpu import kernel as cpp_kernel
 from kvcompile.lowering.cpu import matrix as cpp_matrix
-from kvcompile.lowering.cpu import run as cpp_run
-from kvcompile.lowering.cpu import source as cpp_source
+from kvcompile.lowering.cpu import template
 from kvcompile.lowering.cpu import vectors as cpp_vectors
 from kvcompile.lowering.host.buffers import realize, static
 from kvcompile.lowering.host.inductor_api import CppTemplate, CppTemplateKernel, Placeholder, V, cexpr_index, ir, parallel_num_threads
@@ -143,12 +141,12 @@ class AttendTemplate(CppTemplate):
             inputs={f"in{i}": node for i, node in enumerate(arguments.values())}, outputs={"out": output},
             extra_sizevars=offsets,
         )
-        return self._template_from_string(cpp_run.ENTRY).render(
+        return self._template_from_string(template.ENTRY).render(
             template=self, kernel=kernel, definition=definition, fields=_Fields(kernel, ops, output).texts,
             key_scheme=ops.keys.spelled, value_scheme=ops.values.spelled,
-            vectors=cpp_vectors.VECTORS, sides=ops.keys.source("Key") + ops.values.source("Value"),
-            blocks=cpp_source.BLOCKS, decode=cpp_source.DECODE, fused=cpp_source.FUSED,
-            matrix=cpp_matrix.MATRIX, attend=cpp_kernel.ATTEND, run=cpp_run.RUN,
+            vectors=template.VECTORS, sides=ops.keys.source("Key") + ops.values.source("Value"),
+            blocks=template.BLOCKS, decode=template.DECODE, fused=template.FUSED,
+            matrix=template.MATRIX, attend=template.ATTEND, run=template.RUN,
             q_type=_ctype(ops.q), bias_type=_ctype(ops.bias), sink_type=_ctype(ops.sinks),
             has_bias=str(ops.bias is not None).lower(), has_keep=str(ops.keep is not None).lower(),
             tile=TILE, max_rows=MAX_ROWS, min_split=MIN_SPLIT, heads=self.kv_heads, group=self.group,
