@@ -65,6 +65,11 @@ class Fp4(kvcompile.Scheme):
         """Half of the widest gap, one scale, which is less than a third of the largest magnitude."""
         return AMAX / 3 * (1 + sympy.Float(2.0**-20)) + sympy.Float(2.0**-126)
 
+    @property
+    def largest(self) -> float:
+        """Beyond this a group's scale times six is no float32 any more."""
+        return 3 * 2.0**126
+
     def radius(self, slot: SlotSpec) -> sympy.Expr:
         """The same by the scale that is stored, for reports of the error at every step (``certify=``)."""
         return STEP * (1 + sympy.Float(2.0**-20))

@@ -1,7 +1,4 @@
-"""nf4: four-bit codes into 16 levels at the quantiles of a normal distribution ("QLoRA", Dettmers et al. 2023, section 3).
-
-x = level[code] * scale; the levels, denser where normal values are, stand in a constant plane that kernels read their tables from.
-"""
+"""nf4: four-bit indices of 16 levels at quantiles of a normal distribution, in a constant plane ("QLoRA", section 3)."""
 
 from __future__ import annotations
 
@@ -16,12 +13,8 @@ import torch
 from kvcompile.schemes.symmetric import Symmetric
 from kvcompile.types import Extent, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
-OFFSET = 0.9677083
-"""The outermost quantile, of the source's code: halfway between 1 - 1/32 and 1 - 1/30."""
-
-
-LARGEST = 8.0
-"""The outermost level: scales are an eighth of the largest magnitude, so that float16 holds them all."""
+OFFSET, LARGEST = 0.9677083, 8.0
+"""The outermost quantile, as the source's code has it; its level, so that scales are an eighth of the magnitude, which float16 holds."""
 
 
 def _levels(count: int) -> list[float]:
@@ -36,7 +29,7 @@ EDGES = tuple((low + high) / 2 for low, high in itertools.pairwise(LEVELS))
 
 @dataclasses.dataclass(frozen=True)
 class Nf4(Symmetric):
-    """Four-bit indices of levels, two to the byte, part 0 in the low nibble; groups of 32 channels (the source: 64)."""
+    """Indices of levels, two to the byte, part 0 in the low nibble; groups of 32 channels (the source: 64)."""
 
     granularity: Granularity = Granularity.GROUP
 
@@ -45,7 +38,6 @@ class Nf4(Symmetric):
     qmax: ClassVar[float] = LARGEST
     bits: ClassVar[int] = 4
     parts: ClassVar[int] = 2
-    # Half of the widest gap, which is the one below.
     reach: ClassVar[sympy.Expr] = sympy.Float((LEVELS[1] - LEVELS[0]) / 2)
 
     def layout(self, slot: SlotSpec) -> Layout:
@@ -62,6 +54,5 @@ class Nf4(Symmetric):
         return ((words >> (4 * part)) & 15).to(torch.float32)
 
     def pack(self, scaled: torch.Tensor) -> torch.Tensor:
-        codes = sum(((scaled > edge).to(torch.uint8) for edge in EDGES), torch.zeros_like(scaled, dtype=torch.uint8))
-        low, high = codes.chunk(2, dim=-1)
+        low, high = sum(((scaled > edge).to(torch.uint8) for edge in EDGES), torch.zeros_like(scaled, dtype=torch.uint8)).chunk(2, dim=-1)
         return low | (high << 4)
