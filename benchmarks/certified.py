@@ -48,7 +48,13 @@ from kvcompile.settings import Settings
 from kvcompile.types import PAGE
 
 H, K, D, LAYERS = 32, 8, 128, 32
-PHASES = ("score", "choose", "stage", "exact", "tally", "mix", "judge", "settle")
+PHASES = {
+    **{name: name for name in (
+        "key_scores", "select_blocks", "stage_keys", "exact_scores", "bound_sums", "weighted_values", "certify", "finalize",
+    )},
+    "dense_scores": "exact_scores", "bound_value_sums": "bound_sums", "weighted_originals": "weighted_values", "dense_values": "weighted_values",
+}
+"""The phase of a step that each kernel belongs to."""
 
 
 def step_of(tokens: int, policy: Certify, tier2: str, sharp: float) -> tuple[Step, torch.Tensor, torch.Tensor]:
@@ -123,7 +129,7 @@ def phases(call: Any, steps: int = 10) -> dict[str, float]:
     found: dict[str, float] = collections.defaultdict(float)
     for event in seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = next((phase for phase in PHASES if event.name == phase or event.name.startswith(phase + "_")), "algebra")
+            name = PHASES.get(event.name, "algebra")
             found[name] += event.device_time / steps / 1e3
             found["kernels"] += 1 / steps
     return dict(found)

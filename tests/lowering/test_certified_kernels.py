@@ -261,37 +261,37 @@ def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None
         )
     written = {launch.kernel.fn.__name__: set(written_by(launch)) for launch in recorder.steps if isinstance(launch, KernelLaunch)}
     assert len(written) == 12, "one kernel runs twice"
-    assert written["stage"] == {"SCRATCH", "PLACES", "HELD", "FOUND_AT"}
-    assert written["exact"] == {"LOGITS", "PEAK", "WEIGHT", "TOP", "DAMAGED"}
+    assert written["stage_keys"] == {"SCRATCH", "PLACES", "HELD", "FOUND_AT"}
+    assert written["exact_scores"] == {"LOGITS", "PEAK", "WEIGHT", "TOP", "DAMAGED"}
     planes = {"CODES", "STEPS", "ZEROS", "ORIGINALS", "KEY_NOTES", "VALUE_NOTES", "RECENT_K", "RECENT_V", "Q"}
     assert not planes & set().union(*written.values())
 
 
 COMMON = dict(K=8, G=4, S=1, S2=1)
 KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "score": (1, dict(COMMON, SCALE=0.09, D=128, DV=128, SPAN=16, PER_PAGE=4, KEY_NOTE=2, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
+    "key_scores": (1, dict(COMMON, SCALE=0.09, D=128, DV=128, SPAN=16, PER_PAGE=4, KEY_NOTE=2, OF_STEP=0.5, OF_ZERO=1e-6, OF_ONE=1e-30,
                        HAS_LO=True, HAS_SINK=True, PACKED=True, STAGES=3)),
-    "exact": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4, SLOTS=4)),
-    "stage": (1, dict(D=128, K=8, ROWS=4, ROWS2=4, SLOTS=8, PER_PAGE=4, EXPLORE=True, COUNTS_STEPS=True)),
-    "exact_rows": (1, dict(COMMON, SCALE=0.09, D=128, PER_PAGE=4, STAGES=3)),
-    "mix": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64, T=64, PACKED=True)),
-    "mix_own": (4, dict(COMMON, DV=128, GROUP=16, PAGE=64)),
-    "mix_rows": (4, dict(COMMON, DV=128, PAGE=64, T=64, STAGES=3)),
-    "choose": (16, dict(
+    "exact_scores": (1, dict(COMMON, SCALE=0.09, GUARD=1e-6, D=128, PER_PAGE=4, SLOTS=4)),
+    "stage_keys": (1, dict(D=128, K=8, ROWS=4, ROWS2=4, SLOTS=8, PER_PAGE=4, EXPLORE=True, COUNTS_STEPS=True)),
+    "dense_scores": (1, dict(COMMON, SCALE=0.09, D=128, PER_PAGE=4, STAGES=3)),
+    "weighted_values": (1, dict(COMMON, DV=128, GROUP=16, TILE=4, PAGE=64, T=64, PACKED=True)),
+    "weighted_originals": (4, dict(COMMON, DV=128, GROUP=16, PAGE=64)),
+    "dense_values": (4, dict(COMMON, DV=128, PAGE=64, T=64, STAGES=3)),
+    "select_blocks": (16, dict(
         K=8, G=4, S=1, LEAST=2, MOST=128, MOST_WIDENED=256, COVER=0.005, BUDGET=1.0, WIDEN=True, EXPLORE=2**31, CHUNK=2048,
         WIDE=8192,
     )),
-    "tally": (4, dict(
+    "bound_sums": (4, dict(
         K=8, G=4, S=1, CHAIN=64.0, RANK=True, SCALE=0.09, D=128, CHUNK=256, WIDTH=15, OUT_WIDTH=5, ALL=False,
     )),
-    "tally_values": (4, dict(
+    "bound_value_sums": (4, dict(
         K=8, G=4, S=1, CHAIN=64.0, V_TOL=0.05, BUDGET=0.1, SPEND=False, EXPLORE=True, CHUNK=256, WIDE=8192, WIDTH=15, OUT_WIDTH=5, T=64,
         FLOOR=1e-3,
     )),
-    "judge": (16, dict(
+    "certify": (16, dict(
         KEY_BUDGET=1.0, VALUE_BUDGET=1e308, RANKED=1, DENSE=True, OUT_UNIT=2.0**-8, OUT_TINY=1e-37, K=8, K2=8, ROWS=4, DV=128, SPAN=128,
     )),
-    "settle": (16, dict(OUT_UNIT=2.0**-8, OUT_TINY=1e-37, K=8, ROWS=4, ROWS2=4, DV=128, SPAN=128, DENSE=True, COUNTS_STEPS=True)),
+    "finalize": (16, dict(OUT_UNIT=2.0**-8, OUT_TINY=1e-37, K=8, ROWS=4, ROWS2=4, DV=128, SPAN=128, DENSE=True, COUNTS_STEPS=True)),
 }
 POINTERS = {
     "Q": "*bf16", "CODES": "*i8", "STEPS": "*fp32", "ZEROS": "*fp32", "KEY_NOTES": "*fp32", "VALUE_NOTES": "*fp32", "RECENT_K": "*bf16",
@@ -308,7 +308,7 @@ OF_VALUES = {"CODES": "*u8", "STEPS": "*fp16", "ZEROS": "*fp16"}
 OF_TALLIES = {"OUT": "*fp64"}
 
 
-UNION = ("score", "exact", "exact_rows", "stage", "mix", "tally", "settle")
+UNION = ("key_scores", "exact_scores", "dense_scores", "stage_keys", "weighted_values", "bound_sums", "finalize")
 """Kernels that together have all that differs by architecture: integer and float dots, PTX, atomics, pipelined loads, float64, rounding."""
 
 
@@ -328,15 +328,16 @@ def test_the_kernels_compile_offline(capability: int, name: str) -> None:
     from kvcompile.lowering.certified.kernels import weighted_values as triton_mix
 
     modules = {
-        "score": triton_score, "choose": triton_choose, "stage": triton_stage, "exact": triton_exact, "exact_rows": triton_exact,
-        "tally": triton_tally, "tally_values": triton_tally, "mix": triton_mix, "mix_own": triton_mix, "mix_rows": triton_mix_rows,
-        "judge": triton_judge, "settle": triton_judge,
+        "key_scores": triton_score, "select_blocks": triton_choose, "stage_keys": triton_stage, "exact_scores": triton_exact,
+        "dense_scores": triton_exact, "bound_sums": triton_tally, "bound_value_sums": triton_tally, "weighted_values": triton_mix,
+        "weighted_originals": triton_mix, "dense_values": triton_mix_rows, "certify": triton_judge, "finalize": triton_judge,
     }
     kernel, (warps, constants) = getattr(modules[name], name), KERNELS[name]
-    if name == "stage" and capability != 90:
+    if name == "stage_keys" and capability != 90:
         # As many slots as it copies at once; more take LLVM ever longer.
         constants = constants | {"SLOTS": 4}
-    pointers = POINTERS | (OF_VALUES if name.startswith("mix") else OF_TALLIES if name.startswith("tally") else {})
+    pointers = POINTERS | (OF_VALUES if name in {"weighted_values", "weighted_originals", "dense_values"} else OF_TALLIES if
+    name.startswith("bound_") else {})
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(kernel.arg_names) if signature[each].startswith("*")}
     source = ASTSource(

@@ -1,4 +1,4 @@
-"""Sums of values on tensor cores: the kernel ``mix`` against float64 and its bound, and the model of the bound against adversaries."""
+"""Values on tensor cores: the kernel ``weighted_values`` against float64 and its bound, and the model of the bound against adversaries."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def values_of(case: Case, draw: torch.Generator) -> torch.Tensor:
 
 
 def check(case: Case, device: str = "cpu", seed: int = 0) -> float:
-    """The largest distance of ``mix`` from float64 relative to the bound, which must not be above one."""
-    from kvcompile.lowering.certified.kernels.weighted_values import mix, turn_of
+    """The largest distance of ``weighted_values`` from float64 relative to the bound, which must not be above one."""
+    from kvcompile.lowering.certified.kernels.weighted_values import turn_of, weighted_values
 
     draw = torch.Generator().manual_seed(seed)
     scheme = Kivi(bits=4, group=case.group, window=max(case.group, BLOCK), axis=Axis.TOKEN)
@@ -78,7 +78,7 @@ def check(case: Case, device: str = "cpu", seed: int = 0) -> float:
     tile = min(4, 1 << (rows - 1).bit_length())
     launched: dict[str, Any] = dict(num_warps=1) if device == "cuda" else {}
     # One query of several heads: rows see the same positions.
-    mix[(case.splits, 1, -(-rows // tile))](
+    weighted_values[(case.splits, 1, -(-rows // tile))](
         *planes, logits.to(device), top.to(device), taken.to(torch.int8).to(device), at, out, *planes[0].stride()[:3],
         *planes[1].stride()[:3], blocks, share, DV=width, GROUP=case.group, K=1, G=rows, S=1, S2=1, TILE=tile, PAGE=case.page, T=turn,
         PACKED=device == "cuda", **launched,

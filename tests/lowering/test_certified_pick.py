@@ -1,4 +1,4 @@
-"""Which blocks ``choose`` promotes: the search in registers against brute force, and the one in memory against that in registers.
+"""Which blocks ``select_blocks`` promotes: the search in registers against brute force, and the one in memory against that in registers.
 
 What needs Triton's interpreter runs in a process of its own (``interpreted``); on CUDA the second part runs compiled.
 """
@@ -50,7 +50,7 @@ def must_leave(share: list[float], amount: list[float], budget: float) -> int:
 
 
 def wanted(share: list[float], term: list[float], coded: list[int], policy: dict) -> tuple[list[int], bool]:
-    """As ``choose`` says it, by sorting."""
+    """As ``select_blocks`` says it, by sorting."""
     own, terms = ([x[i] for i in range(N) if coded[i]] for x in (share, term))
     narrow = len(own) if policy["COVER"] < 0 else must_leave(own, own, policy["COVER"])
     count, widened = min(max(narrow, policy["LEAST"]), policy["MOST"]), False
@@ -93,7 +93,7 @@ def searched() -> None:
 
 
 def lists(device: str, tokens: int, wide: int) -> None:
-    """The list of ``choose`` is its flags: of all, some and no blocks; in registers, and from memory piece by piece."""
+    """The list of ``select_blocks`` is its flags: of all, some and no blocks; in registers, and from memory piece by piece."""
     for size in (certified_device.WIDE, wide):
         with mock.patch.multiple(certified_device, WIDE=size, CHUNK=min(size, certified_device.CHUNK)):
             for policy in (Certify(tau_cov=0.9, k_max=5, explore=0.3), Certify(tau_cov=1.0, k_max=2**20), NAIVE):
@@ -101,8 +101,8 @@ def lists(device: str, tokens: int, wide: int) -> None:
                 run = certified_device.DeviceStep(
                     policy, Certified(), dataclasses.replace(step.operands(), scale=0.2), step.cache.originals, None
                 )
-                run.score()
-                read, _ = run.choose(torch.tensor([1], device=device))
+                run.key_scores()
+                read, _ = run.select_blocks(torch.tensor([1], device=device))
                 for flags, blocks, count in zip(read.flatten(0, 2), run.list.flatten(0, 2), run.listed.flatten(), strict=True):
                     assert torch.equal(blocks[: int(count)], flags.nonzero().flatten().to(torch.int32)), policy
 

@@ -83,10 +83,10 @@ class Layer:
         """The same up to the exact logits, which must be those of the originals, wherever they were read; no block may look damaged."""
         recent, (keys, values), scratch = self.write(x, at), (store.planes for store in self.stores), self.scratch()
         run = DeviceStep(parse_policy(self.scheme.certify), self.scheme, self.operands(q, at, recent), [keys[4], values[4]], 2)
-        run.score()
-        read, explored = run.choose(self.telemetry)
+        run.key_scores()
+        read, explored = run.select_blocks(self.telemetry)
         assert scratch is not None
-        found = run.exact(scratch, run.stage(scratch, read, explored, self.telemetry, self.telemetry))
+        found = run.exact_scores(scratch, run.stage_keys(scratch, read, explored, self.telemetry, self.telemetry))
         self.telemetry[..., 0] += 1
         assert not run.damaged.any() and (read.sum(-1) == 3).all()
         wanted = q.unflatten(1, (K, G))[..., 0, :].double() @ as_tokens(keys[4]).double().mT * 0.4

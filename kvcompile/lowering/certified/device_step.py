@@ -1,14 +1,14 @@
 """Certified attention by kernels: what ``definition.certified_step`` defines, with tier 2 read only where it is asked for.
 
-    1. ``score`` reads the int8 keys once and sums up blocks of logits, ``choose`` promotes keys and draws what is explored.
-    2. ``exact`` reads the original keys of what is read and puts their logits in place. ``tally`` adds up what a certificate is
-       made of, ``tally_values`` promotes values. Where the originals are in host memory, ``stage`` goes before: it copies what is asked
-       for into device memory, where it is not there yet.
-    3. ``mix`` reads the int4 values once, and original values where promoted. ``judge`` makes the certificate and the causes.
-    4. ``exact_rows``, ``mix_rows`` and ``tally`` again, with everything from the originals, for heads that fall; without one they end at
-       once. ``settle`` makes the certificate of those, and adds the step to the telemetry.
+    1. ``key_scores`` reads the int8 keys once and sums up blocks of logits, ``select_blocks`` promotes keys and draws what is explored.
+    2. ``exact_scores`` reads the original keys of what is read and puts their logits in place. ``bound_sums`` adds up what a certificate is
+       made of, ``bound_value_sums`` promotes values. Where the originals are in host memory, ``stage_keys`` goes before: it copies what
+       is asked for into device memory, where it is not there yet.
+    3. ``weighted_values`` reads the int4 values once, and original values where promoted. ``certify`` makes the certificate and the causes.
+    4. ``dense_scores``, ``dense_values`` and ``bound_sums`` again, with everything from the originals, for heads that fall; without one
+       they end at once. ``finalize`` makes the certificate of those, and adds the step to the telemetry.
 
-That is twelve kernels (with ``stage`` thirteen) and no tensor code, but for a ranking of more than one block.
+That is twelve kernels (with ``stage_keys`` thirteen) and no tensor code, but for a ranking of more than one block.
 
 No branch depends on data, nothing comes to the host, every buffer's size is that of the planes: a CUDA graph can hold it.
 
@@ -44,35 +44,35 @@ from kvcompile.schemes.certificate.policy import Certify, Count, Fallback, Figur
 from kvcompile.schemes.certified import BLOCK, SET, Certified
 
 CHUNK, WIDE = 2048, 8192
-"""Blocks that ``choose`` weighs at once, and those that it compares; chosen by registers."""
+"""Blocks that ``select_blocks`` weighs at once, and those that it compares; chosen by registers."""
 
 TALLIES = {4096: (64, 1), 8192: (128, 1)}
 TALLY = (256, 4)
-"""Blocks and warps of a program of ``tally`` for up to so many blocks, and for more or any number: ``judge`` adds up 64 of them at once."""
+"""Blocks and warps of a program of ``bound_sums`` for up to so many blocks, and for more: ``certify`` adds up 64 at once."""
 
 SPANS, SCORERS = (32, 16, 8), 1000
-"""Blocks of a program of ``score``: as many as leave that many programs, timed (benchmarks/CERTIFIED.md)."""
+"""Blocks of a program of ``key_scores``: as many as leave that many programs, timed (benchmarks/CERTIFIED.md)."""
 
 STAGES = 3
-"""Blocks of ``score``, ``exact_rows`` and ``mix_rows`` whose loads are under way."""
+"""Blocks of ``key_scores``, ``dense_scores`` and ``dense_values`` whose loads are under way."""
 
 ROW_TILE = 4
-"""Rows of a program of ``mix``."""
+"""Rows of a program of ``weighted_values``."""
 
 OWN_PROGRAMS, OWN_WARPS = 16, 4
 """Programs of a row that look for original values, and their warps: mostly one of them finds a block, and that is what all wait for."""
 
 KEY_PROGRAMS, VALUE_PROGRAMS = 1024, 256
-"""Programs of ``exact_rows`` and ``mix_rows``, which share the rows that fall: as many parts of the second has ``settle`` to add up."""
+"""Programs of ``dense_scores`` and ``dense_values``, which share the rows that fall: so many parts has ``finalize`` to add up."""
 
 VALUE_WARPS = 4
-"""Warps of a program of ``mix_rows``."""
+"""Warps of a program of ``dense_values``."""
 
 MOST_LISTED = 256
-"""Programs of a row's list in ``exact`` at most: up to there a block each, as far as ``k_max`` lets expect."""
+"""Programs of a row's list in ``exact_scores`` at most: up to there a block each, as far as ``k_max`` lets expect."""
 
 EXACT_WARPS = 1
-"""Warps of a program of ``exact`` and ``exact_rows``."""
+"""Warps of a program of ``exact_scores`` and ``dense_scores``."""
 
 MOST_ROWS = 16
 """Rows of a kv head up to which kernels are used: they are unrolled."""
@@ -90,10 +90,10 @@ INSIDE = 1 - 2.0**-40
 """Budgets are kept by this much, so that the same sum in another order keeps them too."""
 
 PROGRAMS = 2048
-"""Programs of ``mix`` to aim for: 16 warps on each multiprocessor of a large device."""
+"""Programs of ``weighted_values`` to aim for: 16 warps on each multiprocessor of a large device."""
 
 ADDED_AT_ONCE = 16384
-"""Numbers of partial results that ``judge`` and ``settle`` read at once: 32 a thread."""
+"""Numbers of partial results that ``certify`` and ``finalize`` read at once: 32 a thread."""
 
 
 def kernel_gap(operands: AttendOperands[torch.Tensor], group: int) -> str | None:
@@ -130,14 +130,14 @@ RADIUS = _linear()
 
 
 def span_of(blocks: int, heads: int) -> int:
-    """Blocks of a program of ``score``; of caches that grow, whose number of blocks no graph may depend on, the one in the middle."""
+    """Blocks of a program of ``key_scores``; of caches that grow, whose number of blocks no graph may depend on, the one in the middle."""
     if not isinstance(blocks, int):
         return SPANS[1]
     return next((span for span in SPANS if blocks * heads >= SCORERS * span), SPANS[-1])
 
 
-def tally_of(blocks: int) -> tuple[int, int]:
-    """Blocks and warps of a program of ``tally``."""
+def tile_of_bound_sums(blocks: int) -> tuple[int, int]:
+    """Blocks and warps of a program of ``bound_sums``."""
     if not isinstance(blocks, int):
         return TALLY
     return next((each for most, each in TALLIES.items() if blocks <= most), TALLY)
@@ -158,24 +158,24 @@ def certified_by_kernels(
         if plane.shape[0] < pages or plane.shape[3] != rows:
             raise Tier2Missing(expected=pages, found=plane.shape[0], what=what)
     run = DeviceStep(rules, scheme, operands, originals, splits, launcher)
-    run.score()
-    read, explored = run.choose(clock)
+    run.key_scores()
+    read, explored = run.select_blocks(clock)
     coded = Masses(run.peak, run.weight)
-    exact = run.exact(scratch, None if scratch is None else run.stage(scratch, read, explored, clock, telemetry))
-    original_values, sums = run.tally(exact, read, explored)
-    parts = run.mix(original_values)
-    run.judge(sums, parts, run.ranked(coded, exact, read) if rules.rank > 1 else None)
+    exact_scores = run.exact_scores(scratch, None if scratch is None else run.stage_keys(scratch, read, explored, clock, telemetry))
+    original_values, sums = run.bound_sums(exact_scores, read, explored)
+    parts = run.weighted_values(original_values)
+    run.certify(sums, parts, run.ranked(coded, exact_scores, read) if rules.rank > 1 else None)
     if rules.fallback is Fallback.DENSE:
-        exact = run.exact_rows()
-        parts = run.mix_rows()
-        sums = run.tally_again(exact)
+        exact_scores = run.dense_scores()
+        parts = run.dense_values()
+        sums = run.bound_sums_again(exact_scores)
     if rules.fallback is Fallback.DENSE or telemetry is not None:
-        run.settle(sums, parts, telemetry)
+        run.finalize(sums, parts, telemetry)
     return run.result, run.figures, run.counts
 
 
 class Sums(NamedTuple):
-    """Sums of the programs of ``tally`` and ``tally_values``, [B, K, Q, programs, columns], and the logit that they are relative to."""
+    """Sums of the programs of ``bound_sums`` and ``bound_value_sums``, [B, K, Q, programs, columns], and the logit they are relative to."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -214,7 +214,7 @@ class DeviceStep:
         self.own_share = -(-N // (self.own_programs * near)) * near
         self.value_tile = tile_of(self.page, value_dim)
         self.sizes = dict(K=K, G=H // K, S=S)
-        self.tallied, self.tally_warps = tally_of(N)
+        self.summed, self.tally_warps = tile_of_bound_sums(N)
         self.launch = launcher or Direct(q.device.type == "cuda")
 
         self.at = torch.empty(B, 2 * S + 1, dtype=torch.int32, device=q.device)
@@ -244,9 +244,9 @@ class DeviceStep:
         """Uninitialized flags."""
         return torch.empty(shape, dtype=torch.int8, device=self.q.device)
 
-    def score(self) -> None:
+    def key_scores(self) -> None:
         """Logits, sums of blocks, deviations and notes; what each row sees, its sink."""
-        from kvcompile.lowering.certified.kernels.key_scores import ROW_TILE, score
+        from kvcompile.lowering.certified.kernels.key_scores import ROW_TILE, key_scores
 
         hi, lo, base, sinks = self.operands.hi, self.operands.lo, self.operands.base, self.operands.sinks
         assert base is not None
@@ -259,7 +259,7 @@ class DeviceStep:
         tiles = -(-Q // ROW_TILE.value)
         span = span_of(N, B * K * tiles)
         self.launch.kernel(
-            score, (-(-N // span) + 1, B * K, tiles), q, *keys[:3], key_notes, value_notes, new_k, new_v, hi, lows, base,
+            key_scores, (-(-N // span) + 1, B * K, tiles), q, *keys[:3], key_notes, value_notes, new_k, new_v, hi, lows, base,
             own_sinks, self.at, self.sinks, self.damaged, self.logits, self.channels, self.peak, self.weight, self.delta, self.own,
             self.notes, self.query_norm, *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *key_notes.stride()[:3],
             *value_notes.stride()[:3], *new_k.stride()[:3], *new_v.stride()[:3], *hi.expand(B, S).stride(), *lows.expand(B, S).stride(),
@@ -269,15 +269,15 @@ class DeviceStep:
             **self.sizes,
         )
 
-    def choose(self, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def select_blocks(self, clock: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``promotion.promote_keys`` without a sort: flags of blocks whose keys are read, and of those explored among them."""
-        from kvcompile.lowering.certified.kernels.select_blocks import choose
+        from kvcompile.lowering.certified.kernels.select_blocks import select_blocks
 
         rules, read = self.rules, self.flags(*self.shape, self.blocks)
         explored = self.flags(*self.shape, self.blocks) if rules.explore else None
         widen = not math.isinf(rules.key_budget)
         self.launch.kernel(
-            choose, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, clock, self.order,
+            select_blocks, (math.prod(self.shape),), self.peak, self.weight, self.delta, self.notes, self.sinks, self.at, clock, self.order,
             self.share_of, self.term, read, read if explored is None else explored, self.list, self.listed, self.top, self.stats,
             self.blocks, warps=32, LEAST=min(rules.k_min, MOST), MOST=min(rules.k_max, MOST),
             MOST_WIDENED=min(rules.k_max << rules.widen, MOST), COVER=(1 - rules.tau_cov + ALL) * INSIDE if rules.tau_cov < 1 else -1.0,
@@ -286,21 +286,21 @@ class DeviceStep:
         )
         return read, explored
 
-    def stage(
+    def stage_keys(
         self, scratch: tuple[torch.Tensor, torch.Tensor], read: torch.Tensor, explored: torch.Tensor | None, clock: torch.Tensor,
         telemetry: torch.Tensor | None,
     ) -> torch.Tensor:
         """Bring blocks of keys that are asked for into the scratch; int32 [B, K, N]: the slots of those that are there, else -1."""
-        from kvcompile.lowering.certified.kernels.stage_keys import stage
+        from kvcompile.lowering.certified.kernels.stage_keys import stage_keys
 
         (B, K, Q), (places, held), originals = self.shape, scratch, self.originals[0]
         found = torch.empty(B, K, self.blocks, dtype=torch.int32, device=held.device)
         steps = clock if telemetry is None else telemetry
         strides = (0, 0) if telemetry is None else telemetry.stride()[1:3]
         self.launch.kernel(
-            stage, (-(-self.blocks // SET), B * K), read, read if explored is None else explored, originals, held, places, steps, found,
-            *originals.stride()[:4], *held.stride()[:3], *places.stride()[:3], *strides, self.blocks, warps=1, D=self.q.shape[3], K=K,
-            ROWS=Q, ROWS2=1 << (Q - 1).bit_length(), SLOTS=self.slots(held), PER_PAGE=self.page // BLOCK, EXPLORE=explored is not None,
+            stage_keys, (-(-self.blocks // SET), B * K), read, read if explored is None else explored, originals, held, places, steps,
+            found, *originals.stride()[:4], *held.stride()[:3], *places.stride()[:3], *strides, self.blocks, warps=1, D=self.q.shape[3],
+            K=K, ROWS=Q, ROWS2=1 << (Q - 1).bit_length(), SLOTS=self.slots(held), PER_PAGE=self.page // BLOCK, EXPLORE=explored is not None,
             COUNTS_STEPS=telemetry is not None,
         )
         return found
@@ -309,29 +309,29 @@ class DeviceStep:
         """Return the number of scratch slots per set of blocks."""
         return held.shape[3] * SET // self.page
 
-    def exact(self, scratch: tuple[torch.Tensor, torch.Tensor] | None, found_at: torch.Tensor | None) -> Masses:
+    def exact_scores(self, scratch: tuple[torch.Tensor, torch.Tensor] | None, found_at: torch.Tensor | None) -> Masses:
         """Exact masses of the blocks on the rows' lists; logits there are exact from now on. ``found_at``: slots of the scratch."""
-        from kvcompile.lowering.certified.kernels.exact_scores import exact
+        from kvcompile.lowering.certified.kernels.exact_scores import exact_scores
 
         q, keys, originals, found = self.q, self.keys, self.originals[0], self.masses()
         held, slots = (originals, 0) if scratch is None else (scratch[1], self.slots(scratch[1]))
         # Not more than there are blocks, whose number may be a symbol that nothing is to be decided by.
         programs = torch.sym_min(self.blocks, max(1, min(self.rules.k_max, MOST_LISTED)))
         self.launch.kernel(
-            exact, (programs, math.prod(self.shape)), q, *keys[:3], originals, self.list, self.listed, self.at, self.notes, self.delta,
-            self.own, self.logits, *found, self.top, self.damaged, held, self.list if found_at is None else found_at, *q.stride()[:3],
-            *keys[0].stride()[:3], *keys[1].stride()[:3], *originals.stride()[:4], *held.stride()[:3], self.blocks, warps=EXACT_WARPS,
-            GUARD=min(self.rules.guard, LARGEST), SLOTS=slots, **self.of_originals(),
+            exact_scores, (programs, math.prod(self.shape)), q, *keys[:3], originals, self.list, self.listed, self.at, self.notes,
+            self.delta, self.own, self.logits, *found, self.top, self.damaged, held, self.list if found_at is None else found_at,
+            *q.stride()[:3], *keys[0].stride()[:3], *keys[1].stride()[:3], *originals.stride()[:4], *held.stride()[:3], self.blocks,
+            warps=EXACT_WARPS, GUARD=min(self.rules.guard, LARGEST), SLOTS=slots, **self.of_originals(),
         )
         return found
 
-    def exact_rows(self) -> Masses:
+    def dense_scores(self) -> Masses:
         """Exact masses, logits and norms of all blocks of the rows that fall."""
-        from kvcompile.lowering.certified.kernels.exact_scores import exact_rows
+        from kvcompile.lowering.certified.kernels.exact_scores import dense_scores
 
         q, originals, found = self.q, self.originals[0], self.masses()
         self.launch.kernel(
-            exact_rows, (torch.sym_min(self.blocks, KEY_PROGRAMS),), q, originals, self.falls, self.at, self.peak, self.logits, *found,
+            dense_scores, (torch.sym_min(self.blocks, KEY_PROGRAMS),), q, originals, self.falls, self.at, self.peak, self.logits, *found,
             self.exact_top, self.key_size, *q.stride()[:3], *originals.stride()[:4], math.prod(self.shape), self.blocks, warps=EXACT_WARPS,
             STAGES=STAGES, **self.of_originals(),
         )
@@ -346,79 +346,79 @@ class DeviceStep:
         S = self.sizes["S"]
         return dict(self.sizes, SCALE=self.scale, D=self.q.shape[3], PER_PAGE=self.page // BLOCK, S2=1 << (S - 1).bit_length())
 
-    def tally(self, exact: Masses, read: torch.Tensor, explored: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
+    def bound_sums(self, exact_scores: Masses, read: torch.Tensor, explored: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
         """Which blocks' values come from the originals, and the sums that a certificate is made of."""
         from kvcompile.lowering.certified.kernels import bound_sums as kernels
 
         rules, values = self.rules, self.flags(*self.shape, self.blocks)
         spend = not math.isinf(rules.value_budget)
-        found = self._tally(exact, read, self.top, False, 1 if spend else -(-self.blocks // self.tallied))
+        found = self._bound_sums(exact_scores, read, self.top, False, 1 if spend else -(-self.blocks // self.summed))
         self.launch.kernel(
-            kernels.tally_values, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact, read,
+            kernels.bound_value_sums, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact_scores, read,
             read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
             found.values, self.blocks, found.keys.shape[3], self.share,
             self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs)), warps=16 if spend else self.tally_warps,
             CHAIN=head_bounds.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
             V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
-            EXPLORE=explored is not None, CHUNK=CHUNK if spend else self.tallied, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
+            EXPLORE=explored is not None, CHUNK=CHUNK if spend else self.summed, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
             OUT_WIDTH=len(kernels.VALUE_COLUMNS), **self.sizes,
         )
         return values, found
 
-    def tally_again(self, exact: Masses) -> Sums:
+    def bound_sums_again(self, exact_scores: Masses) -> Sums:
         """The sums of rows that fall: everything from the originals, relative to what is the largest logit then."""
-        return self._tally(exact, self.falls, self.exact_top, True, -(-self.blocks // self.tallied))
+        return self._bound_sums(exact_scores, self.falls, self.exact_top, True, -(-self.blocks // self.summed))
 
-    def _tally(self, exact: Masses, read: torch.Tensor, top: torch.Tensor, everything: bool, programs: int) -> Sums:
-        """``tally``, with room for what ``programs`` find of values."""
+    def _bound_sums(self, exact_scores: Masses, read: torch.Tensor, top: torch.Tensor, everything: bool, programs: int) -> Sums:
+        """``bound_sums``, with room for what ``programs`` find of values."""
         from kvcompile.lowering.certified.kernels import bound_sums as kernels
 
-        chunks = -(-self.blocks // self.tallied)
+        chunks = -(-self.blocks // self.summed)
         keys = self.doubles(*self.shape, chunks, len(kernels.COLUMNS))
         values = self.doubles(*self.shape, programs, len(kernels.VALUE_COLUMNS))
         # A place's tiles and newest tokens one after the other, then the places of a tile, of which a chain has a block's already.
         tile, newest = self.value_tile, self.new_v.shape[2]
         added = -(-self.blocks * BLOCK // (tile * self.value_programs)) + -(-newest // tile) + tile - BLOCK
         self.launch.kernel(
-            kernels.tally, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own, self.notes,
-            self.key_size, self.value_size, self.query_norm, self.at, top, keys, values, self.blocks, added,
+            kernels.bound_sums, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact_scores, read, self.delta, self.own,
+            self.notes, self.key_size, self.value_size, self.query_norm, self.at, top, keys, values, self.blocks, added,
             warps=self.tally_warps, CHAIN=head_bounds.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale),
-            D=self.q.shape[3], CHUNK=self.tallied, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything,
+            D=self.q.shape[3], CHUNK=self.summed, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything,
             **self.sizes,
         )
         return Sums(keys, values, top)
 
-    def ranked(self, coded: Masses, exact: Masses, read: torch.Tensor) -> torch.Tensor:
+    def ranked(self, coded: Masses, exact_scores: Masses, read: torch.Tensor) -> torch.Tensor:
         """``checks.rank_fails`` for more than one leading block, as causes; int32 [B, K, Q]."""
         causes = torch.empty(self.shape, dtype=torch.int32, device=read.device)
         self.launch.operator(
-            certified_ranks, causes, self.at, *coded, *exact, read, self.delta, self.own, self.heads[1],
+            certified_ranks, causes, self.at, *coded, *exact_scores, read, self.delta, self.own, self.heads[1],
             self.rules.rank,
         )
         return causes
 
-    def judge(self, sums: Sums, parts: torch.Tensor, causes: torch.Tensor | None) -> None:
+    def certify(self, sums: Sums, parts: torch.Tensor, causes: torch.Tensor | None) -> None:
         """Result, figures, counters, and which rows fall; ``causes``: of ranks, where those are known already."""
-        from kvcompile.lowering.certified.kernels.finish import judge
+        from kvcompile.lowering.certified.kernels.finish import certify
 
         rules, (_, K, Q) = self.rules, self.shape
         self.launch.kernel(
-            judge, (math.prod(self.shape),), sums.keys, sums.values, parts, self.sinks, sums.top, self.own, self.stats, self.damaged,
+            certify, (math.prod(self.shape),), sums.keys, sums.values, parts, self.sinks, sums.top, self.own, self.stats, self.damaged,
             self.counts if causes is None else causes, self.result, self.figures, self.counts, self.falls, self.exact_top, self.blocks,
             sums.keys.shape[3], sums.values.shape[3], parts.shape[0], warps=16, KEY_BUDGET=min(rules.key_budget, LARGEST),
             VALUE_BUDGET=min(rules.value_budget, LARGEST), RANKED=rules.rank, DENSE=rules.fallback is Fallback.DENSE, K=K,
             K2=1 << (K - 1).bit_length(), ROWS=Q, **self.rounding(),
         )
 
-    def settle(self, sums: Sums, parts: torch.Tensor, telemetry: torch.Tensor | None) -> None:
+    def finalize(self, sums: Sums, parts: torch.Tensor, telemetry: torch.Tensor | None) -> None:
         """Write the results of rows that fall back, and the step's telemetry."""
-        from kvcompile.lowering.certified.kernels.finish import settle
+        from kvcompile.lowering.certified.kernels.finish import finalize
 
         B, K, Q = self.shape
         held = self.stats if telemetry is None else telemetry
         self.launch.kernel(
-            settle, (B * K,), sums.keys, sums.values, parts, self.sinks, sums.top, self.falls, self.result, self.figures, self.counts, held,
-            *held.stride()[1:3], sums.keys.shape[3], parts.shape[0], warps=16, K=K, ROWS=Q, ROWS2=1 << (Q - 1).bit_length(),
+            finalize, (B * K,), sums.keys, sums.values, parts, self.sinks, sums.top, self.falls, self.result, self.figures, self.counts,
+            held, *held.stride()[1:3], sums.keys.shape[3], parts.shape[0], warps=16, K=K, ROWS=Q, ROWS2=1 << (Q - 1).bit_length(),
             DENSE=self.rules.fallback is Fallback.DENSE, COUNTS_STEPS=telemetry is not None, **self.rounding(),
         )
 
@@ -430,7 +430,7 @@ class DeviceStep:
             SPAN=max(1, ADDED_AT_ONCE // width),
         )
 
-    def mix(self, asked: torch.Tensor) -> torch.Tensor:
+    def weighted_values(self, asked: torch.Tensor) -> torch.Tensor:
         """sum exp(logit - top) v in parts [parts, B, K, Q, Dv]; original values of the blocks that are asked for."""
         from kvcompile.lowering.certified.kernels import weighted_values as kernels
 
@@ -439,25 +439,25 @@ class DeviceStep:
         sizes = dict(self.value_sizes(), GROUP=self.group)
         parts = self.floats(self.splits + self.own_programs, *self.shape, self.value_dim)
         self.launch.kernel(
-            kernels.mix, (self.splits, B * K, self.tiles), *values[:3], self.logits, self.top, asked, self.at, parts,
+            kernels.weighted_values, (self.splits, B * K, self.tiles), *values[:3], self.logits, self.top, asked, self.at, parts,
             *values[0].stride()[:3], *values[1].stride()[:3], self.blocks, self.share, warps=1, TILE=self.tile, T=self.turn,
             PACKED=self.launch.cuda, **sizes,
         )
         self.launch.kernel(
-            kernels.mix_own, (self.own_programs, B * K, Q), *values[:3], originals, new_v, self.logits, self.top, asked, self.at,
+            kernels.weighted_originals, (self.own_programs, B * K, Q), *values[:3], originals, new_v, self.logits, self.top, asked, self.at,
             self.notes, parts, self.damaged, *values[0].stride()[:3], *values[1].stride()[:3], *originals.stride()[:4],
             *new_v.stride()[:3], self.blocks, new_v.shape[2], self.own_share, self.splits, warps=OWN_WARPS, **sizes,
         )
         return parts
 
-    def mix_rows(self) -> torch.Tensor:
+    def dense_values(self) -> torch.Tensor:
         """Sum the values of rows that fall back, by originals alone."""
-        from kvcompile.lowering.certified.kernels.dense_fallback import mix_rows
+        from kvcompile.lowering.certified.kernels.dense_fallback import dense_values
 
         originals, new_v, programs = self.originals[1], self.new_v, self.value_programs
         parts = self.floats(programs, *self.shape, self.value_dim)
         self.launch.kernel(
-            mix_rows, (programs,), originals, new_v, self.falls, self.at, self.logits, self.exact_top, parts, self.value_size,
+            dense_values, (programs,), originals, new_v, self.falls, self.at, self.logits, self.exact_top, parts, self.value_size,
             *originals.stride()[:4], *new_v.stride()[:3], math.prod(self.shape), self.blocks, new_v.shape[2], warps=VALUE_WARPS,
             T=self.value_tile, STAGES=STAGES, **self.value_sizes(),
         )

@@ -31,7 +31,7 @@ ADDED = ("mass", "total", "least", "shift", "key", "blocks", "keys")
 LARGEST = ("delta", "vmax", "delta_codes", "by_codes", "by_exact", "upper")
 PLACES = ("first_by_codes", "first_by_exact")
 COLUMNS = (*ADDED, *LARGEST, *PLACES)
-"""What ``tally`` has of a row's blocks, before a sink; ``key``: the key bound's terms around a center of zero; the last ones but
+"""What ``bound_sums`` has of a row's blocks, before a sink; ``key``: the key bound's terms around a center of zero; the last ones but
 ``delta_codes`` are theorem 7's: the largest log-masses of blocks with exact keys and where they stand, what a tail block may have."""
 
 HALF_STEP, TENSOR_STEP = tl.constexpr(bounds.HALF_STEP), tl.constexpr(bounds.TENSOR_STEP)
@@ -39,7 +39,7 @@ LOST = tl.constexpr(2.0**-44)
 """Above what the weights of a block's 16 tokens lose where their second number is subnormal: 2^-50 each (``weighted_values``)."""
 
 VALUE_COLUMNS = ("value", "own_values", "all_values", "values", "largest")
-"""What ``tally_values`` has: the value bound's sum, those of the accumulation (the second is to be multiplied by the ``largest`` of
+"""What ``bound_value_sums`` has: the value bound's sum, those of the accumulation (the second is to be multiplied by the ``largest`` of
 nu + eta), how many blocks' values are promoted."""
 
 
@@ -53,7 +53,7 @@ def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
-    """A block's sums as they count: from the originals where ``exact``."""
+    """A block's sums as they count: from the originals where ``exact_scores``."""
     peak = tl.load(PEAK + at, mask=live, other=0.0)
     weight = tl.load(WEIGHT + at, mask=live, other=0.0)
     own_peak = tl.where(exact, tl.load(EXACT_PEAK + at, mask=exact, other=0.0), peak)
@@ -82,7 +82,7 @@ def coded_chain_of(share, CHAIN: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def tally(
+def bound_sums(
     PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, DELTA, OWN, NOTES, KEY_SIZE, VALUE_SIZE, QUERY_NORM, AT, TOP, SUMS, OUT, blocks,
     own_share,
     CHAIN: tl.constexpr, RANK: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
@@ -90,7 +90,7 @@ def tally(
 ):
     """CHUNK blocks of one row, [rows, chunks, WIDTH]. READ [rows, N]: blocks whose sums are those of EXACT.
 
-    ALL, READ [rows]: every block of codes, by the originals' own norms; also what ``tally_values`` finds where no value is promoted
+    ALL, READ [rows]: every block of codes, by the originals' own norms; also what ``bound_value_sums`` finds where no value is promoted
     (OUT), whose sums need no other. Nothing for rows without a flag.
     """
     r = tl.program_id(1)
@@ -157,14 +157,14 @@ def tally(
 
 
 @triton.jit
-def tally_values(
+def bound_value_sums(
     PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, READ, EXPLORED, NOTES, SINKS, AT, TOP, SUMS, ORDER, TERM, VALUES, OUT, blocks, chunks, share,
     own_share,
     CHAIN: tl.constexpr, T: tl.constexpr, FLOOR: tl.constexpr, V_TOL: tl.constexpr, BUDGET: tl.constexpr, SPEND: tl.constexpr,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
 ):
-    """CHUNK blocks of one row after ``tally``, or (SPEND) all of them.
+    """CHUNK blocks of one row after ``bound_sums``, or (SPEND) all of them.
 
     VALUES, flags: blocks that may add more than V_TOL to the value bound, and the largest others until the rest is within BUDGET; those
     explored. OUT [rows, programs, OUT_WIDTH]: what is left. FLOOR: what a value's norm counts as at least where codes are summed.

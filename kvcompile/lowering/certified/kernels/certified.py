@@ -3,19 +3,19 @@
 Codes are multiplied on tensor cores, whose rounding is part of the certificate: keys as they stand with two limbs of query times step
 (``key_scores``), values decoded to float16 with two limbs of a weight (``weighted_values``). Originals are float32 multiply-adds.
 
-    score       (``key_scores``) int8 keys once: every row's logits; of each block the largest, the sum of exp relative to it, the
-                deviation; the notes, also of the window's blocks
-    stage       (``stage_keys``) original keys that are asked for from host memory into device memory, where they are not there yet
-    exact       (``exact_scores``) original keys of the blocks that a row asks for: their logits over the old ones, and the same sums;
-                what the consistency check compares; ``exact_rows``: the same for all blocks of a row
-    mix         (``weighted_values``) int4 values once, with weights from the logits as they stand then; ``mix_own``: originals where flags
-                ask for them; ``mix_rows`` (``dense_fallback``): the originals of all blocks of a row
-    choose      (``select_blocks``) which blocks stand first in descending order of an amount until the rest fits a budget
-    tally       (``bound_sums``) what a certificate is made of, and which values are promoted
-    judge       (``finish``) a row's result and certificate, whether it falls; ``settle``: what it returns then, telemetry
+    key_scores       int8 keys once: every row's logits; of each block the largest, the sum of exp relative to it, the
+                     deviation; the notes, also of the window's blocks
+    stage_keys       original keys that are asked for from host memory into device memory, where they are not there yet
+    exact_scores     original keys of the blocks that a row asks for: their logits over the old ones, and the same sums;
+                     what the consistency check compares; ``dense_scores``: the same for all blocks of a row
+    weighted_values  int4 values once, with weights from the logits as they stand then; ``weighted_originals``: originals where
+                     flags ask for them; ``dense_values`` (``dense_fallback``): the originals of all blocks of a row
+    select_blocks    which blocks stand first in descending order of an amount until the rest fits a budget
+    bound_sums       what a certificate is made of, and which values are promoted
+    certify          (``finish``) a row's result and certificate, whether it falls; ``finalize``: what it returns then, telemetry
 
-Logits stay in memory between ``score`` and ``mix``: 4 bytes a token and row, an eighth of tier 1 at four rows. In return nothing is
-ever subtracted: a correction (exact minus coded) of promoted blocks would cancel, and its rounding would have to be certified as
+Logits stay in memory between ``key_scores`` and ``weighted_values``: 4 bytes a token and row, an eighth of tier 1 at four rows. In return
+nothing is ever subtracted: a correction (exact minus coded) of promoted blocks would cancel, and its rounding would have to be certified as
 well. A logit is overwritten where its block is promoted, and the weights of all tokens are made from one maximum, so splits add up.
 
 Blocks are flagged: programs look at the flags of their blocks and end where none is set. Only keys that are read are listed as well, since
@@ -39,7 +39,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-30000.0)
 
 FLAGS = tl.constexpr(128)
-"""Rows that ``exact_rows`` and ``mix_rows`` look at at once."""
+"""Rows that ``dense_scores`` and ``dense_values`` look at at once."""
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def tile_of(page: int, width: int) -> int:
 
 
 @triton.jit
-def mix_rows(
+def dense_values(
     ORIGINALS, RECENT_V, FALLS, AT, LOGITS, EXACT_TOP, OUT, SIZE, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t, rows, blocks, newest,
     DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
     STAGES: tl.constexpr,

@@ -3,8 +3,8 @@
     exact       one block of one row's list: what the consistency check compares, exact logits over the old ones, the same sums of those
     exact_rows  all blocks of the rows that fall, which are few or none: every program looks for them and takes its share of their blocks
 
-What takes time in ``exact`` is latency: a program has one block, and loads all of it before it uses any. Two rows that promote the same
-block both check it, the second out of the cache. In ``exact_rows`` blocks are on their way while those before are multiplied.
+What takes time in ``exact_scores`` is latency: a program has one block, and loads all of it before it uses any. Two rows that promote the
+same block both check it, the second out of the cache. In ``dense_scores`` blocks are on their way while those before are multiplied.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -32,11 +32,11 @@ from kvcompile.lowering.certified.kernels.certified import (
 from kvcompile.lowering.certified.kernels.stage_keys import SET, rows_of_slot
 
 PART = tl.constexpr(4)
-"""Tokens of a block that ``exact`` takes at once: a quarter of the registers are twice the warps."""
+"""Tokens of a block that ``exact_scores`` takes at once: a quarter of the registers are twice the warps."""
 
 
 @triton.jit
-def exact(
+def exact_scores(
     Q, CODES, STEPS, ZEROS, ORIGINALS, LIST, LISTED, AT, NOTES, DELTA, OWN, LOGITS, PEAK, WEIGHT, TOP, DAMAGED,
     SCRATCH, FOUND_AT, q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, scratch_n,
     scratch_b, scratch_h, blocks,
@@ -45,7 +45,7 @@ def exact(
 ):
     """One block at a time of a row's LIST [rows, N], of which the first LISTED [rows] are meant.
 
-    SLOTS: those that ``stage`` has found in the SCRATCH, or put there, are read from there.
+    SLOTS: those that ``stage_keys`` has found in the SCRATCH, or put there, are read from there.
     Norms are compared in float64, but only of tokens for which float32 does not settle it: mostly the two that made the notes.
     """
     r = tl.program_id(1)
@@ -137,7 +137,7 @@ def largest_newest(PEAK, first, stop):
 
 
 @triton.jit
-def exact_block(here, q, LOGITS, PEAK, WEIGHT, SIZE, t, low, high, start, last, base, PARTLY: tl.constexpr, SCALE: tl.constexpr):
+def exact_block_scores(here, q, LOGITS, PEAK, WEIGHT, SIZE, t, low, high, start, last, base, PARTLY: tl.constexpr, SCALE: tl.constexpr):
     """A block's exact logits over the old ones, but from ``base`` on (PARTLY codes); their sums, the largest norm; the largest of them."""
     k = tl.load(here).to(tl.float32)
     found = tl.sum(k * q, 1) * SCALE
@@ -161,7 +161,7 @@ def exact_block(here, q, LOGITS, PEAK, WEIGHT, SIZE, t, low, high, start, last, 
 
 
 @triton.jit
-def exact_rows(
+def dense_scores(
     Q, ORIGINALS, FALLS, AT, CODED_PEAK, LOGITS, PEAK, WEIGHT, EXACT_TOP, SIZE, q_b, q_h, q_s, from_n, from_b, from_h, from_t, rows, blocks,
     SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
     PER_PAGE: tl.constexpr, STAGES: tl.constexpr,
@@ -202,7 +202,7 @@ def exact_rows(
                 n = n_first + turn * tl.num_programs(0)
                 here = originals + (n // PER_PAGE).to(tl.int64) * from_n + n % PER_PAGE * BLOCK * from_t + place
                 m = of_row + n
-                peak = exact_block(
+                peak = exact_block_scores(
                     here, q, LOGITS + m * BLOCK, PEAK + m, WEIGHT + m, of_pair + n, n * BLOCK + j, low, high, start, last, base, False,
                     SCALE,
                 )
@@ -212,7 +212,7 @@ def exact_rows(
                 if n * BLOCK < stop:
                     here = originals + (n // PER_PAGE).to(tl.int64) * from_n + n % PER_PAGE * BLOCK * from_t + place
                     m = of_row + n
-                    peak = exact_block(
+                    peak = exact_block_scores(
                         here, q, LOGITS + m * BLOCK, PEAK + m, WEIGHT + m, of_pair + n, n * BLOCK + j, low, high, start, last, base, True,
                         SCALE,
                     )

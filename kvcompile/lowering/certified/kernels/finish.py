@@ -1,7 +1,8 @@
 """The end of a row of certified attention: its certificate, its checks, its result; and a step's telemetry. See ``certified``.
 
-    judge       one row each: what programs of ``tally`` and ``mix`` found, together; the certificate of that, and whether the row falls
-    settle      one kv head each: the same for its rows that fell, after the second run; then all its rows are added to the telemetry
+    certify     one row each: what programs of ``bound_sums`` and ``weighted_values`` found, together; the certificate of that, and
+    whether the row falls finalize    one kv head each: the same for its rows that fell, after the second run; then all its rows are added
+    to the telemetry
 
 Everything but figures, counters and results is float64 and by the printed bounds.
 """
@@ -24,12 +25,12 @@ from kvcompile.schemes.certificate.policy import Cause, Count, Figure, Rung
 
 
 def _place(name: str) -> tl.constexpr:
-    """Where ``tally`` has it."""
+    """Where ``bound_sums`` has it."""
     return tl.constexpr(triton_tally.COLUMNS.index(name))
 
 
 def _left(name: str) -> tl.constexpr:
-    """Where ``tally_values`` has it."""
+    """Where ``bound_value_sums`` has it."""
     return tl.constexpr(triton_tally.VALUE_COLUMNS.index(name))
 
 
@@ -205,14 +206,15 @@ def ranks_fail(SUMS, OWN, r, most, blocks, chunks):
 
 
 @triton.jit
-def judge(
+def certify(
     SUMS, LEFT, PARTS, SINKS, TOP, OWN, STATS, DAMAGED, GIVEN, RESULT, FOUND, COUNTED_OUT, FALLS, EXACT_TOP, blocks, chunks, programs,
     parts, KEY_BUDGET: tl.constexpr, VALUE_BUDGET: tl.constexpr, RANKED: tl.constexpr, DENSE: tl.constexpr, OUT_UNIT: tl.constexpr,
     OUT_TINY: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr, SPAN: tl.constexpr,
 ):
     """One row: its result, figures and counters, [rows, ...], and (DENSE) whether it falls. RANKED above one: GIVEN has those causes.
 
-    STATS [rows, 3]: see ``choose``. Of a row that falls, ``settle`` writes what is not known yet; EXACT_TOP: where ``exact_rows`` starts.
+    STATS [rows, 3]: see ``select_blocks``. Of a row that falls, ``finalize`` writes what is not known yet; EXACT_TOP: where
+    ``dense_scores`` starts.
     """
     r = tl.program_id(0)
     sums, most, left, output, by_keys, by_values, arithmetic = found_of(
@@ -234,7 +236,7 @@ def judge(
     if DENSE:
         falls = causes != 0
     tl.store(FALLS + r, falls.to(tl.int8))
-    # A sink's logit is the first of those that ``exact_rows`` compares.
+    # A sink's logit is the first of those that ``dense_scores`` compares.
     tl.store(EXACT_TOP + r, tl.load(SINKS + r))
     tl.store(RESULT + r.to(tl.int64) * DV + tl.arange(0, DV), stored)
 
@@ -263,7 +265,7 @@ def judge(
 
 
 @triton.jit
-def settle(
+def finalize(
     SUMS, LEFT, PARTS, SINKS, TOP, FALLS, RESULT, FOUND, COUNTED_OUT, TELEMETRY, telemetry_b, telemetry_h, chunks, parts,
     OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, ROWS2: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr, DENSE: tl.constexpr, COUNTS_STEPS: tl.constexpr,

@@ -117,7 +117,7 @@ def limbs(w):
 
 
 @triton.jit
-def score_codes(
+def code_scores(
     q_even, q_odd, size, lows, highs, CODES, STEPS, ZEROS, MU, LOGITS, CHANNELS, PEAK, WEIGHT, row, n, out, of_row,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr, PACKED: tl.constexpr,
 ):
@@ -172,7 +172,7 @@ def score_codes(
 
 
 @triton.jit
-def score_newest(
+def newest_scores(
     AT_Q, low, high, CODES, STEPS, ZEROS, RECENT_K, LOGITS, CHANNELS, PEAK, WEIGHT, row, rk_t, newest, n, base,
     SCALE: tl.constexpr, D: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr, OF_ONE: tl.constexpr,
 ):
@@ -229,7 +229,7 @@ def note(NOTES, place, kappa, mu, eta, nu, mask):
 
 
 @triton.jit
-def score(
+def key_scores(
     Q, CODES, STEPS, ZEROS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, HI, LO, BASE, SINK, AT, SINKS, DAMAGED, LOGITS, CHANNELS, PEAK,
     WEIGHT, DELTA, OWN, NOTES, QUERY_NORM,
     q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, key_notes_n, key_notes_b, key_notes_h, value_notes_n,
@@ -291,7 +291,7 @@ def score(
             n = n0 + turn
             page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
             at = scales + page * steps_n
-            score_codes(
+            code_scores(
                 q_even, q_odd, size, lows, highs, words + page * (codes_n // 2), STEPS + at, ZEROS + at,
                 key_notes + page * key_notes_n + row * KEY_NOTE + 1, LOGITS, CHANNELS, PEAK, WEIGHT, row, n, out, of_row, SCALE, D, OF_STEP,
                 OF_ZERO, OF_ONE, PACKED,
@@ -337,7 +337,7 @@ def score(
                 if HAS_LO:
                     low = between(tl.load(LO + b * lo_b + (one % S) * lo_s), 0, tokens)
                 mine = (first_row + one) * blocks
-                score_newest(
+                newest_scores(
                     queries + one // S * q_h + one % S * q_s, low, high, of_heads + page * codes_n, STEPS + at, ZEROS + at, new_k,
                     LOGITS + mine * BLOCK, CHANNELS + mine, PEAK + mine, WEIGHT + mine, row, rk_t, newest, n, base, SCALE, D, OF_STEP,
                     OF_ZERO, OF_ONE,

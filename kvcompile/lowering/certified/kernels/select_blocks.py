@@ -142,12 +142,12 @@ def listed(LIST, before, first, chosen):
 
 
 @triton.jit
-def choose_here(
+def select_in_registers(
     PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """``choose`` of up to WIDE blocks, which are read once and stay in registers."""
+    """``select_blocks`` of up to WIDE blocks, which are read once and stay in registers."""
     r = tl.program_id(0)
     rows: tl.constexpr = G * S
     n = tl.arange(0, WIDE)
@@ -191,12 +191,12 @@ def choose_here(
 
 
 @triton.jit
-def choose_there(
+def select_in_memory(
     PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """``choose`` of any number of blocks, from memory."""
+    """``select_blocks`` of any number of blocks, from memory."""
     r = tl.program_id(0)
     row = r.to(tl.int64) * blocks
     rows: tl.constexpr = G * S
@@ -282,7 +282,7 @@ def choose_there(
 
 
 @triton.jit
-def choose(
+def select_blocks(
     PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks,
     LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
     EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
@@ -295,15 +295,15 @@ def choose(
     since an operand would be float32. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in CHOSEN
     beside the promoted ones. LIST [rows, N] has all those of CHOSEN in their order, LISTED of them. ORDER (float32), SHARE and TERM
     (float64) are scratch. STATS [rows, 3]: whether widened, the tail's mass, how many are explored. TOP: the largest logit by codes,
-    which ``exact`` may raise; what all weights are relative to from here on.
+    which ``exact_scores`` may raise; what all weights are relative to from here on.
     """
     if blocks <= WIDE:
-        choose_here(
+        select_in_registers(
             PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks, LEAST, MOST, MOST_WIDENED,
             COVER, BUDGET, WIDEN, EXPLORE, K, G, S, WIDE,
         )
     else:
-        choose_there(
+        select_in_memory(
             PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks, LEAST,
             MOST, MOST_WIDENED, COVER, BUDGET, WIDEN, EXPLORE, K, G, S, CHUNK, WIDE,
         )

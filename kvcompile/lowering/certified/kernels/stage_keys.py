@@ -1,6 +1,7 @@
 """The scratch of certified attention: original keys in host memory that were asked for lately, in device memory.
 
-    stage       between ``choose`` and ``exact``: copies what is asked for and not there, and says where ``exact`` finds each block
+    stage_keys  between ``select_blocks`` and ``exact_scores``: copies what is asked for and not there, and says where ``exact_scores``
+    finds each block
 
 A set is 16 blocks, four pages, and has SLOTS slots of the scratch in those pages. One program has one set of one kv head, and no other
 ever writes its slots or its places, so there is nothing to wait for. A block is in slot s if its place says s + 1. That it is there as it
@@ -55,7 +56,7 @@ def given(place, used, asked, misses, exists, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def stage(
+def stage_keys(
     READ, EXPLORED, ORIGINALS, SCRATCH, PLACES, HELD, FOUND_AT, from_n, from_b, from_h, from_t, scratch_n, scratch_b, scratch_h, places_n,
     places_b, places_h, held_b, held_h, blocks,
     D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, ROWS2: tl.constexpr, SLOTS: tl.constexpr, PER_PAGE: tl.constexpr,

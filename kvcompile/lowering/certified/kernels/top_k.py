@@ -90,7 +90,7 @@ def leaders(bits, count, low, reach_low, high, reach_high):
 @triton.jit
 def leading(bits, share, term, COVER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BUDGET: tl.constexpr,
             MOST_WIDENED: tl.constexpr, WIDEN: tl.constexpr):
-    """The candidates that ``choose`` promotes, and whether widening adds any."""
+    """The candidates that ``select_blocks`` promotes, and whether widening adds any."""
     available = reaching(bits, 0)
     top = ceiling(bits)
     nothing = available * 0

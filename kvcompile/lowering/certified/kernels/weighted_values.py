@@ -1,13 +1,13 @@
 """The values' pass of certified attention: see ``certified``.
 
-``mix`` multiplies values decoded from codes on tensor cores. A value is decoded to float16 by one fused multiply-add; a weight
+``weighted_values`` multiplies values decoded from codes on tensor cores. A value is decoded to float16 by one fused multiply-add; a weight
 exp(logit - TOP), times 2^14, is two float16 numbers, the second one times 2^11. Products of those are exact, so all rounding is known:
 of the value once (``bounds.HALF_STEP``), of the weight by 2^-22 of it, of sums as ``bounds.TENSOR_STEP`` says. That tensor cores take
 subnormal float16 numbers for what they are, as ``bit_tricks`` also relies on, is what is measured, not promised:
 ``tests/gpu/test_gpu_certified.py`` holds a device's sums to these bounds. A turn's sums are accumulators of their own, which are added
 to the split's in float32: no chain of truncations is longer than a turn.
 
-``mix_own`` is float32: few blocks of originals, and the window. What takes time is latency, as in ``exact``.
+``weighted_originals`` is float32: few blocks of originals, and the window. What takes time is latency, as in ``exact_scores``.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -23,10 +23,10 @@ import triton.language as tl
 from kvcompile.lowering.certified.kernels.certified import BLOCK, above, doubtful, exp_of, next_of, sight
 
 TURN_VALUES = 32 * 128
-"""Values that ``mix`` takes at once: tokens of a turn times channels. More have no room in the registers of a warp."""
+"""Values that ``weighted_values`` takes at once: tokens of a turn times channels. More have no room in the registers of a warp."""
 
 AHEAD = tl.constexpr(256)
-"""Blocks whose flags ``mix_own`` looks at at once: a program without any ends after one load."""
+"""Blocks whose flags ``weighted_originals`` looks at at once: a program without any ends after one load."""
 
 NEAR = tl.constexpr(4)
 """Blocks side by side in the share of one of its programs: promoted ones lie close to each other, and a program takes them in turn."""
@@ -104,7 +104,7 @@ def added(total, values, weights, one):
 
 
 @triton.jit
-def mix_codes(
+def weighted_codes(
     CODES, STEPS, ZEROS, LOGITS, TOP, READ, OUT, codes_n, steps_n, blocks, start, stop, first, end, heads, r0,
     DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
     PACKED: tl.constexpr,
@@ -166,7 +166,7 @@ def whole(sums):
 
 
 @triton.jit
-def mix(
+def weighted_values(
     CODES, STEPS, ZEROS, LOGITS, TOP, READ, AT, OUT, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, blocks, share,
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, T: tl.constexpr, PACKED: tl.constexpr,
@@ -184,7 +184,7 @@ def mix(
     out = OUT + (tl.program_id(0) * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
     scales = b * steps_b + h * steps_h
     first = start // T * T + tl.program_id(0) * share * BLOCK
-    mix_codes(
+    weighted_codes(
         CODES + b * codes_b + h * codes_h, STEPS + scales, ZEROS + scales, LOGITS, TOP, READ, out, codes_n, steps_n, blocks, start, stop,
         first, first + share * BLOCK, pair.to(tl.int64) * ROWS, tl.program_id(2) * TILE, DV, GROUP, ROWS, TILE, PAGE, T, PACKED,
     )
@@ -217,7 +217,7 @@ def all_of(x):
 
 
 @triton.jit
-def mix_own(
+def weighted_originals(
     CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, AT, NOTES, OUT, DAMAGED,
     codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t,
     blocks, newest, share, first_out,
@@ -225,7 +225,8 @@ def mix_own(
 ):
     """Sum the values of one row by originals, behind ``first_out`` results: ``share`` blocks that are flagged, and the newest tokens.
 
-    What is compared: norms, as in ``exact``. The first programs have 16 of the newest tokens each. Whoever has neither has nothing to add.
+    What is compared: norms, as in ``exact_scores``. The first programs have 16 of the newest tokens each. Whoever has neither has nothing
+    to add.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
