@@ -52,7 +52,8 @@ PHASES = {
     **{name: name for name in (
         "key_scores", "select_blocks", "stage_keys", "exact_scores", "bound_sums", "weighted_values", "certify", "finalize",
     )},
-    "dense_scores": "exact_scores", "bound_value_sums": "bound_sums", "weighted_originals": "weighted_values", "dense_values": "weighted_values",
+    "dense_scores": "exact_scores", "bound_value_sums": "bound_sums", "weighted_originals": "weighted_values",
+    "dense_values": "weighted_values",
 }
 """The phase of a step that each kernel belongs to."""
 
