@@ -49,7 +49,7 @@ def test_int8_is_near_the_module(case: PagedCase) -> None:
     assert 0 < case.error(eager("int8")) <= 0.01 * case.sites
 
 
-@pytest.mark.parametrize(("scheme", "bound"), [("fp8", 0.06), ("int4", 0.15)])
+@pytest.mark.parametrize(("scheme", "bound"), [("fp8", 0.06), ("int4", 0.15), ("nf4", 0.15)])
 def test_schemes_are_near_the_module(scheme: str, bound: float) -> None:
     assert 0 < BY_NAME["blocks-first"].error(eager(scheme), BRIEF, dim=32) <= bound
 

@@ -278,6 +278,8 @@ def test_hand_written_windows(case: Case) -> None:
 @pytest.mark.parametrize("name", ["roll-and-put", "sliced-later"])
 def test_hand_written_windows_compressed(name: str) -> None:
     assert 0 < BY_NAME[name].error(eager("int8"), chunks=CHUNKS) <= 0.01
+    # Its table of levels has no tokens that could go around.
+    assert 0 < BY_NAME[name].error(eager("nf4(group=16)"), chunks=CHUNKS) <= 0.2
 
 
 def test_one_row() -> None:
