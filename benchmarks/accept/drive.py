@@ -117,6 +117,9 @@ def _judged(case: Case, layers: int, raises: bool, spent: Spent) -> Result:
     )
     if not verdict.right:
         return replace(found, **wrong(subject, requests, verdict))
+    if not verdict.telling:
+        said = f"off by {verdict.error:.1e}, and the uncompiled model in its dtype by {verdict.eager:.1e}: nothing can be told"
+        return replace(found, outcome=Outcome.UNDECIDED, detail=said)
     announced = refusal(case)
     if (found.refused or not found.sites) and announced is None:
         return replace(found, outcome=Outcome.REFUSED_WRONGLY, detail=found.refused[0] if found.refused else "nothing was rewritten")

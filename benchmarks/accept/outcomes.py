@@ -13,6 +13,7 @@ class Outcome(enum.Enum):
     RIGHT = "right"
     REFUSED = "refused"
     OUTSIDE = "outside"
+    UNDECIDED = "undecided"
     NOT_RUN = "not run"
     REFUSED_WRONGLY = "refused wrongly"
     RECOMPILES = "recompiles"
@@ -22,7 +23,7 @@ class Outcome(enum.Enum):
 
     @property
     def failed(self) -> bool:
-        """Return whether the outcome makes the run fail; a refusal that the README announces does not."""
+        """Return whether the outcome makes the run fail; a refusal that the README announces does not, nor what nobody can tell."""
         return self in {Outcome.REFUSED_WRONGLY, Outcome.RECOMPILES, Outcome.WRONG, Outcome.CRASHED, Outcome.TIMEOUT}
 
 

@@ -25,6 +25,9 @@ ROUNDING = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-16}
 SHARE = 0.1
 """Of the control error: a value whose code is rounded to the other side, which the references may not have at the same step."""
 
+TELLING = 0.5
+"""An error above this is no evidence of anything, whatever is allowed: unrelated logits are off by about 1.4."""
+
 
 class Reference(enum.Enum):
     """What the compiled model is held to."""
@@ -48,6 +51,11 @@ class Verdict:
     def right(self) -> bool:
         """Return whether the error is within the tolerance; NaN is not."""
         return self.error <= self.tolerance
+
+    @property
+    def telling(self) -> bool:
+        """Return whether the error is so small that it shows the logits to be right, and not only the reference to be vague."""
+        return self.error <= TELLING
 
     @property
     def excess(self) -> float:

@@ -53,6 +53,9 @@ def settings(case: Case) -> Callable[[Any], dict[str, Any]]:
     def sizes(config: Any) -> dict[str, Any]:
         known, dim = config.to_dict(), int(case.head_dim)
         settled: dict[str, Any] = {name: WINDOW for name in WINDOWS if isinstance(known.get(name), int)}
+        if "attention_multiplier" in known:
+            # As Granite's checkpoints have it. With the default, 1, one key takes all weight and the logits depend on rounding.
+            settled["attention_multiplier"] = 1 / dim
         if "kv_lora_rank" in known:
             return settled | {"kv_lora_rank": dim, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
         if "d_kv" in known:
