@@ -96,7 +96,6 @@ def main(given: Sequence[str] | None = None) -> int:
     os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"})
     jobs, timeout = options.jobs or max(1, cores - 2 if gpu else cores // 2), options.timeout or (150 if gpu else 600)
     log = Path(tempfile.gettempdir()) / "kvcompile_accept.log"
-    log.write_text("")
     results: list[Result] = []
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=console, transient=True) as bar:

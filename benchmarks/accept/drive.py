@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from benchmarks.accept.cases import refusal
 from benchmarks.accept.modules import Module
 from benchmarks.accept.outcomes import Outcome, Result
 from benchmarks.accept.references import verdict_on
-from benchmarks.accept.stock import counts, more, outside_if_stock_fails, stock_trace, wrong
+from benchmarks.accept.stock import counts, more, outside_if_stock_fails, stock_logits, stock_trace, wrong
 from benchmarks.accept.subjects import LAYERS, LONG, SHORT, Words, quiet
 from benchmarks.accept.traces import Outside, compiled, fresh, sentence
 
@@ -46,6 +47,24 @@ def run_case(case: Case, layers: int = LAYERS, *, raises: bool = False) -> Resul
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return replace(result, seconds=round(time.perf_counter() - started, 1), spent=spent.seconds)
+
+
+def run_stock(case: Case, layers: int = LAYERS) -> Result:
+    """Return whether stock torch.compile alone runs a case's requests: right where it does, outside where it fails; nothing is compared."""
+    try:
+        with quiet(), fresh():
+            subject = _built(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"), layers)
+            stock_logits(subject, _requests(subject))
+    except Exception as error:
+        return Result(case.id, Outcome.OUTSIDE, sentence(error), trace=_trace(error))
+    return Result(case.id, Outcome.RIGHT)
+
+
+def _requests(subject: Any) -> list[Any]:
+    case = subject.case
+    first, second = (SHORT, LONG) if Trait.SLIDING in case.architecture.traits else (LONG, SHORT)
+    # A prompt of another length costs a compilation where it is compiled.
+    return [subject.request(7, first), subject.request(8, first if case.prompt is Prompt.COMPILED else second, AGAIN)]
 
 
 def _trace(error: BaseException) -> str:
@@ -91,9 +110,7 @@ def _judged(case: Case, layers: int, raises: bool, spent: Spent) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with spent.on("build"):
         subject = _built(case, device, layers)
-    first, second = (SHORT, LONG) if Trait.SLIDING in case.architecture.traits else (LONG, SHORT)
-    # A prompt of another length costs a compilation where it is compiled.
-    requests = [subject.request(7, first), subject.request(8, first if case.prompt is Prompt.COMPILED else second, AGAIN)]
+    requests = _requests(subject)
     owner = kvcompile.backend(case.scheme.spell(int(case.head_dim)), options=OURS_ALONE if case.mode is Mode.MAX_AUTOTUNE else None)
     ours = subject.copied()
     poison(device)

@@ -1,7 +1,8 @@
 """Run: send cases to worker processes side by side, and turn whatever happens to a process into a result.
 
 Workers are forked from a server that has imported the libraries once. A worker runs many cases in a row; one that dies or
-outlasts a case's time is replaced, and only the case that it was running is lost.
+outlasts a case's time is replaced, and only the case that it was running is lost: its result says where each thread was. A case
+whose process died is tried once more in a new process by stock torch.compile alone, which may end that process too.
 """
 
 from __future__ import annotations
@@ -16,37 +17,68 @@ import time
 import unittest.mock
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.accept.outcomes import Outcome, Result
+from benchmarks.accept.ten_lines import TEN_LINES
 
 RETIRE = 12
 """Cases after which a worker is replaced: what compilers keep in memory goes with it."""
+ASK = signal.SIGUSR1
+"""At this signal a worker prints the stacks of its threads and goes on."""
+SHOWN = 6000
+"""Bytes of a dead process's output that its result keeps."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A case that a worker runs over a model of ``layers`` layers; ``stock``: by stock torch.compile alone, nothing compared."""
+
+    case: str
+    layers: int
+    stock: bool = False
 
 
 @dataclass
 class _Worker:
-    """A process and the case that it is running since ``started``."""
+    """A process, the file that its output goes to, and the task that it is running since ``started``."""
 
     process: Any
     pipe: Any
-    case: str = ""
+    log: Path
+    task: Task | None = None
     started: float = 0.0
     done: int = 0
+    said: int = 0
 
-    def give(self, case: str, layers: int) -> None:
-        """Start a case."""
-        self.case, self.started = case, time.monotonic()
-        self.pipe.send((case, layers))
+    def give(self, task: Task) -> None:
+        """Start a task."""
+        self.task, self.started, self.said = task, time.monotonic(), self._size()
+        self.pipe.send(task)
+
+    def output(self) -> str:
+        """Return the end of what was printed since the task began: where a process dies, faulthandler's stacks."""
+        if not self._size():
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(max(self.said, self._size() - SHOWN))
+            return file.read().decode(errors="replace")
+
+    def _size(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
 
 
 @dataclass(frozen=True)
 class Pool:
-    """How many processes run, how long a case may take, until when cases are started, their models' layers, and where output goes."""
+    """How many processes run, how long a case may take, until when cases are started, their models' layers, and where output goes.
+
+    ``log`` is the name that each process's file begins with. ``died``: results of cases that ended their process, by identifier,
+    until stock torch.compile has been tried.
+    """
 
     jobs: int
     timeout: float
@@ -54,6 +86,7 @@ class Pool:
     layers: int
     log: Path
     turns: Iterator[int] = field(default_factory=itertools.count)
+    died: dict[str, Result] = field(default_factory=dict)
 
     def results(self, cases: Sequence[str]) -> Iterator[Result]:
         """Return the result of each case as it is done; cases not started by the deadline are ``NOT_RUN``."""
@@ -61,58 +94,65 @@ class Pool:
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if not torch.cuda.is_available():
             context.set_forkserver_preload(["benchmarks.accept.worker"])
-        waiting, running = deque(cases), list[_Worker]()
+        waiting, running = deque(Task(case, self.layers) for case in cases), list[_Worker]()
         try:
             while waiting or running:
                 if waiting and time.monotonic() > self.deadline:
-                    yield from (Result(case, Outcome.NOT_RUN, "the time of the run was over") for case in waiting)
+                    late = "the time of the run was over"
+                    yield from (self.died.get(task.case, Result(task.case, Outcome.NOT_RUN, late)) for task in waiting)
                     waiting.clear()
                 while waiting and len(running) < self.jobs:
                     running.append(self._worker(context))
-                    running[-1].give(waiting.popleft(), self.layers)
+                    running[-1].give(waiting.popleft())
                 yield from self._step(running, waiting)
         finally:
             for worker in running:
                 _end(worker)
 
-    def _step(self, running: list[_Worker], waiting: deque[str]) -> Iterator[Result]:
+    def _step(self, running: list[_Worker], waiting: deque[Task]) -> Iterator[Result]:
         """Wait a little, and return the results of the cases that ended; workers go on with the next case, or end."""
         multiprocessing.connection.wait([worker.pipe for worker in running], timeout=1.0)
         for worker in list(running):
             result = self._collected(worker)
-            if result is None:
+            if result is None or worker.task is None:
                 continue
             worker.done += 1
-            over = not worker.process.is_alive() or worker.done >= RETIRE or result.outcome is Outcome.TIMEOUT
-            if over or not waiting or time.monotonic() > self.deadline:
+            task, alive = worker.task, worker.process.is_alive()
+            if task.stock:
+                result = blamed(self.died.pop(task.case), result)
+            elif not alive and result.outcome is Outcome.CRASHED and task.case not in TEN_LINES:
+                self.died[task.case] = result
+                waiting.appendleft(replace(task, stock=True))
+            if not alive or worker.done >= RETIRE or not waiting or time.monotonic() > self.deadline:
                 running.remove(worker)
                 _end(worker)
             else:
-                worker.give(waiting.popleft(), self.layers)
-            yield result
+                worker.give(waiting.popleft())
+            if task.case not in self.died:
+                yield result
 
     def _collected(self, worker: _Worker) -> Result | None:
         """Return the result of a worker's case, one made for it where the process died or took too long, None while it runs."""
-        taken = time.monotonic() - worker.started
+        taken, case = time.monotonic() - worker.started, worker.task.case if worker.task else ""
         try:
             if worker.pipe.poll():
                 return worker.pipe.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join(timeout=10)
-            return Result(worker.case, Outcome.CRASHED, _ended(worker.process.exitcode), seconds=round(taken, 1))
+            return Result(case, Outcome.CRASHED, _ended(worker.process.exitcode), seconds=round(taken, 1), trace=worker.output())
         if taken > self.timeout:
-            worker.process.kill()
-            worker.process.join()
-            return Result(worker.case, Outcome.TIMEOUT, f"not done after {self.timeout:.0f} s", seconds=round(taken, 1))
+            _interrupt(worker)
+            detail = f"not done after {self.timeout:.0f} s"
+            return Result(case, Outcome.TIMEOUT, detail, seconds=round(taken, 1), trace=worker.output())
         return None
 
     @contextlib.contextmanager
-    def _device(self) -> Iterator[None]:
-        """Show the processes that are started inside the next GPU alone, in turns where there are several."""
+    def _device(self, number: int) -> Iterator[None]:
+        """Show the processes that are started inside one GPU alone, in turns where there are several."""
         if torch.cuda.device_count() < 2:
             yield
             return
-        shown = {"CUDA_VISIBLE_DEVICES": str(next(self.turns) % torch.cuda.device_count())}
+        shown = {"CUDA_VISIBLE_DEVICES": str(number % torch.cuda.device_count())}
         with unittest.mock.patch.dict(os.environ, shown):
             yield
 
@@ -120,11 +160,30 @@ class Pool:
         from benchmarks.accept.worker import serve
 
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, str(self.log)))
-        with self._device():
+        number = next(self.turns)
+        log = self.log.with_name(f"{self.log.name}.{number}")
+        log.unlink(missing_ok=True)
+        process = context.Process(target=serve, args=(theirs, str(log)))
+        with self._device(number):
             process.start()
         theirs.close()
-        return _Worker(process, ours)
+        return _Worker(process, ours, log)
+
+
+def blamed(crash: Result, stock: Result) -> Result:
+    """Return the result of a case that ended its process: outside where stock torch.compile alone fails too."""
+    if stock.outcome not in {Outcome.CRASHED, Outcome.OUTSIDE}:
+        return crash
+    return replace(crash, outcome=Outcome.OUTSIDE, detail=f"stock torch.compile alone: {stock.detail}; this backend: {crash.detail}")
+
+
+def _interrupt(worker: _Worker) -> None:
+    """Kill a worker, after it has printed where each of its threads is."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker.process.pid, ASK)
+    worker.process.join(timeout=2)
+    worker.process.kill()
+    worker.process.join()
 
 
 def _ended(status: int | None) -> str:

@@ -21,7 +21,7 @@ from benchmarks.accept.cases import all_cases, by_id, cpu_slice, invalid, pairs,
 from benchmarks.accept.modules import RECIPES
 from benchmarks.accept.oracles import Oracle
 from benchmarks.accept.outcomes import Outcome, Result
-from benchmarks.accept.run import Pool, _Worker
+from benchmarks.accept.run import ASK, Pool, _Worker
 from benchmarks.accept.subjects import Words
 from benchmarks.accept.table import as_json, markdown, summary
 from kvcompile.schemes import SCHEMES
@@ -174,13 +174,15 @@ def test_more_graphs_than_stock() -> None:
 # --- processes ------------------------------------------------------------------------------------------
 
 
-def _odd(pipe: Any) -> None:
+def _odd(pipe: Any, log: Path) -> None:
     """A worker whose cases say what happens to it."""
-    # The test's own would print where it died.
-    faulthandler.disable()
+    output = log.open("a")
+    faulthandler.enable(output)
+    faulthandler.register(ASK, output)
     while True:
-        case, _ = pipe.recv()
-        if case == "dies":
+        task = pipe.recv()
+        case = task.case
+        if case == "both die" or (case == "dies" and not task.stock):
             os.kill(os.getpid(), signal.SIGSEGV)
         if case == "hangs":
             time.sleep(60)
@@ -190,18 +192,22 @@ def _odd(pipe: Any) -> None:
 class _OddPool(Pool):
     def _worker(self, context: Any) -> _Worker:
         ours, theirs = get_context("fork").Pipe()
-        process = get_context("fork").Process(target=_odd, args=(theirs,))
+        process = get_context("fork").Process(target=_odd, args=(theirs, self.log))
         process.start()
         theirs.close()
-        return _Worker(process, ours)
+        return _Worker(process, ours, self.log)
 
 
 def test_a_process_that_dies_or_hangs_loses_its_case_alone(tmp_path: Path) -> None:
     pool = _OddPool(1, 2.0, time.monotonic() + 60, 1, tmp_path / "log")
-    found = {result.id: result for result in pool.results(["a", "dies", "b", "hangs", "c"])}
+    found = {result.id: result for result in pool.results(["a", "dies", "b", "hangs", "both die", "c"])}
     assert [found[name].outcome for name in "abc"] == [Outcome.RIGHT] * 3
     assert found["dies"].outcome is Outcome.CRASHED and "SIGSEGV" in found["dies"].detail
     assert found["hangs"].outcome is Outcome.TIMEOUT
+    assert found["both die"].outcome is Outcome.OUTSIDE and found["both die"].detail.startswith("stock torch.compile alone")
+    # Both say where they were.
+    assert "Segmentation fault" in found["dies"].trace and "in _odd" in found["dies"].trace
+    assert "in _odd" in found["hangs"].trace and "Segmentation fault" not in found["hangs"].trace
 
 
 def test_cases_after_the_deadline_are_not_run(tmp_path: Path) -> None:
