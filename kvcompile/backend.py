@@ -87,7 +87,7 @@ def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, str
     holds. ``certify``: budgets and checks of the scheme "certified"; of other bounded schemes, which keep no originals, with
     ``fallback="report"`` only: every step over codes then adds the bounds of its error to ``Backend.telemetry``, and budgets are
     counted where they are passed. ``validate``: run every site beside its rewritten twin over small random tokens when it is compiled,
-    and leave it as it is where the two differ. ``fold``: compile equal layers once; not yet tried on CUDA.
+    and leave it as it is where the two differ. ``fold``: compile equal layers once; off by default, as it was not measured on CUDA.
     Raises a SchemeError before anything is compiled.
     """
     policy = policy_of(scheme) if certify is None else certifying(policy_of(scheme), certify)

@@ -68,6 +68,10 @@ ON_CUDA: dict[Any, Callable[..., Any]] = {
     ops.append: appends.append_traced, ops.append_window: appends.append_window_traced,
 }
 """The same where kernels may stand in for bodies. What finds the padding's end runs as it is, so that Inductor fuses nothing with it."""
+WRITERS = frozenset({
+    appends.append_traced, appends.append_window_traced, appends.append_both, appends.append_window_both, report_site.report_site_traced,
+})
+"""Bodies that are operations which write, once they are traced."""
 
 
 def inline_append(module: fx.GraphModule, cuda: bool = False) -> fx.GraphModule:
@@ -157,7 +161,7 @@ def compile_graph(
             setattr(inlined, name, getattr(module, name))
     # Regions hide what they call.
     functions = own_functions(inlined.graph)
-    folded = settings.fold and fold(inlined, fakes)
+    folded = settings.fold and fold(inlined, fakes, WRITERS)
     try:
         with _context(fake_mode):
             if settings.inner is Inner.AOT_EAGER:

@@ -6,15 +6,21 @@ after:   ... invoke_subgraph(layer, x, weights, planes) -> invoke_subgraph(layer
 Layers are found by what they do, not by their names: a stretch of nodes with an attention of ours in it that follows itself, node for
 node, with operands of the same kind from outside. Where operands share memory that a layer writes, or a layer returns a view of what
 it was given, nothing is folded.
+
+AOTAutograd finds no functional form of an operation of ours that writes inside of a region: such operations stay between the regions,
+which then reach from one layer's to the next one's:
+
+after:   ... norm, linear, append -> invoke_subgraph(attend, linear, norm, linear) -> append -> invoke_subgraph(...) -> append ...
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,11 +36,12 @@ MOST = 8
 
 @dataclass(frozen=True)
 class Stretch:
-    """``count`` runs of ``length`` nodes each, one behind the other, the first at ``start``."""
+    """``count`` runs of ``length`` nodes each, each ``stride`` nodes behind the one before, the first at ``start``."""
 
     start: int
     length: int
     count: int
+    stride: int
 
     @property
     def saved(self) -> int:
@@ -50,10 +57,10 @@ class Layer:
     operands: tuple[fx.Node, ...]
 
 
-def fold(module: fx.GraphModule, fakes: Sequence[Any]) -> int:
+def fold(module: fx.GraphModule, fakes: Sequence[Any], writers: Container[Any] = ()) -> int:
     """Fold the longest stretch of equal layers of a graph in place; return how many layers it has, 0 where none are equal.
 
-    ``fakes``: the fake arguments of the graph.
+    ``fakes``: the fake arguments of the graph. ``writers``: functions of ours that become operations which write when they are traced.
     """
     for node, fake in zip(module.graph.find_nodes(op="placeholder"), fakes, strict=True):
         node.meta.setdefault("val", fake)
@@ -69,9 +76,9 @@ def fold(module: fx.GraphModule, fakes: Sequence[Any]) -> int:
         # The first run may take something else than the others.
         found += [(-stretch.saved, min(starts)[0], start, stretch) for start in {*fewest[:1], *fewest[-1:]}]
     for _, _, start, stretch in sorted(found, key=lambda known: known[:3])[:MOST]:
-        moved = Stretch(start, stretch.length, stretch.count)
+        moved = _between_writers(nodes, replace(stretch, start=start), writers)
         outputs = _outputs(nodes, moved)
-        if outputs and (layers := _layers(nodes, moved)) and _apart(nodes, moved, layers, outputs):
+        if moved.count >= LEAST and outputs and (layers := _layers(nodes, moved)) and _apart(nodes, moved, layers, outputs):
             _replace(module, nodes, moved, layers, outputs)
             return moved.count
     return 0
@@ -119,7 +126,7 @@ def _stretches(nodes: Sequence[fx.Node], kinds: Sequence[str]) -> Iterator[Stret
             for first in range(step):
                 found.update(_runs(where[first::step]))
     for first, length, count in found:
-        yield Stretch(first, length, count)
+        yield Stretch(first, length, count, length)
 
 
 def _runs(where: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -148,11 +155,31 @@ def _moved(kinds: Sequence[str], stretch: Stretch) -> Iterator[Stretch]:
         if before and not alike(-before):
             return
         if behind + before >= stretch.length:
-            yield Stretch(stretch.start - before, stretch.length, stretch.count)
+            yield replace(stretch, start=stretch.start - before)
+
+
+def _between_writers(nodes: Sequence[fx.Node], stretch: Stretch, writers: Container[Any]) -> Stretch:
+    """Return the longest part of a run, or of two that follow each other, in which no operation of ours writes."""
+    def writes(node: fx.Node) -> bool:
+        return node.target._schema.is_mutable and _ours(node) if isinstance(node.target, OpOverload) else node.target in writers
+
+    places = [at for at, node in enumerate(_members(nodes, stretch, 0)) if writes(node)]
+    if not places:
+        return stretch
+    # From one writer to the next; the last gap reaches into the following run, which the last run does not have.
+    gaps = [(behind - at - 1, at + 1) for at, behind in itertools.pairwise([*places, places[0] + stretch.stride])]
+    length, start = max(gaps)
+    count = stretch.count - (start > places[-1])
+    found = Stretch(stretch.start + start, length, count, stretch.stride)
+    # What is only made ready for the writer, a view of what the region was given, stays with it.
+    members = _members(nodes, found, 0)
+    while length and _is_view_or_unknown(members[length - 1]):
+        length -= 1
+    return replace(found, length=length)
 
 
 def _members(nodes: Sequence[fx.Node], stretch: Stretch, number: int) -> Sequence[fx.Node]:
-    begin = stretch.start + number * stretch.length
+    begin = stretch.start + number * stretch.stride
     return nodes[begin : begin + stretch.length]
 
 
@@ -242,6 +269,11 @@ def _memory(node: fx.Node) -> Any:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
 
+def _is_view_or_unknown(node: fx.Node) -> bool:
+    """Whether a node's result shares memory with one of its operands, or is not known to be a tensor."""
+    return not isinstance(node.meta.get("val"), torch.Tensor) or _memory(node) in {_memory(given) for given in node.all_input_nodes}
+
+
 def _apart(nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer], outputs: Sequence[int]) -> bool:
     """Whether no run is given memory twice that it writes, nor a part of a tensor from its middle, nor returns memory that it was given."""
     for number, layer in enumerate(layers):
@@ -259,9 +291,6 @@ def _apart(nodes: Sequence[fx.Node], stretch: Stretch, layers: Sequence[Layer], 
         if len(set(returned)) < len(returned) or any(memory in given for memory in returned):
             return False
         if any(not isinstance(members[at].meta.get("val"), torch.Tensor) for at in outputs):
-            return False
-        # AOTAutograd finds no functional form of these inside of a region.
-        if any(isinstance(node.target, OpOverload) and _ours(node) and node.target._schema.is_mutable for node in members):
             return False
     return True
 

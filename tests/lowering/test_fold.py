@@ -43,13 +43,12 @@ def negated(graph: fx.Graph, x: fx.Node, weight: fx.Node, count: fx.Node, number
 
 
 def writing_by_an_operation(graph: fx.Graph, x: fx.Node, weight: fx.Node, count: fx.Node, number: int) -> fx.Node:
-    """An operation of ours that writes has no functional form inside of a region, as certified attention has none."""
-    plane = graph.call_function(aten.clone.default, (weight,))
-    pos = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.arange.default, (3,)), 0))
-    new = graph.call_function(aten.expand.default, (x, [1, 1, 2, 3]))
-    held = graph.call_function(aten.expand.default, (plane, [1, 1, 1, 2, 3]))
-    graph.call_function(ops.append, (new, [held], pos, "dense"))
-    return plain(graph, x, weight, count, number)
+    """An operation of ours that writes has no functional form inside of a region."""
+    plane = graph.call_function(aten.view.default, (graph.call_function(aten.clone.default, (weight,)), [1, 1, 1, 2, 3]))
+    pos = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.arange.default, (2,)), 0))
+    new = graph.call_function(aten.view.default, (graph.call_function(aten.neg.default, (x,)), [1, 1, 2, 3]))
+    graph.call_function(ops.append, (new, [plane], pos, "dense"))
+    return plain(graph, x, graph.call_function(aten.view.default, (plane, [2, 3])), count, number)
 
 
 def fakes_and_module(layer: Layer, layers: int = 4) -> tuple[fx.GraphModule, list[Any]]:
@@ -104,9 +103,18 @@ def test_many_layers_are_found_among_few_stretches(monkeypatch: pytest.MonkeyPat
     assert len(seen) <= 4 * module_of_fold.MOST
 
 
-@pytest.mark.parametrize("layer", [scaled_by_its_number, writing_by_an_operation])
-def test_what_is_not_equal_or_has_no_functional_form_stays(layer: Layer) -> None:
-    module, fakes = fakes_and_module(layer)
+def test_operations_that_write_stay_between_regions() -> None:
+    """A region reaches from what follows one layer's write to what stands before the next one's."""
+    module, fakes = fakes_and_module(writing_by_an_operation)
+    expected = module(*arguments())
+    assert fold(module, fakes) == 3
+    targets = [node.target for node in module.graph.nodes if node.target in {torch.ops.higher_order.invoke_subgraph, ops.append}]
+    assert targets == [*[ops.append, torch.ops.higher_order.invoke_subgraph] * 3, ops.append]
+    assert all(torch.equal(a, b) for a, b in zip(expected, module(*arguments()), strict=True))
+
+
+def test_what_is_not_equal_stays() -> None:
+    module, fakes = fakes_and_module(scaled_by_its_number)
     before = str(module.graph)
     assert fold(module, fakes) == 0
     assert str(module.graph) == before
@@ -163,9 +171,9 @@ def test_a_folded_model_gives_the_same(scheme: str, kind: str, monkeypatch: pyte
 
 
 def test_a_region_that_does_not_compile_is_compiled_as_it_was(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
-    def broken(module: fx.GraphModule, fakes: Any) -> int:
+    def broken(module: fx.GraphModule, fakes: Any, writers: Any) -> int:
         """One operand less than the region takes."""
-        count = fold(module, fakes)
+        count = fold(module, fakes, writers)
         for call in module.graph.nodes:
             if call.target is torch.ops.higher_order.invoke_subgraph:
                 call.args = call.args[:-1]
@@ -179,12 +187,16 @@ def test_a_region_that_does_not_compile_is_compiled_as_it_was(monkeypatch: pytes
 
 
 @pytest.mark.compile
-def test_inductor(fresh_dynamo: None) -> None:
+@pytest.mark.parametrize("writers", [(), (ops.append_body,)], ids=["inside", "between"])
+def test_inductor(writers: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+    """With the writes inside of a region, and between regions, as they are on CUDA."""
     from torch._inductor.utils import run_and_get_code
 
+    monkeypatch.setattr("kvcompile.lowering.compile.WRITERS", writers)
     model = llama()
     expected = calls_of(model, "static", kvcompile.backend("int8", inner="aot_eager"))
     found, sources = run_and_get_code(calls_of, model, "static", kvcompile.backend("int8", fold=True))
     assert max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)) <= 1e-5
     regions = [set(re.findall(r"def (\w*subgraph\w*)\(", source)) for source in sources]
-    assert any(len(names) == 1 and source.count(f"{next(iter(names))}(") >= 4 for names, source in zip(regions, sources, strict=True))
+    calls = 3 if writers else 4
+    assert any(len(names) == 1 and source.count(f"{next(iter(names))}(") >= calls for names, source in zip(regions, sources, strict=True))
