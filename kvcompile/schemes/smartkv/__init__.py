@@ -1,0 +1,14 @@
+"""smartkv: bits by attention, token by token ("SmartKV", sections 2 to 6, 9, 10.1, 10.2 and 10.6), its mathematics on tensors.
+
+    attention's mass -> importance -> allocation (budget, hysteresis, clock) -> bits of every token -> codes
+
+``codes``       2, 3, 4 or 8 bits a channel, one scale a token and head
+``importance``  what attention gave to a token, averaged over steps, heads and layers
+``budget``      what a token costs at each width, and what may be spent
+``allocation``  the widths that are worth most of all that fit
+``hysteresis``  which tokens may change their width at all
+``clock``       when to allocate again
+
+Everything is a pure function on tensors of one layer, on any device. Learned importance (10.3) and training with codes in the loop (10.4)
+are out. **No scheme stands on it yet**: stores, kernels and the runtime's part are missing (``docs/SMARTKV.md``).
+"""

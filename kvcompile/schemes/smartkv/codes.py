@@ -1,0 +1,62 @@
+"""Codes: symmetric integers of 2, 3, 4 or 8 bits, one scale a token and head (section 2.1).
+
+scale = amax / (2^(b-1) - 1), code = clamp(rne(x / scale), -2^(b-1), 2^(b-1) - 1). With that scale no code is below -(2^(b-1) - 1): at
+2 bits a value is one of three. As in ``symmetric``: the stored scale is rounded up and codes are made from what is stored, the floor of
+a scale is the smallest positive number of its dtype (the source's 1e-8 is less than float16 holds), and NaN or Inf make the scale NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.schemes.symmetric import stored_scale
+
+WIDTHS = (2, 3, 4, 8)
+"""Bits that a channel may have."""
+
+Coded = tuple[torch.Tensor, torch.Tensor]
+"""Bytes [..., D * bits / 8] uint8 and scales [..., 1]."""
+
+
+def largest_code(bits: int) -> int:
+    """The largest code of a width, 2^(bits-1) - 1."""
+    return (1 << (bits - 1)) - 1
+
+
+def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16) -> Coded:
+    """Codes and scales of tokens [..., D], each by its own largest magnitude; 8 must divide D * bits."""
+    x = x.to(torch.float32)
+    scale = stored_scale(x.abs().amax(-1, keepdim=True), largest_code(bits), scale_dtype)
+    codes = torch.round(x / scale.to(torch.float32)).clamp(-largest_code(bits) - 1, largest_code(bits)).nan_to_num()
+    return packed(codes.to(torch.int64) + (1 << (bits - 1)), bits), scale
+
+
+def decode(coded: Coded, bits: int) -> torch.Tensor:
+    """Values float32 [..., D] of what ``encode`` returned."""
+    codes, scale = coded
+    return (unpacked(codes, bits) - (1 << (bits - 1))).to(torch.float32) * scale.to(torch.float32)
+
+
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Integers [..., D] of ``bits`` bits as bytes [..., D * bits / 8]: bit i of a code lies in the i-th of equal runs of bytes.
+
+    A run is a plane of one bit for every channel, the channel's number its place: every width is a whole number of planes.
+    """
+    places = torch.arange(8, device=codes.device)
+    planes = [(((codes >> bit) & 1).unflatten(-1, (-1, 8)) << places).sum(-1) for bit in range(bits)]
+    return torch.cat(planes, dim=-1).to(torch.uint8)
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The integers int64 [..., D] that ``packed`` was given."""
+    places = torch.arange(8, device=words.device)
+    planes = words.to(torch.int64).unsqueeze(-1).unflatten(-2, (bits, -1))
+    ones = ((planes >> places) & 1).flatten(-2)
+    return (ones << torch.arange(bits, device=words.device).unsqueeze(-1)).sum(-2)
+
+
+def narrower(coded: Coded, bits: int, to: int) -> Coded:
+    """Codes of ``to`` bits from codes of ``bits`` bits, which must be more: from codes no precision can be gained."""
+    if to >= bits:
+        raise ValueError(f"codes of {bits} bits cannot become codes of {to}: a promotion reads the original, not the codes")
+    return encode(decode(coded, bits), to, coded[1].dtype)
