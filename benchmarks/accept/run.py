@@ -2,7 +2,7 @@
 
 Workers are forked from a server that has imported the libraries once. A worker runs many cases in a row; one that dies or
 outlasts a case's time is replaced, and only the case that it was running is lost: its result says where each thread was. A case
-whose process died is tried once more in a new process by stock torch.compile alone, which may end that process too.
+that crashed is tried once more in a new process by stock torch.compile alone, which may fail or end that process too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RETIRE = 12
 """Cases after which a worker is replaced: what compilers keep in memory goes with it."""
 ASK = signal.SIGUSR1
 """At this signal a worker prints the stacks of its threads and goes on."""
-SHOWN = 6000
+SHOWN = 1 << 15
 """Bytes of a dead process's output that its result keeps."""
 
 
@@ -76,8 +76,8 @@ class _Worker:
 class Pool:
     """How many processes run, how long a case may take, until when cases are started, their models' layers, and where output goes.
 
-    ``log`` is the name that each process's file begins with. ``died``: results of cases that ended their process, by identifier,
-    until stock torch.compile has been tried.
+    ``log`` is the name that each process's file begins with. ``died``: results of cases that crashed, by identifier, until stock
+    torch.compile has been tried.
     """
 
     jobs: int
@@ -120,10 +120,11 @@ class Pool:
             task, alive = worker.task, worker.process.is_alive()
             if task.stock:
                 result = blamed(self.died.pop(task.case), result)
-            elif not alive and result.outcome is Outcome.CRASHED and task.case not in TEN_LINES:
+            elif result.outcome is Outcome.CRASHED and task.case not in TEN_LINES:
                 self.died[task.case] = result
                 waiting.appendleft(replace(task, stock=True))
-            if not alive or worker.done >= RETIRE or not waiting or time.monotonic() > self.deadline:
+            fit = alive and result.outcome is not Outcome.CRASHED and not task.stock
+            if not fit or worker.done >= RETIRE or not waiting or time.monotonic() > self.deadline:
                 running.remove(worker)
                 _end(worker)
             else:
