@@ -153,6 +153,9 @@ def decoded(bench: Any, store: Fixed | Adaptive) -> dict[str, float]:
 def subjects(cost: Cost, slot: SlotSpec, budgets: list[float]) -> dict[str, Fixed | Adaptive]:
     """Stores by name: fixed schemes, and smartkv by budget and by what is changed."""
     found: dict[str, Fixed | Adaptive] = {name: Fixed(name, slot) for name in ("int8", "int4", "int4(granularity=token)", "nf4")}
+    # What of it is the width of the newest tokens alone?
+    for keys, values in ((3, 3), (4, 3), (4, 4)):
+        found[f"keys of {keys}, values of {values} bits, the newest of 8"] = Adaptive(0.5, cost, Halves((keys,), (values,)))
     for budget in budgets:
         for keys in ((2, 3, 4, 8), (3, 4, 8), (4, 8)):
             halves = Halves(keys, codes.WIDTHS)
