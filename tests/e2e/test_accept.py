@@ -186,7 +186,8 @@ def _odd(pipe: Any, log: Path) -> None:
             os.kill(os.getpid(), signal.SIGSEGV)
         if case == "hangs":
             time.sleep(60)
-        pipe.send(Result(case, Outcome.RIGHT))
+        failed = Outcome.OUTSIDE if task.stock and case == "both fail" else Outcome.CRASHED if not task.stock and "fail" in case else None
+        pipe.send(Result(case, failed or Outcome.RIGHT, "an exception" if failed else ""))
 
 
 class _OddPool(Pool):
@@ -208,6 +209,15 @@ def test_a_process_that_dies_or_hangs_loses_its_case_alone(tmp_path: Path) -> No
     # Both say where they were.
     assert "Segmentation fault" in found["dies"].trace and "in _odd" in found["dies"].trace
     assert "in _odd" in found["hangs"].trace and "Segmentation fault" not in found["hangs"].trace
+
+
+def test_stock_is_asked_about_an_exception_in_a_process_of_its_own(tmp_path: Path) -> None:
+    pool = _OddPool(1, 20.0, time.monotonic() + 60, 1, tmp_path / "log")
+    found = {result.id: result for result in pool.results(["fails", "a", "both fail"])}
+    assert {name: result.outcome for name, result in found.items()} == {
+        "fails": Outcome.CRASHED, "a": Outcome.RIGHT, "both fail": Outcome.OUTSIDE,
+    }
+    assert found["both fail"].detail == "stock torch.compile alone: an exception; this backend: an exception"
 
 
 def test_cases_after_the_deadline_are_not_run(tmp_path: Path) -> None:
