@@ -124,7 +124,8 @@ class Pool:
                 self.died[task.case] = result
                 waiting.appendleft(replace(task, stock=True))
             fit = alive and result.outcome is not Outcome.CRASHED and not task.stock
-            if not fit or worker.done >= RETIRE or not waiting or time.monotonic() > self.deadline:
+            # Stock is asked in a process that has run nothing else.
+            if not fit or worker.done >= RETIRE or not waiting or waiting[0].stock or time.monotonic() > self.deadline:
                 running.remove(worker)
                 _end(worker)
             else:
@@ -172,7 +173,7 @@ class Pool:
 
 
 def blamed(crash: Result, stock: Result) -> Result:
-    """Return the result of a case that ended its process: outside where stock torch.compile alone fails too."""
+    """Return the result of a case that crashed: outside where stock torch.compile alone fails too."""
     if stock.outcome not in {Outcome.CRASHED, Outcome.OUTSIDE}:
         return crash
     return replace(crash, outcome=Outcome.OUTSIDE, detail=f"stock torch.compile alone: {stock.detail}; this backend: {crash.detail}")

@@ -24,7 +24,7 @@ def largest_code(bits: int) -> int:
 
 
 def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16) -> Coded:
-    """Codes and scales of tokens [..., D], each by its own largest magnitude; 8 must divide D * bits."""
+    """Codes and scales of tokens [..., D], each by its own largest magnitude; 8 must divide D."""
     x = x.to(torch.float32)
     scale = stored_scale(x.abs().amax(-1, keepdim=True), largest_code(bits), scale_dtype)
     codes = torch.round(x / scale.to(torch.float32)).clamp(-largest_code(bits) - 1, largest_code(bits)).nan_to_num()
