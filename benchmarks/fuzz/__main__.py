@@ -21,18 +21,24 @@ from benchmarks.fuzz.grammar import AXES
 
 CHUNK = 20
 """Seeds that one process takes at once."""
+LIFE = 15
+"""Chunks that a process takes before it is replaced."""
 
 
 def _results(seeds: range, jobs: int, until: float) -> Iterator[list[Result]]:
     """The results of the seeds, chunk by chunk, of chunks begun before ``until``; raises BrokenProcessPool where a process died."""
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
-    # A process that has compiled some hundred modules has grown: it is replaced.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=15) as pool:
-        for done in as_completed([pool.submit(seeded, chunk) for chunk in chunks]):
-            with contextlib.suppress(CancelledError):
-                yield done.result()
-            if time.monotonic() > until:
-                pool.shutdown(wait=False, cancel_futures=True)
+    # A process that has compiled some hundred modules has grown. Processes are replaced all at once: an executor that replaces
+    # them one by one (max_tasks_per_child) waits for ever when all have reached their number.
+    for start in range(0, len(chunks), jobs * LIFE):
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            for done in as_completed([pool.submit(seeded, chunk) for chunk in chunks[start : start + jobs * LIFE]]):
+                with contextlib.suppress(CancelledError):
+                    yield done.result()
+                if time.monotonic() > until:
+                    pool.shutdown(wait=False, cancel_futures=True)
+        if time.monotonic() > until:
+            return
 
 
 def main(given: Sequence[str] | None = None) -> int:

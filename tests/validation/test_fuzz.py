@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import benchmarks.fuzz.__main__ as command
 from benchmarks.fuzz import CORPUS, PLAIN, Found, drawn, tried
 
 GOOD = {Found.RIGHT, Found.REFUSED, Found.NOTED, Found.OUTSIDE}
@@ -38,3 +39,11 @@ def test_the_slice_holds_both_outcomes() -> None:
     """Plain modules are rewritten: a matcher that refused everything would pass the slice."""
     assert tried(1, PLAIN).found is Found.RIGHT
     assert tried(1, PLAIN | {"layout": "concatenated", "groups": "2", "mask": "window"}).found is Found.RIGHT
+
+
+def test_the_command_goes_on_when_its_processes_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for ever behind the fifteenth chunk of each process, so no run had more than 300 modules a process."""
+    monkeypatch.setattr(command, "CHUNK", 1)
+    monkeypatch.setattr(command, "LIFE", 2)
+    found = [result for results in command._results(range(3), 1, float("inf")) for result in results]
+    assert sorted(result.seed for result in found) == [0, 1, 2]
