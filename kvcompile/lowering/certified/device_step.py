@@ -161,14 +161,14 @@ def certified_by_kernels(
     run.key_scores()
     read, explored = run.select_blocks(clock)
     coded = Masses(run.peak, run.weight)
-    exact_scores = run.exact_scores(scratch, None if scratch is None else run.stage_keys(scratch, read, explored, clock, telemetry))
-    original_values, sums = run.bound_sums(exact_scores, read, explored)
+    exact = run.exact_scores(scratch, None if scratch is None else run.stage_keys(scratch, read, explored, clock, telemetry))
+    original_values, sums = run.bound_sums(exact, read, explored)
     parts = run.weighted_values(original_values)
-    run.certify(sums, parts, run.ranked(coded, exact_scores, read) if rules.rank > 1 else None)
+    run.certify(sums, parts, run.ranked(coded, exact, read) if rules.rank > 1 else None)
     if rules.fallback is Fallback.DENSE:
-        exact_scores = run.dense_scores()
+        exact = run.dense_scores()
         parts = run.dense_values()
-        sums = run.bound_sums_again(exact_scores)
+        sums = run.bound_sums_again(exact)
     if rules.fallback is Fallback.DENSE or telemetry is not None:
         run.finalize(sums, parts, telemetry)
     return run.result, run.figures, run.counts
@@ -214,7 +214,7 @@ class DeviceStep:
         self.own_share = -(-N // (self.own_programs * near)) * near
         self.value_tile = tile_of(self.page, value_dim)
         self.sizes = dict(K=K, G=H // K, S=S)
-        self.summed, self.tally_warps = tile_of_bound_sums(N)
+        self.summed, self.sum_warps = tile_of_bound_sums(N)
         self.launch = launcher or Direct(q.device.type == "cuda")
 
         self.at = torch.empty(B, 2 * S + 1, dtype=torch.int32, device=q.device)
@@ -346,18 +346,18 @@ class DeviceStep:
         S = self.sizes["S"]
         return dict(self.sizes, SCALE=self.scale, D=self.q.shape[3], PER_PAGE=self.page // BLOCK, S2=1 << (S - 1).bit_length())
 
-    def bound_sums(self, exact_scores: Masses, read: torch.Tensor, explored: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
+    def bound_sums(self, exact: Masses, read: torch.Tensor, explored: torch.Tensor | None) -> tuple[torch.Tensor, Sums]:
         """Which blocks' values come from the originals, and the sums that a certificate is made of."""
         from kvcompile.lowering.certified.kernels import bound_sums as kernels
 
         rules, values = self.rules, self.flags(*self.shape, self.blocks)
         spend = not math.isinf(rules.value_budget)
-        found = self._bound_sums(exact_scores, read, self.top, False, 1 if spend else -(-self.blocks // self.summed))
+        found = self._bound_sums(exact, read, self.top, False, 1 if spend else -(-self.blocks // self.summed))
         self.launch.kernel(
-            kernels.bound_value_sums, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact_scores, read,
+            kernels.bound_value_sums, (found.values.shape[3], math.prod(self.shape)), self.peak, self.weight, *exact, read,
             read if explored is None else explored, self.notes, self.sinks, self.at, self.top, found.keys, self.order, self.term, values,
             found.values, self.blocks, found.keys.shape[3], self.share,
-            self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs)), warps=16 if spend else self.tally_warps,
+            self.own_share + -(-self.new_v.shape[2] // (BLOCK * self.own_programs)), warps=16 if spend else self.sum_warps,
             CHAIN=head_bounds.CHAIN, T=self.turn, FLOOR=math.sqrt(self.value_dim) * bounds.HALF_TINY * 2.0**12,
             V_TOL=min(rules.v_tol, LARGEST), BUDGET=rules.value_budget * INSIDE if spend else 0.0, SPEND=spend,
             EXPLORE=explored is not None, CHUNK=CHUNK if spend else self.summed, WIDE=WIDE, WIDTH=len(kernels.COLUMNS),
@@ -365,11 +365,11 @@ class DeviceStep:
         )
         return values, found
 
-    def bound_sums_again(self, exact_scores: Masses) -> Sums:
+    def bound_sums_again(self, exact: Masses) -> Sums:
         """The sums of rows that fall: everything from the originals, relative to what is the largest logit then."""
-        return self._bound_sums(exact_scores, self.falls, self.exact_top, True, -(-self.blocks // self.summed))
+        return self._bound_sums(exact, self.falls, self.exact_top, True, -(-self.blocks // self.summed))
 
-    def _bound_sums(self, exact_scores: Masses, read: torch.Tensor, top: torch.Tensor, everything: bool, programs: int) -> Sums:
+    def _bound_sums(self, exact: Masses, read: torch.Tensor, top: torch.Tensor, everything: bool, programs: int) -> Sums:
         """``bound_sums``, with room for what ``programs`` find of values."""
         from kvcompile.lowering.certified.kernels import bound_sums as kernels
 
@@ -380,19 +380,19 @@ class DeviceStep:
         tile, newest = self.value_tile, self.new_v.shape[2]
         added = -(-self.blocks * BLOCK // (tile * self.value_programs)) + -(-newest // tile) + tile - BLOCK
         self.launch.kernel(
-            kernels.bound_sums, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact_scores, read, self.delta, self.own,
+            kernels.bound_sums, (chunks, math.prod(self.shape)), self.peak, self.weight, *exact, read, self.delta, self.own,
             self.notes, self.key_size, self.value_size, self.query_norm, self.at, top, keys, values, self.blocks, added,
-            warps=self.tally_warps, CHAIN=head_bounds.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale),
+            warps=self.sum_warps, CHAIN=head_bounds.CHAIN, RANK=self.rules.rank == 1 and not everything, SCALE=abs(self.scale),
             D=self.q.shape[3], CHUNK=self.summed, WIDTH=len(kernels.COLUMNS), OUT_WIDTH=len(kernels.VALUE_COLUMNS), ALL=everything,
             **self.sizes,
         )
         return Sums(keys, values, top)
 
-    def ranked(self, coded: Masses, exact_scores: Masses, read: torch.Tensor) -> torch.Tensor:
+    def ranked(self, coded: Masses, exact: Masses, read: torch.Tensor) -> torch.Tensor:
         """``checks.rank_fails`` for more than one leading block, as causes; int32 [B, K, Q]."""
         causes = torch.empty(self.shape, dtype=torch.int32, device=read.device)
         self.launch.operator(
-            certified_ranks, causes, self.at, *coded, *exact_scores, read, self.delta, self.own, self.heads[1],
+            certified_ranks, causes, self.at, *coded, *exact, read, self.delta, self.own, self.heads[1],
             self.rules.rank,
         )
         return causes

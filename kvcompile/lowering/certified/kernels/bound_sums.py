@@ -31,7 +31,7 @@ ADDED = ("mass", "total", "least", "shift", "key", "blocks", "keys")
 LARGEST = ("delta", "vmax", "delta_codes", "by_codes", "by_exact", "upper")
 PLACES = ("first_by_codes", "first_by_exact")
 COLUMNS = (*ADDED, *LARGEST, *PLACES)
-"""What ``bound_sums`` has of a row's blocks, before a sink; ``key``: the key bound's terms around a center of zero; the last ones but
+"""Columns of ``bound_sums``, of a row's blocks, before a sink; ``key``: the key bound's terms around a center of zero; the last ones but
 ``delta_codes`` are theorem 7's: the largest log-masses of blocks with exact keys and where they stand, what a tail block may have."""
 
 HALF_STEP, TENSOR_STEP = tl.constexpr(bounds.HALF_STEP), tl.constexpr(bounds.TENSOR_STEP)
@@ -39,7 +39,7 @@ LOST = tl.constexpr(2.0**-44)
 """Above what the weights of a block's 16 tokens lose where their second number is subnormal: 2^-50 each (``weighted_values``)."""
 
 VALUE_COLUMNS = ("value", "own_values", "all_values", "values", "largest")
-"""What ``bound_value_sums`` has: the value bound's sum, those of the accumulation (the second is to be multiplied by the ``largest`` of
+"""Columns of ``bound_value_sums``: the value bound's sum, those of the accumulation (the second is to be multiplied by the ``largest`` of
 nu + eta), how many blocks' values are promoted."""
 
 
@@ -53,7 +53,7 @@ def sees(n, AT, r, blocks, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def masses(PEAK, WEIGHT, EXACT_PEAK, EXACT_WEIGHT, at, live, exact):
-    """A block's sums as they count: from the originals where ``exact_scores``."""
+    """A block's sums as they count: from the originals where ``exact``."""
     peak = tl.load(PEAK + at, mask=live, other=0.0)
     weight = tl.load(WEIGHT + at, mask=live, other=0.0)
     own_peak = tl.where(exact, tl.load(EXACT_PEAK + at, mask=exact, other=0.0), peak)

@@ -18,20 +18,20 @@ import triton.language as tl
 from kvcompile.lowering.certificate import head_bounds
 from kvcompile.lowering.certificate.bound_printer import UP32
 from kvcompile.lowering.certificate.telemetry import COLUMNS, COUNTED
-from kvcompile.lowering.certified.kernels import bound_sums as triton_tally
+from kvcompile.lowering.certified.kernels import bound_sums
 from kvcompile.lowering.certified.kernels.bounds import accumulation, center_norm, key, output_rounding, value
 from kvcompile.lowering.certified.kernels.certified import fallen, next_of, weighed_from
 from kvcompile.schemes.certificate.policy import Cause, Count, Figure, Rung
 
 
 def _place(name: str) -> tl.constexpr:
-    """Where ``bound_sums`` has it."""
-    return tl.constexpr(triton_tally.COLUMNS.index(name))
+    """Return the column of ``bound_sums`` of this name."""
+    return tl.constexpr(bound_sums.COLUMNS.index(name))
 
 
 def _left(name: str) -> tl.constexpr:
-    """Where ``bound_value_sums`` has it."""
-    return tl.constexpr(triton_tally.VALUE_COLUMNS.index(name))
+    """Return the column of ``bound_value_sums`` of this name."""
+    return tl.constexpr(bound_sums.VALUE_COLUMNS.index(name))
 
 
 MASS, TOTAL, LEAST, SHIFT, KEY = (_place(name) for name in ("mass", "total", "least", "shift", "key"))
@@ -39,9 +39,9 @@ BLOCKS, KEYS = _place("blocks"), _place("keys")
 DELTA, VMAX, DELTA_CODES, UPPER = (_place(name) for name in ("delta", "vmax", "delta_codes", "upper"))
 BY_CODES, BY_EXACT = _place("by_codes"), _place("by_exact")
 FIRST_BY_CODES, FIRST_BY_EXACT = _place("first_by_codes"), _place("first_by_exact")
-WIDTH = tl.constexpr(len(triton_tally.COLUMNS))
-VALUE_SUM, OWN_VALUES, ALL_VALUES, VALUES, MOST_VALUE = (_left(name) for name in triton_tally.VALUE_COLUMNS)
-LEFT_WIDTH = tl.constexpr(len(triton_tally.VALUE_COLUMNS))
+WIDTH = tl.constexpr(len(bound_sums.COLUMNS))
+VALUE_SUM, OWN_VALUES, ALL_VALUES, VALUES, MOST_VALUE = (_left(name) for name in bound_sums.VALUE_COLUMNS)
+LEFT_WIDTH = tl.constexpr(len(bound_sums.VALUE_COLUMNS))
 
 FIGURES, COUNTS = tl.constexpr(len(Figure)), tl.constexpr(len(Count))
 CANDIDATES = tl.constexpr(int(Figure.CANDIDATE_KEY))
