@@ -54,7 +54,7 @@ class Fixed:
         """Nothing depends on attention."""
 
     def stored(self, layer: int, x: Tensor, role: Role) -> Tensor:
-        """What the store gives back for the tokens ``x`` [B, K, T, D] of a layer."""
+        """Return the tokens ``x`` [B, K, T, D] of a layer as their codes decode."""
         scheme, slot = schemes.parse(self.spelled).of(role), replace(self.slot, role=role)
         return scheme.decode(scheme.encode(x), slot).to(x.dtype)
 
@@ -115,7 +115,7 @@ class Adaptive:
             self._allocate()
 
     def stored(self, layer: int, x: Tensor, role: Role) -> Tensor:
-        """What the store gives back for the tokens ``x`` [B, K, T, D] of a layer."""
+        """Return the tokens ``x`` [B, K, T, D] of a layer as their codes decode."""
         widths = self.widths[layer][role is Role.VALUE][:, None, :, None]
         used = [bits for bits in codes.WIDTHS if bool((widths == bits).any())]
         parts = [torch.where(widths == bits, codes.decode(codes.encode(x, bits), bits), 0) for bits in used]

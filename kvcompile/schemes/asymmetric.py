@@ -40,9 +40,9 @@ class Axis(enum.Enum):
 
 
 BITS = (2, 3, 4)
-PARTS = {2: 4, 3: 8, 4: 2}
+PARTS = {2: 4, 3: 8, 4: 2, 8: 1}
 """Codes in a word of the planar layout."""
-SEGMENTS = {2: 1, 3: 3, 4: 1}
+SEGMENTS = {2: 1, 3: 3, 4: 1, 8: 1}
 """Bytes of a word: three bits lie across three bytes, each from a segment of its own."""
 
 
@@ -66,7 +66,12 @@ def _unpack4(words: torch.Tensor, part: int) -> torch.Tensor:
     return ((words >> (4 * part)) & 15).to(torch.float32)
 
 
-UNPACK = {2: _unpack2, 3: _unpack3, 4: _unpack4}
+def _unpack8(words: torch.Tensor, part: int) -> torch.Tensor:
+    del part
+    return words.to(torch.float32)
+
+
+UNPACK = {2: _unpack2, 3: _unpack3, 4: _unpack4, 8: _unpack8}
 
 
 def rounded_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -179,11 +179,7 @@ class Scheme(abc.ABC):
         ``planes``: all that attention reads, or what ``encode`` returned, where tables are constant.
         """
         fmt = self.format(slot)
-        words = planes[0]
-        if fmt.segments > 1:
-            parts = [part.to(torch.int32) << (8 * byte) for byte, part in enumerate(words.chunk(fmt.segments, dim=-1))]
-            words = functools.reduce(torch.bitwise_or, parts)
-        values = torch.cat([fmt.unpack(words, part) for part in range(fmt.parts)], dim=-1)
+        values = unpacked(planes[0], fmt)
         if fmt.levels:
             # [1, 1, K, D // group, levels] -> [K, D, levels]: each channel looks its code up in the table of its group.
             table = self._table(planes, slot, fmt)[0, 0].to(torch.float32).repeat_interleave(fmt.group, dim=-2)
@@ -216,6 +212,14 @@ class Scheme(abc.ABC):
                 text = str(getattr(value, "value", value))
             fields.append(f"{field.name}={text}")
         return f"{self.name}({','.join(fields)})"
+
+
+def unpacked(words: torch.Tensor, fmt: KernelFormat) -> torch.Tensor:
+    """Values before scaling, float32 [..., D], of stored words [..., width]."""
+    if fmt.segments > 1:
+        parts = [part.to(torch.int32) << (8 * byte) for byte, part in enumerate(words.chunk(fmt.segments, dim=-1))]
+        words = functools.reduce(torch.bitwise_or, parts)
+    return torch.cat([fmt.unpack(words, part) for part in range(fmt.parts)], dim=-1)
 
 
 def _spread(plane: torch.Tensor, fmt: KernelFormat) -> torch.Tensor:

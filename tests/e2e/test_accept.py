@@ -156,7 +156,7 @@ def test_not_a_number_and_missing_steps_are_wrong() -> None:
 
 
 def test_logits_that_have_nothing_to_do_with_the_reference_are_never_right() -> None:
-    """Where the uncompiled model's own rounding is chaos the allowance is above what unrelated logits are off by."""
+    """A reference that is itself off by more than unrelated logits allows any error; such a case must be undecided, not right."""
     first, second, third = ([torch.randn(1, 512, generator=torch.Generator().manual_seed(seed))] for seed in range(3))
     verdict = references.compared(case_of(ARCHITECTURES[0], Scheme.DENSE), 0, third, first, second, 0.0)
     assert verdict.right and not verdict.telling

@@ -1,4 +1,4 @@
-"""What attention gave to tokens as one number each, codes of every width, when to allocate again and which tokens may change."""
+"""smartkv: codes of every width, the importance of tokens, when widths are allocated again, and which tokens may change theirs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcompile.schemes.asymmetric import pack
+from kvcompile.schemes.base import unpacked
 from kvcompile.schemes.smartkv.allocation import Taste, Widths, allocate, utility
 from kvcompile.schemes.smartkv.budget import Cost, Halves
 from kvcompile.schemes.smartkv.clock import divergence, drifted, interval, percentiles
-from kvcompile.schemes.smartkv.codes import WIDTHS, decode, encode, largest_code, narrower, packed, unpacked
+from kvcompile.schemes.smartkv.codes import WIDTHS, decode, encode, format_of, largest_code, narrower
 from kvcompile.schemes.smartkv.hysteresis import Decided, Sticking, decide
 from kvcompile.schemes.smartkv.importance import (
     Measure,
@@ -35,10 +37,10 @@ COST, HALVES = Cost(heads=2, head_dim=64), Halves()
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("width", [8, 64, 80])
-def test_integers_come_back_from_planes_of_bits(bits: int, width: int) -> None:
+def test_integers_come_back_from_words(bits: int, width: int) -> None:
     codes = torch.randint(0, 1 << bits, (2, 3, width))
-    words = packed(codes, bits)
-    assert words.shape == (2, 3, width * bits // 8) and torch.equal(unpacked(words, bits), codes)
+    words = pack(codes.to(torch.int32), bits)
+    assert words.shape == (2, 3, width * bits // 8) and torch.equal(unpacked(words, format_of(bits, width)).to(torch.int64), codes)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

@@ -15,6 +15,7 @@ the best is at most what the first step that was passed over is worth, which is 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -165,4 +166,4 @@ def binding_from(budget: float, protected: int, steps: int, cost: Cost, halves: 
         return None
     # protected * entering + (n - protected - steps) * least + steps * entering <= allowed * n, at the step before an allocation.
     wide = (protected + steps) * (entering - least)
-    return -int(-(wide / (allowed - least)) // 1)
+    return math.ceil(wide / (allowed - least))

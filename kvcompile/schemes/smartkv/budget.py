@@ -6,6 +6,8 @@ beside them whatever its width (its position). The formulas are sympy expression
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ import sympy
 from kvcompile.errors import BadOption
 from kvcompile.schemes.smartkv.codes import WIDTHS
 
-BITS, HEAD_DIM, SCALE_BYTES, HEADS, BESIDE = sympy.symbols("bits head_dim scale_bytes heads beside", positive=True)
+BITS, HEAD_DIM, SCALE_BYTES, HEADS = sympy.symbols("bits head_dim scale_bytes heads", positive=True)
 
 HALF_BYTES = HEADS * (HEAD_DIM * BITS / 8 + SCALE_BYTES)
 """Stored bytes of the keys or the values of one token (2.2, with one scale for a head)."""
@@ -43,6 +45,12 @@ class Halves:
         yield self.values
 
 
+@functools.cache
+def _half_bytes(heads: int, head_dim: int, bits: int, scale_bytes: int) -> int:
+    """Return the value of ``HALF_BYTES``; every allocation asks, and sympy takes its time."""
+    return int(HALF_BYTES.subs({HEADS: heads, HEAD_DIM: head_dim, BITS: bits, SCALE_BYTES: scale_bytes}))
+
+
 @dataclass(frozen=True)
 class Cost:
     """Bytes of a token of one layer, from kv heads, head dim, bytes of a scale, and bytes beside the codes whatever the width."""
@@ -54,8 +62,7 @@ class Cost:
 
     def half(self, bits: int) -> int:
         """Stored bytes of one token's keys, or of its values, at a width."""
-        given = {HEADS: self.heads, HEAD_DIM: self.head_dim, BITS: bits, SCALE_BYTES: self.scale_bytes}
-        return int(HALF_BYTES.subs(given))
+        return _half_bytes(self.heads, self.head_dim, bits, self.scale_bytes)
 
     def token(self, keys: int, values: int) -> int:
         """Stored bytes of one token at a width of its keys and one of its values."""
@@ -87,7 +94,7 @@ class Cost:
 
 def _above(least: float) -> float:
     """The least number of two decimals that is not below."""
-    return -(-least * 1e12 // 1e10) / 100
+    return math.ceil(round(least * 100, 10)) / 100
 
 
 @dataclass(frozen=True)

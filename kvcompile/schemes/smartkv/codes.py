@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from kvcompile.schemes.asymmetric import PARTS, SEGMENTS, UNPACK, pack
+from kvcompile.schemes.base import unpacked
 from kvcompile.schemes.symmetric import stored_scale
+from kvcompile.types import KernelFormat
 
 WIDTHS = (2, 3, 4, 8)
 """Bits that a channel may have."""
@@ -23,36 +26,23 @@ def largest_code(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
+def format_of(bits: int, head_dim: int) -> KernelFormat:
+    """Return how the words of a width are read: as ``kivi``'s, with one scale for a head; their values are half of the range too large."""
+    return KernelFormat(torch.uint8, PARTS[bits], head_dim, True, UNPACK[bits], segments=SEGMENTS[bits])
+
+
 def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16) -> Coded:
     """Codes and scales of tokens [..., D], each by its own largest magnitude; 8 must divide D."""
     x = x.to(torch.float32)
     scale = stored_scale(x.abs().amax(-1, keepdim=True), largest_code(bits), scale_dtype)
     codes = torch.round(x / scale.to(torch.float32)).clamp(-largest_code(bits) - 1, largest_code(bits)).nan_to_num()
-    return packed(codes.to(torch.int64) + (1 << (bits - 1)), bits), scale
+    return pack(codes.to(torch.int32) + (1 << (bits - 1)), bits), scale
 
 
 def decode(coded: Coded, bits: int) -> torch.Tensor:
     """Values float32 [..., D] of what ``encode`` returned."""
     codes, scale = coded
-    return (unpacked(codes, bits) - (1 << (bits - 1))).to(torch.float32) * scale.to(torch.float32)
-
-
-def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers [..., D] of ``bits`` bits as bytes [..., D * bits / 8]: bit i of a code lies in the i-th of equal runs of bytes.
-
-    A run is a plane of one bit for every channel, the channel's number its place: every width is a whole number of planes.
-    """
-    places = torch.arange(8, device=codes.device)
-    planes = [(((codes >> bit) & 1).unflatten(-1, (-1, 8)) << places).sum(-1) for bit in range(bits)]
-    return torch.cat(planes, dim=-1).to(torch.uint8)
-
-
-def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The integers int64 [..., D] that ``packed`` was given."""
-    places = torch.arange(8, device=words.device)
-    planes = words.to(torch.int64).unsqueeze(-1).unflatten(-2, (bits, -1))
-    ones = ((planes >> places) & 1).flatten(-2)
-    return (ones << torch.arange(bits, device=words.device).unsqueeze(-1)).sum(-2)
+    return (unpacked(codes, format_of(bits, 8 * codes.shape[-1] // bits)) - (1 << (bits - 1))) * scale.to(torch.float32)
 
 
 def narrower(coded: Coded, bits: int, to: int) -> Coded:
