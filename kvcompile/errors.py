@@ -239,6 +239,10 @@ class Unsupported(KvcompileError):
     template = "expected {expected}, found {found} (at {where}); {todo}"
 
 
+class NotServed(Unsupported):
+    """A call that no variant of a rewritten graph can serve; the graph as it was captured can."""
+
+
 class TargetError(KvcompileError):
     template = "expected a target like hf:llama, a local checkpoint folder or file.py:factory, found {found!r}: {why}"
 

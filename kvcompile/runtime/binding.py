@@ -20,14 +20,15 @@ from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.order import TokenOrder
 from kvcompile.runtime.positions import limits_of, positions_of
+from kvcompile.runtime.sight import Sight
 
 
-def form_of(group: Group) -> CacheForm:
+def form_of(group: Group, sight: Sight) -> CacheForm:
     """Return the form of the cache that a group of slots lives in."""
     slot = group.first.plan.slot
     if slot.block_table is not None:
         return Paged(group)
-    return Linear(group) if slot.sliding is None else Sliding(group, slot.sliding)
+    return Linear(group, sight) if slot.sliding is None else Sliding(group, slot.sliding)
 
 
 def bind(
@@ -48,6 +49,6 @@ def bind(
     index = {group.root: position for position, group in enumerate(groups)}
     pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
     positions = positions_of(captured, planned, effects)
-    order = TokenOrder(captured, planned, effects)
-    forms = tuple(form_of(group) for group in groups)
-    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, order)
+    sight = Sight(captured, planned, effects)
+    forms = tuple(form_of(group, sight) for group in groups)
+    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, TokenOrder(sight))

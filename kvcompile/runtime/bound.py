@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import LengthsDiffer, NotCompiled
+from kvcompile.errors import LengthsDiffer, NotCompiled, NotServed
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass
 from kvcompile.passes.graph.shapes import value_of
@@ -115,10 +115,11 @@ class BoundGraph:
         try:
             with step.undo:
                 rewritten, results = self._compute(step, call)
-        except NotCompiled as error:
+        except (NotCompiled, NotServed) as error:
             if self.dense is None:
                 raise
-            broken = Broken(self.forms[0].group, str(error), Variant.PAST not in self.variants)
+            # A cache whose first call cannot be served is adopted by the next.
+            broken = Broken(self.forms[0].group, str(error), isinstance(error, NotCompiled) and Variant.PAST not in self.variants)
             return self.dense.out_of_order(self.forms, args, broken, self.thawed)
         self._settle(step, call, rewritten)
         return self._commit(step, call, shapes, results, rewritten)

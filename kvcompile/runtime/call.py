@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,11 +36,15 @@ class SizeReader:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call; ``positions`` evaluates the positions of its tokens when it is first asked."""
+    """The arguments of one call; ``positions`` evaluates the positions of its tokens when it is first asked.
+
+    ``ends``: the end of what its masks show, by mask and by cache tensor, as far as anybody has asked (see ``Sight``).
+    """
 
     args: tuple[Any, ...]
     sizes: SizeReader
     positions: Callable[[], TokenPositions]
+    ends: dict[Any, int | None] = field(default_factory=dict)
 
     def read(self, size: Any) -> int:
         """Return an int or symbolic size as a plain int."""

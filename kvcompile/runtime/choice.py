@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcompile.errors import Unsupported
+from kvcompile.errors import NotServed
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
@@ -23,7 +23,10 @@ class Choice:
         self.past_only = self.with_past or not self.written or any(form.rolls for form in forms)
 
     def of(self, states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], call: Call) -> Variant:
-        """Return FRESH where every store is empty, the new tokens are the first, in order, and attention reads no others; else PAST."""
+        """Return FRESH where every store is empty, the new tokens are the first, in order, and attention reads no others; else PAST.
+
+        Raises NotServed for the first call of a new cache that neither can serve.
+        """
         if self.past_only:
             return Variant.PAST
         beyond = any(self.forms[index].reach(call) > counts[index] for index in self.written)
@@ -33,18 +36,19 @@ class Choice:
         filled = any(states[index].length for index in self.written if self.forms[index].slots is None)
         if not self.created_only and (filled or once):
             return Variant.PAST
+        if not self.created_only and any(self.forms[index].sees(call) > counts[index] for index in self.written):
+            return Variant.PAST
         if beyond:
-            raise self._unsupported("attention over the first tokens of a new cache", "attention over what was not written yet")
+            raise self._not_served("attention over the first tokens of a new cache", "attention over what was not written yet")
         if not self.positions:
             return Variant.FRESH if not any(starts[index] for index in self.written) else Variant.PAST
         ordered = call.positions().ordered(call.read)
         if self.created_only and not ordered:
-            raise self._unsupported("the first tokens of a new cache at positions 0, 1, 2...", "other positions")
+            raise self._not_served("the first tokens of a new cache at positions 0, 1, 2...", "other positions")
         return Variant.FRESH if ordered else Variant.PAST
 
-    def _unsupported(self, expected: str, found: str) -> Unsupported:
-        """Return the error of a new cache whose first call neither variant can serve."""
-        return Unsupported(
+    def _not_served(self, expected: str, found: str) -> NotServed:
+        return NotServed(
             expected=expected, found=found, where=self.forms[0].group.where,
             todo="run this first call without kvcompile: the filled cache is adopted afterwards",
         )

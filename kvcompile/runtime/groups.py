@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from kvcompile.passes.graph.shapes import source_line
+from kvcompile.passes.match.mask.reach import unbounded
 from kvcompile.passes.match.sites import Limit, Site, SlotKind
 from kvcompile.passes.rewrite.rewritten import Binding
 
@@ -26,6 +27,8 @@ class Group:
     reach: tuple[Any, ...]
     """Numbers of tokens, int or symbolic, that its attentions read whatever was written."""
     limits: tuple[Limit, ...] = ()
+    unbounded: bool = False
+    """Whether masks may show its attentions places that no token was written to yet."""
     site: Site = field(repr=False, kw_only=True)
     """Any of the attentions that read it."""
 
@@ -48,6 +51,7 @@ def group_bindings(
         groups.append(Group(
             slot.kind, bindings[members[0]].argument, bindings[members[0]].outputs, tuple(bindings[index] for index in members), root,
             source_line(slot.write.node), tuple(reach[index] for index in members),
-            tuple(limit for index in members for limit in limits[index]), site=sites[members[0]],
+            tuple(limit for index in members for limit in limits[index]), any(unbounded(sites[index]) for index in members),
+            site=sites[members[0]],
         ))
     return tuple(groups)

@@ -10,24 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import networkx as nx
-import torch
-from torch import fx
 
 from kvcompile.errors import Unsupported
-from kvcompile.passes.capture.capture import Captured
-from kvcompile.passes.capture.position_graph import dataflow, extract
-from kvcompile.passes.graph.effects import Effects
-from kvcompile.passes.graph.shapes import size_along, value_of
-from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
-from kvcompile.passes.match.mask.masks import hiding
-from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm, Site
-from kvcompile.passes.plan.plan import Plan
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.groups import Group
+from kvcompile.runtime.sight import Sight
 from kvcompile.runtime.state import CacheState
 
 
@@ -43,10 +31,8 @@ class Broken:
 class TokenOrder:
     """Finds the cache whose window cannot take a call's tokens, by how far the graph's attentions see. May wait for the device."""
 
-    def __init__(self, captured: Captured, planned: Plan, effects: Effects) -> None:
-        self.captured, self.effects = captured, effects
-        self.sites = [item.site for item in planned.sites]
-        self.shown: dict[MaskTerm, tuple[fx.GraphModule, tuple[int, ...]] | None] = {}
+    def __init__(self, sight: Sight) -> None:
+        self.sight = sight
 
     def broken(
         self, forms: Sequence[CacheForm], states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], call: Call
@@ -64,52 +50,12 @@ class TokenOrder:
                         where=group.where, todo="write them again, or use a scheme without a window for this layer",
                     )
                 return Broken(group, why, False)
-            if start >= state.behind:
-                continue
-            end = self.end(group, call)
+            following = start >= state.behind
+            # A buffer in use is not waited for (see ``Linear.start``).
+            end = self.sight.end(group.root, call) if not following else max(form.reach(call), 0 if length else form.sees(call))
             if end > start + count:
                 return Broken(
-                    group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window forgets "
-                    "what lies behind the tokens that were written last", True,
+                    group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window "
+                    + ("has nothing" if following else "forgets what lies") + " behind the tokens that were written last", True,
                 )
         return None
-
-    def end(self, group: Group, call: Call) -> int:
-        """Return the end of the tokens that any query of a call may see of a group's cache."""
-        sites = [site for site in self.sites if any(slot.root is group.root for slot in site.slots)]
-        return max(self._site(site, call) for site in sites)
-
-    def _site(self, site: Site, call: Call) -> int:
-        attention = site.attention
-        total = call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
-        most = min(total, self._limit(site, call))
-        return min([most, *[end for term in hiding(site.bounds) if (end := self._last(term, call.args)) is not None]])
-
-    def _limit(self, site: Site, call: Call) -> int:
-        """Return the end of the tokens that a site's upper limit allows."""
-        hi, attention = site.bounds.hi, site.attention
-        if hi.kind is LimitKind.ALL:
-            return call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
-        offset = hi.offset + sum(coefficient * call.read(value_of(node)) for node, coefficient in hi.symbols)
-        if hi.kind is LimitKind.NODE:
-            assert hi.node is not None
-            return int(call.positions().values[hi.node].max()) + offset + 1
-        own = call.read(size_along(attention.q, attention.q_roles, "S", attention.folded)) - 1 if hi.kind is LimitKind.OWN else 0
-        return own + offset + 1
-
-    def _last(self, term: MaskTerm, args: tuple[Any, ...]) -> int | None:
-        """Return the end of the tokens that a mask shows to any query; None where the mask is made from a cache."""
-        if term not in self.shown:
-            caches = {slot.placeholder for site in self.sites for slot in site.slots}
-            behind = nx.ancestors(dataflow(self.captured, self.effects), term.node)
-            self.shown[term] = None if behind & caches else extract(self.captured, (term.node,), self.effects)[:2]
-        made = self.shown[term]
-        if made is None:
-            return None
-        module, taken = made
-        with torch.no_grad():
-            (mask,) = module(*[item.clone() if isinstance(item, torch.Tensor) else item for item in (args[index] for index in taken)])
-        seen = mask > VERY_NEGATIVE if term.kind is MaskKind.ADD else mask != 0
-        seen = ~seen if term.kind is MaskKind.FILL else seen
-        tokens = seen.movedim(term.roles.index("T"), -1).flatten(0, -2).any(0).nonzero()
-        return int(tokens.max()) + 1 if len(tokens) else 0

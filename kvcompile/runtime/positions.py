@@ -135,7 +135,8 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
             if position.index is not None:
                 nodes.setdefault(position.index, _write_roles(position))
                 counts.setdefault(position.index, part.slot.write.count)
-        if item.site.key.kind.facts.fixed and item.site.key.block_table is None:
+        facts = item.site.key.kind.facts
+        if (facts.fixed or facts.created) and item.site.key.block_table is None:
             for limit in (item.site.bounds.hi, item.site.bounds.lo):
                 if limit is not None and limit.kind is LimitKind.NODE:
                     nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]

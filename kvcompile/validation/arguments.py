@@ -8,6 +8,7 @@ its tokens at the wanted place and shows every query its own token and nothing b
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,33 +16,41 @@ from typing import Any
 import networkx as nx
 import torch
 
+from kvcompile.passes.capture.capture import Input
 from kvcompile.passes.capture.position_graph import dataflow, extract
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
 from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
 from kvcompile.validation.cut import Cut, NotApart
-from kvcompile.validation.sizes import Values, read
+from kvcompile.validation.sizes import Values, hints, past, read
 
 COMBINATIONS = 400
 """Readings of a program's arguments that are tried."""
+AHEAD = 2
+"""Places by which a limit of what is seen goes further in a moment that shows what was not written yet."""
 
 
 @dataclass(frozen=True)
 class Moment:
     """One call: the program's sizes, the position of its first token, how many tokens of each row are padding at most.
 
-    ``blind``: the first tokens are padding too, so that their queries see nothing; elsewhere every query sees some token.
+    ``blind``: the last row's padding reaches into the new tokens, so that their queries see nothing; elsewhere every query sees some token.
+    ``infinite``: masks that are added hide by -inf rather than by the least finite number. ``ahead``: masks show some places that nobody
+    wrote yet.
     """
 
     values: Values
     start: int
     padded: int = 0
     blind: bool = False
+    infinite: bool = False
+    ahead: bool = False
 
     def padding(self, rows: int) -> torch.Tensor:
         """How many tokens on the left of each row are hidden, int64 [rows]."""
-        padded = self.padded if self.blind or self.start > self.padded else 0
-        return torch.arange(rows) % (padded + 1)
+        if self.blind:
+            return torch.arange(1, rows + 1) * self.padded // rows
+        return torch.arange(rows) % ((self.padded if self.start > self.padded else 0) + 1)
 
 
 @dataclass
@@ -73,7 +82,12 @@ class Arguments:
         self.behind = told.union(*(nx.ancestors(flow, node) for node in told)) if told else set()
         placed = [node for node in (*self.indices, *limits) if node in flow]
         self.places = set(placed).union(*(nx.ancestors(flow, node) for node in placed)) if placed else set()
+        self.places |= {entry.node for entry in captured.inputs if self.counts_on(entry)}
+        writing = {node for node in self.indices if node in flow}
+        writing = writing.union(*(nx.ancestors(flow, node) for node in writing)) if writing else set()
         inputs = {entry.node for entry in captured.inputs if isinstance(value_of(entry.node), torch.Tensor)}
+        # Positions that limit what is seen and say nothing of where tokens go.
+        self.limiting = (self.places & inputs) - writing
         # Masks that are more than arithmetic of positions: what they hide is up to the arguments.
         self.free = {term for term in self.terms if (nx.ancestors(flow, term.node) | {term.node}) & inputs - self.places}
         self.caches = {slot.placeholder for site in sites for slot in site.slots if slot.placeholder is not None}
@@ -83,6 +97,20 @@ class Arguments:
         self.checks = extract(captured, nodes, effects) if nodes else None
         beside = {site.attention.beside.q for site in sites if site.attention.beside is not None}
         self.queries = {site.attention.q for site in sites} | beside
+
+    def counts_on(self, entry: Input) -> bool:
+        """Whether an integer argument held the positions of the new tokens, behind those of a growing cache, when it was compiled."""
+        grown = [slot for site in self.part.sites for slot in site.slots if slot.kind.facts.extended]
+        fake = self.part.captured.fakes[entry.index]
+        if not grown or not isinstance(fake, torch.Tensor) or fake.dtype not in {torch.int32, torch.int64}:
+            return False
+        known = hints(self.part)
+        value = self.example(entry.index, tuple(read(size, known) for size in fake.shape))
+        start, count = read(past(grown[0]), known), read(grown[0].write.count, known)
+        if value is None or (value.numel() != 1 and value.shape[-1] != count):
+            return False
+        rows = value.reshape(-1, value.shape[-1] if value.dim() else 1).to(torch.int64)
+        return torch.equal(rows, (torch.arange(rows.shape[1]) + start).expand(rows.shape))
 
     # --- sizes of a call --------------------------------------------------------------------------
 
@@ -121,12 +149,15 @@ class Arguments:
                 made.append(kept[entry.index])
             elif entry.node in self.behind and entry.index not in self.part.given:
                 choices[entry.index] = self.readings(fake, entry.index, moment)
+                if moment.ahead and entry.node in self.limiting and not fake.dtype.is_floating_point and fake.dtype is not torch.bool:
+                    choices[entry.index] = [value + AHEAD for value in choices[entry.index]]
                 made.append(choices[entry.index][0])
             else:
                 made.append(self.plain(fake, entry.index, moment))
         order = list(choices)
         ways = [
-            [choices[index][self.settled[index]]] if self.settled.get(index, 99) < len(choices[index]) else choices[index]
+            [choices[index][self.settled[index]]]
+            if self.settled.get(index, 99) < len(choices[index]) and not moment.blind else choices[index]
             for index in order
         ]
         chosen = list(itertools.islice(itertools.product(*(range(len(options)) for options in ways)), COMBINATIONS))
@@ -179,8 +210,8 @@ class Arguments:
                     lowest = torch.finfo(dtype).min
                     # What is shown is biased: a mask argument may be both.
                     bias = self.normal(shape, dtype)
-                    found += [] if self.open else [bias]
-                    found += [torch.where(shown, bias, low) for low in (lowest, float("-inf"))]
+                    found += [] if self.open or moment.blind else [bias]
+                    found += [torch.where(shown, bias, low) for low in ((lowest, -math.inf) if not moment.infinite else (-math.inf,))]
             example = self.example(index, shape)
             return [*found, *([example] if example is not None else []), self.normal(shape, dtype)]
         if dtype.is_floating_point:
@@ -213,14 +244,16 @@ class Arguments:
         seen = (t < start + count).expand(shape).clone()
         if len(shape) >= 2 and shape[-2] == count and (len(shape) > 2 or count > 1):
             seen &= t <= start + torch.arange(count)[:, None]
-        if len(shape) >= 2 and shape[0] > 1:
+        if len(shape) >= 2 and (shape[0] > 1 or moment.blind):
             seen &= t >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
+        if moment.ahead:
+            seen |= (t >= start + count) & (torch.rand(shape, generator=self.random) < 0.5)
         return seen
 
     def unpadded(self, shape: tuple[int, ...], moment: Moment) -> torch.Tensor:
         """bool of ``shape`` [..., T]: hides padding on the left and nothing else, as masks do that positions are compared beside."""
         seen = torch.ones(shape, dtype=torch.bool)
-        if len(shape) >= 2 and shape[0] > 1:
+        if len(shape) >= 2 and (shape[0] > 1 or moment.blind):
             seen &= torch.arange(shape[-1]) >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
         return seen
 
@@ -265,4 +298,5 @@ class Arguments:
         last = moment.start + self.tokens(moment)
         # Where only some of what is not written yet is seen, positions decide what is: that is the program's own doing.
         behind = seen[..., last:]
-        return (moment.blind or bool(seen[..., :last].any(-1).all())) and not (self.open and behind.numel() and bool(behind.all(-1).any()))
+        some = moment.blind or bool(seen[..., :last].any(-1).all())
+        return some and (moment.ahead or not (self.open and behind.numel() and bool(behind.all(-1).any())))

@@ -6,6 +6,7 @@ adoption of filled caches, the choice of a variant, growth. So whatever differs 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -107,7 +108,7 @@ class _Session:
         return self._caches(moment, expected, found)
 
     def blind(self, moment: Moment) -> bool:
-        """Run the first call with padding among its tokens; return whether results of padding differ and no other does. Raises NotApart."""
+        """Run one call with padding among its tokens; return whether results of padding differ and no other does. Raises NotApart."""
         args = self.arguments.make(moment, {**self.theirs})
         # Counters among the arguments are moved on by the program.
         mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
@@ -116,9 +117,9 @@ class _Session:
         if not {"B", "S"} <= set(roles) or not compared(expected[0], found[0]):
             return False
         both = [item.movedim((roles.index("B"), roles.index("S")), (0, 1)) for item in (expected[0], found[0])]
-        padding = torch.arange(both[0].shape[1]) < moment.padding(both[0].shape[0])[:, None]
+        padding = torch.arange(both[0].shape[1]) + moment.start < moment.padding(both[0].shape[0])[:, None]
         if difference := compared(both[0][~padding], both[1][~padding]):
-            raise NotApart(f"with padding among the first tokens its result {difference}")
+            raise NotApart(f"with padding among the new tokens its result {difference}")
         return True
 
     def _caches(self, moment: Moment, expected: Sequence[Any], found: Sequence[Any]) -> str:
@@ -201,6 +202,8 @@ def _moments(part: Cut, arguments: Arguments, sizes: Values) -> Iterator[tuple[l
                 yield session, 0.0
             if session and start:
                 yield session[:1], LARGE
+            if session and (arguments.limiting or (arguments.open and arguments.free)):
+                yield [dataclasses.replace(moment, ahead=True) for moment in session], 0.0
 
 
 def _counted(part: Cut, values: Values, counters: set[Any], at: int, moved: int) -> Values | None:
@@ -310,14 +313,15 @@ def first_step(part: Cut, examples: Sequence[Any]) -> Verdict:
 
 
 def _blind(part: Cut, arguments: Arguments, sessions: list[tuple[list[Moment], float]]) -> bool:
-    """Whether queries of padding, which see no token, give something else where the cache is empty."""
-    first = next((moments[0] for moments, _ in sessions if moments[0].start == 0), None)
-    if first is None or not arguments.free or arguments.tokens(first) == 1:
+    """Whether queries of padding, which see no token, give something else."""
+    if not sessions or not arguments.free:
         return False
-    moment = dataclasses.replace(first, padded=2, blind=True)
-    try:
-        session = _Session(part, _twin(part), arguments)
-        session.fill(moment, 0.0)
-        return session.blind(moment)
-    except (NotApart, KvcompileError):
-        return False
+    first = sessions[0][0][0]
+    moment = dataclasses.replace(first, padded=first.start + min(2, arguments.tokens(first)), blind=True)
+    for infinite in (False, True):
+        with contextlib.suppress(NotApart, KvcompileError):
+            session = _Session(part, _twin(part), arguments)
+            session.fill(moment, 0.0)
+            if session.blind(dataclasses.replace(moment, infinite=infinite)):
+                return True
+    return False

@@ -27,7 +27,7 @@ from kvcompile.passes.rewrite import latent
 from kvcompile.passes.rewrite.appends import Appends
 from kvcompile.passes.rewrite.context import Context, device_of, part_of
 from kvcompile.passes.rewrite.left_padding import from_origin
-from kvcompile.passes.rewrite.limits import visibility, within_length
+from kvcompile.passes.rewrite.limits import seeing, visibility, within_length
 from kvcompile.passes.rewrite.masks import sinks_of
 from kvcompile.passes.rewrite.planes import Planes
 from kvcompile.passes.rewrite.rewritten import Variant
@@ -100,10 +100,11 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
     """Emit the operation that attends over planes, and the report of its error where one is asked for."""
     attention, stored = item.site.attention, source.fresh is None
     seen = visibility(shared.context, emit, item, as_it_lies=_reads_slots(shared, item, source))
+    q = source.q if not stored or seen.hi is None else seeing(emit, item, source.q, seen.hi, shared.planes.encoded(item.key)[0])
     for step in STEPS:
         seen = step(shared, emit, item, source, seen)
     operands = [
-        source.q, source.keys, source.values, seen.hi, seen.lo, seen.keep, seen.bias, sinks_of(emit, item), *source.schemes,
+        q, source.keys, source.values, seen.hi, seen.lo, seen.keep, seen.bias, sinks_of(emit, item), *source.schemes,
         attention.scale, attention.softcap, source.value_dim,
     ]
     if not stored:

@@ -16,7 +16,7 @@ from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import size_along, value_of
-from kvcompile.passes.match.mask.reach import exceeds
+from kvcompile.passes.match.mask.reach import exceeds, unbounded
 from kvcompile.passes.match.sites import Limit, LimitKind, Site
 from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.context import Context, device_of
@@ -24,6 +24,7 @@ from kvcompile.passes.rewrite.masks import bias_of, last_seen
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.passes.rewrite.sliding import covered
 from kvcompile.passes.rewrite.visibility import Visibility
+from kvcompile.types import PAGE
 
 
 def visibility(context: Context, emit: Emitter, item: SitePlan, as_it_lies: bool) -> Visibility:
@@ -46,6 +47,20 @@ def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibil
         return seen
     last = emit.call(aten.clamp_max.default, seen.hi, _less_one(emit, _tokens_read(site)))
     return Visibility(last, seen.lo, seen.keep, seen.bias)
+
+
+def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, plane: fx.Node) -> fx.Node:
+    """Return queries [B, H, S, D] with NaN for those that see places behind the end of the store that ``plane`` is of.
+
+    Nothing is there to attend to, and a step does not wait for the device to learn how far its masks reach.
+    """
+    if not unbounded(item.site):
+        return q
+    room = emit.call(operator.mul, emit.call(aten.sym_size.int, plane, 0), PAGE)
+    behind = emit.call(aten.ge.Scalar, hi, room)
+    for dim in (1, 3):
+        behind = emit.call(aten.unsqueeze.default, behind, dim)
+    return emit.call(aten.masked_fill.Scalar, q, behind, float("nan"))
 
 
 def _tokens_read(site: Site) -> Any:

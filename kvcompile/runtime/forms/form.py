@@ -50,6 +50,11 @@ class CacheForm(abc.ABC):
         """Count the tokens that attention reads whatever was written."""
         return max(call.read(size) for size in self.group.reach)
 
+    def sees(self, call: Call) -> int:
+        """Count the places up to the last that a query sees, 0 where that is never behind the newest token. May wait for the device."""
+        del call
+        return 0
+
     def count(self, call: Call) -> int:
         """Count the tokens that a call may write."""
         return call.read(self.write.count)

@@ -5,22 +5,37 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from kvcompile.errors import CacheStale, PositionsUnknown, Unsupported
+from kvcompile.errors import CacheStale, PositionsUnknown
 from kvcompile.passes.graph.dynamo import mark_dynamic
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.groups import Group
 from kvcompile.runtime.handle import CompressedCache
+from kvcompile.runtime.sight import Sight
 from kvcompile.runtime.state import CacheState
 
 
 class Linear(CacheForm):
     """A cache whose token at position p lies in place p."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, sight: Sight) -> None:
         super().__init__(group)
-        self.ordered = self.kind.filled
+        self.sight, self.ordered = sight, self.kind.filled
+
+    def reach(self, call: Call) -> int:
+        """Count the tokens that attention reads whatever was written; those that masks show too, where that is known without a wait."""
+        most = super().reach(call)
+        known = self.group.root in call.ends or value_of(self.group.root).device.type == "cpu"
+        return max(most, self.sees(call)) if known else most
+
+    def sees(self, call: Call) -> int:
+        """Count the places up to the last that a query sees, 0 where that is never behind the newest token. May wait for the device."""
+        if not self.group.unbounded:
+            return 0
+        if (end := call.ends.get(self.group.root)) is None:
+            end = call.ends[self.group.root] = self.sight.end(self.group.root, call)
+        return end
 
     def prior(self, tensor: torch.Tensor, call: Call) -> int:
         if not self.kind.filled:
@@ -32,18 +47,11 @@ class Linear(CacheForm):
         return min(max(self._first(call), call.positions().visible(self.group.limits) - self.count(call)), self.capacity(call))
 
     def encoded(self, prior: int, call: Call) -> int:
-        """Count the tokens before the call, and those behind its own that attention reads; raises where a window cannot hold them."""
-        if not self.kind.filled:
+        """Count the tokens before the call, and those behind its own that attention reads, but for a window (see ``TokenOrder``)."""
+        if not self.kind.filled or self.windowed:
             return prior
-        reached, count = min(self.reach(call), self.capacity(call)), self.count(call)
-        if reached <= prior + count:
-            return prior
-        if self.windowed:
-            raise Unsupported(
-                expected=f"attention over the {prior} tokens of a filled cache and {count} new ones", found=f"attention over {reached}",
-                where=self.group.where, todo="use a scheme without a window for this layer, or mask what was not written yet",
-            )
-        return reached
+        reached = min(max(self.reach(call), self.sees(call)), self.capacity(call))
+        return reached if reached > prior + self.count(call) else prior
 
     def holds_more(self, tensor: torch.Tensor, kept: int) -> bool:
         places = tensor.shape[self.token_dim]

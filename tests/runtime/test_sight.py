@@ -1,0 +1,128 @@
+"""Masks that show places behind the newest token: of the first call, of later ones, of caches longer than their stores' room."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import kvcompile
+
+HEADS, DIM, CAPACITY = 4, 16, 320
+Tensor = torch.Tensor
+
+
+class Static(nn.Module):
+    """A cache of fixed length, with a mask as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Linear(HEADS * DIM, 3 * HEADS * DIM)
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.zeros(2, HEADS, CAPACITY, DIM))
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.p(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
+        self.k.index_copy_(2, pos, k)
+        self.v.index_copy_(2, pos, v)
+        return F.scaled_dot_product_attention(q, self.k, self.v, attn_mask=mask)
+
+
+class Counted(Static):
+    """The positions come from a counter of its own, so that nobody looks at a later call's mask on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, pos: Tensor, mask: Tensor) -> Tensor:
+        out = super().forward(x, self.counter + torch.arange(x.shape[1]), mask)
+        self.counter.add_(x.shape[1])
+        return out
+
+
+class Growing(nn.Module):
+    """A concatenated cache whose mask compares places with positions that are an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Linear(HEADS * DIM, 3 * HEADS * DIM)
+
+    def forward(self, x: Tensor, pos: Tensor, past: tuple[Tensor, Tensor] | None) -> Any:
+        q, k, v = self.p(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(k.shape[2]) <= pos[:, None]), (k, v)
+
+
+def bias(pos: Tensor) -> Tensor:
+    """A bias that hides nothing."""
+    return torch.linspace(0, 1, CAPACITY).expand(1, 1, len(pos), CAPACITY).clone()
+
+
+def ahead(pos: Tensor) -> Tensor:
+    """Places up to 150 behind each query's own, more than the least pages of a store."""
+    return (torch.arange(CAPACITY) <= pos[:, None] + 150)[None, None]
+
+
+def causal(pos: Tensor) -> Tensor:
+    """Nothing behind each query's own place."""
+    return (torch.arange(CAPACITY) <= pos[:, None])[None, None]
+
+
+def calls(counts: tuple[int, ...] = (5, 1, 3)) -> list[tuple[Tensor, Tensor]]:
+    """New tokens and their positions."""
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [(torch.randn(2, count, HEADS * DIM), torch.arange(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize(("scheme", "allowed"), [("dense", 1e-5), ("int8", 2e-2), ("kivi(group=16,window=32)", 1e-5)])
+@pytest.mark.parametrize("mask", [bias, ahead])
+def test_places_without_a_token_count_as_zeros(mask: Any, scheme: str, allowed: float, inner: str) -> None:
+    """They were left out of the softmax. A scheme with a window leaves such a cache dense."""
+    if inner == "inductor" and (scheme != "dense" or mask is bias):
+        pytest.skip("one compilation is enough")
+    torch.manual_seed(0)
+    model, backend = Static(), kvcompile.backend(scheme, inner=inner)
+    compiled = torch.compile(copy.deepcopy(model), backend=backend)
+    with torch.no_grad():
+        for x, pos in calls():
+            expected, found = model(x, pos, mask(pos)), compiled(x, pos, mask(pos))
+            assert float((expected - found).abs().max()) <= allowed * float(expected.abs().max())
+    assert backend.report().sites and not backend.report().refusals
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+def test_what_no_host_looks_at_is_nan_where_the_store_ends() -> None:
+    """Right within the room of the store, NaN behind it, and right again."""
+    torch.manual_seed(0)
+    model = Counted()
+    compiled = torch.compile(copy.deepcopy(model), backend=kvcompile.backend("dense", inner="eager"))
+    with torch.no_grad():
+        for number, (x, pos) in enumerate(calls((5, 1, 1, 1, 1))):
+            mask = ahead(pos) if number == 3 else causal(pos)
+            expected, found = model(x, pos, mask), compiled(x, pos, mask)
+            if number == 3:
+                assert bool(found.isnan().all())
+            else:
+                torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+@pytest.mark.parametrize("offset", [0, 2, -1])
+def test_a_new_cache_is_masked_by_the_positions_that_are_given(offset: int) -> None:
+    """The first call took them to be 0, 1, 2, ... Where they are not it is served as it was captured, and its cache adopted by the next."""
+    torch.manual_seed(0)
+    model, backend = Growing(), kvcompile.backend("dense", inner="eager")
+    compiled, theirs, ours = torch.compile(model, backend=backend), None, None
+    with torch.no_grad():
+        for x, pos in calls():
+            (expected, theirs), (found, ours) = model(x, pos + offset, theirs), compiled(x, pos + offset, ours)
+            torch.testing.assert_close(found, expected)
+    assert isinstance(ours[0], kvcompile.CompressedCache)
