@@ -65,8 +65,8 @@ def bias(pos: Tensor) -> Tensor:
 
 
 def ahead(pos: Tensor) -> Tensor:
-    """Places up to 150 behind each query's own, more than the least pages of a store."""
-    return (torch.arange(CAPACITY) <= pos[:, None] + 150)[None, None]
+    """Places up to 300 behind each query's own, more than the least pages of a store."""
+    return (torch.arange(CAPACITY) <= pos[:, None] + 300)[None, None]
 
 
 def causal(pos: Tensor) -> Tensor:
