@@ -36,9 +36,9 @@ class Choice:
         filled = any(states[index].length for index in self.written if self.forms[index].slots is None)
         if not self.created_only and (filled or once):
             return Variant.PAST
-        if not self.created_only and any(self.forms[index].sees(call) > counts[index] for index in self.written):
-            return Variant.PAST
-        if beyond:
+        if beyond or any(self.forms[index].sees(call) > counts[index] for index in self.written):
+            if not self.created_only:
+                return Variant.PAST
             raise self._not_served("attention over the first tokens of a new cache", "attention over what was not written yet")
         if not self.positions:
             return Variant.FRESH if not any(starts[index] for index in self.written) else Variant.PAST

@@ -262,7 +262,7 @@ def _tried(part: Cut, arguments: Arguments, values: Values) -> Verdict:
             unknown = str(reason)
         except KvcompileError as error:
             # Refused at run time, loudly: no wrong number.
-            unknown = f"its twin was refused: {error}"
+            unknown = unknown if moments[0].ahead else f"its twin was refused: {error}"
         except Exception as error:
             log.debug("a rewritten twin fails", exc_info=True)
             first = next(iter(str(error).splitlines()), "")

@@ -34,7 +34,7 @@ def reach(site: Site) -> Any:
 def unbounded(site: Site) -> bool:
     """Whether the masks of a buffer's attention may show places behind the newest token, which the positions of a call do not tell."""
     slot = site.key
-    if not slot.kind.facts.filled or slot.block_table is not None or slot.sliding is not None:
+    if not slot.kind.facts.fixed or slot.block_table is not None or slot.sliding is not None:
         return False
     return exceeds(site) if site.bounds.hi.kind is not LimitKind.ALL else bool(hiding(site.bounds))
 
