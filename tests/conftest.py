@@ -12,6 +12,8 @@ from typing import Any
 
 # Inductor compiles in this process: workers that it starts import torch again, and the suite has one process a core.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# A second thread that has nothing to do sleeps: it spins by default, on the core of the suite's other process. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import joined_kernels
 import pytest
