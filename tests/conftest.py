@@ -8,9 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 # Inductor compiles in this process: workers that it starts import torch again, and the suite has one process a core.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# A second thread that has nothing to do sleeps: it spins by default, on the core of the suite's other process. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import joined_kernels
 import pytest
@@ -20,6 +23,7 @@ from torch._dynamo import guards
 from torch._inductor import sizevars
 from torch._inductor import utils as inductor_utils
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 torch.set_num_threads(2)
 # Tracing makes millions of objects that stay: looking through them at Python's default rate is 8% of the suite.
@@ -55,6 +59,33 @@ def _fill_once_a_set_of_rules(fill: Callable[[object], None]) -> Callable[[objec
 DtypePropagationOpsHandler.__init__ = _fill_once_a_set_of_rules(DtypePropagationOpsHandler.__init__)  # type: ignore[method-assign]
 joined_kernels.install()
 
+
+def _symbolic(value: object) -> bool:
+    """Whether an argument of an operator has a size that is a symbol."""
+    if isinstance(value, torch.Tensor):
+        return value._has_symbolic_sizes_strides
+    if isinstance(value, list | tuple):
+        return any(map(_symbolic, value))
+    return isinstance(value, torch.SymInt)
+
+
+def _without_symbols(cached: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``cached``, fake tensors' dispatch through torch's cache of results, such that sizes that are symbols go past the cache.
+
+    Symbols are those of one trace, so that most such entries are made and never read, and to read one takes as long as to compute it: 15%
+    of a test that compiles. ``TORCH_FAKE_TENSOR_DISPATCH_CACHE=0`` is torch's switch for the whole of it.
+    """
+
+    def dispatch(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self.shape_env is not None and any(map(_symbolic, args)):
+            return self._dispatch_impl(func, types, args, kwargs)
+        return cached(self, func, types, args, kwargs)
+
+    return dispatch
+
+
+FakeTensorMode._cached_dispatch_impl = _without_symbols(FakeTensorMode._cached_dispatch_impl)  # type: ignore[method-assign]
+
 FIRST = ("certified", "triton", "prefill", "chunked", "cpp", "inductor")
 """Parts of the names of tests that compile kernels or interpret them: tens of seconds, so they do not come last."""
 
@@ -77,6 +108,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: collections of garbage that tests ask for need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects() -> None:
+    """Free what other files' tests left and look away from the rest: a collection that a test asks for looks at objects of its own file.
+
+    Millions stay in a long session, seconds a collection: a cache machine, which collects often, took 48 s instead of 2.
+    """
+    torch._dynamo.reset()
     gc.collect()
     gc.freeze()
 

@@ -170,7 +170,15 @@ def test_a_folded_model_gives_the_same(scheme: str, kind: str, monkeypatch: pyte
     assert (2 if OLD_TRANSFORMERS and kind == "dynamic" else 3) in folded
 
 
-def test_a_region_that_does_not_compile_is_compiled_as_it_was(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+@pytest.fixture(scope="module")
+def expected() -> list[torch.Tensor]:
+    """What the model gives that is not folded and no compiler optimized."""
+    return calls_of(llama(), "static", kvcompile.backend("int8", inner="aot_eager"))
+
+
+def test_a_region_that_does_not_compile_is_compiled_as_it_was(
+    expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
+) -> None:
     def broken(module: fx.GraphModule, fakes: Any, writers: Any) -> int:
         """One operand less than the region takes."""
         count = fold(module, fakes, writers)
@@ -179,23 +187,19 @@ def test_a_region_that_does_not_compile_is_compiled_as_it_was(monkeypatch: pytes
                 call.args = call.args[:-1]
         return count
 
-    model = llama()
-    expected = calls_of(model, "static", kvcompile.backend("int8", inner="aot_eager"))
     monkeypatch.setattr("kvcompile.lowering.compile.fold", broken)
-    found = calls_of(model, "static", kvcompile.backend("int8", inner="aot_eager", fold=True))
+    found = calls_of(llama(), "static", kvcompile.backend("int8", inner="aot_eager", fold=True))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("writers", [(), (ops.append_body,)], ids=["inside", "between"])
-def test_inductor(writers: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+def test_inductor(writers: tuple[Any, ...], expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
     """With the writes inside of a region, and between regions, as they are on CUDA."""
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr("kvcompile.lowering.compile.WRITERS", writers)
-    model = llama()
-    expected = calls_of(model, "static", kvcompile.backend("int8", inner="aot_eager"))
-    found, sources = run_and_get_code(calls_of, model, "static", kvcompile.backend("int8", fold=True))
+    found, sources = run_and_get_code(calls_of, llama(), "static", kvcompile.backend("int8", fold=True))
     assert max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)) <= 1e-5
     regions = [set(re.findall(r"def (\w*subgraph\w*)\(", source)) for source in sources]
     calls = 3 if writers else 4

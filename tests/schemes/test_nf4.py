@@ -11,7 +11,7 @@ import kvcompile
 from kvcompile.schemes.nf4 import LARGEST, LEVELS, Nf4
 from kvcompile.types import Role, SlotSpec
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
 PUBLISHED = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -33,8 +33,8 @@ def test_every_level_decodes_to_itself() -> None:
 @pytest.mark.parametrize("policy", ["nf4", {"k": "nf4", "v": "int8"}, {"k": "kivi", "v": "nf4"}], ids=str)
 def test_constant_plane_is_read_and_never_written(policy: object, kind: str) -> None:
     """Over two requests, beside a window too, whose append is given the constant plane."""
-    owner, model = kvcompile.backend(policy, inner="eager", strict=True), llama()
-    compiled, plain = torch.compile(model, backend=owner), llama()
+    owner, model = kvcompile.backend(policy, inner="eager", strict=True), llama(layers=1)
+    compiled, plain = torch.compile(model, backend=owner), llama(layers=1)
     for _ in range(2):
         caches = [DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=128)
                   for _ in range(2)]
