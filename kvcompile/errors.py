@@ -100,6 +100,20 @@ class LatentNotHeld(SchemeError):
     )
 
 
+class OrderNotKnown(SchemeError):
+    template = (
+        "scheme {scheme!r} (policy path {path!r}) expects tokens in their order, written by the call that attends to them; found {found}; "
+        "use a scheme that encodes every token by itself for this layer"
+    )
+
+
+class DeviceUnsupported(SchemeError):
+    template = (
+        "scheme {scheme!r} (policy path {path!r}) expects a cache on {known}, found one on {device}, for which it has no kernels yet; use "
+        "another scheme for this layer"
+    )
+
+
 class WindowOnlyRead(SchemeError):
     template = (
         "expected a scheme without a window of newest tokens for a cache that is only read here, found a window of {window} tokens; "

@@ -50,4 +50,4 @@ def bind(
     positions = positions_of(captured, planned, effects)
     order = TokenOrder(captured, planned, effects)
     forms = tuple(form_of(group) for group in groups)
-    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, order)
+    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, order, planned.sites)
