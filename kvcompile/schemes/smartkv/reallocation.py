@@ -59,12 +59,23 @@ def drifted(scheme: Smartkv, importance: torch.Tensor, count: int) -> bool:
     return bool(clock.drifted(now, before, common, tau=scheme.tau, moved=scheme.moved, share=scheme.drift).any())
 
 
-def spendable(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
-    """Bytes that a row's settled tokens may take, so that the budget holds at every step up to the next allocation.
+def interval(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
+    """Steps from an allocation of ``count`` tokens to the next one: the clock's, or fewer where their pages would exceed the budget."""
+    steps = clock.interval(layer, count, scheme.interval)
+    cost, halves = scheme.cost(slot), scheme.halves
+    widest, least = cost.token(halves.keys[-1], halves.values[-1]), cost.token(halves.keys[0], halves.values[0])
+    needed = count * least + min(count, scheme.protect_first + scheme.protect_last) * (widest - least)
+    while steps > PAGE and spendable(scheme, slot, rows, count, layer, steps) < needed:
+        steps = (steps - 1) // PAGE * PAGE
+    return steps
+
+
+def spendable(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
+    """Bytes that a row's settled tokens may take, so that the budget holds at each of ``last`` steps up to the next allocation.
 
     Until then new tokens take whole pages, and everything that is kept by position grows with them.
     """
-    steps = torch.arange(clock.interval(layer, count, scheme.interval) + 1)
+    steps = torch.arange(last + 1)
     cost, widths = scheme.cost(slot), scheme.halves
     phases = torch.tensor([scheme.layer_share(tokens, slot, layer) for tokens in (count, count + int(steps[-1]))], dtype=torch.float64)
     allowed = phases.min() * cost.dense * rows * (count + steps).to(torch.float64)
@@ -90,10 +101,11 @@ def reallocated(
     now = [buckets.widths(half, count) for half in (keys, values)]
     most = [each.clamp(max=own[-1]) for each, own in zip(now, halves, strict=True)]
     before = Widths(most[0], most[1], torch.zeros(0))
-    last = torch.arange(count, device=value.device) >= count - scheme.protect_last
-    protected = there & ((there.cumsum(-1) <= scheme.protect_first) | last)
+    newest = torch.arange(count, device=value.device) >= count - scheme.protect_last
+    protected = there & ((there.cumsum(-1) <= scheme.protect_first) | newest)
     hidden = (~there).sum(-1) * cost.token(halves.keys[0], halves.values[0])
-    spend = spendable(scheme, slot, keys.rows, count, layer) - hidden
+    last = interval(scheme, slot, keys.rows, count, layer)
+    spend = spendable(scheme, slot, keys.rows, count, layer, last) - hidden
     found, after = decide(
         value, spend, cost, halves, before, _decided(by_position(decided, count)[..., 0]), taste=scheme.taste, sticking=scheme.sticking,
         keep_RT=there, protected_RT=protected, most=before,

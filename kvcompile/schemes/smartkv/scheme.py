@@ -32,11 +32,10 @@ import torch
 from kvcompile.errors import BadOption, HalvesDiffer
 from kvcompile.schemes.adaptive import Adaptive, Reallocated
 from kvcompile.schemes.base import Planes, Scheme, require, require_divides
-from kvcompile.schemes.smartkv import buckets, codes, reallocation
+from kvcompile.schemes.smartkv import buckets, clock, codes, reallocation
 from kvcompile.schemes.smartkv.allocation import Taste
 from kvcompile.schemes.smartkv.buckets import Buckets
 from kvcompile.schemes.smartkv.budget import Cost, Halves, Phases, layer_budgets
-from kvcompile.schemes.smartkv.clock import interval
 from kvcompile.schemes.smartkv.hysteresis import Sticking
 from kvcompile.schemes.smartkv.importance import Measure
 from kvcompile.schemes.symmetric import SCALE_DTYPES
@@ -299,12 +298,13 @@ class Smartkv(Adaptive):
         return half.histogram(count, settled // max(half.rows, 1))
 
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
+        half, rest = self._split(keys)
         since = count - first
-        if since >= interval(layer if first else 0, first, self.interval):
+        if since >= (reallocation.interval(self, slot, half.rows, first, layer) if first else clock.interval(0, 0, self.interval)):
             return True
         if not first or since % self.interval:
             return False
-        return reallocation.drifted(self, self._split(keys)[1][0], count)
+        return reallocation.drifted(self, rest[0], count)
 
     def reallocate(self, keys: Planes, values: Planes, slots: Sequence[SlotSpec], count: int, layer: int) -> Reallocated:
         key, value = (dataclasses.replace(self, half=half) for half in (Half.KEY, Half.VALUE))
