@@ -64,10 +64,9 @@ class Case:
 
     def attend(self, hi: torch.Tensor | None = None, **masks: Any) -> torch.Tensor:
         given = [masks.get(name) for name in ("lo", "keep", "bias", "sinks")]
-        softcap = masks.get("softcap", 0.0)
+        softcap, texts = masks.get("softcap", 0.0), (self.spell(Role.KEY), self.spell(Role.VALUE))
         return room.smartkv_attend(
-            self.q, self.keys, self.values, self.hi if hi is None else hi, *given, self.spell(Role.KEY), self.spell(Role.VALUE), 0.3, softcap,
-            D, self.importance, self.heads,
+            self.q, self.keys, self.values, self.hi if hi is None else hi, *given, *texts, 0.3, softcap, D, self.importance, self.heads,
         )
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
