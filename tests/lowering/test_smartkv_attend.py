@@ -129,7 +129,8 @@ def defined(case: Case, scheme: Smartkv, **given: Any) -> tuple[torch.Tensor, to
     for query in range(case.q.shape[2]):
         each = weights[:, :, query]
         visible = seen[:, 0, query]
-        measure = torch.stack([head_measure(each.unflatten(1, (K, -1))[:, head], scheme.measure, visible).mean(-1) for head in range(K)], -1)
+        of_heads = each.unflatten(1, (K, -1)).unbind(1)
+        measure = torch.stack([head_measure(one, scheme.measure, visible).mean(-1) for one in of_heads], -1)
         heads = scheme.head_decay * heads + (1 - scheme.head_decay) * measure
         mass = each.unflatten(1, (K, -1)).mean(2)
         plain = scheme.decay * plain + (1 - scheme.decay) * mass.mean(1)

@@ -62,12 +62,22 @@ def drifted(scheme: Smartkv, importance: torch.Tensor, count: int) -> bool:
 def interval(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
     """Steps from an allocation of ``count`` tokens to the next one: the clock's, or fewer where their pages would exceed the budget."""
     steps = clock.interval(layer, count, scheme.interval)
-    cost, halves = scheme.cost(slot), scheme.halves
-    widest, least = cost.token(halves.keys[-1], halves.values[-1]), cost.token(halves.keys[0], halves.values[0])
-    needed = count * least + min(count, scheme.protect_first + scheme.protect_last) * (widest - least)
-    while steps > PAGE and spendable(scheme, slot, rows, count, layer, steps) < needed:
+    while steps > PAGE and spendable(scheme, slot, rows, count, layer, steps) < _needed(scheme, slot, count):
         steps = (steps - 1) // PAGE * PAGE
     return steps
+
+
+def can_be_met(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> bool:
+    """Whether the least widths of ``count`` tokens, and the page that the next ones take, are within the budget."""
+    steps = min(PAGE, clock.interval(layer, count, scheme.interval))
+    return spendable(scheme, slot, rows, count, layer, steps) >= _needed(scheme, slot, count)
+
+
+def _needed(scheme: Smartkv, slot: SlotSpec, count: int) -> int:
+    """The least bytes of a row's settled tokens."""
+    cost, halves = scheme.cost(slot), scheme.halves
+    widest, least = cost.token(halves.keys[-1], halves.values[-1]), cost.token(halves.keys[0], halves.values[0])
+    return count * least + min(count, scheme.protect_first + scheme.protect_last) * (widest - least)
 
 
 def spendable(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:

@@ -3,7 +3,8 @@
 A token enters at 8 bits. Every ``interval`` steps or more, and earlier where importance drifts, the widths of a layer's tokens are decided
 anew: those that attention looks at keep theirs, the others become narrower, so that what the layer stores stays below ``budget`` of what
 its tokens take in 16 bits. All stored bytes count: codes, scales, positions, what is known of each token's importance, and the pages that
-new tokens will take until the next decision. Where too few tokens are there, those pages and the protected tokens alone exceed it.
+new tokens will take until the next decision. Where too few tokens are there, those pages and the protected tokens alone exceed it: fewer
+than ``EXEMPT`` then stay as they entered, more get the least widths.
 
 Options by the source's sections: 3.2 ``decay``; 4.1 ``recency``, 0 for none; 4.2 ``head_decay``, ``head_share``, ``measure``; 4.3
 ``protect_first``, ``protect_last``; 5.1 ``alpha``, ``floor``, ``moved``, ``checks``, ``costs``; 5.2 ``interval``, ``tau``, ``drift``; 6.1
@@ -58,6 +59,10 @@ def _signed(words: torch.Tensor, part: int) -> torch.Tensor:
 IMPORTANCE, HEADS, DECIDED = "importance", "heads", "decided"
 """Planes of keys: per position plain and weighted importance and the plain one at the last allocation; per kv head the average of its
 measure; per position how its width was decided (``reallocation``)."""
+
+
+EXEMPT = 4 * PAGE
+"""Fewer tokens keep their 8 bits while the budget cannot be met: the least widths would be all that they ever have, for a few bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +305,8 @@ class Smartkv(Adaptive):
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
         half, rest = self._split(keys)
         since = count - first
+        if count < EXEMPT and not reallocation.can_be_met(self, slot, half.rows, count, layer):
+            return False
         if since >= (reallocation.interval(self, slot, half.rows, first, layer) if first else clock.interval(0, 0, self.interval)):
             return True
         if not first or since % self.interval:
