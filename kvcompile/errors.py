@@ -68,7 +68,7 @@ class HostMemoryFull(KvcompileError):
 class HalvesDiffer(SchemeError):
     template = (
         "expected keys and values of one attention both in the scheme {scheme!r}, found {keys!r} and {values!r} for {path!r}; "
-        "choose it for both, since one certificate covers their product"
+        "choose it for both, with the same options: its attention reads and decides for both"
     )
 
 

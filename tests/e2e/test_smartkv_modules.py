@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from e2e_models import CASES, Case
 from sliding_models import SLIDING_CASES
 
 import kvcompile
-from kvcompile.schemes.smartkv import clock
+from kvcompile.schemes.smartkv import clock, reallocation
 from kvcompile.schemes.smartkv import scheme as scheme_module
 
 ALL = tuple({case.name: case for case in (*CASES, *SLIDING_CASES)}.values())
@@ -23,10 +25,13 @@ REFUSED = {
 
 
 @pytest.fixture(autouse=True)
-def _often(one_thread: None, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _often(one_thread: None, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Widths are decided after every third token, whatever that costs."""
     monkeypatch.setattr(clock, "interval", lambda layer, tokens, base=16: 3)
     monkeypatch.setattr(scheme_module, "EXEMPT", 0)
+    reallocation.interval.cache_clear()
+    yield
+    reallocation.interval.cache_clear()
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

@@ -11,6 +11,7 @@ nevertheless: a mask may show it later.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,7 @@ def drifted(scheme: Smartkv, importance: torch.Tensor, count: int) -> bool:
     return bool(clock.drifted(now, before, common, tau=scheme.tau, moved=scheme.moved, share=scheme.drift).any())
 
 
+@functools.lru_cache(maxsize=1024)
 def interval(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
     """Steps from an allocation of ``count`` tokens to the next one: the clock's, or fewer where their pages would exceed the budget."""
     steps = clock.interval(layer, count, scheme.interval)
