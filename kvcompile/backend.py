@@ -18,6 +18,7 @@ from kvcompile.passes.plan.certify import certifying
 from kvcompile.passes.plan.policy import Policy, policy_of
 from kvcompile.records import Newest, records
 from kvcompile.report import GraphReport, Report
+from kvcompile.runtime.adaptive_store import AdaptiveStore
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.schemes import Certify
@@ -64,7 +65,9 @@ class Backend:
                 slot, tokens = store.spec.slot, state.length
                 report.allocated += store.nbytes
                 report.hosted += store.host_nbytes
-                report.announced += store.spec.layout.nbytes(store.pages, store.batch, slot.heads)
+                report.announced += store.announced(tokens)
+                if isinstance(store, AdaptiveStore):
+                    report.count_widths(slot.role, store.histogram(tokens), store.churn)
                 report.dense += tokens * store.batch * slot.heads * slot.head_dim * slot.dtype.itemsize
                 if tokens and store.never_calibrated:
                     report.never_calibrated.append(store.spec.scheme.uncalibrated)

@@ -68,7 +68,7 @@ class HostMemoryFull(KvcompileError):
 class HalvesDiffer(SchemeError):
     template = (
         "expected keys and values of one attention both in the scheme {scheme!r}, found {keys!r} and {values!r} for {path!r}; "
-        "choose it for both, since one certificate covers their product"
+        "choose it for both, with the same options: its attention reads and decides for both"
     )
 
 
@@ -97,6 +97,20 @@ class LatentNotHeld(SchemeError):
     template = (
         "expected keys and values that are cached as attention takes them, for the scheme {scheme!r}, found ones that are made from a "
         "cached latent; give {path!r} a scheme such as 'int8' in a per-layer policy"
+    )
+
+
+class OrderNotKnown(SchemeError):
+    template = (
+        "scheme {scheme!r} (policy path {path!r}) expects tokens in their order, written by the call that attends to them; found {found}; "
+        "use a scheme that encodes every token by itself for this layer"
+    )
+
+
+class DeviceUnsupported(SchemeError):
+    template = (
+        "scheme {scheme!r} (policy path {path!r}) expects a cache on {known}, found one on {device}, for which it has no kernels yet; use "
+        "another scheme for this layer"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rich import box
@@ -18,7 +19,8 @@ from kvcompile.passes.graph.shapes import hint
 from kvcompile.passes.match.mask.masks import describe
 from kvcompile.passes.match.sites import Refusal, Slot
 from kvcompile.passes.plan.plan import BATCH, TOKENS, Plan, SitePlan
-from kvcompile.schemes import Scheme
+from kvcompile.schemes import Churn, Scheme
+from kvcompile.types import Role
 
 LONGEST_PATH = 36
 """Module paths up to this stay on one line."""
@@ -81,7 +83,8 @@ class Report:
     """All graphs that one backend compiled, and the stores that live; ``tokens`` is the length that bytes are given for.
 
     ``hosted``: of the bytes allocated, those in pinned host memory. ``never_calibrated``: of each live store that holds tokens
-    without the calibration by queries that its scheme has, how it encodes keys.
+    without the calibration by queries that its scheme has, how it encodes keys. ``widths``: tokens of live caches by their bits a channel,
+    for keys and for values, over rows and layers, where a scheme gives tokens widths of their own; ``churn``: what changing them took.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -91,6 +94,15 @@ class Report:
     hosted: int = 0
     never_calibrated: list[str] = field(default_factory=list)
     tokens: int | None = None
+    widths: dict[Role, dict[int, int]] = field(default_factory=dict)
+    churn: Churn = field(default_factory=Churn)
+
+    def count_widths(self, role: Role, histogram: Mapping[int, int], churn: Churn) -> None:
+        """Add one live store's tokens by bits, and what its reallocations changed."""
+        held = self.widths.setdefault(role, {})
+        for bits, count in histogram.items():
+            held[bits] = held.get(bits, 0) + count
+        self.churn = self.churn + churn
 
     @property
     def sites(self) -> int:
@@ -250,6 +262,16 @@ def _footer(report: Report) -> Text:
         text.append(
             f"\nlive caches: {size_text(report.allocated)} allocated{hosted}, {size_text(report.announced)} announced, in place of "
             f"{size_text(report.dense)} dense{ratio}", style="not bold",
+        )
+    for role, histogram in report.widths.items():
+        total = sum(histogram.values())
+        listed = ", ".join(f"{bits} bits {count / total:.1%}" for bits, count in sorted(histogram.items()))
+        text.append(f"\n{role.value}s of {count_text(total, 'stored token')}: {listed or 'none'}", style="not bold")
+    if report.churn.allocations:
+        churn = report.churn
+        text.append(
+            f"\nwidths: {count_text(churn.allocations, 'reallocation')}, {churn.moved} widths of settled tokens changed, {churn.refused} "
+            "promotions refused", style="not bold",
         )
     if report.never_calibrated:
         text.append(

@@ -50,6 +50,7 @@ class Extent(enum.Enum):
     TOKENS = "pages of tokens"
     ROW = "one for every batch row"
     BATCH = "one for all batch rows"
+    STORE = "as many as its store says"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class PlaneSpec:
     append takes it; such planes are the last of a layout. ``originals``: holds every token as the model made it.
     ``placed``: says where in this very store something is, so a store whose tokens are moved begins it anew. ``constant``: holds
     what its scheme's ``constants`` says, in every store, and no append takes it but behind a window; such planes follow those that grow.
+    ``shared``: one for all heads, K = 1. ``pooled``: B = 1, tokens of all rows behind each other. ``first``: holds the position of the
+    first token in the planes that grow, int64, and an append counts from there; all planes of such a layout but the encoded are ``tally``.
     """
 
     name: str
@@ -74,12 +77,18 @@ class PlaneSpec:
     originals: bool = False
     placed: bool = False
     constant: bool = False
+    shared: bool = False
+    pooled: bool = False
+    first: bool = False
 
     def shape(self, pages: int, batch: int, heads: int) -> tuple[int, int, int, int, int]:
-        """The allocated shape for ``pages`` pages, [N, B, K, rows, width]."""
-        n = pages if self.extent is Extent.TOKENS else 1
-        b = 1 if self.extent is Extent.BATCH else batch
-        return (n, b, heads, self.rows, self.width)
+        """The allocated shape for ``pages`` pages, [N, B, K, rows, width]; empty where the store says how many there are."""
+        n = pages if self.extent is Extent.TOKENS else 0 if self.extent is Extent.STORE else 1
+        return self.shape_of(n, batch, heads)
+
+    def shape_of(self, n: int, batch: int, heads: int) -> tuple[int, int, int, int, int]:
+        """The shape with ``n`` along its first axis."""
+        return (n, 1 if self.pooled or self.extent is Extent.BATCH else batch, 1 if self.shared else heads, self.rows, self.width)
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +119,11 @@ class Layout:
         return sum(not plane.tally for plane in self.planes) if windowed else self.encoded
 
     @property
+    def first(self) -> int | None:
+        """The index of the plane that says where the planes that grow begin; None where they begin at 0."""
+        return next((index for index, plane in enumerate(self.planes) if plane.first), None)
+
+    @property
     def ordered(self) -> bool:
         """Whether something beside the codes needs the tokens in their order: a window, planes computed from queries."""
         return any(plane.extent is not Extent.TOKENS and not plane.constant for plane in self.planes)
@@ -122,12 +136,12 @@ class Layout:
     @property
     def bytes_per_row(self) -> int:
         """Bytes of one head of one batch row whatever the length: windows."""
-        return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.ROW)
+        return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.ROW and not plane.shared)
 
     @property
     def bytes_per_head(self) -> int:
         """Bytes of one head whatever the length and the batch: codebooks, shared subspaces."""
-        return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.BATCH)
+        return sum(plane.nbytes for plane in self.planes if plane.extent is Extent.BATCH and not plane.shared)
 
     def windowed(self, slot: SlotSpec, window: int) -> Layout:
         """Return the layout with the newest ``window`` tokens in full precision, and a count of the tokens, behind what is encoded."""
@@ -138,8 +152,9 @@ class Layout:
         return Layout((*grown, *constant, *added, *own))
 
     def nbytes(self, pages: int, batch: int, heads: int) -> int:
-        """Bytes of all planes of ``pages`` pages, ``batch`` rows and ``heads`` kv heads."""
-        return heads * (batch * (pages * self.bytes_per_page + self.bytes_per_row) + self.bytes_per_head)
+        """Bytes of all planes of ``pages`` pages, ``batch`` rows and ``heads`` kv heads, without those whose size their store says."""
+        shared = sum(math.prod(plane.shape(pages, batch, heads)) * plane.dtype.itemsize for plane in self.planes if plane.shared)
+        return heads * (batch * (pages * self.bytes_per_page + self.bytes_per_row) + self.bytes_per_head) + shared
 
     def bytes_per_token(self, heads: int) -> float:
         """Bytes one token of one batch row costs over ``heads`` kv heads."""

@@ -67,7 +67,11 @@ class Prompt(enum.Enum):
 
 
 class Scheme(enum.Enum):
-    """Schemes by name; every scheme of ``kvcompile.schemes.SCHEMES`` and one mixed pair."""
+    """Schemes by name; every scheme of ``kvcompile.schemes.SCHEMES`` that runs on CUDA, and one mixed pair.
+
+    One that has no kernels there is refused on a GPU. What ``smartkv`` stores depends on attention, so that its ``encode`` and ``decode``
+    are no reference either (``oracles``).
+    """
 
     DENSE = "dense"
     INT8 = "int8"

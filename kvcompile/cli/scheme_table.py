@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvcompile.errors import SchemeError
 from kvcompile.report import size_text
-from kvcompile.schemes import Scheme, registered
+from kvcompile.schemes import Adaptive, Scheme, registered
 from kvcompile.types import Role, SlotSpec, pages_for
 
 
@@ -39,15 +39,19 @@ def scheme_table(heads: int, head_dim: int, layers: int, dtype: torch.dtype, tok
 
 
 def _costs(scheme: Scheme, heads: int, head_dim: int, layers: int, dtype: torch.dtype, tokens: int) -> tuple[str, str, str, str]:
-    """Bits a value, bytes a token, bytes of ``tokens`` in whole pages, share of the dense cache."""
+    """Bits a value, bytes a token, bytes of ``tokens`` in whole pages, share of the dense cache; the budget of a scheme that has one."""
     slots = [SlotSpec(heads, head_dim, dtype, role) for role in Role]
     try:
         for slot in slots:
             scheme.check(slot)
     except SchemeError:
         return "", "", f"not for {head_dim} channels", ""
-    token = layers * sum(scheme.layout(slot).bytes_per_token(heads) for slot in slots)
-    total = layers * sum(scheme.layout(slot).nbytes(pages_for(tokens), 1, heads) for slot in slots)
+    if isinstance(scheme, Adaptive):
+        token = layers * sum(heads * slot.head_dim * scheme.bits_per_value(slot) / 8 for slot in slots)
+        total = int(token * tokens)
+    else:
+        token = layers * sum(scheme.layout(slot).bytes_per_token(heads) for slot in slots)
+        total = layers * sum(scheme.layout(slot).nbytes(pages_for(tokens), 1, heads) for slot in slots)
     bits = sum(scheme.bits_per_value(slot) for slot in slots) / len(slots)
     return f"{bits:.2f}", size_text(token), size_text(total), f"{token / (2 * layers * heads * head_dim * dtype.itemsize):.1%}"
 

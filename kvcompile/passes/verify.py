@@ -19,6 +19,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.shapes import op_name, source_line
 from kvcompile.passes.rewrite.rewritten import Binding, Rewritten
+from kvcompile.schemes import Adaptive
 
 APPENDS = {"kvcompile::append", "kvcompile::append_window"}
 CALIBRATE, UNROLL, GATHER = "kvcompile::calibrate", "kvcompile::unroll", "kvcompile::gather"
@@ -48,6 +49,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     before = _planes(late, planes)
     order = {node: index for index, node in enumerate(graph.nodes)}
     own = {f"kvcompile::{binding.plan.scheme.attention}" for binding in rewritten.bindings}
+    own |= {f"kvcompile::{scheme.observes}" for binding in rewritten.bindings if isinstance(scheme := binding.plan.scheme, Adaptive)}
     attends = {"kvcompile::attend", "kvcompile::report_site"} | own
     specs = [spec for binding in rewritten.bindings for spec in binding.plan.layout.planes]
     for plane, spec in zip(planes, specs, strict=True):
@@ -57,7 +59,8 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         calibrated = [user for user in plane.users if _name(user) == CALIBRATE]
         copies = [user for user in plane.users if _name(user) == UNROLL]
         known = {*writers, *readers, *calibrated, *copies}
-        others = [user for user in plane.users if user not in known and not _asks(user, name, writers, order)]
+        asking = {user for user in plane.users if _asks(user, name, writers, order) or (spec.first and _counts(user))}
+        others = [user for user in plane.users if user not in known | asking]
         if plane in unwritten and writers:
             _fail("no append into a plane of a cache that is only read", f"{len(writers)} appends into {plane.name}")
         if spec.tally and writers:
@@ -95,6 +98,11 @@ def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node,
         if op_name(view) == "select":
             views += view.users
     return name == "clock" and len(views) > 1 and all(order[view] < order[writer] for view in views for writer in writers)
+
+
+def _counts(user: fx.Node) -> bool:
+    """Whether a node only takes the number in a plane, to subtract it from positions."""
+    return op_name(user) == "reshape" and all(op_name(node) == "sub" for node in user.users)
 
 
 class _Changed(fx.Interpreter):

@@ -51,4 +51,5 @@ def bind(
     positions = positions_of(captured, planned, effects)
     sight = Sight(captured, planned, effects)
     forms = tuple(form_of(group, sight) for group in groups)
-    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, TokenOrder(sight))
+    order = TokenOrder(sight)
+    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, order, planned.sites)

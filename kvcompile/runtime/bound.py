@@ -17,6 +17,7 @@ from kvcompile.errors import LengthsDiffer, NotCompiled, NotServed
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass
 from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.calibration import Calibration, calibrated
@@ -29,6 +30,7 @@ from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.order import Broken, TokenOrder
 from kvcompile.runtime.positions import PositionReader, TokenPositions
+from kvcompile.runtime.reallocation import Reallocation
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.states import States
 from kvcompile.runtime.steady import Steady
@@ -53,6 +55,7 @@ class BoundGraph:
         self, captured: Captured, forms: tuple[CacheForm, ...], pairs: tuple[tuple[int, int], ...],
         compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: PositionReader | None,
         growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str], order: TokenOrder,
+        sites: Sequence[SitePlan],
     ) -> None:
         self.captured, self.forms, self.pairs = captured, forms, pairs
         self.compile_variant, self.positions, self.growth = compile_variant, positions, growth
@@ -73,6 +76,7 @@ class BoundGraph:
         )
         self.calibrated = tuple(index for index, form in enumerate(forms) if form.kind.written and calibrated(form.group))
         self.choice = Choice(forms, self.calibrated, positions is not None)
+        self.reallocation = Reallocation(forms, sites)
         self.undone = any(form.windowed or form.slots is not None for form in forms)
         self.dense: DenseCalls | None = None  # a trial has none
 
@@ -122,7 +126,9 @@ class BoundGraph:
             broken = Broken(self.forms[0].group, str(error), isinstance(error, NotCompiled) and Variant.PAST not in self.variants)
             return self.dense.out_of_order(self.forms, args, broken, self.thawed)
         self._settle(step, call, rewritten)
-        return self._commit(step, call, shapes, results, rewritten)
+        given = self._commit(step, call, shapes, results, rewritten)
+        self.reallocation.after(step.states)
+        return given
 
     def _steady_step(self, steady: Steady, states: Sequence[CacheState], args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run a decode step that needs no check and no room."""
@@ -134,6 +140,7 @@ class BoundGraph:
             sizes = [self.sizes.value(size, args) for size in rewritten.sizes]
             results = compiled(*[args[index] for index in rewritten.kept], *planes, *slots, *sizes)
         steady.commit(states, args)
+        self.reallocation.after(states)
         return self._results(results, self._given_back(args), rewritten)
 
     def _prepare(self, call: Call) -> _Step:
@@ -189,12 +196,14 @@ class BoundGraph:
     def _make_room(self, step: _Step, call: Call) -> None:
         """Have enough pages in every store; all stores of a graph that grow alike have the same number of pages."""
         pages: dict[int | None, int] = {}
+        tokens: list[int] = []
         for form, state, start, count in zip(self.forms, step.states, step.starts, step.counts, strict=True):
             needed, capacity = form.room(start, count, call)
+            tokens.append(needed)
             pages[form.end] = max(pages.get(form.end, LEAST_PAGES), self.growth.pages(needed, capacity), state.pages)
-        for form, state in zip(self.forms, step.states, strict=True):
+        for form, state, needed in zip(self.forms, step.states, tokens, strict=True):
             for store in state.stores.values():
-                store.reserve(pages[form.end])
+                store.reserve(pages[form.end], needed)
 
     def _cursors(self, rewritten: Rewritten, step: _Step) -> list[torch.Tensor]:
         """Return the slots of the next tokens of sliding windows, as the compiled code takes them."""

@@ -25,7 +25,7 @@ def encode(store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None
         if store.rope is not None:
             part = store.rope.unrotated(part, pos if left_padding is None else pos - left_padding[:, None])
         if store.window is None:
-            append_body(part, planes, pos, scheme.spell(), left_padding if scheme.keeps_padding_out else None)
+            append_body(part, planes, pos - store.first, scheme.spell(), left_padding if scheme.keeps_padding_out else None)
         else:
             append_window_body(part, planes, pos, left_padding, scheme.spell())
 
@@ -56,8 +56,11 @@ def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: i
         return "no compiled call has said by which angles its keys are turned"
     if not length and (store.window is not None or scheme.keeps_padding_out):
         return "its scheme must know the padding of the first tokens"
-    if store.window is None or not len(at):
+    if (store.window is None and not scheme.in_order) or not len(at):
         return ""
+    if store.window is None:
+        whole = at.equal(torch.arange(length, length + len(at), device=at.device)) and bool(rows_BKn.all())
+        return "" if whole else f"{scheme.name} takes tokens in their order, all heads of all rows, and none in place of another"
     first, last, size = int(at[0]), int(at[-1]), store.window.shape[2]
     if length - first > size or bool(lost(store, first).any()):
         return f"it writes over tokens that are only codes by now: {scheme.spell()} keeps {size} of {length} tokens"
@@ -70,6 +73,9 @@ def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: i
 def write_tokens(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor, length: int) -> None:
     """Encode ``rows`` of the tokens ``at`` [n], ascending, into a store of ``length`` tokens with room for them; see ``unwritable``."""
     if not len(at):
+        return
+    if store.window is None and store.in_order:
+        encode(store, x_BKnD, first=int(at[0]))
         return
     if store.window is None:
         _write_codes(store, x_BKnD, rows_BKn, at)

@@ -10,6 +10,7 @@ import torch
 
 from kvcompile.errors import OtherFormat, WindowPassed
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, mark_dynamic, parse_to
+from kvcompile.runtime.adaptive_store import store_class
 from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.handle import CompressedCache, become, decoded, is_handle, make, rebind, resume, shown, tell
@@ -148,11 +149,9 @@ def rebuild(
     """Make a handle from what pickling kept: planes and layout, codes as they were. Raises OtherFormat."""
     if form != FORMAT:
         raise OtherFormat(expected=FORMAT, found=form)
-    from kvcompile.runtime.store import Store
-
     stores = {}
     for part, (spec, planes) in parts.items():
-        stores[part] = Store.holding(spec, list(planes))
+        stores[part] = store_class(spec).holding(spec, list(planes))
     del device
     state = CacheState(axes, stores, length, slots=slots, grown=grown)
     # A cropped tensor of a state that went on: its stores hold more tokens than it shows.

@@ -22,6 +22,7 @@ import torch
 
 from kvcompile.errors import CacheStale
 from kvcompile.passes.match.sites import Axes
+from kvcompile.runtime.adaptive_store import AdaptiveStore
 from kvcompile.runtime.codec import decode
 from kvcompile.runtime.dense_layout import put_tokens
 from kvcompile.runtime.exact_window import rewind
@@ -52,7 +53,8 @@ class CacheState:
         self.rollbacks: list[tuple[int, int]] = []
         # The position behind the last token that was ever written: in a sliding window it says which older ones are gone.
         self.top = self.behind = self.length
-        self.windowed = any(store.window is not None for store in self.stores.values())
+        self.windowed = any(store.in_order for store in self.stores.values())
+        self.adaptive = any(isinstance(store, AdaptiveStore) for store in self.stores.values())
         # Places from the first on that were encoded when the cache was adopted, whether a token was written there or not.
         self.held = 0
         # The memory of its handles.
@@ -88,12 +90,15 @@ class CacheState:
     def rewind(self, wanted: int | torch.Tensor) -> None:
         """Bring the stores back to ``wanted`` tokens, of all rows or [B], before others are written behind them; raises WindowPassed."""
         for store in self.stores.values():
-            rewind(store, wanted)
+            if isinstance(store, AdaptiveStore):
+                store.cut(wanted)
+            else:
+                rewind(store, wanted)
 
     def make_room(self, tokens: int, capacity: int | None = None) -> None:
         """Have pages for ``tokens`` tokens in all stores, at most those of ``capacity``."""
         for store in self.stores.values():
-            store.reserve(self.growth.pages(tokens, capacity))
+            store.reserve(self.growth.pages(tokens, capacity), tokens)
 
     def clear(self) -> None:
         """Forget all tokens."""
@@ -119,7 +124,7 @@ class CacheState:
     @property
     def room(self) -> int:
         """Count the tokens that the stores have pages for."""
-        return self.pages * PAGE
+        return min(store.room for store in self.stores.values())
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.rope.rope import Rotation
 from kvcompile.passes.rewrite.rewritten import Binding
 from kvcompile.runtime import handle as handles
+from kvcompile.runtime.adaptive_store import store_class
 from kvcompile.runtime.calibration import Calibration
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
@@ -21,7 +22,7 @@ from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.rope import Rope, RopeReader
 from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.store import Store, StoreSpec
+from kvcompile.runtime.store import StoreSpec
 
 
 def store_spec(binding: Binding) -> StoreSpec:
@@ -77,7 +78,8 @@ class States:
     def _made(self, form: CacheForm, batch: int, device: torch.device, args: tuple[Any, ...]) -> CacheState:
         """Make a state without tokens."""
         bindings = form.group.bindings
-        stores = {item.part: Store(store_spec(item), batch, device, 0, self._rope(item, args)) for item in bindings}
+        specs = {item: store_spec(item) for item in bindings}
+        stores = {item.part: store_class(spec)(spec, batch, device, 0, self._rope(item, args)) for item, spec in specs.items()}
         axes = {item.part: item.plan.slot.axes for item in bindings}
         state = CacheState(axes, stores, slots=form.slots, growth=self.growth, grown=form.kind.grows)
         self.live.add(state)

@@ -62,7 +62,7 @@ class Steady:
             if self not in state.settled or not state.length or tensor._length != state.length:
                 return None
             room = state.room
-            if rooms.setdefault(row.slots or row.capacity, room) != room:
+            if not state.adaptive and rooms.setdefault(row.slots or row.capacity, room) != room:
                 return None
             if row.slots:
                 slot = state.length % row.slots

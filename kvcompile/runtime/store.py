@@ -21,7 +21,7 @@ from kvcompile.runtime.rope import Rope
 from kvcompile.runtime.telemetry import Telling
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.certificate.telemetry import REFILLED
-from kvcompile.types import Extent, Layout, PlaneSpec, SlotSpec, pages_for
+from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StoreSpec:
 
 
 @contextlib.contextmanager
-def _ordinary() -> Iterator[None]:
+def ordinary() -> Iterator[None]:
     """Make ordinary planes: a cache filled in inference mode may be used outside, so no plane is an inference tensor."""
     with torch.inference_mode(False), torch.no_grad():
         yield
@@ -66,7 +66,7 @@ class Store:
 
     def _zeros(self, plane: PlaneSpec, pages: int) -> torch.Tensor:
         """Make an empty plane where it belongs."""
-        with _ordinary():
+        with ordinary():
             if plane.host and self.device.type == "cuda":
                 shape = plane.shape(pages, self.batch, self.spec.slot.heads)
                 return host_plane(shape, plane.dtype, self.device)
@@ -82,8 +82,32 @@ class Store:
         """Count the bytes in pinned host memory."""
         return sum(plane.untyped_storage().nbytes() for plane, spec in self.described() if spec.host and self.device.type == "cuda")
 
-    def reserve(self, pages: int) -> None:
-        """Have room for ``pages`` pages; one plane at a time is held twice while it is copied."""
+    @property
+    def first(self) -> int:
+        """Return the position of the first token in the planes that grow."""
+        return 0
+
+    @property
+    def room(self) -> int:
+        """Count the tokens that there are pages for."""
+        return self.pages * PAGE
+
+    @property
+    def in_order(self) -> bool:
+        """Whether tokens are taken in their order only, and those behind the last one written are forgotten."""
+        return self.window is not None or self.spec.scheme.in_order
+
+    def announced(self, tokens: int) -> int:
+        """Count the bytes that ``tokens`` tokens were said to take."""
+        del tokens
+        return self.spec.layout.nbytes(self.pages, self.batch, self.spec.slot.heads)
+
+    def reserve(self, pages: int, tokens: int | None = None) -> None:
+        """Have room for ``pages`` pages; one plane at a time is held twice while it is copied.
+
+        ``tokens``: how many the next call needs, for stores that have room for no more.
+        """
+        del tokens
         if pages <= self.pages:
             return
         for index, (plane, spec) in enumerate(zip(self.planes, self.spec.layout.planes, strict=True)):
@@ -99,7 +123,7 @@ class Store:
     def clear(self) -> None:
         """Forget everything but telemetry and give the memory back."""
         self.pages = 0
-        with _ordinary():
+        with ordinary():
             for index, spec in enumerate(self.spec.layout.planes):
                 if spec.name == telemetry.PLANE:
                     continue
@@ -169,16 +193,20 @@ class Store:
         grown = [plane[first:last] if spec.extent is Extent.TOKENS else plane for plane, spec in self.described()]
         return self.spec.scheme.decode(decodable(self.spec.scheme, grown, self.spec.slot, slice(None)), self.spec.slot)
 
+    def restore(self, planes: list[torch.Tensor]) -> None:
+        """Take back planes that were there before; only a store that exchanges its planes has anything to do."""
+        del planes
+
     # --- copies ----------------------------------------------------------------------------------
 
     def clone(self) -> Store:
         """Make a new store with the same content."""
-        with _ordinary():
+        with ordinary():
             return Store.holding(self.spec, [plane.clone() for plane in self.planes], self.rope)
 
     def select_rows(self, rows: torch.Tensor) -> Store:
         """Make a new store of the given batch rows: codes are copied, never re-encoded."""
-        with _ordinary():
+        with ordinary():
             return Store.holding(self.spec, [
                 plane.clone() if spec.extent is Extent.BATCH else plane.index_select(1, rows.to(plane.device))
                 for plane, spec in self.described()
@@ -191,7 +219,7 @@ class Store:
             return made
         self.reserve(pages_for(first + count if slots is None else min(first + count, slots)))
         at, place = torch.arange(first, first + count, device=self.device), torch.arange(count, device=self.device).unsqueeze(0)
-        with _ordinary():
+        with ordinary():
             for (plane, spec), target in zip(self.described(), made.planes, strict=True):
                 if spec.placed:
                     # Blocks are elsewhere now, and copies of them nowhere.

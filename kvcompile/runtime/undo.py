@@ -22,6 +22,7 @@ import torch
 from kvcompile.lowering.ops.operations import write_rows
 from kvcompile.lowering.ops.sliding import taken
 from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Undo:
         self.slots: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.again: list[tuple[CacheState, int]] = []
+        self.stores: list[tuple[Store, list[torch.Tensor]]] = []
 
     def __enter__(self) -> Undo:
         return self
@@ -45,6 +47,7 @@ class Undo:
     def whole(self, state: CacheState) -> None:
         """Keep the windows of a state that goes back."""
         for store in state.stores.values():
+            self.stores.append((store, list(store.planes)))
             if store.window is not None:
                 self.planes += [(plane, plane.clone()) for plane in store.rolled_back]
 
@@ -81,6 +84,8 @@ class Undo:
             # The last first: what a rollback kept is older than what the call did.
             for plane, kept in reversed(self.planes):
                 plane.copy_(kept)
+        for store, planes in reversed(self.stores):
+            store.restore(planes)
         for state, start in self.again:
             state.rewind(start)
         if any(state.windowed for state, _ in self.again):

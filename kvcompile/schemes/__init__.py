@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from kvcompile.errors import BadOption, BadScheme, UnknownOption, UnknownScheme
+from kvcompile.schemes.adaptive import Adaptive, Churn
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
 from kvcompile.schemes.certificate.policy import Certify
 from kvcompile.schemes.certified import Certified
 from kvcompile.schemes.dense import Dense
 from kvcompile.schemes.nf4 import Nf4
+from kvcompile.schemes.smartkv.scheme import Smartkv
 from kvcompile.schemes.squat import Squat
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
 
@@ -29,6 +31,7 @@ SCHEMES: tuple[type[Scheme], ...] = (
     Kivi,
     Squat,
     Certified,
+    Smartkv,
 )
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
@@ -115,6 +118,6 @@ def parse(text: str) -> Scheme:
 
 
 __all__ = [
-    "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Certified", "Certify", "Dense", "Fp8", "Int4", "Int8", "Kivi", "Nf4", "Planes",
-    "Scheme", "Squat", "make", "parse", "register", "registered",
+    "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Adaptive", "Certified", "Certify", "Churn", "Dense", "Fp8", "Int4", "Int8",
+    "Kivi", "Nf4", "Planes", "Scheme", "Smartkv", "Squat", "make", "parse", "register", "registered",
 ]

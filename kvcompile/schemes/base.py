@@ -51,6 +51,10 @@ class Scheme(abc.ABC):
     """The module that defines this operation and brings its kernels (``lowering.rooms``), where it is not ``attend``."""
     kernel_encoding: ClassVar[bool] = False
     """Whether kernels may encode as ``absmax`` or ``minmax`` says. Said by every class for itself: what a subclass encodes is its own."""
+    in_order: ClassVar[bool] = False
+    """Whether its stores take tokens in their order only, as those with a window do: what lies behind the last one is forgotten."""
+    devices: ClassVar[tuple[str, ...] | None] = None
+    """The devices that its attention runs on, None for all."""
     exact: ClassVar[bool] = False
     """Whether ``decode`` returns what was encoded."""
     source: ClassVar[str] = ""
@@ -167,6 +171,10 @@ class Scheme(abc.ABC):
             raise HalvesDiffer(scheme=self.name, keys=keys.spell(), values=values.spell(), path=path)
         if latent and self.attention != Scheme.attention:
             raise LatentNotHeld(scheme=self.name, path=path)
+
+    def check_site(self, keys: SlotSpec, values: SlotSpec, layer: int) -> None:
+        """Raise a SchemeError where attention of a layer, by its number, cannot have this scheme for keys and values of these slots."""
+        del keys, values, layer
 
     def certifying(self, certify: str) -> Scheme | None:
         """Return the scheme with this policy for its attention's certificate, None where its attention has none."""

@@ -88,12 +88,13 @@ ROOMS = {
     "kvcompile.passes.plan": ("graph", "match"),
     "kvcompile.passes.rewrite": ("graph", "capture", "match", "plan"),
     "kvcompile.runtime.forms": (
-        "call", "codec", "dense_layout", "groups", "handle", "state", "steady", "token_slots",
+        "call", "codec", "dense_layout", "groups", "handle", "sight", "state", "steady", "token_slots",
     ),
     "kvcompile.runtime.store": ("pinned", "rope", "telemetry"),
+    "kvcompile.runtime.adaptive_store": ("rope", "store"),
     "kvcompile.runtime.exact_window": ("store",),
     "kvcompile.runtime.codec": ("store", "exact_window"),
-    "kvcompile.runtime.state": ("store", "exact_window", "codec", "dense_layout", "growth", "telemetry"),
+    "kvcompile.runtime.state": ("adaptive_store", "store", "exact_window", "codec", "dense_layout", "growth", "telemetry"),
     "kvcompile.lowering.ops": (),
     "kvcompile.lowering.codegen": (),
     "kvcompile.lowering.host": (),
@@ -101,6 +102,7 @@ ROOMS = {
     "kvcompile.lowering.append": ("ops", "host", "rooms"),
     "kvcompile.lowering.certificate": ("ops",),
     "kvcompile.lowering.certified": ("ops", "codegen", "host", "rooms", "append", "certificate", "decode"),
+    "kvcompile.lowering.smartkv": ("ops", "host", "rooms"),
     "kvcompile.lowering.cpu": ("ops", "codegen", "host"),
     "kvcompile.lowering.decode": ("ops", "codegen", "host"),
     "kvcompile.lowering.prefill": ("ops", "codegen", "host", "decode"),
@@ -198,13 +200,13 @@ def test_no_model_family_is_named_in_the_passes() -> None:
     assert passes and not wrong, "recognisers are about graphs:\n" + "\n".join(wrong)
 
 
-OWN_ROOMS = ("kvcompile.lowering.certified",)
+OWN_ROOMS = ("kvcompile.lowering.certified", "kvcompile.lowering.smartkv")
 """The rooms of schemes, each of which may name its scheme."""
 
 def test_no_scheme_is_named_outside_its_room() -> None:
     layers = ("kvcompile.lowering", "kvcompile.passes", "kvcompile.runtime", "kvcompile.validation")
     found = {
-        dotted(path): {name.lower() for name in re.findall(r"(?i)(?<![a-z])(certified|squat|kivi)(?![a-z])", path.read_text())}
+        dotted(path): {name.lower() for name in re.findall(r"(?i)(?<![a-z])(certified|squat|kivi|smartkv)(?![a-z])", path.read_text())}
         for path in MODULES if within(dotted(path), *layers) and not within(dotted(path), *OWN_ROOMS)
     }
     wrong = {module: names for module, names in found.items() if names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -226,3 +227,22 @@ def test_a_layer_without_weight_is_refused() -> None:
 def test_a_budget_changes_with_the_number_of_tokens() -> None:
     phases = Phases(0.2, 0.4, 1000)
     assert (phases.at(999), phases.at(1000)) == (0.2, 0.4)
+
+
+@given(IMPORTANCE, st.floats(0.17, 0.6), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_no_token_is_wider_than_its_most(importance: list[float], budget: float, random: Any) -> None:
+    tokens = len(importance)
+    keys, values = (torch.tensor([[random.choice(HALVES.keys) for _ in range(tokens)]], dtype=torch.int8) for _ in range(2))
+    most = Widths(keys, values, torch.zeros(1))
+    protected = torch.tensor([[random.random() < 0.2 for _ in range(tokens)]])
+    given_, spend = torch.tensor([importance], dtype=torch.float64), spend_of(budget, tokens)
+    found = allocate(given_, spend, COST, HALVES, protected_RT=protected, most=most)
+    assert (found.keys <= most.keys).all() and (found.values <= most.values).all()
+    assert torch.equal(found.keys[protected], most.keys[protected])
+    # What is left is too little for any step that a token may still take, or all have what they may.
+    for half, limit in ((found.keys, most.keys), (found.values, most.values)):
+        for token in range(tokens):
+            if half[0, token] < limit[0, token] and not protected[0, token] and int(found.spent) <= int(spend):
+                wider = HALVES.keys[HALVES.keys.index(int(half[0, token])) + 1]
+                assert COST.half(wider) - COST.half(int(half[0, token])) > int(spend - found.spent)

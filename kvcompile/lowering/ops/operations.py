@@ -232,6 +232,15 @@ def _attend_heads(
     operands: AttendOperands[torch.Tensor], heads: slice, k: torch.Tensor, v: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
     """The result of the query heads of one kv head, [B, G, S, Dv] in q's dtype."""
+    return weighted(*softmax_parts(operands, heads, k, compute), v).to(operands.q.dtype)
+
+
+def softmax_parts(
+    operands: AttendOperands[torch.Tensor], heads: slice, k: torch.Tensor, compute: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Softmax of the query heads of one kv head over keys [B, 1, T, D]: weights [B, G, S, T], their sums with the sinks' [B, G, S, 1],
+    and which tokens each query sees, bool [B or 1, 1 or G, S, T].
+    """
     q, bias, sinks, softcap, tokens = operands.q, operands.bias, operands.sinks, operands.softcap, k.shape[2]
     scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * operands.scale
     if softcap > 0:
@@ -252,10 +261,15 @@ def _attend_heads(
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks[heads].to(compute)[None, :, None, None] - top)
+    return weights, total, mask
+
+
+def weighted(weights: torch.Tensor, total: torch.Tensor, mask: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Values [B, 1, T, Dv] by what ``softmax_parts`` returned, [B, G, S, Dv]."""
     # What is masked must not poison the sum: 0 * NaN of an unwritten token is NaN.
     v = torch.where(mask.any(2).any(1)[:, None, :, None], v, torch.zeros_like(v))
     # Compared with zero, not "above zero": the total of a row that saw NaN is NaN and must stay one.
-    return torch.where(total == 0, torch.zeros_like(total), (weights @ v) / total).to(q.dtype)
+    return torch.where(total == 0, torch.zeros_like(total), (weights @ v) / total)
 
 
 def _fitted(table: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -7,13 +7,16 @@ that what is announced can be printed, evaluated and held against what was alloc
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 import sympy
 import torch
 
 from kvcompile.errors import (
+    DeviceUnsupported,
     NotInPolicy,
+    OrderNotKnown,
     PagedNeedsTokens,
     SchemeError,
     SlidingNeedsTokens,
@@ -28,7 +31,7 @@ from kvcompile.passes.match.rope.rope import Rotation, recognise
 from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, Stage
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.passes.plan.reporting import check_scheme, check_site, with_tally
-from kvcompile.schemes import Certify, Scheme
+from kvcompile.schemes import Adaptive, Certify, Scheme
 from kvcompile.types import PAGE, Layout, Role, SlotSpec
 
 BATCH, TOKENS = sympy.Symbol("B", integer=True, positive=True), sympy.Symbol("T", integer=True, nonnegative=True)
@@ -60,8 +63,15 @@ class SlotPlan:
         return size if slot.kind.facts.fixed and isinstance(size, int) else None
 
     @property
+    def in_order(self) -> bool:
+        """Whether the store takes tokens in their order only."""
+        return bool(self.window) or self.scheme.in_order
+
+    @property
     def bytes_after(self) -> sympy.Expr:
-        """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages."""
+        """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages; the budget where a scheme keeps to one."""
+        if isinstance(self.scheme, Adaptive):
+            return sympy.ceiling(self.scheme.announced * self._rows * self._tokens * self.spec.heads * self.spec.head_dim * 2)
         pages = sympy.ceiling(self._tokens / PAGE)
         per_row = pages * self.layout.bytes_per_page + self.layout.bytes_per_row
         return self.spec.heads * (self._rows * per_row + self.layout.bytes_per_head)
@@ -170,6 +180,36 @@ def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
         raise SlidingNeedsTokens(slots=slots, scheme=scheme.spell(), why=why)
 
 
+def _check_order(site: Site, pair: Pair) -> None:
+    """Raise where tokens do not come one behind the other, by the call that attends to them, and a scheme needs that."""
+    needs = next((scheme for scheme in (pair.k, pair.v) if scheme.in_order), None)
+    if needs is None:
+        return
+    found = None
+    if not site.key.kind.facts.written:
+        found = "a cache that this attention only reads"
+    elif any(slot.write.late for slot in site.slots):
+        found = "tokens that are written behind the attention, for the next call"
+    elif any(slot.write.position.rows for slot in site.slots):
+        found = "positions of its own for every batch row"
+    if found is not None:
+        raise OrderNotKnown(scheme=needs.name, path=site.path or "*", found=found)
+
+
+def _check_device(site: Site, pair: Pair) -> None:
+    """Raise where a scheme's attention does not run on a cache's device."""
+    for scheme in (pair.k, pair.v):
+        device = value_of(site.key.root).device.type
+        if scheme.devices is not None and device not in scheme.devices:
+            raise DeviceUnsupported(scheme=scheme.name, path=site.path or "*", known=" and ".join(scheme.devices), device=device)
+
+
+def layer_of(path: str, index: int) -> int:
+    """The number of a layer: the first number in its module path, else that of the attention in its graph."""
+    found = re.search(r"(?<![A-Za-z_])\d+(?![A-Za-z_])", path)
+    return int(found[0]) if found else index
+
+
 def _rolls(site: Site) -> int | None:
     """The capacity of a buffer that is no longer than the window of its mask: once it is full, its tokens will be moved."""
     hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
@@ -187,6 +227,8 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
         raise WindowReadLate(window=window, path=site.path or "*")
     for scheme in (pair.k, pair.v):
         scheme.check_pair(pair.k, pair.v, site.assembly is not None, site.path or "*")
+    _check_device(site, pair)
+    _check_order(site, pair)
     rolling = site.key.sliding.slots if site.key.sliding is not None else _rolls(site)
     if pair.certify is not None:
         check_site(site, rolling)
@@ -200,6 +242,7 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
 
     if site.assembly is None:
         key, value = planned(site.key, Role.KEY, pair.k), planned(site.value, Role.VALUE, pair.v)
+        pair.k.check_site(key.spec, value.spec, layer_of(site.path, site.index))
         return SitePlan(site, key, value, certify=pair.certify)
     # What serves as keys and as values is stored once, by the scheme of the keys, the more sensitive half; in the
     # form that values have (scales of its own for every token), as nothing is known of a latent's channels.

@@ -36,6 +36,7 @@ from kvcompile.passes.rewrite.sliding import SlidingCaches
 from kvcompile.passes.rewrite.sources import Sources, read_planes, sources
 from kvcompile.passes.rewrite.strides import free_strides
 from kvcompile.passes.rewrite.visibility import Visibility
+from kvcompile.schemes import Adaptive
 from kvcompile.schemes.certificate.telemetry import REFILLED, TELEMETRY_PLANE
 from kvcompile.types import QUERY_ROWS
 
@@ -56,6 +57,8 @@ def attend(shared: Shared, item: SitePlan) -> None:
     context, site, attention = shared.context, item.site, item.site.attention
     emit = context.emit_before(attention.output)
     source = sources(shared.appends, emit, item)
+    if source.fresh is not None and isinstance(item.key.scheme, Adaptive):
+        _observe(shared, emit, item, source)
     if source.fresh is not None and _is_plain_causal(context, item):
         out = _flash(emit, item, source)
     else:
@@ -98,16 +101,8 @@ def _is_plain_causal(context: Context, item: SitePlan) -> bool:
 
 def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     """Emit the operation that attends over planes, and the report of its error where one is asked for."""
-    attention, stored = item.site.attention, source.fresh is None
-    seen = visibility(shared.context, emit, item, as_it_lies=_reads_slots(shared, item, source))
-    q = source.q if not stored or seen.hi is None else seeing(emit, item, source.q, seen.hi, shared.planes.encoded(item.key)[0])
-    for step in STEPS:
-        seen = step(shared, emit, item, source, seen)
-    operands = [
-        q, source.keys, source.values, seen.hi, seen.lo, seen.keep, seen.bias, sinks_of(emit, item), *source.schemes,
-        attention.scale, attention.softcap, source.value_dim,
-    ]
-    if not stored:
+    operands = _operands(shared, emit, item, source)
+    if source.fresh is not None:
         return _with_rows(emit.call(torch.ops.kvcompile.attend.default, *operands), item)
     optional, planes, scheme = _optional(shared, emit, item), shared.planes.named(item.key), item.key.scheme
     written = [planes[name] for name in scheme.attention_writes if name in planes]
@@ -118,6 +113,28 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
             item.certify.spell(), planes.get(REFILLED),
         )
     return out
+
+
+def _operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> list[Any]:
+    """The operands of ``attend`` that every attention has."""
+    attention = item.site.attention
+    seen = visibility(shared.context, emit, item, as_it_lies=_reads_slots(shared, item, source))
+    q = source.q if source.fresh is not None or seen.hi is None else seeing(emit, item, source.q, seen.hi, shared.planes.of(item.key))
+    for step in STEPS:
+        seen = step(shared, emit, item, source, seen)
+    return [
+        q, source.keys, source.values, seen.hi, seen.lo, seen.keep, seen.bias, sinks_of(emit, item), *source.schemes,
+        attention.scale, attention.softcap, source.value_dim,
+    ]
+
+
+def _observe(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> None:
+    """Emit the operation that adds what this call's queries attend to, among this call's tokens, to the planes of the keys."""
+    scheme, planes = item.key.scheme, shared.planes.named(item.key)
+    assert isinstance(scheme, Adaptive)
+    written = [planes[name] for name in scheme.attention_writes]
+    operation = getattr(torch.ops.kvcompile, scheme.observes).default
+    emit.call(operation, *_operands(shared, emit, item, source), *written, scheme.spell())
 
 
 def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:

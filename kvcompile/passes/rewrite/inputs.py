@@ -13,6 +13,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import ConstantSource
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.rewrite.rewritten import Rewritten
+from kvcompile.types import Extent
 
 log = logging.getLogger(__name__)
 
@@ -27,26 +28,37 @@ def rewritten_inputs(captured: Captured, rewritten: Rewritten) -> tuple[tuple[An
     symbols: dict[Any, str] = {}
     planes = []
     for end in dict.fromkeys(item.plan.end for item in rewritten.bindings):
-        pages[end] = PAGES_HINT
-        if mode.shape_env is not None:
-            # Named by the variant, not counted: a graph has a shape environment of its own, and a name that depended on
-            # what was compiled before would miss Inductor's cache on disk.
-            source = ConstantSource(f"kvcompile_pages_{rewritten.variant.value}" + (f"_{end}" if end is not None else ""))
-            symbol = mode.shape_env.create_symbol(PAGES_HINT, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-            symbols[symbol] = f"N{end if end is not None else ''}"
-            pages[end] = mode.shape_env.create_symintnode(symbol, hint=PAGES_HINT, source=source)
+        number = f"{end if end is not None else ''}"
+        pages[end] = _length(mode, rewritten.variant.value + (f"_{number}" if number else ""), symbols, number)
     with mode:
         for item in rewritten.bindings:
             slot = item.plan.slot
             root = value_of(slot.root)
             batch = root.shape[slot.axes.labels.index(("B",))] if ("B",) in slot.axes.labels else 1
-            planes += [
-                torch.empty(spec.shape(pages[item.plan.end], batch, item.plan.spec.heads), dtype=spec.dtype, device=root.device)
-                for spec in item.plan.layout.planes
-            ]
+            for place, spec in enumerate(item.plan.layout.planes):
+                shape = spec.shape(pages[item.plan.end], batch, item.plan.spec.heads)
+                if item.plan.layout.first is not None and (spec.extent is Extent.STORE or spec.extent is Extent.TOKENS):
+                    # Every such plane has a length of its own.
+                    name = f"plane{item.first_plane + place}"
+                    shape = spec.shape_of(_length(mode, f"{rewritten.variant.value}_{name}", symbols, name), batch, item.plan.spec.heads)
+                planes.append(torch.empty(shape, dtype=spec.dtype, device=root.device))
         planes += [torch.empty(1, dtype=torch.int64, device=planes[0].device) for _ in rewritten.cursors]
     sizes = [_symint(mode, symbol) for symbol in rewritten.sizes]
     return (*[_canonical(mode, captured.fakes[index]) for index in rewritten.kept], *planes, *sizes), symbols
+
+
+def _length(mode: Any, name: str, symbols: dict[Any, str], label: str) -> Any:
+    """The length of planes along their first axis: a new symbol of that name, entered into ``symbols`` under its label.
+
+    Named by the variant, not counted: a graph has a shape environment of its own, and a name that depended on what was compiled before
+    would miss Inductor's cache on disk.
+    """
+    if mode.shape_env is None:
+        return PAGES_HINT
+    source = ConstantSource(f"kvcompile_pages_{name}")
+    symbol = mode.shape_env.create_symbol(PAGES_HINT, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    symbols[symbol] = f"N{label}"
+    return mode.shape_env.create_symintnode(symbol, hint=PAGES_HINT, source=source)
 
 
 def _symint(mode: Any, expr: Any) -> torch.SymInt:

@@ -49,14 +49,16 @@ def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibil
     return Visibility(last, seen.lo, seen.keep, seen.bias)
 
 
-def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, plane: fx.Node) -> fx.Node:
-    """Return queries [B, H, S, D] with NaN for those that see places behind the end of the store that ``plane`` is of.
+def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, planes: list[fx.Node]) -> fx.Node:
+    """Return queries [B, H, S, D] with NaN for those that see places behind the end of the store that has ``planes``.
 
     Nothing is there to attend to, and a step does not wait for the device to learn how far its masks reach.
     """
     if not unbounded(item.site):
         return q
-    room = emit.call(operator.mul, emit.call(aten.sym_size.int, plane, 0), PAGE)
+    room, first = emit.call(operator.mul, emit.call(aten.sym_size.int, planes[0], 0), PAGE), item.key.layout.first
+    if first is not None:
+        hi = emit.call(aten.sub.Tensor, hi, emit.call(aten.reshape.default, planes[first], [1, 1]))
     behind = emit.call(aten.ge.Scalar, hi, room)
     for dim in (1, 3):
         behind = emit.call(aten.unsqueeze.default, behind, dim)

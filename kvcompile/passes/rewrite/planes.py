@@ -43,6 +43,10 @@ class Planes:
         """The planes that grow with the tokens."""
         return self.of(slot)[: slot.layout.encoded]
 
+    def first(self, slot: SlotPlan) -> fx.Node | None:
+        """The plane that says where the planes that grow begin; None where they begin at 0."""
+        return None if slot.layout.first is None else self.of(slot)[slot.layout.first]
+
     def constant(self, slot: SlotPlan) -> list[fx.Node]:
         """The planes that are alike in every store."""
         return [node for spec, node in zip(slot.layout.planes, self.of(slot), strict=True) if spec.constant]

@@ -89,7 +89,7 @@ def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sourc
 def read_planes(appends: Appends, slot: SlotPlan, item: SitePlan) -> list[fx.Node]:
     """The planes that attention reads, in the order of the tokens, gathered for the site's rows where the cache is paged."""
     constant, read = appends.planes.constant(slot), slot.scheme.planes_read(slot.spec)
-    planes = (appends.sliding.linear.get(part_of(slot.slot)) or appends.planes.encoded(slot))[: read - len(constant)]
+    planes = (appends.sliding.linear.get(part_of(slot.slot)) or appends.planes.of(slot))[: read - len(constant)]
     if slot.slot.block_table is not None:
         emit = appends.context.emit_before(slot.slot.block_table.gather)
         planes = appends.paged.gathered(emit, slot, planes, device_of(item), rows_of(item.site))

@@ -37,7 +37,7 @@ class CacheForm(abc.ABC):
         slot = group.first.plan.slot
         self.axes, self.write, self.token_dim = slot.axes, slot.write, slot.axes.token_dim
         self.end = group.first.plan.end
-        self.windowed = any(item.plan.window for item in group.bindings)
+        self.windowed = any(item.plan.in_order for item in group.bindings)
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class CacheForm(abc.ABC):
             kept = places
         for item in self.group.bindings if kept else ():
             store = state.stores[item.part]
-            store.reserve(state.growth.pages(kept, capacity))
+            store.reserve(state.growth.pages(kept, capacity), kept)
             dense = tokens_of(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
             padding = call.positions().left_padding(self.group.site) if item.plan.window or item.plan.scheme.keeps_padding_out else None
             encode(store, dense[:, :, :kept], padding)

@@ -2,13 +2,15 @@
 
     attention's mass -> importance -> allocation (budget, hysteresis, clock) -> bits of every token -> codes
 
-``codes``       2, 3, 4 or 8 bits a channel, one scale a token and head
-``importance``  what attention gave to a token, averaged over steps, heads and layers
-``budget``      what a token costs at each width, and what may be spent
-``allocation``  the widths that are worth most of all that fit
-``hysteresis``  which tokens may change their width at all
-``clock``       when to allocate again
+``codes``         2, 3, 4 or 8 bits a channel, one scale a token and head
+``importance``    what attention gave to a token, averaged over steps, heads and layers
+``budget``        what a token costs at each width, and what may be spent
+``allocation``    the widths that are worth most of all that fit
+``hysteresis``    which tokens may change their width at all
+``clock``         when to allocate again
+``buckets``       the stored tokens of a layer's keys or values, those of equal width together
+``reallocation``  importance becomes new widths, and new buckets
+``scheme``        the scheme: options, layout, and what the runtime asks of it
 
-Everything is a pure function on tensors of one layer, on any device. Learned importance (10.3) and training with codes in the loop (10.4)
-are out. **No scheme stands on it yet**: stores, kernels and the runtime's part are missing (``docs/SMARTKV.md``).
+Everything but the scheme is a pure function on tensors of one layer, on any device. ``docs/SMARTKV.md`` has what is missing.
 """

@@ -67,11 +67,12 @@ def _steps(cost: Cost, halves: Halves, taste: Taste) -> list[_Step]:
 def allocate(
     importance_RT: torch.Tensor, spend_R: torch.Tensor, cost: Cost, halves: Halves, taste: Taste | None = None, *,
     keep_RT: torch.Tensor | None = None, protected_RT: torch.Tensor | None = None, held: tuple[torch.Tensor, Widths] | None = None,
+    most: Widths | None = None,
 ) -> Widths:
     """Return the widths of every token for at most ``spend`` bytes a row, int64 [R]; where the least widths take more, those.
 
     ``keep``: which tokens are there. ``protected``: which have the largest widths whatever that costs. ``held``: a mask [R, T] of tokens
-    that stay as they are, and how they are.
+    that stay as they are, and how they are. ``most``: the largest width that each token may have, protected or not.
     """
     taste = taste or Taste()
     shape, device = importance_RT.shape, importance_RT.device
@@ -81,6 +82,9 @@ def allocate(
     if protected_RT is not None:
         fixed = [torch.where(protected_RT, widths[-1], item) for widths, item in zip(halves, fixed, strict=True)]
         free &= ~protected_RT
+    limits = None if most is None else (most.keys, most.values)
+    if limits is not None:
+        fixed = [torch.minimum(item, limit.to(item.dtype)) for item, limit in zip(fixed, limits, strict=True)]
     if held is not None:
         stays = held[0] & free
         fixed = [torch.where(stays, item.to(first.dtype), first) for item, first in zip((held[1].keys, held[1].values), fixed, strict=True)]
@@ -90,7 +94,11 @@ def allocate(
     left = spend_R - spent(keys, values, cost)
     steps = _steps(cost, halves, taste)
     if steps and shape[-1]:
-        taken = _taken(torch.where(keep, importance_RT, 0.0), free, left, steps, taste.floor)
+        allowed = free.unsqueeze(1).expand(-1, len(steps), -1)
+        if limits is not None:
+            within = [limits[step.half] >= tuple(halves)[step.half][step.number + 1] for step in steps]
+            allowed = allowed & torch.stack(within, dim=1)
+        taken = _taken(torch.where(keep, importance_RT, 0.0), allowed, left, steps, taste.floor)
         for half, widths in enumerate(halves):
             number = taken[:, [at for at, step in enumerate(steps) if step.half == half]].sum(1)
             wider = torch.tensor(widths, device=device)[number.clamp(max=len(widths) - 1)]
@@ -99,8 +107,8 @@ def allocate(
     return Widths(keys.to(torch.int8), values.to(torch.int8), spent(keys, values, cost))
 
 
-def _taken(importance_RT: torch.Tensor, free_RT: torch.Tensor, left_R: torch.Tensor, steps: list[_Step], floor: float) -> torch.Tensor:
-    """Which steps of which tokens are taken, int64 [R, steps, T]."""
+def _taken(importance_RT: torch.Tensor, allowed_RnT: torch.Tensor, left_R: torch.Tensor, steps: list[_Step], floor: float) -> torch.Tensor:
+    """Which of the ``allowed`` steps [R, steps, T] are taken, int64."""
     rows, tokens = importance_RT.shape
     device = importance_RT.device
     worth = torch.tensor([step.worth for step in steps], dtype=torch.float64, device=device)
@@ -109,7 +117,7 @@ def _taken(importance_RT: torch.Tensor, free_RT: torch.Tensor, left_R: torch.Ten
     value = importance_RT.to(torch.float64).nan_to_num(0.0).clamp(min=floor).flip(-1)
     scores = (value.unsqueeze(1) * worth.view(1, -1, 1)).flatten(1)
     costs = bytes_.view(1, -1, 1).expand(rows, -1, tokens).flatten(1)
-    allowed = free_RT.flip(-1).unsqueeze(1).expand(-1, len(steps), -1).flatten(1)
+    allowed = allowed_RnT.flip(-1).flatten(1)
     order = torch.sort(scores.masked_fill(~allowed, float("-inf")), dim=-1, descending=True, stable=True).indices
     costs, alive = costs.gather(1, order), allowed.gather(1, order)
     places = torch.arange(costs.shape[1], device=device)

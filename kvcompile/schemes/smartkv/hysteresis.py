@@ -58,17 +58,18 @@ class Sticking:
 def decide(
     importance_RT: torch.Tensor, spend_R: torch.Tensor, cost: Cost, halves: Halves, before: Widths, decided: Decided, *,
     taste: Taste | None = None, sticking: Sticking | None = None, keep_RT: torch.Tensor | None = None,
-    protected_RT: torch.Tensor | None = None,
+    protected_RT: torch.Tensor | None = None, most: Widths | None = None,
 ) -> tuple[Widths, Decided]:
     """Return the new widths and what was decided; ``before`` and ``decided`` as the last call returned them, grown by what came since.
 
+    ``most``: the largest width that each token may have, as where codes cannot become wider.
     A row is allocated whole where the tokens that are held take too many bytes, or cost more than ``sticking.costs`` of its utility.
     """
     sticking, taste = sticking or Sticking(), taste or Taste()
     ranks = percentiles(importance_RT, keep_RT)
     decided = decided.checked(ranks, sticking.moved)
     free = decided.free(sticking.checks)
-    given = {"taste": taste, "keep_RT": keep_RT, "protected_RT": protected_RT}
+    given = {"taste": taste, "keep_RT": keep_RT, "protected_RT": protected_RT, "most": most}
     held = allocate(importance_RT, spend_R, cost, halves, held=(~free, before), **given)  # type: ignore[arg-type]
     whole = allocate(importance_RT, spend_R, cost, halves, **given)  # type: ignore[arg-type]
     # What cannot be met at all is no reason to move: then the whole is no better.

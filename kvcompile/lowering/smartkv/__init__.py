@@ -1,0 +1,1 @@
+"""The attention of smartkv: over tokens of several widths, with what it gave to each of them."""

@@ -1,0 +1,121 @@
+"""The store of an adaptive scheme: planes that its scheme exchanges as tokens change their widths.
+
+Nothing here knows how tokens lie in the planes: room, values, a cut, some batch rows are the scheme's. What is counted on the host is the
+position of the first token in the planes that grow, so that no decode step asks the device for it, and what reallocations changed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.errors import Unsupported
+from kvcompile.runtime.rope import Rope
+from kvcompile.runtime.store import Store, StoreSpec, ordinary
+from kvcompile.schemes import Adaptive, Churn
+from kvcompile.types import PAGE, pages_for
+
+
+class AdaptiveStore(Store):
+    """The planes of one slot for one cache, of a scheme that moves tokens between them."""
+
+    __slots__ = ("_first", "churn")
+
+    def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rope: Rope | None = None) -> None:
+        self._first, self.churn = 0, Churn()
+        super().__init__(spec, batch, device, pages, rope)
+
+    @staticmethod
+    def holding(spec: StoreSpec, planes: list[torch.Tensor], rope: Rope | None = None) -> AdaptiveStore:
+        """Make a store around planes that exist. Waits for the device."""
+        store = AdaptiveStore.__new__(AdaptiveStore)
+        store.spec, store.rope, store.churn, store.before = spec, rope, Churn(), None
+        store.batch = planes[0].shape[1]
+        store.device = planes[0].device
+        store._take(planes)
+        return store
+
+    @property
+    def scheme(self) -> Adaptive:
+        """Return the scheme."""
+        scheme = self.spec.scheme
+        assert isinstance(scheme, Adaptive)
+        return scheme
+
+    @property
+    def first(self) -> int:
+        return self._first
+
+    @property
+    def room(self) -> int:
+        return self.scheme.room(tuple(self.planes), self._first)
+
+    def announced(self, tokens: int) -> int:
+        slot = self.spec.slot
+        return int(self.scheme.share(tokens) * tokens * self.batch * slot.heads * slot.head_dim * 2)
+
+    def histogram(self, tokens: int) -> dict[int, int]:
+        """Count the tokens of all rows by their bits, ``tokens`` of each row."""
+        return self.scheme.histogram(tuple(self.planes), self.spec.slot, tokens)
+
+    def reserve(self, pages: int, tokens: int | None = None) -> None:
+        with ordinary():
+            self.planes = list(self.scheme.with_room(tuple(self.planes), self.spec.slot, pages * PAGE if tokens is None else tokens))
+        self.pages = pages_for(self.room)
+
+    def clear(self) -> None:
+        with ordinary():
+            self.planes = [self._zeros(spec, 0) for spec in self.spec.layout.planes]
+        self._first = self.pages = 0
+
+    def values(self, first: int, last: int) -> torch.Tensor:
+        return self.scheme.tokens(tuple(self.planes), self.spec.slot, last * PAGE)[:, :, first * PAGE :]
+
+    def exchange(self, planes: tuple[torch.Tensor, ...], churn: Churn | None = None) -> None:
+        """Take the planes of a reallocation in place of its own."""
+        self._take(list(planes))
+        self.churn = self.churn + (churn or Churn())
+
+    def cut(self, wanted: int | torch.Tensor) -> None:
+        """Forget all tokens from ``wanted`` on. Waits for the device."""
+        if isinstance(wanted, torch.Tensor):
+            raise Unsupported(
+                expected="one length for all rows", found="one for each", where="a cache that goes back", todo="use another scheme for it",
+            )
+        with ordinary():
+            self._take(list(self.scheme.cut(tuple(self.planes), self.spec.slot, wanted)))
+
+    def restore(self, planes: list[torch.Tensor]) -> None:
+        self._take(planes)
+
+    def clone(self) -> AdaptiveStore:
+        with ordinary():
+            return self._copied([plane.clone() for plane in self.planes])
+
+    def select_rows(self, rows: torch.Tensor) -> AdaptiveStore:
+        with ordinary():
+            planes = self.scheme.of_rows(tuple(self.planes), self.spec.slot, rows.to(self.device))
+            fixed = {index for index, spec in enumerate(self.spec.layout.planes) if spec.first}
+            return self._copied([plane.clone() if index in fixed else plane for index, plane in enumerate(planes)])
+
+    def gathered(self, first: int, count: int, slots: int | None) -> Store:
+        raise Unsupported(
+            expected="a cache that is read from its first token on", found=f"one that begins at token {first}", where="a cache operation",
+            todo="use another scheme for caches that are cut at their beginning",
+        )
+
+    def _copied(self, planes: list[torch.Tensor]) -> AdaptiveStore:
+        made = AdaptiveStore.holding(self.spec, planes, self.rope)
+        made.churn = self.churn
+        return made
+
+    def _take(self, planes: list[torch.Tensor]) -> None:
+        self.planes = planes
+        place = self.spec.layout.first
+        assert place is not None
+        self._first = int(planes[place])
+        self.pages = pages_for(self.room)
+
+
+def store_class(spec: StoreSpec) -> type[Store]:
+    """The kind of store that a scheme needs."""
+    return AdaptiveStore if isinstance(spec.scheme, Adaptive) else Store

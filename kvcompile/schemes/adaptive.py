@@ -1,0 +1,98 @@
+"""Adaptive schemes: the widths of stored tokens change between calls, by what attention gave to each.
+
+A store of such a scheme is more than planes with a place for every position: new tokens enter planes that grow (``Extent.TOKENS``), which
+begin at the position in the plane ``first``; all others are moved, at a reallocation, to planes whose sizes the scheme says
+(``Extent.STORE``). So whatever asks a store for tokens asks the scheme. The runtime holds the planes and calls these hooks; nothing but
+planes goes in, and nothing but planes and numbers comes out.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvcompile.schemes.base import Planes, Scheme
+from kvcompile.types import SlotSpec
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Counts of reallocations: how many, settled tokens whose keys or values changed width, promotions that codes could not give."""
+
+    allocations: int = 0
+    moved: int = 0
+    refused: int = 0
+
+    def __add__(self, other: Churn) -> Churn:
+        return Churn(self.allocations + other.allocations, self.moved + other.moved, self.refused + other.refused)
+
+
+@dataclass(frozen=True)
+class Reallocated:
+    """The planes of keys and values after a reallocation, and what it changed."""
+
+    keys: Planes
+    values: Planes
+    churn: Churn
+
+
+class Adaptive(Scheme):
+    """A scheme whose stored tokens change their widths; its attention writes what it gave to each token."""
+
+    observes: ClassVar[str]
+    """The operation in ``torch.ops.kvcompile`` that takes in what queries attend to where they see this call's tokens alone."""
+    in_order: ClassVar[bool] = True
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    @abc.abstractmethod
+    def share(self, tokens: int) -> float:
+        """The budget at a number of tokens, a fraction of their bytes in 16 bits."""
+
+    @property
+    @abc.abstractmethod
+    def announced(self) -> float:
+        """The largest budget at any number of tokens."""
+
+    def bits_per_value(self, slot: SlotSpec) -> float:
+        """Bits per original value that the budget allows, everything included."""
+        del slot
+        return 16 * self.announced
+
+    @abc.abstractmethod
+    def with_room(self, planes: Planes, slot: SlotSpec, tokens: int) -> Planes:
+        """The planes with room for ``tokens`` tokens: the very tensors where they have it."""
+
+    @abc.abstractmethod
+    def room(self, planes: Planes, first: int) -> int:
+        """How many tokens the planes have room for, where those that grow begin at position ``first``."""
+
+    @abc.abstractmethod
+    def tokens(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor:
+        """The values of the first ``count`` tokens, float32 [B, K, T, D]."""
+
+    @abc.abstractmethod
+    def cut(self, planes: Planes, slot: SlotSpec, count: int) -> Planes:
+        """Planes of the first ``count`` tokens alone; codes as they are."""
+
+    @abc.abstractmethod
+    def of_rows(self, planes: Planes, slot: SlotSpec, rows: torch.Tensor) -> Planes:
+        """Planes of the given batch rows; codes as they are."""
+
+    @abc.abstractmethod
+    def histogram(self, planes: Planes, slot: SlotSpec, count: int) -> dict[int, int]:
+        """How many of the first ``count`` tokens of all rows have how many bits a channel; without a wait for the device."""
+
+    @abc.abstractmethod
+    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
+        """Whether widths are to be decided anew, ``first`` tokens having been there at the last time and ``count`` now."""
+
+    @abc.abstractmethod
+    def reallocate(self, keys: Planes, values: Planes, slots: Sequence[SlotSpec], count: int, layer: int) -> Reallocated:
+        """Decide the widths of ``count`` tokens of a layer anew; the planes that come back are new tensors."""

@@ -1,0 +1,329 @@
+"""smartkv: keys and values of 2, 3, 4 or 8 bits a token, by what attention gives to it, within a budget of bytes.
+
+A token enters at 8 bits. Every ``interval`` steps or more, and earlier where importance drifts, the widths of a layer's tokens are decided
+anew: those that attention looks at keep theirs, the others become narrower, so that what the layer stores stays below ``budget`` of what
+its tokens take in 16 bits. All stored bytes count: codes, scales, positions, what is known of each token's importance, and the pages that
+new tokens will take until the next decision. Where too few tokens are there, those pages and the protected tokens alone exceed it: fewer
+than ``EXEMPT`` then stay as they entered, more get the least widths.
+
+Options by the source's sections: 3.2 ``decay``; 4.1 ``recency``, 0 for none; 4.2 ``head_decay``, ``head_share``, ``measure``; 4.3
+``protect_first``, ``protect_last``; 5.1 ``alpha``, ``floor``, ``moved``, ``checks``, ``costs``; 5.2 ``interval``, ``tau``, ``drift``; 6.1
+and 9.1 ``keys`` and ``values``, the widths of each; 10.1 ``later`` from ``threshold`` tokens on in place of ``budget``; 10.2
+``layer_weights`` by layer; 10.6 ``key_weight`` and ``value_weight``, for single layers by a policy of several schemes.
+
+What differs from the source, beside what ``importance``, ``hysteresis`` and ``allocation`` say:
+
+* Every query is a step of the moving averages, so a prompt in pieces leaves what it leaves at once.
+* Heads are weighed by kv head: a token's keys and values serve all queries of a group. The weight is not divided by its mean over heads,
+  as the mixture brings both importances to mean 1 anyway.
+* Importance is each layer's own. One for all layers (3.3) is not there, learned importance (10.3) and training with codes in the loop
+  (10.4) are out, and so is tier 2: a promotion would read originals that nobody keeps, so that it is refused and counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import sympy
+import torch
+
+from kvcompile.errors import BadOption, HalvesDiffer
+from kvcompile.schemes.adaptive import Adaptive, Reallocated
+from kvcompile.schemes.base import Planes, Scheme, require, require_divides
+from kvcompile.schemes.smartkv import buckets, clock, codes, reallocation
+from kvcompile.schemes.smartkv.allocation import Taste
+from kvcompile.schemes.smartkv.buckets import Buckets
+from kvcompile.schemes.smartkv.budget import Cost, Halves, Phases, layer_budgets
+from kvcompile.schemes.smartkv.hysteresis import Sticking
+from kvcompile.schemes.smartkv.importance import Measure
+from kvcompile.schemes.symmetric import SCALE_DTYPES
+from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
+
+
+class Half(enum.Enum):
+    """Which half of an attention a scheme encodes; ``auto`` is settled by ``of``."""
+
+    AUTO = "auto"
+    KEY = "key"
+    VALUE = "value"
+
+
+def _signed(words: torch.Tensor, part: int) -> torch.Tensor:
+    del part
+    return words.to(torch.float32) - 128
+
+
+IMPORTANCE, HEADS, DECIDED = "importance", "heads", "decided"
+"""Planes of keys: per position plain and weighted importance and the plain one at the last allocation; per kv head the average of its
+measure; per position how its width was decided (``reallocation``)."""
+
+
+EXEMPT = 4 * PAGE
+"""Fewer tokens keep their 8 bits while the budget cannot be met: the least widths would be all that they ever have, for a few bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Smartkv(Adaptive):
+    """Widths by attention within a budget; keys and values of one attention have the same options."""
+
+    budget: float = 0.4
+    keys: str = "3/4/8"
+    values: str = "2/3/4/8"
+    decay: float = 0.9
+    recency: float = 512.0
+    head_decay: float = 0.95
+    head_share: float = 0.3
+    measure: Measure = Measure.PEAK
+    protect_first: int = 4
+    protect_last: int = 0
+    alpha: float = 0.5
+    floor: float = 1e-6
+    key_weight: float = 1.0
+    value_weight: float = 1.0
+    moved: float = 0.05
+    checks: int = 2
+    costs: float = 0.02
+    interval: int = 16
+    tau: float = 0.02
+    drift: float = 0.1
+    later: float = 0.0
+    threshold: int = 0
+    layer_weights: str = ""
+    scale_dtype: torch.dtype = torch.float16
+    half: Half = Half.AUTO
+
+    name: ClassVar[str] = "smartkv"
+    source: ClassVar[str] = "SmartKV: Attention-Guided Adaptive Precision KV-Cache Compression, sections 2 to 6, 9, 10.1, 10.2 and 10.6"
+    attention: ClassVar[str] = "smartkv_attend"
+    observes: ClassVar[str] = "smartkv_observe"
+    attention_writes: ClassVar[tuple[str, ...]] = (IMPORTANCE, HEADS)
+    kernels: ClassVar[str | None] = "kvcompile.lowering.smartkv.room"
+    devices: ClassVar[tuple[str, ...] | None] = ("cpu",)
+    warning: ClassVar[str | None] = (
+        "smartkv runs the definition of its attention, which decodes one head's tokens at a time; it has no kernels yet"
+    )
+
+    def __post_init__(self) -> None:
+        def number(option: str, least: float, most: float, todo: str, above: bool = False) -> None:
+            value = getattr(self, option)
+            real = isinstance(value, (int, float)) and not isinstance(value, bool)
+            fits = real and (least < value if above else least <= value) and value <= most
+            require(fits, self.name, option, f"a number {'above' if above else 'from'} {least:g} to {most:g}", value, todo)
+
+        def count(option: str, least: int, todo: str) -> None:
+            value = getattr(self, option)
+            require(type(value) is int and value >= least, self.name, option, f"a whole number, at least {least}", value, todo)
+
+        number("budget", 0, 1, "0.4 is the source's", above=True)
+        number("later", 0, 1, "0 leaves the budget as it is at every length")
+        number("decay", 0, 0.9999, "0.9 is the source's")
+        number("head_decay", 0, 0.9999, "0.95 is the source's")
+        number("head_share", 0, 1, "0.3 is the source's, 0 weighs no heads")
+        number("recency", 0, 1e9, "512 steps is the default, 0 weighs no ages")
+        number("alpha", 0, 1, "0.5 is the source's", above=True)
+        number("floor", 0, 1, "1e-6 is the source's", above=True)
+        for option in ("key_weight", "value_weight"):
+            number(option, 0, 1e6, "1 weighs both halves alike", above=True)
+        for option in ("moved", "costs", "drift"):
+            number(option, 0, 1, "a share of all tokens, or of the utility")
+        number("tau", 0, 1e9, "0.02 nats is the source's")
+        count("protect_first", 0, "4 is the source's")
+        count("protect_last", 0, "0 is the source's: new tokens have 8 bits anyway until widths are decided")
+        count("checks", 1, "2 is the source's")
+        count("interval", 1, "16 steps is the source's")
+        count("threshold", 0, "the number of tokens from which on ``later`` is the budget")
+        require(isinstance(self.measure, Measure), self.name, "measure", "peak, entropy, off-sinks or mean", self.measure, "peak is usual")
+        require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
+        require(
+            self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
+            "float16 is the default",
+        )
+        _ = self.halves, self.weights
+
+    # --- options as the mathematics takes them -------------------------------------------------------
+
+    @property
+    def halves(self) -> Halves:
+        """The widths of keys and of values; raises BadOption."""
+        return Halves(*(_numbers(option, getattr(self, option), int) for option in ("keys", "values")))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights of the layers' budgets, () where all are alike; raises BadOption."""
+        return _numbers("layer_weights", self.layer_weights, float) if self.layer_weights != "" else ()
+
+    @property
+    def taste(self) -> Taste:
+        """The weights of a step's worth."""
+        return Taste(self.alpha, self.floor, self.key_weight, self.value_weight)
+
+    @property
+    def sticking(self) -> Sticking:
+        """How a width holds."""
+        return Sticking(self.moved, self.checks, self.costs)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of this half's buckets."""
+        assert self.half is not Half.AUTO, "the role is not known here: call of(role) first"
+        return self.halves.keys if self.half is Half.KEY else self.halves.values
+
+    @property
+    def for_good(self) -> int:
+        """Bytes that attention and the allocator keep of each token."""
+        return 4 * 3 + 4
+
+    def cost(self, slot: SlotSpec) -> Cost:
+        """Bytes of a token that is settled: codes, scales, a position for each half."""
+        return Cost(slot.heads, slot.head_dim, self.scale_dtype.itemsize, beside=8)
+
+    def share(self, tokens: int) -> float:
+        return Phases(self.budget, self.later, self.threshold).at(tokens) if self.later else self.budget
+
+    @property
+    def announced(self) -> float:
+        return max(self.budget, self.later)
+
+    def layer_share(self, tokens: int, slot: SlotSpec, layer: int) -> float:
+        """The budget of one layer at a number of tokens."""
+        budget = self.share(tokens)
+        if not self.weights:
+            return budget
+        cost = self.cost(slot)
+        return layer_budgets(budget, self.weights, self._least(slot), cost.most(self.halves))[layer]
+
+    def _least(self, slot: SlotSpec) -> float:
+        """The smallest budget of many tokens: least widths, and what is kept of each token."""
+        cost = dataclasses.replace(self.cost(slot), beside=self.cost(slot).beside + self.for_good)
+        return cost.least(self.halves)
+
+    # --- a slot ----------------------------------------------------------------------------------
+
+    @classmethod
+    def variants(cls) -> tuple[Scheme, ...]:
+        changes: tuple[dict[str, Any], ...] = (
+            {"keys": "4/8", "values": "2/4", "budget": 0.6}, {"scale_dtype": torch.float32, "budget": 0.7},
+        )
+        return (cls(), *(cls(**change) for change in changes))
+
+    def of(self, role: Role) -> Smartkv:
+        half = self.half if self.half is not Half.AUTO else Half.KEY if role is Role.KEY else Half.VALUE
+        return dataclasses.replace(self, half=half)
+
+    def check(self, slot: SlotSpec) -> None:
+        require_divides(8, slot, self.name, "whole bytes of every width")
+        cost = dataclasses.replace(self.cost(slot), beside=self.cost(slot).beside + self.for_good)
+        for budget in (self.budget, self.later or self.budget):
+            cost.check(budget, self.halves)
+
+    def check_site(self, keys: SlotSpec, values: SlotSpec, layer: int) -> None:
+        require(
+            keys.head_dim == values.head_dim, self.name, "the head dim", "the same for keys and values", (keys.head_dim, values.head_dim),
+            "use another scheme for this layer",
+        )
+        require(
+            not self.weights or layer < len(self.weights), self.name, "layer_weights", f"a number for every layer, {layer + 1} at least",
+            self.layer_weights, "write one for each, as 2/1/1",
+        )
+
+    def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
+        if keys != values:
+            raise HalvesDiffer(scheme=self.name, keys=keys.spell(), values=values.spell(), path=path)
+        super().check_pair(keys, values, latent, path)
+
+    def layout(self, slot: SlotSpec) -> Layout:
+        made = self.of(slot.role)
+        planes = buckets.plane_specs(slot, made.widths, self.scale_dtype)
+        if made.half is Half.VALUE:
+            return Layout(planes)
+        return Layout((
+            *planes, PlaneSpec(IMPORTANCE, torch.float32, 3, PAGE, Extent.STORE, tally=True, shared=True),
+            PlaneSpec(HEADS, torch.float32, 1, 1, Extent.ROW, tally=True),
+            PlaneSpec(DECIDED, torch.float32, 1, PAGE, Extent.STORE, tally=True, shared=True),
+        ))
+
+    def planes_read(self, slot: SlotSpec) -> int:
+        return buckets.SETTLED + len(self.of(slot.role).widths)
+
+    def format(self, slot: SlotSpec) -> KernelFormat:
+        """How a kernel reads tokens that entered lately."""
+        return KernelFormat(torch.uint8, 1, slot.head_dim, True, _signed)
+
+    def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
+        del fixed
+        return codes.encode(x_BKSD, buckets.ENTERING, self.scale_dtype)
+
+    def bound(self, slot: SlotSpec) -> sympy.Expr | None:
+        """None: what a token decodes to depends on the width that it has by then."""
+        del slot
+        return None
+
+    # --- stored planes ---------------------------------------------------------------------------
+
+    def _split(self, planes: Planes) -> tuple[Buckets, Planes]:
+        """The buckets, and the planes behind them."""
+        count = buckets.SETTLED + len(self.widths)
+        return Buckets.of(planes, self.widths), tuple(planes[count:])
+
+    def with_room(self, planes: Planes, slot: SlotSpec, tokens: int) -> Planes:
+        half, rest = self._split(planes)
+        made = buckets.with_room(half, max(1, pages_for(tokens - int(half.first))))
+        if not rest:
+            return made.planes
+        importance, heads, decided = rest
+        pages = pages_for(tokens)
+        return (*made.planes, reallocation.grown(importance, pages), heads, reallocation.grown(decided, pages))
+
+    def room(self, planes: Planes, first: int) -> int:
+        half, rest = self._split(planes)
+        entering = first + half.entering[0].shape[0] * PAGE
+        return min([entering, *(plane.shape[0] * PAGE for plane in (rest[0], rest[2]))]) if rest else entering
+
+    def tokens(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor:
+        return buckets.values(self._split(planes)[0], count)
+
+    def cut(self, planes: Planes, slot: SlotSpec, count: int) -> Planes:
+        half, rest = self._split(planes)
+        made = buckets.cut(half, count)
+        if not rest:
+            return made.planes
+        importance, heads, decided = rest
+        return (*made.planes, reallocation.forgotten(importance, count), heads.clone(), reallocation.forgotten(decided, count))
+
+    def of_rows(self, planes: Planes, slot: SlotSpec, rows: torch.Tensor) -> Planes:
+        half, rest = self._split(planes)
+        return (*buckets.of_rows(half, rows).planes, *(plane.index_select(1, rows) for plane in rest))
+
+    def histogram(self, planes: Planes, slot: SlotSpec, count: int) -> dict[int, int]:
+        half = self._split(planes)[0]
+        settled = sum(words.shape[0] for words in half.codes)
+        return half.histogram(count, settled // max(half.rows, 1))
+
+    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
+        half, rest = self._split(keys)
+        since = count - first
+        if count < EXEMPT and not reallocation.can_be_met(self, slot, half.rows, count, layer):
+            return False
+        if since >= (reallocation.interval(self, slot, half.rows, first, layer) if first else clock.interval(0, 0, self.interval)):
+            return True
+        if not first or since % self.interval:
+            return False
+        return reallocation.drifted(self, rest[0], count)
+
+    def reallocate(self, keys: Planes, values: Planes, slots: Sequence[SlotSpec], count: int, layer: int) -> Reallocated:
+        key, value = (dataclasses.replace(self, half=half) for half in (Half.KEY, Half.VALUE))
+        (key_half, rest), (value_half, _) = key._split(keys), value._split(values)
+        return reallocation.reallocated(self, key_half, value_half, rest, slots[0], count, layer)
+
+
+def _numbers(option: str, text: str, kind: type) -> tuple:  # type: ignore[type-arg]
+    """Numbers separated by slashes; raises BadOption."""
+    try:
+        return tuple(kind(part) for part in text.split("/"))
+    except (ValueError, AttributeError) as error:
+        raise BadOption(
+            scheme="smartkv", option=option, expected="numbers separated by slashes", found=text, todo="write them as 3/4/8",
+        ) from error

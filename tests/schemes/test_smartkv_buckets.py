@@ -1,0 +1,133 @@
+"""Buckets of tokens by width: what they decode to, what moving tokens does to codes, and bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcompile.schemes.smartkv import buckets, codes
+from kvcompile.schemes.smartkv.buckets import Buckets
+from kvcompile.types import PAGE, Extent, Role, SlotSpec, pages_for
+
+B, K, D = 3, 2, 16
+SPEC = SlotSpec(K, D, torch.float32, Role.VALUE)
+WIDTHS = (2, 3, 4, 8)
+
+
+def originals(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(B, K, tokens, D, generator=torch.Generator().manual_seed(seed))
+
+
+def entered(x: torch.Tensor, first: int = 0, half: Buckets | None = None) -> Buckets:
+    """Buckets with the tokens of ``x`` from position ``first`` on entering, garbage behind them."""
+    if half is None:
+        specs = buckets.plane_specs(SPEC, WIDTHS, torch.float16)
+        half = Buckets.of(tuple(torch.zeros(spec.shape(0, x.shape[0], K), dtype=spec.dtype) for spec in specs), WIDTHS)
+    count = x.shape[2] - first
+    half = buckets.with_room(half, pages_for(count) + 1)
+    half.entering[0].fill_(77)
+    half.entering[1].fill_(float("nan"))
+    at = torch.arange(count)
+    for plane, rows in zip(half.entering, codes.encode(x[:, :, first:], 8), strict=True):
+        plane[at // PAGE, :, :, at % PAGE] = rows.permute(2, 0, 1, 3)
+    return half
+
+
+def narrowed(x: torch.Tensor, *chain: torch.Tensor) -> torch.Tensor:
+    """What tokens decode to after they had the widths [B, T] of each allocation in turn, token by token."""
+    out = torch.empty_like(x)
+    for row in range(x.shape[0]):
+        for token in range(x.shape[2]):
+            held, bits = codes.encode(x[row, :, token], 8), 8
+            for widths in chain:
+                if int(widths[row, token]) < bits:
+                    held, bits = codes.narrower(held, bits, int(widths[row, token])), int(widths[row, token])
+            out[row, :, token] = codes.decode(held, bits)
+    return out
+
+
+def some_widths(tokens: int, seed: int, most: torch.Tensor | None = None) -> torch.Tensor:
+    found = torch.tensor(WIDTHS)[torch.randint(0, 4, (B, tokens), generator=torch.Generator().manual_seed(seed))]
+    return (found if most is None else torch.minimum(found, most)).to(torch.int8)
+
+
+def test_tokens_have_the_codes_of_their_widths_and_keep_them() -> None:
+    x = originals(150)
+    first = some_widths(100, 1)
+    half = buckets.settled(entered(x[:, :, :100]), first)
+    assert torch.equal(buckets.values(half, 100), narrowed(x[:, :, :100], first))
+    assert torch.equal(buckets.widths(half, 100), first)
+    more = entered(x, 100, half)
+    eight = torch.full((B, 50), 8, dtype=torch.int8)
+    assert torch.equal(buckets.values(more, 150), narrowed(x, torch.cat([first, eight], 1)))
+    second = some_widths(150, 2, torch.cat([first, eight], 1))
+    again = buckets.settled(more, second)
+    assert torch.equal(buckets.values(again, 150), narrowed(x, torch.cat([first, eight], 1), second))
+    # A head alone is what it is among the others, and nothing behind the tokens asked for is seen.
+    assert torch.equal(buckets.values(again, 120, slice(1, 2)), buckets.values(again, 150)[:, 1:, :120])
+
+
+def test_a_token_cannot_become_wider() -> None:
+    narrow = torch.full((B, 9), 3, dtype=torch.int8)
+    half = buckets.settled(entered(originals(9)), narrow)
+    with pytest.raises(ValueError, match="cannot become codes of 4"):
+        buckets.settled(half, narrow + 1)
+
+
+def test_every_plane_is_as_long_as_it_has_tokens() -> None:
+    widths = some_widths(130, 3)
+    half = buckets.settled(entered(originals(130)), widths)
+    specs = buckets.plane_specs(SPEC, WIDTHS, torch.float16)
+    for plane, spec in zip(half.planes, specs, strict=True):
+        assert plane.dtype == spec.dtype and plane.shape[1:] == spec.shape_of(1, B, K)[1:]
+        assert plane.untyped_storage().nbytes() == plane.numel() * plane.itemsize
+    held = {bits: int((widths == bits).sum()) for bits in WIDTHS}
+    sizes = {name: plane.numel() * plane.itemsize for plane, name in zip(half.planes, [spec.name for spec in specs], strict=True)}
+    assert sizes["codes"] == sizes["scales"] == 0
+    assert [sizes[f"codes{bits}"] for bits in WIDTHS] == [held[bits] * K * D * bits // 8 for bits in WIDTHS]
+    assert sizes["settled_scales"] == B * 130 * K * 2 and sizes["where"] == B * 130 * 4
+    assert half.histogram(130, 130) == held
+    assert {spec.extent for spec in specs} == set(Extent)
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 99, 100, 130])
+def test_a_cut_forgets_what_is_behind_it_and_takes_other_tokens(count: int) -> None:
+    x, other = originals(130), originals(130, seed=9)
+    widths = some_widths(100, 4)
+    half = entered(x, 100, buckets.settled(entered(x[:, :, :100]), widths))
+    before = buckets.values(half, count).clone()
+    cut = buckets.cut(half, count)
+    assert torch.equal(buckets.values(cut, count), before)
+    assert int(cut.first) == min(count, 100)
+    assert sum(words.shape[0] for words in cut.codes) == B * min(count, 100)
+    other[:, :, :count] = x[:, :, :count]
+    again = entered(other, int(cut.first), cut)
+    eight = torch.full((B, 30), 8, dtype=torch.int8)
+    kept = narrowed(x, torch.cat([widths, eight], 1))[:, :, : min(count, 100)]
+    assert torch.equal(buckets.values(again, 130)[:, :, : min(count, 100)], kept)
+    assert torch.equal(buckets.values(again, 130)[:, :, min(count, 100) :], narrowed(
+        other[:, :, min(count, 100) :], torch.full((B, 130 - min(count, 100)), 8),
+    ))
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1, 1, 1, 0], [2]])
+def test_rows_are_taken_with_their_codes(rows: list[int]) -> None:
+    x = originals(130)
+    half = entered(x, 100, buckets.settled(entered(x[:, :, :100]), some_widths(100, 5)))
+    taken = buckets.of_rows(half, torch.tensor(rows))
+    assert torch.equal(buckets.values(taken, 130), buckets.values(half, 130)[rows])
+    assert torch.equal(buckets.widths(taken, 100), buckets.widths(half, 100)[rows])
+    narrow = torch.full((len(rows), 130), 2, dtype=torch.int8)
+    assert torch.equal(
+        buckets.values(buckets.settled(taken, narrow), 130), buckets.values(buckets.settled(half, narrow[:1].expand(B, -1)), 130)[rows],
+    )
+
+
+def test_nan_stays_nan() -> None:
+    x = originals(20)
+    x[1, 0, 7, 3] = float("nan")
+    x[0, 1, 3, 2] = float("inf")
+    for bits in WIDTHS:
+        found = buckets.values(buckets.settled(entered(x), torch.full((B, 20), bits, dtype=torch.int8)), 20)
+        assert found[1, 0, 7].isnan().all() and found[0, 1, 3].isnan().all()
+        assert int(found.isnan().sum()) == 2 * D
