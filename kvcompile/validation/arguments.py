@@ -157,7 +157,8 @@ class Arguments:
         order = list(choices)
         ways = [
             [choices[index][self.settled[index]]]
-            if self.settled.get(index, 99) < len(choices[index]) and not moment.blind else choices[index]
+            if self.settled.get(index, 99) < len(choices[index]) and not (moment.blind and choices[index][0].is_floating_point())
+            else choices[index]
             for index in order
         ]
         chosen = list(itertools.islice(itertools.product(*(range(len(options)) for options in ways)), COMBINATIONS))

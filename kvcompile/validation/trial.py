@@ -96,23 +96,26 @@ class _Session:
             if index not in self.theirs:
                 self.theirs[index], self.ours[index] = args[index], args[index].clone()
         mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
-        try:
-            expected = self.part.captured.module(*args)
-        except Exception as error:
-            raise NotApart(f"it does not run by itself ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})") from error
-        found = self.bound(*mine)
+        expected, found = self._expected(args), self.bound(*mine)
         for index in range(self.part.outputs):
             difference = compared(expected[index], found[index])
             if difference:
                 return f"the attention's result {difference}"
         return self._caches(moment, expected, found)
 
+    def _expected(self, args: list[Any]) -> Any:
+        """Run the program. Raises NotApart where it cannot."""
+        try:
+            return self.part.captured.module(*args)
+        except Exception as error:
+            raise NotApart(f"it does not run by itself ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})") from error
+
     def blind(self, moment: Moment) -> bool:
         """Run one call with padding among its tokens; return whether results of padding differ and no other does. Raises NotApart."""
         args = self.arguments.make(moment, {**self.theirs})
         # Counters among the arguments are moved on by the program.
         mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
-        expected, found = self.part.captured.module(*args), self.bound(*mine)
+        expected, found = self._expected(args), self.bound(*mine)
         roles = self.part.sites[0].attention.out_roles
         if not {"B", "S"} <= set(roles) or not compared(expected[0], found[0]):
             return False

@@ -119,7 +119,10 @@ def _operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) ->
     """The operands of ``attend`` that every attention has."""
     attention = item.site.attention
     seen = visibility(shared.context, emit, item, as_it_lies=_reads_slots(shared, item, source))
-    q = source.q if source.fresh is not None or seen.hi is None else seeing(emit, item, source.q, seen.hi, shared.planes.of(item.key))
+    q = source.q
+    if source.fresh is None:
+        seen = within_length(shared.context, emit, item, seen)
+        q = q if seen.hi is None else seeing(emit, item, q, seen.hi, shared.planes.of(item.key))
     for step in STEPS:
         seen = step(shared, emit, item, source, seen)
     return [
@@ -149,10 +152,6 @@ def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:
 # --- from the model's tokens to the store's ----------------------------------------------------------
 
 
-def _within_length(shared: Shared, emit: Emitter, item: SitePlan, source: Sources, seen: Visibility) -> Visibility:
-    return seen if source.fresh is not None else within_length(shared.context, emit, item, seen)
-
-
 def _from_padding(shared: Shared, emit: Emitter, item: SitePlan, source: Sources, seen: Visibility) -> Visibility:
     """Count positions from each row's first token, as a store with a window does."""
     if source.fresh is not None or not item.key.window:
@@ -167,7 +166,7 @@ def _in_slot_order(shared: Shared, emit: Emitter, item: SitePlan, source: Source
 
 
 STEPS: tuple[Callable[[Shared, Emitter, SitePlan, Sources, Visibility], Visibility], ...] = (
-    _within_length, _from_padding, _in_slot_order,
+    _from_padding, _in_slot_order,
 )
 """What takes a mask over the tokens that the model reads to one over the places of the store, in order."""
 
