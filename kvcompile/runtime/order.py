@@ -52,7 +52,7 @@ class TokenOrder:
                 return Broken(group, why, False)
             following = start >= state.behind
             # A buffer in use is not waited for (see ``Linear.start``).
-            end = self.sight.end(group.root, call) if not following else max(form.reach(call), 0 if length else form.sees(call))
+            end = max(form.reach(call), 0 if length else form.sees(call)) if following else self.sight.end(group.root, call)
             if end > start + count:
                 return Broken(
                     group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window "

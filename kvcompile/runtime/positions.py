@@ -17,8 +17,8 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.capture.position_graph import extract
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import size_along
-from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
-from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Position, Site
+from kvcompile.passes.match.mask.masks import shown_by
+from kvcompile.passes.match.sites import Limit, LimitKind, Position, Site
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.left_padding import padding
 
@@ -35,9 +35,7 @@ class TokenPositions:
         """Return the first position that a site's masks show in each row, int64 [B]; None where they do not differ by row."""
         found = None
         for term in padding(site.bounds):
-            seen = self.masks[term.node]
-            seen = seen > VERY_NEGATIVE if term.kind is MaskKind.ADD else seen != 0
-            seen = ~seen if term.kind is MaskKind.FILL else seen
+            seen = shown_by(term, self.masks[term.node])
             rows, token = next(dim for dim, role in enumerate(term.roles) if "B" in role), term.roles.index("T")
             rest = [dim for dim in range(seen.dim()) if dim not in {rows, token}]
             seen = seen.permute(rows, token, *rest).flatten(2).any(-1) if rest else seen.permute(rows, token)

@@ -12,9 +12,8 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.capture.position_graph import dataflow, extract
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import size_along, value_of
-from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
-from kvcompile.passes.match.mask.masks import hiding
-from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm, Site
+from kvcompile.passes.match.mask.masks import hiding, shown_by
+from kvcompile.passes.match.sites import LimitKind, MaskTerm, Site
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.runtime.call import Call
 
@@ -68,7 +67,5 @@ class Sight:
         given = [args[index] for index in taken]
         with torch.no_grad():
             (mask,) = module(*[item.clone() if writes and isinstance(item, torch.Tensor) else item for item in given])
-        seen = mask > VERY_NEGATIVE if term.kind is MaskKind.ADD else mask if mask.dtype is torch.bool else mask != 0
-        seen = ~seen if term.kind is MaskKind.FILL else seen
-        tokens = seen.movedim(term.roles.index("T"), -1).flatten(0, -2).any(0).nonzero()
+        tokens = shown_by(term, mask).movedim(term.roles.index("T"), -1).flatten(0, -2).any(0).nonzero()
         return int(tokens.max()) + 1 if len(tokens) else 0

@@ -19,7 +19,7 @@ import torch
 from kvcompile.passes.capture.capture import Input
 from kvcompile.passes.capture.position_graph import dataflow, extract
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
+from kvcompile.passes.match.mask.masks import shown_by
 from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
 from kvcompile.validation.cut import Cut, NotApart
 from kvcompile.validation.sizes import Values, hints, past, read
@@ -293,9 +293,7 @@ class Arguments:
 
     def hides(self, term: MaskTerm, value: torch.Tensor, moment: Moment) -> bool:
         """Whether a mask shows every query some token, and not all behind the last one that is written where nothing else hides them."""
-        seen = value > VERY_NEGATIVE if term.kind is MaskKind.ADD else value != 0
-        seen = ~seen if term.kind is MaskKind.FILL else seen
-        seen = seen.movedim(term.roles.index("T"), -1)
+        seen = shown_by(term, value).movedim(term.roles.index("T"), -1)
         last = moment.start + self.tokens(moment)
         # Where only some of what is not written yet is seen, positions decide what is: that is the program's own doing.
         behind = seen[..., last:]

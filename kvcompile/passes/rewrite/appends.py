@@ -85,8 +85,7 @@ class Appends:
             emit, position, origin = self._counted_from_padding(emit, slot, position)
         stored = self.rope.undo(emit, slot, tokens, position, origin)
         planes, scheme = self.planes.written(slot), slot.scheme.spell()
-        if (first := self.planes.first(slot)) is not None:
-            position = emit.call(aten.sub.Tensor, position, emit.call(aten.reshape.default, first, [1, 1]))
+        position = self.planes.from_first(emit, slot, position)
         if not slot.window:
             emit.call(torch.ops.kvcompile.append.default, stored, planes, position, scheme, *([] if origin is None else [origin]))
             return

@@ -21,6 +21,7 @@ from kvcompile.passes.match.sites import Limit, LimitKind, Site
 from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.context import Context, device_of
 from kvcompile.passes.rewrite.masks import bias_of, last_seen
+from kvcompile.passes.rewrite.planes import Planes
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.passes.rewrite.sliding import covered
 from kvcompile.passes.rewrite.visibility import Visibility
@@ -49,16 +50,15 @@ def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibil
     return Visibility(last, seen.lo, seen.keep, seen.bias)
 
 
-def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, planes: list[fx.Node]) -> fx.Node:
-    """Return queries [B, H, S, D] with NaN for those that see places behind the end of the store that has ``planes``.
+def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, planes: Planes) -> fx.Node:
+    """Return queries [B, H, S, D] with NaN for those that see places behind the end of the keys' store.
 
     Nothing is there to attend to, and a step does not wait for the device to learn how far its masks reach.
     """
     if not unbounded(item.site):
         return q
-    room, first = emit.call(operator.mul, emit.call(aten.sym_size.int, planes[0], 0), PAGE), item.key.layout.first
-    if first is not None:
-        hi = emit.call(aten.sub.Tensor, hi, emit.call(aten.reshape.default, planes[first], [1, 1]))
+    room = emit.call(operator.mul, emit.call(aten.sym_size.int, planes.encoded(item.key)[0], 0), PAGE)
+    hi = planes.from_first(emit, item.key, hi)
     behind = emit.call(aten.ge.Scalar, hi, room)
     for dim in (1, 3):
         behind = emit.call(aten.unsqueeze.default, behind, dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.plan.plan import SlotPlan
 from kvcompile.passes.rewrite.context import Context, Part, part_of
 from kvcompile.passes.rewrite.rewritten import Binding
@@ -43,9 +44,11 @@ class Planes:
         """The planes that grow with the tokens."""
         return self.of(slot)[: slot.layout.encoded]
 
-    def first(self, slot: SlotPlan) -> fx.Node | None:
-        """The plane that says where the planes that grow begin; None where they begin at 0."""
-        return None if slot.layout.first is None else self.of(slot)[slot.layout.first]
+    def from_first(self, emit: Emitter, slot: SlotPlan, positions: fx.Node) -> fx.Node:
+        """Positions [B or 1, S] counted from where the planes that grow begin."""
+        if slot.layout.first is None:
+            return positions
+        return emit.call(aten.sub.Tensor, positions, emit.call(aten.reshape.default, self.of(slot)[slot.layout.first], [1, 1]))
 
     def constant(self, slot: SlotPlan) -> list[fx.Node]:
         """The planes that are alike in every store."""

@@ -240,6 +240,13 @@ def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
     return tuple(terms)
 
 
+def shown_by(term: MaskTerm, mask: torch.Tensor) -> torch.Tensor:
+    """Return what a mask's value lets through, bool of its shape."""
+    if term.kind is MaskKind.ADD:
+        return mask > VERY_NEGATIVE
+    return mask == 0 if term.kind is MaskKind.FILL else mask if mask.dtype is torch.bool else mask != 0
+
+
 def describe(bounds: Bounds) -> str:
     """A mask in words, for the report."""
     words = UPPER[bounds.hi.kind]
