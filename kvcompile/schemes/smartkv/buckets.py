@@ -29,7 +29,7 @@ ENTERING = 8
 """Bits of a channel of a token that has just come."""
 
 CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, SETTLED = range(7)
-"""Where in a layout each plane stands; from the last one on the codes of each bucket."""
+"""The index of each plane in a layout; the codes of the buckets follow from the last one on."""
 
 
 def plane_specs(slot: SlotSpec, widths: tuple[int, ...], scale_dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
@@ -124,13 +124,14 @@ def empty(half: Buckets, pages: int) -> coder.Coded:
 
 def with_room(half: Buckets, pages: int) -> Buckets:
     """Have ``pages`` pages for entering tokens."""
-    held = half.entering[0].shape[0]
-    if pages <= held:
-        return half
-    grown = empty(half, pages)
-    for plane, old in zip(grown, half.entering, strict=True):
-        plane[:held] = old
-    return replace(half, entering=grown)
+    codes, scales = half.entering
+    return replace(half, entering=(grown(codes, pages), grown(scales, pages)))
+
+
+def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
+    """The plane with ``pages`` pages at least, new ones zero; itself where it has them."""
+    held = plane.shape[0]
+    return plane if pages <= held else torch.cat([plane, plane.new_zeros(pages - held, *plane.shape[1:])])
 
 
 def settled(half: Buckets, widths_RT: torch.Tensor) -> Buckets:

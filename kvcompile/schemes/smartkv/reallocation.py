@@ -42,12 +42,6 @@ def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
     return made.to(plane.dtype).clone(memory_format=torch.contiguous_format)
 
 
-def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
-    """The plane with ``pages`` pages at least, new ones zero; itself where it has them."""
-    held = plane.shape[0]
-    return plane if pages <= held else torch.cat([plane, plane.new_zeros(pages - held, *plane.shape[1:])])
-
-
 def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
     """A new plane without what it says of positions from ``count`` on."""
     return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))

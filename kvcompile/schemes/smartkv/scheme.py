@@ -275,7 +275,7 @@ class Smartkv(Adaptive):
             return made.planes
         importance, heads, decided = rest
         pages = pages_for(tokens)
-        return (*made.planes, reallocation.grown(importance, pages), heads, reallocation.grown(decided, pages))
+        return (*made.planes, buckets.grown(importance, pages), heads, buckets.grown(decided, pages))
 
     def room(self, planes: Planes, first: int) -> int:
         half, rest = self._split(planes)
