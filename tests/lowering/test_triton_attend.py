@@ -361,6 +361,21 @@ def test_interpreted_kernel_equals_eager(scheme: str) -> None:
     interpreted(compare, scheme)
 
 
+def compare_nan() -> None:
+    """A query of NaN, which a rewritten graph makes of one that sees places behind its store, gives NaN, and others what they gave."""
+    allow_ranges_over_scalars()
+    for scheme in SCHEMES:
+        case = dataclasses.replace(Case(scheme, scheme) if scheme not in {"kivi", "lookup"} else asymmetric_cases(scheme)[0], B=2, T=100)
+        args = operands(case)
+        plain = run_kernel(case, args)
+        out = run_kernel(case, {**args, "q": torch.where(torch.arange(case.B)[:, None, None, None] == 1, float("nan"), args["q"])})
+        assert bool(out[1].isnan().all()) and torch.equal(out[0], plain[0]), case
+
+
+def test_a_query_of_nan_gives_nan() -> None:
+    interpreted(compare_nan)
+
+
 def config_of(scheme: str, **changes: object) -> AttendConfig:
     word = schemes.parse(scheme).format(SlotSpec(8, 128, torch.bfloat16, Role.KEY)).word_dtype
     return dataclasses.replace(AttendConfig(scheme, scheme, 128, 128, 8, 4, torch.bfloat16, word, word, 0.088, splits=64), **changes)

@@ -99,11 +99,12 @@ def test_places_without_a_token_count_as_zeros(mask: Any, scheme: str, allowed: 
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "one_thread")
-def test_what_no_host_looks_at_is_nan_where_the_store_ends() -> None:
+@pytest.mark.parametrize(("scheme", "allowed"), [("dense", 1e-5), ("int8", 2e-2), ("kivi(group=16,window=32)", 0.2), ("certified", 5e-2)])
+def test_what_no_host_looks_at_is_nan_where_the_store_ends(scheme: str, allowed: float) -> None:
     """Right within the room of the store, NaN behind it, and right again."""
     torch.manual_seed(0)
     model = Counted()
-    compiled = torch.compile(copy.deepcopy(model), backend=kvcompile.backend("dense", inner="eager"))
+    compiled = torch.compile(copy.deepcopy(model), backend=kvcompile.backend(scheme, inner="eager"))
     with torch.no_grad():
         for number, (x, pos) in enumerate(calls((5, 1, 1, 1, 1))):
             mask = ahead(pos) if number == 3 else causal(pos)
@@ -111,7 +112,7 @@ def test_what_no_host_looks_at_is_nan_where_the_store_ends() -> None:
             if number == 3:
                 assert bool(found.isnan().all())
             else:
-                torch.testing.assert_close(found, expected)
+                assert float((expected - found).abs().max()) <= allowed * float(expected.abs().max())
 
 
 @pytest.mark.usefixtures("fresh_dynamo", "one_thread")
