@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import e2e_models
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcompile
 from kvcompile.runtime import handle
@@ -18,6 +20,7 @@ from kvcompile.types import Role
 LAYERS, D = 2, 64
 SCHEME = "smartkv(budget=0.6,tau=1e-6)"
 KINDS = ("static", "dynamic")
+cache_of = functools.partial(e2e_models.cache_of, capacity=256)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -37,10 +40,6 @@ def llama() -> LlamaForCausalLM:
             vocab_size=97, max_position_embeddings=1024, initializer_range=0.05,
         )
         return LlamaForCausalLM(config).eval()
-
-
-def cache_of(model: LlamaForCausalLM, kind: str, capacity: int = 256) -> Any:
-    return StaticCache(config=model.config, max_cache_len=capacity) if kind == "static" else DynamicCache(config=model.config)
 
 
 def words(rows: int, count: int, seed: int = 0) -> torch.Tensor:

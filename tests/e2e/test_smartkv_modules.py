@@ -21,7 +21,7 @@ REFUSED = {
         ("rolled", "roll-and-put", "concatenated-back", "combined-roll", "sliced", "sliced-later", "rolled-result"), "keeps its newest",
     ),
 }
-"""Those that other schemes hold and this one does not, with a part of the reason."""
+"""Modules that other schemes rewrite and smartkv refuses, each with a part of the reason."""
 
 
 @pytest.fixture(autouse=True)

@@ -172,7 +172,7 @@ def test_a_folded_model_gives_the_same(scheme: str, kind: str, monkeypatch: pyte
 
 @pytest.fixture(scope="module")
 def expected() -> list[torch.Tensor]:
-    """What the model gives that is not folded and no compiler optimized."""
+    """Return the logits of the model without folding and without an optimizing compiler."""
     return calls_of(llama(), "static", kvcompile.backend("int8", inner="aot_eager"))
 
 

@@ -34,7 +34,7 @@ def entered(x: torch.Tensor, first: int = 0, half: Buckets | None = None) -> Buc
 
 
 def narrowed(x: torch.Tensor, *chain: torch.Tensor) -> torch.Tensor:
-    """What tokens decode to after they had the widths [B, T] of each allocation in turn, token by token."""
+    """Return the values of tokens coded to the widths [B, T] of each allocation in turn, one token at a time."""
     out = torch.empty_like(x)
     for row in range(x.shape[0]):
         for token in range(x.shape[2]):
