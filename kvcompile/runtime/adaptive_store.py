@@ -6,6 +6,8 @@ position of the first token in the planes that grow, so that no decode step asks
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvcompile.errors import Unsupported
@@ -15,13 +17,34 @@ from kvcompile.schemes import Adaptive, Churn
 from kvcompile.types import PAGE, pages_for
 
 
+class Look:
+    """A bool of the device that the host reads later: by then it has been copied, so that reading it waits for nothing."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        self.event: Any = None
+        if seen.is_cuda:
+            host = torch.empty_like(seen, device="cpu", pin_memory=True)
+            host.copy_(seen, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+            seen = host
+        self.seen = seen
+
+    def read(self) -> bool:
+        """Return it; waits only where it is read too early."""
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.seen)
+
+
 class AdaptiveStore(Store):
     """The planes of one slot for one cache, of a scheme that moves tokens between them."""
 
-    __slots__ = ("_first", "churn")
+    __slots__ = ("_first", "_look", "churn")
 
     def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rope: Rope | None = None) -> None:
         self._first, self.churn = 0, Churn()
+        self._look: Look | None = None
         super().__init__(spec, batch, device, pages, rope)
 
     @staticmethod
@@ -65,10 +88,17 @@ class AdaptiveStore(Store):
     def clear(self) -> None:
         with ordinary():
             self.planes = [self._zeros(spec, 0) for spec in self.spec.layout.planes]
-        self._first = self.pages = 0
+        self._first, self._look = 0, None
+        self.pages = 0
 
     def values(self, first: int, last: int) -> torch.Tensor:
         return self.scheme.tokens(tuple(self.planes), self.spec.slot, last * PAGE)[:, :, first * PAGE :]
+
+    def drifted(self, tokens: int) -> bool:
+        """Return what the last look at drift saw, and look anew. Waits for nothing: a look is as old as the time between two of them."""
+        last = self._look
+        self._look = Look(self.scheme.drifted(tuple(self.planes), tokens))
+        return last is not None and last.read()
 
     def exchange(self, planes: tuple[torch.Tensor, ...], churn: Churn | None = None) -> None:
         """Take the planes of a reallocation in place of its own."""
@@ -109,7 +139,7 @@ class AdaptiveStore(Store):
         return made
 
     def _take(self, planes: list[torch.Tensor]) -> None:
-        self.planes = planes
+        self.planes, self._look = planes, None
         place = self.spec.layout.first
         assert place is not None
         self._first = int(planes[place])

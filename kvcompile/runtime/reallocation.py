@@ -39,7 +39,7 @@ class Reallocation:
         self.layers = tuple(found.values())
 
     def after(self, states: Sequence[CacheState]) -> None:
-        """Look at all layers once a call has been counted. Waits for the device only where widths are decided or drift is looked at."""
+        """Look at all layers once a call has been counted. Waits for the device only where widths are decided."""
         for layer in self.layers:
             (state, keys), (_, values) = (
                 (states[index], states[index].stores[part]) for index, part in (layer.key, layer.value)
@@ -50,7 +50,8 @@ class Reallocation:
             if not count:
                 continue
             with ordinary(), torch.no_grad():
-                if not scheme.due(tuple(keys.planes), slots[0], keys.first, count, layer.number):
+                now = (tuple(keys.planes), slots[0], keys.first, count, layer.number)
+                if not scheme.due(*now) and not (scheme.looks(*now) and keys.drifted(count)):
                     continue
                 made = scheme.reallocate(tuple(keys.planes), tuple(values.planes), slots, count, layer.number)
             keys.exchange(made.keys, made.churn)

@@ -91,7 +91,18 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
-        """Whether widths are to be decided anew, ``first`` tokens having been there at the last time and ``count`` now."""
+        """Whether widths are to be decided anew, ``first`` tokens having been there at the last time and ``count`` now.
+
+        By numbers alone: nothing waits for the device.
+        """
+
+    @abc.abstractmethod
+    def looks(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
+        """Whether drift is looked at after this step: what was seen at the last look is read, and ``drifted`` is asked anew."""
+
+    @abc.abstractmethod
+    def drifted(self, keys: Planes, count: int) -> torch.Tensor:
+        """Whether widths are to be decided anew since what attention gives has changed, one bool on the device."""
 
     @abc.abstractmethod
     def reallocate(self, keys: Planes, values: Planes, slots: Sequence[SlotSpec], count: int, layer: int) -> Reallocated:

@@ -4,8 +4,9 @@
                      masks, and then moves the averages in the planes ``importance`` and ``heads`` on by one step a query
 ``smartkv_observe``  does only the latter, where a prompt attends to its own tokens in full precision
 
-The bodies are the definition, for which no kernel exists yet. They take queries in tiles, so that nothing has as many entries as there are
-queries times tokens, and decode the tokens of one kv head at a time. Nothing waits for the device.
+The bodies are the definition; on CUDA kernels take the place of the first where the queries are few (``decode_step``). They take queries in
+tiles, so that nothing has as many entries as there are queries times tokens, and decode the tokens of one kv head at a time. Nothing waits
+for the device.
 
 What a query gives to a token is its softmax weight, the mean over the heads that read one kv head, and over all heads. Averages move by
 ``decay`` a query: a query that has ``n`` others behind it counts decay ** n, so that those of a long prompt's beginning count for nothing
@@ -22,11 +23,13 @@ from typing import Any
 import torch
 
 from kvcompile import schemes
+from kvcompile.lowering.host.launches import Direct
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, softmax_parts, weighted
+from kvcompile.lowering.smartkv.decode_step import Step, step_by_kernels, step_gap
 from kvcompile.schemes import Smartkv
 from kvcompile.schemes.smartkv.buckets import Buckets, values
-from kvcompile.schemes.smartkv.importance import head_measure
+from kvcompile.schemes.smartkv.importance import LEAST, head_measure
 
 OPERANDS = (
     "Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
@@ -40,9 +43,6 @@ TILE = 64
 
 COUNTS = 2.0**-30
 """The weight below which a query counts for nothing in an average."""
-
-LEAST = 1e-30
-"""The least importance of a token that some query may see."""
 
 
 def _scheme(text: str) -> Smartkv:
@@ -137,7 +137,14 @@ def smartkv_attend_body(*args: Any, **kwargs: Any) -> torch.Tensor:
     """The result [B, H, S, Dv] in q's dtype, as ``attend`` gives it; the averages are moved on."""
     given = named(smartkv_attend, args, kwargs)
     operands, importance, heads = attend_operands(given), given["importance"], given["heads"]
-    keys, value_scheme = _scheme(operands.key_scheme), _scheme(operands.value_scheme)
+    step = Step(operands, importance, heads)
+    return step_by_kernels(Direct(cuda=True), step) if operands.q.is_cuda and step_gap(step) is None else attend_by_definition(step)
+
+
+def attend_by_definition(step: Step) -> torch.Tensor:
+    """The result without kernels."""
+    operands, importance, heads = step.attend, step.importance, step.heads
+    keys, value_scheme = step.schemes
     q, tokens = operands.q, importance.shape[0] * importance.shape[3]
     compute = torch.promote_types(q.dtype, torch.float32)
     averages = _Averages.of(keys, importance, heads, q.shape[2])

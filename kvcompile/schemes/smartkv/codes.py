@@ -3,6 +3,7 @@
 scale = amax / (2^(b-1) - 1), code = clamp(rne(x / scale), -2^(b-1), 2^(b-1) - 1). With that scale no code is below -(2^(b-1) - 1): at
 2 bits a value is one of three. As in ``symmetric``: the stored scale is rounded up and codes are made from what is stored, the floor of
 a scale is the smallest positive number of its dtype (the source's 1e-8 is less than float16 holds), and NaN or Inf make the scale NaN.
+Bytes of narrow codes hold code + 2^(b-1); those of 8 bits two's complement, as the kernels of symmetric schemes write it.
 """
 
 from __future__ import annotations
@@ -36,13 +37,19 @@ def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16)
     x = x.to(torch.float32)
     scale = stored_scale(x.abs().amax(-1, keepdim=True), largest_code(bits), scale_dtype)
     codes = torch.round(x / scale.to(torch.float32)).clamp(-largest_code(bits) - 1, largest_code(bits)).nan_to_num()
-    return pack(codes.to(torch.int32) + (1 << (bits - 1)), bits), scale
+    return _flipped(pack(codes.to(torch.int32) + (1 << (bits - 1)), bits), bits), scale
 
 
 def decode(coded: Coded, bits: int) -> torch.Tensor:
     """Values float32 [..., D] of what ``encode`` returned."""
     codes, scale = coded
-    return (unpacked(codes, format_of(bits, 8 * codes.shape[-1] // bits)) - (1 << (bits - 1))) * scale.to(torch.float32)
+    raised = unpacked(_flipped(codes, bits), format_of(bits, 8 * codes.shape[-1] // bits))
+    return (raised - (1 << (bits - 1))) * scale.to(torch.float32)
+
+
+def _flipped(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes with two's complement of 8 bits in place of code + 128, or the other way round; narrower ones as they are."""
+    return words ^ 128 if bits == 8 else words
 
 
 def narrower(coded: Coded, bits: int, to: int) -> Coded:

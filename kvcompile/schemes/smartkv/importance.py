@@ -22,6 +22,9 @@ import torch
 EPSILON = 1e-12
 """Added to means that are divided by: nothing is there yet, or nothing was attended to."""
 
+LEAST = 1e-30
+"""The least importance of a token that some query may see."""
+
 
 class Measure(enum.Enum):
     """Measure of a head that tells looking at something from looking at everything."""

@@ -47,11 +47,11 @@ def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
     return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))
 
 
-def drifted(scheme: Smartkv, importance: torch.Tensor, count: int) -> bool:
-    """Whether any row's importance has drifted since the last allocation; waits for the device."""
+def drifted(scheme: Smartkv, importance: torch.Tensor, count: int) -> torch.Tensor:
+    """Whether any row's importance has drifted since the last allocation, one bool."""
     now, _, before = by_position(importance, count).unbind(-1)
     common = (now > 0) & (before > 0)
-    return bool(clock.drifted(now, before, common, tau=scheme.tau, moved=scheme.moved, share=scheme.drift).any())
+    return clock.drifted(now, before, common, tau=scheme.tau, moved=scheme.moved, share=scheme.drift).any()
 
 
 @functools.lru_cache(maxsize=1024)

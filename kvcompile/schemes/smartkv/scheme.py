@@ -40,7 +40,7 @@ from kvcompile.schemes.smartkv.budget import Cost, Halves, Phases, layer_budgets
 from kvcompile.schemes.smartkv.hysteresis import Sticking
 from kvcompile.schemes.smartkv.importance import Measure
 from kvcompile.schemes.symmetric import SCALE_DTYPES
-from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
+from kvcompile.types import PAGE, AbsMax, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
 
 class Half(enum.Enum):
@@ -53,7 +53,7 @@ class Half(enum.Enum):
 
 def _signed(words: torch.Tensor, part: int) -> torch.Tensor:
     del part
-    return words.to(torch.float32) - 128
+    return (words ^ 128).to(torch.float32) - 128
 
 
 IMPORTANCE, HEADS, DECIDED = "importance", "heads", "decided"
@@ -101,10 +101,6 @@ class Smartkv(Adaptive):
     observes: ClassVar[str] = "smartkv_observe"
     attention_writes: ClassVar[tuple[str, ...]] = (IMPORTANCE, HEADS)
     kernels: ClassVar[str | None] = "kvcompile.lowering.smartkv.room"
-    devices: ClassVar[tuple[str, ...] | None] = ("cpu",)
-    warning: ClassVar[str | None] = (
-        "smartkv runs the definition of its attention, which decodes one head's tokens at a time; it has no kernels yet"
-    )
 
     def __post_init__(self) -> None:
         def number(option: str, least: float, most: float, todo: str, above: bool = False) -> None:
@@ -252,6 +248,9 @@ class Smartkv(Adaptive):
         """How a kernel reads tokens that entered lately."""
         return KernelFormat(torch.uint8, 1, slot.head_dim, True, _signed)
 
+    def absmax(self, head_dim: int) -> AbsMax | None:
+        return AbsMax(buckets.ENTERING, 1, head_dim, codes.largest_code(buckets.ENTERING), False)
+
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         del fixed
         return codes.encode(x_BKSD, buckets.ENTERING, self.scale_dtype)
@@ -303,15 +302,20 @@ class Smartkv(Adaptive):
         return half.histogram(count, settled // max(half.rows, 1))
 
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
-        half, rest = self._split(keys)
-        since = count - first
-        if count < EXEMPT and not reallocation.can_be_met(self, slot, half.rows, count, layer):
+        if self._exempt(keys, slot, count, layer):
             return False
-        if since >= (reallocation.interval(self, slot, half.rows, first, layer) if first else clock.interval(0, 0, self.interval)):
-            return True
-        if not first or since % self.interval:
-            return False
-        return reallocation.drifted(self, rest[0], count)
+        rows, since = keys[buckets.ENDS].shape[1], count - first
+        return since >= (reallocation.interval(self, slot, rows, first, layer) if first else clock.interval(0, 0, self.interval))
+
+    def looks(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
+        return first > 0 and (count - first) % self.interval == 0 and not self._exempt(keys, slot, count, layer)
+
+    def _exempt(self, keys: Planes, slot: SlotSpec, count: int, layer: int) -> bool:
+        """Whether tokens are too few to decide anything."""
+        return count < EXEMPT and not reallocation.can_be_met(self, slot, keys[buckets.ENDS].shape[1], count, layer)
+
+    def drifted(self, keys: Planes, count: int) -> torch.Tensor:
+        return reallocation.drifted(self, self._split(keys)[1][0], count)
 
     def reallocate(self, keys: Planes, values: Planes, slots: Sequence[SlotSpec], count: int, layer: int) -> Reallocated:
         key, value = (dataclasses.replace(self, half=half) for half in (Half.KEY, Half.VALUE))

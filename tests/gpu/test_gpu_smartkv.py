@@ -1,0 +1,112 @@
+"""smartkv's kernels on CUDA: against the definition, in compiled graphs and CUDA graphs, with reallocations between steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import e2e_models
+import pytest
+import torch
+from test_smartkv_attend import Case, masks
+from test_smartkv_kernels import SCHEMES, differences, step_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvcompile
+from kvcompile.lowering.smartkv import attend as operation
+from kvcompile.runtime.adaptive_store import AdaptiveStore
+from kvcompile.schemes import Smartkv
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SCHEME = "smartkv(budget=0.6,tau=1e-6)"
+PROMPT, STEPS = 150, 70
+
+
+def moved(item: Any, dtype: torch.dtype) -> Any:
+    """An operand of a case on the device, queries in ``dtype``."""
+    if isinstance(item, dict):
+        return {name: moved(each, dtype) for name, each in item.items()}
+    return item.cuda() if isinstance(item, torch.Tensor) else item
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: f"{scheme.keys} {scheme.values}")
+def test_kernels_give_what_the_definition_gives(scheme: Smartkv, dtype: torch.dtype) -> None:
+    allowed = 3 * torch.finfo(dtype).eps if dtype is not torch.float32 else 2e-5
+    for queries in (1, 5):
+        for name, given in masks(queries).items():
+            case = Case(queries, scheme)
+            for field in ("q", "importance", "heads", "hi"):
+                setattr(case, field, getattr(case, field).cuda())
+            case.q = case.q.to(dtype)
+            case.keys, case.values = ([plane.cuda() for plane in planes] for planes in (case.keys, case.values))
+            found = differences(step_of(case, **moved(given, dtype)))
+            assert all(value <= allowed for value in found.values()), (name, queries, found)
+
+
+def llama() -> LlamaForCausalLM:
+    """Two layers, 8 query heads over 2 kv heads of 64 channels."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        vocab_size=97, max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval().cuda().requires_grad_(False)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch._dynamo.reset()
+
+
+@dataclasses.dataclass
+class Requests:
+    """The logits of two requests, and how often their layers' widths were decided."""
+
+    logits: list[torch.Tensor]
+    allocations: list[int]
+
+
+def requests(model: LlamaForCausalLM, kind: str, mode: str | None, inner: str | None = None) -> Requests:
+    """Two requests through one compiled model, prompts too."""
+    backend = kvcompile.backend(SCHEME, strict=True, **({"inner": inner} if inner else {}))
+    compiled = torch.compile(model, backend=backend, mode=mode)
+    found = Requests([], [])
+    with torch.no_grad():
+        for seed in (0, 1):
+            words = torch.randint(0, 97, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(seed)).cuda()
+            cache = e2e_models.cache_of(model, kind, capacity=256)
+            for start, stop in ((0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + STEPS))):
+                torch.compiler.cudagraph_mark_step_begin()
+                out = compiled(words[:, start:stop], past_key_values=cache, use_cache=True)
+                found.logits.append(out.logits[:, -1].clone())
+            stores = [store for layer in cache.layers for store in layer.keys._kv.stores.values()]
+            assert all(isinstance(store, AdaptiveStore) for store in stores)
+            found.allocations += [store.churn.allocations for store in stores]
+    return found
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_compiled_models_give_what_the_definition_gives(kind: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    found = requests(model, kind, mode)
+    with monkeypatch.context() as patch:
+        patch.setattr(operation, "step_gap", lambda step: "the definition is asked for")
+        torch._dynamo.reset()
+        expected = requests(model, kind, None, "eager")
+    assert found.allocations == expected.allocations
+    assert min(found.allocations) >= 3, "widths are decided between steps"
+    for step, (mine, wanted) in enumerate(zip(found.logits, expected.logits, strict=True)):
+        # A tie that is decided otherwise is one token of another width.
+        assert float((mine - wanted).norm() / wanted.norm()) <= 0.02, step
+    near = [float((mine - wanted).norm() / wanted.norm()) for mine, wanted in zip(found.logits, expected.logits, strict=True)]
+    assert sorted(near)[len(near) // 2] <= 1e-4

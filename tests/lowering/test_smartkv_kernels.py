@@ -1,0 +1,102 @@
+"""smartkv's kernels in Triton's interpreter against the operation's body, and compiled offline."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from interpreted import interpreted
+from test_smartkv_attend import Case, masks
+from test_triton_attend import allow_ranges_over_scalars
+
+from kvcompile.lowering.host.launches import Direct
+from kvcompile.lowering.ops.operands import attend_operands, named
+from kvcompile.lowering.smartkv import decode_step
+from kvcompile.lowering.smartkv.attend import attend_by_definition, smartkv_attend
+from kvcompile.lowering.smartkv.decode_step import Step, step_by_kernels, step_gap
+from kvcompile.schemes import Smartkv
+from kvcompile.schemes.smartkv.importance import Measure
+from kvcompile.types import Role
+
+SCHEMES = (Smartkv(), Smartkv(keys="2/3/4/8", values="4/8"), Smartkv(keys="8", values="2", decay=0.97, head_decay=0.9))
+
+
+def step_of(case: Case, **given: Any) -> Step:
+    """The operands of a case's attention as the kernels take them."""
+    optional = [given.get(name) for name in ("lo", "keep", "bias", "sinks")]
+    args = (
+        case.q, case.keys, case.values, given.get("hi", case.hi), *optional, case.spell(Role.KEY), case.spell(Role.VALUE), 0.3,
+        given.get("softcap", 0.0), case.q.shape[3], case.importance, case.heads,
+    )
+    found = named(smartkv_attend, args, {})
+    return Step(attend_operands(found), case.importance, case.heads)
+
+
+def body(step: Step) -> tuple[torch.Tensor, Step]:
+    """What the operation's body gives, and the planes as it leaves them."""
+    after = dataclasses.replace(step, importance=step.importance.clone(), heads=step.heads.clone())
+    return attend_by_definition(after), after
+
+
+def differences(step: Step) -> dict[str, float]:
+    """The largest differences of result and planes between kernels and body, after two steps; NaN where only one is NaN."""
+    expected, after = body(step)
+    again, after = body(after)
+    with torch.no_grad():
+        first = step_by_kernels(Direct(cuda=step.attend.q.is_cuda), step)
+        second = step_by_kernels(Direct(cuda=step.attend.q.is_cuda), step)
+    pairs = {
+        "result": (first, expected), "second": (second, again), "plain": (step.importance[..., 0], after.importance[..., 0]),
+        "weighted": (step.importance[..., 1], after.importance[..., 1]), "before": (step.importance[..., 2], after.importance[..., 2]),
+        "heads": (step.heads, after.heads),
+    }
+    return {name: float((found.float() - wanted.float()).abs().max()) for name, (found, wanted) in pairs.items()}
+
+
+def few_programs() -> None:
+    """Two splits: the interpreter runs one program at a time."""
+    allow_ranges_over_scalars()
+    decode_step.PROGRAMS = 12
+
+
+def compare_masks() -> None:
+    """Every mask, numbers of queries and ends of buckets, and three sets of widths."""
+    few_programs()
+    cases = [(queries, mask, SCHEMES[0], 100) for queries in (1, 5) for mask in masks(queries)]
+    cases += [(2, "none", SCHEMES[1], 1), (1, "float bias", SCHEMES[1], 150), (3, "keep", SCHEMES[2], 64), (1, "none", SCHEMES[2], 0)]
+    for queries, mask, scheme, settled in cases:
+        case = Case(queries, scheme, settled=settled)
+        found = differences(step_of(case, **masks(queries)[mask]))
+        assert all(value <= 2e-6 for value in found.values()), (queries, mask, scheme.spell(), settled, found)
+
+
+def compare_oddities() -> None:
+    """Queries of NaN, rows that see nothing, float16."""
+    few_programs()
+    case = Case(2)
+    case.q[1, 2, 0, 3] = float("nan")
+    step = step_of(case)
+    expected, after = body(step)
+    out = step_by_kernels(Direct(cuda=False), step)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.allclose(out.nan_to_num(), expected.nan_to_num(), atol=1e-6)
+    assert torch.allclose(step.importance, after.importance, atol=1e-7) and torch.allclose(step.heads, after.heads, atol=1e-6)
+    case = Case(1)
+    case.hi = torch.tensor([[149], [-1], [40]])
+    assert all(value <= 2e-6 for value in differences(step_of(case)).values())
+    case = Case(1)
+    case.q = case.q.half()
+    assert all(value <= 2e-3 for value in differences(step_of(case)).values())
+
+
+@pytest.mark.parametrize("function", [compare_masks, compare_oddities])
+def test_kernels_give_what_the_body_gives(function: Any) -> None:
+    interpreted(function)
+
+
+def test_what_the_kernels_do_not_know_is_named() -> None:
+    assert step_gap(step_of(Case(1))) is None
+    assert "9 queries" in str(step_gap(step_of(Case(9))))
+    assert "entropy" in str(step_gap(step_of(Case(1, Smartkv(measure=Measure.ENTROPY)))))
