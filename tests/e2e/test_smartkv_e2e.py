@@ -90,7 +90,7 @@ def test_inductor_gives_what_the_definitions_give(kind: str) -> None:
     assert divergence(found["inductor"][0], found["eager"][0]) < 1e-5
     assert 0 < divergence(found["inductor"][0], plain) < 1e-3
     assert found["inductor"][1].allocated == found["eager"][1].allocated
-    assert store_of(found["inductor"][2]).first >= 180
+    assert store_of(found["inductor"][2]).first == 140 + 32
     # A second request on the same code.
     torch._dynamo.reset()
     backend, run = compiled(model, inner="inductor")

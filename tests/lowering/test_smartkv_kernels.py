@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from interpreted import interpreted
 from test_smartkv_attend import Case, masks
 from test_triton_attend import allow_ranges_over_scalars
+from torch._subclasses import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from kvcompile.lowering.host.launches import Direct
-from kvcompile.lowering.ops.operands import attend_operands, named
+from kvcompile.lowering.host.launches import Direct, KernelLaunch, OnlyRoom, Recorder
+from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.smartkv import decode_step
 from kvcompile.lowering.smartkv.attend import attend_by_definition, smartkv_attend
 from kvcompile.lowering.smartkv.decode_step import Step, step_by_kernels, step_gap
 from kvcompile.schemes import Smartkv
+from kvcompile.schemes.smartkv.buckets import plane_specs
 from kvcompile.schemes.smartkv.importance import Measure
-from kvcompile.types import Role
+from kvcompile.types import Extent, Role, SlotSpec
 
 SCHEMES = (Smartkv(), Smartkv(keys="2/3/4/8", values="4/8"), Smartkv(keys="8", values="2", decay=0.97, head_decay=0.9))
 
@@ -69,7 +74,7 @@ def compare_masks() -> None:
     for queries, mask, scheme, settled in cases:
         case = Case(queries, scheme, settled=settled)
         found = differences(step_of(case, **masks(queries)[mask]))
-        assert all(value <= 2e-6 for value in found.values()), (queries, mask, scheme.spell(), settled, found)
+        assert all(value <= 4e-6 for value in found.values()), (queries, mask, scheme.spell(), settled, found)
 
 
 def compare_oddities() -> None:
@@ -100,3 +105,47 @@ def test_what_the_kernels_do_not_know_is_named() -> None:
     assert step_gap(step_of(Case(1))) is None
     assert "9 queries" in str(step_gap(step_of(Case(9))))
     assert "entropy" in str(step_gap(step_of(Case(1, Smartkv(measure=Measure.ENTROPY)))))
+
+
+def recorded(scheme: Smartkv, dtype: torch.dtype, D: int, queries: int = 1, keep: bool = False) -> list[KernelLaunch]:
+    """The launches of one step of Llama 3.1 8B's heads over 64,000 tokens."""
+    with FakeTensorMode():
+        planes = []
+        for role in (Role.KEY, Role.VALUE):
+            specs = plane_specs(SlotSpec(8, D, dtype, role), scheme.of(role).widths, torch.float16)
+            fixed = {Extent.ROW, Extent.BATCH}
+            planes.append([
+                torch.empty(spec.shape_of(1 if spec.extent in fixed else 1000, 2, 8), dtype=spec.dtype, device="cuda") for spec in specs
+            ])
+        kept = torch.empty(2, 64000, dtype=torch.bool, device="cuda") if keep else None
+        hi = torch.empty(1, queries, dtype=torch.int64, device="cuda")
+        attend = AttendOperands(
+            torch.empty(2, 32, queries, D, dtype=dtype, device="cuda"), *planes, hi, None, kept, None, None,
+            scheme.of(Role.KEY).spell(), scheme.of(Role.VALUE).spell(), 0.1, 0.0, D,
+        )
+        step = Step(attend, torch.empty(1000, 2, 1, 64, 3, device="cuda"), torch.empty(1, 2, 8, 1, 1, device="cuda"))
+        assert step_gap(step) is None
+        recorder = Recorder()
+        with OnlyRoom():
+            step_by_kernels(recorder, step)
+    assert all(isinstance(launch, KernelLaunch) for launch in recorder.steps)
+    return recorder.steps  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("scheme", "dtype", "D", "queries"), [
+    (SCHEMES[0], torch.bfloat16, 128, 1), (SCHEMES[1], torch.float16, 80, 3), (SCHEMES[2], torch.float32, 64, 1),
+], ids=str)
+def test_kernels_compile_for_hopper(scheme: Smartkv, dtype: torch.dtype, D: int, queries: int) -> None:
+    names = {torch.bool: "i1", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16",
+             torch.float32: "fp32"}
+    for launch in recorded(scheme, dtype, D, queries, keep=queries > 1):
+        constants = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
+        signature = {
+            name: "constexpr" if name in constants else "*" + names[item.dtype] if isinstance(item, torch.Tensor) else "i32"
+            for name, item in launch.arguments.items()
+        }
+        given = {(at,): item for at, (name, item) in enumerate(launch.arguments.items()) if name in constants}
+        made = triton.compile(
+            ASTSource(launch.kernel, signature, given), target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps},
+        )
+        assert made.metadata.shared <= 113 * 1024, "two programs of a multiprocessor"

@@ -25,8 +25,8 @@ QUERIES, ROWS = 8, 64
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-PROGRAMS = 264
-"""Programs that a launch should have: two for each multiprocessor of an H100."""
+PROGRAMS = 528
+"""Programs that a launch should have: four for each multiprocessor of an H100."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +75,13 @@ def step_by_kernels(launcher: Launcher, step: Step) -> torch.Tensor:
     scores = q.new_empty((B, K, tokens, S * G), dtype=torch.float32)
     tops, sums = (q.new_empty((B, K, splits, rows), dtype=torch.float32) for _ in range(2))
     parts = q.new_empty((B, K, splits, rows, shape["CHANNELS"]), dtype=torch.float32)
+    highest, whole = (q.new_empty((B, K, rows), dtype=torch.float32) for _ in range(2))
     out = q.new_empty((B, H, S, D))
-    wide = q.dtype is torch.float32
-    tile = {"TILE": 32 if wide else 64}
+    # Codes are decoded four at a time to bfloat16; the interpreter knows no machine code.
+    packed = launcher.cuda and q.dtype is torch.bfloat16 and D in {64, 128, 256}
+    tile = {"TILE": 32 if q.dtype is torch.float32 else 64, "PACKED": packed}
 
     keys, values = Buckets.of(tuple(operands.keys), key.widths), Buckets.of(tuple(operands.values), value.widths)
-    sinks = {"HAS_SINKS": operands.sinks is not None}
-    given_sinks = q if operands.sinks is None else operands.sinks
     masks, constants = _masks(operands)
     grid = (splits, B * K)
     launcher.kernel(
@@ -90,23 +90,23 @@ def step_by_kernels(launcher: Launcher, step: Step) -> torch.Tensor:
         SOFTCAP=operands.softcap, **constants, warps=4,
     )
     launcher.kernel(
-        weigh_values, grid, q, *_planes(values), scores, tops, sums, parts, values.entering[0].shape[0], B, tokens, *_offsets(values),
-        **shape, **_bits(values), **tile, warps=4,
+        weigh_values, grid, q, *_planes(values), scores, tops, sums, q if operands.sinks is None else operands.sinks, parts, highest,
+        whole, values.entering[0].shape[0], B, tokens, *_offsets(values),
+        **shape, **_bits(values), **tile, HAS_SINKS=operands.sinks is not None, warps=4,
     )
-    averages = {"K": K, "G": G, "S": S, "R": rows, "SPLITS": splits, **sinks}
     launcher.kernel(
-        give, (step.importance.shape[0], B), scores, tops, sums, given_sinks, step.heads, keys.first, step.importance,
-        keys.entering[0].shape[0], B, tokens, **averages, KV=triton.next_power_of_2(K), GROUP=triton.next_power_of_2(G), DECAY=key.decay,
+        give, (step.importance.shape[0], B), scores, highest, whole, step.heads, keys.first, step.importance, keys.entering[0].shape[0],
+        B, tokens, K=K, G=G, S=S, R=rows, KV=triton.next_power_of_2(K), GROUP=triton.next_power_of_2(G), DECAY=key.decay,
         HEAD_DECAY=key.head_decay, LEAST=LEAST, warps=4,
     )
-    launcher.kernel(merge, (B * K,), parts, tops, sums, given_sinks, out, step.heads, **shape, **sinks, DECAY=key.head_decay, warps=4)
+    launcher.kernel(merge, (S * G, B * K), parts, highest, whole, out, step.heads, **shape, DECAY=key.head_decay, warps=4)
     return out
 
 
 def _splits(rows: Any, kv_heads: int) -> int:
     """Parts that a row's tokens are split into, a power of two; of a batch that changes, as for a small one."""
     pairs = rows * kv_heads if isinstance(rows, int) else 4 * kv_heads
-    return int(triton.next_power_of_2(max(1, min(64, PROGRAMS // pairs))))
+    return int(triton.next_power_of_2(max(1, min(128, PROGRAMS // pairs))))
 
 
 def _planes(half: Buckets) -> tuple[torch.Tensor, ...]:

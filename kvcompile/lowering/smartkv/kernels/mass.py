@@ -1,4 +1,4 @@
-"""What each token got from all heads, out of the scores of smartkv's attention: see the package."""
+"""Kernel of what each token got from all heads, out of the scores of smartkv's attention: see the package."""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.smartkv.kernels.tokens import PAGE
-from kvcompile.lowering.smartkv.kernels.values import peak_of, with_sinks
+from kvcompile.lowering.smartkv.kernels.values import peak_of
 
 
 @triton.jit
 def give(
-    SCORES, TOPS, SUMS, SINKS, HEADS, FIRST, IMPORTANCE, pages, rows, tokens, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    R: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, DECAY: tl.constexpr,
-    HEAD_DECAY: tl.constexpr, LEAST: tl.constexpr,
+    SCORES, HIGHEST, WHOLE, HEADS, FIRST, IMPORTANCE, pages, rows, tokens, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    R: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr, HEAD_DECAY: tl.constexpr, LEAST: tl.constexpr,
 ):
     """Move IMPORTANCE [N, B, PAGE, 3] on by what each token got. Grid: pages of tokens, batch rows. KV, GROUP: K, G as powers of two."""
     page, b = tl.program_id(0), tl.program_id(1)
@@ -33,15 +32,9 @@ def give(
     head = tl.load(HEADS + b * K + tl.arange(0, KV), mask=tl.arange(0, KV) < K, other=1.0)
     head = tl.where(head == 0, 1.0, head)
     for query in tl.static_range(S):
-        top, total = tl.full([KV * GROUP], float("-inf"), tl.float32), tl.zeros([KV * GROUP], tl.float32)
-        for split in range(SPLITS):
-            mine = ((b * K + k) * SPLITS + split) * R + query * G + g
-            other = tl.load(TOPS + mine, mask=there, other=float("-inf"))
-            higher = tl.maximum(top, other)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp2(top - base) + tl.load(SUMS + mine, mask=there, other=0.0) * tl.exp2(other - base)
-            top = higher
-        total = with_sinks(total, top, SINKS, k * G + g, there, HAS_SINKS)
+        mine = (b * K + k) * R + query * G + g
+        top = tl.load(HIGHEST + mine, mask=there, other=float("-inf"))
+        total = tl.load(WHOLE + mine, mask=there, other=0.0)
         base = tl.where(top == float("-inf"), 0.0, top)
         where = ((b * K + k).to(tl.int64) * tokens)[:, None] + position[None, :]
         x = tl.load(SCORES + where * (G * S) + query * G + g[:, None], mask=there[:, None] & ok[None, :], other=float("-inf"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcompile.lowering.smartkv.kernels.packed import part_of, words_of
 from kvcompile.lowering.smartkv.kernels.tokens import PAGE, codes_of, entered, settled, share_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -36,9 +37,29 @@ def _masked(
 
 
 @triton.jit
-def _scored(q, codes, scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Scores [rows, tokens] in units of log2 of queries and codes [tokens, channels]; products with codes are exact."""
-    x = tl.dot(q, tl.trans(codes.to(q.dtype)), input_precision="ieee") * scale[None, :] * SCALE
+def _products(
+    Q, rows, there, WORDS, token, ok, R: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr
+):
+    """Products [rows, tokens] of queries, which begin at Q + rows, and codes: all are exact."""
+    if PACKED and BITS != 3:
+        run: tl.constexpr = D * BITS // 8
+        words = words_of(WORDS, token, ok, run)
+        x = tl.zeros([R, token.shape[0]], tl.float32)
+        for part in tl.static_range(8 // BITS):
+            q = tl.load(Q + rows[:, None] + (part * run + tl.arange(0, run))[None, :], mask=there[:, None], other=0.0)
+            x = tl.dot(q, tl.trans(part_of(words, BITS, part)), x)
+        return x
+    else:
+        channel = tl.arange(0, CHANNELS)
+        q = tl.load(Q + rows[:, None] + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0)
+        codes = codes_of(WORDS, token, ok, D, CHANNELS, BITS)
+        return tl.dot(q, tl.trans(codes.to(q.dtype)), input_precision="ieee")
+
+
+@triton.jit
+def _scored(x, scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Scores [rows, tokens] in units of log2 of products."""
+    x *= scale[None, :] * SCALE
     if SOFTCAP > 0:
         # tanh by exp of what is not positive, so that nothing is infinite.
         e = tl.exp2(tl.abs(x / SOFTCAP) * (-2 * LOG2E))
@@ -61,19 +82,17 @@ def score_keys(
     pages, rows, tokens, offset_1, offset_2, offset_3, q_b, q_h, q_s, hi_b, hi_s, lo_b, lo_s, keep_b, keep_t, kept, bias_b, bias_h, bias_s,
     bias_t, biased, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr,
     WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr, BITS_2: tl.constexpr, BITS_3: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LO: tl.constexpr, HAS_KEEP: tl.constexpr,
-    BIAS_KIND: tl.constexpr,
+    SPLITS: tl.constexpr, PACKED: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LO: tl.constexpr,
+    HAS_KEEP: tl.constexpr, BIAS_KIND: tl.constexpr,
 ):
     """Write SCORES [B, K, T, rows], and TOPS and SUMS [B, K, SPLITS, R]. Grid: splits, batch rows times kv heads.
 
     Queries [B, H, S, D]; limits and masks as ``attend`` has them; planes as ``schemes.smartkv.buckets`` says.
     """
     split, b, k = tl.program_id(0), tl.program_id(1) // K, tl.program_id(1) % K
-    r, channel = tl.arange(0, R), tl.arange(0, CHANNELS)
+    r = tl.arange(0, R)
     s, h, there = r // G, k * G + r % G, r < G * S
-    q = tl.load(
-        Q + b.to(tl.int64) * q_b + (h * q_h + s * q_s)[:, None] + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0
-    )
+    query = b.to(tl.int64) * q_b + h * q_h + s * q_s
     out = SCORES + tl.program_id(1).to(tl.int64) * tokens * (G * S)
     top, total = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32)
     i = tl.arange(0, TILE)
@@ -85,12 +104,12 @@ def score_keys(
             place = start + i
             ok = place < stop
             scale, position = settled(SCALES, WHERE, place, ok, offset, k, K)
-            codes = codes_of(
-                words, place * K + k, ok, D, CHANNELS,
-                BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3,
+            products = _products(
+                Q, query, there, words, place * K + k, ok, R, D, CHANNELS,
+                BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3, PACKED,
             )
             x = _masked(
-                _scored(q, codes, scale, SCALE, SOFTCAP), position, ok, there, s, h, b, HI, LO, KEEP, BIAS, hi_b, hi_s, lo_b, lo_s,
+                _scored(products, scale, SCALE, SOFTCAP), position, ok, there, s, h, b, HI, LO, KEEP, BIAS, hi_b, hi_s, lo_b, lo_s,
                 keep_b, keep_t, kept, bias_b, bias_h, bias_s, bias_t, biased, HAS_LO, HAS_KEEP, BIAS_KIND,
             )
             top, total = _taken(x, top, total)
@@ -103,8 +122,9 @@ def score_keys(
         ok = place < stop
         at, scale = entered(NEW_SCALES, place, ok, b, k, rows, K, D)
         position = begin + place
+        products = _products(Q, query, there, NEW_CODES, at, ok, R, D, CHANNELS, 8, PACKED)
         x = _masked(
-            _scored(q, codes_of(NEW_CODES, at, ok, D, CHANNELS, 8), scale, SCALE, SOFTCAP), position, ok, there, s, h, b, HI, LO, KEEP,
+            _scored(products, scale, SCALE, SOFTCAP), position, ok, there, s, h, b, HI, LO, KEEP,
             BIAS, hi_b, hi_s, lo_b, lo_s, keep_b, keep_t, kept, bias_b, bias_h, bias_s, bias_t, biased, HAS_LO, HAS_KEEP, BIAS_KIND,
         )
         top, total = _taken(x, top, total)

@@ -8,26 +8,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcompile.lowering.smartkv.kernels.packed import part_of, put_together, words_of
 from kvcompile.lowering.smartkv.kernels.scores import LOG2E
 from kvcompile.lowering.smartkv.kernels.tokens import PAGE, codes_of, entered, settled, share_of
 
 
 @triton.jit
-def highest(TOPS, SUMS, pair, r, R: tl.constexpr, SPLITS: tl.constexpr):
-    """Each row's maximum over all splits, -inf where it sees nothing, and its sum of exp2 relative to that."""
-    split = tl.arange(0, SPLITS)
-    at = (pair * SPLITS + split[:, None]) * R + r[None, :]
-    tops = tl.load(TOPS + at)
-    top = tl.max(tops, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    return top, tl.sum(tl.load(SUMS + at) * tl.exp2(tops - base[None, :]), 0)
+def _weights(SCORES, position, ok, there, r, base, scale, ROWS: tl.constexpr):
+    """Weights times scales, float32 [rows, tokens]. What nobody sees may be anything, and 0 * NaN is NaN."""
+    x = tl.load(SCORES + position[None, :].to(tl.int64) * ROWS + r[:, None], mask=there[:, None] & ok[None, :], other=float("-inf"))
+    return tl.where(x == float("-inf"), 0.0, tl.exp2(x - base[:, None]) * scale[None, :])
 
 
 @triton.jit
-def _weighed(sums, x, base, scale, codes, DTYPE: tl.constexpr):
-    """Sums [rows, channels] with the values of a tile taken in, by scores [rows, tokens]."""
-    # What nobody sees may be anything: 0 * NaN is NaN.
-    weight = tl.where(x == float("-inf"), 0.0, tl.exp2(x - base[:, None]) * scale[None, :])
+def _added(sums, weight, codes, DTYPE: tl.constexpr):
+    """Sums [rows, channels] with the values of a tile taken in."""
     if DTYPE.is_bf16():
         return tl.dot(weight.to(DTYPE), codes.to(DTYPE), sums)
     elif DTYPE.is_fp16():
@@ -38,59 +33,101 @@ def _weighed(sums, x, base, scale, codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def weigh_values(
-    Q, NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, CODES_0, CODES_1, CODES_2, CODES_3, SCORES, TOPS, SUMS, PARTS, pages, rows,
-    tokens, offset_1, offset_2, offset_3, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    CHANNELS: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr, BITS_2: tl.constexpr,
-    BITS_3: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+def _of_bucket(
+    SCORES, SCALES, WHERE, WORDS, offset, first, stop, k, there, r, base, K: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr,
 ):
-    """Write PARTS [B, K, SPLITS, R, CHANNELS], float32, relative to each row's maximum over all splits. Grid as ``score_keys``."""
-    split, b, k = tl.program_id(0), tl.program_id(1) // K, tl.program_id(1) % K
+    """Sums [rows, channels] of the values of a bucket's tokens from place ``first`` to before ``stop``."""
+    i = tl.arange(0, TILE)
+    run: tl.constexpr = D * BITS // 8
+    if PACKED and BITS == 8:
+        sums = tl.zeros([R, D], tl.float32)
+        for start in range(first, stop, TILE):
+            place = start + i
+            scale, position = settled(SCALES, WHERE, place, place < stop, offset, k, K)
+            weight = _weights(SCORES, position, place < stop, there, r, base, scale, ROWS).to(DTYPE)
+            sums = tl.dot(weight, part_of(words_of(WORDS, place * K + k, place < stop, run), 8, 0), sums)
+        return sums
+    elif PACKED and BITS == 4:
+        low, high = tl.zeros([R, run], tl.float32), tl.zeros([R, run], tl.float32)
+        for start in range(first, stop, TILE):
+            place = start + i
+            scale, position = settled(SCALES, WHERE, place, place < stop, offset, k, K)
+            weight = _weights(SCORES, position, place < stop, there, r, base, scale, ROWS).to(DTYPE)
+            words = words_of(WORDS, place * K + k, place < stop, run)
+            low, high = tl.dot(weight, part_of(words, 4, 0), low), tl.dot(weight, part_of(words, 4, 1), high)
+        return put_together(low, high)
+    elif PACKED and BITS == 2:
+        a, b = tl.zeros([R, run], tl.float32), tl.zeros([R, run], tl.float32)
+        c, d = tl.zeros([R, run], tl.float32), tl.zeros([R, run], tl.float32)
+        for start in range(first, stop, TILE):
+            place = start + i
+            scale, position = settled(SCALES, WHERE, place, place < stop, offset, k, K)
+            weight = _weights(SCORES, position, place < stop, there, r, base, scale, ROWS).to(DTYPE)
+            words = words_of(WORDS, place * K + k, place < stop, run)
+            a, b = tl.dot(weight, part_of(words, 2, 0), a), tl.dot(weight, part_of(words, 2, 1), b)
+            c, d = tl.dot(weight, part_of(words, 2, 2), c), tl.dot(weight, part_of(words, 2, 3), d)
+        return put_together(put_together(a, b), put_together(c, d))
+    else:
+        sums = tl.zeros([R, CHANNELS], tl.float32)
+        for start in range(first, stop, TILE):
+            place = start + i
+            scale, position = settled(SCALES, WHERE, place, place < stop, offset, k, K)
+            weight = _weights(SCORES, position, place < stop, there, r, base, scale, ROWS)
+            sums = _added(sums, weight, codes_of(WORDS, place * K + k, place < stop, D, CHANNELS, BITS), DTYPE)
+        return sums
+
+
+@triton.jit
+def weigh_values(
+    Q, NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, CODES_0, CODES_1, CODES_2, CODES_3, SCORES, TOPS, SUMS, SINKS, PARTS, HIGHEST,
+    WHOLE, pages, rows, tokens, offset_1, offset_2, offset_3, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, CHANNELS: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr, BITS_2: tl.constexpr,
+    BITS_3: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PACKED: tl.constexpr, HAS_SINKS: tl.constexpr,
+):
+    """Write PARTS [B, K, SPLITS, R, CHANNELS], float32, relative to each row's maximum over all splits. Grid as ``score_keys``.
+
+    The first split writes HIGHEST and WHOLE [B, K, R]: that maximum, -inf where a row sees nothing, and the sum with its head's sink.
+    """
+    split, pair = tl.program_id(0), tl.program_id(1)
+    b, k = pair // K, pair % K
     r, channel = tl.arange(0, R), tl.arange(0, CHANNELS)
     there = r < G * S
-    top, _ = highest(TOPS, SUMS, tl.program_id(1), r, R, SPLITS)
+    at = (pair * SPLITS + tl.arange(0, SPLITS)[:, None]) * R + r[None, :]
+    tops = tl.load(TOPS + at)
+    top = tl.max(tops, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    scores = SCORES + tl.program_id(1).to(tl.int64) * tokens * (G * S)
+    if split == 0:
+        total = tl.sum(tl.load(SUMS + at) * tl.exp2(tops - base[None, :]), 0)
+        if HAS_SINKS:
+            sink = tl.load(SINKS + k * G + r % G, mask=there, other=0.0).to(tl.float32)
+            total += tl.where(there, tl.exp2(sink * LOG2E - base), 0.0)
+        tl.store(HIGHEST + pair * R + r, top)
+        tl.store(WHOLE + pair * R + r, total)
+    scores = SCORES + pair.to(tl.int64) * tokens * (G * S)
     sums = tl.zeros([R, CHANNELS], tl.float32)
-    i = tl.arange(0, TILE)
     for number in tl.static_range(WIDTHS):
         words = CODES_0 if number == 0 else CODES_1 if number == 1 else CODES_2 if number == 2 else CODES_3
         offset = 0 if number == 0 else offset_1 if number == 1 else offset_2 if number == 2 else offset_3
         first, stop = share_of(ENDS, b, number, WIDTHS, split, SPLITS, TILE)
-        for start in range(first, stop, TILE):
-            place = start + i
-            ok = place < stop
-            scale, position = settled(SCALES, WHERE, place, ok, offset, k, K)
-            x = tl.load(
-                scores + position[None, :].to(tl.int64) * (G * S) + r[:, None], mask=there[:, None] & ok[None, :], other=float("-inf")
-            )
-            codes = codes_of(
-                words, place * K + k, ok, D, CHANNELS,
-                BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3,
-            )
-            sums = _weighed(sums, x, base, scale, codes, Q.dtype.element_ty)
+        sums += _of_bucket(
+            scores, SCALES, WHERE, words, offset, first, stop, k, there, r, base, K, G * S, R, D, CHANNELS,
+            BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3, TILE, Q.dtype.element_ty, PACKED,
+        )
     begin = tl.load(FIRST).to(tl.int32)
     each = tl.cdiv(pages, SPLITS) * PAGE
     stop = tl.minimum(tl.minimum((split + 1) * each, pages * PAGE), tokens - begin)
     for start in range(split * each, stop, TILE):
-        place = start + i
+        place = start + tl.arange(0, TILE)
         ok = place < stop
-        at, scale = entered(NEW_SCALES, place, ok, b, k, rows, K, D)
-        x = tl.load(
-            scores + (begin + place)[None, :].to(tl.int64) * (G * S) + r[:, None], mask=there[:, None] & ok[None, :], other=float("-inf")
-        )
-        sums = _weighed(sums, x, base, scale, codes_of(NEW_CODES, at, ok, D, CHANNELS, 8), Q.dtype.element_ty)
-    mine = ((tl.program_id(1) * SPLITS + split) * R + r).to(tl.int64) * CHANNELS
-    tl.store(PARTS + mine[:, None] + channel[None, :], sums)
-
-
-@triton.jit
-def with_sinks(total, top, SINKS, h, there, HAS_SINKS: tl.constexpr):
-    """A row's sum with its head's sink taken in."""
-    if HAS_SINKS:
-        base = tl.where(top == float("-inf"), 0.0, top)
-        total += tl.where(there, tl.exp2(tl.load(SINKS + h, mask=there, other=0.0).to(tl.float32) * LOG2E - base), 0.0)
-    return total
+        token, scale = entered(NEW_SCALES, place, ok, b, k, rows, K, D)
+        weight = _weights(scores, begin + place, ok, there, r, base, scale, G * S)
+        if PACKED:
+            sums = tl.dot(weight.to(Q.dtype.element_ty), part_of(words_of(NEW_CODES, token, ok, D), 8, 0), sums)
+        else:
+            sums = _added(sums, weight, codes_of(NEW_CODES, token, ok, D, CHANNELS, 8), Q.dtype.element_ty)
+    mine = ((pair * SPLITS + split) * R + r).to(tl.int64) * CHANNELS
+    tl.store(PARTS + mine[:, None] + channel[None, :], sums, mask=there[:, None])
 
 
 @triton.jit
@@ -102,25 +139,23 @@ def peak_of(top, total):
 
 @triton.jit
 def merge(
-    PARTS, TOPS, SUMS, SINKS, OUT, HEADS, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    CHANNELS: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, DECAY: tl.constexpr,
+    PARTS, HIGHEST, WHOLE, OUT, HEADS, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    CHANNELS: tl.constexpr, SPLITS: tl.constexpr, DECAY: tl.constexpr,
 ):
-    """Write OUT [B, H, S, D] and move HEADS [B, K] on. Grid: batch rows times kv heads."""
-    pair = tl.program_id(0)
+    """Write OUT [B, H, S, D] and move HEADS [B, K] on. Grid: rows of a kv head, batch rows times kv heads."""
+    row, pair = tl.program_id(0), tl.program_id(1)
     b, k = pair // K, pair % K
-    r, channel = tl.arange(0, R), tl.arange(0, CHANNELS)
-    s, h, there = r // G, k * G + r % G, r < G * S
-    top, total = highest(TOPS, SUMS, pair, r, R, SPLITS)
-    total = with_sinks(total, top, SINKS, h, there, HAS_SINKS)
-    sums = tl.zeros([R, CHANNELS], tl.float32)
-    for split in range(SPLITS):
-        sums += tl.load(PARTS + ((pair * SPLITS + split) * R + r).to(tl.int64)[:, None] * CHANNELS + channel[None, :])
-    out = tl.where((total == 0)[:, None], 0.0, sums / total[:, None])
-    at = ((b * (K * G) + h) * S + s).to(tl.int64) * D
-    tl.store(OUT + at[:, None] + channel[None, :], out.to(OUT.dtype.element_ty), mask=there[:, None] & (channel < D)[None, :])
-    head = tl.load(HEADS + pair)
-    head = tl.where(head == 0, 1.0, head)
-    peak = peak_of(top, total)
-    for query in tl.static_range(S):
-        head = DECAY * head + (1 - DECAY) * tl.sum(tl.where(there & (s == query), peak, 0.0), 0) / G
-    tl.store(HEADS + pair, head)
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, CHANNELS)
+    parts = tl.load(PARTS + ((pair * SPLITS + split) * R + row).to(tl.int64)[:, None] * CHANNELS + channel[None, :])
+    total = tl.load(WHOLE + pair * R + row)
+    out = tl.where(total == 0, 0.0, tl.sum(parts, 0) / total)
+    at = ((b * (K * G) + k * G + row % G) * S + row // G).to(tl.int64) * D
+    tl.store(OUT + at + channel, out.to(OUT.dtype.element_ty), mask=channel < D)
+    if row == 0:
+        r = tl.arange(0, R)
+        peak = peak_of(tl.load(HIGHEST + pair * R + r), tl.load(WHOLE + pair * R + r))
+        head = tl.load(HEADS + pair)
+        head = tl.where(head == 0, 1.0, head)
+        for query in tl.static_range(S):
+            head = DECAY * head + (1 - DECAY) * tl.sum(tl.where((r < G * S) & (r // G == query), peak, 0.0), 0) / G
+        tl.store(HEADS + pair, head)
