@@ -100,9 +100,9 @@ class AdaptiveStore(Store):
         self._look = Look(self.scheme.drifted(tuple(self.planes), tokens))
         return last is not None and last.read()
 
-    def exchange(self, planes: tuple[torch.Tensor, ...], churn: Churn | None = None) -> None:
-        """Take the planes of a reallocation in place of its own."""
-        self._take(list(planes))
+    def exchange(self, planes: tuple[torch.Tensor, ...], tokens: int, churn: Churn | None = None) -> None:
+        """Take the planes of a reallocation of ``tokens`` tokens in place of its own."""
+        self._take(list(planes), tokens)
         self.churn = self.churn + (churn or Churn())
 
     def cut(self, wanted: int | torch.Tensor) -> None:
@@ -138,11 +138,12 @@ class AdaptiveStore(Store):
         made.churn = self.churn
         return made
 
-    def _take(self, planes: list[torch.Tensor]) -> None:
+    def _take(self, planes: list[torch.Tensor], first: int | None = None) -> None:
+        """Have these planes; ``first``: where the planes that grow begin, where that is known: the device is waited for else."""
         self.planes, self._look = planes, None
         place = self.spec.layout.first
         assert place is not None
-        self._first = int(planes[place])
+        self._first = int(planes[place]) if first is None else first
         self.pages = pages_for(self.room)
 
 

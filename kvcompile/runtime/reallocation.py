@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from kvcompile.runtime.adaptive_store import AdaptiveStore
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.state import CacheState, Part
 from kvcompile.runtime.store import ordinary
+from kvcompile.schemes import Stored
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,22 @@ class _Layer:
     key: tuple[int, Part]
     value: tuple[int, Part]
     number: int
+
+
+@dataclass(frozen=True)
+class _Due:
+    """Stores of keys and values of a layer whose widths are to be decided, the layer's number, and how many tokens they hold."""
+
+    keys: AdaptiveStore
+    values: AdaptiveStore
+    layer: int
+    count: int
+
+    @property
+    def stored(self) -> Stored:
+        """The planes that they hold now."""
+        slots = (self.keys.spec.slot, self.values.spec.slot)
+        return Stored(tuple(self.keys.planes), tuple(self.values.planes), slots, self.layer, self.keys.first)
 
 
 class Reallocation:
@@ -40,6 +57,7 @@ class Reallocation:
 
     def after(self, states: Sequence[CacheState]) -> None:
         """Look at all layers once a call has been counted. Waits for the device only where widths are decided."""
+        due: dict[Hashable, list[_Due]] = {}
         for layer in self.layers:
             (state, keys), (_, values) = (
                 (states[index], states[index].stores[part]) for index, part in (layer.key, layer.value)
@@ -51,8 +69,12 @@ class Reallocation:
                 continue
             with ordinary(), torch.no_grad():
                 now = (tuple(keys.planes), slots[0], keys.first, count, layer.number)
-                if not scheme.due(*now) and not (scheme.looks(*now) and keys.drifted(count)):
-                    continue
-                made = scheme.reallocate(tuple(keys.planes), tuple(values.planes), slots, count, layer.number)
-            keys.exchange(made.keys, made.churn)
-            values.exchange(made.values)
+                if scheme.due(*now) or (scheme.looks(*now) and keys.drifted(count)):
+                    due.setdefault((scheme, slots, count, keys.batch, keys.device), []).append(_Due(keys, values, layer.number, count))
+        for alike in due.values():
+            scheme, count = alike[0].keys.scheme, alike[0].count
+            with ordinary(), torch.no_grad():
+                # The scheme alone has the old planes, so that each layer's are gone before the next one is moved.
+                for item, made in zip(alike, scheme.reallocate([item.stored for item in alike], count), strict=True):
+                    item.keys.exchange(made.keys, count, made.churn)
+                    item.values.exchange(made.values, count)

@@ -9,7 +9,7 @@ planes goes in, and nothing but planes and numbers comes out.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +29,17 @@ class Churn:
 
     def __add__(self, other: Churn) -> Churn:
         return Churn(self.allocations + other.allocations, self.moved + other.moved, self.refused + other.refused)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A layer's planes of keys and of values with their slots, its number, and the position of the first token in planes that grow."""
+
+    keys: Planes
+    values: Planes
+    slots: tuple[SlotSpec, SlotSpec]
+    layer: int
+    first: int
 
 
 @dataclass(frozen=True)
@@ -105,5 +116,8 @@ class Adaptive(Scheme):
         """Whether widths are to be decided anew since what attention gives has changed, one bool on the device."""
 
     @abc.abstractmethod
-    def reallocate(self, keys: Planes, values: Planes, slots: Sequence[SlotSpec], count: int, layer: int) -> Reallocated:
-        """Decide the widths of ``count`` tokens of a layer anew; the planes that come back are new tensors."""
+    def reallocate(self, layers: Sequence[Stored], count: int) -> Iterator[Reallocated]:
+        """Decide the widths of ``count`` tokens of some layers of equal slots and batch anew, and move them, one layer after the other.
+
+        The planes that come back are new tensors. Waits for the device.
+        """

@@ -17,7 +17,7 @@ import kvcompile
 from kvcompile.errors import BadOption, DeviceUnsupported, OrderNotKnown
 from kvcompile.passes.plan.plan import layer_of
 from kvcompile.runtime.adaptive_store import AdaptiveStore
-from kvcompile.schemes import Smartkv, parse
+from kvcompile.schemes import Smartkv, Stored, parse
 from kvcompile.schemes.smartkv import buckets, codes, reallocation
 from kvcompile.schemes.smartkv.buckets import Buckets
 from kvcompile.types import Role, SlotSpec
@@ -221,9 +221,10 @@ def _reallocate(run: Run) -> None:
     importance = keys.plane("importance")
     assert importance is not None
     importance[..., :2] = 0.25
-    made = keys.scheme.reallocate(tuple(keys.planes), tuple(values.planes), (keys.spec.slot, values.spec.slot), run.at, 0)
-    keys.exchange(made.keys)
-    values.exchange(made.values)
+    stored = Stored(tuple(keys.planes), tuple(values.planes), (keys.spec.slot, values.spec.slot), 0, keys.first)
+    (made,) = keys.scheme.reallocate([stored], run.at)
+    keys.exchange(made.keys, run.at)
+    values.exchange(made.values, run.at)
 
 
 def test_protected_tokens_have_the_largest_width() -> None:
@@ -288,6 +289,27 @@ def test_every_token_has_the_codes_of_its_widths_and_attention_reads_them() -> N
         if len(held[0]) > 151:
             assert torch.allclose(out, sdpa(q * 2, *decoded, enable_gqa=True), atol=1e-5)
     assert run.stores[0].churn.allocations >= 3
+
+
+def test_layers_are_decided_together_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [Run(seed=seed) for seed in (5, 6, 7)]
+    for run in runs:
+        run.step(300)
+        for _ in range(20):
+            run.step()
+    stored = []
+    for number, run in enumerate(runs):
+        keys, values = run.stores
+        stored.append(Stored(tuple(keys.planes), tuple(values.planes), (keys.spec.slot, values.spec.slot), 4 * number, keys.first))
+    scheme = runs[0].stores[0].scheme
+    alone = [next(iter(scheme.reallocate([item], 320))) for item in stored]
+    assert len({made.churn for made in alone}) > 1
+    for limit in (reallocation.TOGETHER, 2 * B * 320 * 7, 1):
+        monkeypatch.setattr(reallocation, "TOGETHER", limit)
+        together = list(scheme.reallocate(list(stored), 320))
+        for one, other in zip(alone, together, strict=True):
+            assert one.churn == other.churn
+            assert all(torch.equal(a, b) for a, b in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True))
 
 
 def test_the_first_tokens_one_by_one() -> None:

@@ -76,15 +76,17 @@ class Buckets:
         """Batch rows."""
         return self.ends.shape[1]
 
-    def parts(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], ...]:
         """Each bucket as bits, codes [M, K, width], scales [M, K, 1], positions [M] and batch rows [M], both int64."""
-        start = 0
+        found, start = [], 0
         for number, (bits, words) in enumerate(zip(self.widths, self.codes, strict=True)):
             count = words.shape[0]
             at = slice(start, start + count)
             row = (torch.arange(count, device=words.device)[:, None] >= self.ends[0, :, 0, 0, number]).sum(1)
-            yield bits, words[:, 0, :, 0], self.scales[at, 0, :, 0], self.where[at].flatten().to(torch.int64), row
+            found.append((bits, words[:, 0, :, 0], self.scales[at, 0, :, 0], self.where[at].flatten().to(torch.int64), row))
             start += count
+        return tuple(found)
 
     def histogram(self, count: int, first: int) -> dict[int, int]:
         """How many of the first ``count`` tokens of all rows have how many bits; ``first`` is what the plane of that name holds."""
@@ -103,7 +105,7 @@ def values(half: Buckets, count: int, heads: slice = slice(None)) -> torch.Tenso
     at = (half.first.flatten() + torch.arange(tokens, device=out.device)).clamp(max=count)
     out.index_copy_(1, at, entering)
     flat = out.view(rows * (count + 1), kv_heads, dim)
-    for bits, words, scales, position, row in half.parts():
+    for bits, words, scales, position, row in half.parts:
         flat.index_copy_(0, row * (count + 1) + position.clamp(max=count), coder.decode((words[:, heads], scales[:, heads]), bits))
     return out[:, :count].transpose(1, 2)
 
@@ -111,7 +113,7 @@ def values(half: Buckets, count: int, heads: slice = slice(None)) -> torch.Tenso
 def widths(half: Buckets, count: int) -> torch.Tensor:
     """Bits of the tokens at positions 0 to ``count`` - 1, int8 [B, T]."""
     found = torch.full((half.rows, count), ENTERING, dtype=torch.int8, device=half.ends.device)
-    for bits, _, _, position, row in half.parts():
+    for bits, _, _, position, row in half.parts:
         found[row, position] = bits
     return found
 
@@ -134,13 +136,14 @@ def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
     return plane if pages <= held else torch.cat([plane, plane.new_zeros(pages - held, *plane.shape[1:])])
 
 
-def settled(half: Buckets, widths_RT: torch.Tensor) -> Buckets:
+def settled(half: Buckets, widths_RT: torch.Tensor, first: int | None = None) -> Buckets:
     """All T tokens moved to the buckets that ``widths`` int8 [B, T] say, none of which may be wider than the token is. May wait.
 
-    What becomes narrower is coded again from its codes; the rest is moved as it is. No token is left entering.
+    What becomes narrower is coded again from its codes; the rest is moved as it is. No token is left entering. ``first``: what the plane
+    of that name holds, where the host knows.
     """
     rows, count = widths_RT.shape
-    sources = list(_sources(half, count))
+    sources = list(_sources(half, count, int(half.first) if first is None else first))
     # For each token the number of its source, and where it lies there.
     origin = torch.zeros((2, rows, count), dtype=torch.int64, device=widths_RT.device)
     for number, (_, _, row, position) in enumerate(sources):
@@ -149,12 +152,13 @@ def settled(half: Buckets, widths_RT: torch.Tensor) -> Buckets:
     made: list[coder.Coded] = []
     where, ends = [], []
     for bits in half.widths:
-        row, position = (widths_RT == bits).nonzero(as_tuple=True)
+        of_bits = widths_RT == bits
+        row, position = of_bits.nonzero(as_tuple=True)
         number, index = origin[:, row, position]
         words, scales = _gathered(sources, number, index, bits, half.entering)
         made.append((words[:, None, :, None].contiguous(), scales[:, None, :, None].contiguous()))
         where.append(position)
-        ends.append(torch.bincount(row, minlength=rows).cumsum(0))
+        ends.append(of_bits.sum(1).cumsum(0))
     return Buckets(
         empty(half, 0), torch.full_like(half.first, count), torch.stack(ends, -1).to(torch.int32).view_as(half.ends),
         torch.cat([scales for _, scales in made]), torch.cat(where).to(torch.int32).view(-1, 1, 1, 1, 1),
@@ -165,9 +169,8 @@ def settled(half: Buckets, widths_RT: torch.Tensor) -> Buckets:
 _Source = tuple[int, Callable[[torch.Tensor], coder.Coded], torch.Tensor, torch.Tensor]
 
 
-def _sources(half: Buckets, count: int) -> Iterator[_Source]:
+def _sources(half: Buckets, count: int, first: int) -> Iterator[_Source]:
     """Places that tokens lie in: bits, a function from indices to codes, and the batch row and position of each index."""
-    first = int(half.first)
     device, (words, scales) = half.ends.device, half.entering
     row, place = (part.flatten() for part in torch.meshgrid(
         torch.arange(half.rows, device=device), torch.arange(count - first, device=device), indexing="ij",
@@ -178,7 +181,7 @@ def _sources(half: Buckets, count: int) -> Iterator[_Source]:
         return words[at], scales[at]
 
     yield ENTERING, entering, row, place + first
-    for bits, own, scale, position, of_row in half.parts():
+    for bits, own, scale, position, of_row in half.parts:
         yield bits, functools.partial(_taken, own, scale), of_row, position
 
 
@@ -190,7 +193,9 @@ def _gathered(sources: list[_Source], number: torch.Tensor, index: torch.Tensor,
     """Codes [M, K, .] and scales [M, K, 1] of ``bits`` of tokens by their source and place there; ``like``: the entering planes."""
     heads, dim = like[0].shape[2], like[0].shape[-1]
     words, scales = like[0].new_empty(len(index), heads, dim * bits // 8), like[1].new_empty(len(index), heads, 1)
-    for source, (held, take, _, _) in enumerate(sources):
+    for source, (held, take, row, _) in enumerate(sources):
+        if not len(row):
+            continue
         chosen = (number == source).nonzero().flatten()
         if len(chosen):
             coded = take(index[chosen])
@@ -202,15 +207,15 @@ def cut(half: Buckets, count: int) -> Buckets:
     """The first ``count`` tokens; codes as they are. Waits for the device."""
     if count >= int(half.first):
         return half
-    kept = [(position < count).nonzero().flatten() for _, _, _, position, _ in half.parts()]
-    chosen = _chosen(half, kept, [row[index] for index, (*_, row) in zip(kept, half.parts(), strict=True)], half.rows)
+    kept = [(position < count).nonzero().flatten() for _, _, _, position, _ in half.parts]
+    chosen = _chosen(half, kept, [row[index] for index, (*_, row) in zip(kept, half.parts, strict=True)], half.rows)
     return replace(chosen, entering=empty(half, 0), first=torch.full_like(half.first, count))
 
 
 def of_rows(half: Buckets, rows: torch.Tensor) -> Buckets:
     """The tokens of the given batch rows, in their order; codes as they are. Waits for the device."""
     picked, row_of = [], []
-    for _, _, _, _, row in half.parts():
+    for _, _, _, _, row in half.parts:
         each = [(row == wanted).nonzero().flatten() for wanted in rows.tolist()]
         picked.append(torch.cat(each))
         row_of.append(torch.repeat_interleave(torch.arange(len(each), device=row.device), torch.tensor(
@@ -223,7 +228,7 @@ def of_rows(half: Buckets, rows: torch.Tensor) -> Buckets:
 
 def _chosen(half: Buckets, index: list[torch.Tensor], row: list[torch.Tensor], rows: int) -> Buckets:
     """Some tokens of each bucket, which belong to batch rows ``row`` of ``rows``, ascending."""
-    parts = list(half.parts())
+    parts = half.parts
     ends = torch.stack([torch.bincount(each, minlength=rows).cumsum(0) for each in row], -1).to(torch.int32)
     return replace(
         half, ends=ends.view(1, rows, 1, 1, -1),

@@ -12,6 +12,8 @@ nevertheless: a mask may show it later.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +29,10 @@ from kvcompile.types import PAGE, SlotSpec, pages_for
 
 if TYPE_CHECKING:
     from kvcompile.schemes.smartkv.scheme import Smartkv
+
+
+TOGETHER = 1 << 23
+"""Widenings that are decided side by side: tokens of all rows and layers times the steps of each, some 60 bytes of scratch each."""
 
 
 def by_position(plane: torch.Tensor, count: int) -> torch.Tensor:
@@ -91,42 +97,90 @@ def spendable(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int
     return max(0, int((allowed - other).min() / rows))
 
 
-def reallocated(
-    scheme: Smartkv, keys: Buckets, values: Buckets, kept: Planes, slot: SlotSpec, count: int, layer: int
-) -> Reallocated:
-    """Decide the widths of a layer's tokens anew and move them; ``kept``: the planes importance, heads and decided."""
-    importance, heads, decided = kept
-    cost, halves = scheme.cost(slot), scheme.halves
-    plain, weighted, _ = by_position(importance, count).unbind(-1)
+@dataclass(frozen=True)
+class Layer:
+    """A layer's buckets of keys, the planes importance, heads and decided, its buckets of values, its number and ``buckets.first``."""
+
+    keys: Buckets
+    kept: Planes
+    values: Buckets
+    number: int
+    first: int
+
+    @property
+    def halves(self) -> tuple[Buckets, Buckets]:
+        """Buckets of keys and of values."""
+        return self.keys, self.values
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """Widths of a layer's keys and values, int8 [B, T]; how they were decided, as the plane ``decided`` has it, [B, T]; what changes."""
+
+    widths: tuple[torch.Tensor, torch.Tensor]
+    told: torch.Tensor
+    churn: Churn
+
+
+def reallocated(scheme: Smartkv, layers: list[Layer], slot: SlotSpec, count: int) -> Iterator[Reallocated]:
+    """Decide the widths of the tokens of some layers anew, several layers at a time, and move them, one layer at a time.
+
+    ``layers`` are taken out of the list as they are moved.
+    """
+    steps = len(scheme.halves.keys) + len(scheme.halves.values)
+    together = max(1, TOGETHER // (layers[0].keys.rows * count * steps))
+    while layers:
+        some = layers[:together]
+        del layers[:together]
+        decisions = _decisions(scheme, some, slot, count)
+        while some:
+            # Nothing here holds a layer's old planes once its new ones have been taken.
+            layer, decision = some.pop(0), decisions.pop(0)
+            importance, heads, decided = layer.kept
+            plain, weighted, _ = by_position(importance, count).unbind(-1)
+            planes = put(importance, torch.stack([plain, weighted, plain], dim=-1)), heads.clone(), put(decided, decision.told[..., None])
+            keys, values = (
+                buckets.settled(half, widths, layer.first) for half, widths in zip(layer.halves, decision.widths, strict=True)
+            )
+            yield Reallocated((*keys.planes, *planes), values.planes, decision.churn)
+
+
+def _decisions(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, count: int) -> list[_Decision]:
+    """The decisions of layers of one batch; their rows are decided side by side, as on a device the number of operations takes time."""
+    cost, halves, rows = scheme.cost(slot), scheme.halves, layers[0].keys.rows
+    plain, weighted, _ = torch.cat([by_position(layer.kept[0], count) for layer in layers]).unbind(-1)
     there = plain > 0
     # Nobody has looked at anything yet: all count alike.
     there = there | ~there.any(-1, keepdim=True)
     value = blended(plain, weighted, scheme.head_share, there)
+    places = torch.arange(count, device=value.device)
     if scheme.recency:
-        value = recent(value, count - 1 - torch.arange(count, device=value.device).expand_as(value), scheme.recency)
-    now = [buckets.widths(half, count) for half in (keys, values)]
+        value = recent(value, (count - 1 - places).expand_as(value), scheme.recency)
+    now = [torch.cat([buckets.widths(layer.halves[half], count) for layer in layers]) for half in range(2)]
     most = [each.clamp(max=own[-1]) for each, own in zip(now, halves, strict=True)]
     before = Widths(most[0], most[1], torch.zeros(0))
-    newest = torch.arange(count, device=value.device) >= count - scheme.protect_last
-    protected = there & ((there.cumsum(-1) <= scheme.protect_first) | newest)
+    protected = there & ((there.cumsum(-1) <= scheme.protect_first) | (places >= count - scheme.protect_last))
     hidden = (~there).sum(-1) * cost.token(halves.keys[0], halves.values[0])
-    last = interval(scheme, slot, keys.rows, count, layer)
-    spend = spendable(scheme, slot, keys.rows, count, layer, last) - hidden
+    budgets = [
+        spendable(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)) for layer in layers
+    ]
+    spend = torch.tensor(budgets, device=value.device).repeat_interleave(rows) - hidden
     found, after = decide(
-        value, spend, cost, halves, before, _decided(by_position(decided, count)[..., 0]), taste=scheme.taste, sticking=scheme.sticking,
-        keep_RT=there, protected_RT=protected, most=before,
+        value, spend, cost, halves, before, _decided(torch.cat([by_position(layer.kept[2], count) for layer in layers])[..., 0]),
+        taste=scheme.taste, sticking=scheme.sticking, keep_RT=there, protected_RT=protected, most=before,
     )
     wanted = allocate(value, spend, cost, halves, scheme.taste, keep_RT=there, protected_RT=protected)
     new = [torch.where(there, each, own[0]).to(torch.int8) for each, own in zip((found.keys, found.values), halves, strict=True)]
     new = [torch.minimum(each, limit) for each, limit in zip(new, most, strict=True)]
-    old = torch.arange(count, device=value.device) < int(keys.first)
-    moved = sum(int(((each != was) & old).sum()) for each, was in zip(new, now, strict=True))
-    refused = sum(int((each > limit).sum()) for each, limit in zip((wanted.keys, wanted.values), most, strict=True))
-    rank = torch.where(after.rank.isnan(), 0.0, 1.0 + after.rank + after.away)
-    told = torch.stack([plain, weighted, plain], dim=-1)
-    planes = put(importance, told), heads.clone(), put(decided, rank.unsqueeze(-1))
-    settled = [buckets.settled(half, each) for half, each in zip((keys, values), new, strict=True)]
-    return Reallocated((*settled[0].planes, *planes), settled[1].planes, Churn(1, moved, refused))
+    old = torch.cat([(places < layer.first).expand(rows, -1) for layer in layers])
+    moved = torch.stack([((each != was) & old).sum(-1) for each, was in zip(new, now, strict=True)]).sum(0)
+    refused = torch.stack([(each > limit).sum(-1) for each, limit in zip((wanted.keys, wanted.values), most, strict=True)]).sum(0)
+    counts = torch.stack([moved, refused]).view(2, len(layers), rows).sum(-1).T.tolist()
+    told = torch.where(after.rank.isnan(), 0.0, 1.0 + after.rank + after.away)
+    return [
+        _Decision((keys, values), how, Churn(1, *numbers))
+        for keys, values, how, numbers in zip(new[0].split(rows), new[1].split(rows), told.split(rows), counts, strict=True)
+    ]
 
 
 def _decided(stored_RT: torch.Tensor) -> Decided:

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import sympy
 import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer
-from kvcompile.schemes.adaptive import Adaptive, Reallocated
+from kvcompile.schemes.adaptive import Adaptive, Reallocated, Stored
 from kvcompile.schemes.base import Planes, Scheme, require, require_divides
 from kvcompile.schemes.smartkv import buckets, clock, codes, reallocation
 from kvcompile.schemes.smartkv.allocation import Taste
@@ -317,10 +317,12 @@ class Smartkv(Adaptive):
     def drifted(self, keys: Planes, count: int) -> torch.Tensor:
         return reallocation.drifted(self, self._split(keys)[1][0], count)
 
-    def reallocate(self, keys: Planes, values: Planes, slots: Sequence[SlotSpec], count: int, layer: int) -> Reallocated:
+    def reallocate(self, layers: Sequence[Stored], count: int) -> Iterator[Reallocated]:
         key, value = (dataclasses.replace(self, half=half) for half in (Half.KEY, Half.VALUE))
-        (key_half, rest), (value_half, _) = key._split(keys), value._split(values)
-        return reallocation.reallocated(self, key_half, value_half, rest, slots[0], count, layer)
+        split = [
+            reallocation.Layer(*key._split(item.keys), value._split(item.values)[0], item.layer, item.first) for item in layers
+        ]
+        return reallocation.reallocated(self, split, layers[0].slots[0], count)
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:  # type: ignore[type-arg]
