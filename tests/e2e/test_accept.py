@@ -89,7 +89,8 @@ def test_identifiers_are_the_same_every_time_and_name_one_case_each() -> None:
 
 
 def test_schemes_are_those_of_the_package() -> None:
-    on_cuda = {scheme.name for scheme in SCHEMES if scheme.devices is None or "cuda" in scheme.devices}
+    # No reference follows how smartkv's tokens change their widths: tests/gpu/test_gpu_smartkv.py holds it to its definition.
+    on_cuda = {scheme.name for scheme in SCHEMES if scheme.devices is None or "cuda" in scheme.devices} - {"smartkv"}
     assert on_cuda == {scheme.value for scheme in Scheme} - {Scheme.MIXED.value}
 
 
