@@ -58,6 +58,7 @@ class Reallocation:
     def after(self, states: Sequence[CacheState]) -> None:
         """Look at all layers once a call has been counted. Waits for the device only where widths are decided."""
         due: dict[Hashable, list[_Due]] = {}
+        peers: dict[Hashable, list[AdaptiveStore]] = {}
         for layer in self.layers:
             (state, keys), (_, values) = (
                 (states[index], states[index].stores[part]) for index, part in (layer.key, layer.value)
@@ -67,14 +68,21 @@ class Reallocation:
             scheme, slots, count = keys.scheme, (keys.spec.slot, values.spec.slot), state.length
             if not count:
                 continue
+            alike = (scheme, slots, count, keys.batch, keys.device)
+            peers.setdefault(alike, []).append(keys)
             with ordinary(), torch.no_grad():
                 now = (tuple(keys.planes), slots[0], keys.first, count, layer.number)
                 if scheme.due(*now) or (scheme.looks(*now) and keys.drifted(count)):
-                    due.setdefault((scheme, slots, count, keys.batch, keys.device), []).append(_Due(keys, values, layer.number, count))
-        for alike in due.values():
-            scheme, count = alike[0].keys.scheme, alike[0].count
-            with ordinary(), torch.no_grad():
+                    due.setdefault(alike, []).append(_Due(keys, values, layer.number, count))
+        with ordinary(), torch.no_grad():
+            # Before any layer's planes are exchanged.
+            given = [
+                layers[0].keys.scheme.across([tuple(store.planes) for store in peers[alike]], layers[0].count)
+                for alike, layers in due.items()
+            ]
+            for layers, importance in zip(due.values(), given, strict=True):
+                scheme, count = layers[0].keys.scheme, layers[0].count
                 # The scheme alone has the old planes, so that each layer's are gone before the next one is moved.
-                for item, made in zip(alike, scheme.reallocate([item.stored for item in alike], count), strict=True):
+                for item, made in zip(layers, scheme.reallocate([item.stored for item in layers], count, importance), strict=True):
                     item.keys.exchange(made.keys, count, made.churn)
                     item.values.exchange(made.values, count)

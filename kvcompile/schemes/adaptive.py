@@ -115,9 +115,14 @@ class Adaptive(Scheme):
     def drifted(self, keys: Planes, count: int) -> torch.Tensor:
         """Whether widths are to be decided anew since what attention gives has changed, one bool on the device."""
 
+    def across(self, layers: Sequence[Planes], count: int) -> torch.Tensor | None:
+        """Importance of ``count`` tokens in all layers of a graph that are stored alike, from their keys' planes; None: to each its own."""
+        del layers, count
+        return None
+
     @abc.abstractmethod
-    def reallocate(self, layers: Sequence[Stored], count: int) -> Iterator[Reallocated]:
+    def reallocate(self, layers: Sequence[Stored], count: int, given: torch.Tensor | None = None) -> Iterator[Reallocated]:
         """Decide the widths of ``count`` tokens of some layers of equal slots and batch anew, and move them, one layer after the other.
 
-        The planes that come back are new tensors. Waits for the device.
+        ``given``: what ``across`` returned. The planes that come back are new tensors. Waits for the device.
         """

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvcompile
 from kvcompile.runtime import handle
 from kvcompile.runtime.adaptive_store import AdaptiveStore
-from kvcompile.schemes.smartkv import reallocation
+from kvcompile.schemes.smartkv import buckets, reallocation
+from kvcompile.schemes.smartkv.buckets import Buckets
 from kvcompile.types import Role
 
 LAYERS, D = 2, 64
@@ -210,6 +211,22 @@ def test_layers_with_schemes_of_their_own() -> None:
     assert type(next(iter(cache.layers[0].keys._kv.stores.values()))) is not AdaptiveStore
     assert store_of(cache, 1).first >= 150
     assert backend.report().widths[Role.KEY].keys() <= {3, 4, 8}
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_importance_of_a_layer_or_of_the_model(scope: str) -> None:
+    model, ids = llama(), words(2, 330)
+    _, run = compiled(model, f"smartkv(budget=0.45,scope={scope},tau=1e9,drift=1.0)")
+    cache = cache_of(model, "dynamic")
+    logits(run, cache, ids, 280)
+    widths = []
+    for layer in range(LAYERS):
+        store = store_of(cache, layer)
+        assert store.churn.allocations == 2
+        widths.append(buckets.widths(Buckets.of(tuple(store.planes), store.scheme.widths), store.first))
+    assert len(widths[0].unique()) > 1
+    # Layers whose tokens count alike and whose budgets are equal have the same widths.
+    assert torch.equal(*widths) == (scope == "model")
 
 
 def test_weights_of_layers() -> None:

@@ -122,17 +122,24 @@ class _Decision:
     churn: Churn
 
 
-def reallocated(scheme: Smartkv, layers: list[Layer], slot: SlotSpec, count: int) -> Iterator[Reallocated]:
+def across(planes: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """The mean over layers of plain and head-weighted importance, float32 [B, T, 2] (3.3), from each layer's plane ``importance``."""
+    return torch.stack([by_position(plane, count)[..., :2] for plane in planes]).mean(0)
+
+
+def reallocated(
+    scheme: Smartkv, layers: list[Layer], slot: SlotSpec, count: int, given: torch.Tensor | None = None
+) -> Iterator[Reallocated]:
     """Decide the widths of the tokens of some layers anew, several layers at a time, and move them, one layer at a time.
 
-    ``layers`` are taken out of the list as they are moved.
+    ``layers`` are taken out of the list as they are moved. ``given``: importance of all layers, in place of each one's own.
     """
     steps = len(scheme.halves.keys) + len(scheme.halves.values)
     together = max(1, TOGETHER // (layers[0].keys.rows * count * steps))
     while layers:
         some = layers[:together]
         del layers[:together]
-        decisions = _decisions(scheme, some, slot, count)
+        decisions = _decisions(scheme, some, slot, count, given)
         while some:
             # Nothing here holds a layer's old planes once its new ones have been taken.
             layer, decision = some.pop(0), decisions.pop(0)
@@ -145,10 +152,13 @@ def reallocated(scheme: Smartkv, layers: list[Layer], slot: SlotSpec, count: int
             yield Reallocated((*keys.planes, *planes), values.planes, decision.churn)
 
 
-def _decisions(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, count: int) -> list[_Decision]:
+def _decisions(
+    scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, count: int, given: torch.Tensor | None
+) -> list[_Decision]:
     """The decisions of layers of one batch; their rows are decided side by side, as on a device the number of operations takes time."""
     cost, halves, rows = scheme.cost(slot), scheme.halves, layers[0].keys.rows
-    plain, weighted, _ = torch.cat([by_position(layer.kept[0], count) for layer in layers]).unbind(-1)
+    own = [by_position(layer.kept[0], count)[..., :2] for layer in layers] if given is None else [given] * len(layers)
+    plain, weighted = torch.cat(own).unbind(-1)
     there = plain > 0
     # Nobody has looked at anything yet: all count alike.
     there = there | ~there.any(-1, keepdim=True)
@@ -157,7 +167,7 @@ def _decisions(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, count: 
     if scheme.recency:
         value = recent(value, (count - 1 - places).expand_as(value), scheme.recency)
     now = [torch.cat([buckets.widths(layer.halves[half], count) for layer in layers]) for half in range(2)]
-    most = [each.clamp(max=own[-1]) for each, own in zip(now, halves, strict=True)]
+    most = [each.clamp(max=widths[-1]) for each, widths in zip(now, halves, strict=True)]
     before = Widths(most[0], most[1], torch.zeros(0))
     protected = there & ((there.cumsum(-1) <= scheme.protect_first) | (places >= count - scheme.protect_last))
     hidden = (~there).sum(-1) * cost.token(halves.keys[0], halves.values[0])
@@ -170,7 +180,7 @@ def _decisions(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, count: 
         taste=scheme.taste, sticking=scheme.sticking, keep_RT=there, protected_RT=protected, most=before,
     )
     wanted = allocate(value, spend, cost, halves, scheme.taste, keep_RT=there, protected_RT=protected)
-    new = [torch.where(there, each, own[0]).to(torch.int8) for each, own in zip((found.keys, found.values), halves, strict=True)]
+    new = [torch.where(there, each, widths[0]).to(torch.int8) for each, widths in zip((found.keys, found.values), halves, strict=True)]
     new = [torch.minimum(each, limit) for each, limit in zip(new, most, strict=True)]
     old = torch.cat([(places < layer.first).expand(rows, -1) for layer in layers])
     moved = torch.stack([((each != was) & old).sum(-1) for each, was in zip(new, now, strict=True)]).sum(0)

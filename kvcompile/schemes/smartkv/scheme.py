@@ -6,9 +6,9 @@ its tokens take in 16 bits. All stored bytes count: codes, scales, positions, wh
 new tokens will take until the next decision. Where too few tokens are there, those pages and the protected tokens alone exceed it: fewer
 than ``EXEMPT`` then stay as they entered, more get the least widths.
 
-Options by the source's sections: 3.2 ``decay``; 4.1 ``recency``, 0 for none; 4.2 ``head_decay``, ``head_share``, ``measure``; 4.3
-``protect_first``, ``protect_last``; 5.1 ``alpha``, ``floor``, ``moved``, ``checks``, ``costs``; 5.2 ``interval``, ``tau``, ``drift``; 6.1
-and 9.1 ``keys`` and ``values``, the widths of each; 10.1 ``later`` from ``threshold`` tokens on in place of ``budget``; 10.2
+Options by the source's sections: 3.2 ``decay``; 3.3 ``scope``; 4.1 ``recency``, 0 for none; 4.2 ``head_decay``, ``head_share``,
+``measure``; 4.3 ``protect_first``, ``protect_last``; 5.1 ``alpha``, ``floor``, ``moved``, ``checks``, ``costs``; 5.2 ``interval``, ``tau``,
+``drift``; 6.1 and 9.1 ``keys`` and ``values``, the widths of each; 10.1 ``later`` from ``threshold`` tokens on in place of ``budget``; 10.2
 ``layer_weights`` by layer; 10.6 ``key_weight`` and ``value_weight``, for single layers by a policy of several schemes.
 
 What differs from the source, beside what ``importance``, ``hysteresis`` and ``allocation`` say:
@@ -16,8 +16,9 @@ What differs from the source, beside what ``importance``, ``hysteresis`` and ``a
 * Every query is a step of the moving averages, so a prompt in pieces leaves what it leaves at once.
 * Heads are weighed by kv head: a token's keys and values serve all queries of a group. The weight is not divided by its mean over heads,
   as the mixture brings both importances to mean 1 anyway.
-* Importance is each layer's own. One for all layers (3.3) is not there, learned importance (10.3) and training with codes in the loop
-  (10.4) are out, and so is tier 2: a promotion would read originals that nobody keeps, so that it is refused and counted.
+* Importance is each layer's own unless ``scope`` is model.
+* Learned importance (10.3) and training with codes in the loop (10.4) are out, and so is tier 2: a promotion would read originals that
+  nobody keeps, so that it is refused and counted.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ class Half(enum.Enum):
     VALUE = "value"
 
 
+class Scope(enum.Enum):
+    """Scope of importance: a layer's own, or the mean over all layers of its graph that have the same options and sizes (3.3)."""
+
+    LAYER = "layer"
+    MODEL = "model"
+
+
 def _signed(words: torch.Tensor, part: int) -> torch.Tensor:
     del part
     return (words ^ 128).to(torch.float32) - 128
@@ -77,6 +85,7 @@ class Smartkv(Adaptive):
     head_decay: float = 0.95
     head_share: float = 0.3
     measure: Measure = Measure.PEAK
+    scope: Scope = Scope.LAYER
     protect_first: int = 4
     protect_last: int = 0
     alpha: float = 0.5
@@ -132,6 +141,7 @@ class Smartkv(Adaptive):
         count("interval", 1, "16 steps is the source's")
         count("threshold", 0, "the number of tokens from which on ``later`` is the budget")
         require(isinstance(self.measure, Measure), self.name, "measure", "peak, entropy, off-sinks or mean", self.measure, "peak is usual")
+        require(isinstance(self.scope, Scope), self.name, "scope", "layer or model", self.scope, "layer is usual; the source's is model")
         require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
         require(
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
@@ -317,12 +327,17 @@ class Smartkv(Adaptive):
     def drifted(self, keys: Planes, count: int) -> torch.Tensor:
         return reallocation.drifted(self, self._split(keys)[1][0], count)
 
-    def reallocate(self, layers: Sequence[Stored], count: int) -> Iterator[Reallocated]:
+    def across(self, layers: Sequence[Planes], count: int) -> torch.Tensor | None:
+        if self.scope is Scope.LAYER:
+            return None
+        return reallocation.across([self._split(keys)[1][0] for keys in layers], count)
+
+    def reallocate(self, layers: Sequence[Stored], count: int, given: torch.Tensor | None = None) -> Iterator[Reallocated]:
         key, value = (dataclasses.replace(self, half=half) for half in (Half.KEY, Half.VALUE))
         split = [
             reallocation.Layer(*key._split(item.keys), value._split(item.values)[0], item.layer, item.first) for item in layers
         ]
-        return reallocation.reallocated(self, split, layers[0].slots[0], count)
+        return reallocation.reallocated(self, split, layers[0].slots[0], count, given)
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:  # type: ignore[type-arg]
