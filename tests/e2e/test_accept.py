@@ -176,8 +176,9 @@ def test_more_graphs_than_stock() -> None:
 # --- processes ------------------------------------------------------------------------------------------
 
 
-def _odd(pipe: Any, log: Path) -> None:
-    """A worker whose cases say what happens to it."""
+def _odd(pipe: Any, other: Any, log: Path) -> None:
+    """A worker whose cases say what happens to it; it ends when the pool closes ``other``, of which a forked process has a copy."""
+    other.close()
     output = log.open("a")
     faulthandler.enable(output)
     faulthandler.register(ASK, output)
@@ -195,7 +196,7 @@ def _odd(pipe: Any, log: Path) -> None:
 class _OddPool(Pool):
     def _worker(self, context: Any) -> _Worker:
         ours, theirs = get_context("fork").Pipe()
-        process = get_context("fork").Process(target=_odd, args=(theirs, self.log))
+        process = get_context("fork").Process(target=_odd, args=(theirs, ours, self.log))
         process.start()
         theirs.close()
         return _Worker(process, ours, self.log)
