@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -218,41 +219,54 @@ def _counted(part: Cut, values: Values, counters: set[Any], at: int, moved: int)
     return None
 
 
-def _twin(part: Cut) -> BoundGraph:
-    """Return the program rewritten with stores that keep tokens as they are."""
-    pair = policy_of("dense").of("")
-    assert pair is not None
-    planned = Plan(tuple(site_plan(site, pair, part.effects) for site in part.sites), ())
+class _Twin:
+    """A program rewritten with stores that keep tokens as they are: rewritten once, bound once a session."""
 
-    def variant(which: Variant) -> tuple[Rewritten, Callable[..., Any]]:
-        made = rewrite(part.captured, planned, which, part.effects)
-        return made, made.module
+    def __init__(self, part: Cut) -> None:
+        self.part = part
+        self.variants: dict[Variant, Rewritten] = {}
 
-    first = rewrite(part.captured, planned, Variant.PAST, part.effects)
-    return bind(part.captured, planned, part.effects, first, variant, Growth(), Ledger())
+    @functools.cached_property
+    def planned(self) -> Plan:
+        """Every site under the scheme "dense"."""
+        pair = policy_of("dense").of("")
+        assert pair is not None
+        return Plan(tuple(site_plan(site, pair, self.part.effects) for site in self.part.sites), ())
+
+    def variant(self, which: Variant) -> tuple[Rewritten, Callable[..., Any]]:
+        """Return one variant of the rewritten program, twice: what it takes, and what runs it."""
+        if which not in self.variants:
+            self.variants[which] = rewrite(self.part.captured, self.planned, which, self.part.effects)
+        return self.variants[which], self.variants[which].module
+
+    def session(self, arguments: Arguments) -> _Session:
+        """Return a session over caches that are empty yet."""
+        part, first = self.part, self.variant(Variant.PAST)[0]
+        return _Session(part, bind(part.captured, self.planned, part.effects, first, self.variant, Growth(), Ledger()), arguments)
 
 
 def tried(part: Cut, examples: Sequence[Any]) -> Verdict:
     """Run a plain program and its twin side by side; ``examples`` are the captured graph's arguments."""
     try:
         arguments = Arguments(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
-        verdict = _tried(part, arguments, captured_values(part))
+        twin = _Twin(part)
+        verdict = _tried(twin, arguments, captured_values(part))
         # Sizes may belong together in ways that no guard says: those of the capture do.
         if verdict.outcome is Outcome.UNKNOWN and elements(part, hints(part)) <= MOST:
-            verdict = _tried(part, arguments, hints(part))
+            verdict = _tried(twin, arguments, hints(part))
     except NotApart as reason:
         return Verdict(Outcome.UNKNOWN, str(reason))
     return verdict
 
 
-def _tried(part: Cut, arguments: Arguments, values: Values) -> Verdict:
+def _tried(twin: _Twin, arguments: Arguments, values: Values) -> Verdict:
     """Run a program and its twin at some sizes. Raises NotApart."""
-    sessions = list(_moments(part, arguments, values))
+    sessions = list(_moments(twin.part, arguments, values))
     # A query that sees one token gives its value, whatever the scores are.
     done, telling, unknown = False, False, ""
     for moments, unwritten in sessions:
         try:
-            session = _Session(part, _twin(part), arguments)
+            session = twin.session(arguments)
             session.fill(moments[0], unwritten)
             for number, moment in enumerate(moments):
                 if difference := session.call(moment):
@@ -272,7 +286,7 @@ def _tried(part: Cut, arguments: Arguments, values: Values) -> Verdict:
             return Verdict(Outcome.DIFFERENT, f"it fails with {type(error).__name__}: {first} (seed {SEED})")
     # A prompt of one token has no other call.
     if telling or (done and not unknown):
-        return Verdict(Outcome.EQUAL, blind=_blind(part, arguments, sessions))
+        return Verdict(Outcome.EQUAL, blind=_blind(twin, arguments, sessions))
     return Verdict(Outcome.UNKNOWN, unknown or "no call of it could be made")
 
 
@@ -302,7 +316,7 @@ def first_step(part: Cut, examples: Sequence[Any]) -> Verdict:
     moment = Moment(hints(part), 0)
     try:
         arguments = _OfTheFirstStep(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
-        session = _Session(part, _twin(part), arguments)
+        session = _Twin(part).session(arguments)
         session.fill(moment, 1.0)
         difference = session.call(moment)
     except (NotApart, KvcompileError) as reason:
@@ -315,7 +329,7 @@ def first_step(part: Cut, examples: Sequence[Any]) -> Verdict:
     return Verdict(Outcome.EQUAL)
 
 
-def _blind(part: Cut, arguments: Arguments, sessions: list[tuple[list[Moment], float]]) -> bool:
+def _blind(twin: _Twin, arguments: Arguments, sessions: list[tuple[list[Moment], float]]) -> bool:
     """Whether queries of padding, which see no token, give something else."""
     if not sessions or not arguments.free:
         return False
@@ -323,7 +337,7 @@ def _blind(part: Cut, arguments: Arguments, sessions: list[tuple[list[Moment], f
     moment = dataclasses.replace(first, padded=first.start + min(2, arguments.tokens(first)), blind=True)
     for infinite in (False, True):
         with contextlib.suppress(NotApart, KvcompileError):
-            session = _Session(part, _twin(part), arguments)
+            session = twin.session(arguments)
             session.fill(moment, 0.0)
             if session.blind(dataclasses.replace(moment, infinite=infinite)):
                 return True
