@@ -98,7 +98,7 @@ def budget_for(held: Callable[[float], float], target: float, least: float, most
     return best[0]
 
 
-def pairs(rows: Sequence[Row], within: float = 0.015) -> dict[str, list[str]]:
+def pairs(rows: Sequence[Row], within: float = 0.025) -> dict[str, list[str]]:
     """By the label of every row of smartkv that adapts, those of the other schemes that hold as many bytes."""
     others = [row for row in rows if not adapts(row)]
     return {

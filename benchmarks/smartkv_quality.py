@@ -160,8 +160,8 @@ def held(owner: Any) -> float:
     return (report.allocated - wide) / (report.dense * 2 / 4)
 
 
-def decoded(model: Any, owner: Any, texts: Texts, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """Log-probabilities of the bytes behind the prompts, and the bytes held after every step."""
+def decoded(model: Any, owner: Any, texts: Texts, ids: torch.Tensor) -> tuple[torch.Tensor, list[float], int]:
+    """Log-probabilities of the bytes behind the prompts, the bytes held after every step, and how often a layer's widths were decided."""
     gc.collect()
     cache, steps, shares = texts.cache(), [], []
     first, last = texts.length + 1, ids.shape[1] - 1
@@ -171,7 +171,7 @@ def decoded(model: Any, owner: Any, texts: Texts, ids: torch.Tensor) -> tuple[to
             steps.append(logits[:, -1:].float().log_softmax(-1))
             if stop > first:
                 shares.append(held(owner))
-    return torch.cat(steps, 1), shares
+    return torch.cat(steps, 1), shares, owner.report().churn.allocations
 
 
 def measured(texts: Texts, choice: Any) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def measured(texts: Texts, choice: Any) -> dict[str, Any]:
     model, owner = compiled(texts.model, choice)
     row: dict[str, Any] = {"kl": [], "bits": [], "same": [], "seed": [], "held": [], "held_most": 0.0, "allocations": 0}
     for seed, ids in enumerate(texts.ids):
-        found, shares = decoded(model, owner, texts, ids)
+        found, shares, allocations = decoded(model, owner, texts, ids)
         reference = texts.reference[seed]
         row["kl"] += torch.nn.functional.kl_div(found, reference, log_target=True, reduction="none").sum(-1).mean(-1).tolist()
         row["same"] += (found.argmax(-1) == reference.argmax(-1)).float().mean(-1).tolist()
@@ -187,7 +187,7 @@ def measured(texts: Texts, choice: Any) -> dict[str, Any]:
         row["seed"] += [seed] * len(ids)
         row["held"].append(figures.mean(shares))
         row["held_most"] = max(row["held_most"], *shares)
-        row["allocations"] = owner.report().churn.allocations
+        row["allocations"] += allocations
     row["held"] = figures.mean(row["held"])
     return row
 
@@ -228,9 +228,8 @@ class Study:
         budget = self.rows.of(key, probe)["budget"]
         return spelled(budget) if budget else None
 
-    def like(self, held_bytes: float, extra: str = "", least: float = LEAST) -> dict[str, Any] | None:
+    def like(self, held_bytes: float, extra: str = "", least: float = LEAST, family: str = "smartkv") -> dict[str, Any] | None:
         """The row of smartkv in so many bytes, one that is there where its bytes are within 1%; None where it cannot be that small."""
-        family = f"smartkv, keys {extra[5:]}" if extra else "smartkv"
         for row in self.rows.rows:
             here = row["part"] == "texts" and all(row[name] == value for name, value in self.scope.items())
             if here and row["family"] == family and abs(row["held"] / held_bytes - 1) <= 0.01:
@@ -240,6 +239,11 @@ class Study:
             progress.print(f"smartkv({extra}) cannot hold {held_bytes:.3f} or less at {self.length}")
             return None
         return self.text(Subject(spelled, family))
+
+    def weights(self) -> str:
+        """``layer_weights`` by the harm that 2 bits do in each layer alone."""
+        harm = [self._harm(layer, CANDIDATES[0]) for layer in range(self.texts.model.config.num_hidden_layers)]
+        return "/".join(f"{each / figures.mean(harm):.3g}" for each in harm)
 
     def mixed(self, limit: float) -> dict[str, Any] | None:
         """The row of the policy whose layers have the schemes that do the least harm within a share of bytes."""
@@ -309,32 +313,33 @@ def reference(study: Study) -> dict[str, Any]:
 def texts_part(study: Study, full: bool) -> None:
     """Fixed schemes, smartkv in their bytes, budgets of the source, and mixtures in the bytes of those."""
     fixed = [
-        Subject("int4", "uniform"), Subject("kivi(bits=3)", "kivi"), Subject("kivi(bits=2)", "kivi"),
+        Subject("int4", "uniform"), Subject("kivi(bits=3)", "kivi"), Subject("kivi(bits=4)", "kivi"),
         Subject("kivi(bits=3,axis=token)", "uniform"), Subject("int4(granularity=token)", "uniform"),
-        Subject("kivi(bits=2,axis=token)", "uniform"), Subject("kivi(bits=4)", "kivi"), Subject("int8", "uniform"),
+        Subject("kivi(bits=2,axis=token)", "uniform"), Subject("kivi(bits=2)", "kivi"), Subject("int8", "uniform"),
     ]
-    rows = [study.text(subject) for subject in (fixed if full else fixed[:4])]
+    rows = [study.text(subject) for subject in (fixed if full else fixed[:2])]
     # Keys of 2 bits are needed for a budget of 0.2.
-    own = [study.text(Subject(f"smartkv(budget=0.2,keys={WIDE})", f"smartkv, keys {WIDE}"))]
-    own += [study.text(Subject(f"smartkv(budget={budget})", "smartkv")) for budget in ((0.25, 0.3, 0.4, 0.5, 0.6) if full else (0.25, 0.4))]
-    own += [row for each in (rows[:5] if full else rows[:2]) if (row := study.like(each["held"]))]
-    study.like(rows[0]["held"], "keys=4/8", least=0.26)
-    for row in own[: 5 if full else 3]:
+    own = [study.text(Subject(f"smartkv(budget=0.2,keys={WIDE})", f"smartkv, keys {WIDE}"))] if full else []
+    own += [study.text(Subject(f"smartkv(budget={budget})", "smartkv")) for budget in ((0.25, 0.3, 0.4, 0.5, 0.6) if full else (0.25,))]
+    for row in rows[:5] if full else rows:
+        study.like(row["held"])
+    for row in own[:4] if full else own[:1]:
         study.mixed(row["held"] * 1.005)
+    weighed = f"layer_weights={study.weights()}"
+    study.like(rows[1]["held"], weighed, family="smartkv, layers weighed")
     if full:
+        study.like(own[1]["held"], weighed, family="smartkv, layers weighed")
+        study.like(rows[0]["held"], "keys=4/8", 0.26, "smartkv, keys 4/8")
         # One width for keys and one for values: nothing is decided by attention, and new tokens have 8 bits as ever.
         for keys, values in ((3, 2), (3, 3), (4, 3)):
-            found = study.text(Subject(f"smartkv(budget=0.9,keys={keys},values={values})", "smartkv, one width"))
-            study.like(found["held"])
+            study.text(Subject(f"smartkv(budget=0.9,keys={keys},values={values})", "smartkv, one width"))
 
 
-CHANGES = {
-    "no recency": "recency=0", "no head weights": "head_share=0", "heads by entropy": "measure=entropy",
-    "no hysteresis": "moved=0,checks=1,costs=0", "strong hysteresis": "moved=0.2,checks=4,costs=0.1",
-    "alpha 0.1": "alpha=0.1", "alpha 0.3": "alpha=0.3", "alpha 0.8": "alpha=0.8", "alpha 1": "alpha=1.0",
-    "clock of 64 steps": "interval=64", "no drift": "tau=1e9,drift=1", "clock of 64 steps, no drift": "interval=64,tau=1e9,drift=1",
-    "decay 0.99": "decay=0.99", "decay 0.999": "decay=0.999",
-}
+CHANGES = (
+    "recency=0", "head_share=0", "moved=0,checks=1,costs=0", "alpha=0.3", "alpha=0.8", "alpha=1.0", "interval=64", "tau=1e9,drift=1",
+    "interval=64,tau=1e9,drift=1", "decay=0.99", "decay=0.999",
+)
+"""No recency, no head weights, no hysteresis; the concavity of worth; a slower clock, no look at drift, both; longer averages."""
 
 
 def ablation(study: Study) -> None:
@@ -342,18 +347,16 @@ def ablation(study: Study) -> None:
     fixed = study.text(Subject("int4", "uniform"), "ablation")
     spelled = study.smartkv(fixed["held"])
     assert spelled is not None
-    for extra in ("", *CHANGES.values()):
+    for extra in ("", *CHANGES):
         study.text(Subject(spelled.replace(")", f",{extra})") if extra else spelled, "smartkv"), "ablation")
 
 
 def tasks_part(study: Study) -> None:
-    """Answers by the uncompressed model, fixed schemes, a mixture, and smartkv in the bytes of kivi's 3 bits, of int4, and the fewest."""
+    """Answers by the uncompressed model, fixed schemes, a mixture, and smartkv in the bytes of the mixture and of int4."""
     study.answered(Subject("uncompressed", "uncompressed", "none"), 1.0)
-    names = {"kivi(bits=2)": "kivi", "kivi(bits=3)": "kivi", "int4": "uniform"}
-    fixed = [study.text(Subject(name, family)) for name, family in names.items()]
-    least = study.text(Subject(f"smartkv(budget=0.2,keys={WIDE})", f"smartkv, keys {WIDE}"))
+    two, four = study.text(Subject("kivi(bits=2)", "kivi")), study.text(Subject("int4", "uniform"))
     low = study.text(Subject("smartkv(budget=0.25)", "smartkv"))
-    told = [least, low, *fixed[:2], study.like(fixed[1]["held"]), study.mixed(low["held"] * 1.005), fixed[2], study.like(fixed[2]["held"])]
+    told = [low, two, study.mixed(low["held"] * 1.005), four, study.like(four["held"])]
     for row in filter(None, told):
         scheme = None
         if row["family"] == "kivi by layer":
@@ -406,10 +409,10 @@ def main() -> int:
             reference(study)
         if "texts" in parts:
             texts_part(study, not number)
-    if "ablation" in parts:
-        ablation(Study(rows, options, studies[0].length, options.ablation_tail, options.far_texts))
-    if "tasks" in parts:
-        tasks_part(studies[0])
+        if "ablation" in parts and not number:
+            ablation(Study(rows, options, study.length, options.ablation_tail, options.far_texts))
+        if "tasks" in parts and not number:
+            tasks_part(study)
     for text in printed(rows.rows):
         print(text)
     if options.plot:
