@@ -106,6 +106,13 @@ def pairs(rows: Sequence[Row], within: float = 0.025) -> dict[str, list[str]]:
     }
 
 
+def changes(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """By label: the row without a change for every changed one, which begins with its spelling, and what does not adapt for that one."""
+    base = min((row["label"] for row in rows if adapts(row)), key=len)
+    fixed = [row["label"] for row in rows if not adapts(row)]
+    return {row["label"]: [base] if row["label"] != base else fixed for row in rows if adapts(row)}
+
+
 def adapts(row: Row) -> bool:
     """Whether attention decides widths."""
     return row["family"].startswith("smartkv") and row["family"] != "smartkv, one width"

@@ -325,9 +325,9 @@ def texts_part(study: Study, full: bool) -> None:
         study.like(row["held"])
     for row in own[:4] if full else own[:1]:
         study.mixed(row["held"] * 1.005)
-    weighed = f"layer_weights={study.weights()}"
-    study.like(rows[1]["held"], weighed, family="smartkv, layers weighed")
     if full:
+        weighed = f"layer_weights={study.weights()}"
+        study.like(rows[1]["held"], weighed, family="smartkv, layers weighed")
         study.like(own[1]["held"], weighed, family="smartkv, layers weighed")
         study.like(rows[0]["held"], "keys=4/8", 0.26, "smartkv, keys 4/8")
         # One width for keys and one for values: nothing is decided by attention, and new tokens have 8 bits as ever.
@@ -374,8 +374,10 @@ def printed(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         )
     for part in ("texts", "ablation", "tasks"):
         for length in sorted({row["length"] for row in rows if row["part"] == part}):
-            some = sorted((row for row in rows if (row["part"], row["length"]) == (part, length)), key=lambda row: row["held"])
-            table = figures.task_table(some) if part == "tasks" else figures.text_table(some, figures.pairs(some))
+            some = [row for row in rows if (row["part"], row["length"]) == (part, length)]
+            some = some if part == "ablation" else sorted(some, key=lambda row: row["held"])
+            versus = figures.changes(some) if part == "ablation" else figures.pairs(some)
+            table = figures.task_table(some) if part == "tasks" else figures.text_table(some, versus)
             yield f"\n{part}, {length:,} bytes of prompt\n\n{table}"
 
 

@@ -84,6 +84,12 @@ def test_rows_of_equal_bytes_are_paired_with_what_adapts_alone() -> None:
     assert len(table.splitlines()) == 2 + len(rows)
 
 
+def test_changes_are_held_against_the_row_without_one() -> None:
+    rows = [row("int4", "uniform", 0.28, [1.0]), row("smartkv(budget=0.3)", "smartkv", 0.28, [1.0])]
+    rows.append(row("smartkv(budget=0.3,recency=0)", "smartkv", 0.28, [1.0]))
+    assert figures.changes(rows) == {"smartkv(budget=0.3)": ["int4"], "smartkv(budget=0.3,recency=0)": ["smartkv(budget=0.3)"]}
+
+
 def test_a_table_of_tasks() -> None:
     table = figures.task_table([{"label": "int4", "held": 0.28, "tasks": {"needle": (24, 24)}}])
     assert "| `int4` | 0.280 | 24 of 24 (86% to 100%) |" in table
