@@ -176,21 +176,24 @@ def draw(rows: Sequence[Row], picture: Path) -> None:
     from matplotlib import pyplot as plt
 
     lengths = sorted({row["length"] for row in rows})
+    styles = {family: (f"C{number}", "os^Dv*PX<>"[number % 10]) for number, family in enumerate(sorted({row["family"] for row in rows}))}
     figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 4.2), squeeze=False, sharey=True)
     for axis, length in zip(axes[0], lengths, strict=True):
         here = [row for row in rows if row["length"] == length]
-        for family, mark in zip(dict.fromkeys(row["family"] for row in here), "os^Dv*", strict=False):
+        for family in sorted({row["family"] for row in here}):
+            color, mark = styles[family]
             some = sorted((row for row in here if row["family"] == family), key=lambda row: row["held"])
             ends = [bootstrap(row["kl"]) for row in some]
             middle = [mean(row["kl"]) for row in some]
             spread = [[abs(m - end[side]) for m, end in zip(middle, ends, strict=True)] for side in (0, 1)]
-            axis.errorbar([row["held"] for row in some], middle, spread, fmt=mark + ":", label=family, markersize=5, linewidth=0.8)
+            held = [row["held"] for row in some]
+            axis.errorbar(held, middle, spread, fmt=mark + ":", color=color, label=family, markersize=5, linewidth=0.8)
         axis.set_yscale("log")
         axis.set_title(f"{length:,} bytes of prompt")
         axis.set_xlabel("bytes held, of 16 bits")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("KL from the uncompressed model, nats")
-    axes[0][-1].legend(fontsize=7)
+    axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(picture, dpi=130)
     plt.close(figure)
