@@ -92,11 +92,8 @@ def test_inductor_gives_what_the_definitions_give(kind: str) -> None:
     assert 0 < divergence(found["inductor"][0], plain) < 1e-3
     assert found["inductor"][1].allocated == found["eager"][1].allocated
     assert store_of(found["inductor"][2]).first == 140 + 32
-    # A second request on the same code.
-    torch._dynamo.reset()
-    backend, run = compiled(model, inner="inductor")
-    once, again = (logits(run, cache_of(model, kind), ids, 140, mask) for _ in range(2))
-    assert torch.equal(once, again)
+    # A second request on the same code, which is Inductor's.
+    assert torch.equal(logits(run, cache_of(model, kind), ids, 140, mask), found["inductor"][0])
 
 
 @each_kind

@@ -67,9 +67,9 @@ def few_programs() -> None:
 
 
 def compare_masks() -> None:
-    """Every mask, numbers of queries and ends of buckets, and three sets of widths."""
+    """Every mask at one number of queries, wherever buckets end, and three sets of widths."""
     few_programs()
-    cases = [(queries, mask, SCHEMES[0], 100) for queries in (1, 5) for mask in masks(queries)]
+    cases = [(5 if number % 2 else 1, mask, SCHEMES[0], 100) for number, mask in enumerate(masks(1))]
     cases += [(2, "none", SCHEMES[1], 1), (1, "float bias", SCHEMES[1], 150), (3, "keep", SCHEMES[2], 64), (1, "none", SCHEMES[2], 0)]
     for queries, mask, scheme, settled in cases:
         case = Case(queries, scheme, settled=settled)
