@@ -94,10 +94,21 @@ class AdaptiveStore(Store):
     def values(self, first: int, last: int) -> torch.Tensor:
         return self.scheme.tokens(tuple(self.planes), self.spec.slot, last * PAGE)[:, :, first * PAGE :]
 
-    def drifted(self, tokens: int) -> bool:
-        """Return what the last look at drift saw, and look anew. Waits for nothing: a look is as old as the time between two of them."""
-        last = self._look
-        self._look = Look(self.scheme.drifted(tuple(self.planes), tokens))
+    def due(self, tokens: int, layer: int) -> bool:
+        """Whether widths are to be decided anew with ``tokens`` tokens; asked once a step. Waits for nothing.
+
+        What a look at drift saw is read at the next look.
+        """
+        scheme, slot = self.scheme, self.spec.slot
+        if scheme.quiet(self._first, tokens):
+            return False
+        planes = tuple(self.planes)
+        if scheme.due(planes, slot, self._first, tokens, layer):
+            return True
+        if not scheme.looks(planes, slot, self._first, tokens, layer):
+            return False
+        with ordinary(), torch.no_grad():
+            last, self._look = self._look, Look(scheme.drifted(planes, tokens))
         return last is not None and last.read()
 
     def exchange(self, planes: tuple[torch.Tensor, ...], tokens: int, churn: Churn | None = None) -> None:

@@ -26,13 +26,23 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Due:
-    """Stores of keys and values of a layer whose widths are to be decided, the layer's number, and how many tokens they hold."""
+class _Held:
+    """Stores of keys and values of a layer, the layer's number, and how many tokens they hold."""
 
     keys: AdaptiveStore
     values: AdaptiveStore
     layer: int
     count: int
+
+    @property
+    def due(self) -> bool:
+        """Whether the widths are to be decided anew; to be asked once a step."""
+        return self.count > 0 and self.keys.due(self.count, self.layer)
+
+    @property
+    def alike(self) -> Hashable:
+        """A key that layers share which can be decided side by side."""
+        return self.keys.scheme, self.keys.spec.slot, self.values.spec.slot, self.count, self.keys.batch, self.keys.device
 
     @property
     def stored(self) -> Stored:
@@ -57,32 +67,30 @@ class Reallocation:
 
     def after(self, states: Sequence[CacheState]) -> None:
         """Look at all layers once a call has been counted. Waits for the device only where widths are decided."""
-        due: dict[Hashable, list[_Due]] = {}
-        peers: dict[Hashable, list[AdaptiveStore]] = {}
-        for layer in self.layers:
-            (state, keys), (_, values) = (
-                (states[index], states[index].stores[part]) for index, part in (layer.key, layer.value)
-            )
-            assert isinstance(keys, AdaptiveStore)
-            assert isinstance(values, AdaptiveStore)
-            scheme, slots, count = keys.scheme, (keys.spec.slot, values.spec.slot), state.length
-            if not count:
-                continue
-            alike = (scheme, slots, count, keys.batch, keys.device)
-            peers.setdefault(alike, []).append(keys)
-            with ordinary(), torch.no_grad():
-                now = (tuple(keys.planes), slots[0], keys.first, count, layer.number)
-                if scheme.due(*now) or (scheme.looks(*now) and keys.drifted(count)):
-                    due.setdefault(alike, []).append(_Due(keys, values, layer.number, count))
+        due = [item for layer in self.layers if (item := self._held(layer, states)).due]
+        if not due:
+            return
+        groups: dict[Hashable, list[_Held]] = {}
+        for item in due:
+            groups.setdefault(item.alike, []).append(item)
+        everything = [self._held(layer, states) for layer in self.layers]
         with ordinary(), torch.no_grad():
             # Before any layer's planes are exchanged.
             given = [
-                layers[0].keys.scheme.across([tuple(store.planes) for store in peers[alike]], layers[0].count)
-                for alike, layers in due.items()
+                layers[0].keys.scheme.across([tuple(item.keys.planes) for item in everything if item.alike == alike], layers[0].count)
+                for alike, layers in groups.items()
             ]
-            for layers, importance in zip(due.values(), given, strict=True):
+            for layers, importance in zip(groups.values(), given, strict=True):
                 scheme, count = layers[0].keys.scheme, layers[0].count
                 # The scheme alone has the old planes, so that each layer's are gone before the next one is moved.
                 for item, made in zip(layers, scheme.reallocate([item.stored for item in layers], count, importance), strict=True):
                     item.keys.exchange(made.keys, count, made.churn)
                     item.values.exchange(made.values, count)
+
+    @staticmethod
+    def _held(layer: _Layer, states: Sequence[CacheState]) -> _Held:
+        (index, key), (other, value) = layer.key, layer.value
+        keys, values = states[index].stores[key], states[other].stores[value]
+        assert isinstance(keys, AdaptiveStore)
+        assert isinstance(values, AdaptiveStore)
+        return _Held(keys, values, layer.number, states[index].length)

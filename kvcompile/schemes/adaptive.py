@@ -101,6 +101,10 @@ class Adaptive(Scheme):
         """How many of the first ``count`` tokens of all rows have how many bits a channel; without a wait for the device."""
 
     @abc.abstractmethod
+    def quiet(self, first: int, count: int) -> bool:
+        """Whether neither ``due`` nor ``looks`` can hold whatever the layer, by a comparison or two: asked of every layer at every step."""
+
+    @abc.abstractmethod
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
         """Whether widths are to be decided anew, ``first`` tokens having been there at the last time and ``count`` now.
 

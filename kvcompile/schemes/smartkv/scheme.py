@@ -148,6 +148,11 @@ class Smartkv(Adaptive):
             "float16 is the default",
         )
         _ = self.halves, self.weights
+        # What is asked at every step of every layer is remembered by scheme, whose many options would be hashed each time.
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self))))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
 
     # --- options as the mathematics takes them -------------------------------------------------------
 
@@ -310,6 +315,11 @@ class Smartkv(Adaptive):
         half = self._split(planes)[0]
         settled = sum(words.shape[0] for words in half.codes)
         return half.histogram(count, settled // max(half.rows, 1))
+
+    def quiet(self, first: int, count: int) -> bool:
+        since = count - first
+        # The clock's least interval, but for tokens that the budget has room for only until then.
+        return bool(first) and since % self.interval != 0 and since < min(PAGE, clock.interval(0, first, self.interval))
 
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
         if self._exempt(keys, slot, count, layer):
