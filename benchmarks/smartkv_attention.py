@@ -39,7 +39,7 @@ def stored(scheme: Smartkv, batch: int, tokens: int) -> Stored:
     for slot in SLOTS:
         own = scheme.of(slot.role)
         empty = tuple(torch.zeros(plane.shape(0, batch, K), dtype=plane.dtype, device="cuda") for plane in own.layout(slot).planes)
-        made = own.with_room(empty, slot, tokens)
+        made = own.with_room(empty, 0, tokens)
         made[0].random_(0, 256)
         made[1].uniform_(0.005, 0.02)
         halves.append(made)
@@ -60,7 +60,7 @@ def measure(scheme: Smartkv, batch: int, tokens: int) -> dict[str, Any]:
         decisions.append((time.perf_counter() - begin) * 1e3)
     # Room for the next token.
     pairs = zip((made.keys, made.values), SLOTS, strict=True)
-    planes = [list(scheme.of(slot.role).with_room(half, slot, tokens + 1)) for half, slot in pairs]
+    planes = [list(scheme.of(slot.role).with_room(half, tokens, tokens + 1)) for half, slot in pairs]
     count = SETTLED + len(scheme.halves.keys)
     keys, (importance, heads, _) = planes[0][:count], planes[0][count:]
     q = torch.randn(batch, H, 1, D, device="cuda", dtype=torch.bfloat16)

@@ -16,9 +16,9 @@ RESAMPLES = 10_000
 
 
 def starts(characters: int, window: int, seeds: int, texts: int) -> list[list[int]]:
-    """Where the texts of each seed begin in a file: one in every stratum, drawn from its first half; strata go to seeds in turn.
+    """Return the offsets of each seed's texts in a file. The file is cut into strata; a text begins in the first half of one.
 
-    The last bytes of two texts never overlap where a stratum is twice as long as they are.
+    Strata go to seeds in turn. The last bytes of two texts never overlap where a stratum is twice as long as they are.
     """
     count = seeds * texts
     stratum = (characters - window) / count

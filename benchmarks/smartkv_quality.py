@@ -1,4 +1,4 @@
-"""What smartkv does to tinylm's answers, through the compiled cache, beside other schemes that hold as many bytes.
+"""Quality of tinylm with smartkv's compiled cache, beside other schemes whose caches hold as many bytes.
 
     python benchmarks/smartkv_quality.py --lengths 1600,4096,8192 --seeds 3 --json FILE [--parts LIST] [--plot PNG]
 
@@ -47,7 +47,7 @@ from kvcompile.cli.targets import static_cache
 TINYLM = HERE.parent / "examples" / "tinylm"
 STRETCHED = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 4352}
 CANDIDATES = ("kivi(bits=2)", "kivi(bits=3)", "kivi(bits=4)", "int8")
-"""What a layer of the mixture may have."""
+"""Schemes that the policy by layer chooses from."""
 TASKS = ("needle", "multikey", "variable")
 LEAST = 0.222
 """The least budget of the default widths for tinylm, a little above what a token takes at least."""
@@ -65,7 +65,7 @@ class Subject:
 
     @property
     def choice(self) -> Any:
-        """What ``kvcompile.backend`` takes."""
+        """Return the scheme or policy that ``kvcompile.backend`` is called with."""
         return self.scheme if self.scheme is not None else self.label
 
 

@@ -26,6 +26,18 @@ class Role(enum.Enum):
     VALUE = "value"
 
 
+class Half(enum.Enum):
+    """Half of an attention that a scheme encodes, where it encodes keys and values differently; ``auto`` is settled by ``of``."""
+
+    AUTO = "auto"
+    KEY = "key"
+    VALUE = "value"
+
+    def of(self, role: Role) -> Half:
+        """Return the half that stores a slot of this role."""
+        return self if self is not Half.AUTO else Half(role.value)
+
+
 class Granularity(enum.Enum):
     """The granularity of a scale: a token's head, a group of its channels, or everything written at once."""
 

@@ -82,7 +82,7 @@ class AdaptiveStore(Store):
 
     def reserve(self, pages: int, tokens: int | None = None) -> None:
         with ordinary():
-            self.planes = list(self.scheme.with_room(tuple(self.planes), self.spec.slot, pages * PAGE if tokens is None else tokens))
+            self.planes = list(self.scheme.with_room(tuple(self.planes), self._first, pages * PAGE if tokens is None else tokens))
         self.pages = pages_for(self.room)
 
     def clear(self) -> None:

@@ -67,17 +67,17 @@ class Reallocation:
 
     def after(self, states: Sequence[CacheState]) -> None:
         """Look at all layers once a call has been counted. Waits for the device only where widths are decided."""
-        due = [item for layer in self.layers if (item := self._held(layer, states)).due]
+        held = [self._held(layer, states) for layer in self.layers]
+        due = [item for item in held if item.due]
         if not due:
             return
         groups: dict[Hashable, list[_Held]] = {}
         for item in due:
             groups.setdefault(item.alike, []).append(item)
-        everything = [self._held(layer, states) for layer in self.layers]
         with ordinary(), torch.no_grad():
             # Before any layer's planes are exchanged.
             given = [
-                layers[0].keys.scheme.across([tuple(item.keys.planes) for item in everything if item.alike == alike], layers[0].count)
+                layers[0].keys.scheme.across([tuple(item.keys.planes) for item in held if item.alike == alike], layers[0].count)
                 for alike, layers in groups.items()
             ]
             for layers, importance in zip(groups.values(), given, strict=True):

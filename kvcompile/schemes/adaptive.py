@@ -77,8 +77,11 @@ class Adaptive(Scheme):
         return 16 * self.announced
 
     @abc.abstractmethod
-    def with_room(self, planes: Planes, slot: SlotSpec, tokens: int) -> Planes:
-        """The planes with room for ``tokens`` tokens: the very tensors where they have it."""
+    def with_room(self, planes: Planes, first: int, tokens: int) -> Planes:
+        """The planes with room for ``tokens`` tokens: the very tensors where they have it. Waits for nothing.
+
+        ``first``: the position where those that grow begin.
+        """
 
     @abc.abstractmethod
     def room(self, planes: Planes, first: int) -> int:

@@ -35,7 +35,7 @@ from kvcompile.schemes.asymmetric import Axis, Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
 from kvcompile.schemes.certificate.policy import DEFAULTS, parse_policy
 from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE
-from kvcompile.types import PAGE, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
+from kvcompile.types import PAGE, Half, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
 
 BLOCK = 16
 """Tokens of a block."""
@@ -52,14 +52,6 @@ SCRATCH = "scratch"
 
 PLACES = "places"
 """The name of the plane that says where in it a block is: int32, the slot in its set plus one, zero for nowhere; a step's number."""
-
-
-class Half(enum.Enum):
-    """Which half of an attention a certified scheme encodes; ``auto`` is settled by ``of``."""
-
-    AUTO = "auto"
-    KEY = "key"
-    VALUE = "value"
 
 
 class Tier2(enum.Enum):
@@ -123,8 +115,7 @@ class Certified(Scheme):
                 self.scratch, "0 leaves tier 2 to the bus; with tier2=device there is none")
 
     def of(self, role: Role) -> Certified:
-        half = self.half if self.half is not Half.AUTO else Half.KEY if role is Role.KEY else Half.VALUE
-        return dataclasses.replace(self, half=half)
+        return dataclasses.replace(self, half=self.half.of(role))
 
     @property
     def block(self) -> int:

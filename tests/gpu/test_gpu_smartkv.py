@@ -35,13 +35,15 @@ def moved(item: Any, dtype: torch.dtype) -> Any:
     return item.cuda() if isinstance(item, torch.Tensor) else item
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "dim"), [
+    (torch.float32, 16), (torch.float16, 16), (torch.bfloat16, 16), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 80),
+], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: f"{scheme.keys} {scheme.values}")
-def test_kernels_give_what_the_definition_gives(scheme: Smartkv, dtype: torch.dtype) -> None:
+def test_kernels_give_what_the_definition_gives(scheme: Smartkv, dtype: torch.dtype, dim: int) -> None:
     allowed = 3 * torch.finfo(dtype).eps if dtype is not torch.float32 else 2e-5
     for queries in (1, 5):
         for name, given in masks(queries).items():
-            case = Case(queries, scheme)
+            case = Case(queries, scheme, dim=dim)
             for field in ("q", "importance", "heads", "hi"):
                 setattr(case, field, getattr(case, field).cuda())
             case.q = case.q.to(dtype)

@@ -11,6 +11,7 @@ import torch
 from kvcompile import schemes
 from kvcompile.lowering.codegen.bit_tricks import fused, looked_up, multiplied, pair_table, scaled_by
 from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
+from kvcompile.lowering.smartkv.kernels import packed as four_codes
 from kvcompile.types import Role, SlotSpec
 
 CODED = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)")
@@ -40,7 +41,15 @@ def step(name: str, x: list[np.ndarray]) -> np.ndarray:
         assert int(x[3].flat[0]) == 0x6A
         return (x[0] & x[1]) ^ x[2]
     if name == "prmt.b32":
-        return permuted(x[0], x[1], int(x[2].flat[0]))
+        return permuted(*np.broadcast_arrays(x[0], x[1]), int(x[2].flat[0]))
+    if name == "and.b32":
+        return x[0] & x[1]
+    if name == "fma.rn.bf16x2":
+        # A bfloat16 number is the upper half of a float32 one; what is tested here is exact.
+        a, b, c = (np.stack([one << np.uint32(16), one & np.uint32(0xFFFF0000)]).view(np.float32) for one in np.broadcast_arrays(*x))
+        low, high = (a * b + c).view(np.uint32)
+        assert not ((low | high) & 0xFFFF).any(), "not a bfloat16 number"
+        return (low >> np.uint32(16)) | high
     values = [halves(one).astype(np.float64) for one in x]
     if name == "sub.f16x2":
         return packed(values[0] - values[1])
@@ -57,7 +66,12 @@ def assembly(text: str, constraints: str, operands: list[np.ndarray], dtype: str
     # A 32-bit operand takes one register for each of the pair.
     named = [np.asarray(one, np.uint32) for one in operands]
     assert len(constraints.split(",")) == 1 + len(named), constraints
-    registers = {f"${index + 1}": one for index, one in enumerate(named)}
+    registers = executed(text, {f"${index + 1}": one for index, one in enumerate(named)})
+    return registers["$0"] + np.zeros_like(named[0])
+
+
+def executed(text: str, registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the registers after the instructions of ``text``."""
     for statement in filter(None, (part.strip() for part in text.strip("{} ").split(";"))):
         name, _, rest = statement.partition(" ")
         if name == ".reg":
@@ -65,7 +79,7 @@ def assembly(text: str, constraints: str, operands: list[np.ndarray], dtype: str
         target, *sources = (part.strip() for part in rest.split(","))
         values = [registers[s] if s in registers else np.asarray(int(s, 0), np.uint32) for s in sources]
         registers[target] = values[0] if name == "mov.b32" else step(name, values)
-    return registers["$0"] + np.zeros_like(named[0])
+    return registers
 
 
 TL = types.SimpleNamespace(inline_asm_elementwise=assembly, float16="float16", uint16="uint16")
@@ -209,3 +223,19 @@ def test_products_and_sums_round_once() -> None:
 def test_products_are_elementwise() -> None:
     a, b = np.float16([1.5, -2.0]), np.float16([4.0, 0.25])
     assert np.array_equal(halves(run(multiplied("a", "b"), a=packed(a), b=packed(b))), a * b)
+
+
+@pytest.mark.parametrize(("bits", "part"), [(bits, part) for bits in (8, 4, 2) for part in range(8 // bits)])
+def test_four_codes_of_smartkv_become_bfloat16(bits: int, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte in each of the four places of a word, the first two numbers in one register and the others in the next."""
+    texts: list[str] = []
+    monkeypatch.setattr(four_codes, "_by", lambda words, text: texts.append(text.value))
+    four_codes.part_of.fn(None, bits, part)
+    places = [np.roll(np.arange(256, dtype=np.uint32), 37 * place) for place in range(4)]
+    registers = executed(texts[0], {"$2": sum(byte << np.uint32(8 * place) for place, byte in enumerate(places))})
+    for place, byte in enumerate(places):
+        half = registers[f"${place // 2}"] >> np.uint32(16 * (place % 2))
+        found = ((half & np.uint32(0xFFFF)) << np.uint32(16)).view(np.float32)
+        code = byte.astype(np.int64)
+        wanted = (code ^ 128) - 128 if bits == 8 else ((code >> (bits * part)) & (2**bits - 1)) - 2 ** (bits - 1)
+        assert np.array_equal(found, wanted.astype(np.float32)), place

@@ -33,7 +33,7 @@ def planes(x: torch.Tensor, scheme: Smartkv, role: Role, settled: int, seed: int
     made: Any = tuple(torch.zeros(plane.shape(0, x.shape[0], x.shape[1]), dtype=plane.dtype) for plane in layout.planes)
 
     def enter(made: Any, first: int, last: int) -> Any:
-        made = scheme.with_room(made, spec, last)
+        made = scheme.with_room(made, first, last)
         at = torch.arange(last - first)
         for plane, rows in zip(made, codes.encode(x[:, :, first:last], 8), strict=False):
             plane[at // PAGE, :, :, at % PAGE] = rows.permute(2, 0, 1, 3)
@@ -49,10 +49,10 @@ def planes(x: torch.Tensor, scheme: Smartkv, role: Role, settled: int, seed: int
 class Case:
     """One site: queries, planes of keys and values, and the decoded tokens."""
 
-    def __init__(self, queries: int, scheme: Smartkv | None = None, seed: int = 0, settled: int = 100) -> None:
+    def __init__(self, queries: int, scheme: Smartkv | None = None, seed: int = 0, settled: int = 100, dim: int = D) -> None:
         self.scheme = scheme or make("smartkv")  # type: ignore[assignment]
-        self.q = 2 * torch.randn(B, H, queries, D, generator=generator(seed))
-        k, v = (torch.randn(B, K, T, D, generator=generator(seed + side)) for side in (1, 2))
+        self.q = 2 * torch.randn(B, H, queries, dim, generator=generator(seed)) * (D / dim) ** 0.5
+        k, v = (torch.randn(B, K, T, dim, generator=generator(seed + side)) for side in (1, 2))
         self.keys, self.values = planes(k, self.scheme, Role.KEY, settled, seed), planes(v, self.scheme, Role.VALUE, settled, seed + 3)
         count = len(buckets.plane_specs(SlotSpec(K, D, torch.float32, Role.KEY), self.scheme.halves.keys, torch.float16))
         self.keys, self.written = self.keys[:count], self.keys[count:]
@@ -66,7 +66,8 @@ class Case:
         given = [masks.get(name) for name in ("lo", "keep", "bias", "sinks")]
         softcap, texts = masks.get("softcap", 0.0), (self.spell(Role.KEY), self.spell(Role.VALUE))
         return room.smartkv_attend(
-            self.q, self.keys, self.values, self.hi if hi is None else hi, *given, *texts, 0.3, softcap, D, self.importance, self.heads,
+            self.q, self.keys, self.values, self.hi if hi is None else hi, *given, *texts, 0.3, softcap, self.q.shape[3],
+            self.importance, self.heads,
         )
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:

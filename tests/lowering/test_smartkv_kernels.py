@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.language as tl
 from interpreted import interpreted
 from test_smartkv_attend import Case, masks
 from test_triton_attend import allow_ranges_over_scalars
@@ -20,6 +21,7 @@ from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, nam
 from kvcompile.lowering.smartkv import decode_step
 from kvcompile.lowering.smartkv.attend import attend_by_definition, smartkv_attend
 from kvcompile.lowering.smartkv.decode_step import Step, step_by_kernels, step_gap
+from kvcompile.lowering.smartkv.kernels import scores, values
 from kvcompile.schemes import Smartkv
 from kvcompile.schemes.smartkv.buckets import plane_specs
 from kvcompile.schemes.smartkv.importance import Measure
@@ -40,18 +42,18 @@ def step_of(case: Case, **given: Any) -> Step:
 
 
 def body(step: Step) -> tuple[torch.Tensor, Step]:
-    """What the operation's body gives, and the planes as it leaves them."""
+    """Return the definition's result, and the step with the planes as the definition leaves them."""
     after = dataclasses.replace(step, importance=step.importance.clone(), heads=step.heads.clone())
     return attend_by_definition(after), after
 
 
-def differences(step: Step) -> dict[str, float]:
+def differences(step: Step, launcher: Direct | None = None) -> dict[str, float]:
     """The largest differences of result and planes between kernels and body, after two steps; NaN where only one is NaN."""
+    launcher = launcher or Direct(cuda=step.attend.q.is_cuda)
     expected, after = body(step)
     again, after = body(after)
     with torch.no_grad():
-        first = step_by_kernels(Direct(cuda=step.attend.q.is_cuda), step)
-        second = step_by_kernels(Direct(cuda=step.attend.q.is_cuda), step)
+        first, second = (step_by_kernels(launcher, step) for _ in range(2))
     pairs = {
         "result": (first, expected), "second": (second, again), "plain": (step.importance[..., 0], after.importance[..., 0]),
         "weighted": (step.importance[..., 1], after.importance[..., 1]), "before": (step.importance[..., 2], after.importance[..., 2]),
@@ -96,7 +98,36 @@ def compare_oddities() -> None:
     assert all(value <= 2e-3 for value in differences(step_of(case)).values())
 
 
-@pytest.mark.parametrize("function", [compare_masks, compare_oddities])
+@triton.jit
+def plain_part(words: Any, BITS: tl.constexpr, PART: tl.constexpr) -> Any:  # noqa: N803 - as ``packed.part_of``
+    """Signed codes of a part of words, without machine code."""
+    if BITS == 8:
+        return ((words.to(tl.int32) ^ 128) - 128).to(tl.float32)
+    else:  # noqa: RET505 - a branch that is not taken is not compiled
+        return (((words.to(tl.int32) >> (BITS * PART)) & (2**BITS - 1)) - 2 ** (BITS - 1)).to(tl.float32)
+
+
+class Interpreted(Direct):
+    """Starts kernels in the interpreter as if they were compiled."""
+
+    def kernel(self, kernel: Any, grid: tuple[Any, ...], *operands: Any, warps: int | None = None, **constants: Any) -> None:
+        del warps
+        kernel[grid](*operands, **constants)
+
+
+def compare_packed() -> None:
+    """The branches that decode four codes at a time, but for the machine code itself (``test_bit_tricks``)."""
+    few_programs()
+    decode_step._packs = lambda q: True
+    scores.part_of = values.part_of = plain_part
+    for queries, mask, scheme, settled in [
+        (1, "keep", SCHEMES[0], 100), (2, "none", SCHEMES[1], 100), (1, "float bias", SCHEMES[1], 150), (3, "none", SCHEMES[2], 64),
+    ]:
+        found = differences(step_of(Case(queries, scheme, settled=settled), **masks(queries)[mask]), Interpreted(cuda=True))
+        assert all(value <= 4e-6 for value in found.values()), (queries, mask, scheme.spell(), settled, found)
+
+
+@pytest.mark.parametrize("function", [compare_masks, compare_oddities, compare_packed])
 def test_kernels_give_what_the_body_gives(function: Any) -> None:
     interpreted(function)
 

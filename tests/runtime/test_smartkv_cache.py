@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcompile
 from kvcompile.errors import BadOption, DeviceUnsupported, OrderNotKnown
@@ -310,6 +312,34 @@ def test_layers_are_decided_together_as_each_alone(monkeypatch: pytest.MonkeyPat
         for one, other in zip(alone, together, strict=True):
             assert one.churn == other.churn
             assert all(torch.equal(a, b) for a, b in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True))
+
+
+def test_a_step_that_decides_nothing_asks_the_device_for_no_number() -> None:
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert "_local_scalar_dense" not in func.name() and "nonzero" not in func.name(), func.name()
+            return func(*args, **(kwargs or {}))
+
+    run = Run("tau=1e-6")
+    run.step(300)
+    for _ in range(20):
+        run.step()
+    keys, values = run.stores
+    assert keys.first == 300
+    with Asked():
+        for tokens in range(321, 325):
+            for store in (keys, values):
+                # Room for the next token, as a growing cache makes it at every step.
+                store.reserve(8, tokens)
+            assert not keys.due(tokens, 0)
+
+
+def test_a_scheme_that_was_pickled_is_found_again() -> None:
+    scheme, same = Smartkv(budget=0.3), Smartkv(budget=0.3)
+    # What the options hash to in another process.
+    scheme.__dict__["_hash"] = hash(scheme) + 1
+    loaded = pickle.loads(pickle.dumps(scheme))
+    assert loaded == same == scheme and hash(loaded) == hash(same) != hash(scheme)
 
 
 def test_the_first_tokens_one_by_one() -> None:

@@ -15,8 +15,8 @@ from kvcompile.lowering.certificate.bound_printer import aten
 from kvcompile.schemes import parse
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Certify, Fallback, parse_policy
-from kvcompile.schemes.certified import BLOCK, ORIGINALS, Certified, Half
-from kvcompile.types import PAGE, Role, SlotSpec
+from kvcompile.schemes.certified import BLOCK, ORIGINALS, Certified
+from kvcompile.types import PAGE, Half, Role, SlotSpec
 
 NOTES = 3
 """Which plane."""

@@ -25,8 +25,9 @@ from kvcompile.lowering.append.rounding import MAGIC
 from kvcompile.lowering.append.window_token import Slot, minmax_codes, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded, one_token
-from kvcompile.schemes.certified import BLOCK, Certified, Half
+from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
+from kvcompile.types import Half
 
 TOKENS = tl.constexpr(BLOCK)
 """Tokens of a block and of the window, slot i of which holds the token of the current block at i, where that is an old one."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kvcompile.lowering.certified.site_op import SiteOperands, certified_site, site_by_kernels, site_gap
-from kvcompile.lowering.host.buffers import equals, realize
-from kvcompile.lowering.host.inductor_api import fallback_handler, ir
+from kvcompile.lowering.host.buffers import channels_together, is_box, realize
+from kvcompile.lowering.host.inductor_api import fallback_handler
 from kvcompile.lowering.host.launch_node import lower_launches, stand_in
 from kvcompile.lowering.host.launches import Launcher
 from kvcompile.lowering.host.torch_api import tree_map
@@ -22,10 +22,10 @@ def lower_certified_site(*args: Any, **kwargs: Any) -> Any:
     """The result of a site as a box; operands as ``site_op`` has them. Logs why CUDA is left with the definition."""
     given = named(certified_site, args, kwargs)
     if given["q"].get_device().type == "cuda":
-        given = {**given, "q": _rows(given["q"]), "recent": [_rows(x) for x in given["recent"]]}
+        given = {**given, "q": channels_together(given["q"]), "recent": [channels_together(x) for x in given["recent"]]}
         # Of a mask it only matters that there is one.
         planes = ("q", "keys", "values", "recent")
-        fakes = {name: tree_map(lambda box: stand_in(realize(box)), given[name], is_leaf=_is_box) for name in planes}
+        fakes = {name: tree_map(lambda box: stand_in(realize(box)), given[name], is_leaf=is_box) for name in planes}
         gap = site_gap(SiteOperands.of((), {**given, **fakes}))
         if gap is None:
             # The kernels know no masks.
@@ -36,14 +36,5 @@ def lower_certified_site(*args: Any, **kwargs: Any) -> Any:
     return fallback_handler(certified_site)(*(given.get(name) for name in names_of(certified_site)))
 
 
-def _is_box(item: Any) -> bool:
-    return isinstance(item, ir.IRNode)
-
-
 def _launches(launcher: Launcher, operands: dict[str, Any]) -> list[torch.Tensor]:
     return [site_by_kernels(launcher, SiteOperands.of((), {"keep": None, "bias": None, **operands}))]
-
-
-def _rows(x: Any) -> Any:
-    """An operand whose channels lie one after the other, as the kernels take it; mostly it does already."""
-    return x if equals(realize(x).get_stride()[-1], 1) else ir.ExternKernel.require_contiguous(x)

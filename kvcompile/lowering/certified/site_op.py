@@ -24,7 +24,8 @@ from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.operands import AttendOperands, T, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.schemes.certificate.policy import parse_policy
-from kvcompile.schemes.certified import Certified, Half
+from kvcompile.schemes.certified import Certified
+from kvcompile.types import Half
 
 LIBRARY.define(
     "certified_site(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"

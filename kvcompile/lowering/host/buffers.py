@@ -17,6 +17,16 @@ def realize(node: Any) -> Any:
     return node
 
 
+def is_box(item: Any) -> bool:
+    """Whether an operand of a lowering is a value of Inductor's graph."""
+    return isinstance(item, ir.IRNode)
+
+
+def channels_together(x: Any) -> Any:
+    """An operand whose channels lie one after the other, as kernels with strides take it; mostly it does already."""
+    return x if equals(realize(x).get_stride()[-1], 1) else ir.ExternKernel.require_contiguous(x)
+
+
 def static(size: Any) -> int:
     """A size that must be a constant; guards where it arrives as a symbol under dynamic=True."""
     return int(V.graph.sizevars.guard_int(size))

@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 
-from kvcompile import schemes
 from kvcompile.lowering.host.launches import Direct
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, softmax_parts, weighted
-from kvcompile.lowering.smartkv.decode_step import Step, step_by_kernels, step_gap
+from kvcompile.lowering.smartkv.decode_step import Step, scheme_of, step_by_kernels, step_gap
 from kvcompile.schemes import Smartkv
 from kvcompile.schemes.smartkv.buckets import Buckets, values
 from kvcompile.schemes.smartkv.importance import LEAST, head_measure
@@ -43,12 +42,6 @@ TILE = 64
 
 COUNTS = 2.0**-30
 """The weight below which a query counts for nothing in an average."""
-
-
-def _scheme(text: str) -> Smartkv:
-    scheme = schemes.parse(text)
-    assert isinstance(scheme, Smartkv)
-    return scheme
 
 
 def _tiles(operands: AttendOperands[torch.Tensor]) -> Iterator[tuple[int, AttendOperands[torch.Tensor]]]:
@@ -169,7 +162,7 @@ def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:
     given = named(smartkv_observe, args, kwargs)
     operands, importance, heads = attend_operands(given), given["importance"], given["heads"]
     compute = torch.promote_types(operands.q.dtype, torch.float32)
-    averages = _Averages.of(_scheme(given["scheme"]), importance, heads, operands.q.shape[2])
+    averages = _Averages.of(scheme_of(given["scheme"]), importance, heads, operands.q.shape[2])
     keys = as_tokens(operands.keys[0])
     kv_heads = keys.shape[1]
     group = operands.q.shape[1] // kv_heads

@@ -29,6 +29,13 @@ PROGRAMS = 528
 """Programs that a launch should have: four for each multiprocessor of an H100."""
 
 
+def scheme_of(text: str) -> Smartkv:
+    """The scheme that an operand spells."""
+    scheme = schemes.parse(text)
+    assert isinstance(scheme, Smartkv)
+    return scheme
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """Operands of ``kvcompile::smartkv_attend``: those of ``attend``, and the planes that it moves on."""
@@ -40,10 +47,7 @@ class Step:
     @property
     def schemes(self) -> tuple[Smartkv, Smartkv]:
         """The schemes of keys and values."""
-        found = [schemes.parse(text) for text in (self.attend.key_scheme, self.attend.value_scheme)]
-        assert isinstance(found[0], Smartkv)
-        assert isinstance(found[1], Smartkv)
-        return found[0], found[1]
+        return scheme_of(self.attend.key_scheme), scheme_of(self.attend.value_scheme)
 
 
 def step_gap(step: Step) -> str | None:
@@ -77,9 +81,7 @@ def step_by_kernels(launcher: Launcher, step: Step) -> torch.Tensor:
     parts = q.new_empty((B, K, splits, rows, shape["CHANNELS"]), dtype=torch.float32)
     highest, whole = (q.new_empty((B, K, rows), dtype=torch.float32) for _ in range(2))
     out = q.new_empty((B, H, S, D))
-    # Codes are decoded four at a time to bfloat16; the interpreter knows no machine code.
-    packed = launcher.cuda and q.dtype is torch.bfloat16 and D in {64, 128, 256}
-    tile = {"TILE": 32 if q.dtype is torch.float32 else 64, "PACKED": packed}
+    tile = {"TILE": 32 if q.dtype is torch.float32 else 64, "PACKED": launcher.cuda and _packs(q)}
 
     keys, values = Buckets.of(tuple(operands.keys), key.widths), Buckets.of(tuple(operands.values), value.widths)
     masks, constants = _masks(operands)
@@ -91,8 +93,8 @@ def step_by_kernels(launcher: Launcher, step: Step) -> torch.Tensor:
     )
     launcher.kernel(
         weigh_values, grid, q, *_planes(values), scores, tops, sums, q if operands.sinks is None else operands.sinks, parts, highest,
-        whole, values.entering[0].shape[0], B, tokens, *_offsets(values),
-        **shape, **_bits(values), **tile, HAS_SINKS=operands.sinks is not None, warps=4,
+        whole, values.entering[0].shape[0], B, tokens, *_offsets(values), **shape, **_bits(values), **tile,
+        HAS_SINKS=operands.sinks is not None, warps=4,
     )
     launcher.kernel(
         give, (step.importance.shape[0], B), scores, highest, whole, step.heads, keys.first, step.importance, keys.entering[0].shape[0],
@@ -101,6 +103,11 @@ def step_by_kernels(launcher: Launcher, step: Step) -> torch.Tensor:
     )
     launcher.kernel(merge, (S * G, B * K), parts, highest, whole, out, step.heads, **shape, DECAY=key.head_decay, warps=4)
     return out
+
+
+def _packs(q: torch.Tensor) -> bool:
+    """Whether machine code decodes four codes at a time to bfloat16 (``kernels.packed``)."""
+    return q.dtype is torch.bfloat16 and q.shape[3] in {64, 128, 256}
 
 
 def _splits(rows: Any, kv_heads: int) -> int:
@@ -116,7 +123,7 @@ def _planes(half: Buckets) -> tuple[torch.Tensor, ...]:
 
 
 def _offsets(half: Buckets) -> tuple[Any, ...]:
-    """Where the second, third and fourth bucket begin in ``scales`` and ``where``."""
+    """Return the indices of the first tokens of the second, third and fourth bucket in the planes ``scales`` and ``where``."""
     found, end = [], 0
     for words in [*half.codes, *[half.codes[-1]] * 3][:3]:
         end = end + words.shape[0]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kvcompile.lowering.host.buffers import equals, realize
-from kvcompile.lowering.host.inductor_api import fallback_handler, ir
+from kvcompile.lowering.host.buffers import channels_together, is_box, realize
+from kvcompile.lowering.host.inductor_api import fallback_handler
 from kvcompile.lowering.host.launch_node import lower_launches, stand_in
 from kvcompile.lowering.host.launches import Launcher
 from kvcompile.lowering.host.torch_api import tree_map
@@ -23,16 +23,12 @@ def lower_smartkv(*args: Any, **kwargs: Any) -> Any:
     """The result of a site as a box; operands as ``smartkv_attend`` has them. Logs why CUDA is left with the definition."""
     given = named(smartkv_attend, args, kwargs)
     if given["q"].get_device().type == "cuda":
-        given = {**given, "q": _rows(given["q"])}
-        gap = step_gap(_step(tree_map(lambda box: stand_in(realize(box)) if _is_box(box) else box, given, is_leaf=_is_box)))
+        given = {**given, "q": channels_together(given["q"])}
+        gap = step_gap(_step(tree_map(lambda box: stand_in(realize(box)) if is_box(box) else box, given, is_leaf=is_box)))
         if gap is None:
             return lower_launches(_launches, [given], [given["importance"], given["heads"]])[0]
         log.debug("attention over the buckets of smartkv runs its definition: found %s", gap)
     return fallback_handler(smartkv_attend)(*(given.get(name) for name in names_of(smartkv_attend)))
-
-
-def _is_box(item: Any) -> bool:
-    return isinstance(item, ir.IRNode)
 
 
 def _step(given: dict[str, Any]) -> Step:
@@ -41,8 +37,3 @@ def _step(given: dict[str, Any]) -> Step:
 
 def _launches(launcher: Launcher, given: dict[str, Any]) -> list[torch.Tensor]:
     return [step_by_kernels(launcher, _step(given))]
-
-
-def _rows(x: Any) -> Any:
-    """An operand whose channels lie one after the other, as the kernels take it; mostly it does already."""
-    return x if equals(realize(x).get_stride()[-1], 1) else ir.ExternKernel.require_contiguous(x)

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvcompile.lowering.rooms import Room
 from kvcompile.lowering.smartkv.attend import smartkv_attend
+from kvcompile.lowering.smartkv.decode_step import QUERIES
 
 
 def _lower(*operands: Any, **keywords: Any) -> Any:
@@ -16,7 +17,7 @@ def _lower(*operands: Any, **keywords: Any) -> Any:
 
 def _runs(device: str, compiled: bool) -> str:
     if device == "cuda":
-        return "its kernels for up to 8 queries, their eager body for more"
+        return f"its kernels for up to {QUERIES} queries, their eager body for more"
     return "eager body: its kernels are for CUDA"
 
 

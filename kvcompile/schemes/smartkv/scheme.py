@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -41,15 +42,7 @@ from kvcompile.schemes.smartkv.budget import Cost, Halves, Phases, layer_budgets
 from kvcompile.schemes.smartkv.hysteresis import Sticking
 from kvcompile.schemes.smartkv.importance import Measure
 from kvcompile.schemes.symmetric import SCALE_DTYPES
-from kvcompile.types import PAGE, AbsMax, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
-
-
-class Half(enum.Enum):
-    """Which half of an attention a scheme encodes; ``auto`` is settled by ``of``."""
-
-    AUTO = "auto"
-    KEY = "key"
-    VALUE = "value"
+from kvcompile.types import PAGE, AbsMax, Extent, Half, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
 
 class Scope(enum.Enum):
@@ -148,11 +141,18 @@ class Smartkv(Adaptive):
             "float16 is the default",
         )
         _ = self.halves, self.weights
-        # What is asked at every step of every layer is remembered by scheme, whose many options would be hashed each time.
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self))))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """The hash of all options, which tables that are asked at every step of every layer need."""
+        return hash(tuple(self.__getstate__().values()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: another process hashes text otherwise."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     # --- options as the mathematics takes them -------------------------------------------------------
 
@@ -221,8 +221,7 @@ class Smartkv(Adaptive):
         return (cls(), *(cls(**change) for change in changes))
 
     def of(self, role: Role) -> Smartkv:
-        half = self.half if self.half is not Half.AUTO else Half.KEY if role is Role.KEY else Half.VALUE
-        return dataclasses.replace(self, half=half)
+        return dataclasses.replace(self, half=self.half.of(role))
 
     def check(self, slot: SlotSpec) -> None:
         require_divides(8, slot, self.name, "whole bytes of every width")
@@ -282,9 +281,9 @@ class Smartkv(Adaptive):
         count = buckets.SETTLED + len(self.widths)
         return Buckets.of(planes, self.widths), tuple(planes[count:])
 
-    def with_room(self, planes: Planes, slot: SlotSpec, tokens: int) -> Planes:
+    def with_room(self, planes: Planes, first: int, tokens: int) -> Planes:
         half, rest = self._split(planes)
-        made = buckets.with_room(half, max(1, pages_for(tokens - int(half.first))))
+        made = buckets.with_room(half, max(1, pages_for(tokens - first)))
         if not rest:
             return made.planes
         importance, heads, decided = rest

@@ -120,7 +120,7 @@ def score_keys(
     for start in range(split * each, stop, TILE):
         place = start + i
         ok = place < stop
-        at, scale = entered(NEW_SCALES, place, ok, b, k, rows, K, D)
+        at, scale = entered(NEW_SCALES, place, ok, b, k, rows, K)
         position = begin + place
         products = _products(Q, query, there, NEW_CODES, at, ok, R, D, CHANNELS, 8, PACKED)
         x = _masked(

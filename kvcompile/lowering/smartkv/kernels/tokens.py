@@ -8,7 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PAGE = tl.constexpr(64)
+from kvcompile import types
+
+PAGE = tl.constexpr(types.PAGE)
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def settled(SCALES, WHERE, place, ok, offset, k, K: tl.constexpr):
 
 
 @triton.jit
-def entered(SCALES, place, ok, b, k, rows, K: tl.constexpr, D: tl.constexpr):
+def entered(SCALES, place, ok, b, k, rows, K: tl.constexpr):
     """Numbers in their planes, and scales float32, of tokens that entered lately; ``place``: position less the first one's."""
     at = (((place // PAGE) * rows + b) * K + k).to(tl.int64) * PAGE + place % PAGE
     return at, tl.load(SCALES + at, mask=ok, other=0.0).to(tl.float32)

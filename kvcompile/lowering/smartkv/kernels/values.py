@@ -33,48 +33,50 @@ def _added(sums, weight, codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _tile(
+    SCORES, SCALES, WHERE, offset, start, stop, k, there, r, base, K: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):
+    """Numbers of a bucket's tokens in its plane, from place ``start`` on, which of them are before ``stop``, and their weights."""
+    place = start + tl.arange(0, TILE)
+    ok = place < stop
+    scale, position = settled(SCALES, WHERE, place, ok, offset, k, K)
+    return place * K + k, ok, _weights(SCORES, position, ok, there, r, base, scale, ROWS)
+
+
+@triton.jit
 def _of_bucket(
     SCORES, SCALES, WHERE, WORDS, offset, first, stop, k, there, r, base, K: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr,
     D: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr,
 ):
     """Sums [rows, channels] of the values of a bucket's tokens from place ``first`` to before ``stop``."""
-    i = tl.arange(0, TILE)
     run: tl.constexpr = D * BITS // 8
     if PACKED and BITS == 8:
         sums = tl.zeros([R, D], tl.float32)
         for start in range(first, stop, TILE):
-            place = start + i
-            scale, position = settled(SCALES, WHERE, place, place < stop, offset, k, K)
-            weight = _weights(SCORES, position, place < stop, there, r, base, scale, ROWS).to(DTYPE)
-            sums = tl.dot(weight, part_of(words_of(WORDS, place * K + k, place < stop, run), 8, 0), sums)
+            token, ok, weight = _tile(SCORES, SCALES, WHERE, offset, start, stop, k, there, r, base, K, ROWS, TILE)
+            sums = tl.dot(weight.to(DTYPE), part_of(words_of(WORDS, token, ok, run), 8, 0), sums)
         return sums
     elif PACKED and BITS == 4:
         low, high = tl.zeros([R, run], tl.float32), tl.zeros([R, run], tl.float32)
         for start in range(first, stop, TILE):
-            place = start + i
-            scale, position = settled(SCALES, WHERE, place, place < stop, offset, k, K)
-            weight = _weights(SCORES, position, place < stop, there, r, base, scale, ROWS).to(DTYPE)
-            words = words_of(WORDS, place * K + k, place < stop, run)
+            token, ok, weight = _tile(SCORES, SCALES, WHERE, offset, start, stop, k, there, r, base, K, ROWS, TILE)
+            weight, words = weight.to(DTYPE), words_of(WORDS, token, ok, run)
             low, high = tl.dot(weight, part_of(words, 4, 0), low), tl.dot(weight, part_of(words, 4, 1), high)
         return put_together(low, high)
     elif PACKED and BITS == 2:
         a, b = tl.zeros([R, run], tl.float32), tl.zeros([R, run], tl.float32)
         c, d = tl.zeros([R, run], tl.float32), tl.zeros([R, run], tl.float32)
         for start in range(first, stop, TILE):
-            place = start + i
-            scale, position = settled(SCALES, WHERE, place, place < stop, offset, k, K)
-            weight = _weights(SCORES, position, place < stop, there, r, base, scale, ROWS).to(DTYPE)
-            words = words_of(WORDS, place * K + k, place < stop, run)
+            token, ok, weight = _tile(SCORES, SCALES, WHERE, offset, start, stop, k, there, r, base, K, ROWS, TILE)
+            weight, words = weight.to(DTYPE), words_of(WORDS, token, ok, run)
             a, b = tl.dot(weight, part_of(words, 2, 0), a), tl.dot(weight, part_of(words, 2, 1), b)
             c, d = tl.dot(weight, part_of(words, 2, 2), c), tl.dot(weight, part_of(words, 2, 3), d)
         return put_together(put_together(a, b), put_together(c, d))
     else:
         sums = tl.zeros([R, CHANNELS], tl.float32)
         for start in range(first, stop, TILE):
-            place = start + i
-            scale, position = settled(SCALES, WHERE, place, place < stop, offset, k, K)
-            weight = _weights(SCORES, position, place < stop, there, r, base, scale, ROWS)
-            sums = _added(sums, weight, codes_of(WORDS, place * K + k, place < stop, D, CHANNELS, BITS), DTYPE)
+            token, ok, weight = _tile(SCORES, SCALES, WHERE, offset, start, stop, k, there, r, base, K, ROWS, TILE)
+            sums = _added(sums, weight, codes_of(WORDS, token, ok, D, CHANNELS, BITS), DTYPE)
         return sums
 
 
@@ -120,7 +122,7 @@ def weigh_values(
     for start in range(split * each, stop, TILE):
         place = start + tl.arange(0, TILE)
         ok = place < stop
-        token, scale = entered(NEW_SCALES, place, ok, b, k, rows, K, D)
+        token, scale = entered(NEW_SCALES, place, ok, b, k, rows, K)
         weight = _weights(scores, begin + place, ok, there, r, base, scale, G * S)
         if PACKED:
             sums = tl.dot(weight.to(Q.dtype.element_ty), part_of(words_of(NEW_CODES, token, ok, D), 8, 0), sums)
