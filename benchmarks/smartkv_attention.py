@@ -9,11 +9,13 @@ have most of it; codes are random. Correctness first: the kernels against the de
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.smartkv.attend import attend_by_definition
 from kvcompile.lowering.smartkv.decode_step import Step, step_by_kernels
 from kvcompile.schemes import Smartkv, Stored
-from kvcompile.schemes.smartkv.buckets import SETTLED
+from kvcompile.schemes.smartkv.buckets import PLANES
 from kvcompile.types import PAGE, Role, SlotSpec
 
 SLOTS = (SlotSpec(K, D, torch.bfloat16, Role.KEY), SlotSpec(K, D, torch.bfloat16, Role.VALUE))
@@ -43,25 +45,35 @@ def stored(scheme: Smartkv, batch: int, tokens: int) -> Stored:
         made[0].random_(0, 256)
         made[1].uniform_(0.005, 0.02)
         halves.append(made)
-    importance = halves[0][SETTLED + len(scheme.halves.keys)]
-    importance[:, :, 0, :, :2] = (torch.rand(tokens // PAGE, batch, PAGE, 1, device="cuda") ** 8).expand(-1, -1, -1, 2)
+    importance = halves[0][PLANES]
+    importance[: tokens // PAGE, :, 0, :, :2] = (torch.rand(tokens // PAGE, batch, PAGE, 1, device="cuda") ** 8).expand(-1, -1, -1, 2)
     return Stored(halves[0], halves[1], SLOTS, 0, 0)
+
+
+@contextlib.contextmanager
+def timed(into: list[float]) -> Iterator[None]:
+    """Add the milliseconds until all of the body is done."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    yield
+    torch.cuda.synchronize()
+    into.append((time.perf_counter() - begin) * 1e3)
 
 
 def measure(scheme: Smartkv, batch: int, tokens: int) -> dict[str, Any]:
     """Milliseconds of one layer's attention and of its widths' decision, and what it holds."""
-    layer = stored(scheme, batch, tokens)
-    decisions = []
+    decided, moved = list[float](), list[float]()
     for _ in range(4):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        (made,) = scheme.reallocate([layer], tokens)
-        torch.cuda.synchronize()
-        decisions.append((time.perf_counter() - begin) * 1e3)
+        # Those that have just entered, each time.
+        layer = stored(scheme, batch, tokens)
+        with timed(decided):
+            decision = scheme.decide([layer], scheme.importance([layer.keys], tokens, [layer.keys]))
+        with timed(moved):
+            made = scheme.move(layer, decision, 0, tokens)
     # Room for the next token.
     pairs = zip((made.keys, made.values), SLOTS, strict=True)
     planes = [list(scheme.of(slot.role).with_room(half, tokens, tokens + 1)) for half, slot in pairs]
-    count = SETTLED + len(scheme.halves.keys)
+    count = PLANES
     keys, (importance, heads, _) = planes[0][:count], planes[0][count:]
     q = torch.randn(batch, H, 1, D, device="cuda", dtype=torch.bfloat16)
     hi = torch.full((1, 1), tokens - 1, device="cuda")
@@ -76,7 +88,7 @@ def measure(scheme: Smartkv, batch: int, tokens: int) -> dict[str, Any]:
     return {
         "batch": batch, "tokens": tokens, "ms": graph_ms(lambda: step_by_kernels(Direct(cuda=True), step)),
         "cudnn_ms": sdpa_ms(batch, tokens, SDPBackend.CUDNN_ATTENTION), "flash_ms": sdpa_ms(batch, tokens, SDPBackend.FLASH_ATTENTION),
-        "bytes": held / (4 * batch * tokens * K * D), "decision_ms": statistics.median(decisions[1:]),
+        "bytes": held / (4 * batch * tokens * K * D), "decide_ms": statistics.median(decided[1:]), "move_ms": statistics.median(moved[1:]),
     }
 
 

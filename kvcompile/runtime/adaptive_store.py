@@ -6,6 +6,7 @@ position of the first token in the planes that grow, so that no decode step asks
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,38 +14,27 @@ import torch
 from kvcompile.errors import Unsupported
 from kvcompile.runtime.rope import Rope
 from kvcompile.runtime.store import Store, StoreSpec, ordinary
-from kvcompile.schemes import Adaptive, Churn
+from kvcompile.schemes import Adaptive, Churn, Due
 from kvcompile.types import PAGE, pages_for
 
 
-class Look:
-    """A bool of the device that the host reads later: by then it has been copied, so that reading it waits for nothing."""
+@dataclass(frozen=True)
+class Pending:
+    """A look or a decision of several layers that has been asked for, and the number of one of them."""
 
-    def __init__(self, seen: torch.Tensor) -> None:
-        self.event: Any = None
-        if seen.is_cuda:
-            host = torch.empty_like(seen, device="cpu", pin_memory=True)
-            host.copy_(seen, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-            seen = host
-        self.seen = seen
-
-    def read(self) -> bool:
-        """Return it; waits only where it is read too early."""
-        if self.event is not None:
-            self.event.synchronize()
-        return bool(self.seen)
+    asked: Any
+    number: int
 
 
 class AdaptiveStore(Store):
     """The planes of one slot for one cache, of a scheme that moves tokens between them."""
 
-    __slots__ = ("_first", "_look", "churn")
+    __slots__ = ("_first", "churn", "decision", "look")
 
     def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rope: Rope | None = None) -> None:
         self._first, self.churn = 0, Churn()
-        self._look: Look | None = None
+        self.decision: Pending | None = None
+        self.look: Pending | None = None
         super().__init__(spec, batch, device, pages, rope)
 
     @staticmethod
@@ -77,8 +67,8 @@ class AdaptiveStore(Store):
         return int(self.scheme.share(tokens) * tokens * self.batch * slot.heads * slot.head_dim * 2)
 
     def histogram(self, tokens: int) -> dict[int, int]:
-        """Count the tokens of all rows by their bits, ``tokens`` of each row."""
-        return self.scheme.histogram(tuple(self.planes), self.spec.slot, tokens)
+        """Count the tokens of all rows by their bits, ``tokens`` of each row. Waits for the device."""
+        return self.scheme.histogram(tuple(self.planes), self.spec.slot, self._first, tokens)
 
     def reserve(self, pages: int, tokens: int | None = None) -> None:
         with ordinary():
@@ -88,28 +78,23 @@ class AdaptiveStore(Store):
     def clear(self) -> None:
         with ordinary():
             self.planes = [self._zeros(spec, 0) for spec in self.spec.layout.planes]
-        self._first, self._look = 0, None
+        self._first, self.decision, self.look = 0, None, None
         self.pages = 0
 
     def values(self, first: int, last: int) -> torch.Tensor:
         return self.scheme.tokens(tuple(self.planes), self.spec.slot, last * PAGE)[:, :, first * PAGE :]
 
-    def due(self, tokens: int, layer: int) -> bool:
-        """Whether widths are to be decided anew with ``tokens`` tokens; asked once a step. Waits for nothing.
+    def due(self, tokens: int, layer: int) -> Due:
+        """Whether widths are to be decided anew with ``tokens`` tokens; asked once a step, where the step is not ``quiet``."""
+        return self.scheme.due(tuple(self.planes), self.spec.slot, self._first, tokens, layer)
 
-        What a look at drift saw is read at the next look.
-        """
-        scheme, slot = self.scheme, self.spec.slot
-        if scheme.quiet(self._first, tokens):
-            return False
-        planes = tuple(self.planes)
-        if scheme.due(planes, slot, self._first, tokens, layer):
-            return True
-        if not scheme.looks(planes, slot, self._first, tokens, layer):
-            return False
-        with ordinary(), torch.no_grad():
-            last, self._look = self._look, Look(scheme.drifted(planes, tokens))
-        return last is not None and last.read()
+    def looks(self, tokens: int, layer: int) -> bool:
+        """Whether drift is looked at after this step."""
+        return self.scheme.looks(tuple(self.planes), self.spec.slot, self._first, tokens, layer)
+
+    def quiet(self, tokens: int) -> bool:
+        """Whether nothing is due or looked at."""
+        return self.scheme.quiet(self._first, tokens)
 
     def exchange(self, planes: tuple[torch.Tensor, ...], tokens: int, churn: Churn | None = None) -> None:
         """Take the planes of a reallocation of ``tokens`` tokens in place of its own."""
@@ -130,7 +115,10 @@ class AdaptiveStore(Store):
 
     def clone(self) -> AdaptiveStore:
         with ordinary():
-            return self._copied([plane.clone() for plane in self.planes])
+            made = self._copied([plane.clone() for plane in self.planes])
+        # What was asked for holds of both.
+        made.decision, made.look = self.decision, self.look
+        return made
 
     def select_rows(self, rows: torch.Tensor) -> AdaptiveStore:
         with ordinary():
@@ -151,7 +139,7 @@ class AdaptiveStore(Store):
 
     def _take(self, planes: list[torch.Tensor], first: int | None = None) -> None:
         """Have these planes; ``first``: where the planes that grow begin, where that is known: the device is waited for else."""
-        self.planes, self._look = planes, None
+        self.planes, self.decision, self.look = planes, None, None
         place = self.spec.layout.first
         assert place is not None
         self._first = int(planes[place]) if first is None else first

@@ -1,19 +1,26 @@
-"""Reallocation: between two calls, the stores of adaptive schemes get new planes where their scheme says that it is time."""
+"""Reallocation: between two calls, the stores of adaptive schemes get new planes where their scheme says that it is time.
+
+A decision is asked for after one step and carried out after the next (``Due.SOON``). On CUDA it is made on a stream of its own, from copies
+of what steps write, while that next step runs; the move itself stands between two steps on their own stream, so no step meets tokens
+halfway. What is read of the device has been copied by then. Where more tokens come at once, as with a prompt, both are done at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import contextlib
+import functools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvcompile.passes.plan.plan import SitePlan, layer_of
 from kvcompile.passes.rewrite.context import part_of
-from kvcompile.runtime.adaptive_store import AdaptiveStore
+from kvcompile.runtime.adaptive_store import AdaptiveStore, Pending
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.state import CacheState, Part
 from kvcompile.runtime.store import ordinary
-from kvcompile.schemes import Stored
+from kvcompile.schemes import Due, Look, Stored
 
 
 @dataclass(frozen=True)
@@ -35,9 +42,9 @@ class _Held:
     count: int
 
     @property
-    def due(self) -> bool:
-        """Whether the widths are to be decided anew; to be asked once a step."""
-        return self.count > 0 and self.keys.due(self.count, self.layer)
+    def quiet(self) -> bool:
+        """Whether there is nothing to do after this step."""
+        return self.count == 0 or (self.keys.decision is None and self.keys.quiet(self.count))
 
     @property
     def alike(self) -> Hashable:
@@ -49,6 +56,15 @@ class _Held:
         """The planes that they hold now."""
         slots = (self.keys.spec.slot, self.values.spec.slot)
         return Stored(tuple(self.keys.planes), tuple(self.values.planes), slots, self.layer, self.keys.first)
+
+    def move(self) -> None:
+        """Carry out the decision that was asked for."""
+        asked = self.keys.decision
+        assert asked is not None
+        decision, count = asked.asked
+        made = self.keys.scheme.move(self.stored, decision, asked.number, self.count)
+        self.keys.exchange(made.keys, count, made.churn)
+        self.values.exchange(made.values, count)
 
 
 class Reallocation:
@@ -66,26 +82,25 @@ class Reallocation:
         self.layers = tuple(found.values())
 
     def after(self, states: Sequence[CacheState]) -> None:
-        """Look at all layers once a call has been counted. Waits for the device only where widths are decided."""
+        """Look at all layers once a call has been counted."""
         held = [self._held(layer, states) for layer in self.layers]
-        due = [item for item in held if item.due]
-        if not due:
+        busy = [item for item in held if not item.quiet]
+        if not busy:
             return
-        groups: dict[Hashable, list[_Held]] = {}
-        for item in due:
-            groups.setdefault(item.alike, []).append(item)
         with ordinary(), torch.no_grad():
-            # Before any layer's planes are exchanged.
-            given = [
-                layers[0].keys.scheme.across([tuple(item.keys.planes) for item in held if item.alike == alike], layers[0].count)
-                for alike, layers in groups.items()
-            ]
-            for layers, importance in zip(groups.values(), given, strict=True):
-                scheme, count = layers[0].keys.scheme, layers[0].count
-                # The scheme alone has the old planes, so that each layer's are gone before the next one is moved.
-                for item, made in zip(layers, scheme.reallocate([item.stored for item in layers], count, importance), strict=True):
-                    item.keys.exchange(made.keys, count, made.churn)
-                    item.values.exchange(made.values, count)
+            for item in busy:
+                if item.keys.decision is not None:
+                    item.move()
+            due = {Due.NOW: list[_Held](), Due.SOON: list[_Held](), Due.NOT: list[_Held]()}
+            for item in busy:
+                due[_due(item)].append(item)
+            for kind in (Due.NOW, Due.SOON):
+                for layers in _alike(due[kind]):
+                    _decide(layers, held, beside=kind is Due.SOON)
+            for item in due[Due.NOW]:
+                item.move()
+            for layers in _alike(item for item in due[Due.NOT] if item.keys.looks(item.count, item.layer)):
+                _look(layers, held)
 
     @staticmethod
     def _held(layer: _Layer, states: Sequence[CacheState]) -> _Held:
@@ -94,3 +109,63 @@ class Reallocation:
         assert isinstance(keys, AdaptiveStore)
         assert isinstance(values, AdaptiveStore)
         return _Held(keys, values, layer.number, states[index].length)
+
+
+def _due(item: _Held) -> Due:
+    """When a layer's widths are to be decided; reads what the last look saw where it is time for the next."""
+    due = item.keys.due(item.count, item.layer)
+    if due is not Due.NOT or not item.keys.looks(item.count, item.layer):
+        return due
+    seen, item.keys.look = item.keys.look, None
+    return Due.SOON if seen is not None and seen.asked.numbers[seen.number] else Due.NOT
+
+
+def _alike(layers: Iterable[_Held]) -> Iterable[list[_Held]]:
+    """Layers that can be decided side by side, together."""
+    groups: dict[Hashable, list[_Held]] = {}
+    for item in layers:
+        groups.setdefault(item.alike, []).append(item)
+    return groups.values()
+
+
+def _importance(layers: Sequence[_Held], held: Sequence[_Held]) -> torch.Tensor:
+    """Copies of the importance of some layers' tokens, as their scheme needs them."""
+    among = [tuple(item.keys.planes) for item in held if item.alike == layers[0].alike]
+    return layers[0].keys.scheme.importance([tuple(item.keys.planes) for item in layers], layers[0].count, among)
+
+
+def _decide(layers: Sequence[_Held], held: Sequence[_Held], beside: bool) -> None:
+    """Ask for a decision of layers that are alike, ``beside`` the next step or now."""
+    importance = _importance(layers, held)
+    with _beside(importance, beside):
+        decision = layers[0].keys.scheme.decide([item.stored for item in layers], importance)
+    for number, item in enumerate(layers):
+        item.keys.decision = Pending((decision, item.count), number)
+
+
+def _look(layers: Sequence[_Held], held: Sequence[_Held]) -> None:
+    """Ask whether the importance of layers that are alike has drifted."""
+    importance = _importance(layers, held)
+    with _beside(importance, beside=True):
+        look = Look(layers[0].keys.scheme.drifted(importance))
+    for number, item in enumerate(layers):
+        item.keys.look = Pending(look, number)
+
+
+@functools.cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device that decisions are made on."""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _beside(importance: torch.Tensor, beside: bool) -> Iterator[None]:
+    """Have what is asked of ``importance`` run on a stream of its own, behind what has been asked for until now."""
+    if not importance.is_cuda or not beside:
+        yield
+        return
+    stream = _own_stream(importance.device)
+    stream.wait_stream(torch.cuda.current_stream(importance.device))
+    importance.record_stream(stream)
+    with torch.cuda.stream(stream):
+        yield

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvcompile.errors import BadOption, BadScheme, UnknownOption, UnknownScheme
-from kvcompile.schemes.adaptive import Adaptive, Churn, Stored
+from kvcompile.schemes.adaptive import Adaptive, Churn, Due, Look, Stored
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
 from kvcompile.schemes.certificate.policy import Certify
@@ -118,6 +118,6 @@ def parse(text: str) -> Scheme:
 
 
 __all__ = [
-    "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Adaptive", "Certified", "Certify", "Churn", "Dense", "Fp8", "Int4", "Int8",
-    "Kivi", "Nf4", "Planes", "Scheme", "Smartkv", "Squat", "Stored", "make", "parse", "register", "registered",
+    "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Adaptive", "Certified", "Certify", "Churn", "Dense", "Due", "Fp8", "Int4",
+    "Int8", "Kivi", "Look", "Nf4", "Planes", "Scheme", "Smartkv", "Squat", "Stored", "make", "parse", "register", "registered",
 ]

@@ -9,14 +9,54 @@ planes goes in, and nothing but planes and numbers comes out.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+import enum
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from kvcompile.schemes.base import Planes, Scheme
 from kvcompile.types import SlotSpec
+
+EARLY = 1
+"""Steps between a decision and the move that it leads to: by then it has been made, beside the step's own work."""
+
+
+class Due(enum.Enum):
+    """Time of a decision: not yet; after this step, for a move after the next; at once, as more tokens came than that can wait for."""
+
+    NOT = "not yet"
+    SOON = "a step ahead"
+    NOW = "now"
+
+
+def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return numbers of the host on a device, without a wait for it."""
+    made = torch.tensor(numbers, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+class Look:
+    """Numbers of the device that the host reads later: by then they have been copied, so that reading them waits for nothing."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        self.event: Any = None
+        if seen.is_cuda:
+            host = torch.empty_like(seen, device="cpu", pin_memory=True)
+            host.copy_(seen, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+            seen = host
+        self.seen = seen
+
+    @functools.cached_property
+    def numbers(self) -> list[Any]:
+        """The numbers as lists; waits only where they are read too early."""
+        if self.event is not None:
+            self.event.synchronize()
+        return list(self.seen.tolist())
 
 
 @dataclass(frozen=True)
@@ -100,15 +140,18 @@ class Adaptive(Scheme):
         """Planes of the given batch rows; codes as they are."""
 
     @abc.abstractmethod
-    def histogram(self, planes: Planes, slot: SlotSpec, count: int) -> dict[int, int]:
-        """How many of the first ``count`` tokens of all rows have how many bits a channel; without a wait for the device."""
+    def histogram(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> dict[int, int]:
+        """How many of the first ``count`` tokens of all rows have how many bits a channel. Waits for the device.
+
+        ``first``: the position where planes that grow begin.
+        """
 
     @abc.abstractmethod
     def quiet(self, first: int, count: int) -> bool:
         """Whether neither ``due`` nor ``looks`` can hold whatever the layer, by a comparison or two: asked of every layer at every step."""
 
     @abc.abstractmethod
-    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
+    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> Due:
         """Whether widths are to be decided anew, ``first`` tokens having been there at the last time and ``count`` now.
 
         By numbers alone: nothing waits for the device.
@@ -119,17 +162,24 @@ class Adaptive(Scheme):
         """Whether drift is looked at after this step: what was seen at the last look is read, and ``drifted`` is asked anew."""
 
     @abc.abstractmethod
-    def drifted(self, keys: Planes, count: int) -> torch.Tensor:
-        """Whether widths are to be decided anew since what attention gives has changed, one bool on the device."""
+    def importance(self, layers: Sequence[Planes], count: int, among: Sequence[Planes]) -> torch.Tensor:
+        """Copies of what the planes of keys of L layers know of the importance of ``count`` tokens, [L, ...].
 
-    def across(self, layers: Sequence[Planes], count: int) -> torch.Tensor | None:
-        """Importance of ``count`` tokens in all layers of a graph that are stored alike, from their keys' planes; None: to each its own."""
-        del layers, count
-        return None
+        ``among``: planes of keys of all layers of the graph that are stored alike. Waits for nothing, and so do ``drifted`` and ``decide``,
+        which may run beside the next step: they read these copies, and planes that steps do not write.
+        """
 
     @abc.abstractmethod
-    def reallocate(self, layers: Sequence[Stored], count: int, given: torch.Tensor | None = None) -> Iterator[Reallocated]:
-        """Decide the widths of ``count`` tokens of some layers of equal slots and batch anew, and move them, one layer after the other.
+    def drifted(self, importance: torch.Tensor) -> torch.Tensor:
+        """Whether widths are to be decided anew since what attention gives has changed, bool [L] on the device."""
 
-        ``given``: what ``across`` returned. The planes that come back are new tensors. Waits for the device.
+    @abc.abstractmethod
+    def decide(self, layers: Sequence[Stored], importance: torch.Tensor) -> Any:
+        """Decide the widths of the tokens of some layers of equal slots and batch anew."""
+
+    @abc.abstractmethod
+    def move(self, layer: Stored, decision: Any, number: int, held: int) -> Reallocated:
+        """Move a layer's tokens as it was decided, ``number`` among the layers of the decision; ``held`` tokens are there now.
+
+        The planes that come back may be the very tensors, written. Waits for the decision.
         """

@@ -11,12 +11,16 @@ import pytest
 import torch
 from test_smartkv_attend import Case, masks
 from test_smartkv_kernels import SCHEMES, differences, step_of
+from test_smartkv_moves import CASES, by_chance, case
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcompile
 from kvcompile.lowering.smartkv import attend as operation
+from kvcompile.lowering.smartkv.movement import BY_KERNELS
 from kvcompile.runtime.adaptive_store import AdaptiveStore
 from kvcompile.schemes import Smartkv
+from kvcompile.schemes.smartkv import buckets, moves
+from kvcompile.schemes.smartkv.buckets import Buckets, Room
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +54,48 @@ def test_kernels_give_what_the_definition_gives(scheme: Smartkv, dtype: torch.dt
             case.keys, case.values = ([plane.cuda() for plane in planes] for planes in (case.keys, case.values))
             found = differences(step_of(case, **moved(given, dtype)))
             assert all(value <= allowed for value in found.values()), (name, queries, found)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_tokens_are_moved_as_the_definition_moves_them(number: int, scale_dtype: torch.dtype) -> None:
+    widths, dim, _, tokens, more = CASES[number]
+    half = Buckets(**{
+        name: item if name == "widths" else tuple(plane.cuda() for plane in item) if name == "entering" else item.cuda()
+        for name, item in vars(case(widths, dim, scale_dtype, tokens, more)).items() if name in Buckets.__dataclass_fields__
+    })
+    count = tokens + more - (more > 1)
+    now = BY_KERNELS.widths(half, count)
+    assert torch.equal(now, buckets.widths(half, count))
+    assert torch.equal(BY_KERNELS.values(half, count, 1).nan_to_num(), buckets.values(half, count, slice(1, 2)).nan_to_num())
+    order = moves.order_of(torch.minimum(by_chance(widths, now.shape[0], count).flip(-1).cuda(), now.clamp(max=widths[-1])), widths)
+    made = []
+    for way in (BY_KERNELS, moves.Definition()):
+        made.append(buckets.made(half, order.ends, torch.full_like(half.first, count), moves.with_slack(Room.of(order.counts, half))))
+        way.move(half, order, int(half.first), made[-1])
+    for ours, other in zip(made[0].planes[buckets.SETTLED_SCALES :], made[1].planes[buckets.SETTLED_SCALES :], strict=True):
+        assert torch.equal(*(plane.nan_to_num(nan=-1.0) if plane.is_floating_point() else plane for plane in (ours, other)))
+
+
+def test_no_step_waits_for_the_device() -> None:
+    """Nor one that asks for a decision, nor one that carries it out, but for what was asked a step before."""
+    model = llama()
+    compiled = torch.compile(model, backend=kvcompile.backend(SCHEME, strict=True))
+    words = torch.randint(0, 97, (2, 400), generator=torch.Generator().manual_seed(3)).cuda()
+    cache = e2e_models.cache_of(model, "static", capacity=512)
+    with torch.no_grad():
+        compiled(words[:, :300], past_key_values=cache, use_cache=True)
+        for at in range(300, 310):
+            compiled(words[:, at : at + 1], past_key_values=cache, use_cache=True)
+        store = next(iter(cache.layers[0].keys._kv.stores.values()))
+        before = store.churn.allocations
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for at in range(310, 380):
+                compiled(words[:, at : at + 1], past_key_values=cache, use_cache=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert store.churn.allocations >= before + 2
 
 
 def llama() -> LlamaForCausalLM:

@@ -11,7 +11,7 @@ import torch
 import kvcompile
 from kvcompile.lowering.smartkv import attend as room
 from kvcompile.schemes import Smartkv, make, parse
-from kvcompile.schemes.smartkv import buckets, codes
+from kvcompile.schemes.smartkv import buckets, codes, moves
 from kvcompile.schemes.smartkv.importance import Measure, head_measure
 from kvcompile.types import PAGE, Extent, Role, SlotSpec, pages_for
 
@@ -42,7 +42,7 @@ def planes(x: torch.Tensor, scheme: Smartkv, role: Role, settled: int, seed: int
     made = enter(made, 0, settled)
     half = buckets.Buckets.of(made, scheme.widths)
     chosen = torch.tensor(scheme.widths)[torch.randint(0, len(scheme.widths), (x.shape[0], settled), generator=generator(seed))]
-    made = (*buckets.settled(half, chosen.to(torch.int8)).planes, *made[len(half.planes) :])
+    made = (*moves.settled(half, chosen.to(torch.int8)).planes, *made[len(half.planes) :])
     return list(enter(made, settled, x.shape[2]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcompile.schemes.smartkv import buckets, codes
+from kvcompile.schemes.smartkv import buckets, codes, moves
 from kvcompile.schemes.smartkv.buckets import Buckets
 from kvcompile.types import PAGE, Extent, Role, SlotSpec, pages_for
 
@@ -54,14 +54,14 @@ def some_widths(tokens: int, seed: int, most: torch.Tensor | None = None) -> tor
 def test_tokens_have_the_codes_of_their_widths_and_keep_them() -> None:
     x = originals(150)
     first = some_widths(100, 1)
-    half = buckets.settled(entered(x[:, :, :100]), first)
+    half = moves.settled(entered(x[:, :, :100]), first)
     assert torch.equal(buckets.values(half, 100), narrowed(x[:, :, :100], first))
     assert torch.equal(buckets.widths(half, 100), first)
     more = entered(x, 100, half)
     eight = torch.full((B, 50), 8, dtype=torch.int8)
     assert torch.equal(buckets.values(more, 150), narrowed(x, torch.cat([first, eight], 1)))
     second = some_widths(150, 2, torch.cat([first, eight], 1))
-    again = buckets.settled(more, second)
+    again = moves.settled(more, second)
     assert torch.equal(buckets.values(again, 150), narrowed(x, torch.cat([first, eight], 1), second))
     # A head alone is what it is among the others, and nothing behind the tokens asked for is seen.
     assert torch.equal(buckets.values(again, 120, slice(1, 2)), buckets.values(again, 150)[:, 1:, :120])
@@ -69,22 +69,22 @@ def test_tokens_have_the_codes_of_their_widths_and_keep_them() -> None:
 
 def test_a_token_cannot_become_wider() -> None:
     narrow = torch.full((B, 9), 3, dtype=torch.int8)
-    half = buckets.settled(entered(originals(9)), narrow)
+    half = moves.settled(entered(originals(9)), narrow)
     with pytest.raises(ValueError, match="cannot become codes of 4"):
-        buckets.settled(half, narrow + 1)
+        moves.settled(half, narrow + 1)
 
 
 def test_every_plane_is_as_long_as_it_has_tokens() -> None:
     widths = some_widths(130, 3)
-    half = buckets.settled(entered(originals(130)), widths)
+    half = moves.settled(entered(originals(130)), widths)
     specs = buckets.plane_specs(SPEC, WIDTHS, torch.float16)
     for plane, spec in zip(half.planes, specs, strict=True):
         assert plane.dtype == spec.dtype and plane.shape[1:] == spec.shape_of(1, B, K)[1:]
         assert plane.untyped_storage().nbytes() == plane.numel() * plane.itemsize
     held = {bits: int((widths == bits).sum()) for bits in WIDTHS}
     sizes = {name: plane.numel() * plane.itemsize for plane, name in zip(half.planes, [spec.name for spec in specs], strict=True)}
-    assert sizes["codes"] == sizes["scales"] == 0
-    assert [sizes[f"codes{bits}"] for bits in WIDTHS] == [held[bits] * K * D * bits // 8 for bits in WIDTHS]
+    assert sizes["codes"] == B * K * PAGE * D and sizes["scales"] == B * K * PAGE * 2, "one page to enter"
+    assert sizes["pool"] == sum(-(-held[bits] * K * D * bits // 8 // 16) * 16 for bits in WIDTHS)
     assert sizes["settled_scales"] == B * 130 * K * 2 and sizes["where"] == B * 130 * 4
     assert half.histogram(130, 130) == held
     assert {spec.extent for spec in specs} == set(Extent)
@@ -94,12 +94,12 @@ def test_every_plane_is_as_long_as_it_has_tokens() -> None:
 def test_a_cut_forgets_what_is_behind_it_and_takes_other_tokens(count: int) -> None:
     x, other = originals(130), originals(130, seed=9)
     widths = some_widths(100, 4)
-    half = entered(x, 100, buckets.settled(entered(x[:, :, :100]), widths))
+    half = entered(x, 100, moves.settled(entered(x[:, :, :100]), widths))
     before = buckets.values(half, count).clone()
     cut = buckets.cut(half, count)
     assert torch.equal(buckets.values(cut, count), before)
     assert int(cut.first) == min(count, 100)
-    assert sum(words.shape[0] for words in cut.codes) == B * min(count, 100)
+    assert sum(cut.counts) == cut.where.shape[0] == B * min(count, 100)
     other[:, :, :count] = x[:, :, :count]
     again = entered(other, int(cut.first), cut)
     eight = torch.full((B, 30), 8, dtype=torch.int8)
@@ -113,13 +113,13 @@ def test_a_cut_forgets_what_is_behind_it_and_takes_other_tokens(count: int) -> N
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1, 1, 1, 0], [2]])
 def test_rows_are_taken_with_their_codes(rows: list[int]) -> None:
     x = originals(130)
-    half = entered(x, 100, buckets.settled(entered(x[:, :, :100]), some_widths(100, 5)))
+    half = entered(x, 100, moves.settled(entered(x[:, :, :100]), some_widths(100, 5)))
     taken = buckets.of_rows(half, torch.tensor(rows))
     assert torch.equal(buckets.values(taken, 130), buckets.values(half, 130)[rows])
     assert torch.equal(buckets.widths(taken, 100), buckets.widths(half, 100)[rows])
     narrow = torch.full((len(rows), 130), 2, dtype=torch.int8)
     assert torch.equal(
-        buckets.values(buckets.settled(taken, narrow), 130), buckets.values(buckets.settled(half, narrow[:1].expand(B, -1)), 130)[rows],
+        buckets.values(moves.settled(taken, narrow), 130), buckets.values(moves.settled(half, narrow[:1].expand(B, -1)), 130)[rows],
     )
 
 
@@ -128,6 +128,6 @@ def test_nan_stays_nan() -> None:
     x[1, 0, 7, 3] = float("nan")
     x[0, 1, 3, 2] = float("inf")
     for bits in WIDTHS:
-        found = buckets.values(buckets.settled(entered(x), torch.full((B, 20), bits, dtype=torch.int8)), 20)
+        found = buckets.values(moves.settled(entered(x), torch.full((B, 20), bits, dtype=torch.int8)), 20)
         assert found[1, 0, 7].isnan().all() and found[0, 1, 3].isnan().all()
         assert int(found.isnan().sum()) == 2 * D

@@ -26,6 +26,7 @@ from kvcompile.lowering.host.launches import Direct
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, softmax_parts, weighted
 from kvcompile.lowering.smartkv.decode_step import Step, scheme_of, step_by_kernels, step_gap
+from kvcompile.lowering.smartkv.movement import BY_KERNELS
 from kvcompile.schemes import Smartkv
 from kvcompile.schemes.smartkv.buckets import Buckets, values
 from kvcompile.schemes.smartkv.importance import LEAST, head_measure
@@ -146,7 +147,7 @@ def attend_by_definition(step: Step) -> torch.Tensor:
     group = q.shape[1] // kv_heads
     out = q.new_empty(*q.shape[:3], operands.value_dim)
     for head in range(kv_heads):
-        k, v = (values(half, tokens, slice(head, head + 1)).to(compute) for half in (key_half, value_half))
+        k, v = (_values(half, tokens, head).to(compute) for half in (key_half, value_half))
         of_head = slice(head * group, (head + 1) * group)
         for start, some in _tiles(operands):
             parts = softmax_parts(some, of_head, k, compute)
@@ -155,6 +156,11 @@ def attend_by_definition(step: Step) -> torch.Tensor:
                 averages.add(start, head, kv_heads, *parts[:2])
     averages.store(importance, heads)
     return out
+
+
+def _values(half: Buckets, tokens: int, head: int) -> torch.Tensor:
+    """The values of the first tokens of one kv head, [B, 1, T, D], without a wait for the device."""
+    return BY_KERNELS.values(half, tokens, head) if half.ends.is_cuda else values(half, tokens, slice(head, head + 1))
 
 
 def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ import triton
 from kvcompile import schemes
 from kvcompile.lowering.host.launches import Launcher
 from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.smartkv.kernels import shape_of
 from kvcompile.lowering.smartkv.kernels.mass import give
 from kvcompile.lowering.smartkv.kernels.scores import score_keys
 from kvcompile.lowering.smartkv.kernels.values import merge, weigh_values
@@ -75,7 +76,7 @@ def step_by_kernels(launcher: Launcher, step: Step) -> torch.Tensor:
     splits = _splits(B, K)
     tokens = step.importance.shape[0] * PAGE
     rows = triton.next_power_of_2(max(16, S * G))
-    shape = {"K": K, "G": G, "S": S, "R": rows, "D": D, "CHANNELS": triton.next_power_of_2(max(16, D)), "SPLITS": splits}
+    shape = {"G": G, "S": S, "R": rows, "CHANNELS": triton.next_power_of_2(max(16, D)), "SPLITS": splits}
     scores = q.new_empty((B, K, tokens, S * G), dtype=torch.float32)
     tops, sums = (q.new_empty((B, K, splits, rows), dtype=torch.float32) for _ in range(2))
     parts = q.new_empty((B, K, splits, rows, shape["CHANNELS"]), dtype=torch.float32)
@@ -87,13 +88,13 @@ def step_by_kernels(launcher: Launcher, step: Step) -> torch.Tensor:
     masks, constants = _masks(operands)
     grid = (splits, B * K)
     launcher.kernel(
-        score_keys, grid, q, *_planes(keys), *masks[:4], scores, tops, sums, keys.entering[0].shape[0], B, tokens, *_offsets(keys),
-        q.stride(0), q.stride(1), q.stride(2), *masks[4:], **shape, **_bits(keys), **tile, SCALE=operands.scale,
+        score_keys, grid, q, *keys.planes, *masks[:4], scores, tops, sums, keys.entering[0].shape[0], B, tokens,
+        q.stride(0), q.stride(1), q.stride(2), *masks[4:], **shape, **shape_of(keys), **tile, SCALE=operands.scale,
         SOFTCAP=operands.softcap, **constants, warps=4,
     )
     launcher.kernel(
-        weigh_values, grid, q, *_planes(values), scores, tops, sums, q if operands.sinks is None else operands.sinks, parts, highest,
-        whole, values.entering[0].shape[0], B, tokens, *_offsets(values), **shape, **_bits(values), **tile,
+        weigh_values, grid, q, *values.planes, scores, tops, sums, q if operands.sinks is None else operands.sinks, parts, highest,
+        whole, values.entering[0].shape[0], B, tokens, **shape, **shape_of(values), **tile,
         HAS_SINKS=operands.sinks is not None, warps=4,
     )
     launcher.kernel(
@@ -101,7 +102,7 @@ def step_by_kernels(launcher: Launcher, step: Step) -> torch.Tensor:
         B, tokens, K=K, G=G, S=S, R=rows, KV=triton.next_power_of_2(K), GROUP=triton.next_power_of_2(G), DECAY=key.decay,
         HEAD_DECAY=key.head_decay, LEAST=LEAST, warps=4,
     )
-    launcher.kernel(merge, (S * G, B * K), parts, highest, whole, out, step.heads, **shape, DECAY=key.head_decay, warps=4)
+    launcher.kernel(merge, (S * G, B * K), parts, highest, whole, out, step.heads, K=K, D=D, **shape, DECAY=key.head_decay, warps=4)
     return out
 
 
@@ -114,26 +115,6 @@ def _splits(rows: Any, kv_heads: int) -> int:
     """Parts that a row's tokens are split into, a power of two; of a batch that changes, as for a small one."""
     pairs = rows * kv_heads if isinstance(rows, int) else 4 * kv_heads
     return int(triton.next_power_of_2(max(1, min(128, PROGRAMS // pairs))))
-
-
-def _planes(half: Buckets) -> tuple[torch.Tensor, ...]:
-    """The planes of a half as kernels take them: always four buckets, the last ones standing for those that there are not."""
-    codes = [*half.codes, *[half.codes[-1]] * (4 - len(half.codes))]
-    return (*half.entering, half.first, half.ends, half.scales, half.where, *codes)
-
-
-def _offsets(half: Buckets) -> tuple[Any, ...]:
-    """Return the indices of the first tokens of the second, third and fourth bucket in the planes ``scales`` and ``where``."""
-    found, end = [], 0
-    for words in [*half.codes, *[half.codes[-1]] * 3][:3]:
-        end = end + words.shape[0]
-        found.append(end)
-    return tuple(found)
-
-
-def _bits(half: Buckets) -> dict[str, int]:
-    bits = [*half.widths, *[0] * (4 - len(half.widths))]
-    return {"WIDTHS": len(half.widths)} | {f"BITS_{number}": each for number, each in enumerate(bits)}
 
 
 def _masks(operands: AttendOperands[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcompile.schemes.adaptive import on_device
 from kvcompile.schemes.smartkv.budget import Cost, Halves
 
 
@@ -100,8 +101,8 @@ def allocate(
             allowed = allowed & torch.stack(within, dim=1)
         taken = _taken(torch.where(keep, importance_RT, 0.0), allowed, left, steps, taste.floor)
         for half, widths in enumerate(halves):
-            number = taken[:, [at for at, step in enumerate(steps) if step.half == half]].sum(1)
-            wider = torch.tensor(widths, device=device)[number.clamp(max=len(widths) - 1)]
+            number = sum((taken[:, at] for at, step in enumerate(steps) if step.half == half), torch.zeros_like(taken[:, 0]))
+            wider = on_device(widths, device)[number.clamp(max=len(widths) - 1)]
             fixed[half] = torch.where(free, wider, fixed[half])
     keys, values = fixed
     return Widths(keys.to(torch.int8), values.to(torch.int8), spent(keys, values, cost))
@@ -111,8 +112,8 @@ def _taken(importance_RT: torch.Tensor, allowed_RnT: torch.Tensor, left_R: torch
     """Which of the ``allowed`` steps [R, steps, T] are taken, int64."""
     rows, tokens = importance_RT.shape
     device = importance_RT.device
-    worth = torch.tensor([step.worth for step in steps], dtype=torch.float64, device=device)
-    bytes_ = torch.tensor([step.cost for step in steps], device=device)
+    worth = on_device([step.worth for step in steps], device, torch.float64)
+    bytes_ = on_device([step.cost for step in steps], device)
     # Newest first, so that a stable sort leaves the newer of two equal tokens in front.
     value = importance_RT.to(torch.float64).nan_to_num(0.0).clamp(min=floor).flip(-1)
     scores = (value.unsqueeze(1) * worth.view(1, -1, 1)).flatten(1)

@@ -7,29 +7,33 @@
     ends       int32 [1, B, 1, 1, widths]                                  where each batch row's tokens end in each bucket
     scales     [M, 1, K, 1, 1]                                             of all buckets, the narrowest first
     where      int32 [M, 1, 1, 1, 1]                                       positions, in the order of the scales
-    codes      [M_w, 1, K, 1, D w / 8] uint8 for each width w              tokens of row 0 by position, of row 1, ...
+    pool       [P, 1, 1, 1, 16] uint8                                      codes of all buckets, the narrowest first
 
-Every plane is as long as it has tokens. A token is in one place: where its position stands in ``where``, or entering if that is not below
-``first``.
+A bucket has the codes [n, K, D w / 8] of its n tokens, those of batch row 0 by position, then those of row 1; it begins at a whole row of
+the pool. ``ends`` alone says how many tokens a bucket has, so tokens change buckets while planes stay where they are: the pool, ``scales``
+and ``where`` may be longer than their tokens are. A token is in one place: where its position stands in ``where``, or entering if that is
+not below ``first``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvcompile.schemes.base import Planes
 from kvcompile.schemes.smartkv import codes as coder
-from kvcompile.types import PAGE, Extent, PlaneSpec, SlotSpec
+from kvcompile.types import Extent, PlaneSpec, SlotSpec
 
 ENTERING = 8
 """Bits of a channel of a token that has just come."""
 
-CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, SETTLED = range(7)
-"""The index of each plane in a layout; the codes of the buckets follow from the last one on."""
+CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, POOL, PLANES = range(8)
+"""The index of each plane in a layout, and how many there are."""
+
+ROW = 16
+"""Bytes of a row of the pool."""
 
 
 def plane_specs(slot: SlotSpec, widths: tuple[int, ...], scale_dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
@@ -42,8 +46,23 @@ def plane_specs(slot: SlotSpec, widths: tuple[int, ...], scale_dtype: torch.dtyp
         PlaneSpec("ends", torch.int32, len(widths), 1, Extent.ROW, tally=True, shared=True),
         PlaneSpec("settled_scales", scale_dtype, 1, 1, own, tally=True, pooled=True),
         PlaneSpec("where", torch.int32, 1, 1, own, tally=True, shared=True, pooled=True),
-        *(PlaneSpec(f"codes{bits}", torch.uint8, slot.head_dim * bits // 8, 1, own, tally=True, pooled=True) for bits in widths),
+        PlaneSpec("pool", torch.uint8, ROW, 1, own, tally=True, shared=True, pooled=True),
     )
+
+
+PAGES_BEHIND = 16
+"""Planes by position have room for a 16th more pages than they needed when they were made."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A bucket: bits, codes [n, K, width], scales [n, K, 1], positions [n] and batch rows [n], both int64."""
+
+    bits: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    position: torch.Tensor
+    row: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -55,48 +74,84 @@ class Buckets:
     ends: torch.Tensor
     scales: torch.Tensor
     where: torch.Tensor
-    codes: tuple[torch.Tensor, ...]
+    pool: torch.Tensor
     widths: tuple[int, ...]
 
     @staticmethod
     def of(planes: Planes, widths: tuple[int, ...]) -> Buckets:
         """The record of a half's planes; those behind them are left alone."""
-        codes = tuple(planes[SETTLED : SETTLED + len(widths)])
-        return Buckets(
-            (planes[CODES], planes[SCALES]), planes[FIRST], planes[ENDS], planes[SETTLED_SCALES], planes[WHERE], codes, widths,
-        )
+        codes, scales, first, ends, settled_scales, where, pool = planes[:PLANES]
+        return Buckets((codes, scales), first, ends, settled_scales, where, pool, widths)
 
     @property
     def planes(self) -> Planes:
         """The planes in the order of the layout."""
-        return (*self.entering, self.first, self.ends, self.scales, self.where, *self.codes)
+        return (*self.entering, self.first, self.ends, self.scales, self.where, self.pool)
 
     @property
     def rows(self) -> int:
         """Batch rows."""
         return self.ends.shape[1]
 
+    @property
+    def heads(self) -> int:
+        """Kv heads K."""
+        return self.entering[0].shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels D."""
+        return self.entering[0].shape[-1]
+
     @functools.cached_property
-    def parts(self) -> tuple[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], ...]:
-        """Each bucket as bits, codes [M, K, width], scales [M, K, 1], positions [M] and batch rows [M], both int64."""
-        found, start = [], 0
-        for number, (bits, words) in enumerate(zip(self.widths, self.codes, strict=True)):
-            count = words.shape[0]
-            at = slice(start, start + count)
-            row = (torch.arange(count, device=words.device)[:, None] >= self.ends[0, :, 0, 0, number]).sum(1)
-            found.append((bits, words[:, 0, :, 0], self.scales[at, 0, :, 0], self.where[at].flatten().to(torch.int64), row))
-            start += count
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each bucket. Waits for the device."""
+        return tuple(self.ends[0, -1, 0, 0].tolist())
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The buckets. Waits for the device."""
+        found, token = [], 0
+        flat = self.pool.flatten()
+        starts = rows_of_pool(self.counts, self.widths, self.heads, self.head_dim)
+        for number, (bits, count) in enumerate(zip(self.widths, self.counts, strict=True)):
+            width, at = self.head_dim * bits // 8, slice(token, token + count)
+            words = flat[starts[number] * ROW :][: count * self.heads * width].view(count, self.heads, width)
+            row = (torch.arange(count, device=flat.device)[:, None] >= self.ends[0, :, 0, 0, number]).sum(1)
+            found.append(Part(bits, words, self.scales[at, 0, :, 0], self.where[at].flatten().to(torch.int64), row))
+            token += count
         return tuple(found)
 
     def histogram(self, count: int, first: int) -> dict[int, int]:
         """How many of the first ``count`` tokens of all rows have how many bits; ``first`` is what the plane of that name holds."""
-        found = {bits: int(words.shape[0]) for bits, words in zip(self.widths, self.codes, strict=True)}
+        found = dict(zip(self.widths, self.counts, strict=True))
         found[ENTERING] = found.get(ENTERING, 0) + self.rows * max(count - first, 0)
         return {bits: number for bits, number in sorted(found.items()) if number}
 
 
+def rows_of_pool(counts: tuple[int, ...], widths: tuple[int, ...], heads: int, head_dim: int) -> list[int]:
+    """The first row of the pool of each bucket, and behind them how many rows there are."""
+    found = [0]
+    for bits, count in zip(widths, counts, strict=True):
+        found.append(found[-1] + -(-count * heads * (head_dim * bits // 8) // ROW))
+    return found
+
+
+@dataclass(frozen=True)
+class Room:
+    """The lengths of planes: rows of the pool, and tokens of ``scales`` and ``where``."""
+
+    rows: int
+    tokens: int
+
+    @staticmethod
+    def of(counts: tuple[int, ...], like: Buckets) -> Room:
+        """What tokens of each bucket need."""
+        return Room(rows_of_pool(counts, like.widths, like.heads, like.head_dim)[-1], sum(counts))
+
+
 def values(half: Buckets, count: int, heads: slice = slice(None)) -> torch.Tensor:
-    """The values at positions 0 to ``count`` - 1 of some heads, float32 [B, K, T, D]; zero where no token is. Waits for nothing."""
+    """The values at positions 0 to ``count`` - 1 of some heads, float32 [B, K, T, D]; zero where no token is. Waits for the device."""
     entering = coder.decode((half.entering[0][:, :, heads], half.entering[1][:, :, heads]), ENTERING)
     entering = entering.permute(1, 0, 3, 2, 4).flatten(1, 2)
     rows, tokens, kv_heads, dim = entering.shape
@@ -105,16 +160,17 @@ def values(half: Buckets, count: int, heads: slice = slice(None)) -> torch.Tenso
     at = (half.first.flatten() + torch.arange(tokens, device=out.device)).clamp(max=count)
     out.index_copy_(1, at, entering)
     flat = out.view(rows * (count + 1), kv_heads, dim)
-    for bits, words, scales, position, row in half.parts:
-        flat.index_copy_(0, row * (count + 1) + position.clamp(max=count), coder.decode((words[:, heads], scales[:, heads]), bits))
+    for part in half.parts:
+        coded = part.codes[:, heads], part.scales[:, heads]
+        flat.index_copy_(0, part.row * (count + 1) + part.position.clamp(max=count), coder.decode(coded, part.bits))
     return out[:, :count].transpose(1, 2)
 
 
 def widths(half: Buckets, count: int) -> torch.Tensor:
-    """Bits of the tokens at positions 0 to ``count`` - 1, int8 [B, T]."""
+    """Bits of the tokens at positions 0 to ``count`` - 1, int8 [B, T]. Waits for the device."""
     found = torch.full((half.rows, count), ENTERING, dtype=torch.int8, device=half.ends.device)
-    for bits, _, _, position, row in half.parts:
-        found[row, position] = bits
+    for part in half.parts:
+        found[part.row, part.position] = part.bits
     return found
 
 
@@ -125,8 +181,11 @@ def empty(half: Buckets, pages: int) -> coder.Coded:
 
 
 def with_room(half: Buckets, pages: int) -> Buckets:
-    """Have ``pages`` pages for entering tokens."""
+    """Have ``pages`` pages for entering tokens, or twice as many as there were if that is more: few steps change the planes."""
     codes, scales = half.entering
+    if pages <= codes.shape[0]:
+        return half
+    pages = max(pages, 2 * codes.shape[0])
     return replace(half, entering=(grown(codes, pages), grown(scales, pages)))
 
 
@@ -136,103 +195,48 @@ def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
     return plane if pages <= held else torch.cat([plane, plane.new_zeros(pages - held, *plane.shape[1:])])
 
 
-def settled(half: Buckets, widths_RT: torch.Tensor, first: int | None = None) -> Buckets:
-    """All T tokens moved to the buckets that ``widths`` int8 [B, T] say, none of which may be wider than the token is. May wait.
+def pages_by_position(pages: int) -> int:
+    """How many pages a plane that grows with all positions gets where it needs so many: a little more, so that few steps change it."""
+    return pages + pages // PAGES_BEHIND
 
-    What becomes narrower is coded again from its codes; the rest is moved as it is. No token is left entering. ``first``: what the plane
-    of that name holds, where the host knows.
-    """
-    rows, count = widths_RT.shape
-    sources = list(_sources(half, count, int(half.first) if first is None else first))
-    # For each token the number of its source, and where it lies there.
-    origin = torch.zeros((2, rows, count), dtype=torch.int64, device=widths_RT.device)
-    for number, (_, _, row, position) in enumerate(sources):
-        origin[0, row, position] = number
-        origin[1, row, position] = torch.arange(len(row), device=row.device)
-    made: list[coder.Coded] = []
-    where, ends = [], []
-    for bits in half.widths:
-        of_bits = widths_RT == bits
-        row, position = of_bits.nonzero(as_tuple=True)
-        number, index = origin[:, row, position]
-        words, scales = _gathered(sources, number, index, bits, half.entering)
-        made.append((words[:, None, :, None].contiguous(), scales[:, None, :, None].contiguous()))
-        where.append(position)
-        ends.append(of_bits.sum(1).cumsum(0))
-    return Buckets(
-        empty(half, 0), torch.full_like(half.first, count), torch.stack(ends, -1).to(torch.int32).view_as(half.ends),
-        torch.cat([scales for _, scales in made]), torch.cat(where).to(torch.int32).view(-1, 1, 1, 1, 1),
-        tuple(words for words, _ in made), half.widths,
+
+def made(half: Buckets, ends: torch.Tensor, first: torch.Tensor, room: Room) -> Buckets:
+    """Buckets with room for some tokens, none of them written, and no entering token; ``ends`` [B, widths]."""
+    return replace(
+        half, entering=empty(half, 0), first=first, ends=ends.to(torch.int32).view(1, ends.shape[0], 1, 1, -1),
+        scales=half.scales.new_zeros(room.tokens, *half.scales.shape[1:]), where=half.where.new_zeros(room.tokens, *half.where.shape[1:]),
+        pool=half.pool.new_zeros(room.rows, *half.pool.shape[1:]),
     )
-
-
-_Source = tuple[int, Callable[[torch.Tensor], coder.Coded], torch.Tensor, torch.Tensor]
-
-
-def _sources(half: Buckets, count: int, first: int) -> Iterator[_Source]:
-    """Places that tokens lie in: bits, a function from indices to codes, and the batch row and position of each index."""
-    device, (words, scales) = half.ends.device, half.entering
-    row, place = (part.flatten() for part in torch.meshgrid(
-        torch.arange(half.rows, device=device), torch.arange(count - first, device=device), indexing="ij",
-    ))
-
-    def entering(index: torch.Tensor) -> coder.Coded:
-        at = place[index] // PAGE, row[index], slice(None), place[index] % PAGE
-        return words[at], scales[at]
-
-    yield ENTERING, entering, row, place + first
-    for bits, own, scale, position, of_row in half.parts:
-        yield bits, functools.partial(_taken, own, scale), of_row, position
-
-
-def _taken(words: torch.Tensor, scales: torch.Tensor, index: torch.Tensor) -> coder.Coded:
-    return words[index], scales[index]
-
-
-def _gathered(sources: list[_Source], number: torch.Tensor, index: torch.Tensor, bits: int, like: coder.Coded) -> coder.Coded:
-    """Codes [M, K, .] and scales [M, K, 1] of ``bits`` of tokens by their source and place there; ``like``: the entering planes."""
-    heads, dim = like[0].shape[2], like[0].shape[-1]
-    words, scales = like[0].new_empty(len(index), heads, dim * bits // 8), like[1].new_empty(len(index), heads, 1)
-    for source, (held, take, row, _) in enumerate(sources):
-        if not len(row):
-            continue
-        chosen = (number == source).nonzero().flatten()
-        if len(chosen):
-            coded = take(index[chosen])
-            words[chosen], scales[chosen] = coded if held == bits else coder.narrower(coded, held, bits)
-    return words, scales
 
 
 def cut(half: Buckets, count: int) -> Buckets:
     """The first ``count`` tokens; codes as they are. Waits for the device."""
     if count >= int(half.first):
         return half
-    kept = [(position < count).nonzero().flatten() for _, _, _, position, _ in half.parts]
-    chosen = _chosen(half, kept, [row[index] for index, (*_, row) in zip(kept, half.parts, strict=True)], half.rows)
-    return replace(chosen, entering=empty(half, 0), first=torch.full_like(half.first, count))
+    kept = [(part.position < count).nonzero().flatten() for part in half.parts]
+    row_of = [part.row[index] for index, part in zip(kept, half.parts, strict=True)]
+    return _chosen(half, kept, row_of, half.rows, torch.full_like(half.first, count))
 
 
 def of_rows(half: Buckets, rows: torch.Tensor) -> Buckets:
     """The tokens of the given batch rows, in their order; codes as they are. Waits for the device."""
     picked, row_of = [], []
-    for _, _, _, _, row in half.parts:
-        each = [(row == wanted).nonzero().flatten() for wanted in rows.tolist()]
+    for part in half.parts:
+        each = [(part.row == wanted).nonzero().flatten() for wanted in rows.tolist()]
         picked.append(torch.cat(each))
-        row_of.append(torch.repeat_interleave(torch.arange(len(each), device=row.device), torch.tensor(
-            [len(index) for index in each], device=row.device,
+        row_of.append(torch.repeat_interleave(torch.arange(len(each), device=part.row.device), torch.tensor(
+            [len(index) for index in each], device=part.row.device,
         )))
-    chosen = _chosen(half, picked, row_of, len(rows))
     words, scales = (plane.index_select(1, rows) for plane in half.entering)
-    return replace(chosen, entering=(words, scales), first=half.first.clone())
+    return replace(_chosen(half, picked, row_of, len(rows), half.first.clone()), entering=(words, scales))
 
 
-def _chosen(half: Buckets, index: list[torch.Tensor], row: list[torch.Tensor], rows: int) -> Buckets:
+def _chosen(half: Buckets, index: list[torch.Tensor], row: list[torch.Tensor], rows: int, first: torch.Tensor) -> Buckets:
     """Some tokens of each bucket, which belong to batch rows ``row`` of ``rows``, ascending."""
-    parts = half.parts
-    ends = torch.stack([torch.bincount(each, minlength=rows).cumsum(0) for each in row], -1).to(torch.int32)
-    return replace(
-        half, ends=ends.view(1, rows, 1, 1, -1),
-        scales=torch.cat([scales[at] for at, (_, _, scales, _, _) in zip(index, parts, strict=True)])[:, None, :, None].contiguous(),
-        where=torch.cat([position[at] for at, (*_, position, _) in zip(index, parts, strict=True)]).to(torch.int32).view(-1, 1, 1, 1, 1),
-        codes=tuple(words[at][:, None, :, None].contiguous() for at, (_, words, *_) in zip(index, parts, strict=True)),
-    )
+    ends = torch.stack([torch.bincount(each, minlength=rows).cumsum(0) for each in row], -1)
+    chosen = made(half, ends, first, Room.of(tuple(len(each) for each in index), half))
+    chosen.where.flatten().copy_(torch.cat([part.position[at] for at, part in zip(index, half.parts, strict=True)]))
+    for at, old, new in zip(index, half.parts, chosen.parts, strict=True):
+        new.codes.copy_(old.codes[at])
+        new.scales.copy_(old.scales[at])
+    return chosen

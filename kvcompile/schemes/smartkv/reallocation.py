@@ -1,4 +1,7 @@
-"""Reallocation: what a layer keeps of its tokens' importance becomes new widths, and new buckets.
+"""Reallocation: what a layer keeps of its tokens' importance becomes new widths, and then new buckets.
+
+Widths are decided for several layers side by side, as on a device the number of operations takes time, and without a wait for it
+(``decide``); each layer is then moved, when its caller likes (``moved``).
 
 Planes of keys that are read and written here, by position (pages of 64 rows, one for all heads):
 
@@ -11,27 +14,29 @@ nevertheless: a mask may show it later.
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvcompile.schemes.adaptive import Churn, Reallocated
+from kvcompile.schemes.adaptive import Churn, Look, Reallocated, on_device
 from kvcompile.schemes.base import Planes
-from kvcompile.schemes.smartkv import buckets, clock
+from kvcompile.schemes.smartkv import buckets, clock, moves
 from kvcompile.schemes.smartkv.allocation import Widths, allocate
-from kvcompile.schemes.smartkv.buckets import ENTERING, Buckets
+from kvcompile.schemes.smartkv.buckets import ENTERING, Buckets, Room
 from kvcompile.schemes.smartkv.hysteresis import Decided, decide
 from kvcompile.schemes.smartkv.importance import blended, recent
+from kvcompile.schemes.smartkv.moves import SLACK, Order
 from kvcompile.types import PAGE, SlotSpec, pages_for
 
 if TYPE_CHECKING:
     from kvcompile.schemes.smartkv.scheme import Smartkv
 
 
-TOGETHER = 1 << 23
+TOGETHER = 1 << 22
 """Widenings that are decided side by side: tokens of all rows and layers times the steps of each, some 60 bytes of scratch each."""
 
 
@@ -53,20 +58,25 @@ def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
     return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))
 
 
-def drifted(scheme: Smartkv, importance: torch.Tensor, count: int) -> torch.Tensor:
-    """Whether any row's importance has drifted since the last allocation, one bool."""
-    now, _, before = by_position(importance, count).unbind(-1)
+def drifted(scheme: Smartkv, importance_LBTw: torch.Tensor) -> torch.Tensor:
+    """Whether any row's importance has drifted since the last allocation, bool [L], from rows [L, B, T, 3] of planes ``importance``."""
+    now, _, before = importance_LBTw.flatten(0, 1).unbind(-1)
     common = (now > 0) & (before > 0)
-    return clock.drifted(now, before, common, tau=scheme.tau, moved=scheme.moved, share=scheme.drift).any()
+    found = clock.drifted(now, before, common, tau=scheme.tau, moved=scheme.moved, share=scheme.drift)
+    return found.view(importance_LBTw.shape[:2]).any(1)
 
 
 @functools.lru_cache(maxsize=1024)
 def interval(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
     """Steps from an allocation of ``count`` tokens to the next one: the clock's, or fewer where their pages would exceed the budget."""
     steps = clock.interval(layer, count, scheme.interval)
-    while steps > PAGE and spendable(scheme, slot, rows, count, layer, steps) < _needed(scheme, slot, count):
-        steps = (steps - 1) // PAGE * PAGE
-    return steps
+    needed = _needed(scheme, slot, count)
+    if steps <= PAGE or spendable(scheme, slot, rows, count, layer, steps) >= needed:
+        return steps
+    # The more steps the less may be spent: the most whole pages that can be met, one at least.
+    pages = range((steps - 1) // PAGE, 1, -1)
+    met = bisect.bisect_left(pages, True, key=lambda each: spendable(scheme, slot, rows, count, layer, each * PAGE) >= needed)
+    return (pages[met] if met < len(pages) else 1) * PAGE
 
 
 def can_be_met(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> bool:
@@ -83,18 +93,34 @@ def _needed(scheme: Smartkv, slot: SlotSpec, count: int) -> int:
 
 
 def spendable(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
-    """Bytes that a row's settled tokens may take, so that the budget holds at each of ``last`` steps up to the next allocation.
+    """Bytes that a row's settled tokens may take where their planes have slack too; see ``settled_bytes``."""
+    widths = scheme.halves
+    rounding = (buckets.ROW - 1) * (len(widths.keys) + len(widths.values))
+    return max(0, int((settled_bytes(scheme, slot, rows, count, layer, last) - rounding) / (1 + 1 / SLACK) / rows))
+
+
+def settled_bytes(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
+    """Bytes that planes of a layer's settled tokens may take, so that the budget holds at each of ``last`` steps up to the next allocation.
 
     Until then new tokens take whole pages, and everything that is kept by position grows with them.
     """
-    steps = torch.arange(last + 1)
     cost, widths = scheme.cost(slot), scheme.halves
-    phases = torch.tensor([scheme.layer_share(tokens, slot, layer) for tokens in (count, count + int(steps[-1]))], dtype=torch.float64)
-    allowed = phases.min() * cost.dense * rows * (count + steps).to(torch.float64)
-    pages = (steps + PAGE - 1) // PAGE
+    share = min(scheme.layer_share(tokens, slot, layer) for tokens in (count, count + last))
     fixed = 2 * 8 + rows * 4 * (len(widths.keys) + len(widths.values)) + rows * slot.heads * 4
-    other = pages * PAGE * rows * 2 * cost.half(ENTERING) + (count + steps + PAGE - 1) // PAGE * PAGE * rows * scheme.for_good + fixed
-    return max(0, int((allowed - other).min() / rows))
+    page = PAGE * rows * 2 * cost.half(ENTERING)
+
+    def left(steps: int) -> float:
+        kept = buckets.pages_by_position(pages_for(count + steps)) * PAGE * rows * scheme.for_good
+        return share * cost.dense * rows * (count + steps) - pages_entering(steps) * page - kept - fixed
+
+    # What is left grows with the steps but where pages are added: to those that enter, and by position, which is less than 64 tokens bring.
+    grow = [0, *(1 + (PAGE << number) for number in range(pages_entering(last).bit_length()))]
+    return int(min(left(steps) for steps in (*grow, *(steps + -(count + steps - 1) % PAGE for steps in grow)) if steps <= last))
+
+
+def pages_entering(tokens: int) -> int:
+    """How many pages there are for tokens that entered one by one: one at least, and twice as many whenever they are full."""
+    return 1 << (max(1, pages_for(tokens)) - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -113,60 +139,70 @@ class Layer:
         return self.keys, self.values
 
 
+def of_layers(layers: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """Copies of the first ``count`` rows of planes ``importance`` of layers, float32 [L, B, T, 3]."""
+    return torch.stack([by_position(plane, count) for plane in layers])
+
+
 @dataclass(frozen=True)
-class _Decision:
-    """Widths of a layer's keys and values, int8 [B, T]; how they were decided, as the plane ``decided`` has it, [B, T]; what changes."""
+class _Half:
+    """New places of some layers' keys, or of their values: widths int8, places int32 [L, B, T], ``ends`` int32 [L, B, widths]."""
 
-    widths: tuple[torch.Tensor, torch.Tensor]
-    told: torch.Tensor
-    churn: Churn
+    widths: torch.Tensor
+    place: torch.Tensor
+    ends: torch.Tensor
+
+    def order(self, number: int, counts: Sequence[int]) -> Order:
+        """The order of one layer, which has ``counts`` tokens of each width."""
+        return Order(self.widths[number], self.place[number], self.ends[number], tuple(counts))
 
 
-def across(planes: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """The mean over layers of plain and head-weighted importance, float32 [B, T, 2] (3.3), from each layer's plane ``importance``."""
-    return torch.stack([by_position(plane, count)[..., :2] for plane in planes]).mean(0)
+@dataclass(frozen=True)
+class _Some:
+    """What was decided of some layers: where keys and values go, plain importance and the plane ``decided``, float32 [L, B, T].
 
-
-def reallocated(
-    scheme: Smartkv, layers: list[Layer], slot: SlotSpec, count: int, given: torch.Tensor | None = None
-) -> Iterator[Reallocated]:
-    """Decide the widths of the tokens of some layers anew, several layers at a time, and move them, one layer at a time.
-
-    ``layers`` are taken out of the list as they are moved. ``given``: importance of all layers, in place of each one's own.
+    ``numbers`` [L, n]: settled tokens that change, promotions that codes cannot give, tokens of each width of keys, and of values.
     """
+
+    halves: tuple[_Half, _Half]
+    plain: torch.Tensor
+    told: torch.Tensor
+    numbers: Look
+
+
+@dataclass(frozen=True)
+class Decision:
+    """New widths of ``count`` tokens of some layers, which were decided ``together`` at a time."""
+
+    count: int
+    together: int
+    some: tuple[_Some, ...]
+
+
+def decided(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
+    """Decide the widths of the tokens of some layers from their importance, float32 [L, B, T, 3]. Waits for nothing."""
+    rows, count = importance_LBTw.shape[1:3]
     steps = len(scheme.halves.keys) + len(scheme.halves.values)
-    together = max(1, TOGETHER // (layers[0].keys.rows * count * steps))
-    while layers:
-        some = layers[:together]
-        del layers[:together]
-        decisions = _decisions(scheme, some, slot, count, given)
-        while some:
-            # Nothing here holds a layer's old planes once its new ones have been taken.
-            layer, decision = some.pop(0), decisions.pop(0)
-            importance, heads, decided = layer.kept
-            plain, weighted, _ = by_position(importance, count).unbind(-1)
-            planes = put(importance, torch.stack([plain, weighted, plain], dim=-1)), heads.clone(), put(decided, decision.told[..., None])
-            keys, values = (
-                buckets.settled(half, widths, layer.first) for half, widths in zip(layer.halves, decision.widths, strict=True)
-            )
-            yield Reallocated((*keys.planes, *planes), values.planes, decision.churn)
+    together = max(1, TOGETHER // (rows * count * steps))
+    return Decision(count, together, tuple(
+        _some(scheme, layers[at : at + together], slot, importance_LBTw[at : at + together]) for at in range(0, len(layers), together)
+    ))
 
 
-def _decisions(
-    scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, count: int, given: torch.Tensor | None
-) -> list[_Decision]:
-    """The decisions of layers of one batch; their rows are decided side by side, as on a device the number of operations takes time."""
-    cost, halves, rows = scheme.cost(slot), scheme.halves, layers[0].keys.rows
-    own = [by_position(layer.kept[0], count)[..., :2] for layer in layers] if given is None else [given] * len(layers)
-    plain, weighted = torch.cat(own).unbind(-1)
+def _some(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _Some:
+    """Decide the widths of layers side by side."""
+    cost, halves, rows, count = scheme.cost(slot), scheme.halves, *importance_LBTw.shape[1:3]
+    plain, weighted, _ = importance_LBTw.flatten(0, 1).unbind(-1)
+    device = plain.device
     there = plain > 0
     # Nobody has looked at anything yet: all count alike.
     there = there | ~there.any(-1, keepdim=True)
     value = blended(plain, weighted, scheme.head_share, there)
-    places = torch.arange(count, device=value.device)
+    places = torch.arange(count, device=device)
     if scheme.recency:
         value = recent(value, (count - 1 - places).expand_as(value), scheme.recency)
-    now = [torch.cat([buckets.widths(layer.halves[half], count) for layer in layers]) for half in range(2)]
+    reader = moves.movement(device)
+    now = [torch.cat([reader.widths(layer.halves[half], count) for layer in layers]) for half in range(2)]
     most = [each.clamp(max=widths[-1]) for each, widths in zip(now, halves, strict=True)]
     before = Widths(most[0], most[1], torch.zeros(0))
     protected = there & ((there.cumsum(-1) <= scheme.protect_first) | (places >= count - scheme.protect_last))
@@ -174,26 +210,65 @@ def _decisions(
     budgets = [
         spendable(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)) for layer in layers
     ]
-    spend = torch.tensor(budgets, device=value.device).repeat_interleave(rows) - hidden
+    spend = on_device([each for each in budgets for _ in range(rows)], device) - hidden
     found, after = decide(
-        value, spend, cost, halves, before, _decided(torch.cat([by_position(layer.kept[2], count) for layer in layers])[..., 0]),
+        value, spend, cost, halves, before, _told(torch.cat([by_position(layer.kept[2], count) for layer in layers])[..., 0]),
         taste=scheme.taste, sticking=scheme.sticking, keep_RT=there, protected_RT=protected, most=before,
     )
     wanted = allocate(value, spend, cost, halves, scheme.taste, keep_RT=there, protected_RT=protected)
     new = [torch.where(there, each, widths[0]).to(torch.int8) for each, widths in zip((found.keys, found.values), halves, strict=True)]
     new = [torch.minimum(each, limit) for each, limit in zip(new, most, strict=True)]
-    old = torch.cat([(places < layer.first).expand(rows, -1) for layer in layers])
-    moved = torch.stack([((each != was) & old).sum(-1) for each, was in zip(new, now, strict=True)]).sum(0)
+    old = places < on_device([layer.first for layer in layers for _ in range(rows)], device).unsqueeze(-1)
+    changed = torch.stack([((each != was) & old).sum(-1) for each, was in zip(new, now, strict=True)]).sum(0)
     refused = torch.stack([(each > limit).sum(-1) for each, limit in zip((wanted.keys, wanted.values), most, strict=True)]).sum(0)
-    counts = torch.stack([moved, refused]).view(2, len(layers), rows).sum(-1).T.tolist()
-    told = torch.where(after.rank.isnan(), 0.0, 1.0 + after.rank + after.away)
-    return [
-        _Decision((keys, values), how, Churn(1, *numbers))
-        for keys, values, how, numbers in zip(new[0].split(rows), new[1].split(rows), told.split(rows), counts, strict=True)
+    shape = (len(layers), rows, count)
+    sides = [
+        _Half(each.view(shape), *moves.placed(each.view(shape), widths)) for each, widths in zip(new, halves, strict=True)
     ]
+    told = torch.where(after.rank.isnan(), 0.0, 1.0 + after.rank + after.away)
+    numbers = [torch.stack([changed, refused], -1).view(*shape[:2], 2).sum(1), *(side.ends[:, -1] for side in sides)]
+    return _Some((sides[0], sides[1]), plain.view(shape), told.view(shape), Look(torch.cat(numbers, -1)))
 
 
-def _decided(stored_RT: torch.Tensor) -> Decided:
+def moved(scheme: Smartkv, layer: Layer, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
+    """A layer's planes after its move, ``number`` among the layers of the decision; ``held`` tokens are there by now.
+
+    Planes stay where they are as long as they have room and are within the budget. Waits for the decision.
+    """
+    some, at = decision.some[number // decision.together], number % decision.together
+    changed, refused, *counts = some.numbers.numbers[at]
+    split = len(scheme.halves.keys)
+    orders = [half.order(at, each) for half, each in zip(some.halves, (counts[:split], counts[split:]), strict=True)]
+    rows, count = layer.keys.rows, decision.count
+    rooms = _rooms(
+        layer, [Room.of(order.counts, half) for order, half in zip(orders, layer.halves, strict=True)],
+        settled_bytes(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)),
+    )
+    keys, values = (
+        moves.moved(half, order, layer.first, held, room) for half, order, room in zip(layer.halves, orders, rooms, strict=True)
+    )
+    importance, heads, told = layer.kept
+    _write(importance, some.plain[at].unsqueeze(-1), 2)
+    _write(told, some.told[at].unsqueeze(-1), 0)
+    return Reallocated((*keys.planes, importance, heads, told), values.planes, Churn(1, changed, refused))
+
+
+def _rooms(layer: Layer, needs: Sequence[Room], most: int) -> Sequence[Room | None]:
+    """The room of new planes, None for both halves where theirs have it and take no more than ``most`` bytes."""
+    halves = layer.halves
+    if all(moves.fits(half, need) for half, need in zip(halves, needs, strict=True)) and sum(map(moves.held_bytes, halves)) <= most:
+        return None, None
+    wide = [moves.with_slack(need) for need in needs]
+    return wide if sum(moves.held_bytes(half, room) for half, room in zip(halves, wide, strict=True)) <= most else needs
+
+
+def _write(plane: torch.Tensor, rows_BT1: torch.Tensor, column: int) -> None:
+    """Write one column of a plane [N, B, 1, page, width], for the first T positions and those of their last page."""
+    pages = pages_for(rows_BT1.shape[1])
+    plane[:pages, ..., column : column + 1] = put(plane, rows_BT1)
+
+
+def _told(stored_RT: torch.Tensor) -> Decided:
     """The decisions that rows [B, T] of the plane ``decided`` stand for."""
     away = (stored_RT - 1).floor().clamp(min=0)
     return Decided(torch.where(stored_RT == 0, float("nan"), stored_RT - 1 - away), away.to(torch.int8))

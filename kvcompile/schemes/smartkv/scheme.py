@@ -26,14 +26,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import sympy
 import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer
-from kvcompile.schemes.adaptive import Adaptive, Reallocated, Stored
+from kvcompile.schemes.adaptive import EARLY, Adaptive, Due, Reallocated, Stored
 from kvcompile.schemes.base import Planes, Scheme, require, require_divides
 from kvcompile.schemes.smartkv import buckets, clock, codes, reallocation
 from kvcompile.schemes.smartkv.allocation import Taste
@@ -201,10 +201,7 @@ class Smartkv(Adaptive):
     def layer_share(self, tokens: int, slot: SlotSpec, layer: int) -> float:
         """The budget of one layer at a number of tokens."""
         budget = self.share(tokens)
-        if not self.weights:
-            return budget
-        cost = self.cost(slot)
-        return layer_budgets(budget, self.weights, self._least(slot), cost.most(self.halves))[layer]
+        return budget if self.layer_weights == "" else _layer_budgets(self, budget, slot)[layer]
 
     def _least(self, slot: SlotSpec) -> float:
         """The smallest budget of many tokens: least widths, and what is kept of each token."""
@@ -256,7 +253,7 @@ class Smartkv(Adaptive):
         ))
 
     def planes_read(self, slot: SlotSpec) -> int:
-        return buckets.SETTLED + len(self.of(slot.role).widths)
+        return buckets.PLANES
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         """How a kernel reads tokens that entered lately."""
@@ -278,8 +275,7 @@ class Smartkv(Adaptive):
 
     def _split(self, planes: Planes) -> tuple[Buckets, Planes]:
         """The buckets, and the planes behind them."""
-        count = buckets.SETTLED + len(self.widths)
-        return Buckets.of(planes, self.widths), tuple(planes[count:])
+        return Buckets.of(planes, self.widths), tuple(planes[buckets.PLANES :])
 
     def with_room(self, planes: Planes, first: int, tokens: int) -> Planes:
         half, rest = self._split(planes)
@@ -288,7 +284,10 @@ class Smartkv(Adaptive):
             return made.planes
         importance, heads, decided = rest
         pages = pages_for(tokens)
-        return (*made.planes, buckets.grown(importance, pages), heads, buckets.grown(decided, pages))
+        if pages > min(importance.shape[0], decided.shape[0]):
+            pages = buckets.pages_by_position(pages)
+            importance, decided = buckets.grown(importance, pages), buckets.grown(decided, pages)
+        return (*made.planes, importance, heads, decided)
 
     def room(self, planes: Planes, first: int) -> int:
         half, rest = self._split(planes)
@@ -310,21 +309,20 @@ class Smartkv(Adaptive):
         half, rest = self._split(planes)
         return (*buckets.of_rows(half, rows).planes, *(plane.index_select(1, rows) for plane in rest))
 
-    def histogram(self, planes: Planes, slot: SlotSpec, count: int) -> dict[int, int]:
-        half = self._split(planes)[0]
-        settled = sum(words.shape[0] for words in half.codes)
-        return half.histogram(count, settled // max(half.rows, 1))
+    def histogram(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> dict[int, int]:
+        return self._split(planes)[0].histogram(count, first)
 
     def quiet(self, first: int, count: int) -> bool:
         since = count - first
         # The clock's least interval, but for tokens that the budget has room for only until then.
-        return bool(first) and since % self.interval != 0 and since < min(PAGE, clock.interval(0, first, self.interval))
+        return bool(first) and since % self.interval != 0 and since < min(PAGE, clock.interval(0, first, self.interval)) - EARLY
 
-    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
+    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> Due:
         if self._exempt(keys, slot, count, layer):
-            return False
+            return Due.NOT
         rows, since = keys[buckets.ENDS].shape[1], count - first
-        return since >= (reallocation.interval(self, slot, rows, first, layer) if first else clock.interval(0, 0, self.interval))
+        left = (reallocation.interval(self, slot, rows, first, layer) if first else clock.interval(0, 0, self.interval)) - since
+        return Due.NOW if left <= 0 else Due.SOON if left <= EARLY and first else Due.NOT
 
     def looks(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
         return first > 0 and (count - first) % self.interval == 0 and not self._exempt(keys, slot, count, layer)
@@ -333,20 +331,32 @@ class Smartkv(Adaptive):
         """Whether tokens are too few to decide anything."""
         return count < EXEMPT and not reallocation.can_be_met(self, slot, keys[buckets.ENDS].shape[1], count, layer)
 
-    def drifted(self, keys: Planes, count: int) -> torch.Tensor:
-        return reallocation.drifted(self, self._split(keys)[1][0], count)
+    def importance(self, layers: Sequence[Planes], count: int, among: Sequence[Planes]) -> torch.Tensor:
+        found = reallocation.of_layers([self._split(keys)[1][0] for keys in layers], count)
+        if self.scope is Scope.MODEL:
+            # Of each layer only what it had at its last allocation.
+            found[..., :2] = reallocation.of_layers([self._split(keys)[1][0] for keys in among], count)[..., :2].mean(0)
+        return found
 
-    def across(self, layers: Sequence[Planes], count: int) -> torch.Tensor | None:
-        if self.scope is Scope.LAYER:
-            return None
-        return reallocation.across([self._split(keys)[1][0] for keys in layers], count)
+    def drifted(self, importance: torch.Tensor) -> torch.Tensor:
+        return reallocation.drifted(self, importance)
 
-    def reallocate(self, layers: Sequence[Stored], count: int, given: torch.Tensor | None = None) -> Iterator[Reallocated]:
+    def decide(self, layers: Sequence[Stored], importance: torch.Tensor) -> Any:
+        return reallocation.decided(self, [self._layer(item) for item in layers], layers[0].slots[0], importance)
+
+    def move(self, layer: Stored, decision: Any, number: int, held: int) -> Reallocated:
+        return reallocation.moved(self, self._layer(layer), layer.slots[0], decision, number, held)
+
+    def _layer(self, item: Stored) -> reallocation.Layer:
+        """The record of a layer's planes."""
         key, value = (dataclasses.replace(self, half=half) for half in (Half.KEY, Half.VALUE))
-        split = [
-            reallocation.Layer(*key._split(item.keys), value._split(item.values)[0], item.layer, item.first) for item in layers
-        ]
-        return reallocation.reallocated(self, split, layers[0].slots[0], count, given)
+        return reallocation.Layer(*key._split(item.keys), value._split(item.values)[0], item.layer, item.first)
+
+
+@functools.lru_cache(maxsize=64)
+def _layer_budgets(scheme: Smartkv, budget: float, slot: SlotSpec) -> list[float]:
+    """The budget of each layer."""
+    return layer_budgets(budget, scheme.weights, scheme._least(slot), scheme.cost(slot).most(scheme.halves))
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:  # type: ignore[type-arg]

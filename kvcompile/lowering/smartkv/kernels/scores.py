@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.smartkv.kernels.packed import part_of, words_of
-from kvcompile.lowering.smartkv.kernels.tokens import PAGE, codes_of, entered, settled, share_of
+from kvcompile.lowering.smartkv.kernels.tokens import PAGE, ROW, codes_of, entered, rows_of, settled, share_of, tokens_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -78,8 +78,8 @@ def _taken(x, top, total):
 
 @triton.jit
 def score_keys(
-    Q, NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, CODES_0, CODES_1, CODES_2, CODES_3, HI, LO, KEEP, BIAS, SCORES, TOPS, SUMS,
-    pages, rows, tokens, offset_1, offset_2, offset_3, q_b, q_h, q_s, hi_b, hi_s, lo_b, lo_s, keep_b, keep_t, kept, bias_b, bias_h, bias_s,
+    Q, NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, POOL, HI, LO, KEEP, BIAS, SCORES, TOPS, SUMS,
+    pages, rows, tokens, q_b, q_h, q_s, hi_b, hi_s, lo_b, lo_s, keep_b, keep_t, kept, bias_b, bias_h, bias_s,
     bias_t, biased, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr,
     WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr, BITS_2: tl.constexpr, BITS_3: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr, PACKED: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LO: tl.constexpr,
@@ -96,9 +96,9 @@ def score_keys(
     out = SCORES + tl.program_id(1).to(tl.int64) * tokens * (G * S)
     top, total = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32)
     i = tl.arange(0, TILE)
+    offset, row = 0, 0
     for number in tl.static_range(WIDTHS):
-        words = CODES_0 if number == 0 else CODES_1 if number == 1 else CODES_2 if number == 2 else CODES_3
-        offset = 0 if number == 0 else offset_1 if number == 1 else offset_2 if number == 2 else offset_3
+        words = POOL + row * ROW
         first, stop = share_of(ENDS, b, number, WIDTHS, split, SPLITS, TILE)
         for start in range(first, stop, TILE):
             place = start + i
@@ -114,6 +114,9 @@ def score_keys(
             )
             top, total = _taken(x, top, total)
             tl.store(out + position[None, :].to(tl.int64) * (G * S) + r[:, None], x, mask=there[:, None] & ok[None, :])
+        held = tokens_of(ENDS, rows, number, WIDTHS)
+        offset += held
+        row += rows_of(held, K, D, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3)
     begin = tl.load(FIRST).to(tl.int32)
     each = tl.cdiv(pages, SPLITS) * PAGE
     stop = tl.minimum(tl.minimum((split + 1) * each, pages * PAGE), tokens - begin)

@@ -9,8 +9,22 @@ import triton
 import triton.language as tl
 
 from kvcompile import types
+from kvcompile.schemes.smartkv import buckets
 
 PAGE = tl.constexpr(types.PAGE)
+ROW = tl.constexpr(buckets.ROW)
+
+
+@triton.jit
+def rows_of(count, K: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
+    """Rows of the pool of a bucket of ``count`` tokens, int64."""
+    return (count.to(tl.int64) * (K * (D * BITS // 8)) + (ROW - 1)) // ROW
+
+
+@triton.jit
+def tokens_of(ENDS, rows, NUMBER: tl.constexpr, WIDTHS: tl.constexpr):
+    """How many tokens bucket NUMBER has, of all batch rows."""
+    return tl.load(ENDS + (rows - 1) * WIDTHS + NUMBER).to(tl.int32)
 
 
 @triton.jit

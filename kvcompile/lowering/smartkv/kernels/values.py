@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kvcompile.lowering.smartkv.kernels.packed import part_of, put_together, words_of
 from kvcompile.lowering.smartkv.kernels.scores import LOG2E
-from kvcompile.lowering.smartkv.kernels.tokens import PAGE, codes_of, entered, settled, share_of
+from kvcompile.lowering.smartkv.kernels.tokens import PAGE, ROW, codes_of, entered, rows_of, settled, share_of, tokens_of
 
 
 @triton.jit
@@ -82,8 +82,8 @@ def _of_bucket(
 
 @triton.jit
 def weigh_values(
-    Q, NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, CODES_0, CODES_1, CODES_2, CODES_3, SCORES, TOPS, SUMS, SINKS, PARTS, HIGHEST,
-    WHOLE, pages, rows, tokens, offset_1, offset_2, offset_3, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+    Q, NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, POOL, SCORES, TOPS, SUMS, SINKS, PARTS, HIGHEST,
+    WHOLE, pages, rows, tokens, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     D: tl.constexpr, CHANNELS: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr, BITS_2: tl.constexpr,
     BITS_3: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PACKED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
@@ -108,14 +108,17 @@ def weigh_values(
         tl.store(WHOLE + pair * R + r, total)
     scores = SCORES + pair.to(tl.int64) * tokens * (G * S)
     sums = tl.zeros([R, CHANNELS], tl.float32)
+    offset, row = 0, 0
     for number in tl.static_range(WIDTHS):
-        words = CODES_0 if number == 0 else CODES_1 if number == 1 else CODES_2 if number == 2 else CODES_3
-        offset = 0 if number == 0 else offset_1 if number == 1 else offset_2 if number == 2 else offset_3
+        words = POOL + row * ROW
         first, stop = share_of(ENDS, b, number, WIDTHS, split, SPLITS, TILE)
         sums += _of_bucket(
             scores, SCALES, WHERE, words, offset, first, stop, k, there, r, base, K, G * S, R, D, CHANNELS,
             BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3, TILE, Q.dtype.element_ty, PACKED,
         )
+        held = tokens_of(ENDS, rows, number, WIDTHS)
+        offset += held
+        row += rows_of(held, K, D, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3)
     begin = tl.load(FIRST).to(tl.int32)
     each = tl.cdiv(pages, SPLITS) * PAGE
     stop = tl.minimum(tl.minimum((split + 1) * each, pages * PAGE), tokens - begin)
