@@ -63,13 +63,14 @@ def timed(into: list[float]) -> Iterator[None]:
 def measure(scheme: Smartkv, batch: int, tokens: int) -> dict[str, Any]:
     """Milliseconds of one layer's attention and of its widths' decision, and what it holds."""
     decided, moved = list[float](), list[float]()
+    own = scheme.of(Role.KEY)
     for _ in range(4):
         # Those that have just entered, each time.
         layer = stored(scheme, batch, tokens)
         with timed(decided):
-            decision = scheme.decide([layer], scheme.importance([layer.keys], tokens, [layer.keys]))
+            decision = own.decide([layer], own.importance([layer.keys], tokens, [layer.keys]))
         with timed(moved):
-            made = scheme.move(layer, decision, 0, tokens)
+            made = own.move(layer, decision, 0, tokens)
     # Room for the next token.
     pairs = zip((made.keys, made.values), SLOTS, strict=True)
     planes = [list(scheme.of(slot.role).with_room(half, tokens, tokens + 1)) for half, slot in pairs]

@@ -54,8 +54,8 @@ def by_chance(widths: tuple[int, ...], rows: int, tokens: int) -> torch.Tensor:
 
 # The interpreter cuts bfloat16 instead of rounding, so bfloat16 scales are left to a GPU.
 CASES = [
-    ((2, 3, 4, 8), 16, torch.float16, 100, 70), ((3, 4, 8), 80, torch.float32, 90, 5), ((2, 8), 64, torch.float16, 0, 130),
-    ((4,), 16, torch.float16, 40, 9), ((2, 3, 4, 8), 128, torch.float16, 33, 1),
+    ((2, 3, 4, 8), 16, torch.float16, 70, 70), ((3, 4, 8), 80, torch.float32, 40, 5), ((2, 8), 64, torch.float16, 0, 70),
+    ((4,), 16, torch.float16, 20, 9), ((2, 3, 4, 8), 128, torch.float16, 33, 1),
 ]
 
 

@@ -48,7 +48,7 @@ class Kernels:
         out = torch.zeros(half.rows, 1, count, half.head_dim, device=half.ends.device)
         self.launcher.kernel(
             decode_tokens, _grid(half, 1), *half.planes, out, half.entering[0].shape[0], half.rows, count, head, 1, **shape_of(half),
-            CHANNELS=triton.next_power_of_2(max(16, half.head_dim)), TILE=TILE, warps=4,
+            RUN=triton.next_power_of_2(half.head_dim // 8), TILE=TILE, warps=4,
         )
         return out
 

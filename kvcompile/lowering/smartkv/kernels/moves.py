@@ -1,11 +1,12 @@
 """Kernels that go over all tokens of a half where they lie: to say their widths, to decode them by position, to move them.
 
 A program has TILE places of one bucket, or of the entering tokens, of one kv head. Grid: tiles of the longest, kv heads, buckets and one.
-Channels are taken in eight runs of D / 8: whatever the width, a byte has codes of the same place in each run.
+Channels are taken in eight runs of D / 8: whatever the width, a byte has codes of the same place in each run, so one piece of code reads
+all widths, with numbers that the program's bucket says, and compiles once.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
-# ruff: noqa: ANN001, ANN202, N803, PLR0913, RET505 - kernels: operands are pointers and constants in capitals.
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
 
 from __future__ import annotations
 
@@ -13,27 +14,71 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_up
-from kvcompile.lowering.smartkv.kernels.tokens import PAGE, ROW, codes_of, rows_of, settled, tokens_of
+from kvcompile.lowering.smartkv.kernels.tokens import PAGE, ROW, rows_of, tokens_of
 
 
 @triton.jit
-def _batch_row(ENDS, place, rows, NUMBER: tl.constexpr, WIDTHS: tl.constexpr):
-    """The batch row of the tokens at places of bucket NUMBER."""
+def _bucket(
+    ENDS, pages, rows, K: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
+    BITS_2: tl.constexpr, BITS_3: tl.constexpr,
+):
+    """The program's bucket: its tokens, the number of its first one, its first row of the pool, its bits."""
+    held, first, pool_row, bits = rows * pages * PAGE, 0, tl.program_id(2).to(tl.int64) * 0, 8
+    token, row = 0, tl.program_id(2).to(tl.int64) * 0
+    for number in tl.static_range(WIDTHS):
+        there = tokens_of(ENDS, rows, number, WIDTHS)
+        here = tl.program_id(2) == number
+        held, first, pool_row = tl.where(here, there, held), tl.where(here, token, first), tl.where(here, row, pool_row)
+        bits = tl.where(here, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3, bits)
+        token += there
+        row += rows_of(there, K, D, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3)
+    return held, first, pool_row, bits
+
+
+@triton.jit
+def _batch_row(ENDS, place, rows, WIDTHS: tl.constexpr):
+    """The batch row of the tokens at places of the program's bucket."""
     row = tl.zeros_like(place)
     for each in range(rows):
-        row += (place >= tl.load(ENDS + each * WIDTHS + NUMBER)).to(tl.int32)
+        row += (place >= tl.load(ENDS + each * WIDTHS + tl.program_id(2))).to(tl.int32)
     return row
 
 
 @triton.jit
-def _entering(NEW_SCALES, FIRST, pages, rows, k, K: tl.constexpr, TILE: tl.constexpr):
-    """Of a tile of entering tokens: number in its plane, scale, batch row, position; ok where there is one."""
-    number = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    row, place = number // (pages * PAGE), number % (pages * PAGE)
-    ok = row < rows
-    token = (((place // PAGE) * rows + row) * K + k).to(tl.int64) * PAGE + place % PAGE
-    scale = tl.load(NEW_SCALES + token, mask=ok, other=0.0)
-    return token, scale, row, tl.load(FIRST).to(tl.int32) + place, ok
+def _tokens(
+    NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, POOL, k, held, first, pool_row, bits, pages, rows, K: tl.constexpr,
+    D: tl.constexpr, WIDTHS: tl.constexpr, TILE: tl.constexpr,
+):
+    """A tile of the program's tokens: pointers to their bytes, scales, batch rows, positions; ok where there is one."""
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    ok = place < held
+    if tl.program_id(2) == WIDTHS:
+        row, place = place // (pages * PAGE), place % (pages * PAGE)
+        token = (((place // PAGE) * rows + row) * K + k).to(tl.int64) * PAGE + place % PAGE
+        at, scale = NEW_CODES + token * D, tl.load(NEW_SCALES + token, mask=ok, other=0.0)
+        position = tl.load(FIRST).to(tl.int32) + place
+    else:
+        at = POOL + pool_row * ROW + (place * K + k).to(tl.int64) * (D * bits // 8)
+        scale = tl.load(SCALES + (first + place).to(tl.int64) * K + k, mask=ok, other=0.0)
+        row, position = _batch_row(ENDS, place, rows, WIDTHS), tl.load(WHERE + first + place, mask=ok, other=0)
+    return at, scale, row, position, ok
+
+
+@triton.jit
+def _run_of(at, ok, bits, D: tl.constexpr, RUN: tl.constexpr, NUMBER: tl.constexpr):
+    """Signed codes int32 [tokens, RUN] of the channels of run NUMBER, 0 behind D / 8, of tokens whose bytes begin at ``at``."""
+    i = tl.arange(0, RUN)
+    there = ok[:, None] & (i < D // 8)[None, :]
+    three = bits == 3
+    byte, shift = tl.where(three, 3 * NUMBER // 8, NUMBER % bits), tl.where(three, 3 * NUMBER % 8, bits * (NUMBER // bits))
+    words = at[:, None] + (byte * (D // 8) + i)[None, :]
+    word = tl.load(words, mask=there, other=0).to(tl.int32)
+    if 3 * NUMBER % 8 > 5:
+        word |= tl.load(words + D // 8, mask=there & three, other=0).to(tl.int32) << 8
+    # Eight bits are two's complement, narrower ones have half of their range added.
+    half = 1 << (bits - 1)
+    code = ((word >> shift) ^ tl.where(bits == 8, 128, 0)) & (2 * half - 1)
+    return tl.where(there, code - half, 0)
 
 
 @triton.jit
@@ -42,83 +87,34 @@ def say_widths(
     BITS_2: tl.constexpr, BITS_3: tl.constexpr, TILE: tl.constexpr,
 ):
     """Write the bits of all settled tokens below ``count`` to OUT int8 [B, count]. Grid: tiles, 1, buckets."""
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    offset = 0
-    for number in tl.static_range(WIDTHS):
-        held = tokens_of(ENDS, rows, number, WIDTHS)
-        if tl.program_id(2) == number:
-            ok = place < held
-            position = tl.load(WHERE + offset + place, mask=ok, other=0)
-            row = _batch_row(ENDS, place, rows, number, WIDTHS)
-            bits = tl.zeros([TILE], tl.int8) + (BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3)
-            tl.store(OUT + row * count + position, bits.to(tl.int8), mask=ok & (position < count))
-        offset += held
-
-
-@triton.jit
-def _write(OUT, codes, scale, row, position, ok, count, heads, D: tl.constexpr, CHANNELS: tl.constexpr):
-    """Write codes times scales to OUT [B, heads, count, D]."""
-    channel = tl.arange(0, CHANNELS)
-    at = ((row * heads + tl.program_id(1)).to(tl.int64) * count + position) * D
-    found = codes.to(tl.float32) * scale.to(tl.float32)[:, None]
-    tl.store(OUT + at[:, None] + channel[None, :], found, mask=ok[:, None] & (channel < D)[None, :])
-
-
-@triton.jit
-def _decode_bucket(
-    ENDS, SCALES, WHERE, WORDS, OUT, held, offset, k, rows, count, heads, K: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr,
-    NUMBER: tl.constexpr, WIDTHS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
-):
-    """Write the values of a tile of bucket NUMBER."""
+    held, first, _pool_row, bits = _bucket(ENDS, 0, rows, K, D, WIDTHS, BITS_0, BITS_1, BITS_2, BITS_3)
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ok = place < held
-    scale, position = settled(SCALES, WHERE, place, ok, offset, k, K)
-    ok &= position < count
-    codes = codes_of(WORDS, place * K + k, ok, D, CHANNELS, BITS)
-    _write(OUT, codes, scale, _batch_row(ENDS, place, rows, NUMBER, WIDTHS), position, ok, count, heads, D, CHANNELS)
+    position = tl.load(WHERE + first + place, mask=ok, other=0)
+    found = (tl.zeros([TILE], tl.int32) + bits).to(tl.int8)
+    tl.store(OUT + _batch_row(ENDS, place, rows, WIDTHS) * count + position, found, mask=ok & (position < count))
 
 
 @triton.jit
 def decode_tokens(
     NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, POOL, OUT, pages, rows, count, from_head, heads, K: tl.constexpr, D: tl.constexpr,
-    CHANNELS: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr, BITS_2: tl.constexpr,
-    BITS_3: tl.constexpr, TILE: tl.constexpr,
+    RUN: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr, BITS_2: tl.constexpr, BITS_3: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Write the values of tokens below ``count`` to OUT float32 [B, heads, count, D], of ``heads`` kv heads from ``from_head`` on."""
     k = from_head + tl.program_id(1)
-    offset, pool_row = 0, 0
-    for number in tl.static_range(WIDTHS):
-        held = tokens_of(ENDS, rows, number, WIDTHS)
-        if (tl.program_id(2) == number) & (tl.program_id(0) * TILE < held):
-            _decode_bucket(
-                ENDS, SCALES, WHERE, POOL + pool_row * ROW, OUT, held, offset, k, rows, count, heads, K, D, CHANNELS, number, WIDTHS,
-                BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3, TILE,
-            )
-        offset += held
-        pool_row += rows_of(held, K, D, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3)
-    if tl.program_id(2) == WIDTHS:
-        token, scale, row, position, ok = _entering(NEW_SCALES, FIRST, pages, rows, k, K, TILE)
+    held, first, pool_row, bits = _bucket(ENDS, pages, rows, K, D, WIDTHS, BITS_0, BITS_1, BITS_2, BITS_3)
+    if tl.program_id(0) * TILE < held:
+        at, scale, row, position, ok = _tokens(
+            NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, POOL, k, held, first, pool_row, bits, pages, rows, K, D, WIDTHS, TILE,
+        )
         ok &= position < count
-        _write(OUT, codes_of(NEW_CODES, token, ok, D, CHANNELS, 8), scale, row, position, ok, count, heads, D, CHANNELS)
-
-
-@triton.jit
-def _run_of(WORDS, token, ok, D: tl.constexpr, RUN: tl.constexpr, BITS: tl.constexpr, NUMBER: tl.constexpr):
-    """Signed codes int32 [tokens, RUN] of the channels of run NUMBER, 0 behind D / 8."""
-    i = tl.arange(0, RUN)
-    there = ok[:, None] & (i < D // 8)[None, :]
-    at = WORDS + token.to(tl.int64)[:, None] * (D * BITS // 8) + i[None, :]
-    if BITS == 8:
-        words = tl.load(at + NUMBER * (D // 8), mask=there, other=0).to(tl.int32)
-        return (words ^ 128) - 128
-    elif BITS == 3:
-        word = tl.load(at + (3 * NUMBER // 8) * (D // 8), mask=there, other=0).to(tl.int32)
-        if 3 * NUMBER % 8 > 5:
-            word |= tl.load(at + (3 * NUMBER // 8 + 1) * (D // 8), mask=there, other=0).to(tl.int32) << 8
-        return tl.where(there, ((word >> (3 * NUMBER % 8)) & 7) - 4, 0)
-    else:
-        words = tl.load(at + (NUMBER % BITS) * (D // 8), mask=there, other=0).to(tl.int32)
-        return tl.where(there, ((words >> (BITS * (NUMBER // BITS))) & (2**BITS - 1)) - 2 ** (BITS - 1), 0)
+        i = tl.arange(0, RUN)
+        there = ok[:, None] & (i < D // 8)[None, :]
+        out = OUT + (((row * heads + tl.program_id(1)).to(tl.int64) * count + position) * D)[:, None] + i[None, :]
+        for number in tl.static_range(8):
+            code = _run_of(at, ok, bits, D, RUN, number)
+            tl.store(out + number * (D // 8), code.to(tl.float32) * scale.to(tl.float32)[:, None], mask=there)
 
 
 @triton.jit
@@ -157,86 +153,33 @@ def _put(WORDS, token, ok, c0, c1, c2, c3, c4, c5, c6, c7, D: tl.constexpr, RUN:
 
 
 @triton.jit
-def _narrowed(code, held, scale, BITS: tl.constexpr):
-    """Signed codes of BITS bits, at ``scale``, of codes at the scale ``held``; 0 where it is NaN."""
+def _narrowed(code, held, scale, same, BITS: tl.constexpr):
+    """Signed codes of BITS bits, at ``scale``, of codes at the scale ``held``, 0 where it is NaN; the very codes if the ``same`` bits."""
     scaled = quotient(code.to(tl.float32) * held.to(tl.float32)[:, None], scale[:, None])
     # The low bits of the sum are the integer's.
-    code = (scaled + MAGIC).to(tl.int32, bitcast=True) - 0x4B400000
-    code = tl.minimum(tl.maximum(code, -(2 ** (BITS - 1))), 2 ** (BITS - 1) - 1)
-    return tl.where((scale == scale)[:, None], code, 0)
+    found = (scaled + MAGIC).to(tl.int32, bitcast=True) - 0x4B400000
+    found = tl.minimum(tl.maximum(found, -(2 ** (BITS - 1))), 2 ** (BITS - 1) - 1)
+    return tl.where(same, code, tl.where((scale == scale)[:, None], found, 0))
 
 
 @triton.jit
 def _into(
-    SCALES, WHERE, WORDS, offset, place, position, ok, wanted, k, held, largest, c0, c1, c2, c3, c4, c5, c6, c7, K: tl.constexpr,
-    D: tl.constexpr, RUN: tl.constexpr, FROM: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
+    SCALES, WHERE, WORDS, first, place, position, ok, wanted, k, held, same, largest, c0, c1, c2, c3, c4, c5, c6, c7, K: tl.constexpr,
+    D: tl.constexpr, RUN: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
-    """Write the tokens that are ``wanted`` with BITS bits, of codes of FROM bits, to their places in a bucket."""
+    """Write the tokens that are ``wanted`` with BITS bits to their places in a bucket."""
     mine = ok & (wanted == BITS)
-    to = place * K + k
-    if BITS == FROM:
-        scale = held
-        _put(WORDS, to, mine, c0, c1, c2, c3, c4, c5, c6, c7, D, RUN, BITS)
-    else:
-        exact = rounded_up(largest * (1 / (2 ** (BITS - 1) - 1)), ULP, TINY, SCALES.dtype.element_ty)
-        scale = tl.where(exact.to(tl.float32) < TINY, TINY, exact.to(tl.float32)).to(SCALES.dtype.element_ty)
-        _put(
-            WORDS, to, mine, _narrowed(c0, held, scale, BITS), _narrowed(c1, held, scale, BITS), _narrowed(c2, held, scale, BITS),
-            _narrowed(c3, held, scale, BITS), _narrowed(c4, held, scale, BITS), _narrowed(c5, held, scale, BITS),
-            _narrowed(c6, held, scale, BITS), _narrowed(c7, held, scale, BITS), D, RUN, BITS,
-        )
-    tl.store(SCALES + (offset + place).to(tl.int64) * K + k, scale, mask=mine)
-    tl.store(WHERE + offset + place, position, mask=mine & (k == 0))
-
-
-@triton.jit
-def _move_bucket(
-    ENDS, SCALES, WHERE, WORDS, held, offset, k, OF, PLACE, TO_ENDS, TO_SCALES, TO_WHERE, TO_POOL, rows, count, K: tl.constexpr,
-    D: tl.constexpr, RUN: tl.constexpr, NUMBER: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
-    BITS_2: tl.constexpr, BITS_3: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
-):
-    """Move a tile of bucket NUMBER."""
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    ok = place < held
-    at = offset + place
-    scale = tl.load(SCALES + at.to(tl.int64) * K + k, mask=ok, other=0.0)
-    position = tl.load(WHERE + at, mask=ok, other=0)
-    row = _batch_row(ENDS, place, rows, NUMBER, WIDTHS)
-    _moved(
-        WORDS, place * K + k, scale, row, position, ok, k, OF, PLACE, TO_ENDS, TO_SCALES, TO_WHERE, TO_POOL, rows, count, K, D, RUN, WIDTHS,
-        BITS_0, BITS_1, BITS_2, BITS_3, BITS, ULP, TINY,
+    exact = rounded_up(largest * (1 / (2 ** (BITS - 1) - 1)), ULP, TINY, SCALES.dtype.element_ty)
+    scale = tl.where(exact.to(tl.float32) < TINY, TINY, exact.to(tl.float32)).to(SCALES.dtype.element_ty)
+    scale = tl.where(same, held, scale)
+    _put(
+        WORDS, place * K + k, mine, _narrowed(c0, held, scale, same, BITS), _narrowed(c1, held, scale, same, BITS),
+        _narrowed(c2, held, scale, same, BITS), _narrowed(c3, held, scale, same, BITS), _narrowed(c4, held, scale, same, BITS),
+        _narrowed(c5, held, scale, same, BITS), _narrowed(c6, held, scale, same, BITS), _narrowed(c7, held, scale, same, BITS), D, RUN,
+        BITS,
     )
-
-
-@triton.jit
-def _moved(
-    WORDS, token, held, row, position, ok, k, OF, PLACE, TO_ENDS, TO_SCALES, TO_WHERE, TO_POOL, rows, count, K: tl.constexpr,
-    D: tl.constexpr, RUN: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr, BITS_2: tl.constexpr,
-    BITS_3: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
-):
-    """Move a tile of tokens of BITS bits to where OF int8 and PLACE int32 [B, count] say."""
-    ok &= position < count
-    at = row * count + position
-    wanted = tl.load(OF + at, mask=ok, other=0).to(tl.int32)
-    place = tl.load(PLACE + at, mask=ok, other=0)
-    c0, c1 = _run_of(WORDS, token, ok, D, RUN, BITS, 0), _run_of(WORDS, token, ok, D, RUN, BITS, 1)
-    c2, c3 = _run_of(WORDS, token, ok, D, RUN, BITS, 2), _run_of(WORDS, token, ok, D, RUN, BITS, 3)
-    c4, c5 = _run_of(WORDS, token, ok, D, RUN, BITS, 4), _run_of(WORDS, token, ok, D, RUN, BITS, 5)
-    c6, c7 = _run_of(WORDS, token, ok, D, RUN, BITS, 6), _run_of(WORDS, token, ok, D, RUN, BITS, 7)
-    top = tl.maximum(tl.maximum(tl.abs(c0), tl.abs(c1)), tl.maximum(tl.abs(c2), tl.abs(c3)))
-    top = tl.maximum(top, tl.maximum(tl.maximum(tl.abs(c4), tl.abs(c5)), tl.maximum(tl.abs(c6), tl.abs(c7))))
-    largest = tl.max(top, 1).to(tl.float32) * held.to(tl.float32)
-    offset, pool_row = 0, 0
-    for number in tl.static_range(WIDTHS):
-        if (BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3) <= BITS:
-            _into(
-                TO_SCALES, TO_WHERE, TO_POOL + pool_row * ROW, offset, place, position, ok, wanted, k, held, largest, c0, c1, c2, c3, c4,
-                c5, c6, c7, K, D, RUN, BITS, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3, ULP,
-                TINY,
-            )
-        there = tokens_of(TO_ENDS, rows, number, WIDTHS)
-        offset += there
-        pool_row += rows_of(there, K, D, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3)
+    tl.store(SCALES + (first + place).to(tl.int64) * K + k, scale, mask=mine)
+    tl.store(WHERE + first + place, position, mask=mine & (k == 0))
 
 
 @triton.jit
@@ -245,22 +188,34 @@ def move_tokens(
     K: tl.constexpr, D: tl.constexpr, RUN: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
     BITS_2: tl.constexpr, BITS_3: tl.constexpr, TILE: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
-    """Write the tokens below ``count`` into planes TO_ENDS to TO_POOL, as ``schemes.smartkv.moves.Definition`` does."""
+    """Write the tokens below ``count`` into planes TO_ENDS to TO_POOL, where OF int8 and PLACE int32 [B, count] say.
+
+    As ``schemes.smartkv.moves.Definition`` does.
+    """
     k = tl.program_id(1)
-    offset, pool_row = 0, 0
-    for number in tl.static_range(WIDTHS):
-        held = tokens_of(ENDS, rows, number, WIDTHS)
-        if (tl.program_id(2) == number) & (tl.program_id(0) * TILE < held):
-            _move_bucket(
-                ENDS, SCALES, WHERE, POOL + pool_row * ROW, held, offset, k, OF, PLACE, TO_ENDS, TO_SCALES, TO_WHERE, TO_POOL, rows, count,
-                K, D, RUN, number, WIDTHS, BITS_0, BITS_1, BITS_2, BITS_3,
-                BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3, TILE, ULP, TINY,
-            )
-        offset += held
-        pool_row += rows_of(held, K, D, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3)
-    if tl.program_id(2) == WIDTHS:
-        token, scale, row, position, ok = _entering(NEW_SCALES, FIRST, pages, rows, k, K, TILE)
-        _moved(
-            NEW_CODES, token, scale, row, position, ok, k, OF, PLACE, TO_ENDS, TO_SCALES, TO_WHERE, TO_POOL, rows, count, K, D, RUN,
-            WIDTHS, BITS_0, BITS_1, BITS_2, BITS_3, 8, ULP, TINY,
+    held, first, pool_row, bits = _bucket(ENDS, pages, rows, K, D, WIDTHS, BITS_0, BITS_1, BITS_2, BITS_3)
+    if tl.program_id(0) * TILE < held:
+        at, scale, row, position, ok = _tokens(
+            NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, POOL, k, held, first, pool_row, bits, pages, rows, K, D, WIDTHS, TILE,
         )
+        ok &= position < count
+        wanted = tl.load(OF + row * count + position, mask=ok, other=0).to(tl.int32)
+        place = tl.load(PLACE + row * count + position, mask=ok, other=0)
+        c0, c1 = _run_of(at, ok, bits, D, RUN, 0), _run_of(at, ok, bits, D, RUN, 1)
+        c2, c3 = _run_of(at, ok, bits, D, RUN, 2), _run_of(at, ok, bits, D, RUN, 3)
+        c4, c5 = _run_of(at, ok, bits, D, RUN, 4), _run_of(at, ok, bits, D, RUN, 5)
+        c6, c7 = _run_of(at, ok, bits, D, RUN, 6), _run_of(at, ok, bits, D, RUN, 7)
+        top = tl.maximum(tl.maximum(tl.abs(c0), tl.abs(c1)), tl.maximum(tl.abs(c2), tl.abs(c3)))
+        top = tl.maximum(top, tl.maximum(tl.maximum(tl.abs(c4), tl.abs(c5)), tl.maximum(tl.abs(c6), tl.abs(c7))))
+        largest = tl.max(top, 1).to(tl.float32) * scale.to(tl.float32)
+        to, to_row = 0, tl.program_id(2).to(tl.int64) * 0
+        for number in tl.static_range(WIDTHS):
+            _into(
+                TO_SCALES, TO_WHERE, TO_POOL + to_row * ROW, to, place, position, ok, wanted, k, scale,
+                bits == (BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3), largest, c0, c1, c2, c3,
+                c4, c5, c6, c7, K, D, RUN, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3, ULP,
+                TINY,
+            )
+            there = tokens_of(TO_ENDS, rows, number, WIDTHS)
+            to += there
+            to_row += rows_of(there, K, D, BITS_0 if number == 0 else BITS_1 if number == 1 else BITS_2 if number == 2 else BITS_3)
