@@ -148,24 +148,35 @@ def moved(half: Buckets, order: Order, first: int, held: int, room: Room | None)
     ``first``: what the plane of that name holds. ``room``: that of new planes; None: its own planes are written.
     """
     count = order.widths.shape[1]
-    new = room or Room(half.pool.shape[0], half.where.shape[0])
-    into = buckets.made(half, order.ends, torch.full_like(half.first, count), new)
+    if room is None:
+        into = replace(
+            half, ends=order.ends.view_as(half.ends),
+            **{name: torch.empty_like(getattr(half, name)) for name in ("scales", "where", "pool")},
+        )
+    else:
+        into = buckets.made(half, order.ends, torch.full_like(half.first, count), room)
     movement(half.ends.device).move(half, order, first, into)
     entering = _left(half, count - first, held - count)
     if room is not None:
         return replace(into, entering=entering)
-    for old, written in zip(half.planes[buckets.FIRST :], into.planes[buckets.FIRST :], strict=True):
-        old.copy_(written)
+    half.first.fill_(count)
+    for name in ("ends", "scales", "where", "pool"):
+        getattr(half, name).copy_(getattr(into, name))
     return replace(half, entering=entering)
 
 
 def _left(half: Buckets, start: int, count: int) -> coder.Coded:
     """The entering planes with the ``count`` tokens from number ``start`` on at their beginning; the very tensors where of that size."""
     codes, scales = half.entering
+    if count <= 1 and codes.shape[0] == 1:
+        kept = [plane[:, :, :, start].clone() for plane in half.entering] if count else []
+        scales.zero_()
+        for plane, rows in zip(half.entering, kept, strict=False):
+            plane[:, :, :, 0] = rows
+        return half.entering
     number = start + torch.arange(count, device=codes.device)
     kept = [plane[number // PAGE, :, :, number % PAGE] for plane in half.entering] if count else []
-    pages = max(1, pages_for(count))
-    made = (codes.zero_(), scales.zero_()) if codes.shape[0] == pages else buckets.empty(half, pages)
+    made = buckets.empty(half, max(1, pages_for(count)))
     place = torch.arange(count, device=codes.device)
     for plane, rows in zip(made, kept, strict=False):
         plane[place // PAGE, :, :, place % PAGE] = rows

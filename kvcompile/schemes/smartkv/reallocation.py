@@ -248,8 +248,8 @@ def moved(scheme: Smartkv, layer: Layer, slot: SlotSpec, decision: Decision, num
         moves.moved(half, order, layer.first, held, room) for half, order, room in zip(layer.halves, orders, rooms, strict=True)
     )
     importance, heads, told = layer.kept
-    _write(importance, some.plain[at].unsqueeze(-1), 2)
-    _write(told, some.told[at].unsqueeze(-1), 0)
+    _write(importance, some.plain[at], 2)
+    _write(told, some.told[at], 0)
     return Reallocated((*keys.planes, importance, heads, told), values.planes, Churn(1, changed, refused))
 
 
@@ -262,10 +262,13 @@ def _rooms(layer: Layer, needs: Sequence[Room], most: int) -> Sequence[Room | No
     return wide if sum(moves.held_bytes(half, room) for half, room in zip(halves, wide, strict=True)) <= most else needs
 
 
-def _write(plane: torch.Tensor, rows_BT1: torch.Tensor, column: int) -> None:
-    """Write one column of a plane [N, B, 1, page, width], for the first T positions and those of their last page."""
-    pages = pages_for(rows_BT1.shape[1])
-    plane[:pages, ..., column : column + 1] = put(plane, rows_BT1)
+def _write(plane: torch.Tensor, rows_BT: torch.Tensor, column: int) -> None:
+    """Write one column of a plane [N, B, 1, page, width] for the first T positions."""
+    full, rest = divmod(rows_BT.shape[1], PAGE)
+    of_pages = plane[:, :, 0, :, column]
+    of_pages[:full] = rows_BT[:, : full * PAGE].unflatten(1, (full, PAGE)).transpose(0, 1)
+    if rest:
+        of_pages[full, :, :rest] = rows_BT[:, full * PAGE :]
 
 
 def _told(stored_RT: torch.Tensor) -> Decided:

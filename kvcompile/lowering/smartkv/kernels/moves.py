@@ -2,7 +2,8 @@
 
 A program has TILE places of one bucket, or of the entering tokens, of one kv head. Grid: tiles of the longest, kv heads, buckets and one.
 Channels are taken in eight runs of D / 8: whatever the width, a byte has codes of the same place in each run, so one piece of code reads
-all widths, with numbers that the program's bucket says, and compiles once.
+all widths, with numbers that the program's bucket says, and compiles once: neither sizes nor where a layer's part of a tensor begins
+make a kernel of their own.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -81,7 +82,7 @@ def _run_of(at, ok, bits, D: tl.constexpr, RUN: tl.constexpr, NUMBER: tl.constex
     return tl.where(there, code - half, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "count"])
 def say_widths(
     ENDS, WHERE, OUT, rows, count, K: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
     BITS_2: tl.constexpr, BITS_3: tl.constexpr, TILE: tl.constexpr,
@@ -95,7 +96,7 @@ def say_widths(
     tl.store(OUT + _batch_row(ENDS, place, rows, WIDTHS) * count + position, found, mask=ok & (position < count))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages", "rows", "count", "from_head", "heads"])
 def decode_tokens(
     NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, POOL, OUT, pages, rows, count, from_head, heads, K: tl.constexpr, D: tl.constexpr,
     RUN: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr, BITS_2: tl.constexpr, BITS_3: tl.constexpr,
@@ -182,7 +183,7 @@ def _into(
     tl.store(WHERE + first + place, position, mask=mine & (k == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages", "rows", "count", "OF", "PLACE"])
 def move_tokens(
     NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, POOL, OF, PLACE, TO_ENDS, TO_SCALES, TO_WHERE, TO_POOL, pages, rows, count,
     K: tl.constexpr, D: tl.constexpr, RUN: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
