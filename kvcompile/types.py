@@ -12,6 +12,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -93,12 +94,12 @@ class PlaneSpec:
     pooled: bool = False
     first: bool = False
 
-    def shape(self, pages: int, batch: int, heads: int) -> tuple[int, int, int, int, int]:
+    def shape(self, pages: Any, batch: Any, heads: Any) -> tuple[Any, Any, Any, int, int]:
         """The allocated shape for ``pages`` pages, [N, B, K, rows, width]; empty where the store says how many there are."""
         n = pages if self.extent is Extent.TOKENS else 0 if self.extent is Extent.STORE else 1
         return self.shape_of(n, batch, heads)
 
-    def shape_of(self, n: int, batch: int, heads: int) -> tuple[int, int, int, int, int]:
+    def shape_of(self, n: Any, batch: Any, heads: Any) -> tuple[Any, Any, Any, int, int]:
         """The shape with ``n`` along its first axis."""
         return (n, 1 if self.pooled or self.extent is Extent.BATCH else batch, 1 if self.shared else heads, self.rows, self.width)
 
@@ -163,8 +164,11 @@ class Layout:
         added = PlaneSpec("window", slot.dtype, slot.head_dim, window, Extent.ROW), PlaneSpec("clock", torch.int64, 2, 1, Extent.ROW)
         return Layout((*grown, *constant, *added, *own))
 
-    def nbytes(self, pages: int, batch: int, heads: int) -> int:
-        """Bytes of all planes of ``pages`` pages, ``batch`` rows and ``heads`` kv heads, without those whose size their store says."""
+    def nbytes(self, pages: Any, batch: Any, heads: Any) -> Any:
+        """Bytes of all planes of ``pages`` pages, ``batch`` rows and ``heads`` kv heads, without those whose size their store says.
+
+        The three are whole numbers, or sympy expressions for them: what is announced, planned and held comes from this one formula.
+        """
         shared = sum(math.prod(plane.shape(pages, batch, heads)) * plane.dtype.itemsize for plane in self.planes if plane.shared)
         return heads * (batch * (pages * self.bytes_per_page + self.bytes_per_row) + self.bytes_per_head) + shared
 

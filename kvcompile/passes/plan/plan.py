@@ -72,9 +72,7 @@ class SlotPlan:
         """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages; the budget where a scheme keeps to one."""
         if isinstance(self.scheme, Adaptive):
             return sympy.ceiling(self.scheme.announced * self._rows * self._tokens * self.spec.heads * self.spec.head_dim * 2)
-        pages = sympy.ceiling(self._tokens / PAGE)
-        per_row = pages * self.layout.bytes_per_page + self.layout.bytes_per_row
-        return self.spec.heads * (self._rows * per_row + self.layout.bytes_per_head)
+        return self.layout.nbytes(sympy.ceiling(self._tokens / PAGE), self._rows, self.spec.heads)
 
     @property
     def bytes_before(self) -> sympy.Expr:
