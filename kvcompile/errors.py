@@ -261,6 +261,13 @@ class TargetError(KvcompileError):
     template = "expected a target like hf:llama, a local checkpoint folder or file.py:factory, found {found!r}: {why}"
 
 
+class NotPlanned(KvcompileError):
+    template = (
+        "expected {expected}, to count the bytes of {name}, found {found}; compile the model and read backend.report(), or plan for a part "
+        "of it with a factory: file.py:factory"
+    )
+
+
 class NothingToDump(KvcompileError):
     template = "expected {expected}, found {found}; {todo}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from kvcompile.settings import Inner
 from kvcompile.variants import kernel_text
 
 
-def observe(model: Any, inputs: Any, owner: Backend) -> None:
-    """Run ``model`` once on ``inputs`` under ``owner``, and one more token where a cache comes back.
+def observe(model: Any, inputs: Any, owner: Callable[..., Any]) -> Any:
+    """Run ``model`` once on ``inputs`` under ``owner``, and one more token where a cache comes back; returns the last call's result.
 
     The inputs are deep-copied, so a cache among them is not touched.
     """
@@ -31,10 +31,8 @@ def observe(model: Any, inputs: Any, owner: Backend) -> None:
         if past is not None and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1:
             # Tensors that go with the first tokens, such as their mask, would not fit one more.
             step = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)} | {"past_key_values": past}
-            if "input_ids" in kwargs:
-                compiled(input_ids=ids[:, -1:], **step)
-            else:
-                compiled(ids[:, -1:], **step)
+            result = compiled(input_ids=ids[:, -1:], **step) if "input_ids" in kwargs else compiled(ids[:, -1:], **step)
+    return result
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

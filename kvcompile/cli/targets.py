@@ -76,7 +76,7 @@ def resolve(text: str, options: Options) -> Target:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without progress bars and advice about checkpoints, which would stand in the middle of a report."""
     from transformers.utils import logging as hub
 
@@ -92,13 +92,14 @@ def _quiet() -> Iterator[None]:
         hub.enable_progress_bar()
 
 
-def _require_transformers(text: str) -> None:
+def require_transformers(text: str) -> None:
+    """Raise TargetError where transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise TargetError(found=text, why="this kind of target needs transformers: pip install 'kvcompile[hf]'")
 
 
 def _tiny(text: str, options: Options) -> Target:
-    _require_transformers(text)
+    require_transformers(text)
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     name = text.removeprefix("hf:")
@@ -108,7 +109,7 @@ def _tiny(text: str, options: Options) -> Target:
         raise TargetError(found=text, why=f"transformers has no model type {name!r}{hint}")
     torch.manual_seed(0)
     try:
-        with _quiet():
+        with quiet():
             config = tiny_config(CONFIG_MAPPING[name]().get_text_config(decoder=True))
             model = AutoModelForCausalLM.from_config(config, dtype=options.dtype or torch.bfloat16, attn_implementation=options.attention)
     except Exception as error:
@@ -118,13 +119,13 @@ def _tiny(text: str, options: Options) -> Target:
 
 
 def _checkpoint(text: str, options: Options) -> Target:
-    _require_transformers(text)
+    require_transformers(text)
     from transformers import AutoModelForCausalLM
 
     if not (Path(text) / "config.json").is_file():
         raise TargetError(found=text, why="the folder has no config.json, so it is no transformers checkpoint")
     try:
-        with _quiet():
+        with quiet():
             model = AutoModelForCausalLM.from_pretrained(
                 text, dtype=options.dtype or "auto", attn_implementation=options.attention, local_files_only=True
             )

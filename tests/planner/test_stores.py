@@ -1,0 +1,97 @@
+"""Planned bytes are the bytes that a compiled model's stores hold, to the byte: schemes, batches, lengths, windows, latents, shared caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from e2e_models import llama
+from transformers import StaticCache
+
+import kvcompile
+from kvcompile.cli.architectures import build
+from kvcompile.passes.plan.policy import policy_of
+from kvcompile.planner.model import traced
+from kvcompile.planner.stores import BATCH, TOKENS, Share, Stores, page_symbol
+
+SCHEMES = ("dense", "int8", "int4(group=16)", "nf4", "fp8", "kivi", "kivi(bits=4,window=64)", "squat", "certified", {"k": "int8", "v": "int4"})
+
+
+@pytest.fixture(autouse=True)
+def _fresh(one_thread: None, fresh_dynamo: None) -> None:
+    """Small tensors on one thread, nothing compiled before."""
+
+
+def inputs(model: Any, rows: int, prompt: int, capacity: int) -> dict[str, Any]:
+    """A prompt with an empty static cache."""
+    config = model.config.get_text_config(decoder=True)
+    ids = torch.randint(3, config.vocab_size, (rows, prompt), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "past_key_values": StaticCache(config=config, max_cache_len=capacity), "use_cache": True}
+
+
+@torch.no_grad()
+def held(model: Any, scheme: object, rows: int, prompt: int, tokens: int, capacity: int) -> tuple[int, int]:
+    """Bytes of a compiled model's stores at ``tokens`` tokens, and of all cache tensors that stay dense."""
+    torch.compiler.reset()
+    backend = kvcompile.backend(scheme, inner="eager", validate=False)
+    compiled, given = torch.compile(model, backend=backend), inputs(model, rows, prompt, capacity)
+    compiled(**given)
+    for _ in range(prompt, tokens):
+        compiled(input_ids=given["input_ids"][:, :1].contiguous(), past_key_values=given["past_key_values"], use_cache=True)
+    report = backend.report()
+    # The pipeline's own word and the memory agree before the plan is held against them.
+    assert report.announced == report.allocated or "smartkv" in str(scheme)
+    return report.allocated, report.dense
+
+
+def plan(model: Any, scheme: object, prompt: int, capacity: int, exact: bool) -> Stores:
+    """The stores that the planner sees, for caches of that capacity, or (``exact``) as long as what is asked for."""
+    with torch.no_grad():
+        seen = traced("a test", model, inputs(model, 1, prompt, capacity), prompt, capacity if exact else None)
+    return seen.stores(policy_of(scheme))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_planned_bytes_are_those_of_the_stores(scheme: object) -> None:
+    model = llama()
+    planned = plan(model, scheme, 9, 400, exact=False)
+    for rows, tokens in ((1, 11), (3, 270)):
+        allocated, dense = held(model, scheme, rows, tokens - 2, tokens, 400)
+        assert planned.device_bytes(rows, tokens) + planned.host_bytes(rows, tokens) == allocated
+        assert planned.dense_bytes(rows, tokens) == dense
+    # A cache as long as the sequence has no room behind it.
+    exactly = plan(model, scheme, 9, 400, exact=True)
+    allocated, _ = held(model, scheme, 1, 300, 300, 300)
+    assert exactly.device_bytes(1, 300) == allocated
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_formula_is_what_is_counted(scheme: object) -> None:
+    stores = plan(llama(), scheme, 9, 400, exact=True)
+    for rows, tokens in ((1, 64), (5, 1000), (16, 4097)):
+        at = {BATCH: rows, TOKENS: tokens, page_symbol(None): -(-tokens // 64)}
+        assert stores.formula.subs(at) == stores.device_bytes(rows, tokens) + stores.host_bytes(rows, tokens)
+        assert sum(stores.shares(rows, tokens).values()) == stores.formula.subs(at)
+
+
+@pytest.mark.parametrize(("name", "slots"), [
+    ("gemma3_text", None), ("deepseek_v3", None), ("mistral", None), ("gemma3n_text", None), ("mimo_v2_flash", None), ("qwen3_next", None),
+])
+@pytest.mark.parametrize("scheme", ["dense", "int8"])
+def test_architectures(name: str, slots: None, scheme: str) -> None:
+    """Windows, latents, caches that layers share, keys wider than values, layers without a cache."""
+    try:
+        subject = build(name, "sdpa")
+    except KeyError:
+        pytest.skip(f"this transformers has no {name}")
+    planned = plan(subject.model, scheme, 40, 90, exact=False)
+    allocated, _ = held(subject.model, scheme, 2, 40, 43, 90)
+    compressed = sum(count for (share, _), count in planned.shares(2, 43).items() if share is not Share.LEFT)
+    assert compressed == allocated > 0
+
+
+def test_a_budget_is_announced() -> None:
+    stores = plan(llama(), "smartkv(budget=0.5)", 9, 400, exact=True)
+    values = 3 * 1000 * sum(item.slot.heads * item.slot.head_dim for item in stores.stored)
+    assert stores.device_bytes(3, 1000) == values
