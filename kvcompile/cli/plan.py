@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.prefill, arguments.prefill_rows,
     )
     known = figures()
-    options = [Option.of(label, model.stores(policy), demand, known) for label, policy in wanted]
+    options = [Option.of(label, model.stores(policy, arguments.context), demand, known) for label, policy in wanted]
     found = recommend(options, demand, Generation(arguments.gpu), arguments.damage)
     console = _console()
     if arguments.json:

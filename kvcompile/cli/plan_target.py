@@ -26,14 +26,8 @@ def model_of(text: str, context: int, prompt: int, dtype: torch.dtype | None) ->
     if text.rpartition(":")[0].endswith(".py"):
         target = resolve(text, Options(dtype=dtype))
         with torch.no_grad():
-            return traced(text, target.model, target.inputs, _tokens(target.inputs))
+            return traced(text, target.model, target.inputs)
     return _hollow(text, _configuration(text), context, prompt, dtype)
-
-
-def _tokens(inputs: Any) -> int:
-    """Tokens of a row of a factory's inputs: the last dim of token ids, 1 where it has none."""
-    ids = inputs.get("input_ids") if isinstance(inputs, dict) else None
-    return int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else 1
 
 
 def _configuration(text: str) -> Any:
@@ -74,7 +68,7 @@ def _hollow(text: str, config: Any, context: int, prompt: int, dtype: torch.dtyp
     chosen = dtype or (own if isinstance(own, torch.dtype) else torch.bfloat16)
     try:
         with quiet(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=chosen, attn_implementation="sdpa").eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=chosen).eval()
     except Exception as error:
         why = f"a causal model of it could not be built ({type(error).__name__}: {error}); plan for a factory, file.py:factory, instead"
         raise TargetError(found=text, why=why) from error
@@ -84,4 +78,4 @@ def _hollow(text: str, config: Any, context: int, prompt: int, dtype: torch.dtyp
         "past_key_values": StaticCache(config=config, max_cache_len=capacity),
     }
     with torch.no_grad(), quiet():
-        return traced(text, model, inputs, prompt, capacity, longest)
+        return traced(text, model, inputs, capacity, longest)

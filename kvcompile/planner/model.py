@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvcompile.errors import NotPlanned
+from kvcompile.passes.graph.shapes import hint
 from kvcompile.passes.plan.policy import Policy
 from kvcompile.planner.activations import peak_bytes
 from kvcompile.planner.observer import Observed, observed
@@ -32,13 +33,18 @@ class Model:
     capacity: int | None = None
     longest: int | None = None
 
-    def stores(self, policy: Policy) -> Stores:
-        """Plan the model's stores under a policy."""
-        return planned(self.observed, policy, self.remainder, self.capacity)
+    def stores(self, policy: Policy, tokens: int | None = None) -> Stores:
+        """Plan the model's stores under a policy; raises NotPlanned where its own caches are too short for ``tokens`` tokens."""
+        made = planned(self.observed, policy, self.remainder, self.capacity)
+        ends = [item.end for item in made.stored if item.end is not None and not item.forgets and not item.pooled]
+        if tokens is not None and ends and min(ends) < tokens:
+            found = f"one of {min(ends)} tokens"
+            raise NotPlanned(expected=f"caches with room for {tokens} tokens", found=found, name=self.name)
+        return made
 
 
-def traced(name: str, model: torch.nn.Module, inputs: Any, prompt: int, capacity: int | None = None, longest: int | None = None) -> Model:
-    """Trace a model on the inputs of a prompt of ``prompt`` tokens, and a step behind it; raises NotPlanned.
+def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None = None, longest: int | None = None) -> Model:
+    """Trace a model on the inputs of a prompt, and a step behind it; raises NotPlanned.
 
     Where the model returns its cache, every tensor in it is accounted for: what no slot lives in counts as the model made it. A module
     that keeps its caches elsewhere is planned only where the matcher read every attention over a cache.
@@ -60,8 +66,9 @@ def traced(name: str, model: torch.nn.Module, inputs: Any, prompt: int, capacity
             found=f"{len(seen.refusals)} refused, the first: {seen.refusals[0]}", name=name,
         )
     prompts = [item for item in seen.graphs if any(site.tokens != 1 for site in item.matched.sites)] or list(seen.graphs)
+    tokens = max(hint(site.tokens) * site.key.batch for item in prompts for site in item.matched.sites)
     live = max(peak_bytes(item) for item in prompts)
-    return Model(name, seen, counted(model), _remainder(seen, tensors, capacity), live / max(prompt, 1), capacity, longest)
+    return Model(name, seen, counted(model), _remainder(seen, tensors, capacity), live / max(tokens, 1), capacity, longest)
 
 
 def _remainder(seen: Observed, tensors: list[torch.Tensor], capacity: int | None) -> Remainder:

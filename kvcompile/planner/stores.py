@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import sympy
 
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.sites import Refusal, Stage
-from kvcompile.passes.plan.plan import BATCH, TOKENS, SlotPlan, plan
+from kvcompile.passes.match.sites import Refusal, Site, Stage
+from kvcompile.passes.plan.plan import BATCH, TOKENS, SlotPlan, plan, rolls
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.planner.observer import Observed, Place
 from kvcompile.runtime.growth import Growth
+from kvcompile.runtime.token_slots import LEAST_PAGES
 from kvcompile.schemes import Adaptive, Dense, Scheme
-from kvcompile.types import Extent, Layout, PlaneSpec, SlotSpec
+from kvcompile.types import Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 GROWTH = Growth()
 DENSE = Policy((("*", Pair(Dense(), Dense())),))
@@ -59,7 +60,7 @@ class Stored:
 
     ``end``: the tokens that it holds at most, None for as many as the sequence has. ``exact``: whether a cache without an end is as long as
     the sequence from the start (a static one), so that no room is reserved behind it. ``pooled``: a pool of ``end`` places that is
-    stored whole, whatever the batch.
+    stored whole, whatever the batch. ``forgets``: whether it keeps its newest ``end`` tokens, as a sliding window does.
     """
 
     path: str
@@ -69,14 +70,16 @@ class Stored:
     end: int | None
     exact: bool = False
     pooled: bool = False
+    forgets: bool = False
 
     @staticmethod
-    def of(item: SlotPlan, path: str, kept: bool, capacity: int | None) -> Stored:
+    def of(item: SlotPlan, site: Site, kept: bool, capacity: int | None) -> Stored:
         """The numbers of a planned slot; ``kept``: whether its tensor stays as it is; ``capacity``: that of caches as long as asked for."""
         pooled = item.slot.block_table is not None
         end = int(item.slot.axes.room(value_of(item.slot.root).shape)) if pooled else item.end
         exact = end is not None and end == capacity
-        return Stored(path, item.spec, None if kept else item.scheme, item.layout, None if exact else end, exact, pooled)
+        forgets = item.slot.sliding is not None or rolls(site) is not None
+        return Stored(site.path, item.spec, None if kept else item.scheme, item.layout, None if exact else end, exact, pooled, forgets)
 
     def tokens(self, tokens: int) -> int:
         """Tokens stored of ``tokens`` in the sequence."""
@@ -86,7 +89,9 @@ class Stored:
 
     def pages(self, tokens: int) -> int:
         """Pages that the runtime reserves for a sequence of ``tokens`` tokens."""
-        return GROWTH.pages(self.tokens(tokens), tokens if self.exact else self.end)
+        if self.pooled:
+            return pages_for(self.end or 0)
+        return max(LEAST_PAGES, GROWTH.pages(self.tokens(tokens), tokens if self.exact else self.end))
 
     def bytes_per_token(self, tokens: int) -> float:
         """Bytes that one more token of a row takes where it has ``tokens``: none in a window that is full."""
@@ -202,17 +207,17 @@ def planned(observed: Observed, policy: Policy, remainder: Remainder = Remainder
 
     ``capacity``: that of the traced static cache, which stands for the length of whatever sequence bytes are asked for.
     """
-    found: dict[Place, tuple[SlotPlan, str]] = {}
-    known: dict[Place, tuple[SlotPlan, str]] = {}
+    found: dict[Place, tuple[SlotPlan, Site]] = {}
+    known: dict[Place, tuple[SlotPlan, Site]] = {}
     kept: set[Place] = set()
     refusals: dict[tuple[str, str], Refusal] = {}
     # The step's graphs first: what a prompt's graph says of a slot may know less, such as the slots of a window that is not full.
     for seen in reversed(observed.graphs):
         made = plan(seen.matched, policy)
         refusals |= {(item.path, item.reason): item for item in made.refusals if item.stage is Stage.PLAN}
-        parts = {seen.place(part.slot): (part, item.site.path) for item in made.sites for part in item.parts}
+        parts = {seen.place(part.slot): (part, item.site) for item in made.sites for part in item.parts}
         every = {
-            seen.place(part.slot): (part, item.site.path) for item in plan(seen.matched, DENSE).sites for part in item.parts
+            seen.place(part.slot): (part, item.site) for item in plan(seen.matched, DENSE).sites for part in item.parts
         }
         kept |= every.keys() - parts.keys()
         found = parts | found

@@ -1,4 +1,4 @@
-"""Planned bytes are the bytes that a compiled model's stores hold, to the byte: schemes, batches, lengths, windows, latents, shared caches."""
+"""Planned bytes are those that a compiled model's stores hold: schemes, batches, lengths, windows, latents, shared caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvcompile.passes.plan.policy import policy_of
 from kvcompile.planner.model import traced
 from kvcompile.planner.stores import BATCH, TOKENS, Share, Stores, page_symbol
 
-SCHEMES = ("dense", "int8", "int4(group=16)", "nf4", "fp8", "kivi", "kivi(bits=4,window=64)", "squat", "certified", {"k": "int8", "v": "int4"})
+SCHEMES = (
+    "dense", "int8", "int4(group=16)", "nf4", "fp8", "kivi", "kivi(bits=4,window=64)", "squat", "certified",
+    {"k": "int8", "v": "int4"},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +51,13 @@ def held(model: Any, scheme: object, rows: int, prompt: int, tokens: int, capaci
 def plan(model: Any, scheme: object, prompt: int, capacity: int, exact: bool) -> Stores:
     """The stores that the planner sees, for caches of that capacity, or (``exact``) as long as what is asked for."""
     with torch.no_grad():
-        seen = traced("a test", model, inputs(model, 1, prompt, capacity), prompt, capacity if exact else None)
+        seen = traced("a test", model, inputs(model, 1, prompt, capacity), capacity if exact else None)
     return seen.stores(policy_of(scheme))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_planned_bytes_are_those_of_the_stores(scheme: object) -> None:
-    model = llama()
+    model = llama(head_dim=64)
     planned = plan(model, scheme, 9, 400, exact=False)
     for rows, tokens in ((1, 11), (3, 270)):
         allocated, dense = held(model, scheme, rows, tokens - 2, tokens, 400)
@@ -68,21 +71,21 @@ def test_planned_bytes_are_those_of_the_stores(scheme: object) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_formula_is_what_is_counted(scheme: object) -> None:
-    stores = plan(llama(), scheme, 9, 400, exact=True)
+    stores = plan(llama(head_dim=64), scheme, 9, 400, exact=True)
     for rows, tokens in ((1, 64), (5, 1000), (16, 4097)):
-        at = {BATCH: rows, TOKENS: tokens, page_symbol(None): -(-tokens // 64)}
+        at = {BATCH: rows, TOKENS: tokens, page_symbol(None): stores.stored[0].pages(tokens)}
         assert stores.formula.subs(at) == stores.device_bytes(rows, tokens) + stores.host_bytes(rows, tokens)
         assert sum(stores.shares(rows, tokens).values()) == stores.formula.subs(at)
 
 
-@pytest.mark.parametrize(("name", "slots"), [
-    ("gemma3_text", None), ("deepseek_v3", None), ("mistral", None), ("gemma3n_text", None), ("mimo_v2_flash", None), ("qwen3_next", None),
+@pytest.mark.parametrize("name", [
+    "gemma3_text", "deepseek_v3", "gemma3n_text", "mimo_v2_flash", "qwen3_next",
 ])
 @pytest.mark.parametrize("scheme", ["dense", "int8"])
-def test_architectures(name: str, slots: None, scheme: str) -> None:
+def test_architectures(name: str, scheme: str) -> None:
     """Windows, latents, caches that layers share, keys wider than values, layers without a cache."""
     try:
-        subject = build(name, "sdpa")
+        subject = build(name, "eager" if name == "mimo_v2_flash" else "sdpa")
     except KeyError:
         pytest.skip(f"this transformers has no {name}")
     planned = plan(subject.model, scheme, 40, 90, exact=False)
@@ -92,6 +95,6 @@ def test_architectures(name: str, slots: None, scheme: str) -> None:
 
 
 def test_a_budget_is_announced() -> None:
-    stores = plan(llama(), "smartkv(budget=0.5)", 9, 400, exact=True)
+    stores = plan(llama(head_dim=64), "smartkv(budget=0.5)", 9, 400, exact=True)
     values = 3 * 1000 * sum(item.slot.heads * item.slot.head_dim for item in stores.stored)
     assert stores.device_bytes(3, 1000) == values

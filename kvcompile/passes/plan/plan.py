@@ -208,7 +208,7 @@ def layer_of(path: str, index: int) -> int:
     return int(found[0]) if found else index
 
 
-def _rolls(site: Site) -> int | None:
+def rolls(site: Site) -> int | None:
     """The capacity of a buffer that is no longer than the window of its mask: once it is full, its tokens will be moved."""
     hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
     if lo is None or not slot.kind.facts.in_place or (hi.kind, hi.node) != (lo.kind, lo.node):
@@ -227,7 +227,7 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
         scheme.check_pair(pair.k, pair.v, site.assembly is not None, site.path or "*")
     _check_device(site, pair)
     _check_order(site, pair)
-    rolling = site.key.sliding.slots if site.key.sliding is not None else _rolls(site)
+    rolling = site.key.sliding.slots if site.key.sliding is not None else rolls(site)
     if pair.certify is not None:
         check_site(site, rolling)
 
