@@ -268,6 +268,17 @@ class NotPlanned(KvcompileError):
     )
 
 
+class SensitivityUnread(KvcompileError):
+    template = "expected a file that kvcompile sensitivity wrote, found {found} ({path}); measure the model with kvcompile sensitivity"
+
+
+class BudgetTooSmall(SchemeError):
+    template = (
+        "expected a budget of at least {least} bytes for {batch} x {context} tokens, with the schemes that were measured, found {memory}; "
+        "raise the memory, make the context or the batch smaller, or measure smaller schemes with kvcompile sensitivity --schemes"
+    )
+
+
 class NothingToDump(KvcompileError):
     template = "expected {expected}, found {found}; {todo}"
 

@@ -14,7 +14,7 @@ MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 26
 
 @dataclass(frozen=True)
 class Demand:
-    """What shall fit: bytes of memory, of weights and of anything else; rows, tokens a row; and prompts that run at once.
+    """Demand on one device: bytes of memory, of weights and of anything else; rows, tokens a row; and prompts that run at once.
 
     ``activations``: bytes a token of a prompt. ``prefill``: tokens of a row that one call takes, None for all. ``prefill_rows``: rows of
     that call. All bytes are of one device.

@@ -55,7 +55,7 @@ class Option:
 
     @staticmethod
     def of(label: str, stores: Stores, demand: Demand, known: Figures) -> Option:
-        """What a scheme's stores come to under a demand."""
+        """Search how far a scheme's stores go under a demand, and look up its figures."""
         kinds = [item.scheme.absmax(item.slot.head_dim) for item in stores.stored if item.scheme is not None]
         return Option(
             label, stores, any(kind is not None and kind.e4m3 for kind in kinds), demand.largest_batch(stores),

@@ -119,6 +119,10 @@ class Stored:
             for index, plane in enumerate(self.layout.planes):
                 yield _share(plane, index == 0), plane.host, Layout((plane,)).nbytes(pages, rows, self.slot.heads)
 
+    def nbytes(self, batch: int, tokens: int) -> int:
+        """Bytes of all planes, on the device and the host."""
+        return sum(count for _, _, count in self.shares(batch, tokens))
+
     def formula(self, pages: sympy.Expr) -> sympy.Expr:
         """Bytes over ``BATCH`` rows, ``pages`` pages and, where nothing is paged, ``TOKENS`` tokens."""
         rows = sympy.Integer(1) if self.pooled else BATCH

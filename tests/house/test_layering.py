@@ -68,6 +68,10 @@ ALLOWED = {
         "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.ops", "kvcompile.runtime",
     ),
     "kvcompile.validation": ("kvcompile.types", "kvcompile.errors", "kvcompile.passes", "kvcompile.runtime", "kvcompile.validation"),
+    "kvcompile.planner": (
+        "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.rooms", "kvcompile.runtime",
+        "kvcompile.report", "kvcompile.explain", "kvcompile.backend", "kvcompile.planner",
+    ),
     "kvcompile.report": ("kvcompile.types", "kvcompile.passes", "kvcompile.schemes"),
 }
 """What a layer may import of ours. What is not listed (backend, explain, the command line) stands on top of all."""
