@@ -7,6 +7,7 @@ from kvcompile.backend import Backend, backend
 from kvcompile.errors import KvcompileError
 from kvcompile.explain import explain
 from kvcompile.passes.plan.policy import Pair, Policy
+from kvcompile.planner.fitting import fit
 from kvcompile.report import Report
 from kvcompile.runtime.handle import CompressedCache, decoded
 from kvcompile.schemes import Certified, Certify, Dense, Fp8, Int4, Int8, Kivi, Nf4, Scheme, Squat, register
@@ -17,5 +18,5 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Backend", "Certified", "Certify", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "Kivi", "KvcompileError", "Nf4",
-    "Pair", "Policy", "Report", "Scheme", "Squat", "backend", "decoded", "explain", "register", "require_divides",
+    "Pair", "Policy", "Report", "Scheme", "Squat", "backend", "decoded", "explain", "fit", "register", "require_divides",
 ]

@@ -1,4 +1,4 @@
-"""The command line: explain, dump, bench, plan, schemes, eval, survey. Reads and prints; what it shows is made elsewhere.
+"""The command line: explain, dump, bench, plan, sensitivity, schemes, eval, survey. Reads and prints; what it shows is made elsewhere.
 
     kvcompile explain hf:llama --scheme int4
     kvcompile dump model.py:make --scheme int8 --stage rewritten
@@ -24,7 +24,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.syntax import Syntax
 
 from kvcompile.backend import Backend, backend
-from kvcompile.cli import bench, plan
+from kvcompile.cli import bench, plan, sensitivity
 from kvcompile.cli.scheme_table import scheme_table
 from kvcompile.cli.targets import CacheKind, Options, Target, resolve
 from kvcompile.errors import KvcompileError, TargetError
@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     dump.set_defaults(run=_dump)
     bench.add(commands)
     plan.add(commands, DTYPES, _split)
+    sensitivity.add(commands, _split)
     schemes = commands.add_parser("schemes", help="all schemes with their options and bytes")
     schemes.add_argument("--heads", type=_count, default=8, help="kv heads (default 8)")
     schemes.add_argument("--head-dim", type=_count, default=128, help="channels a head (default 128)")

@@ -44,13 +44,13 @@ def add(
     """Add the command; ``dtypes`` and ``split`` are those of the other commands."""
     parser = commands.add_parser("plan", help="bytes of a model's cache under every scheme, what fits on a GPU, and what to choose")
     parser.add_argument("target", metavar="CONFIG_OR_MODEL", help=TARGET_HELP)
-    parser.add_argument("--gpu-memory", type=_gigabytes, default=80 * GB, metavar="GB", help="of one device, 10^9 bytes (default 80)")
-    parser.add_argument("--context", type=_positive, default=4096, help="tokens of a request, prompt and answer (default 4096)")
-    parser.add_argument("--batch", type=_positive, default=1, help="requests at once (default 1)")
+    parser.add_argument("--gpu-memory", type=gigabytes, default=80 * GB, metavar="GB", help="of one device, 10^9 bytes (default 80)")
+    parser.add_argument("--context", type=positive, default=4096, help="tokens of a request, prompt and answer (default 4096)")
+    parser.add_argument("--batch", type=positive, default=1, help="requests at once (default 1)")
     parser.add_argument("--weights", default="native", help="native, fp8, int8, int4 (for linear layers and experts), or a number of GB")
-    parser.add_argument("--overhead", type=_gigabytes, default=2 * GB, metavar="GB", help="kept free (default 2, the source's)")
-    parser.add_argument("--prefill", type=_positive, metavar="TOKENS", help="of a prompt that one call takes (default: the context)")
-    parser.add_argument("--prefill-rows", type=_positive, default=1, help="prompts that one call takes (default 1)")
+    parser.add_argument("--overhead", type=gigabytes, default=2 * GB, metavar="GB", help="kept free (default 2, the source's)")
+    parser.add_argument("--prefill", type=positive, metavar="TOKENS", help="of a prompt that one call takes (default: the context)")
+    parser.add_argument("--prefill-rows", type=positive, default=1, help="prompts that one call takes (default 1)")
     parser.add_argument("--schemes", type=split, default=[], metavar="A,B", help="(default: all, and every setting that was measured)")
     parser.add_argument("--gpu", choices=[item.value for item in Generation], default=Generation.HOPPER.value, help="(default sm_90)")
     parser.add_argument("--damage", type=float, default=LIMIT, metavar="NATS", help=f"KL that more requests may cost (default {LIMIT})")
@@ -60,13 +60,15 @@ def add(
     parser.set_defaults(run=run, dtypes=dtypes)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A positive whole number of an argument."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
     return int(text)
 
 
-def _gigabytes(text: str) -> int:
+def gigabytes(text: str) -> int:
+    """Bytes of an argument in GB of 10^9."""
     try:
         found = float(text)
     except ValueError:
@@ -89,17 +91,18 @@ def run(arguments: argparse.Namespace) -> int:
     known = figures()
     options = [Option.of(label, model.stores(policy, arguments.context), demand, known) for label, policy in wanted]
     found = recommend(options, demand, Generation(arguments.gpu), arguments.damage)
-    console = _console()
+    shown = console()
     if arguments.json:
-        console.file.write(json.dumps(as_json(model, demand, options, found), indent=2) + "\n")
+        shown.file.write(json.dumps(as_json(model, demand, options, found), indent=2) + "\n")
         return 0
-    console.print(tables(model, demand, options, found))
+    shown.print(tables(model, demand, options, found))
     if arguments.symbolic:
-        console.print(formulas(options))
+        shown.print(formulas(options))
     return 0
 
 
-def _console() -> Console:
+def console() -> Console:
+    """The console of all commands: plain and wide where the output is not a terminal."""
     from kvcompile.cli import _console as shared
 
     return shared()
@@ -118,7 +121,7 @@ def _weights(text: str, model: Model) -> int:
     except ValueError:
         pass
     try:
-        return _gigabytes(text)
+        return gigabytes(text)
     except argparse.ArgumentTypeError as error:
         listed = ", ".join(item.value for item in WeightFormat)
         raise TargetError(found=f"--weights {text}", why=f"it is none of {listed}, and no number of GB") from error

@@ -21,7 +21,7 @@ from kvcompile.schemes import Dense, Scheme, parse
 from kvcompile.types import Role, SlotSpec
 
 MOST_CHOICES = 20_000
-"""Points of the front that are kept: beyond it those that others of nearly equal bytes beat are thinned out, so the least sum may be missed."""
+"""Points of the front that are kept; of more, some between others of nearly equal bytes are dropped: the least sum may be missed."""
 
 
 @dataclass(frozen=True)

@@ -143,19 +143,23 @@ class Trial:
         self.model, self.ids, self.prompt, self.cache, self.inner = model, ids, prompt, cache, inner
         with torch.no_grad():
             whole = model(input_ids=ids[:, :-1], use_cache=False).logits
-        self.reference = whole[:, prompt - 1 :].float().log_softmax(-1)
+        # In float64: rounding of float32 probabilities is as large as the damage of eight bits.
+        self.reference = whole[:, prompt - 1 :].double().log_softmax(-1)
 
-    def kl(self, policy: object) -> float:
-        """KL in nats a token, from the model as it is to the model under a policy."""
+    def kl(self, policy: object, validate: bool = True) -> float:
+        """KL in nats a token, from the model as it is to the model under a policy.
+
+        ``validate``: try the rewrite of each site, which says the same whatever the scheme. Raises SiteRefused.
+        """
         torch.compiler.reset()
-        compiled, cache = torch.compile(self.model, backend=backend(policy, inner=self.inner, strict=True)), self.cache()
+        compiled, cache = torch.compile(self.model, backend=backend(policy, inner=self.inner, strict=True, validate=validate)), self.cache()
         found = []
         with torch.no_grad():
             for start, stop in [(0, self.prompt), *((at, at + 1) for at in range(self.prompt, self.ids.shape[1] - 1))]:
                 out = compiled(input_ids=self.ids[:, start:stop].contiguous(), past_key_values=cache, use_cache=True)
-                found.append(out.logits[:, -1:].float().log_softmax(-1))
+                found.append(out.logits[:, -1:].double().log_softmax(-1))
         logits = torch.cat(found, 1)
-        total = torch.nn.functional.kl_div(logits.double(), self.reference.double(), log_target=True, reduction="sum")
+        total = torch.nn.functional.kl_div(logits, self.reference, log_target=True, reduction="sum")
         return float(total) / (logits.shape[0] * logits.shape[1])
 
 
@@ -168,8 +172,8 @@ def measured(
     name: str, trial: Trial, layers: Sequence[Layer], schemes: Sequence[str], done: Callable[[str], None] = lambda what: None
 ) -> Sensitivity:
     """Measure every scheme in every half of every layer; ``done`` is told of each. A half that refuses a scheme has no damage of it."""
-    damages = tuple(_measured(trial, layers, schemes, done))
     floor = trial.kl(DENSE)
+    damages = tuple(_measured(trial, layers, schemes, done))
     return Sensitivity(name, tuple(layers), damages, trial.ids.shape[0], trial.prompt, trial.reference.shape[1], floor)
 
 
@@ -178,7 +182,7 @@ def _measured(trial: Trial, layers: Sequence[Layer], schemes: Sequence[str], don
         for half in layer.halves:
             for scheme in schemes:
                 try:
-                    yield Damage(layer.path, half, scheme, trial.kl(only(layer.path, half.pair(parse(scheme)))))
+                    yield Damage(layer.path, half, scheme, trial.kl(only(layer.path, half.pair(parse(scheme))), validate=False))
                 except Exception as error:
                     inner = getattr(error, "inner_exception", error)
                     if not isinstance(inner, SiteRefused):
