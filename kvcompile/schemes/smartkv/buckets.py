@@ -146,7 +146,7 @@ class Room:
 
     @staticmethod
     def of(counts: tuple[int, ...], like: Buckets) -> Room:
-        """What tokens of each bucket need."""
+        """The room that some tokens of each bucket need."""
         return Room(rows_of_pool(counts, like.widths, like.heads, like.head_dim)[-1], sum(counts))
 
 

@@ -105,11 +105,11 @@ class Definition:
 
 
 MOVEMENTS: dict[str, Movement] = {}
-"""What moves tokens on a type of device, where that is not the definition; a room of kernels adds its own."""
+"""Movements by kernels, by type of device; a room of kernels adds its own."""
 
 
 def movement(device: torch.device) -> Movement:
-    """What moves tokens on a device."""
+    """Return the movement of a device: its kernels, or the definition."""
     return MOVEMENTS.get(device.type, Definition())
 
 
@@ -149,10 +149,8 @@ def moved(half: Buckets, order: Order, first: int, held: int, room: Room | None)
     """
     count = order.widths.shape[1]
     if room is None:
-        into = replace(
-            half, ends=order.ends.view_as(half.ends),
-            **{name: torch.empty_like(getattr(half, name)) for name in ("scales", "where", "pool")},
-        )
+        scales, where, pool = (torch.empty_like(plane) for plane in (half.scales, half.where, half.pool))
+        into = replace(half, ends=order.ends.view_as(half.ends), scales=scales, where=where, pool=pool)
     else:
         into = buckets.made(half, order.ends, torch.full_like(half.first, count), room)
     movement(half.ends.device).move(half, order, first, into)

@@ -159,7 +159,7 @@ class _Half:
 
 @dataclass(frozen=True)
 class _Some:
-    """What was decided of some layers: where keys and values go, plain importance and the plane ``decided``, float32 [L, B, T].
+    """The decision of some layers: new places of keys and values; plain importance and the plane ``decided``, float32 [L, B, T].
 
     ``numbers`` [L, n]: settled tokens that change, promotions that codes cannot give, tokens of each width of keys, and of values.
     """
