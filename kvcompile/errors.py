@@ -51,6 +51,17 @@ class HeadDimNotDivisible(SchemeError):
     )
 
 
+class BadTables(SchemeError):
+    template = "expected {expected}, found {found}; {todo}"
+
+
+class TablesMissing(SchemeError):
+    template = (
+        "expected learned tables for the attention at {path}, found {known}; pass the scheme that kvcompile.learn or "
+        "kvcompile.load_tables returned for this model, or a scheme that needs none for this layer"
+    )
+
+
 class Tier2Missing(KvcompileError):
     template = (
         "attention with a certificate needs the originals of all {expected} pages of codes, found {found} pages of {what}; "

@@ -126,7 +126,7 @@ class Report:
 def short_scheme(scheme: Scheme) -> str:
     """A scheme as a user writes it: the name, and only the options that differ from their defaults."""
     changed = []
-    for option in dataclasses.fields(scheme):
+    for option in scheme.options():
         value = getattr(scheme, option.name)
         if value != option.default:
             changed.append(f"{option.name}={str(getattr(value, 'value', value)).removeprefix('torch.')}")

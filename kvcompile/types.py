@@ -78,6 +78,8 @@ class PlaneSpec:
     what its scheme's ``constants`` says, in every store, and no append takes it but behind a window; such planes follow those that grow.
     ``shared``: one for all heads, K = 1. ``pooled``: B = 1, tokens of all rows behind each other. ``first``: holds the position of the
     first token in the planes that grow, int64, and an append counts from there; all planes of such a layout but the encoded are ``tally``.
+    ``encoding``: a constant plane that ``encode`` takes behind the tokens and attention never reads (thresholds); such planes follow the
+    other constant ones.
     """
 
     name: str
@@ -93,6 +95,7 @@ class PlaneSpec:
     shared: bool = False
     pooled: bool = False
     first: bool = False
+    encoding: bool = False
 
     def shape(self, pages: Any, batch: Any, heads: Any) -> tuple[Any, Any, Any, int, int]:
         """The allocated shape for ``pages`` pages, [N, B, K, rows, width]; empty where the store says how many there are."""
@@ -191,7 +194,7 @@ class KernelFormat:
     table of that many entries, one for each kv head and ``group`` of channels, the last plane that a kernel
     reads, [1, 1, K, D // group, levels]; the value is ``table[index] * scale (+ zero)``.
     ``scaled`` is False where the codes are the values (dense). ``segments`` > 1: a word is that many bytes, the
-    lowest first, byte i from the i-th of equal segments of the row; ``unpack`` then takes it as int32.
+    lowest first, byte i from the i-th of equal segments of the row; ``unpack`` then takes it as ``whole_dtype``.
     """
 
     word_dtype: torch.dtype
@@ -208,6 +211,11 @@ class KernelFormat:
     def planes(self) -> int:
         """How many planes a kernel reads: words, scales, zero points, tables; further ones are not its business."""
         return 1 + self.scaled + self.zeros + bool(self.levels)
+
+    @property
+    def whole_dtype(self) -> torch.dtype:
+        """The dtype of a word that is put together from its segments: int32, or int64 where it has more than four bytes."""
+        return torch.int64 if self.segments > 4 else torch.int32
 
     @property
     def symmetric(self) -> bool:
@@ -244,6 +252,20 @@ class AbsMax:
     group: int
     largest: float
     e4m3: bool
+
+
+@dataclass(frozen=True)
+class Bins:
+    """An encoding by minimum, step and thresholds that a kernel may do: planes codes, scales, zeros; groups as in ``KernelFormat``.
+
+    code = how many of the 2^bits - 1 thresholds of the group's table are not above (x - zero) / scale; a plane of thresholds float32
+    [1, 1, K, D // group, 2^bits - 1] comes with the tokens.
+    """
+
+    bits: int
+    parts: int
+    segments: int
+    group: int
 
 
 QUERY_ROWS = "kvcompile_query_rows"

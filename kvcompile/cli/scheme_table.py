@@ -63,7 +63,7 @@ def _summary(kind: type[Scheme]) -> str:
 
 def _options(scheme: Scheme) -> str:
     lines = []
-    for option in dataclasses.fields(scheme):
+    for option in scheme.options():
         value = getattr(scheme, option.name)
         text = f"{option.name}={str(getattr(value, 'value', value)).removeprefix('torch.')}"
         others = [item.value for item in type(value) if item is not value] if isinstance(value, enum.Enum) else []

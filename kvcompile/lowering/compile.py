@@ -58,7 +58,7 @@ def compiling() -> Iterator[None]:
 
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
-    ops.gather: ops.gather_body, ops.first_visible: ops.first_visible_body,
+    ops.gather: ops.gather_body, ops.read_back: ops.read_back_body, ops.first_visible: ops.first_visible_body,
     report_site.report_site: report_site.report_site_traced,
 }
 

@@ -56,6 +56,12 @@ def _lower_append(*operands: Any) -> None:
     lower_append(*operands)
 
 
+def _lower_append_thresholds(*operands: Any) -> None:
+    from kvcompile.lowering.append.lower import lower_append_thresholds
+
+    lower_append_thresholds(*operands)
+
+
 def _lower_append_window(*operands: Any) -> Any:
     from kvcompile.lowering.append.lower import lower_append_window
 
@@ -79,5 +85,6 @@ def _install_shared() -> None:
     register_lowering(ops.attend, type_promotion_kind=None)(_lower_attend)
     for append in (append_ops.append_kernel, append_ops.append_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append)
+    register_lowering(append_ops.append_thresholds_kernel, type_promotion_kind=None)(_lower_append_thresholds)
     for append in (append_ops.append_window_kernel, append_ops.append_window_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append_window)

@@ -23,6 +23,7 @@ from kvcompile.schemes import Adaptive
 
 APPENDS = {"kvcompile::append", "kvcompile::append_window"}
 CALIBRATE, UNROLL, GATHER = "kvcompile::calibrate", "kvcompile::unroll", "kvcompile::gather"
+READ_BACK = "kvcompile::read_back"
 
 
 def _name(node: fx.Node) -> str:
@@ -58,7 +59,8 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         readers = [user for user in plane.users if _name(user) in attends or _name(user) == GATHER]
         calibrated = [user for user in plane.users if _name(user) == CALIBRATE]
         copies = [user for user in plane.users if _name(user) == UNROLL]
-        known = {*writers, *readers, *calibrated, *copies}
+        tables = [user for user in plane.users if spec.constant and _name(user) == READ_BACK]
+        known = {*writers, *readers, *calibrated, *copies, *tables}
         asking = {user for user in plane.users if _asks(user, name, writers, order) or (spec.first and _counts(user))}
         others = [user for user in plane.users if user not in known | asking]
         if plane in unwritten and writers:

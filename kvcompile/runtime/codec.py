@@ -25,9 +25,10 @@ def encode(store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None
         if store.rope is not None:
             part = store.rope.unrotated(part, pos if left_padding is None else pos - left_padding[:, None])
         if store.window is None:
-            append_body(part, planes, pos - store.first, scheme.spell(), left_padding if scheme.keeps_padding_out else None)
+            origin = left_padding if scheme.keeps_padding_out else None
+            append_body(part, planes, pos - store.first, scheme.spell(), origin, store.tables)
         else:
-            append_window_body(part, planes, pos, left_padding, scheme.spell())
+            append_window_body(part, planes, pos, left_padding, scheme.spell(), store.tables)
 
 
 def decode(store: Store, tokens: int) -> torch.Tensor:
@@ -96,5 +97,5 @@ def _write_codes(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at:
         some, rows = at[start : start + ENCODED_AT_ONCE], rows_BKn[:, :, start : start + ENCODED_AT_ONCE, None]
         x = torch.where(rows, x_BKnD[:, :, start : start + ENCODED_AT_ONCE], 0)
         x = x if store.rope is None else store.rope.unrotated(x, some.unsqueeze(0))
-        for plane, codes in zip(store.planes, store.spec.scheme.encode(x), strict=False):
+        for plane, codes in zip(store.planes, store.spec.scheme.encode(x, *store.tables), strict=False):
             write_rows(plane, torch.where(rows, codes.to(plane.dtype), taken(plane, some)), some.unsqueeze(0))

@@ -66,8 +66,8 @@ class States:
         for item in form.group.bindings:
             store = state.stores.get(item.part)
             if store is None or store.spec != store_spec(item):
-                held = "nothing for this part" if store is None else store.spec.scheme.spell()
-                raise SchemeChanged(expected=item.plan.scheme.spell(), found=held, where=where)
+                held = "nothing for this part" if store is None else store.spec.scheme.told()
+                raise SchemeChanged(expected=item.plan.scheme.told(), found=held, where=where)
             if (reader := self.ropes.get(item.plan.rotation)) is not None:
                 store.rope = reader.check(store.rope, call.args, state.length, store.device, where)
 

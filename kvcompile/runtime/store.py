@@ -164,6 +164,11 @@ class Store:
         return self.planes[: self.spec.layout.encoded]
 
     @property
+    def tables(self) -> list[torch.Tensor]:
+        """Return the constant planes that new tokens are encoded with."""
+        return [plane for plane, spec in self.described() if spec.encoding]
+
+    @property
     def rolled_back(self) -> list[torch.Tensor]:
         """Return the planes that a rollback changes: the window, its lengths, and which of its tokens are originals."""
         return [plane for plane, spec in self.described() if spec.name in {"window", "clock", REFILLED}]

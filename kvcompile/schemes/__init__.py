@@ -14,6 +14,7 @@ from kvcompile.errors import BadOption, BadScheme, UnknownOption, UnknownScheme
 from kvcompile.schemes.adaptive import Adaptive, Churn, Due, Look, Stored
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
+from kvcompile.schemes.beyond.scheme import Beyond
 from kvcompile.schemes.certificate.policy import Certify
 from kvcompile.schemes.certified import Certified
 from kvcompile.schemes.dense import Dense
@@ -32,6 +33,7 @@ SCHEMES: tuple[type[Scheme], ...] = (
     Squat,
     Certified,
     Smartkv,
+    Beyond,
 )
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
@@ -68,7 +70,7 @@ def registered() -> tuple[type[Scheme], ...]:
 
 def _option(scheme: type[Scheme], name: str, text: object) -> object:
     """One option's value from text, by the type of the field's default."""
-    known = {field.name: field for field in dataclasses.fields(scheme)}
+    known = {field.name: field for field in scheme.options()}
     if name not in known:
         raise UnknownOption(scheme=scheme.name, known=sorted(known), option=name)
     default: Any = known[name].default
@@ -118,6 +120,6 @@ def parse(text: str) -> Scheme:
 
 
 __all__ = [
-    "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Adaptive", "Certified", "Certify", "Churn", "Dense", "Due", "Fp8", "Int4",
-    "Int8", "Kivi", "Look", "Nf4", "Planes", "Scheme", "Smartkv", "Squat", "Stored", "make", "parse", "register", "registered",
+    "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Adaptive", "Beyond", "Certified", "Certify", "Churn", "Dense", "Due", "Fp8",
+    "Int4", "Int8", "Kivi", "Look", "Nf4", "Planes", "Scheme", "Smartkv", "Squat", "Stored", "make", "parse", "register", "registered",
 ]

@@ -40,14 +40,15 @@ class Axis(enum.Enum):
 
 
 BITS = (2, 3, 4)
-PARTS = {2: 4, 3: 8, 4: 2, 8: 1}
+PARTS = {2: 4, 3: 8, 4: 2, 5: 8, 8: 1}
 """Codes in a word of the planar layout."""
-SEGMENTS = {2: 1, 3: 3, 4: 1, 8: 1}
-"""Bytes of a word: three bits lie across three bytes, each from a segment of its own."""
+SEGMENTS = {2: 1, 3: 3, 4: 1, 5: 5, 8: 1}
+"""Bytes of a word: eight codes of three or five bits lie across as many bytes, each from a segment of its own."""
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes int32 [..., D] as bytes [..., D * bits / 8]: part i of a word holds the i-th of equal runs of channels."""
+    codes = codes.to(torch.int64) if SEGMENTS[bits] > 4 else codes
     words = torch.zeros_like(codes[..., : codes.shape[-1] // PARTS[bits]])
     for part, run in enumerate(codes.chunk(PARTS[bits], dim=-1)):
         words = words | (run << (bits * part))
@@ -66,12 +67,16 @@ def _unpack4(words: torch.Tensor, part: int) -> torch.Tensor:
     return ((words >> (4 * part)) & 15).to(torch.float32)
 
 
+def _unpack5(words: torch.Tensor, part: int) -> torch.Tensor:
+    return ((words >> (5 * part)) & 31).to(torch.float32)
+
+
 def _unpack8(words: torch.Tensor, part: int) -> torch.Tensor:
     del part
     return words.to(torch.float32)
 
 
-UNPACK = {2: _unpack2, 3: _unpack3, 4: _unpack4, 8: _unpack8}
+UNPACK = {2: _unpack2, 3: _unpack3, 4: _unpack4, 5: _unpack5, 8: _unpack8}
 
 
 def rounded_down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -88,6 +93,22 @@ def _before(x: torch.Tensor) -> torch.Tensor:
     step = torch.where(raw < 0, raw + 1, raw - 1)
     least = torch.full_like(raw, -32768 + 1)
     return torch.where((raw & 32767) == 0, least, step).view(x.dtype)
+
+
+def stored_range(grouped: torch.Tensor, dim: int, steps: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point of groups along ``dim`` of a float32 tensor, as stored, size 1 along it: ``steps`` scales cover a group."""
+    low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
+    zero = rounded_down(low, dtype)
+    spread = high - zero.to(torch.float32)
+    # A product, which every device and compiler rounds alike; see ``stored_scale``.
+    scale = rounded_up(spread * (1 / steps), dtype)
+    return torch.where(spread == 0, torch.zeros_like(scale), scale), zero
+
+
+def in_scales(grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """(x - zero) / scale in float32; 0 where the scale is, as such groups decode to their zero point."""
+    step = scale.to(torch.float32)
+    return (grouped - zero.to(torch.float32)) / torch.where(step == 0, torch.ones_like(step), step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,14 +205,8 @@ class Kivi(Scheme):
         dim = -2 if self.axis is Axis.CHANNEL else -1
         grouped = x.unflatten(dim, (x.shape[dim] // self.group, self.group))
         # [B, K, S / group, group, D] or [B, K, S, D / group, group]: the group is reduced, and so is what stays in its place.
-        low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
-        zero = rounded_down(low, self.scale_dtype)
-        spread = high - zero.to(torch.float32)
-        # A product, which every device and compiler rounds alike; see ``stored_scale``.
-        scale = rounded_up(spread * (1 / (2**self.bits - 1)), self.scale_dtype)
-        scale = torch.where(spread == 0, torch.zeros_like(scale), scale)
-        step = scale.to(torch.float32)
-        codes = torch.round((grouped - zero.to(torch.float32)) / torch.where(step == 0, torch.ones_like(step), step))
+        scale, zero = stored_range(grouped, dim, 2**self.bits - 1, self.scale_dtype)
+        codes = torch.round(in_scales(grouped, scale, zero))
         codes = codes.clamp(0, 2**self.bits - 1).nan_to_num().to(torch.int32).flatten(dim - 1, dim)
         return codes, scale.squeeze(dim), zero.squeeze(dim)
 

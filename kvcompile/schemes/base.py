@@ -11,15 +11,18 @@ import abc
 import dataclasses
 import functools
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import sympy
 import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer, HeadDimNotDivisible, LatentNotHeld
-from kvcompile.types import AbsMax, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
+from kvcompile.types import AbsMax, Bins, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 Planes = tuple[torch.Tensor, ...]
+
+DATA = {"option": False}
+"""The metadata of a scheme's field that is data and no option: not part of its text, and passed to kernels as planes."""
 
 AMAX = sympy.Symbol("amax", nonnegative=True)
 """The largest magnitude in the group that one scale covers."""
@@ -57,6 +60,8 @@ class Scheme(abc.ABC):
     """The devices that its attention runs on, None for all."""
     exact: ClassVar[bool] = False
     """Whether ``decode`` returns what was encoded."""
+    reads_back: ClassVar[bool] = False
+    """Whether attention of a call that fills an empty cache, too, reads what the codes of its tokens stand for, as decode steps do."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
 
@@ -72,9 +77,13 @@ class Scheme(abc.ABC):
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         """Codes and scales of new tokens, one [B, K, S or S / block, width] tensor a plane. NaN and Inf never become finite.
 
-        ``fixed``: the planes of the layout that neither grow nor are a window (a codebook, a subspace). S is a
-        multiple of ``block``, and the tokens are consecutive.
+        ``fixed``: the layout's ``encoding`` planes, then those that ``calibrate`` fills. S is a multiple of ``block``, and the tokens
+        are consecutive.
         """
+
+    def spoiled(self, heads: int, head_dim: int, device: torch.device | None = None) -> Planes:
+        """What stands for one token that is not there, [1, K, 1, width] a plane: it decodes to NaN."""
+        return self.encode(torch.full((1, heads, 1, head_dim), float("nan"), device=device))
 
     @abc.abstractmethod
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
@@ -124,6 +133,11 @@ class Scheme(abc.ABC):
         del head_dim
         return None
 
+    def bins(self, head_dim: int) -> Bins | None:
+        """How a kernel may encode rows of ``head_dim`` channels in place of ``encode`` where thresholds are given."""
+        del head_dim
+        return None
+
     @property
     def in_kernels(self) -> bool:
         """Whether this very class, and not one that it derives from, says that kernels may encode."""
@@ -147,6 +161,11 @@ class Scheme(abc.ABC):
     def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
         """The fixed planes, in the layout's order, from queries; ``keep``: which tokens are no padding, all where None."""
         raise NotImplementedError(f"{self.name} is not calibrated")
+
+    def at(self, path: str) -> Scheme:
+        """The scheme of the attention at a module path, where layers have tables of their own; raises a SchemeError where it has none."""
+        del path
+        return self
 
     def of(self, role: Role) -> Scheme:
         """The scheme that holds slots of this role, where keys and values are encoded differently."""
@@ -209,10 +228,19 @@ class Scheme(abc.ABC):
         """Stored bits per original value, scales included."""
         return 8 * self.layout(slot).bytes_per_token(1) / slot.head_dim
 
+    @classmethod
+    def options(cls) -> tuple[dataclasses.Field[Any], ...]:
+        """The fields that are options, in their order."""
+        return tuple(field for field in dataclasses.fields(cls) if field.metadata.get("option", True))
+
+    def told(self) -> str:
+        """The scheme in an error's words: its text, and whatever sets it apart from others of that text."""
+        return self.spell()
+
     def spell(self) -> str:
         """The scheme as text that ``schemes.parse`` reads back, e.g. ``int4(group=32)``; part of cache keys."""
         fields = []
-        for field in dataclasses.fields(self):
+        for field in self.options():
             value = getattr(self, field.name)
             if isinstance(value, torch.dtype):
                 text = str(value).removeprefix("torch.")
@@ -225,7 +253,7 @@ class Scheme(abc.ABC):
 def unpacked(words: torch.Tensor, fmt: KernelFormat) -> torch.Tensor:
     """Values before scaling, float32 [..., D], of stored words [..., width]."""
     if fmt.segments > 1:
-        parts = [part.to(torch.int32) << (8 * byte) for byte, part in enumerate(words.chunk(fmt.segments, dim=-1))]
+        parts = [part.to(fmt.whole_dtype) << (8 * byte) for byte, part in enumerate(words.chunk(fmt.segments, dim=-1))]
         words = functools.reduce(torch.bitwise_or, parts)
     return torch.cat([fmt.unpack(words, part) for part in range(fmt.parts)], dim=-1)
 

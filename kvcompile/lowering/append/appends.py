@@ -1,6 +1,6 @@
 """How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
 
-``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
+``append``         ``rows``, or ``threshold_rows`` where thresholds are given, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
                    has, and becomes four kernels where this is one launch for keys and values.
 ``append_window``  one token: ``window_token`` or the kernel of a scheme's own room; more: ``window_blocks``, or else the operation as it
                    is.
@@ -24,6 +24,9 @@ from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.append_window import one_token
 from kvcompile.lowering.rooms import own_append
 
+TABLED_OPERANDS, WINDOW_CALL = 6, 5
+"""Operands of ``append`` with thresholds, and of ``append_window`` without them; the kernels of windows know no thresholds."""
+
 Appended = tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -32,11 +35,9 @@ def append_traced(*operands: Any) -> None:
     _rows([operands])
 
 
-def append_window_traced(
-    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def append_window_traced(*operands: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """``append_window`` in a compiled graph."""
-    return _windows([(x, planes, pos, origin, scheme)])[0]
+    return _windows([operands])[0]
 
 
 def append_both(*operands: Any) -> None:
@@ -57,6 +58,10 @@ def _halves(operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 def _rows(calls: list[tuple[Any, ...]]) -> None:
     x = calls[0][0]
+    if x.device.type == "cuda" and any(len(call) == TABLED_OPERANDS for call in calls):
+        for call in calls:
+            _tabled(call)
+        return
     if x.device.type == "cuda":
         from kvcompile.lowering.append.rows import Rows, fits
 
@@ -74,7 +79,21 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
         ops.append_body(*call)
 
 
+def _tabled(call: tuple[Any, ...]) -> None:
+    """One ``append``, by the kernel of thresholds where it knows the call, else by its body."""
+    if len(call) == TABLED_OPERANDS and call[4] is None and len(call[5]) == 1:
+        from kvcompile.lowering.append.threshold_rows import ThresholdRows, fits
+
+        x, planes, pos, scheme, _, (table,) = call
+        if fits(ThresholdRows(x, list(planes), pos, table, scheme)):
+            append_ops.append_thresholds_kernel(x, planes, pos, table, scheme)
+            return
+    ops.append_body(*call)
+
+
 def _windows(calls: list[tuple[Any, ...]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if calls[0][0].device.type == "cuda" and any(len(call) > WINDOW_CALL for call in calls):
+        return [ops.append_window_body(*call) if one_token(call[0]) else ops.append_window(*call) for call in calls]
     if calls[0][0].device.type == "cuda":
         from kvcompile.lowering.append import window_blocks as triton_append_blocks
         from kvcompile.lowering.append.window_token import Slot, fits

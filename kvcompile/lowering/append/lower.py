@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcompile.lowering.append.operations import ROW_OPERANDS, WINDOW_OPERANDS, rows_by_kernels, windows_by_kernels
+from kvcompile.lowering.append.operations import (
+    ROW_OPERANDS,
+    WINDOW_OPERANDS,
+    rows_by_kernels,
+    thresholds_by_kernel,
+    windows_by_kernels,
+)
 from kvcompile.lowering.host.launch_node import lower_launches
 
 
 def lower_append(*operands: Any) -> None:
     """Add the kernels of ``append_kernel`` or ``append_kernel_pair``; operands are boxes, lists of them and constants."""
     lower_launches(rows_by_kernels, operands, [plane for planes in operands[1::ROW_OPERANDS] for plane in planes])
+
+
+def lower_append_thresholds(*operands: Any) -> None:
+    """Add the kernel of ``append_thresholds_kernel``."""
+    lower_launches(thresholds_by_kernel, operands, operands[1])
 
 
 def lower_append_window(*operands: Any) -> Any:

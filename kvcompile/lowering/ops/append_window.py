@@ -20,6 +20,7 @@ now shows positions before its origin, which were never stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def _write(plane: torch.Tensor, rows_BKnW: torch.Tensor, index: torch.Tensor) ->
 
 
 def append_window_body(
-    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str,
+    tables: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write x [B, K, S, D] at consecutive positions pos [1 or B, S] of the caller's numbering.
 
@@ -93,7 +95,7 @@ def append_window_body(
     blocks = ((start.clamp(min=0) // g).minimum(last) + torch.arange((S + g - 2) // g + 1 if g > 1 else S, device=x.device)).minimum(last)
     t = (blocks.unsqueeze(-1) * g + torch.arange(g, device=x.device)).flatten(1) if g > 1 else blocks
     content = torch.where((t < end)[:, None, :, None], tokens(t), torch.zeros((), dtype=x.dtype, device=x.device))
-    for plane, rows in zip(planes, made.encode(content, *planes[window_at + 2 :]), strict=False):
+    for plane, rows in zip(planes, made.encode(content, *(tables or ()), *planes[window_at + 2 :]), strict=False):
         _write(plane, rows, t if plane.shape[3] == planes[0].shape[3] else blocks)
 
     _roll(ring, x, tokens, start, end)
@@ -123,7 +125,8 @@ def _roll(ring: torch.Tensor, x: torch.Tensor, tokens: Any, start: torch.Tensor,
 
 
 def append_window_meta(
-    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, origin: torch.Tensor | None, scheme: str,
+    tables: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes of the results, [B, K, W + S, D] in x's dtype and int64 [1 or B]."""
     window = planes[_encoded(planes)]

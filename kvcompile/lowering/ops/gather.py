@@ -19,7 +19,7 @@ def gather_body(planes: list[torch.Tensor], places: torch.Tensor, head_dim: int,
     heads, rows = planes[0].shape[2:4]
     inside = (places >= 0) & (places < planes[0].shape[0] * rows)
     at = torch.where(inside, places, 0)
-    nothing = schemes.parse(scheme).encode(torch.full((1, heads, 1, head_dim), float("nan"), device=places.device))
+    nothing = schemes.parse(scheme).spoiled(heads, head_dim, places.device)
     made = []
     # Attention may read fewer planes than are encoded.
     for plane, missing in zip(planes, nothing, strict=False):

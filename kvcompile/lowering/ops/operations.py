@@ -2,6 +2,7 @@
 
 ``kvcompile::append``  encodes new tokens and writes them into the planes of one store.
 ``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``append_window.py``).
+``kvcompile::read_back``  gives new tokens [B, K, S, D] as their codes stand for them, in x's dtype; nothing is stored.
 ``kvcompile::calibrate``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
 ``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
 ``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
@@ -57,13 +58,16 @@ from kvcompile.types import Role, SlotSpec
 
 LIBRARY = torch.library.Library("kvcompile", "DEF")
 LIBRARY.define("expose(Tensor x) -> Tensor")
-LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme, Tensor? origin=None) -> ()")
-LIBRARY.define("append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme) -> (Tensor, Tensor)")
+LIBRARY.define("append(Tensor x, Tensor(a!)[] planes, Tensor pos, str scheme, Tensor? origin=None, Tensor[]? tables=None) -> ()")
+LIBRARY.define(
+    "append_window(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin, str scheme, Tensor[]? tables=None) -> (Tensor, Tensor)"
+)
+LIBRARY.define("read_back(Tensor x, Tensor[] levels, Tensor[] tables, str scheme) -> Tensor")
 # What it runs may choose algorithms by size and device, so it is left out of CUDA graphs; no decode step has it.
 LIBRARY.define("calibrate(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 LIBRARY.define("unrotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
 LIBRARY.define("first_visible(Tensor seen) -> Tensor")
-LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme) -> Tensor[]")
+LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme, Tensor[]? tables=None) -> Tensor[]")
 LIBRARY.define("gather(Tensor[] planes, Tensor places, SymInt head_dim, str scheme) -> Tensor[]")
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
@@ -90,9 +94,10 @@ def write_rows(plane: torch.Tensor, rows_BKSW: torch.Tensor, pos: torch.Tensor) 
 
 
 def append_body(
-    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str, origin: torch.Tensor | None = None
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str, origin: torch.Tensor | None = None,
+    tables: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Encode x [B, K, S, D] and write the codes at positions pos [1 or B, S].
+    """Encode x [B, K, S, D] and write the codes at positions pos [1 or B, S]; ``tables``: the layout's ``encoding`` planes.
 
     ``origin``: int64 [B], each row's first position that is no padding, for schemes whose tokens share scales. What lies before it
     is encoded apart: it sets no other token's scale, and still holds what it held.
@@ -106,17 +111,27 @@ def append_body(
     x = torch.where(inside[:, None, :, None], x, float("nan"))
     pos = torch.where(inside, pos, room - 1)
     made = schemes.parse(scheme)
-    encoded = made.encode(x) if origin is None else _encoded_apart(made, x, pos >= origin[:, None])
+    given = tuple(tables or ())
+    encoded = made.encode(x, *given) if origin is None else _encoded_apart(made, x, pos >= origin[:, None], given)
     # Constant planes may stand behind those that are written.
     for plane, rows in zip(planes[: len(encoded)], encoded, strict=True):
         write_rows(plane, rows.to(plane.dtype), pos)
 
 
-def _encoded_apart(scheme: schemes.Scheme, x: torch.Tensor, keep_BS: torch.Tensor) -> list[torch.Tensor]:
+def _encoded_apart(
+    scheme: schemes.Scheme, x: torch.Tensor, keep_BS: torch.Tensor, tables: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
     """Encode x [B, K, S, D], tokens to ``keep`` and the others as two separate writes."""
     keep = keep_BS[:, None, :, None]
-    one, other = (scheme.encode(torch.where(chosen, x, torch.zeros_like(x))) for chosen in (keep, ~keep))
+    one, other = (scheme.encode(torch.where(chosen, x, torch.zeros_like(x)), *tables) for chosen in (keep, ~keep))
     return [torch.where(keep, a, b) for a, b in zip(one, other, strict=True)]
+
+
+def read_back_body(x: torch.Tensor, levels: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], scheme: str) -> torch.Tensor:
+    """Decode the codes of x [B, K, S, D]; ``levels``: the constant planes that attention reads, ``tables``: those that ``encode`` takes."""
+    made = schemes.parse(scheme)
+    slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, Role.VALUE)
+    return made.decode((*made.encode(x, *tables), *levels), slot).to(x.dtype)
 
 
 def calibrate_body(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:
@@ -299,9 +314,14 @@ def _calibrate_meta(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Ten
 
 
 def _append_meta(
-    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str, origin: torch.Tensor | None = None
+    x: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor, scheme: str, origin: torch.Tensor | None = None,
+    tables: Sequence[torch.Tensor] | None = None,
 ) -> None:
     return None
+
+
+def _read_back_meta(x: torch.Tensor, levels: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], scheme: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
 
 
 def _unrotate_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -326,6 +346,8 @@ LIBRARY.impl("expose", _expose_meta, "Meta")
 LIBRARY.impl("calibrate", calibrate_body, "CompositeExplicitAutograd")
 LIBRARY.impl("calibrate", _calibrate_meta, "Meta")
 LIBRARY.impl("append", append_body, "CompositeExplicitAutograd")
+LIBRARY.impl("read_back", read_back_body, "CompositeExplicitAutograd")
+LIBRARY.impl("read_back", _read_back_meta, "Meta")
 LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_body, "CompositeExplicitAutograd")
 LIBRARY.impl("append_window", append_window_meta, "Meta")
@@ -343,6 +365,7 @@ LIBRARY.impl("attend", _attend_meta, "Meta")
 expose = torch.ops.kvcompile.expose.default
 append = torch.ops.kvcompile.append.default
 append_window = torch.ops.kvcompile.append_window.default
+read_back = torch.ops.kvcompile.read_back.default
 calibrate = torch.ops.kvcompile.calibrate.default
 unrotate = torch.ops.kvcompile.unrotate.default
 first_visible = torch.ops.kvcompile.first_visible.default

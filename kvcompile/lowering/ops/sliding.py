@@ -6,6 +6,8 @@ codes come behind them, so that attention sees one row of tokens: the past that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvcompile import schemes
@@ -18,18 +20,20 @@ def taken(plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def unroll_body(
-    x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str
+    x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str,
+    tables: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """[1, B, K, past + S, width] of each plane: the ``past`` tokens before the cursor, then x [B, K, S, D] encoded."""
     held = (cursor - past + torch.arange(past, device=cursor.device)) % slots
     made = []
-    for plane, rows in zip(planes, schemes.parse(scheme).encode(x), strict=True):
+    for plane, rows in zip(planes, schemes.parse(scheme).encode(x, *(tables or ())), strict=True):
         made.append(torch.cat([taken(plane, held), rows.to(plane.dtype)], 2).unsqueeze(0))
     return made
 
 
 def unroll_meta(
-    x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str
+    x: torch.Tensor, planes: list[torch.Tensor], cursor: torch.Tensor, past: int, slots: int, scheme: str,
+    tables: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Shapes of the results."""
     return [plane.new_empty(1, plane.shape[1], plane.shape[2], past + x.shape[2], plane.shape[4]) for plane in planes]

@@ -218,6 +218,7 @@ def rolls(site: Site) -> int | None:
 
 def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     """Return a site with both its slots planned by ``pair``; raises a SchemeError where a scheme cannot hold its slot."""
+    pair = dataclasses.replace(pair, k=pair.k.at(site.path), v=pair.v.at(site.path))
     window = max(pair.k.window, pair.v.window)
     if window and not site.key.kind.facts.written:
         raise WindowOnlyRead(window=window, path=site.path or "*")

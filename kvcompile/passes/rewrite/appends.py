@@ -64,11 +64,12 @@ class Appends:
         emit, device = self.context.emit_before(write.at), value_of(write.values).device
         if write.places is not None:
             tokens, where = self.paged.new_tokens(emit, slot), self.paged.written(emit, slot, device)
-            emit.call(torch.ops.kvcompile.append.default, tokens, planes, where, slot.scheme.spell())
+            self._emit(emit, slot, tokens, planes, where, None)
             return tokens
         tokens = new_tokens(emit, slot)
         if slot.slot.sliding is not None:
-            self.sliding.append(emit, slot, tokens, self.planes.written(slot), device, self.context.variant is Variant.FRESH)
+            anew = self.context.variant is Variant.FRESH
+            self.sliding.append(emit, slot, tokens, self.planes.written(slot), self.planes.encoding(slot), device, anew)
             return tokens
         position = self.positions.of(emit, slot)
         if late is not None:
@@ -87,14 +88,32 @@ class Appends:
         planes, scheme = self.planes.written(slot), slot.scheme.spell()
         position = self.planes.from_first(emit, slot, position)
         if not slot.window:
-            emit.call(torch.ops.kvcompile.append.default, stored, planes, position, scheme, *([] if origin is None else [origin]))
+            self._emit(emit, slot, stored, planes, position, origin)
             return
-        made = emit.call(torch.ops.kvcompile.append_window.default, stored, planes, position, origin, scheme)
+        tables = self.planes.encoding(slot)
+        made = emit.call(
+            torch.ops.kvcompile.append_window.default, stored, planes, position, origin, scheme, *([tables] if tables else [])
+        )
         newest, used = (emit.call(operator.getitem, made, index) for index in (0, 1))
         start = emit.call(aten.select.int, position, 1, 0)
         if origin is not None:
             start = emit.call(aten.sub.Tensor, start, used)
         self.recent[part_of(slot.slot)] = Recent(newest, start, used if origin is not None else None)
+
+    def _emit(
+        self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, planes: list[fx.Node], position: fx.Node, origin: fx.Node | None
+    ) -> None:
+        """Emit ``append``, with as few of its optional operands as it needs."""
+        tables = self.planes.encoding(slot)
+        optional = [origin, tables] if tables else [] if origin is None else [origin]
+        emit.call(torch.ops.kvcompile.append.default, tokens, planes, position, slot.scheme.spell(), *optional)
+
+    def read_back(self, emit: Emitter, slot: SlotPlan, tokens: fx.Node) -> fx.Node:
+        """New tokens [B, K, S, D] as attention of the call that fills an empty cache reads them."""
+        if not slot.scheme.reads_back or slot.window:
+            return tokens
+        levels, tables = self.planes.constant(slot), self.planes.encoding(slot)
+        return emit.call(torch.ops.kvcompile.read_back.default, tokens, levels, tables, slot.scheme.spell())
 
     def _counted_from_padding(self, emit: Emitter, slot: SlotPlan, position: fx.Node) -> tuple[Emitter, fx.Node, fx.Node | None]:
         """Where to append and at which position, at the write or later if the masks are, and the rows' origins [B] where they have any."""

@@ -51,8 +51,12 @@ class Planes:
         return emit.call(aten.sub.Tensor, positions, emit.call(aten.reshape.default, self.of(slot)[slot.layout.first], [1, 1]))
 
     def constant(self, slot: SlotPlan) -> list[fx.Node]:
-        """The planes that are alike in every store."""
-        return [node for spec, node in zip(slot.layout.planes, self.of(slot), strict=True) if spec.constant]
+        """The constant planes that attention reads."""
+        return [node for spec, node in zip(slot.layout.planes, self.of(slot), strict=True) if spec.constant and not spec.encoding]
+
+    def encoding(self, slot: SlotPlan) -> list[fx.Node]:
+        """The constant planes that new tokens are encoded with."""
+        return [node for spec, node in zip(slot.layout.planes, self.of(slot), strict=True) if spec.encoding]
 
     def named(self, slot: SlotPlan) -> dict[str, fx.Node]:
         """All planes of a slot's store by name."""

@@ -54,16 +54,18 @@ class SlidingCaches:
 
     # --- writing ---------------------------------------------------------------------------------
 
-    def append(self, emit: Emitter, slot: SlotPlan, source: fx.Node, planes: list[fx.Node], device: torch.device, anew: bool) -> None:
-        """Write the new tokens of one slot; ``anew``: the cache is empty."""
+    def append(
+        self, emit: Emitter, slot: SlotPlan, source: fx.Node, planes: list[fx.Node], tables: list[fx.Node], device: torch.device, anew: bool
+    ) -> None:
+        """Write the new tokens of one slot, encoded with ``tables``; ``anew``: the cache is empty."""
         sliding = slot.slot.sliding
         assert sliding is not None
         one = isinstance(slot.slot.write.count, int) and slot.slot.write.count == 1
         if not (one or anew or sliding.refilled or slot.slot.placeholder is None):
-            self.unroll(emit, slot, source, planes)
+            self.unroll(emit, slot, source, planes, tables)
         kept, count = self.newest(emit, slot, source)
         position = self.position(emit, slot, count, device, anew or slot.slot.placeholder is None)
-        emit.call(torch.ops.kvcompile.append.default, kept, planes, position, slot.scheme.spell())
+        emit.call(torch.ops.kvcompile.append.default, kept, planes, position, slot.scheme.spell(), *([None, tables] if tables else []))
 
     def newest(self, emit: Emitter, slot: SlotPlan, source: fx.Node) -> tuple[fx.Node, Any]:
         """(the new tokens that are still there after the call, how many they are); the others are never written."""
@@ -103,12 +105,13 @@ class SlidingCaches:
             self.positions[key] = node
         return self.positions[key]
 
-    def unroll(self, emit: Emitter, slot: SlotPlan, source: fx.Node, planes: list[fx.Node]) -> None:
+    def unroll(self, emit: Emitter, slot: SlotPlan, source: fx.Node, planes: list[fx.Node], tables: list[fx.Node]) -> None:
         """Ahead of a write of several tokens: what attention will read, in the order of the tokens."""
         sliding = slot.slot.sliding
         assert sliding is not None
         cursor, past = self.cursor(sliding), emit.size(sliding.past)
-        made = emit.call(torch.ops.kvcompile.unroll.default, source, planes, cursor, past, sliding.slots, slot.scheme.spell())
+        given = (source, planes, cursor, past, sliding.slots, slot.scheme.spell(), *([tables] if tables else []))
+        made = emit.call(torch.ops.kvcompile.unroll.default, *given)
         self.linear[part_of(slot.slot)] = [emit.call(operator.getitem, made, at) for at in range(len(planes))]
 
     # --- reading ---------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sourc
     grouped, value_dim = site.groups > 1, stored.value_dim
     if made is not None:
         def new(slot: Slot) -> fx.Node:
-            return appends.tokens[part_of(slot)]
+            return mapped[part_of(slot)]
+
+        mapped = {part_of(part.slot): appends.read_back(emit, part, appends.tokens[part_of(part.slot)]) for part in item.parts}
 
         k, v = (latent.expanded(emit, stripes, new, dtype, made.heads) for stripes in (made.keys, (made.value,)))
         grouped, value_dim = site.heads > made.heads, made.value.count
@@ -80,7 +82,7 @@ def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sourc
         # As the cache rounds them, then as the attention takes them: a cache may be kept in another precision than it is used in.
         k, v = (
             part if slot.spec.dtype == dtype else emit.call(aten.to.dtype, part, dtype)
-            for slot in (item.key, item.value) for part in [appends.append(slot, emit)]
+            for slot in (item.key, item.value) for part in [appends.read_back(emit, slot, appends.append(slot, emit))]
         )
     keys, values = [emit.call(aten.unsqueeze.default, k, 0)], [emit.call(aten.unsqueeze.default, v, 0)]
     return replace(stored, keys=keys, values=values, schemes=(DENSE, DENSE), value_dim=value_dim, fresh=(k, v), grouped=grouped)

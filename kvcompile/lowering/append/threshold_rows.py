@@ -1,0 +1,140 @@
+"""``append`` of many tokens on CUDA for schemes that encode by thresholds (``Scheme.bins``): minimum, step, bin and packing in one pass.
+
+A program has ROWS new tokens of one kv head of one batch row. It takes minimum and maximum of every group, counts the thresholds of the
+group's table that are not above each value, and packs the counts. Bit for bit what ``append_body`` writes; a test holds the two together.
+Positions outside of the planes poison the last row, as there. Keys and values are a launch each.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompile import schemes
+from kvcompile.lowering.append.rounding import quotient, rounded_down, rounded_up
+from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.schemes.symmetric import SCALE_ULP, TINY
+from kvcompile.types import Bins
+
+TILE = 2048
+"""Elements of a program: 16 for each of 128 threads, each beside its code."""
+
+
+@triton.jit
+def append_thresholds(
+    X, CODES, SCALES, ZEROS, POS, TABLE, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b,
+    scales_h, HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr,
+    GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+):
+    """One slot. Grid: blocks of ROWS tokens times kv heads, the heads first, and batch rows. TABLE: [HEADS, D // GROUP, 2^BITS - 1]."""
+    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    h = (program % HEADS).to(tl.int64)
+    s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
+    there = s < count
+    given = tl.load(POS + b * pos_b + s.to(tl.int64) * pos_s, mask=there, other=0)
+    room = pages * PAGE
+    inside = (given >= 0) & (given < room)
+    at = tl.where(inside, given, room - 1).to(tl.int32)
+    page, row = (at // PAGE).to(tl.int64), (at % PAGE).to(tl.int64)
+
+    GROUPS: tl.constexpr = D // GROUP
+    stored: tl.constexpr = SCALES.dtype.element_ty
+    group, i = tl.arange(0, GROUPS), tl.arange(0, GROUP)
+    channel = group[:, None] * GROUP + i[None, :]
+    source = X + b * x_b + h * x_h + (s.to(tl.int64) * x_s)[:, None, None] + (channel * x_d)[None, :, :]
+    x = tl.load(source, mask=there[:, None, None], other=0.0).to(tl.float32)
+    x = tl.where(inside[:, None, None], x, float("nan"))
+    # Minimum and maximum pass over NaN.
+    nans = tl.max((x != x).to(tl.int32), 2, keep_dims=True) != 0
+    low = tl.where(nans, float("nan"), tl.min(x, 2, keep_dims=True))
+    high = tl.where(nans, float("nan"), tl.max(x, 2, keep_dims=True))
+    zero = low if stored == tl.float32 else rounded_down(low, stored)
+    spread = high - zero.to(tl.float32)
+    scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, stored)
+    scale = tl.where(spread == 0, 0.0, scale).to(stored)
+    ratio = quotient(x - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(stored))
+    codes = tl.zeros([ROWS, GROUPS, GROUP], tl.int32)
+    table = TABLE + h * (GROUPS * (2**BITS - 1)) + group * (2**BITS - 1)
+    for k in tl.static_range(2**BITS - 1):
+        codes += (ratio >= tl.load(table + k)[None, :, None]).to(tl.int32)
+    codes = tl.where(scale == scale, codes, 0)
+
+    WIDTH: tl.constexpr = D // PARTS
+    planar = tl.reshape(codes, [ROWS, PARTS, WIDTH])
+    if SEGMENTS > 4:
+        planar = planar.to(tl.int64)
+    words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
+    to = CODES + b * codes_b + h * codes_h + page * codes_n + row * (SEGMENTS * WIDTH)
+    w = tl.arange(0, WIDTH)
+    for byte in tl.static_range(SEGMENTS):
+        tl.store(to[:, None] + byte * WIDTH + w[None, :], ((words >> (8 * byte)) & 255).to(tl.uint8), mask=there[:, None])
+    beside = (b * scales_b + h * scales_h + page * scales_n + row * GROUPS)[:, None] + group[None, :]
+    tl.store(SCALES + beside, tl.reshape(scale, [ROWS, GROUPS]), mask=there[:, None])
+    tl.store(ZEROS + beside, tl.reshape(zero.to(stored), [ROWS, GROUPS]), mask=there[:, None])
+
+
+class ThresholdRows(NamedTuple):
+    """The operands of ``append`` of one slot; ``table``: its thresholds, [1, 1, K, D // group, 2^bits - 1]."""
+
+    x: torch.Tensor
+    planes: list[torch.Tensor]
+    pos: torch.Tensor
+    table: torch.Tensor
+    scheme: str
+
+    @property
+    def rule(self) -> Bins:
+        """How the scheme encodes; only of what ``fits``."""
+        rule = schemes.parse(self.scheme).bins(self.x.shape[3])
+        assert rule is not None
+        return rule
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a program: as many as fill a tile, or the one of a decode step."""
+        if isinstance(self.x.shape[2], int) and self.x.shape[2] == 1:
+            return 1
+        return max(1, TILE // self.x.shape[3])
+
+    def operands(self) -> tuple[object, ...]:
+        """Arguments of the kernel, in their order: whole planes, no views."""
+        x, pos, (codes, scales, zeros) = self.x, self.pos, self.planes
+        return (
+            x, codes, scales, zeros, pos, self.table, x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0],
+            codes.stride(0), scales.stride(0), 0 if pos.shape[0] == 1 else pos.stride(0), pos.stride(1), codes.stride(1), codes.stride(2),
+            scales.stride(1), scales.stride(2),
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Return the kernel's constants, by name."""
+        rule, dtype = self.rule, self.planes[1].dtype
+        return {
+            "HEADS": self.x.shape[1], "PAGE": self.planes[0].shape[3], "D": self.x.shape[3], "BITS": rule.bits, "PARTS": rule.parts,
+            "SEGMENTS": rule.segments, "GROUP": rule.group, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype], "ROWS": self.rows,
+        }
+
+
+def fits(slot: ThresholdRows) -> bool:
+    """Whether the kernel knows this append: a head dim that is a power of two, planes whose rows lie in order."""
+    D = slot.x.shape[3]
+    if not isinstance(D, int) or D & (D - 1) or D > TILE or len(slot.planes) != 3:
+        return False
+    rule = schemes.parse(slot.scheme).bins(D)
+    if rule is None or D % rule.parts or D % rule.group or not slot.table.is_contiguous():
+        return False
+    in_order = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes)
+    alike = slot.planes[1].stride() == slot.planes[2].stride() and slot.planes[0].shape[3] == slot.planes[1].shape[3]
+    return in_order and alike and slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
+
+
+def append_threshold_rows(slot: ThresholdRows, launcher: Launcher | None = None) -> None:
+    """``append_body`` of one slot in one launch; for what ``fits``. None launches at once."""
+    launcher = launcher or Direct(slot.x.device.type == "cuda")
+    grid = ((slot.x.shape[2] + slot.rows - 1) // slot.rows * slot.x.shape[1], slot.x.shape[0])
+    launcher.kernel(append_thresholds, grid, *slot.operands(), warps=1 if slot.rows == 1 else None, **slot.constants())

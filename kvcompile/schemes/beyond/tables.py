@@ -1,0 +1,141 @@
+"""Tables of levels and thresholds, of one slot, of one attention, and of a whole model; frozen, compared by their contents.
+
+Both are in units of the stored scale, so that a group spans 0 to 2^bits - 1: uniform levels are then the integers, float32 holds
+them exactly, and the value ``level * scale + zero`` is what plain asymmetric codes decode to. The source's normalised units
+(its Eqs. 2 to 4, where a group spans 0 to 1) are these divided by 2^bits - 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.errors import BadTables, TablesMissing
+from kvcompile.types import Role
+
+
+def uniform_levels(bits: int) -> torch.Tensor:
+    """The levels of plain asymmetric codes, float32 [2^bits], in scales (the source's Eq. 3)."""
+    return torch.arange(2**bits, dtype=torch.float32)
+
+
+def uniform_thresholds(bits: int) -> torch.Tensor:
+    """The thresholds of plain asymmetric codes, float32 [2^bits - 1], in scales (the source's Eq. 4, with rounding's ties).
+
+    A value on a threshold has the code above it, where rounding to nearest takes the even one of both: behind an even code
+    the threshold is the next float32 after the middle, so that codes equal ``round`` in every case.
+    """
+    middle = torch.arange(2**bits - 1, dtype=torch.float32) + 0.5
+    above = torch.nextafter(middle, torch.full_like(middle, float("inf")))
+    return torch.where(torch.arange(2**bits - 1) % 2 == 0, above, middle)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Levels [K, D // group, 2^bits] and thresholds [K, D // group, 2^bits - 1] of one slot, float32 on the CPU, in scales."""
+
+    levels: torch.Tensor
+    thresholds: torch.Tensor
+
+    def __post_init__(self) -> None:
+        shapes = tuple(self.levels.shape), tuple(self.thresholds.shape)
+        if self.levels.dim() != 3 or shapes[1] != (*shapes[0][:2], shapes[0][2] - 1):
+            raise BadTables(expected="levels [K, groups, n] and thresholds [K, groups, n - 1]", found=shapes, todo="learn them anew")
+        for name, plane in (("levels", self.levels), ("thresholds", self.thresholds)):
+            if plane.dtype != torch.float32 or not plane.isfinite().all():
+                raise BadTables(expected=f"finite float32 {name}", found=f"{plane.dtype}, or NaN or Inf", todo="learn them anew")
+        if (self.thresholds.diff(dim=-1) < 0).any():
+            raise BadTables(expected="thresholds in rising order", found="some that fall", todo="learn them anew")
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Return a hash of the contents, 16 hex digits."""
+        found = hashlib.sha256(repr((tuple(self.levels.shape), tuple(self.thresholds.shape))).encode())
+        for plane in (self.levels, self.thresholds):
+            found.update(plane.contiguous().numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of a code."""
+        return (self.levels.shape[2] - 1).bit_length()
+
+    @property
+    def reach(self) -> float:
+        """Return the largest distance from a value to the level of its bin, in scales; a group's values lie in [0, 2^bits - 1]."""
+        edge = torch.zeros_like(self.thresholds[..., :1])
+        top = float(self.levels.shape[2] - 1)
+        inner = self.thresholds.clamp(0, top)
+        low, high = torch.cat([edge, inner], -1), torch.cat([inner, edge + top], -1)
+        # A bin that no value can fall into has no error.
+        far = torch.maximum((self.levels - low).abs(), (self.levels - high).abs())
+        held = (high > low) | (high == top)
+        return float(torch.where(held, far, 0.0).max())
+
+
+def uniform_table(bits: int, heads: int, groups: int) -> Table:
+    """Return the table whose codes and values are those of plain asymmetric quantization."""
+    return Table(uniform_levels(bits).repeat(heads, groups, 1), uniform_thresholds(bits).repeat(heads, groups, 1))
+
+
+@dataclass(frozen=True)
+class SiteTables:
+    """The tables of one attention's keys and values."""
+
+    key: Table
+    value: Table
+
+    def of(self, role: Role) -> Table:
+        """Return the table of a slot of this role."""
+        return self.key if role is Role.KEY else self.value
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTables:
+    """The tables of a model's attentions by their module paths, and the fingerprint of the model that they were learned for."""
+
+    sites: Mapping[str, SiteTables]
+    fingerprint: str
+    group: int
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Return a hash of the contents, 16 hex digits."""
+        told = [(path, site.key.digest, site.value.digest) for path, site in sorted(self.sites.items())]
+        return hashlib.sha256(repr((told, self.fingerprint, self.group)).encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelTables) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of a code."""
+        return next(iter(self.sites.values())).key.bits
+
+    @property
+    def parameters(self) -> int:
+        """Count the levels and thresholds of all tables, the source's |phi| (its Appendix E)."""
+        tables = [table for site in self.sites.values() for table in (site.key, site.value)]
+        return sum(table.levels.numel() + table.thresholds.numel() for table in tables)
+
+    def at(self, path: str) -> SiteTables:
+        """Return the tables of the attention at a module path, by its end where one of the two paths begins further out."""
+        if path in self.sites:
+            return self.sites[path]
+        near = [known for known in self.sites if path and known and (known.endswith(f".{path}") or path.endswith(f".{known}"))]
+        if len(near) != 1:
+            raise TablesMissing(path=path or "(unknown)", known=", ".join(list(self.sites)[:3]) + (", ..." if len(self.sites) > 3 else ""))
+        return self.sites[near[0]]
