@@ -76,6 +76,8 @@ def _prefill_gap(facts: AttendFacts) -> str | None:
         return "keys stored before RoPE"
     if facts.bias:
         return "a mask operand of its own"
+    if any(schemes.parse(text).format(slot).levels for text, slot in facts.slots):
+        return "tables of levels"
     return _cuda_gap(facts)
 
 

@@ -17,7 +17,7 @@ from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.asymmetric import UNPACK
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
-SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "lookup")
+SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "lookup", "beyond")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +93,8 @@ def cases(scheme: str) -> list[Case]:
     """Odd shapes and every mask, one axis at a time."""
     if scheme in {"kivi", "lookup"}:
         return asymmetric_cases(scheme)
+    if scheme == "beyond":
+        return tabled_cases()
     base = Case(scheme, scheme)
     wide = Tile(block_t=128, block_r=16, tokens_first=False)
     found = [dataclasses.replace(base, T=T, B=B) for T, B in ((1, 1), (63, 3), (64, 1), (200, 3))]
@@ -169,11 +171,25 @@ def asymmetric_cases(scheme: str) -> list[Case]:
     ]
 
 
+def tabled_cases() -> list[Case]:
+    """Tables of every number of bits, words of five segments among them, and tables beside a scheme without one."""
+    two, three, four, five = (f"beyond(bits={bits})" for bits in (2, 3, 4, 5))
+    return [
+        Case(four, four, T=100, B=3), Case(five, five, T=70, D=128, Dv=64, K=2), Case(three, two, T=90, S=3, B=2, lo=True, keep=True),
+        Case(two, five, T=65, dtype=torch.float32), Case("beyond(group=64)", "beyond(group=128)", T=130, D=128, Dv=128),
+        Case("int4", five, T=100, recent=33), Case(four, "kivi", T=100, recent=40),
+        Case(five, three, S=20, T=100, tile=Tile(32, 32, False)),
+    ]
+
+
 def encoded(name: str, x: torch.Tensor, role: Role, generator: torch.Generator) -> list[torch.Tensor]:
     """Rows [B, K, n, width] of every plane for whole pages of tokens x, and tables."""
     made = schemes.parse(name)
     if not isinstance(made, Lookup):
-        return list(made.of(role).encode(x))
+        layout = made.of(role).layout(SlotSpec(x.shape[1], x.shape[3], x.dtype, role))
+        tables = [plane for plane in layout.planes if plane.constant and not plane.encoding]
+        learned = [torch.rand(plane.shape(1, 1, x.shape[1]), generator=generator) * plane.width for plane in tables]
+        return [*made.of(role).encode(x), *learned]
     B, K, T, D = x.shape
     shape = B, K, T // made.block_tokens, D // made.group
     level = x.abs().amax()
@@ -365,7 +381,8 @@ def compare_nan() -> None:
     """A query of NaN, which a rewritten graph makes of one that sees places behind its store, gives NaN, and others what they gave."""
     allow_ranges_over_scalars()
     for scheme in SCHEMES:
-        case = dataclasses.replace(Case(scheme, scheme) if scheme not in {"kivi", "lookup"} else asymmetric_cases(scheme)[0], B=2, T=100)
+        tabled = scheme in {"kivi", "lookup", "beyond"}
+        case = dataclasses.replace(cases(scheme)[0] if tabled else Case(scheme, scheme), B=2, T=100)
         args = operands(case)
         plain = run_kernel(case, args)
         out = run_kernel(case, {**args, "q": torch.where(torch.arange(case.B)[:, None, None, None] == 1, float("nan"), args["q"])})
@@ -386,6 +403,8 @@ COMPILED = [
     ("dense", "sm_90", {"tile": Tile(64, 64, False, 4, 3), "one_query": False, "direct": True, "splits": 1}),
     ("kivi", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(recent=True)}),
     ("kivi(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2), "beside": Beside(recent=True, rotary_dim=128)}),
+    ("beyond", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "value_scale_pack": 4, "key_scale_pack": 4}),
+    ("beyond(bits=5)", "sm_90", {"tile": Tile(32, 8, True, 4, 2)}), ("beyond(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2)}),
     ("lookup", "sm_100", {"tile": Tile(32, 16, True, 4, 2), "one_query": False, "beside": Beside(rotary_dim=64, interleaved=True)}),
 ]
 
