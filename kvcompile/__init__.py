@@ -6,17 +6,21 @@
 from kvcompile.backend import Backend, backend
 from kvcompile.errors import KvcompileError
 from kvcompile.explain import explain
+from kvcompile.learning.learn import Learned, learn
+from kvcompile.learning.settings import LearnSettings
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.planner.fitting import fit
 from kvcompile.report import Report
 from kvcompile.runtime.handle import CompressedCache, decoded
-from kvcompile.schemes import Certified, Certify, Dense, Fp8, Int4, Int8, Kivi, Nf4, Scheme, Squat, register
+from kvcompile.schemes import Beyond, Certified, Certify, Dense, Fp8, Int4, Int8, Kivi, Nf4, Scheme, Squat, register
 from kvcompile.schemes.base import require_divides
+from kvcompile.schemes.beyond.storage import load_tables, save_tables
 from kvcompile.types import Granularity
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Backend", "Certified", "Certify", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "Kivi", "KvcompileError", "Nf4",
-    "Pair", "Policy", "Report", "Scheme", "Squat", "backend", "decoded", "explain", "fit", "register", "require_divides",
+    "Backend", "Beyond", "Certified", "Certify", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "Kivi", "KvcompileError",
+    "LearnSettings", "Learned", "Nf4", "Pair", "Policy", "Report", "Scheme", "Squat", "backend", "decoded", "explain", "fit", "learn",
+    "load_tables", "register", "require_divides", "save_tables",
 ]

@@ -62,6 +62,22 @@ class TablesMissing(SchemeError):
     )
 
 
+class BadBatch(KvcompileError):
+    template = "expected {expected}, found {found}; {todo}"
+
+
+class BadLearnSetting(KvcompileError, ValueError):
+    template = "kvcompile.learn expects {setting} to be {expected}, found {found!r}; pass one of these or leave it out"
+
+
+class NothingToLearn(KvcompileError):
+    template = "expected an attention whose keys and values a cache would hold, found none in the graphs of this model{why}; {todo}"
+
+
+class BadRun(KvcompileError):
+    template = "expected {expected} in the run folder {folder}, found {found}; {todo}"
+
+
 class Tier2Missing(KvcompileError):
     template = (
         "attention with a certificate needs the originals of all {expected} pages of codes, found {found} pages of {what}; "

@@ -82,7 +82,7 @@ class Scheme(abc.ABC):
         """
 
     def spoiled(self, heads: int, head_dim: int, device: torch.device | None = None) -> Planes:
-        """What stands for one token that is not there, [1, K, 1, width] a plane: it decodes to NaN."""
+        """The codes of one token that is not there, [1, K, 1, width] a plane: they decode to NaN."""
         return self.encode(torch.full((1, heads, 1, head_dim), float("nan"), device=device))
 
     @abc.abstractmethod

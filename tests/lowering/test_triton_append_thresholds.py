@@ -20,7 +20,7 @@ CASES = (
 
 
 def thresholds(bits: int, groups: int, seed: int) -> torch.Tensor:
-    """Thresholds of no even spacing, of every head and group its own, in order, one twice and one below all values; [1, 1, K, groups, n]."""
+    """Thresholds of no even spacing, each head and group its own, in order, one twice and one below all values; [1, 1, K, groups, n]."""
     found = torch.rand(1, 1, KV, groups, 2**bits - 1, generator=torch.Generator().manual_seed(seed)) * (2**bits - 1)
     found[..., 0], found[..., 1] = -1.0, found[..., 2]
     return found.sort(-1).values

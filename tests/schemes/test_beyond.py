@@ -138,8 +138,8 @@ def test_tables_compare_by_what_they_hold() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"levels": torch.zeros(2, 2, 15)}, {"levels": torch.full((2, 2, 16), float("nan"))}, {"thresholds": torch.arange(15.0).flip(0).repeat(2, 2, 1)},
-    {"levels": torch.zeros(2, 2, 16, dtype=torch.float64)},
+    {"levels": torch.zeros(2, 2, 15)}, {"levels": torch.full((2, 2, 16), float("nan"))},
+    {"thresholds": torch.arange(15.0).flip(0).repeat(2, 2, 1)}, {"levels": torch.zeros(2, 2, 16, dtype=torch.float64)},
 ], ids=["shape", "nan", "order", "dtype"])
 def test_tables_that_are_none_are_refused(change: dict[str, torch.Tensor]) -> None:
     with pytest.raises(BadTables):
@@ -203,9 +203,8 @@ def test_equal_layers_share_code_whatever_their_tables() -> None:
 def test_a_cache_of_other_tables_is_refused() -> None:
     model = llama(head_dim=32)
     cache, words = cache_of(model, "static"), torch.ones(1, 3, dtype=torch.long)
-    first, second = (
-        torch.compile(model, backend=kvcompile.backend(random_tables(llama_paths(2), seed=seed), inner="eager", strict=True)) for seed in (0, 5)
-    )
+    owners = [kvcompile.backend(random_tables(llama_paths(2), seed=seed), inner="eager", strict=True) for seed in (0, 5)]
+    first, second = (torch.compile(model, backend=owner) for owner in owners)
     with torch.no_grad():
         first(words, past_key_values=cache)
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Tables of no even spacing for the attentions of a model, as tests need them: not learned, but of every layer, half, head and group its own."""
+"""Tables of no even spacing for the attentions of a model: not learned, but each layer, half, head and group has its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
 
-``append``         ``rows``, or ``threshold_rows`` where thresholds are given, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
-                   has, and becomes four kernels where this is one launch for keys and values.
+``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
+                   has, and becomes four kernels where this is one launch for keys and values. ``threshold_rows`` where thresholds are
+                   given, a launch a slot.
 ``append_window``  one token: ``window_token`` or the kernel of a scheme's own room; more: ``window_blocks``, or else the operation as it
                    is.
 

@@ -3,11 +3,10 @@
 ``append_kernel``         what ``append`` says, of many tokens (``rows``)
 ``append_window_kernel``  what ``append_window`` says, of one token (``window_token``, or the kernel of a scheme's own room) or many
                           (``window_blocks``), but for the origins in force: they are tensor code that reads the clock before
+``append_thresholds_kernel``  what ``append`` says of tokens that are encoded by a table of thresholds (``threshold_rows``)
 
-``append_thresholds_kernel``  what ``append`` says where tokens are encoded by a table of thresholds (``threshold_rows``)
-
-The first two have a form for two slots. They only take what the kernels know (``appends`` asks), run the kernels where they are called, and declare
-every plane that a kernel writes as mutated, none else: a compiled graph functionalizes them and puts them back in place.
+The first two have a form for two slots. They only take what the kernels know (``appends`` asks), run the kernels where they are called,
+and declare every plane that a kernel writes as mutated, none else: a compiled graph functionalizes them and puts them back in place.
 """
 
 from __future__ import annotations

@@ -48,6 +48,17 @@ def compile_by_inductor(module: fx.GraphModule, fakes: Sequence[Any], patches: d
     return compile_fx(module, list(fakes), config_patches=patches)  # type: ignore[return-value]
 
 
+def compile_for_training(module: fx.GraphModule, fakes: Sequence[Any], memory_budget: float) -> Callable[..., Any]:
+    """Compile a graph with its backward pass by ``compile_fx``; ``memory_budget``: the share of activations that is kept for it."""
+    from torch._functorch import config as partitioner
+
+    # They look for calls of torch, and the graph is ATen. Codes are made from quotients, which are to be the eager ones.
+    moved = hasattr(config, "eager_numerics")
+    rounding = "eager_numerics.division_rounding" if moved else "emulate_divison_rounding"
+    with partitioner.patch(activation_memory_budget=memory_budget):
+        return compile_by_inductor(module, fakes, {"use_pre_grad_passes": False, rounding: True})
+
+
 def autotuned(name: str, choices: list[Any], inputs: list[Any], layout: Any, examples: dict[int, Callable[[Any], Any]]) -> Any:
     """The node of the best of some configurations of a template; ``examples``: makers of inputs to time them with, by their place."""
     chosen = autotune_select_algorithm(name, choices, inputs, layout, input_gen_fns=examples)

@@ -22,6 +22,7 @@ class SlotKind(enum.Enum):
     CREATED_CONCAT = "first tokens returned as a new cache"
     CREATED_BUFFER = "buffer made in this graph and returned"
     READ = "input that is only read"
+    NEW = "tokens of this call that no cache holds"
 
     @property
     def facts(self) -> KindFacts:
@@ -69,6 +70,7 @@ KINDS = {
     SlotKind.CREATED_CONCAT: KindFacts("starts here", created=True, grows=True),
     SlotKind.CREATED_BUFFER: KindFacts("made and filled here", created=True, in_place=True, fixed=True),
     SlotKind.READ: KindFacts("filled before", written=False),
+    SlotKind.NEW: KindFacts("none", created=True, written=False),
 }
 
 

@@ -77,7 +77,8 @@ class Beyond(Scheme):
     def variants(cls) -> tuple[Scheme, ...]:
         default = cls()
         changes: list[dict[str, Any]] = [
-            {"bits": 2}, {"bits": 3}, {"bits": 5}, {"group": 64}, {"scale_dtype": torch.bfloat16}, {"scale_dtype": torch.float32, "bits": 5},
+            {"bits": 2}, {"bits": 3}, {"bits": 5}, {"group": 64}, {"scale_dtype": torch.bfloat16},
+            {"scale_dtype": torch.float32, "bits": 5},
         ]
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 

@@ -14,7 +14,7 @@ from torch import fx
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.graph.operators import CONCATENATIONS, MAKERS, UPDATES
 from kvcompile.passes.graph.pullback import Trail, factor, step, trace
-from kvcompile.passes.graph.shapes import op_name, sizes
+from kvcompile.passes.graph.shapes import op_name, sizes, value_of
 from kvcompile.passes.match.cache import paged, sliding
 from kvcompile.passes.match.cache.advice import no_plain_view
 from kvcompile.passes.match.cache.functional import copied_back, update
@@ -210,6 +210,27 @@ def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
     write = Write("not written here", root, root, root, (), dims[0], Position(), 0)
     axes, heads, tiled = axes_of(trail, read, write.token_dim)
     return _slot(SlotKind.READ, root, root, (), axes, heads, write, trail, tiled)
+
+
+def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) -> Slot:
+    """Return the new tokens behind an attention operand that no cache holds, as a slot whose root is where they were made.
+
+    Raises Miss where they are no plain view of one tensor, or where something writes to it.
+    """
+    read = Read(operand, roles, sizes(operand))
+    if "T" not in roles:
+        raise Miss("what the attention's weights are multiplied with has no dim of tokens", operand)
+    trail = trace(operand, lambda node: False, scales=True)
+    root, tokens, count = trail.base, trail.here[:, roles.index("T")], sizes(operand)[roles.index("T")]
+    if effects.writes.get(effects.root.get(root, root)):
+        raise Miss("the tensor that keys or values are read from is written to in place", root, advice="make it without in-place writes")
+    dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
+    if not dims:
+        raise Miss("keys or values are no plain view of one tensor, with a dim that is the tokens", root)
+    axes, heads, tiled = axes_of(trail, read, dims[0])
+    whole = tuple(range(len(sizes(root))))
+    write = Write("not cached", root, root, root, whole, dims[0], Position(), value_of(root).shape[dims[0]])
+    return _slot(SlotKind.NEW, root, None, (), axes, heads, write, trail, tiled)
 
 
 def _returned(root: fx.Node, effects: Effects, itself: bool = False) -> tuple[int, ...]:

@@ -1,0 +1,35 @@
+"""The progress of learning on a terminal: step, loss, the best validation, bits a value, time left."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvcompile.report import short_scheme
+from kvcompile.schemes import Beyond
+
+
+class Display:
+    """A progress bar while it is entered; nothing where ``quiet``."""
+
+    def __init__(self, steps: int, scheme: Beyond, quiet: bool) -> None:
+        bits = scheme.bits + 2 * 8 * scheme.scale_dtype.itemsize / scheme.group
+        self.bar = Progress(
+            TextColumn(f"{short_scheme(scheme)}, {bits:.2f} bits a value"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[told]}"), TimeRemainingColumn(), console=Console(stderr=True), disable=quiet,
+        )
+        self.task = self.bar.add_task("learn", total=steps, told="")
+
+    def __enter__(self) -> Display:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def step(self, step: int, loss: float, best: float | None) -> None:
+        """Show one step's loss, nats a token, and the best validation so far."""
+        told = f"loss {loss:.4f}" + (f", best validation {best:.4f}" if best is not None else "")
+        self.bar.update(self.task, completed=step, told=told)

@@ -1,0 +1,137 @@
+"""The run folder: configuration, log, the best tables, a checkpoint to resume from, and pictures where matplotlib is there.
+
+    config.json   scheme, settings, the model's fingerprint     log.jsonl   a line for every step and validation
+    best.safetensors   tables of the lowest validation           checkpoint.safetensors   parameters, Adam's state, and where it was
+    loss.png, levels.png
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcompile.errors import BadRun
+from kvcompile.learning.parameters import Parameters
+from kvcompile.learning.trainer import Trainer
+from kvcompile.schemes import Beyond
+from kvcompile.schemes.beyond.storage import save_tables
+
+STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where learning is: pieces of batches used, validations as (step, loss), the best one, and how many rose in a row."""
+
+    pieces: int = 0
+    validations: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    best: float | None = None
+    best_step: int = 0
+    rises: int = 0
+
+
+class RunFolder:
+    """A folder of one run; ``config`` is what a resumed run must have in common with it."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], resume: bool) -> None:
+        self.folder, self.config = folder, config
+        known = folder / "config.json"
+        if resume:
+            self._check(known)
+        elif known.exists():
+            raise BadRun(expected="nothing", folder=folder, found="another run", todo="resume it, or name a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            known.write_text(json.dumps(config, indent=1) + "\n")
+
+    def _check(self, known: Path) -> None:
+        try:
+            found = json.loads(known.read_text())
+        except (OSError, ValueError) as error:
+            raise BadRun(expected="config.json", folder=self.folder, found=f"none that can be read ({error})", todo="begin anew") from error
+        changed = [name for name in {*found, *self.config} if found.get(name) != self.config.get(name)]
+        if changed:
+            name = min(changed)
+            raise BadRun(
+                expected=f"{name} {self.config.get(name)!r}", folder=self.folder, found=repr(found.get(name)),
+                todo="resume with the model and settings of the run, or name a new folder",
+            )
+
+    def log(self, **line: Any) -> None:
+        """Add a line to the log."""
+        with (self.folder / "log.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def keep_best(self, scheme: Beyond) -> None:
+        """Write the best tables."""
+        save_tables(scheme, self.folder / "best.safetensors")
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def save(self, trainer: Trainer, progress: Progress, best: Beyond) -> None:
+        """Write a checkpoint, whole or not at all, and the best tables beside it."""
+        from safetensors.torch import save_file
+
+        assert trainer.adam is not None
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _named(trainer.parameters).items()}
+        named = {id(tensor): name for name, tensor in _named(trainer.parameters).items()}
+        for tensor, state in trainer.adam.state.items():
+            for key in STATE:
+                tensors[f"adam.{named[id(tensor)]}.{key}"] = torch.as_tensor(state[key]).detach().cpu().clone()
+        half = self.folder / ".checkpoint"
+        save_file(tensors, str(half), {"steps": str(trainer.steps), "progress": json.dumps(dataclasses.asdict(progress))})
+        self.keep_best(best)
+        half.replace(self.folder / "checkpoint.safetensors")
+
+    def load(self, trainer: Trainer) -> Progress:
+        """Bring a trainer that has met its attentions to where the checkpoint was."""
+        from safetensors import SafetensorError, safe_open
+
+        assert trainer.adam is not None
+        try:
+            with safe_open(str(self.folder / "checkpoint.safetensors"), "pt") as opened:
+                metadata, held = opened.metadata(), set(opened.keys())
+                with torch.no_grad():
+                    for name, tensor in _named(trainer.parameters).items():
+                        tensor.copy_(opened.get_tensor(name))
+                        if f"adam.{name}.step" in held:
+                            state = {key: opened.get_tensor(f"adam.{name}.{key}") for key in STATE}
+                            trainer.adam.state[tensor] = {
+                                key: value if key == "step" else value.to(tensor.device) for key, value in state.items()
+                            }
+            trainer.steps = int(metadata["steps"])
+            told = json.loads(metadata["progress"])
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            raise BadRun(
+                expected="a whole checkpoint.safetensors", folder=self.folder, found=f"{type(error).__name__}: {error}", todo="begin anew",
+            ) from error
+        for name in ("validations", "losses"):
+            told[name] = [(int(step), float(loss)) for step, loss in told[name]]
+        return Progress(**told)
+
+    # --- pictures --------------------------------------------------------------------------------
+
+    def draw(self, progress: Progress, scheme: Beyond) -> None:
+        """Draw the loss and the learned levels, where matplotlib is installed."""
+        if importlib.util.find_spec("matplotlib") is None:
+            return
+        from kvcompile.learning.pictures import draw_levels, draw_loss
+
+        draw_loss(progress.losses, progress.validations, self.folder / "loss.png")
+        draw_levels(scheme, self.folder / "levels.png")
+
+
+def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
+    """The learned tensors by name, as a file has them."""
+    return {
+        f"{path}.{role.value}.{name}": tensor
+        for (path, role), slot in parameters.slots.items() for name, tensor in (("levels", slot.levels), ("thresholds", slot.thresholds))
+    }
+
+

@@ -1,0 +1,111 @@
+"""Attentions without a cache, as a forward pass for training has them: their new keys and values, as a cache would hold them.
+
+The same recognisers find the attention, and the same reading of coordinates finds the tensor that keys and values are views of, with its
+layout and the kv heads before they are repeated. What a cache would hold is that tensor: keys behind RoPE, values behind their projection.
+An attention over tokens behind its own (of an encoder), or over another sequence (cross-attention), has no such cache, and is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import fx
+
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.effects import Effects, analyse
+from kvcompile.passes.graph.shapes import hint, module_path, size_along, sizes, source_line
+from kvcompile.passes.match import soundness
+from kvcompile.passes.match.cache import slots
+from kvcompile.passes.match.mask import masks
+from kvcompile.passes.match.match import ATTENTIONS, refuse
+from kvcompile.passes.match.sites import Attention, LimitKind, Miss, Refusal, Slot, Stage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UncachedSite:
+    """One causal attention over this call's tokens alone; the roots of its slots are where keys and values were made."""
+
+    attention: Attention
+    key: Slot
+    value: Slot
+    path: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Uncached:
+    """All such attentions of a graph, and why others are none."""
+
+    sites: tuple[UncachedSite, ...]
+    refusals: tuple[Refusal, ...]
+    effects: Effects
+
+
+def _site(attention: Attention, effects: Effects) -> UncachedSite:
+    soundness.private(attention, effects)
+    soundness.unchanged_operands(attention, effects)
+    if attention.beside is not None:
+        raise Miss("the scores are a sum of two products", attention.beside.k, advice="concatenate queries and keys and take one product")
+    if attention.k is attention.v:
+        raise Miss("keys and values are one tensor", attention.k)
+    key, value = (slots.without_cache(node, roles, effects) for node, roles in (
+        (attention.k, attention.k_roles), (attention.v, attention.v_roles),
+    ))
+    if key.heads != value.heads or key.tiled != value.tiled:
+        raise Miss("keys and values have different heads", key.root, value.root, advice="give both the same heads")
+    queries = hint(size_along(attention.q, attention.q_roles, "S", attention.folded))
+    if queries != hint(key.write.count):
+        raise Miss(f"{queries} queries attend to {hint(key.write.count)} tokens: no causal attention over its own call", attention.output)
+    bounds = masks.normalise(attention, effects)
+    if bounds.hi.kind in {LimitKind.ALL, LimitKind.CONST} and not bounds.carried and queries > 1:
+        raise Miss("its mask lets tokens attend to those behind them, as an encoder's", attention.output)
+    return UncachedSite(attention, key, value, module_path(attention.output), source_line(attention.output))
+
+
+def _first_reading(attention: Attention, effects: Effects) -> UncachedSite:
+    """The site of the first reading of the attention's roles that fits."""
+    missed: list[Miss] = []
+    for reading in (attention, *attention.others):
+        try:
+            return _site(reading, effects)
+        except Miss as miss:
+            missed.append(miss)
+    raise missed[0]
+
+
+def find(captured: Captured) -> Uncached:
+    """The attentions without a cache of a captured graph."""
+    effects = analyse(captured.graph)
+    sites: list[UncachedSite] = []
+    missed: list[tuple[fx.Node, Refusal]] = []
+    for node in captured.graph.nodes:
+        for recognise in ATTENTIONS:
+            attention = None
+            try:
+                attention = recognise(node)
+                if attention is not None:
+                    sites.append(_first_reading(attention, effects))
+            except Miss as miss:
+                # A softmax over few classes (a router's) is no attention, and says so here too.
+                missed.append((node, refuse(miss, node, attention.idiom if attention else "", Stage.MATCH)))
+    inside = {node for site in sites for node in site.attention.nodes}
+    return Uncached(tuple(sites), tuple(refusal for node, refusal in missed if node not in inside), effects)
+
+
+def shape_of(slot: Slot) -> tuple[int, int]:
+    """The kv heads and channels of a slot."""
+    return slot.heads, slot.head_dim
+
+
+def operand_heads(site: UncachedSite) -> int:
+    """How many times the attention's operands repeat each kv head."""
+    attention, slot = site.attention, site.key
+    shape = dict(zip(attention.k_roles, sizes(attention.k), strict=True))
+    if "G" in shape:
+        return shape["G"]
+    if "H" in shape:
+        return shape["H"] // slot.heads
+    return shape["BH"] // (slot.batch * slot.heads) if "BH" in shape else 1
