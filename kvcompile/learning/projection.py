@@ -18,7 +18,7 @@ def isotonic(y: torch.Tensor) -> torch.Tensor:
 
 
 def ordered(thresholds: torch.Tensor, top: float, margin: float) -> torch.Tensor:
-    """The nearest thresholds in [0, top] that lie at least ``margin`` apart, along the last axis; those that do already stay bit for bit."""
+    """The nearest thresholds in [0, top] at least ``margin`` apart, along the last axis; those that are already stay bit for bit."""
     count = thresholds.shape[-1]
     steps = torch.arange(count, device=thresholds.device, dtype=thresholds.dtype) * margin
     inside = (thresholds[..., 0] >= 0) & (thresholds[..., -1] <= top) & (thresholds.diff(dim=-1) >= margin).all(-1)

@@ -34,4 +34,4 @@ def test_layouts_count_what_the_formulas_say(scheme: Beyond) -> None:
     facts = {c.LAYERS: 1, c.HEADS: 8, c.CHANNELS: 128, c.GROUP: scheme.group, c.BITS: scheme.bits, c.ROWS: 3, c.TOKENS: 10 * PAGE,
              c.STATISTIC: 8 * scheme.scale_dtype.itemsize}
     assert held == c.AMORTIZED_BITS.subs(facts) * 2 * 3 * 10 * PAGE * 8 * 128
-    assert scheme.bits_per_value(slots[0]) == c.CACHE_BITS.subs(facts)
+    assert scheme.bits_per_value(slots[0]) == float(c.CACHE_BITS.subs(facts))
