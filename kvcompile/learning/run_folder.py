@@ -78,10 +78,9 @@ class RunFolder:
         """Write a checkpoint, whole or not at all, and the best tables beside it."""
         from safetensors.torch import save_file
 
-        assert trainer.adam is not None
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _named(trainer.parameters).items()}
         named = {id(tensor): name for name, tensor in _named(trainer.parameters).items()}
-        for tensor, state in trainer.adam.state.items():
+        for tensor, state in ({} if trainer.adam is None else trainer.adam.state).items():
             for key in STATE:
                 tensors[f"adam.{named[id(tensor)]}.{key}"] = torch.as_tensor(state[key]).detach().cpu().clone()
         half = self.folder / ".checkpoint"
@@ -93,14 +92,13 @@ class RunFolder:
         """Bring a trainer that has met its attentions to where the checkpoint was."""
         from safetensors import SafetensorError, safe_open
 
-        assert trainer.adam is not None
         try:
             with safe_open(str(self.folder / "checkpoint.safetensors"), "pt") as opened:
                 metadata, held = opened.metadata(), set(opened.keys())
                 with torch.no_grad():
                     for name, tensor in _named(trainer.parameters).items():
                         tensor.copy_(opened.get_tensor(name))
-                        if f"adam.{name}.step" in held:
+                        if trainer.adam is not None and f"adam.{name}.step" in held:
                             state = {key: opened.get_tensor(f"adam.{name}.{key}") for key in STATE}
                             trainer.adam.state[tensor] = {
                                 key: value if key == "step" else value.to(tensor.device) for key, value in state.items()

@@ -52,7 +52,8 @@ class Trainer:
                 why=f" (the first of {len(self.backend.refusals)} reasons: {first})" if first is not None else "",
                 todo="pass a causal model, with calls that torch.compile can capture",
             )
-        self.adam = torch.optim.Adam(self.learned(), lr=self.settings.rate * self.span, eps=EPSILON / self.span)
+        learned = self.learned()
+        self.adam = torch.optim.Adam(learned, lr=self.settings.rate * self.span, eps=EPSILON / self.span) if learned else None
 
     def learned(self) -> list[torch.Tensor]:
         """The tensors that Adam moves."""
@@ -69,9 +70,8 @@ class Trainer:
 
     def learn(self, pieces: Sequence[Any]) -> float:
         """Take one optimizer step on a batch in pieces; its loss in nats a token, or NaN, and no step, where gradients are not finite."""
-        if self.adam is None:
+        if not self.parameters.slots:
             self.meet(pieces[0])
-        assert self.adam is not None
         slots = self.parameters.all()
         for slot in slots:
             for operand in slot.operands:
@@ -93,7 +93,6 @@ class Trainer:
 
     def _step(self, count: float) -> None:
         """Adam's step from summed gradients, then the projection."""
-        assert self.adam is not None
         slots, settings = self.parameters.all(), self.settings
         for slot in slots:
             if slot.left.grad is not None and slot.right.grad is not None:
@@ -103,9 +102,10 @@ class Trainer:
         self._finite = all(bool(item.grad.isfinite().all()) for item in self.learned() if item.grad is not None)
         if not self._finite:
             return
-        for group in self.adam.param_groups:
-            group["lr"] = settings.rate_at(self.steps) * self.span
-        self.adam.step()
+        if self.adam is not None:
+            for group in self.adam.param_groups:
+                group["lr"] = settings.rate_at(self.steps) * self.span
+            self.adam.step()
         self.steps += 1
         if settings.thresholds:
             with torch.no_grad():

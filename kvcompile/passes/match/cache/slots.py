@@ -213,23 +213,34 @@ def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
 
 
 def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) -> Slot:
-    """Return the new tokens behind an attention operand that no cache holds, as a slot whose root is where they were made.
+    """Return the new tokens behind an attention operand that no cache holds, as a slot whose root is where they are views of.
 
-    Raises Miss where they are no plain view of one tensor, or where something writes to it.
+    That is the tensor that was made, or the first view of it with dims of their own for tokens and batch rows: a projection may
+    have computed queries, keys and values of all rows at once. Raises Miss where there is none, or where something writes to it.
     """
-    read = Read(operand, roles, sizes(operand))
     if "T" not in roles:
         raise Miss("what the attention's weights are multiplied with has no dim of tokens", operand)
-    trail = trace(operand, lambda node: False, scales=True)
-    root, tokens, count = trail.base, trail.here[:, roles.index("T")], sizes(operand)[roles.index("T")]
-    if effects.writes.get(effects.root.get(root, root)):
-        raise Miss("the tensor that keys or values are read from is written to in place", root, advice="make it without in-place writes")
+    whole = trace(operand, lambda node: False, scales=True)
+    if effects.writes.get(effects.root.get(whole.base, whole.base)):
+        raise Miss("keys or values are read from a tensor that is written to in place", whole.base, advice="make it without such writes")
+    missed: list[Miss] = []
+    for root in (whole.base, *reversed(whole.path)):
+        try:
+            return _new_tokens(operand, roles, root)
+        except Miss as miss:
+            missed.append(miss)
+    raise missed[0]
+
+
+def _new_tokens(operand: fx.Node, roles: tuple[str, ...], root: fx.Node) -> Slot:
+    """Return the slot of an operand that is a view of ``root``, with one of its dims as the tokens; raises Miss."""
+    read, trail = Read(operand, roles, sizes(operand)), trace(operand, lambda node: node is root, scales=True)
+    tokens, count = trail.here[:, roles.index("T")], read.shape[roles.index("T")]
     dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
     if not dims:
-        raise Miss("keys or values are no plain view of one tensor, with a dim that is the tokens", root)
+        raise Miss("keys or values are no plain view of one tensor with a dim that is the tokens", root)
     axes, heads, tiled = axes_of(trail, read, dims[0])
-    whole = tuple(range(len(sizes(root))))
-    write = Write("not cached", root, root, root, whole, dims[0], Position(), value_of(root).shape[dims[0]])
+    write = Write("not cached", root, root, root, tuple(range(len(sizes(root)))), dims[0], Position(), value_of(root).shape[dims[0]])
     return _slot(SlotKind.NEW, root, None, (), axes, heads, write, trail, tiled)
 
 
