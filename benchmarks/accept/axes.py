@@ -69,7 +69,7 @@ class Prompt(enum.Enum):
 class Scheme(enum.Enum):
     """Schemes by name; every scheme of ``kvcompile.schemes.SCHEMES`` that runs on CUDA, and one mixed pair.
 
-    One that has no kernels there is refused on a GPU. What ``smartkv`` stores depends on attention, so that its ``encode`` and ``decode``
+    One that has no kernels there is refused on a GPU. ``beyond`` runs with uniform tables, since no text of a scheme has learned ones. What ``smartkv`` stores depends on attention, so that its ``encode`` and ``decode``
     are no reference either (``oracles``).
     """
 
@@ -81,6 +81,7 @@ class Scheme(enum.Enum):
     KIVI = "kivi"
     SQUAT = "squat"
     CERTIFIED = "certified"
+    BEYOND = "beyond"
     MIXED = "fp8+int4"
 
     def spell(self, head_dim: int) -> dict[str, str]:

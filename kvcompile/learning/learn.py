@@ -116,8 +116,7 @@ class _Loop:
         self.fingerprint = fingerprint(model)
         self.trainer = Trainer(model, scheme, settings, loss)
         config = {"scheme": scheme.spell(), "settings": settings.plain(), "fingerprint": self.fingerprint, "processes": processes.count()}
-        alone = run is not None and processes.rank() == 0
-        self.folder = RunFolder(Path(run), config, resume) if alone and run is not None else None
+        self.folder = RunFolder(Path(run), config, resume, writes=processes.rank() == 0) if run is not None else None
         self.display = Display(settings.steps, scheme, quiet or processes.rank() != 0)
         self.progress = Progress()
         self.best: Beyond | None = None
@@ -208,7 +207,7 @@ class _Loop:
         """Go back to the checkpoint, and to the best tables that were kept with it."""
         from kvcompile.schemes.beyond.storage import read_tables
 
-        assert self.folder is not None, "processes other than the first cannot resume"
+        assert self.folder is not None
         self.progress = self.folder.load(self.trainer)
         if self.progress.best is not None:
             self.best = read_tables(self.folder.folder / "best.safetensors")

@@ -37,13 +37,15 @@ class Progress:
 
 
 class RunFolder:
-    """A folder of one run; ``config`` is what a resumed run must have in common with it."""
+    """A folder of one run; ``config`` is what a resumed run must have in common with it. Without ``writes`` it is only read."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], resume: bool) -> None:
-        self.folder, self.config = folder, config
+    def __init__(self, folder: Path, config: dict[str, Any], resume: bool, writes: bool = True) -> None:
+        self.folder, self.config, self.writes = folder, config, writes
         known = folder / "config.json"
         if resume:
             self._check(known)
+        elif not writes:
+            return
         elif known.exists():
             raise BadRun(expected="nothing", folder=folder, found="another run", todo="resume it, or name a new folder")
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,11 +67,15 @@ class RunFolder:
 
     def log(self, **line: Any) -> None:
         """Add a line to the log."""
+        if not self.writes:
+            return
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def keep_best(self, scheme: Beyond) -> None:
         """Write the best tables."""
+        if not self.writes:
+            return
         save_tables(scheme, self.folder / "best.safetensors")
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -78,6 +84,8 @@ class RunFolder:
         """Write a checkpoint, whole or not at all, and the best tables beside it."""
         from safetensors.torch import save_file
 
+        if not self.writes:
+            return
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _named(trainer.parameters).items()}
         named = {id(tensor): name for name, tensor in _named(trainer.parameters).items()}
         for tensor, state in ({} if trainer.adam is None else trainer.adam.state).items():
@@ -117,7 +125,7 @@ class RunFolder:
 
     def draw(self, progress: Progress, scheme: Beyond) -> None:
         """Draw the loss and the learned levels, where matplotlib is installed."""
-        if importlib.util.find_spec("matplotlib") is None:
+        if not self.writes or importlib.util.find_spec("matplotlib") is None:
             return
         from kvcompile.learning.pictures import draw_levels, draw_loss
 

@@ -77,7 +77,7 @@ class TrainingBackend:
             return module.forward
         fakes = [*captured.fakes, *(captured.fake_mode.from_tensor(table, static_shapes=True) for table in tables)]
         if self.inner is Inner.AOT_EAGER:
-            return lookup_backend("aot_eager")(module, fakes)
+            return lookup_backend("aot_eager")(module, fakes)  # type: ignore[arg-type]
         return compile_for_training(module, fakes, self.memory_budget)
 
 
