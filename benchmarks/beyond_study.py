@@ -50,6 +50,8 @@ from kvcompile.settings import Inner
 
 TINYLM = HERE.parent / "examples" / "tinylm"
 WINDOW, ROWS = 512, 8
+MOST = 8192
+"""Bytes of one file: one table of numbers would be most of a small sample."""
 TOKENS = Tokens(lambda text: list(text.encode()), (codec.BOS,))
 SWEEP = ({"bits": 2}, {"bits": 3}, {"bits": 4}, {"bits": 5}, {"bits": 4, "group": 64})
 ABLATIONS: dict[str, dict[str, Any]] = {"levels frozen": {"levels": False}, "thresholds frozen": {"thresholds": False},
@@ -77,12 +79,13 @@ def held_out(kind: str) -> Iterator[bytes]:
 
 
 def take(texts: Iterator[bytes], count: int) -> bytes:
-    """The first ``count`` bytes of texts behind each other."""
+    """The first ``count`` bytes of the beginnings of texts behind each other: of no file more than ``MOST``."""
     made = b""
     while len(made) < count:
-        made += next(texts, b"") or b"\n"
-        if not made.strip():
-            raise SystemExit("this machine holds no such text")
+        text = next(texts, None)
+        if text is None:
+            raise SystemExit(f"this machine holds {len(made)} bytes of such text, and {count} are needed")
+        made += text[:MOST].decode(errors="ignore").encode()
     return made[:count]
 
 
@@ -218,14 +221,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--parts", default="sweep,ablation,retrieval")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=3e-3, help="the source's is 7e-4, for five times as many steps")
+    parser.add_argument("--rate", type=float, default=5e-3, help="the source's is 7e-4, for five times as many steps")
     parser.add_argument("--ablate", type=int, default=2, help="bits that ablations and retrieval are of")
     parser.add_argument("--bytes", type=int, default=32768, help="measured of each kind")
     parser.add_argument("--inner", default="eager", choices=[item.value for item in Inner])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     settings = LearnSettings(steps=arguments.steps, batch=ROWS, rate=arguments.rate, inner=Inner.of(arguments.inner))
-    data = Data.read(training=WINDOW * ROWS * 120, validation=WINDOW * ROWS * 3, measured=arguments.bytes)
+    data = Data.read(training=WINDOW * ROWS * 120, validation=WINDOW * ROWS * 6, measured=arguments.bytes)
     study, parts = Study(arguments.json, settings, data), arguments.parts.split(",")
     study.before()
     for seed in range(arguments.seeds):

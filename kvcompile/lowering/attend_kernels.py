@@ -84,8 +84,11 @@ def _prefill_gap(facts: AttendFacts) -> str | None:
 def _cpu_gap(facts: AttendFacts) -> str | None:
     for text, slot in facts.slots:
         scheme = schemes.parse(text)
-        if not scheme.format(slot).symmetric:
-            return f"zero points, tables or scales of several tokens ({scheme.name})"
+        fmt = scheme.format(slot)
+        if fmt.block > 1:
+            return f"scales of several tokens ({scheme.name})"
+        if fmt.segments > 1:
+            return f"words of several bytes ({scheme.name})"
     given = {"newest tokens in full precision": facts.recent, "keys stored before RoPE": facts.rotation,
              "keys in two planes": facts.more}
     return next((what for what, there in given.items() if there), None)

@@ -35,8 +35,9 @@ from kvcompile.types import Role, SlotSpec
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo")]
 
 EXPECTED = {
-    "dense": (CPP, None), "int8": (CPP, None), "kivi": (EAGER, "zero points, tables or scales of several tokens (kivi)"),
-    "squat(subblock=16,rank=8)": (EAGER, "zero points, tables or scales of several tokens (squat)"),
+    "dense": (CPP, None), "int8": (CPP, None), "nf4": (CPP, None), "beyond": (CPP, None),
+    "beyond(bits=3)": (EAGER, "words of several bytes (beyond)"), "kivi": (EAGER, "scales of several tokens (kivi)"),
+    "squat(subblock=16,rank=8)": (EAGER, "scales of several tokens (squat)"),
 }
 
 

@@ -18,7 +18,7 @@ from kvcompile import schemes
 from kvcompile.lowering import inductor
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.types import PAGE
+from kvcompile.types import PAGE, Role, SlotSpec
 
 pytestmark = pytest.mark.compile
 
@@ -63,6 +63,10 @@ CASES = {
     "dense_g8_d80_window_sinks": Case("dense", "dense", torch.bfloat16, 1, 8, 80, 80, "lo sinks"),
     "int4_g4_d80_softcap": Case("int4(group=8)", "int4(group=16)", torch.float32, 1, 4, 80, 80, "lo", 5.0, ((3, 1),)),
     "int8_dense_d256_bias": Case("int8(scale_dtype=bfloat16)", "dense", torch.float32, 2, 2, 256, 128, "bias keep sinks"),
+    # Tables and zero points: 4, 16 levels; groups of 32 of even and odd parts, of a whole head, and of 16, fewer than some vectors have lanes.
+    "tables_g4_d128": Case("beyond", "beyond(bits=2)", torch.bfloat16, 2, 4, 128, 64, shapes=((1, 1), (3, 5))),
+    "tables_beside_int8": Case("nf4", "int8", torch.float32, 2, 2, 64, 96, "keep lo", shapes=((2, 1), (2, 70))),
+    "tables_odd_groups": Case("beyond", "beyond(group=64,scale_dtype=float32)", torch.float32, 1, 3, 80, 64, "bias", shapes=((2, 1), (1, 9))),
     "dense_fp8_half": Case("dense", "fp8(granularity=group)", torch.float16, 1, 4, 64, 96, "lo keep bool headbias", 0.0, ((1, 5),)),
 }
 
@@ -76,7 +80,10 @@ def store(x_BKTD: torch.Tensor, spelled: str) -> list[torch.Tensor]:
         plane.fill_(float("nan") if rows.dtype.is_floating_point else 0x7F)
         ops.write_rows(plane, rows, torch.arange(tokens)[None])
         planes.append(plane)
-    return planes
+    heads, made = x_BKTD.shape[1], schemes.parse(spelled)
+    layout = made.layout(SlotSpec(heads, x_BKTD.shape[3], x_BKTD.dtype, Role.KEY))
+    read = [plane for plane in layout.planes if plane.constant and not plane.encoding]
+    return [*planes, *(torch.rand(plane.shape(1, 1, heads)) * plane.width for plane in read)]
 
 
 def masks(case: Case, batch: int, queries: int, tokens: int) -> dict[str, torch.Tensor | None]:

@@ -72,8 +72,8 @@ class Operands:
         return [node for node in given if node is not None]
 
 
-def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox:
-    """One template buffer, [B, H, S, Dv] in q's dtype, contiguous."""
+def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox | None:
+    """One template buffer, [B, H, S, Dv] in q's dtype, contiguous; None where tables are no float32."""
     batch, heads, queries, head_dim = given.q.get_size()
     kv_heads, width_v = static(given.keys[0].get_size()[2]), static(given.value_dim)
     operands = Operands(
@@ -85,6 +85,8 @@ def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox:
     )
     size = [batch, sympy.Integer(static(heads)), queries, sympy.Integer(width_v)]
     layout = ir.FixedLayout(torch.device("cpu"), given.q.get_dtype(), size)
+    if any(side.fmt.levels and side.planes[side.fmt.planes - 1].get_dtype() != torch.float32 for side in (operands.keys, operands.values)):
+        return None
     template = AttendTemplate(operands, layout, kv_heads, static(heads) // kv_heads)
     return template.buffer()
 
@@ -166,6 +168,10 @@ class _Fields:
             self.plane(f"{name}.words", f"{name}.word", side.planes[0])
             if side.fmt.scaled:
                 self.plane(f"{name}.scales", f"{name}.scale", side.planes[1])
+            if side.fmt.zeros:
+                self.plane(f"{name}.zeros", f"{name}.zero", side.planes[2])
+            if side.fmt.levels:
+                self.plane(f"{name}_table", f"{name}_entry", side.planes[side.fmt.planes - 1])
         pages = ops.keys.planes[0].get_size()
         self.texts |= {"batch": self.text(ops.q.get_size()[0]), "queries": self.text(ops.q.get_size()[2])}
         self.texts |= {"pages": self.text(pages[0]), "rows_per_page": self.text(pages[3])}

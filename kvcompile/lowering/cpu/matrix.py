@@ -14,7 +14,9 @@ from kvcompile.types import KernelFormat
 
 
 def unpacks_to_bfloat16(fmt: KernelFormat) -> bool:
-    """Whether every unscaled value is exactly a bfloat16; words of more than a byte are not tried."""
+    """Whether every unscaled value is exactly a bfloat16; words of more than a byte, tables and zero points are not tried."""
+    if fmt.levels or fmt.zeros:
+        return False
     if not fmt.scaled:
         return fmt.word_dtype == torch.bfloat16
     if fmt.word_dtype.itemsize > 1:

@@ -43,7 +43,10 @@ def _lane(dtype: torch.dtype) -> str:
 
 
 def side_source(name: str, fmt: KernelFormat, words: int, row_step: int, scale_dtype: torch.dtype | None, exact_bfloat16: bool) -> str:
-    """The C++ struct of one encoded slot: ``words`` stored per token, ``row_step`` apart (0: known at run time)."""
+    """The C++ struct of one encoded slot: ``words`` stored per token, ``row_step`` apart (0: known at run time).
+
+    A scale of a whole token is kept out of its elements where nothing is added to them; tables are looked up in floats, ``levels`` a group.
+    """
     branches = " else ".join(
         f"if constexpr (P == {part}) return {_expression(fmt, part, 'word', CppVectors())};" for part in range(fmt.parts)
     )
@@ -54,7 +57,9 @@ struct {name} {{
   static constexpr int64_t parts = {fmt.parts}, words = {words}, group = {fmt.group}, row_step = {row_step};
   static constexpr bool exact_bfloat16 = {str(exact_bfloat16).lower()};
   static constexpr bool scaled = {str(fmt.scaled).lower()};
-  static constexpr bool token_scale = scaled && group == parts * words;
+  static constexpr bool zeros = {str(fmt.zeros).lower()};
+  static constexpr int64_t levels = {fmt.levels};
+  static constexpr bool token_scale = scaled && !zeros && group == parts * words;
   static constexpr bool group_scale = scaled && !token_scale;
   static constexpr int64_t groups = parts * words / group;
   static constexpr int64_t vecs = (words + N - 1) / N, row = parts * vecs * N;
