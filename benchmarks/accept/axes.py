@@ -69,8 +69,8 @@ class Prompt(enum.Enum):
 class Scheme(enum.Enum):
     """Schemes by name; every scheme of ``kvcompile.schemes.SCHEMES`` that runs on CUDA, and one mixed pair.
 
-    One that has no kernels there is refused on a GPU. ``beyond`` runs with uniform tables, since no text of a scheme has learned ones. What ``smartkv`` stores depends on attention, so that its ``encode`` and ``decode``
-    are no reference either (``oracles``).
+    One that has no kernels there is refused on a GPU. ``beyond`` runs with uniform tables, since no text of a scheme has learned ones. What
+    ``smartkv`` stores depends on attention, so that its ``encode`` and ``decode`` are no reference either (``oracles``).
     """
 
     DENSE = "dense"

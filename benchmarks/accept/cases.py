@@ -231,6 +231,7 @@ CPU_SLICE = (
     "phi-int8-generate-dynamic-compiled-default-d128-padded-bfloat16",
     "nano-gpt-fp8+int4-dynamic-eager-default-d256-one-float16",
     "llama-nf4-dynamic-compiled-default-d64-one-float16",
+    "qwen3-beyond-static-compiled-default-d64-padded-float32",
 )
 """A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, as few layers as there are kinds of them."""
 

@@ -63,10 +63,12 @@ CASES = {
     "dense_g8_d80_window_sinks": Case("dense", "dense", torch.bfloat16, 1, 8, 80, 80, "lo sinks"),
     "int4_g4_d80_softcap": Case("int4(group=8)", "int4(group=16)", torch.float32, 1, 4, 80, 80, "lo", 5.0, ((3, 1),)),
     "int8_dense_d256_bias": Case("int8(scale_dtype=bfloat16)", "dense", torch.float32, 2, 2, 256, 128, "bias keep sinks"),
-    # Tables and zero points: 4, 16 levels; groups of 32 of even and odd parts, of a whole head, and of 16, fewer than some vectors have lanes.
+    # Tables and zero points: 4 and 16 levels; groups of 32, of a whole head, and of 16 that do not lie within one part of a word.
     "tables_g4_d128": Case("beyond", "beyond(bits=2)", torch.bfloat16, 2, 4, 128, 64, shapes=((1, 1), (3, 5))),
     "tables_beside_int8": Case("nf4", "int8", torch.float32, 2, 2, 64, 96, "keep lo", shapes=((2, 1), (2, 70))),
-    "tables_odd_groups": Case("beyond", "beyond(group=64,scale_dtype=float32)", torch.float32, 1, 3, 80, 64, "bias", shapes=((2, 1), (1, 9))),
+    "tables_odd_groups": Case(
+        "beyond", "beyond(group=64,scale_dtype=float32)", torch.float32, 1, 3, 80, 64, "bias", shapes=((2, 1), (1, 9)),
+    ),
     "dense_fp8_half": Case("dense", "fp8(granularity=group)", torch.float16, 1, 4, 64, 96, "lo keep bool headbias", 0.0, ((1, 5),)),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import unittest.mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kvcompile.lowering.ops.operations import append_body, read_back_body
 from kvcompile.lowering.ops.sliding import unroll_body
 from kvcompile.schemes import Beyond, parse
 from kvcompile.schemes.asymmetric import Axis, Kivi
-from kvcompile.schemes.beyond.tables import ModelTables, SiteTables, Table, uniform_levels, uniform_thresholds
+from kvcompile.schemes.beyond.tables import ModelTables, SiteTables, Table, uniform_levels, uniform_table, uniform_thresholds
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
@@ -191,6 +192,35 @@ def test_beside_other_schemes(policy: str) -> None:
         with torch.no_grad():
             found, wanted = (run(words, past_key_values=cache).logits for run, cache in zip((compiled, plain), caches, strict=True))
         assert (found - wanted).norm() <= 0.4 * wanted.norm()
+
+
+@pytest.mark.parametrize("form", ["paged", "sliding"])
+def test_in_every_form_of_cache(form: str) -> None:
+    """Tables that hold uniform levels serve as ``beyond()`` does, through pools and windows too; others are used as well."""
+    import test_paged
+    import test_sliding
+
+    def error(scheme: Beyond) -> float:
+        torch._dynamo.reset()
+        owner = kvcompile.backend(scheme, inner="eager", strict=True)
+        if form == "paged":
+            return test_paged.BY_NAME["blocks-first"].error(owner, test_paged.BRIEF, dim=32)
+        return test_sliding.BY_NAME["roll-and-put"].error(owner, chunks=test_sliding.CHUNKS)
+
+    def site(table: Table) -> Beyond:
+        return Beyond(trained=True, tables=SiteTables(table, table))
+
+    plain = Beyond()
+    found: list[SlotSpec] = []
+
+    def seen(self: Beyond, slot: SlotSpec) -> None:
+        found.append(slot)
+
+    with unittest.mock.patch.object(Beyond, "check", seen):
+        wanted = error(plain)
+    heads, groups = found[0].heads, found[0].head_dim // plain.channels(found[0].head_dim)
+    assert error(site(uniform_table(4, heads, groups))) == wanted
+    assert wanted < error(site(random_table(4, heads, groups, 0))) < 1
 
 
 def test_equal_layers_share_code_whatever_their_tables() -> None:
