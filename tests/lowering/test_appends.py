@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,6 +77,34 @@ def test_two_appends_are_one_call_with_their_results(text: str, count: int, both
     flat = torch.utils._pytree.tree_leaves
     for a, b in zip(flat((mine, found)), flat((wanted, expected)), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_two_appends_with_tables_are_what_they_were(window: bool) -> None:
+    """One call of both, each with its own thresholds behind its origin; beside a window they are bodies, which the kernels do not know."""
+    scheme, graph = schemes.make("beyond"), fx.Graph()
+    slot = SlotSpec(KV, DIM, torch.float32, Role.KEY)
+    layout = scheme.layout(slot).windowed(slot, 8) if window else scheme.layout(slot)
+    written = layout.written
+    tables = [scheme.constants(slot)["thresholds"][None, None] * factor for factor in (0.5, 1.25)]
+    stores = [[scheme.empty(plane, slot, 2, 1) for plane in layout.planes[:written]] for _ in tables]
+    names = [graph.placeholder(name) for name in ("k", "v", "pos", "t0", "t1", *(f"p{i}" for i in range(2 * written)))]
+    k, v, pos, *rest = names
+    made = []
+    for x, half, table in zip((k, v), (rest[2 : 2 + written], rest[2 + written :]), rest[:2], strict=True):
+        operands = (x, half, pos, None, scheme.spell(), [table]) if window else (x, half, pos, scheme.spell(), None, [table])
+        made.append(graph.call_function(ops.append_window if window else ops.append, operands))
+    graph.output([graph.call_function(operator.getitem, (item, 0)) for item in made] if window else k)
+    plain = fx.GraphModule(torch.nn.Module(), graph)
+    joined = inline_append(plain, cuda=True)
+    assert targets(joined) == [appends.append_window_both if window else appends.append_both]
+    tokens = [torch.randn(1, KV, 9, DIM, generator=torch.Generator().manual_seed(at)) for at in range(2)]
+    found, wanted = ([[plane.clone() for plane in planes] for planes in stores] for _ in range(2))
+    for module, held in ((joined, found), (plain, wanted)):
+        module(*tokens, torch.arange(9)[None], *tables, *held[0], *held[1])
+    for mine, other in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
+        assert torch.equal(mine, other)
+    assert not torch.equal(found[0][0], found[1][0])
 
 
 @pytest.mark.parametrize("text", ["kivi", "int8"])

@@ -54,6 +54,13 @@ def append_operands(text: str, count: int, padded: bool = False) -> list[Any]:
     return operands
 
 
+def threshold_operands(text: str, count: int) -> list[Any]:
+    """Those of an append by thresholds."""
+    *planes, _, table = planes_of(text, Role.KEY)
+    x, pos = torch.zeros(1, count, K, D, dtype=torch.bfloat16).transpose(1, 2), torch.arange(count)[None]
+    return [x, planes, pos, table, schemes.parse(text).spell()]
+
+
 def site_operands(options: str = "", scratch: bool = False) -> list[Any]:
     """Return the operands of ``kvcompile::certified_site``; its scheme has ``options``."""
     text = f"certified({options})"
@@ -85,6 +92,12 @@ CASES: dict[str, tuple[Any, Callable[..., Any], Callable[[], list[Any]]]] = {
     ),
     "int8, many": (append_ops.append_kernel_pair, append_ops.rows_by_kernels, lambda: append_operands("int8", 40)),
     "int4, many, alone": (append_ops.append_kernel, append_ops.rows_by_kernels, lambda: append_operands("int4", 40)[:4]),
+    "thresholds, many": (
+        append_ops.append_thresholds_kernel, append_ops.thresholds_by_kernel, lambda: threshold_operands("beyond", 40),
+    ),
+    "thresholds of five bits, one": (
+        append_ops.append_thresholds_kernel, append_ops.thresholds_by_kernel, lambda: threshold_operands("beyond(bits=5)", 1),
+    ),
     "kivi, one": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("kivi", 1)),
     "kivi, one, alone": (append_ops.append_window_kernel, append_ops.windows_by_kernels, lambda: append_operands("kivi", 1, True)[6:]),
     "kivi, many": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("kivi", 40, True)),
