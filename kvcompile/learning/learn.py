@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import BadLearnSetting, BadTables
+from kvcompile.errors import BadBatch, BadLearnSetting, BadTables
 from kvcompile.learning import processes
 from kvcompile.learning.display import Display
 from kvcompile.learning.loss import Loss, NextToken, moved, parts
@@ -63,7 +63,7 @@ def sequences(batch: Any) -> int:
     """How many sequences a batch has; 1 where it is of another kind than ``NextToken`` knows."""
     try:
         return int(parts(batch)[0].shape[0])
-    except Exception:  # noqa: BLE001 - a batch for a loss of the caller's own
+    except BadBatch:
         return 1
 
 
