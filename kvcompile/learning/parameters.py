@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcompile.errors import BadTables
 from kvcompile.schemes import Beyond
 from kvcompile.schemes.beyond.tables import ModelTables, SiteTables, Table, uniform_table
 from kvcompile.types import Role
@@ -54,11 +55,16 @@ class Parameters:
         self.slots: dict[tuple[str, Role], SlotParameters] = {}
 
     def of(self, path: str, role: Role, heads: int, head_dim: int, device: torch.device) -> SlotParameters:
-        """Return those of a slot; uniform ones where it is met for the first time."""
-        key = path, role
+        """Return those of a slot; uniform ones where it is met for the first time. Attentions of one module share them."""
+        key, groups = (path, role), head_dim // self.scheme.channels(head_dim)
         if key not in self.slots:
-            groups = head_dim // self.scheme.channels(head_dim)
             self.slots[key] = SlotParameters.uniform(self.scheme.bits, heads, groups, device)
+        held = tuple(self.slots[key].levels.shape[:2])
+        if held != (heads, groups):
+            where, both = path or "(root)", f"[kv heads, groups] {held} and {(heads, groups)}"
+            raise BadTables(
+                expected=f"attentions of one shape in the module {where}", found=both, todo="give each attention a module of its own",
+            )
         return self.slots[key]
 
     def all(self) -> list[SlotParameters]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import BadBatch, NothingToLearn
+from kvcompile.errors import BadBatch, KvcompileError, NothingToLearn
 from kvcompile.learning import processes
 from kvcompile.learning.loss import Loss, moved
 from kvcompile.learning.parameters import Parameters
@@ -44,8 +44,15 @@ class Trainer:
 
     def meet(self, batch: Any) -> None:
         """Find the model's attentions by running a batch; raises NothingToLearn where there is none."""
-        with torch.no_grad():
-            self.loss(self.run, moved(batch, self.device))
+        try:
+            with torch.no_grad():
+                self.loss(self.run, moved(batch, self.device))
+        except Exception as error:
+            # Dynamo wraps what its backend raises.
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, KvcompileError):
+                raise inner from error
+            raise
         if not self.parameters.slots:
             first = self.backend.refusals[0] if self.backend.refusals else None
             raise NothingToLearn(

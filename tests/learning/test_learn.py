@@ -13,7 +13,7 @@ import torch
 from e2e_layers import cache_of, llama
 
 import kvcompile
-from kvcompile.errors import BadBatch, BadLearnSetting, BadRun, BadTables, NothingToLearn
+from kvcompile.errors import BadBatch, BadLearnSetting, BadRun, BadTables, HeadDimNotDivisible, NothingToLearn
 from kvcompile.learning.learn import Learned, native_loss
 from kvcompile.learning.loss import NextToken
 from kvcompile.learning.settings import LearnSettings
@@ -273,6 +273,8 @@ def test_what_cannot_be_learned_is_refused_with_a_sentence() -> None:
         kvcompile.learn(model, [], settings=EAGER, quiet=True)
     with pytest.raises(BadTables, match="a scheme without tables"):
         kvcompile.learn(model, words(1), Beyond(trained=True), settings=EAGER, quiet=True)
+    with pytest.raises(HeadDimNotDivisible, match="found head dim 32 and group 64"):
+        kvcompile.learn(model, words(1), Beyond(group=64), settings=EAGER, quiet=True)
     with pytest.raises(BadLearnSetting, match="folder to resume"):
         kvcompile.learn(model, words(1), settings=EAGER, resume=True, quiet=True)
     for wrong in ({"steps": 0}, {"rate": -1.0}, {"window": float("nan")}, {"memory_budget": 2.0}, {"batch": True}):

@@ -11,12 +11,14 @@ from transformers import DynamicCache
 
 import kvcompile
 from kvcompile.cli.targets import Options, resolve
+from kvcompile.errors import BadTables
 from kvcompile.learning import quantizer
 from kvcompile.learning.parameters import Parameters
 from kvcompile.learning.quantizer import Rule
 from kvcompile.learning.training_graph import TrainingBackend
 from kvcompile.schemes import Beyond
 from kvcompile.settings import Inner
+from kvcompile.types import Role
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
@@ -72,6 +74,12 @@ def test_training_is_serving_bit_for_bit_where_the_attention_is() -> None:
         assert torch.equal(found, served(input_ids=WORDS, past_key_values=DynamicCache(config=model.config), use_cache=True).logits)
 
 
+def nested_code(code: Any, device: str) -> Any:
+    """Code of an operator as CUDA would run it, by a compiler that needs no device."""
+    del device
+    return torch.compile(code, dynamic=False, fullgraph=True, backend="aot_eager")
+
+
 @pytest.mark.parametrize(("inner", "budget", "nested"), [
     (Inner.AOT_EAGER, 1.0, False), (Inner.EAGER, 1.0, True), pytest.param(Inner.INDUCTOR, 1.0, True, marks=pytest.mark.compile),
     pytest.param(Inner.INDUCTOR, 0.2, False, marks=pytest.mark.compile),
@@ -88,8 +96,7 @@ def test_every_inner_compiler_gives_the_same_gradients(
         loss = run(input_ids=WORDS, use_cache=False).logits.square().mean()
         loss.backward()
         if nested:
-            compiled = {"dynamic": False, "fullgraph": True, "backend": "aot_eager"}
-            monkeypatch.setattr(quantizer, "_code", lambda code, device: torch.compile(code, **compiled))
+            monkeypatch.setattr(quantizer, "_code", nested_code)
         found.append((loss.detach(), *(operand.grad for slot in parameters.all() for operand in (slot.levels, slot.left, slot.right))))
         assert all(slot.thresholds.grad is None for slot in parameters.all())
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -120,6 +127,14 @@ def test_one_projection_is_mapped_once_for_attentions_that_share_it() -> None:
     owner = TrainingBackend(parameters, RULE, Inner.EAGER)
     torch.compile(Shared(), backend=owner, dynamic=False)(WORDS)
     assert len(parameters.slots) == 2 and not owner.refusals
+
+
+def test_attentions_of_one_module_with_other_shapes_are_refused() -> None:
+    """Tables are found by module path, in serving as well."""
+    parameters = Parameters(Beyond())
+    parameters.of("", Role.KEY, 2, 32, torch.device("cpu"))
+    with pytest.raises(BadTables, match="one shape"):
+        parameters.of("", Role.KEY, 4, 32, torch.device("cpu"))
 
 
 class Encoder(torch.nn.Module):

@@ -54,6 +54,8 @@ def _site(attention: Attention, effects: Effects) -> UncachedSite:
     key, value = (slots.without_cache(node, roles, effects) for node, roles in (
         (attention.k, attention.k_roles), (attention.v, attention.v_roles),
     ))
+    if (key.root, key.axes.select) == (value.root, value.axes.select):
+        raise Miss("keys and values are the same entries of one tensor", key.root, advice="compute keys and values apart")
     if key.heads != value.heads or key.tiled != value.tiled:
         raise Miss("keys and values have different heads", key.root, value.root, advice="give both the same heads")
     queries = hint(size_along(attention.q, attention.q_roles, "S", attention.folded))
