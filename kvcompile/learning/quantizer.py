@@ -70,6 +70,7 @@ class HardQuantizer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
                 rule: Rule) -> torch.Tensor:
+        """The level-mapped tokens."""
         del left, right
         ctx.save_for_backward(x, levels, thresholds)
         ctx.rule = rule
@@ -77,6 +78,7 @@ class HardQuantizer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the operands: straight through to the tokens, none by thresholds but G_L and G_R."""
         (grad,), (x, levels, thresholds) = grads, ctx.saved_tensors
         rule = ctx.rule
         by_level, left, right = torch.ops.kvcompile.table_gradients(

@@ -16,7 +16,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.shapes import hint, module_path, size_along, sizes, source_line
 from kvcompile.passes.match import soundness
-from kvcompile.passes.match.cache import slots
+from kvcompile.passes.match.cache.uncached_tokens import without_cache
 from kvcompile.passes.match.mask import masks
 from kvcompile.passes.match.match import ATTENTIONS, refuse
 from kvcompile.passes.match.sites import Attention, LimitKind, Miss, Refusal, Slot, Stage
@@ -51,7 +51,7 @@ def _site(attention: Attention, effects: Effects) -> UncachedSite:
         raise Miss("the scores are a sum of two products", attention.beside.k, advice="concatenate queries and keys and take one product")
     if attention.k is attention.v:
         raise Miss("keys and values are one tensor", attention.k)
-    key, value = (slots.without_cache(node, roles, effects) for node, roles in (
+    key, value = (without_cache(node, roles, effects) for node, roles in (
         (attention.k, attention.k_roles), (attention.v, attention.v_roles),
     ))
     if (key.root, key.axes.select) == (value.root, value.axes.select):

@@ -14,7 +14,7 @@ from torch import fx
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.graph.operators import CONCATENATIONS, MAKERS, UPDATES
 from kvcompile.passes.graph.pullback import Trail, factor, step, trace
-from kvcompile.passes.graph.shapes import op_name, sizes, value_of
+from kvcompile.passes.graph.shapes import op_name, sizes
 from kvcompile.passes.match.cache import paged, sliding
 from kvcompile.passes.match.cache.advice import no_plain_view
 from kvcompile.passes.match.cache.functional import copied_back, update
@@ -154,7 +154,7 @@ def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
     window = sliding.find(trail, read.roles, read.operand, attention, effects)
     if window is not None:
         axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
-        slot = _slot(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
+        slot = slot_of(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
         return replace(slot, sliding=window.sliding)
     gathered = paged.find(trail, read, attention, effects)
     if gathered is not None:
@@ -174,14 +174,14 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
     if root.op == "placeholder":
         write = one_write(root, trail, attention, effects, _write)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
-        return _slot(SlotKind.BUFFER, root, root, _returned(root, effects, itself=True), axes, heads, write, trail, tiled)
+        return slot_of(SlotKind.BUFFER, root, root, _returned(root, effects, itself=True), axes, heads, write, trail, tiled)
     if op_name(root) in MAKERS:
         write = one_write(root, trail, attention, effects, _write)
         outputs = _returned(root, effects)
         if not outputs:
             raise NoCache(root)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
-        return _slot(SlotKind.CREATED_BUFFER, root, None, outputs, axes, heads, write, trail, tiled)
+        return slot_of(SlotKind.CREATED_BUFFER, root, None, outputs, axes, heads, write, trail, tiled)
     raise NoCache(root)
 
 
@@ -194,7 +194,7 @@ def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> S
         outputs = _returned(node, effects)
         if found is past and outputs:
             axes, heads, tiled = axes_of(trail, read, write.token_dim)
-            return _slot(SlotKind.CONCAT, node, past, outputs, axes, heads, replace(write, late=True), trail, tiled)
+            return slot_of(SlotKind.CONCAT, node, past, outputs, axes, heads, replace(write, late=True), trail, tiled)
     return None
 
 
@@ -209,39 +209,7 @@ def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
         )
     write = Write("not written here", root, root, root, (), dims[0], Position(), 0)
     axes, heads, tiled = axes_of(trail, read, write.token_dim)
-    return _slot(SlotKind.READ, root, root, (), axes, heads, write, trail, tiled)
-
-
-def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) -> Slot:
-    """Return the new tokens behind an attention operand that no cache holds, as a slot whose root is where they are views of.
-
-    That is the tensor that was made, or the first view of it with dims of their own for tokens and batch rows: a projection may
-    have computed queries, keys and values of all rows at once. Raises Miss where there is none, or where something writes to it.
-    """
-    if "T" not in roles:
-        raise Miss("what the attention's weights are multiplied with has no dim of tokens", operand)
-    whole = trace(operand, lambda node: False, scales=True)
-    if effects.writes.get(effects.root.get(whole.base, whole.base)):
-        raise Miss("keys or values are read from a tensor that is written to in place", whole.base, advice="make it without such writes")
-    missed: list[Miss] = []
-    for root in (whole.base, *reversed(whole.path)):
-        try:
-            return _new_tokens(operand, roles, root)
-        except Miss as miss:
-            missed.append(miss)
-    raise missed[0]
-
-
-def _new_tokens(operand: fx.Node, roles: tuple[str, ...], root: fx.Node) -> Slot:
-    """Return the slot of an operand that is a view of ``root``, with one of its dims as the tokens; raises Miss."""
-    read, trail = Read(operand, roles, sizes(operand)), trace(operand, lambda node: node is root, scales=True)
-    tokens, count = trail.here[:, roles.index("T")], read.shape[roles.index("T")]
-    dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
-    if not dims:
-        raise Miss("keys or values are no plain view of one tensor with a dim that is the tokens", root)
-    axes, heads, tiled = axes_of(trail, read, dims[0])
-    write = Write("not cached", root, root, root, tuple(range(len(sizes(root)))), dims[0], Position(), value_of(root).shape[dims[0]])
-    return _slot(SlotKind.NEW, root, None, (), axes, heads, write, trail, tiled)
+    return slot_of(SlotKind.READ, root, root, (), axes, heads, write, trail, tiled)
 
 
 def _returned(root: fx.Node, effects: Effects, itself: bool = False) -> tuple[int, ...]:
@@ -277,7 +245,7 @@ def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
             advice="return the updated cache and pass it to the next call, or write in place with index_copy_",
         )
     axes, heads, tiled = axes_of(trail, read, write.token_dim)
-    return _slot(SlotKind.UPDATED, root, past, outputs, axes, heads, write, trail, tiled)
+    return slot_of(SlotKind.UPDATED, root, past, outputs, axes, heads, write, trail, tiled)
 
 
 def _unwritten(root: fx.Node, effects: Effects) -> None:
@@ -297,7 +265,7 @@ def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> 
             raise NoCache(root)
         _unwritten(root, effects)
         axes, heads, tiled = axes_of(trail, read, write.token_dim)
-        return _slot(SlotKind.CREATED_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
+        return slot_of(SlotKind.CREATED_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
     origin = effects.root[past]
     if origin.op != "placeholder":
         raise NoCache(root)
@@ -313,13 +281,14 @@ def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> 
             advice="return the concatenated keys and values, or use a static cache",
         )
     axes, heads, tiled = axes_of(trail, read, write.token_dim)
-    return _slot(SlotKind.CONCAT, root, origin, outputs, axes, heads, write, trail, tiled)
+    return slot_of(SlotKind.CONCAT, root, origin, outputs, axes, heads, write, trail, tiled)
 
 
-def _slot(
+def slot_of(
     kind: SlotKind, root: fx.Node, placeholder: fx.Node | None, outputs: tuple[int, ...], axes: Axes, heads: int,
     write: Write, trail: Trail, tiled: bool,
 ) -> Slot:
+    """Return the slot of a root with its layout; raises Miss where positions are of something else than rows."""
     if write.row_dim is not None and axes.labels[write.row_dim] != ("B",):
         raise Miss(
             "the write has positions of their own for something other than batch rows", write.node, advice="give every row its positions",

@@ -1,0 +1,44 @@
+"""New tokens that no cache holds: the tensor that an attention's keys or values are views of, in a graph without a cache."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.pullback import trace
+from kvcompile.passes.graph.shapes import sizes, value_of
+from kvcompile.passes.match.cache.readings import Read
+from kvcompile.passes.match.cache.slots import axes_of, slot_of
+from kvcompile.passes.match.sites import Miss, Position, Slot, SlotKind, Write
+
+
+def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) -> Slot:
+    """Return the new tokens behind an attention operand that no cache holds, as a slot whose root is where they are views of.
+
+    That is the tensor that was made, or the first view of it with dims of their own for tokens and batch rows: a projection may
+    have computed queries, keys and values of all rows at once. Raises Miss where there is none, or where something writes to it.
+    """
+    if "T" not in roles:
+        raise Miss("what the attention's weights are multiplied with has no dim of tokens", operand)
+    whole = trace(operand, lambda node: False, scales=True)
+    if effects.writes.get(effects.root.get(whole.base, whole.base)):
+        raise Miss("keys or values are read from a tensor that is written to in place", whole.base, advice="make it without such writes")
+    missed: list[Miss] = []
+    for root in (whole.base, *reversed(whole.path)):
+        try:
+            return _new_tokens(operand, roles, root)
+        except Miss as miss:
+            missed.append(miss)
+    raise missed[0]
+
+
+def _new_tokens(operand: fx.Node, roles: tuple[str, ...], root: fx.Node) -> Slot:
+    """Return the slot of an operand that is a view of ``root``, with one of its dims as the tokens; raises Miss."""
+    read, trail = Read(operand, roles, sizes(operand)), trace(operand, lambda node: node is root, scales=True)
+    tokens, count = trail.here[:, roles.index("T")], read.shape[roles.index("T")]
+    dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
+    if not dims:
+        raise Miss("keys or values are no plain view of one tensor with a dim that is the tokens", root)
+    axes, heads, tiled = axes_of(trail, read, dims[0])
+    write = Write("not cached", root, root, root, tuple(range(len(sizes(root)))), dims[0], Position(), value_of(root).shape[dims[0]])
+    return slot_of(SlotKind.NEW, root, None, (), axes, heads, write, trail, tiled)
