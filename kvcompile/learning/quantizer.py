@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from kvcompile.lowering.host.inductor_api import exact_division
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.schemes.asymmetric import in_scales, stored_range
 from kvcompile.schemes.beyond.scheme import codes_of
@@ -124,7 +125,7 @@ def hard_quantize(
 @functools.cache
 def _code(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """A function of this module as it runs on a device: compiled where that is CUDA."""
-    return torch.compile(function, dynamic=False, fullgraph=True) if device == "cuda" else function
+    return torch.compile(function, dynamic=False, fullgraph=True, options=exact_division()) if device == "cuda" else function
 
 
 def _level_mapped(

@@ -23,7 +23,7 @@ from kvcompile.lowering.append import appends
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.fold import fold
-from kvcompile.lowering.host.inductor_api import compile_by_inductor, config, list_mode_options, written_modules
+from kvcompile.lowering.host.inductor_api import compile_by_inductor, config, exact_division, list_mode_options, written_modules
 from kvcompile.lowering.host.torch_api import (
     BackendCompilerFailed,
     FakeTensorMode,
@@ -124,10 +124,9 @@ def inductor_patches(
         patches["triton.cudagraphs"] = False
     # They look for calls of torch, and the graph is ATen.
     patches.setdefault("use_pre_grad_passes", bool(patches.get("pre_grad_custom_pass", config.pre_grad_custom_pass)))
-    # Codes are made from quotients, and Triton's own division is not the eager one.
-    # The option has moved between versions of torch.
-    moved = hasattr(config, "eager_numerics")
-    patches.setdefault("eager_numerics.division_rounding" if moved else "emulate_divison_rounding", True)
+    # Triton's own division is not the eager one.
+    for name, value in exact_division().items():
+        patches.setdefault(name, value)
     # Torch 2.11 reads a buffer by padded strides that it then allocates without, where the stride of a head is no multiple of 128
     # bytes: an append of 37 tokens of 80 channels encoded other tokens' channels. Not seen with 2.13, where only a CPU was tried.
     patches.setdefault("comprehensive_padding", False)

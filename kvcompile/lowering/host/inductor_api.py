@@ -52,11 +52,14 @@ def compile_for_training(module: fx.GraphModule, fakes: Sequence[Any], memory_bu
     """Compile a graph with its backward pass by ``compile_fx``; ``memory_budget``: the share of activations that is kept for it."""
     from torch._functorch import config as partitioner
 
-    # They look for calls of torch, and the graph is ATen. Codes are made from quotients, which are to be the eager ones.
-    moved = hasattr(config, "eager_numerics")
-    rounding = "eager_numerics.division_rounding" if moved else "emulate_divison_rounding"
+    # Those passes look for calls of torch, and the graph is ATen.
     with partitioner.patch(activation_memory_budget=memory_budget):
-        return compile_by_inductor(module, fakes, {"use_pre_grad_passes": False, rounding: True})
+        return compile_by_inductor(module, fakes, {"use_pre_grad_passes": False, **exact_division()})
+
+
+def exact_division() -> dict[str, bool]:
+    """Inductor's option that rounds quotients as eager code does: codes are made from them. The option has moved between versions."""
+    return {"eager_numerics.division_rounding" if hasattr(config, "eager_numerics") else "emulate_divison_rounding": True}
 
 
 def autotuned(name: str, choices: list[Any], inputs: list[Any], layout: Any, examples: dict[int, Callable[[Any], Any]]) -> Any:
