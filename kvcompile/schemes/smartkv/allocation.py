@@ -68,12 +68,13 @@ def _steps(cost: Cost, halves: Halves, taste: Taste) -> list[_Step]:
 def allocate(
     importance_RT: torch.Tensor, spend_R: torch.Tensor, cost: Cost, halves: Halves, taste: Taste | None = None, *,
     keep_RT: torch.Tensor | None = None, protected_RT: torch.Tensor | None = None, held: tuple[torch.Tensor, Widths] | None = None,
-    most: Widths | None = None,
+    most: Widths | None = None, order: torch.Tensor | None = None,
 ) -> Widths:
     """Return the widths of every token for at most ``spend`` bytes a row, int64 [R]; where the least widths take more, those.
 
     ``keep``: which tokens are there. ``protected``: which have the largest widths whatever that costs. ``held``: a mask [R, T] of tokens
-    that stay as they are, and how they are. ``most``: the largest width that each token may have, protected or not.
+    that stay as they are, and how they are. ``most``: the largest width that each token may have, protected or not. ``order``: what
+    ``by_worth`` returned for the same importance, where several allocations share it.
     """
     taste = taste or Taste()
     shape, device = importance_RT.shape, importance_RT.device
@@ -99,7 +100,9 @@ def allocate(
         if limits is not None:
             within = [limits[step.half] >= tuple(halves)[step.half][step.number + 1] for step in steps]
             allowed = allowed & torch.stack(within, dim=1)
-        taken = _taken(torch.where(keep, importance_RT, 0.0), allowed, left, steps, taste.floor)
+        if order is None:
+            order = by_worth(importance_RT, cost, halves, taste, keep_RT)
+        taken = _taken(order, allowed, left, steps)
         for half, widths in enumerate(halves):
             number = sum((taken[:, at] for at, step in enumerate(steps) if step.half == half), torch.zeros_like(taken[:, 0]))
             wider = on_device(widths, device)[number.clamp(max=len(widths) - 1)]
@@ -108,19 +111,26 @@ def allocate(
     return Widths(keys.to(torch.int8), values.to(torch.int8), spent(keys, values, cost))
 
 
-def _taken(importance_RT: torch.Tensor, allowed_RnT: torch.Tensor, left_R: torch.Tensor, steps: list[_Step], floor: float) -> torch.Tensor:
-    """Which of the ``allowed`` steps [R, steps, T] are taken, int64."""
-    rows, tokens = importance_RT.shape
-    device = importance_RT.device
-    worth = on_device([step.worth for step in steps], device, torch.float64)
-    bytes_ = on_device([step.cost for step in steps], device)
+def by_worth(
+    importance_RT: torch.Tensor, cost: Cost, halves: Halves, taste: Taste, keep_RT: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The numbers of all widenings in falling order of their worth, int64 [R, steps * T]; of equals the newer token first."""
+    steps = _steps(cost, halves, taste)
+    kept = importance_RT if keep_RT is None else torch.where(keep_RT, importance_RT, 0.0)
+    worth = on_device([step.worth for step in steps], kept.device, torch.float64)
     # Newest first, so that a stable sort leaves the newer of two equal tokens in front.
-    value = importance_RT.to(torch.float64).nan_to_num(0.0).clamp(min=floor).flip(-1)
+    value = kept.to(torch.float64).nan_to_num(0.0).clamp(min=taste.floor).flip(-1)
     scores = (value.unsqueeze(1) * worth.view(1, -1, 1)).flatten(1)
-    costs = bytes_.view(1, -1, 1).expand(rows, -1, tokens).flatten(1)
-    allowed = allowed_RnT.flip(-1).flatten(1)
-    order = torch.sort(scores.masked_fill(~allowed, float("-inf")), dim=-1, descending=True, stable=True).indices
-    costs, alive = costs.gather(1, order), allowed.gather(1, order)
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices
+
+
+def _taken(order: torch.Tensor, allowed_RnT: torch.Tensor, left_R: torch.Tensor, steps: list[_Step]) -> torch.Tensor:
+    """Which of the ``allowed`` steps [R, steps, T] are taken, int64; ``order``: of all steps, newest tokens first."""
+    rows, _, tokens = allowed_RnT.shape
+    device = order.device
+    bytes_ = on_device([step.cost for step in steps], device)
+    costs = bytes_.view(1, -1, 1).expand(rows, -1, tokens).flatten(1).gather(1, order)
+    alive = allowed_RnT.flip(-1).flatten(1).gather(1, order)
     places = torch.arange(costs.shape[1], device=device)
     left = left_R.unsqueeze(-1)
     chosen = torch.zeros_like(alive)

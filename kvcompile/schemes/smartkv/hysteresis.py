@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvcompile.schemes.smartkv.allocation import Taste, Widths, allocate, utility
+from kvcompile.schemes.smartkv.allocation import Taste, Widths, allocate, by_worth, utility
 from kvcompile.schemes.smartkv.budget import Cost, Halves
 from kvcompile.schemes.smartkv.clock import percentiles
 
@@ -58,18 +58,20 @@ class Sticking:
 def decide(
     importance_RT: torch.Tensor, spend_R: torch.Tensor, cost: Cost, halves: Halves, before: Widths, decided: Decided, *,
     taste: Taste | None = None, sticking: Sticking | None = None, keep_RT: torch.Tensor | None = None,
-    protected_RT: torch.Tensor | None = None, most: Widths | None = None,
+    protected_RT: torch.Tensor | None = None, most: Widths | None = None, order: torch.Tensor | None = None,
 ) -> tuple[Widths, Decided]:
     """Return the new widths and what was decided; ``before`` and ``decided`` as the last call returned them, grown by what came since.
 
-    ``most``: the largest width that each token may have, as where codes cannot become wider.
+    ``most``: the largest width that each token may have, as where codes cannot become wider. ``order``: see ``allocation.by_worth``.
     A row is allocated whole where the tokens that are held take too many bytes, or cost more than ``sticking.costs`` of its utility.
     """
     sticking, taste = sticking or Sticking(), taste or Taste()
     ranks = percentiles(importance_RT, keep_RT)
+    if order is None:
+        order = by_worth(importance_RT, cost, halves, taste, keep_RT)
     decided = decided.checked(ranks, sticking.moved)
     free = decided.free(sticking.checks)
-    given = {"taste": taste, "keep_RT": keep_RT, "protected_RT": protected_RT, "most": most}
+    given = {"taste": taste, "keep_RT": keep_RT, "protected_RT": protected_RT, "most": most, "order": order}
     held = allocate(importance_RT, spend_R, cost, halves, held=(~free, before), **given)  # type: ignore[arg-type]
     whole = allocate(importance_RT, spend_R, cost, halves, **given)  # type: ignore[arg-type]
     # What cannot be met at all is no reason to move: then the whole is no better.

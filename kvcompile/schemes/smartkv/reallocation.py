@@ -25,7 +25,7 @@ import torch
 from kvcompile.schemes.adaptive import Churn, Look, Reallocated, on_device
 from kvcompile.schemes.base import Planes
 from kvcompile.schemes.smartkv import buckets, clock, moves
-from kvcompile.schemes.smartkv.allocation import Widths, allocate
+from kvcompile.schemes.smartkv.allocation import Widths, allocate, by_worth
 from kvcompile.schemes.smartkv.buckets import ENTERING, Buckets, Room
 from kvcompile.schemes.smartkv.hysteresis import Decided, decide
 from kvcompile.schemes.smartkv.importance import blended, recent
@@ -211,11 +211,12 @@ def _some(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_L
         spendable(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)) for layer in layers
     ]
     spend = on_device([each for each in budgets for _ in range(rows)], device) - hidden
+    order = by_worth(value, cost, halves, scheme.taste, there)
     found, after = decide(
         value, spend, cost, halves, before, _told(torch.cat([by_position(layer.kept[2], count) for layer in layers])[..., 0]),
-        taste=scheme.taste, sticking=scheme.sticking, keep_RT=there, protected_RT=protected, most=before,
+        taste=scheme.taste, sticking=scheme.sticking, keep_RT=there, protected_RT=protected, most=before, order=order,
     )
-    wanted = allocate(value, spend, cost, halves, scheme.taste, keep_RT=there, protected_RT=protected)
+    wanted = allocate(value, spend, cost, halves, scheme.taste, keep_RT=there, protected_RT=protected, order=order)
     new = [torch.where(there, each, widths[0]).to(torch.int8) for each, widths in zip((found.keys, found.values), halves, strict=True)]
     new = [torch.minimum(each, limit) for each, limit in zip(new, most, strict=True)]
     old = places < on_device([layer.first for layer in layers for _ in range(rows)], device).unsqueeze(-1)

@@ -183,7 +183,7 @@ def _into(
     tl.store(WHERE + first + place, position, mask=mine & (k == 0))
 
 
-@triton.jit(do_not_specialize=["pages", "rows", "count", "OF", "PLACE"])
+@triton.jit(do_not_specialize=["pages", "rows", "count", "OF", "PLACE", "TO_ENDS"])
 def move_tokens(
     NEW_CODES, NEW_SCALES, FIRST, ENDS, SCALES, WHERE, POOL, OF, PLACE, TO_ENDS, TO_SCALES, TO_WHERE, TO_POOL, pages, rows, count,
     K: tl.constexpr, D: tl.constexpr, RUN: tl.constexpr, WIDTHS: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
