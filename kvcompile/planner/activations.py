@@ -9,7 +9,9 @@ repeated heads and no dense cache, so that what only these need is left out. Wei
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -17,6 +19,33 @@ from kvcompile.passes.graph.effects import same_memory, view_parent
 from kvcompile.passes.graph.shapes import hint, is_tensor, value_of
 from kvcompile.passes.match.sites import Site
 from kvcompile.planner.observer import Seen
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that are live at once in a prompt, of one row: of each moment that may be the largest, bytes a token and a pair of tokens.
+
+    Pairs are scores and masks of attentions that stay as they are. Which moment is the largest depends on the length.
+    """
+
+    moments: tuple[tuple[float, float], ...] = ()
+
+    def nbytes(self, tokens: int, rows: int = 1) -> int:
+        """Bytes of prompts of ``tokens`` tokens in ``rows`` rows of one call."""
+        return math.ceil(rows * max((tokens * (each + tokens * pair) for each, pair in self.moments), default=0.0))
+
+    def __or__(self, other: Activations) -> Activations:
+        """The larger of two, at every length."""
+        return Activations(_largest([*self.moments, *other.moments]))
+
+
+def _largest(moments: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """The moments that no other exceeds in both."""
+    kept: list[tuple[float, float]] = []
+    for each, pair in sorted(set(moments), reverse=True):
+        if not kept or pair > kept[-1][1]:
+            kept.append((each, pair))
+    return tuple(kept)
 
 
 def _nbytes(node: fx.Node) -> int:
@@ -54,9 +83,11 @@ def _owner(node: fx.Node) -> fx.Node:
     return node
 
 
-def peak_bytes(seen: Seen) -> int:
-    """Bytes that are live at once in one graph, at the sizes that it was captured with."""
+def activations(seen: Seen) -> Activations:
+    """The activations of one graph with attentions over a cache, by the values that are live after each of its nodes."""
     graph = seen.captured.graph
+    tokens = max(hint(site.tokens) for site in seen.matched.sites)
+    rows = max(site.key.batch for site in seen.matched.sites)
     sites = {site.attention.output: site for site in seen.matched.sites}
     caches = {index for site in seen.matched.sites for slot in site.slots for index in slot.outputs}
     results = graph.output_node().args[0]
@@ -66,23 +97,27 @@ def peak_bytes(seen: Seen) -> int:
     needed = _needed(outputs, sites)
     last: dict[fx.Node, int] = {}
     for index, node in enumerate(order):
-        if node in needed:
-            for read in _reads(node, sites):
-                if is_tensor(read):
-                    last[_owner(read)] = index
-    for node in outputs:
-        if is_tensor(node):
-            last[_owner(node)] = len(order)
-    dying: dict[int, list[fx.Node]] = {}
+        for read in _reads(node, sites) if node in needed else ():
+            if is_tensor(read):
+                last[_owner(read)] = index
+    last |= {_owner(node): len(order) for node in outputs if is_tensor(node)}
+    dying: dict[int, list[fx.Node]] = defaultdict(list)
     for owner, index in last.items():
-        dying.setdefault(index, []).append(owner)
-    live, most = {}, 0
-    total = 0
+        dying[index].append(owner)
+    born: set[fx.Node] = set()
+    live = [0, 0]
+    moments: set[tuple[float, float]] = set()
     for index, node in enumerate(order):
         if node in needed and is_tensor(node) and node in last and _owner(node) is node:
-            live[node] = _nbytes(node)
-            total += live[node]
-            most = max(most, total)
-        for owner in dying.get(index, ()):
-            total -= live.pop(owner, 0)
-    return most
+            born.add(node)
+            live[_pairs(node, tokens)] += _nbytes(node)
+            moments.add((live[0] / (tokens * rows), live[1] / (tokens * tokens * rows)))
+        for owner in dying[index]:
+            if owner in born:
+                live[_pairs(owner, tokens)] -= _nbytes(owner)
+    return Activations(_largest(moments))
+
+
+def _pairs(node: fx.Node, tokens: int) -> bool:
+    """Whether a value has an entry for every pair of a prompt's tokens."""
+    return tokens > 1 and [hint(size) for size in value_of(node).shape].count(tokens) > 1

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvcompile.planner.activations import Activations
 from kvcompile.planner.stores import Stores
 
 MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 26
@@ -16,7 +16,7 @@ MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 26
 class Demand:
     """Demand on one device: bytes of memory, of weights and of anything else; rows, tokens a row; and prompts that run at once.
 
-    ``activations``: bytes a token of a prompt. ``prefill``: tokens of a row that one call takes, None for all. ``prefill_rows``: rows of
+    ``activations``: those of prompts. ``prefill``: tokens of a row that one call takes, None for all. ``prefill_rows``: rows of
     that call. All bytes are of one device.
     """
 
@@ -25,14 +25,14 @@ class Demand:
     overhead: int
     batch: int
     context: int
-    activations: float = 0.0
+    activations: Activations = field(default_factory=Activations)
     prefill: int | None = None
     prefill_rows: int = 1
 
     def beside(self, tokens: int) -> int:
         """Bytes of everything but the cache, for prompts of up to ``tokens`` tokens."""
         prompt = tokens if self.prefill is None else min(self.prefill, tokens)
-        return self.weights + self.overhead + math.ceil(self.activations * prompt * self.prefill_rows)
+        return self.weights + self.overhead + self.activations.nbytes(prompt, self.prefill_rows)
 
     def needed(self, stores: Stores, batch: int, tokens: int) -> int:
         """Bytes on the device of ``batch`` rows of ``tokens`` tokens, everything included."""

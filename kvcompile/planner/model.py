@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +12,8 @@ from typing import Any
 import torch
 
 from kvcompile.errors import NotPlanned
-from kvcompile.passes.graph.shapes import hint
 from kvcompile.passes.plan.policy import Policy
-from kvcompile.planner.activations import peak_bytes
+from kvcompile.planner.activations import Activations, activations
 from kvcompile.planner.observer import Observed, observed
 from kvcompile.planner.stores import Remainder, Stores, planned
 from kvcompile.planner.weights import Weights, counted
@@ -22,14 +23,14 @@ from kvcompile.planner.weights import Weights, counted
 class Model:
     """A traced model. ``capacity``: of the static cache that it was traced with, None for a module with caches of its own.
 
-    ``activations``: bytes that are live at once in the prompt, per token of a row. ``longest``: the positions that it was made for.
+    ``activations``: of all graphs of the prompt. ``longest``: the positions that it was made for.
     """
 
     name: str
     observed: Observed = field(repr=False)
     weights: Weights
     remainder: Remainder
-    activations: float
+    activations: Activations
     capacity: int | None = None
     longest: int | None = None
 
@@ -66,9 +67,8 @@ def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None 
             found=f"{len(seen.refusals)} refused, the first: {seen.refusals[0]}", name=name,
         )
     prompts = [item for item in seen.graphs if any(site.tokens != 1 for site in item.matched.sites)] or list(seen.graphs)
-    tokens = max(hint(site.tokens) * site.key.batch for item in prompts for site in item.matched.sites)
-    live = max(peak_bytes(item) for item in prompts)
-    return Model(name, seen, counted(model), _remainder(seen, tensors, capacity), live / max(tokens, 1), capacity, longest)
+    live = functools.reduce(operator.or_, (activations(item) for item in prompts if item.matched.sites))
+    return Model(name, seen, counted(model), _remainder(seen, tensors, capacity), live, capacity, longest)
 
 
 def _remainder(seen: Observed, tensors: list[torch.Tensor], capacity: int | None) -> Remainder:

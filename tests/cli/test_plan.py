@@ -115,7 +115,18 @@ def test_sliding_windows_end(config: Callable[..., str], capsys: pytest.CaptureF
 def test_activations_grow_with_the_prompt(config: Callable[..., str]) -> None:
     path = config(vocab_size=1000)
     short, long = (model_of(path, 4096, tokens, None).activations for tokens in (512, 2048))
-    assert short == pytest.approx(long, rel=0.01)
+    assert short.nbytes(4096) == pytest.approx(long.nbytes(4096), rel=0.01)
+    assert all(pair == 0 for _, pair in long.moments)
+
+
+def test_scores_that_stay_grow_with_pairs(config: Callable[..., str]) -> None:
+    """A sliding layer's prompt attends to its own tokens: where that is written by hand, its scores are in memory."""
+    path = config(model_type="gpt_oss", quantization_config=None, num_local_experts=4, sliding_window=128, layer_types=None)
+    short, long = (model_of(path, 4096, tokens, None).activations for tokens in (512, 2048))
+    for tokens in (512, 4096, 1 << 17):
+        assert short.nbytes(tokens) == pytest.approx(long.nbytes(tokens), rel=0.3)
+    # The scores of 32 heads in bfloat16, at least once.
+    assert long.nbytes(1 << 17) > 32 * 2 * (1 << 34)
 
 
 def test_formula_of_a_factory(factory: str) -> None:

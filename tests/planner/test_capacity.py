@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import plan_source
+from kvcompile.planner.activations import Activations
 from kvcompile.planner.capacity import Demand
 from kvcompile.planner.figures import Damage, Figures, Speed, figures
 from kvcompile.planner.phantom import hollow, phantom
@@ -66,7 +67,7 @@ def test_union_of_heads(tokens: int) -> None:
 @pytest.mark.parametrize("scheme", ["dense", "kivi", "int4"])
 def test_searches_find_the_last_that_fits(scheme: str) -> None:
     stores = llama_70b(scheme)
-    for demand in (ROOMY, Demand(40 * 10**9, 35 * 10**9, 10**9, 2, 700, activations=1e5, prefill=512)):
+    for demand in (ROOMY, Demand(40 * 10**9, 35 * 10**9, 10**9, 2, 700, activations=Activations(((1e5, 10.0), (1e4, 300.0))), prefill=512)):
         rows, tokens = demand.largest_batch(stores), demand.longest_context(stores)
         assert demand.fits(stores, rows, demand.context) or rows == 0
         assert not demand.fits(stores, rows + 1, demand.context)
