@@ -57,7 +57,7 @@ def compile_for_training(module: fx.GraphModule, fakes: Sequence[Any], memory_bu
         return compile_by_inductor(module, fakes, {"use_pre_grad_passes": False, **exact_division()})
 
 
-def exact_division() -> dict[str, bool]:
+def exact_division() -> dict[str, Any]:
     """Inductor's option that rounds quotients as eager code does: codes are made from them. The option has moved between versions."""
     return {"eager_numerics.division_rounding" if hasattr(config, "eager_numerics") else "emulate_divison_rounding": True}
 
