@@ -69,8 +69,8 @@ class Prompt(enum.Enum):
 class Scheme(enum.Enum):
     """Schemes by name; every scheme of ``kvcompile.schemes.SCHEMES`` that runs on CUDA, and one mixed pair.
 
-    One that has no kernels there is refused on a GPU. ``beyond`` runs with uniform tables, since no text of a scheme has learned ones. What
-    ``smartkv`` stores depends on attention, so that its ``encode`` and ``decode`` are no reference either (``oracles``).
+    ``beyond`` runs with uniform tables, since no text of a scheme has learned ones. ``smartkv`` runs with a budget that can be met by the
+    few tokens of a request, so that widths are decided in it.
     """
 
     DENSE = "dense"
@@ -82,14 +82,21 @@ class Scheme(enum.Enum):
     SQUAT = "squat"
     CERTIFIED = "certified"
     BEYOND = "beyond"
+    SMARTKV = "smartkv"
     MIXED = "fp8+int4"
 
     def spell(self, head_dim: int) -> dict[str, str]:
         """Return {"k": spec, "v": spec} with groups that divide ``head_dim``."""
         odd = head_dim % 32 != 0
         options = {"int4": "(group=16)", "nf4": "(group=16)", "kivi": "(group=16)", "squat": "(group=16,subblock=16)"} if odd else {}
+        options["smartkv"] = "(budget=0.9)"
         parts = self.value.split("+")
         return {half: name + options.get(name, "") for half, name in (("k", parts[0]), ("v", parts[-1]))}
+
+    @property
+    def plain(self) -> bool:
+        """Return whether a token's codes are its own and lie at its position, so that every kind of cache can hold them."""
+        return not self.windowed and self is not Scheme.SMARTKV
 
     @property
     def windowed(self) -> bool:

@@ -66,7 +66,7 @@ def refusal(case: Case) -> str | None:
         return "a cache that is only read is stored compressed where a compiled call has filled it"
     if Trait.SPLIT_STATIC in traits and not case.caching.grows:
         return Trait.SPLIT_STATIC.value
-    if not case.scheme.windowed:
+    if case.scheme.plain:
         return None
     if Trait.SLIDING in traits:
         return "windows that keep the newest tokens hold schemes without blocks only"
@@ -76,6 +76,8 @@ def refusal(case: Case) -> str | None:
         return "a cache that is only read cannot keep its newest tokens beside its codes"
     if Trait.LATENT in traits and case.scheme is Scheme.CERTIFIED:
         return "keys and values that are made from a latent have no certificate"
+    if Trait.LATENT in traits and case.scheme is Scheme.SMARTKV:
+        return "widths of keys and values that are made from a latent are not decided"
     return None
 
 
@@ -231,7 +233,7 @@ CPU_SLICE = (
     "phi-int8-generate-dynamic-compiled-default-d128-padded-bfloat16",
     "nano-gpt-fp8+int4-dynamic-eager-default-d256-one-float16",
     "llama-nf4-dynamic-compiled-default-d64-one-float16",
-    "qwen3-beyond-static-compiled-default-d64-padded-float32",
+    "qwen3-beyond-static-compiled-default-d64-padded-float32", "opt-smartkv-static-compiled-default-d64-one-bfloat16",
 )
 """A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, as few layers as there are kinds of them."""
 

@@ -24,6 +24,8 @@ ROUNDING = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-16}
 """Of the logits' norm: what a sum in another order may add where the uncompiled model happens to be exact."""
 SHARE = 0.1
 """Of the control error: a value whose code is rounded to the other side, which the references may not have at the same step."""
+DECIDED = 1.0
+"""The same of a scheme that decides widths: a token whose rank is another by rounding alone has other codes altogether."""
 
 TELLING = 0.5
 """An error above this is no evidence of anything, whatever is allowed: unrelated logits are off by about 1.4."""
@@ -67,7 +69,8 @@ def reference_of(case: Case) -> Reference:
     """Return what a case is held to."""
     if case.scheme is Scheme.CERTIFIED:
         return Reference.BOUNDED
-    if case.scheme.windowed and Trait.MODULE in case.architecture.traits:
+    # What it stores depends on attention, so ``encode`` and ``decode`` are no reference.
+    if case.scheme is Scheme.SMARTKV or (case.scheme.windowed and Trait.MODULE in case.architecture.traits):
         return Reference.DEFINITION
     # Its keys depend on the queries of the compiled prompt, which no cache shows.
     if case.scheme is Scheme.SQUAT and case.prompt is Prompt.COMPILED:
@@ -102,7 +105,8 @@ def verdict_on(subject: Any, requests: Sequence[Any], trace: Trace, *, rewritten
 
 def compared(case: Case, number: int, logits: Logits, expected: Logits, own: Logits, control: float) -> Verdict:
     """Return the verdict on one request: its worst step, or its median step where that is further beyond what is allowed to it."""
-    slack = ROUNDING[case.dtype] + (2 if reference_of(case) is Reference.BOUNDED else SHARE) * control
+    share = 2 if reference_of(case) is Reference.BOUNDED else DECIDED if case.scheme is Scheme.SMARTKV else SHARE
+    slack = ROUNDING[case.dtype] + share * control
     ours, eager = errors(expected, logits), errors(expected, own)
     step = max(range(len(ours)), key=lambda index: ours[index] if ours[index] == ours[index] else float("inf"))
     worst_step = Verdict(ours[step], 2 * max(eager) + slack, max(eager), control, f"request {number + 1} step {step}")
