@@ -24,7 +24,7 @@ ROUNDING = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-16}
 """Of the logits' norm: what a sum in another order may add where the uncompiled model happens to be exact."""
 SHARE = 0.1
 """Of the control error: a value whose code is rounded to the other side, which the references may not have at the same step."""
-DECIDED = 1.0
+DECIDED = 0.3
 """The same of a scheme that decides widths: a token whose rank is another by rounding alone has other codes altogether."""
 
 TELLING = 0.5
