@@ -8,7 +8,7 @@ from learned_tables import random_table
 from registry import normal
 
 from kvcompile.learning.projection import isotonic, ordered
-from kvcompile.learning.quantizer import HardQuantizer, Rule, hard_quantize, level_mapped, rectified, table_gradients
+from kvcompile.learning.quantizer import HardQuantizer, Rule, compiled, hard_quantize, level_mapped, rectified, table_gradients
 from kvcompile.lowering.ops.operations import read_back_body
 from kvcompile.schemes import Beyond
 from kvcompile.schemes.beyond.tables import Table, uniform_table
@@ -189,6 +189,17 @@ def pooled(y: list[float]) -> list[float]:
         while len(blocks) > 1 and sum(blocks[-2]) / len(blocks[-2]) > sum(blocks[-1]) / len(blocks[-1]):
             blocks[-2:] = [blocks[-2] + blocks[-1]]
     return [sum(block) / len(block) for block in blocks for _ in block]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_batches_of_many_lengths_share_a_few_compilations() -> None:
+    """As on CUDA, where the operators run compiled: more lengths than Dynamo would compile one by one."""
+    table, code = random_table(2, 1, 2, 5), compiled(table_gradients)
+    for number in range(10):
+        x, grad = (normal(2, 1, 5 + 7 * number, 32, seed=number + side) for side in (0, 50))
+        found, wanted = (run(grad, x, table.levels, table.thresholds, Rule(2, torch.float16, 0.05)) for run in (code, table_gradients))
+        for mine, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
 def test_isotonic_is_pool_adjacent_violators() -> None:
