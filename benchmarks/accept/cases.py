@@ -76,6 +76,8 @@ def refusal(case: Case) -> str | None:
         return "a cache that is only read cannot keep its newest tokens beside its codes"
     if Trait.LATENT in traits and case.scheme is Scheme.CERTIFIED:
         return "keys and values that are made from a latent have no certificate"
+    if Trait.STEPS_BACK in traits and case.scheme is Scheme.SMARTKV:
+        return "widths are decided of rows that write at one position"
     if Trait.LATENT in traits and case.scheme is Scheme.SMARTKV:
         return "widths of keys and values that are made from a latent are not decided"
     return None
