@@ -52,7 +52,7 @@ class HeadDimNotDivisible(SchemeError):
 
 
 class BadTables(SchemeError):
-    template = "expected {expected}, found {found}; {todo}"
+    template = "learned tables do not fit: expected {expected}, found {found}; {todo}"
 
 
 class TablesMissing(SchemeError):
@@ -63,7 +63,7 @@ class TablesMissing(SchemeError):
 
 
 class BadBatch(KvcompileError):
-    template = "expected {expected}, found {found}; {todo}"
+    template = "a batch to learn from does not fit: expected {expected}, found {found}; {todo}"
 
 
 class BadLearnSetting(KvcompileError, ValueError):

@@ -19,7 +19,7 @@ from kvcompile.passes.plan.policy import policy_of
 from kvcompile.schemes import Int4, Kivi, Planes, Scheme, make, parse
 from kvcompile.types import Role
 
-OPTIONS = [(cls, field) for cls in SCHEMES for field in dataclasses.fields(cls)]
+OPTIONS = [(cls, field) for cls in SCHEMES for field in cls.options()]
 each_option = pytest.mark.parametrize(("cls", "field"), OPTIONS, ids=lambda item: item.name)
 
 
@@ -74,7 +74,7 @@ def test_options_read_from_text(cls: type[Scheme], field: dataclasses.Field[Any]
 def test_unknown_option(cls: type[Scheme]) -> None:
     with pytest.raises(UnknownOption, match="'no_such_option'") as caught:
         make(cls.name, no_such_option=1)
-    assert all(field.name in str(caught.value) for field in dataclasses.fields(cls))
+    assert all(field.name in str(caught.value) for field in cls.options())
     with pytest.raises(UnknownOption):
         parse(f"{cls.name}(no_such_option=1)")
 
@@ -185,7 +185,7 @@ def test_a_derived_scheme_inherits_no_kernel(derived: Scheme, monkeypatch: pytes
 
 def test_every_scheme_says_for_itself_whether_kernels_encode() -> None:
     said = {cls.name for cls in SCHEMES if vars(cls).get("kernel_encoding")}
-    assert said == {"int8", "int4", "fp8", "kivi", "squat"}
+    assert said == {"int8", "int4", "fp8", "kivi", "squat", "beyond"}
 
 
 @each_scheme
