@@ -88,17 +88,14 @@ class Reallocation:
         if not busy:
             return
         with ordinary(), torch.no_grad():
-            for item in busy:
-                if item.keys.decision is not None:
-                    item.move()
+            _move([item for item in busy if item.keys.decision is not None])
             due = {Due.NOW: list[_Held](), Due.SOON: list[_Held](), Due.NOT: list[_Held]()}
             for item in busy:
                 due[_due(item)].append(item)
             for kind in (Due.NOW, Due.SOON):
                 for layers in _alike(due[kind]):
                     _decide(layers, held, beside=kind is Due.SOON)
-            for item in due[Due.NOW]:
-                item.move()
+            _move(due[Due.NOW])
             for layers in _alike(item for item in due[Due.NOT] if item.keys.looks(item.count, item.layer)):
                 _look(layers, held)
 
@@ -137,8 +134,9 @@ def _importance(layers: Sequence[_Held], held: Sequence[_Held]) -> torch.Tensor:
 def _decide(layers: Sequence[_Held], held: Sequence[_Held], beside: bool) -> None:
     """Ask for a decision of layers that are alike, ``beside`` the next step or now."""
     importance = _importance(layers, held)
-    with _beside(importance, beside):
-        decision = layers[0].keys.scheme.decide([item.stored for item in layers], importance)
+    stored = [item.stored for item in layers]
+    with _beside([importance, *(plane for item in stored for plane in (*item.keys, *item.values))], beside):
+        decision = layers[0].keys.scheme.decide(stored, importance)
     for number, item in enumerate(layers):
         item.keys.decision = Pending((decision, item.count), number)
 
@@ -146,10 +144,19 @@ def _decide(layers: Sequence[_Held], held: Sequence[_Held], beside: bool) -> Non
 def _look(layers: Sequence[_Held], held: Sequence[_Held]) -> None:
     """Ask whether the importance of layers that are alike has drifted."""
     importance = _importance(layers, held)
-    with _beside(importance, beside=True):
+    with _beside([importance], beside=True):
         look = Look(layers[0].keys.scheme.drifted(importance))
     for number, item in enumerate(layers):
         item.keys.look = Pending(look, number)
+
+
+def _move(layers: Sequence[_Held]) -> None:
+    """Carry out the decisions of some layers, once devices have done what runs beside steps: what was dropped may still read the planes."""
+    for device in {item.keys.device for item in layers}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).wait_stream(_own_stream(device))
+    for item in layers:
+        item.move()
 
 
 @functools.cache
@@ -159,13 +166,18 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def _beside(importance: torch.Tensor, beside: bool) -> Iterator[None]:
-    """Have what is asked of ``importance`` run on a stream of its own, behind what has been asked for until now."""
-    if not importance.is_cuda or not beside:
+def _beside(read: Sequence[torch.Tensor], beside: bool) -> Iterator[None]:
+    """Have the body run on a stream of its own, behind what has been asked for until now.
+
+    ``read``: the tensors that it reads. Their memory is not given to others before it has, also where its result is dropped with them.
+    """
+    device = read[0].device
+    if device.type != "cuda" or not beside:
         yield
         return
-    stream = _own_stream(importance.device)
-    stream.wait_stream(torch.cuda.current_stream(importance.device))
-    importance.record_stream(stream)
+    stream = _own_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    for tensor in read:
+        tensor.record_stream(stream)
     with torch.cuda.stream(stream):
         yield
