@@ -55,7 +55,7 @@ def append_operands(text: str, count: int, padded: bool = False) -> list[Any]:
 
 
 def threshold_operands(text: str, count: int) -> list[Any]:
-    """Those of an append by thresholds."""
+    """Operands of an append by thresholds."""
     *planes, _, table = planes_of(text, Role.KEY)
     x, pos = torch.zeros(1, count, K, D, dtype=torch.bfloat16).transpose(1, 2), torch.arange(count)[None]
     return [x, planes, pos, table, schemes.parse(text).spell()]

@@ -9,12 +9,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hopper import compiled_for_hopper
 from interpreted import interpreted
 from test_smartkv_attend import Case, masks
 from test_triton_attend import allow_ranges_over_scalars
 from torch._subclasses import FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvcompile.lowering.host.launches import Direct, KernelLaunch, OnlyRoom, Recorder
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
@@ -167,16 +166,6 @@ def recorded(scheme: Smartkv, dtype: torch.dtype, D: int, queries: int = 1, keep
     (SCHEMES[0], torch.bfloat16, 128, 1), (SCHEMES[1], torch.float16, 80, 3), (SCHEMES[2], torch.float32, 64, 1),
 ], ids=str)
 def test_kernels_compile_for_hopper(scheme: Smartkv, dtype: torch.dtype, D: int, queries: int) -> None:
-    names = {torch.bool: "i1", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16",
-             torch.float32: "fp32"}
     for launch in recorded(scheme, dtype, D, queries, keep=queries > 1):
-        constants = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
-        signature = {
-            name: "constexpr" if name in constants else "*" + names[item.dtype] if isinstance(item, torch.Tensor) else "i32"
-            for name, item in launch.arguments.items()
-        }
-        given = {(at,): item for at, (name, item) in enumerate(launch.arguments.items()) if name in constants}
-        made = triton.compile(
-            ASTSource(launch.kernel, signature, given), target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps},
-        )
+        made = compiled_for_hopper(launch)
         assert made.metadata.shared <= 113 * 1024, "two programs of a multiprocessor"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-import triton
+from hopper import compiled_for_hopper
 from interpreted import interpreted
 from test_triton_attend import allow_ranges_over_scalars
 from torch._subclasses import FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvcompile.lowering.host.launches import Direct, KernelLaunch, Recorder
 from kvcompile.lowering.smartkv import movement
@@ -111,20 +108,8 @@ def recorded(widths: tuple[int, ...], dim: int, dtype: torch.dtype) -> Iterator[
     ((2, 3, 4, 8), 128, torch.float16), ((3, 4, 8), 80, torch.bfloat16), ((2, 8), 64, torch.float32),
 ], ids=str)
 def test_kernels_compile_for_hopper(widths: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
-    names: dict[torch.dtype, Any] = {
-        torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16",
-        torch.float32: "fp32",
-    }
     for launch in recorded(widths, dim, dtype):
-        constants = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
-        signature = {
-            name: "constexpr" if name in constants else "*" + names[item.dtype] if isinstance(item, torch.Tensor) else "i32"
-            for name, item in launch.arguments.items()
-        }
-        given = {(at,): item for at, (name, item) in enumerate(launch.arguments.items()) if name in constants}
-        made = triton.compile(
-            ASTSource(launch.kernel, signature, given), target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps},
-        )
+        made = compiled_for_hopper(launch)
         assert made.metadata.shared <= 113 * 1024, "two programs of a multiprocessor"
 
 

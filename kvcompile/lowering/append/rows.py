@@ -131,6 +131,14 @@ def append_rows_two(
         )
 
 
+def places(x: torch.Tensor, pos: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[object, ...]:
+    """Arguments x_b to scales_h of a kernel that appends rows: strides of tokens, counts, strides of planes and of positions."""
+    return (
+        x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0), scales.stride(0),
+        0 if pos.shape[0] == 1 else pos.stride(0), pos.stride(1), codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2),
+    )
+
+
 class Rows(NamedTuple):
     """The operands of ``append``."""
 
@@ -168,11 +176,7 @@ class Rows(NamedTuple):
     def operands(self) -> tuple[object, ...]:
         """Arguments of the kernels, in their order: whole planes, no views."""
         x, pos, (codes, scales) = self.x, self.pos, self.planes
-        return (
-            x, codes, scales, pos, x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0),
-            scales.stride(0), 0 if pos.shape[0] == 1 else pos.stride(0), pos.stride(1), codes.stride(1), codes.stride(2),
-            scales.stride(1), scales.stride(2),
-        )
+        return (x, codes, scales, pos, *places(x, pos, codes, scales))
 
     def constants(self, suffix: str = "") -> dict[str, Any]:
         """Return the kernels' constants, by name."""

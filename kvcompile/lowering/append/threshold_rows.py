@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import quotient, rounded_down, rounded_up
+from kvcompile.lowering.append.rows import places
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import Bins
@@ -105,11 +106,7 @@ class ThresholdRows(NamedTuple):
     def operands(self) -> tuple[object, ...]:
         """Arguments of the kernel, in their order: whole planes, no views."""
         x, pos, (codes, scales, zeros) = self.x, self.pos, self.planes
-        return (
-            x, codes, scales, zeros, pos, self.table, x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0],
-            codes.stride(0), scales.stride(0), 0 if pos.shape[0] == 1 else pos.stride(0), pos.stride(1), codes.stride(1), codes.stride(2),
-            scales.stride(1), scales.stride(2),
-        )
+        return (x, codes, scales, zeros, pos, self.table, *places(x, pos, codes, scales))
 
     def constants(self) -> dict[str, Any]:
         """Return the kernel's constants, by name."""
