@@ -26,7 +26,7 @@ from kvcompile.passes.capture.nested import inlined
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.sites import Refusal, Slot
-from kvcompile.passes.match.uncached import UncachedSite, find, operand_heads, shape_of
+from kvcompile.passes.match.uncached import UncachedSite, find, operand_heads
 from kvcompile.passes.plan.plan import SlotPlan
 from kvcompile.passes.rewrite.context import part_of
 from kvcompile.passes.rewrite.new_tokens import new_tokens
@@ -110,7 +110,7 @@ class Insertion:
 
     def _mapped(self, emit: Emitter, slot: Slot, role: Role, path: str) -> fx.Node:
         """New tokens [B, K, S, D] behind the quantizer, ahead of whoever reads them first."""
-        heads, head_dim = shape_of(slot)
+        heads, head_dim = slot.heads, slot.head_dim
         root, scheme = value_of(slot.root), self.backend.parameters.scheme
         spec = SlotSpec(heads, head_dim, root.dtype, role)
         scheme.check(spec)

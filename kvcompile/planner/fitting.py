@@ -9,9 +9,10 @@ front, exact). That damages add up is an assumption, as each was measured alone:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from kvcompile.errors import BudgetTooSmall, SchemeError
 from kvcompile.passes.plan.policy import Pair, Policy
@@ -19,6 +20,8 @@ from kvcompile.planner.sensitivity import Half, Layer, Sensitivity
 from kvcompile.planner.stores import Stored
 from kvcompile.schemes import Dense, Scheme, parse
 from kvcompile.types import Role, SlotSpec
+
+T = TypeVar("T")
 
 MOST_CHOICES = 20_000
 """Points of the front that are kept; of more, some between others of nearly equal bytes are dropped: the least sum may be missed."""
@@ -53,17 +56,17 @@ def fit(memory: float, sensitivity: str | Path | Sensitivity, context: int, batc
 
 def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fitted:
     """The choice with its sums; bytes are those of static caches of ``context`` tokens."""
-    fronts = [_front(_choices(known, layer, context, batch)) for layer in known.layers]
+    fronts = [_unbeaten(_choices(known, layer, context, batch), lambda item: (item.nbytes, item.damage)) for layer in known.layers]
     least = [min(item.nbytes for item in front) for front in fronts]
     if sum(least) > memory:
         raise BudgetTooSmall(least=sum(least), batch=batch, context=context, memory=memory)
     states: list[tuple[int, float, tuple[Pair, ...]]] = [(0, 0.0, ())]
     for index, front in enumerate(fronts):
         room = memory - sum(least[index + 1 :])
-        states = _thinned(_pareto(
+        states = _thinned(_unbeaten((
             (nbytes + item.nbytes, damage + item.damage, (*pairs, item.pair))
             for nbytes, damage, pairs in states for item in front if nbytes + item.nbytes <= room
-        ))
+        ), lambda state: state[:2]))
     nbytes, damage, pairs = states[-1]
     rules = tuple((layer.path, pair) for layer, pair in zip(known.layers, pairs, strict=True))
     return Fitted(Policy(rules), nbytes, damage)
@@ -108,21 +111,12 @@ def _stored(layer: Layer, slot: SlotSpec, scheme: Scheme, window: int) -> Stored
     return Stored(layer.path, slot, own, layout.windowed(slot, window) if window else layout, layer.end, exact=layer.end is None)
 
 
-def _front(choices: Sequence[Choice]) -> list[Choice]:
-    """The choices that no other beats in both bytes and damage, from small to large."""
-    kept: list[Choice] = []
-    for item in sorted(choices, key=lambda item: (item.nbytes, item.damage)):
-        if not kept or item.damage < kept[-1].damage:
+def _unbeaten(items: Iterable[T], cost: Callable[[T], tuple[int, float]]) -> list[T]:
+    """The items that no other beats in both bytes and damage, their ``cost``; from small to large, so the last has the least damage."""
+    kept: list[T] = []
+    for item in sorted(items, key=cost):
+        if not kept or cost(item)[1] < cost(kept[-1])[1]:
             kept.append(item)
-    return kept
-
-
-def _pareto(states: Iterable[tuple[int, float, tuple[Pair, ...]]]) -> list[tuple[int, float, tuple[Pair, ...]]]:
-    """The states that no other beats in both, from small to large, so that the last one has the least damage."""
-    kept: list[tuple[int, float, tuple[Pair, ...]]] = []
-    for state in sorted(states, key=lambda state: state[:2]):
-        if not kept or state[1] < kept[-1][1]:
-            kept.append(state)
     return kept
 
 

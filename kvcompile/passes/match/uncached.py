@@ -7,7 +7,6 @@ An attention over tokens behind its own (of an encoder), or over another sequenc
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from torch import fx
@@ -20,8 +19,6 @@ from kvcompile.passes.match.cache.uncached_tokens import without_cache
 from kvcompile.passes.match.mask import masks
 from kvcompile.passes.match.match import ATTENTIONS, refuse
 from kvcompile.passes.match.sites import Attention, LimitKind, Miss, Refusal, Slot, Stage
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,11 +92,6 @@ def find(captured: Captured) -> Uncached:
                 missed.append((node, refuse(miss, node, attention.idiom if attention else "", Stage.MATCH)))
     inside = {node for site in sites for node in site.attention.nodes}
     return Uncached(tuple(sites), tuple(refusal for node, refusal in missed if node not in inside), effects)
-
-
-def shape_of(slot: Slot) -> tuple[int, int]:
-    """The kv heads and channels of a slot."""
-    return slot.heads, slot.head_dim
 
 
 def operand_heads(site: UncachedSite) -> int:
