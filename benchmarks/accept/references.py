@@ -25,7 +25,7 @@ ROUNDING = {Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11, Dtype.FP32: 2.0**-16}
 SHARE = 0.1
 """Of the control error: a value whose code is rounded to the other side, which the references may not have at the same step."""
 DECIDED = 0.3
-"""The same of a scheme that decides widths: a token whose rank is another by rounding alone has other codes altogether."""
+"""Share of the control error for a scheme that decides widths: rounding alone changes a token's rank, and with it all of its codes."""
 
 TELLING = 0.5
 """An error above this is no evidence of anything, whatever is allowed: unrelated logits are off by about 1.4."""

@@ -26,7 +26,7 @@ STATE = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclasses.dataclass
 class Progress:
-    """Where learning is: pieces of batches used, validations as (step, loss), the best one, and how many rose in a row."""
+    """Progress of one run: pieces of batches used, validations as (step, loss), the best one, and how many rose in a row."""
 
     pieces: int = 0
     validations: list[tuple[int, float]] = dataclasses.field(default_factory=list)

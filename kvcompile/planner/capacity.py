@@ -9,7 +9,7 @@ from kvcompile.planner.activations import Activations
 from kvcompile.planner.stores import Stores
 
 MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 26
-"""Where the searches end: nothing larger is asked for."""
+"""Limits of the searches for rows and for tokens."""
 
 
 @dataclass(frozen=True)

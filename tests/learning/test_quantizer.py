@@ -106,13 +106,13 @@ def test_signs_of_threshold_gradients_by_hand(places: list[float], grads: list[f
 
 
 def test_jump_between_levels_turns_the_sign() -> None:
-    """Where the upper level is below the lower one, the same gradient moves the threshold the other way."""
+    """A gradient moves a threshold the other way if the upper level is below the lower one."""
     rising, falling = (crafted([1.45], [-2.0], [0.5, 1.5, 2.5], levels, 0.25) for levels in ([0.0, 1.0, 4.0, 5.0], [0.0, 4.0, 1.0, 5.0]))
     assert rising[0] == pytest.approx(6.0) and falling[0] == pytest.approx(-6.0)
 
 
 def test_window_sums_are_the_slope_of_smoothed_bins() -> None:
-    """Where each jump is a ramp over the two windows, G_L + G_R is 2 * window times the loss's central difference.
+    """With each jump as a ramp over the two windows, G_L + G_R is 2 * window times the loss's central difference.
 
     The source's pseudo-gradient leaves the ramp's density, 1 / (2 * window), out; Adam does not see such a factor.
     """

@@ -331,7 +331,7 @@ def test_layers_are_decided_together_as_each_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_planes_stay_where_they_are_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was recorded with the addresses of planes, as a CUDA graph is, goes on reading them."""
+    """A CUDA graph is recorded with the addresses of planes, so moves keep them."""
     for module in (moves, reallocation):
         monkeypatch.setattr(module, "SLACK", 16)
     run = Run("tau=1e-6,budget=0.5", capacity=1600)
