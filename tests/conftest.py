@@ -163,8 +163,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """No compiled code and no symbol left from another test, before and after."""
+    """No compiled code, symbol or count of graph breaks left from another test, before and after."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
