@@ -152,8 +152,10 @@ def test_tables_of_other_bits_are_refused() -> None:
         dataclasses.replace(random_tables(["a"]), bits=3)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.compile)])
+# A static cache through Inductor is in the acceptance's slice for CPUs.
+@pytest.mark.parametrize(("inner", "kind"), [
+    ("eager", "static"), ("eager", "dynamic"), pytest.param("inductor", "dynamic", marks=pytest.mark.compile),
+])
 def test_each_layer_has_its_own_tables(kind: str, inner: str) -> None:
     """Stores hold the layer's tables, their codes come of them, and every step attends to what codes stand for, the first too."""
     scheme, model = random_tables(llama_paths(2)), llama(head_dim=32)
@@ -164,7 +166,8 @@ def test_each_layer_has_its_own_tables(kind: str, inner: str) -> None:
         words = torch.randint(1, 64, (2, 75), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             once = compiled(words, past_key_values=cache).logits
-            counts = (70, 1, 3, 1)
+            # Each count is a graph, and Inductor takes 15 s for one.
+            counts = (70, 1, 3, 1) if inner == "eager" else (73, 1, 1)
             parts = torch.split(words, counts, dim=1)
             found = torch.cat([compiled(part, past_key_values=pieces).logits for part in parts], 1)
             dense = plain(words).logits
