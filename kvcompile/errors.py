@@ -74,6 +74,14 @@ class NothingToLearn(KvcompileError):
     template = "expected an attention whose keys and values a cache would hold, found none in the graphs of this model{why}; {todo}"
 
 
+class ServedOtherwise(KvcompileError):
+    template = (
+        "expected the graph that learns and the compiled cache of {model} to agree to {expected} of what quantization changes, "
+        "found {found} over {sites} attentions: the model caches something else than it attends to, and tables would be learned for "
+        "other numbers; {todo}"
+    )
+
+
 class BadRun(KvcompileError):
     template = "expected {expected} in the run folder {folder}, found {found}; {todo}"
 

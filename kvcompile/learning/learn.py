@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvcompile.errors import BadBatch, BadLearnSetting, BadTables
-from kvcompile.learning import processes
+from kvcompile.learning import processes, serving
 from kvcompile.learning.display import Display
 from kvcompile.learning.loss import Loss, NextToken, moved, parts
 from kvcompile.learning.run_folder import Progress, RunFolder
@@ -128,6 +128,8 @@ class _Loop:
         first = next(pieces, None)
         if first is None:
             raise BadLearnSetting(setting="batches", expected="at least one batch", found="none")
+        if self.settings.compared:
+            serving.compare(self.trainer.model, first, self.trainer.scheme, self.trainer.rule)
         self.trainer.meet(first)
         if self.resume:
             self._resumed()

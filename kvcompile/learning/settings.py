@@ -20,6 +20,7 @@ class LearnSettings:
     ``validate_every``  steps between validations;  ``patience``: rising ones in a row that end learning
     ``levels``, ``thresholds``, ``half_wave``   False for the source's ablations
     ``margin``          between thresholds, in the units of ``window``
+    ``compared``        whether training is compared with serving first, where the model makes a cache if asked
     ``memory_budget``   share of activations that Inductor keeps for the backward pass; below 1 it computes the others again
     """
 
@@ -35,6 +36,7 @@ class LearnSettings:
     margin: float = 1e-5
     inner: Inner = Inner.INDUCTOR
     memory_budget: float = 1.0
+    compared: bool = True
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "validate_every", "patience"):

@@ -33,8 +33,8 @@ class Trainer:
         self.model, self.scheme, self.settings, self.loss = model, scheme, settings, loss
         self.span = float(2**scheme.bits - 1)
         self.parameters = Parameters(scheme)
-        rule = Rule(scheme.bits, scheme.scale_dtype, settings.window * self.span)
-        self.backend = TrainingBackend(self.parameters, rule, settings.inner, settings.memory_budget)
+        self.rule = Rule(scheme.bits, scheme.scale_dtype, settings.window * self.span)
+        self.backend = TrainingBackend(self.parameters, self.rule, settings.inner, settings.memory_budget)
         self.run: Callable[..., Any] = torch.compile(model, backend=self.backend, dynamic=False)
         self.device = next(model.parameters()).device
         self.steps = 0

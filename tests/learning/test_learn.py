@@ -25,7 +25,7 @@ from kvcompile.settings import Inner
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
-EAGER = LearnSettings(steps=6, batch=4, validate_every=2, rate=5e-3, inner=Inner.EAGER)
+EAGER = LearnSettings(steps=6, batch=4, validate_every=2, rate=5e-3, inner=Inner.EAGER, compared=False)
 
 
 def words(count: int, rows: int = 4, seed: int = 0) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from kvcompile.learning import quantizer
 from kvcompile.learning.parameters import Parameters
 from kvcompile.learning.quantizer import Rule
 from kvcompile.learning.training_graph import TrainingBackend
+from kvcompile.passes.match import uncached
 from kvcompile.schemes import Beyond
 from kvcompile.settings import Inner
 from kvcompile.types import Role
@@ -166,3 +167,24 @@ def test_keys_that_are_written_into_place_are_refused_with_a_reason() -> None:
     with torch.no_grad():
         torch.compile(model, backend=owner, dynamic=False)(input_ids=WORDS, use_cache=False)
     assert not parameters.slots and any("written to in place" in refusal.reason for refusal in owner.refusals)
+
+
+def test_an_attention_that_a_recogniser_fails_at_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of ours is a refusal with a reason; the model runs, and what others recognise learns."""
+
+    def fails(node: Any) -> None:
+        if node.op == "call_function" and "softmax" in str(node.target):
+            raise IndexError("nobody foresaw this")
+
+    monkeypatch.setattr("kvcompile.passes.match.uncached.ATTENTIONS", (fails, *uncached.ATTENTIONS))
+    model = resolve("hf:llama", Options(dtype=torch.float32, attention="eager")).model
+    _, parameters, owner = trained(model)
+    assert len(parameters.paths) == 2
+    assert not owner.refusals, "an attention that another recogniser knows is not refused"
+    monkeypatch.setattr("kvcompile.passes.match.uncached.ATTENTIONS", (fails,))
+    torch._dynamo.reset()
+    run, parameters, owner = trained(model)
+    assert not parameters.slots
+    assert [refusal.reason for refusal in owner.refusals] == ["it could not be analysed: IndexError: nobody foresaw this"] * 2
+    with torch.no_grad():
+        assert torch.equal(run(input_ids=WORDS, use_cache=False).logits, model(input_ids=WORDS, use_cache=False).logits)

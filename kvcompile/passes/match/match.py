@@ -337,7 +337,7 @@ def _unrecognised(product: fx.Node) -> Miss:
     )
 
 
-def _failed(error: Exception) -> Miss:
+def failed(error: Exception) -> Miss:
     """The refusal of a site at which a recogniser of ours raised."""
     first = next(iter(str(error).splitlines()), "")
     return Miss(
@@ -378,7 +378,7 @@ def match(captured: Captured) -> Matched:
                 # A graph that nobody foresaw: this attention stays as it is, the program runs.
                 log.debug("a recogniser failed at %s", node.format_node(), exc_info=True)
                 spoken.add(node)
-                missed.append((node, refuse(_failed(error), node, recognise.__module__.rpartition(".")[2])))
+                missed.append((node, refuse(failed(error), node, recognise.__module__.rpartition(".")[2])))
     # A softmax inside of a larger one (weights that are masked and divided by their sum again) is part of that one's attention.
     inside = {node for site in sites for node in site.attention.nodes}
     refusals = [refusal for node, refusal in missed if node not in inside]

@@ -7,6 +7,7 @@ An attention over tokens behind its own (of an encoder), or over another sequenc
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from torch import fx
@@ -17,8 +18,10 @@ from kvcompile.passes.graph.shapes import hint, module_path, size_along, sizes, 
 from kvcompile.passes.match import soundness
 from kvcompile.passes.match.cache.uncached_tokens import without_cache
 from kvcompile.passes.match.mask import masks
-from kvcompile.passes.match.match import ATTENTIONS, refuse
+from kvcompile.passes.match.match import ATTENTIONS, failed, refuse
 from kvcompile.passes.match.sites import Attention, LimitKind, Miss, Refusal, Slot, Stage
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,10 @@ def find(captured: Captured) -> Uncached:
             except Miss as miss:
                 # A softmax over few classes (a router's) is no attention, and says so here too.
                 missed.append((node, refuse(miss, node, attention.idiom if attention else "", Stage.MATCH)))
+            except Exception as error:
+                # A graph that nobody foresaw: this attention learns nothing, the others do.
+                log.debug("a recogniser failed at %s", node.format_node(), exc_info=True)
+                missed.append((node, refuse(failed(error), node, attention.idiom if attention else "", Stage.MATCH)))
     inside = {node for site in sites for node in site.attention.nodes}
     return Uncached(tuple(sites), tuple(refusal for node, refusal in missed if node not in inside), effects)
 

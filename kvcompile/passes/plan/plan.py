@@ -119,16 +119,6 @@ class Plan:
     sites: tuple[SitePlan, ...]
     refusals: tuple[Refusal, ...]
 
-    @property
-    def bytes_after(self) -> sympy.Expr:
-        """Announced bytes of all stores."""
-        return sum((part.bytes_after for site in self.sites for part in site.parts), sympy.Integer(0))
-
-    @property
-    def bytes_before(self) -> sympy.Expr:
-        """Bytes of the dense cache that is replaced."""
-        return sum((part.bytes_before for site in self.sites for part in site.parts), sympy.Integer(0))
-
 
 def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, rolling: int | None, effects: Effects) -> SlotPlan:
     scheme = chosen.of(role)
