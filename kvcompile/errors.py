@@ -86,6 +86,10 @@ class BadRun(KvcompileError):
     template = "expected {expected} in the run folder {folder}, found {found}; {todo}"
 
 
+class QuestionTooLong(KvcompileError, ValueError):
+    template = "the statements of a question do not fit: expected room for {needed} {unit}, found {found}; {todo}"
+
+
 class Tier2Missing(KvcompileError):
     template = (
         "attention with a certificate needs the originals of all {expected} pages of codes, found {found} pages of {what}; "

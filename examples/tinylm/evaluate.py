@@ -21,7 +21,8 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 if __package__ in (None, ""):
-    sys.path[0] = str(HERE.parent)
+    # The folder of examples, and the repository: questions are built by kvcompile.evaluation.
+    sys.path[:1] = [str(HERE.parent), str(HERE.parents[1])]
 
 from tinylm import codec, corpus, tasks
 

@@ -24,7 +24,8 @@ from typing import Any
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
 if __package__ in (None, ""):
-    sys.path[0] = str(HERE.parent)
+    # The folder of examples, and the repository: questions are built by kvcompile.evaluation.
+    sys.path[:1] = [str(HERE.parent), str(HERE.parents[1])]
 
 import torch
 import transformers
