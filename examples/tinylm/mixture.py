@@ -15,6 +15,9 @@ from tinylm.corpus import Corpus
 
 ANSWER_WEIGHT = 10
 SHORTEST_EPISODE = 160
+# Keys of an episode that only differ in halves which others have too: 16 KB hold as many as are hard to tell apart.
+MOST_KEYS = 128
+KINDS = 9
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,9 @@ class Mixture:
     text: float = 0.4
     prose: float = 0.15
     whole_episode: float = 0.5
-    # Shares of needle, multi-key, variable and count episodes, and of two plans in one.
-    plans: tuple[float, ...] = (0.15, 0.25, 0.2, 0.25, 0.15)
+    # Shares of needle, multi-key, variable, count, multi-value, multi-query, common-word and
+    # frequent-word episodes, and of two plans in one.
+    plans: tuple[float, ...] = (0.1, 0.2, 0.15, 0.1, 0.1, 0.1, 0.08, 0.07, 0.1)
 
 
 def _merge(rng: random.Random, one: tasks.Plan, two: tasks.Plan) -> tasks.Plan:
@@ -40,7 +44,7 @@ def _plan(rng: random.Random, kind: int, length: int) -> tasks.Plan:
         keys = rng.randint(1, max(1, min(4, length // 150)))
         return tasks.needle_plan(rng, keys, min(keys, 3), words=0.3)
     if kind == 1:
-        keys = rng.randint(2, max(2, min(40, length // 100)))
+        keys = rng.randint(2, max(2, min(MOST_KEYS, length // 100)))
         return tasks.needle_plan(rng, keys, min(keys, rng.randint(1, 12)), words=0.2)
     if kind == 2:
         hops = rng.randint(1, 4 if length > 600 else 2)
@@ -50,7 +54,22 @@ def _plan(rng: random.Random, kind: int, length: int) -> tasks.Plan:
         words = rng.randint(1, 4 if length > 600 else 2)
         most = max(1, min(8, length // (40 * words)))
         return tasks.counting_plan(rng, words, most, words)
-    one, two = rng.sample(range(4), 2)
+    if kind == 4:
+        values = rng.randint(2, 4)
+        keys = rng.randint(1, max(1, min(12, length // (100 * values))))
+        return tasks.multivalue_plan(rng, keys, values, min(keys, rng.randint(1, 4)), words=0.2)
+    if kind == 5:
+        keys = rng.randint(2, max(2, min(MOST_KEYS, length // 110)))
+        asked = min(keys, rng.randint(2, 4))
+        return tasks.multiquery_plan(rng, keys, asked, rng.randint(1, max(1, min(4, keys // asked))), words=0.2)
+    if kind == 6:
+        listed = rng.randint(4, max(4, min(120, length // 24)))
+        few = rng.randint(1, max(1, min(3, listed // 8)))
+        times = rng.randint(2, max(2, min(10, listed // (2 * few))))
+        return tasks.common_words_plan(rng, few, times, max(1, listed - few * times))
+    if kind == 7:
+        return tasks.frequent_words_plan(rng, rng.randint(1, 3), rng.randint(6, max(6, min(120, length // 24))))
+    one, two = rng.sample(range(KINDS - 1), 2)
     return _merge(rng, _plan(rng, one, length // 2), _plan(rng, two, length // 2))
 
 
@@ -59,6 +78,8 @@ def episode(
 ) -> tuple[bytes, np.ndarray]:
     """A text of `length` bytes that ends in answered questions, and loss weights (length,)."""
     plan = _plan(rng, rng.choices(range(len(shares)), shares)[0], length)
+    if plan.planted_bytes + max(len(ask) + len(answer) for ask, answer in plan.questions) > length:
+        plan = tasks.needle_plan(rng)
     kept: list[tuple[bytes, bytes]] = []
     room = length - plan.planted_bytes
     for ask, answer in plan.questions:

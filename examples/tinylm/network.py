@@ -15,8 +15,8 @@ from tinylm import codec
 MAX_LENGTH = 4352
 
 
-def model_config() -> LlamaConfig:
-    """The architecture: 6 layers of width 256, 4 heads of 64 over 2 key-value heads."""
+def model_config(length: int = MAX_LENGTH) -> LlamaConfig:
+    """The architecture for `length` tokens: 6 layers of width 256, 4 heads of 64 over 2 key-value heads."""
     return LlamaConfig(
         vocab_size=codec.VOCAB_SIZE,
         hidden_size=256,
@@ -25,7 +25,7 @@ def model_config() -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=length,
         tie_word_embeddings=True,
         bos_token_id=codec.BOS,
         eos_token_id=codec.EOS,
@@ -34,10 +34,10 @@ def model_config() -> LlamaConfig:
     )
 
 
-def new_model(seed: int) -> LlamaForCausalLM:
-    """A freshly initialized model in float32."""
+def new_model(seed: int, length: int = MAX_LENGTH) -> LlamaForCausalLM:
+    """A freshly initialized model of `length` tokens in float32."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(model_config())
+    model = LlamaForCausalLM(model_config(length))
     # Each layer adds twice to the residual stream: keep its size at the start.
     shrink = 1 / math.sqrt(2 * model.config.num_hidden_layers)
     with torch.no_grad():

@@ -1,8 +1,10 @@
 """Trains tinylm on the text of this machine and writes the model folder.
 
     python examples/tinylm/train.py --minutes 6.5 --out examples/tinylm
+    python examples/tinylm/train.py --minutes 9 --curriculum 0.3x512,0.3x4352,0.4x16640 --out OUT
 
-Short sequences come first, long ones after; time, not steps, ends the run, so that it fits a
+Short sequences come first, long ones after (`--curriculum`: shares of the time, and lengths); the
+longest is the model's context. Time, not steps, ends the run, so that it fits a
 limit. `--smoke` makes a model of a few steps on a CPU, to test the script itself.
 """
 
@@ -46,9 +48,8 @@ class Recipe:
 
     minutes: float = 6.5
     tokens_per_step: int = 131_072
-    short_length: int = 512
-    short_share: float = 0.35
-    long_length: int = MAX_LENGTH
+    # Shares of the run and their lengths, the last of which is the model's context.
+    curriculum: tuple[tuple[float, int], ...] = ((0.35, 512), (0.65, MAX_LENGTH))
     peak_rate: float = 2.5e-3
     warmup_share: float = 0.02
     weight_decay: float = 0.1
@@ -58,7 +59,21 @@ class Recipe:
     # Minutes from the start of the process by which training ends, whatever came before it.
     deadline: float = 1e6
     eval_count: int = 200
-    eval_contexts: tuple[int, ...] = (256, 1000, 2000, 4000, 4090)
+    eval_contexts: tuple[int, ...] = (256, 1000, 2000, 4000, 4090, 8000, 16000)
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model is made for."""
+        return max(length for _, length in self.curriculum)
+
+    def length_at(self, share: float) -> int:
+        """The sequence length at a share of the run."""
+        ended = 0.0
+        for part, length in self.curriculum:
+            ended += part
+            if share < ended:
+                return length
+        return self.curriculum[-1][1]
 
 
 @dataclass
@@ -141,10 +156,9 @@ class Trainer:
 
     def train(self) -> History:
         """Runs the curriculum until time or steps are over."""
-        short = self.batches(self.recipe.short_length)
-        long = self.batches(self.recipe.long_length)
-        # Both shapes compile before the clock starts.
-        for feed in (long, short):
+        feeds = {length: self.batches(length) for _, length in self.recipe.curriculum}
+        # All shapes compile before the clock starts.
+        for feed in feeds.values():
             started = time.monotonic()
             batch = next(feed)
             try:
@@ -159,15 +173,12 @@ class Trainer:
         columns = (TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("training", total=1.0)
-            self._loop(
-                short, long, lambda text, share: bar.update(task, description=text, completed=share)
-            )
+            self._loop(feeds, lambda text, share: bar.update(task, description=text, completed=share))
         return self.history
 
     def _loop(
         self,
-        short: Iterator[tuple[torch.Tensor, torch.Tensor]],
-        long: Iterator[tuple[torch.Tensor, torch.Tensor]],
+        feeds: dict[int, Iterator[tuple[torch.Tensor, torch.Tensor]]],
         show: Callable[[str, float], None],
     ) -> None:
         recipe, history = self.recipe, self.history
@@ -181,7 +192,7 @@ class Trainer:
                 return
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(share)
-            ids, weights = next(short if share < recipe.short_share else long)
+            ids, weights = next(feeds[recipe.length_at(share)])
             recent.append(self.forward_backward(ids, weights))
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
             self.optimizer.step()
@@ -221,6 +232,12 @@ def versions(device: torch.device) -> dict[str, Any]:
     }
 
 
+def curriculum(text: str) -> tuple[tuple[float, int], ...]:
+    """Shares of the run and sequence lengths, from text such as `0.35x512,0.65x4352`."""
+    pairs = [part.split("x") for part in text.split(",")]
+    return tuple((float(share), int(length)) for share, length in pairs)
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -229,7 +246,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=Recipe.deadline)
     parser.add_argument("--steps", type=int, default=Recipe.most_steps)
     parser.add_argument("--rate", type=float, default=Recipe.peak_rate)
-    parser.add_argument("--short-share", type=float, default=Recipe.short_share)
+    parser.add_argument("--curriculum", type=curriculum, default=Recipe.curriculum, metavar="SHARExLENGTH,...")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--start-from", type=Path, help="a model folder to go on from")
@@ -246,13 +263,13 @@ def main() -> None:
     recipe = Recipe(
         minutes=options.minutes,
         peak_rate=options.rate,
-        short_share=options.short_share,
+        curriculum=options.curriculum,
         seed=options.seed,
         most_steps=options.steps,
         deadline=options.deadline,
     )
     if options.smoke:
-        recipe = Recipe(1.0, 1024, 256, 0.5, 512, most_steps=20, eval_count=2, eval_contexts=(256,))
+        recipe = Recipe(1.0, 1024, ((0.5, 256), (0.5, 512)), most_steps=20, eval_count=2, eval_contexts=(256,))
     device = torch.device(options.device)
     torch.set_float32_matmul_precision("high")
     seconds = 1.0 if options.smoke else options.corpus_seconds
@@ -260,8 +277,9 @@ def main() -> None:
     console.print(data.report)
     if options.start_from:
         model = LlamaForCausalLM.from_pretrained(options.start_from, dtype=torch.float32)
+        model.config.max_position_embeddings = recipe.context
     else:
-        model = new_model(recipe.seed)
+        model = new_model(recipe.seed, recipe.context)
     model = model.to(device).train()
     command = " ".join(["python", "examples/tinylm/train.py", *sys.argv[1:]])
     log: dict[str, Any] = {
@@ -281,7 +299,11 @@ def main() -> None:
     for stage in ("trained", "evaluated"):
         if stage == "evaluated":
             log["evaluation"] = evaluate.summary(
-                saved, recipe.eval_contexts, recipe.eval_count, seed=1, batch_size=16
+                saved,
+                [length for length in recipe.eval_contexts if length < recipe.context],
+                recipe.eval_count,
+                seed=1,
+                batch_size=16,
             )
             log["evaluation_seconds"] = round(time.monotonic() - began, 1)
             console.print(log["evaluation"])

@@ -16,7 +16,7 @@ FOLDER = REPOSITORY / "examples" / "tinylm"
 if str(FOLDER.parent) not in sys.path:
     sys.path.insert(0, str(FOLDER.parent))
 
-from tinylm import codec, corpus, evaluate, mixture, tasks
+from tinylm import codec, corpus, evaluate, mixture, tasks, train
 
 # Measured 0.726 on the first 8 KiB (0.854 on the whole text).
 HELDOUT_BITS = 0.8
@@ -92,6 +92,21 @@ def test_training_rows_weigh_answers(filler: bytes) -> None:
     assert len(text) == len(weights) == 1024
     assert weights[-1] == mixture.ANSWER_WEIGHT and text.endswith(b"\n")
     assert (weights == 1).sum() > 512
+
+
+@pytest.mark.parametrize("length", [mixture.SHORTEST_EPISODE, 512, 16_640])
+@pytest.mark.parametrize("kind", range(mixture.KINDS))
+def test_training_poses_every_kind_at_every_length(kind: int, length: int, filler: bytes) -> None:
+    shares = tuple(float(other == kind) for other in range(mixture.KINDS))
+    for seed in range(20):
+        text, weights = mixture.episode(random.Random(f"{kind}:{length}:{seed}"), filler, length, shares)
+        assert len(text) == len(weights) == length and (weights > 1).any()
+
+
+def test_the_curriculum_is_read_and_followed() -> None:
+    recipe = train.Recipe(curriculum=train.curriculum("0.25x512,0.25x4352,0.5x16640"))
+    assert recipe.context == 16_640
+    assert [recipe.length_at(share) for share in (0.0, 0.3, 0.6, 0.999, 1.0)] == [512, 4352, 16_640, 16_640, 16_640]
 
 
 def test_the_split_goes_by_module_name() -> None:
