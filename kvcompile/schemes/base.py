@@ -60,6 +60,9 @@ class Scheme(abc.ABC):
     """The devices that its attention runs on, None for all."""
     exact: ClassVar[bool] = False
     """Whether ``decode`` returns what was encoded."""
+    carries: ClassVar[str | None] = None
+    """The plane of keys [D, D] by whose row i the error of channel i was added to other channels before they were encoded; ``radius`` then
+    bounds the error of a channel's codes alone."""
     reads_back: ClassVar[bool] = False
     """Whether attention of a call that fills an empty cache, too, reads what the codes of its tokens stand for, as decode steps do."""
     source: ClassVar[str] = ""

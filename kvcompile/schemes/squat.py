@@ -68,6 +68,7 @@ class Squat(Kivi):
 
     calibrated: ClassVar[frozenset[str]] = frozenset({"moves"})
     uncalibrated: ClassVar[str] = "with lam=0, as kivi would"
+    carries: ClassVar[str | None] = "moves"
     name: ClassVar[str] = "squat"
     kernel_encoding: ClassVar[bool] = True
     source: ClassVar[str] = "SQuat: Subspace-orthogonal KV Cache Quantization, sections 3 and B.2"
@@ -194,15 +195,11 @@ class Squat(Kivi):
         """Scales or zero points [B, K, S / group, D] as float32 [B, K, S, D]."""
         return plane.to(torch.float32).repeat_interleave(self.group, dim=-2)
 
-    def radius(self, slot: SlotSpec) -> sympy.Expr | None:
-        return None if self.calibrates(slot) else super().radius(slot)
-
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         """None where queries move the keys: the movement depends on them, not on the group's values alone.
 
-        What does hold, from what a store holds: |x - decode| <= s / 2 + |moves|^T s / 2 with the stored scales s of the
-        token's block, channel by channel (and the rounding of kivi's bound); each channel's own half step and what
-        the half steps of earlier channels moved it by.
+        What does hold, from what a store holds: with e the errors of the codes, each within ``radius``, k' - k = e (I + moves). A
+        certificate is made of that (``carries``).
         """
         return None if self.calibrates(slot) else super().bound(slot)
 

@@ -41,7 +41,7 @@ B, D, CAPACITY = 2, 32, 192
 REPORT = Certify(fallback="report")  # type: ignore[arg-type]
 SCHEMES = (
     "int8", "int4", "fp8", "kivi", "kivi(bits=4,group=16)", {"k": "kivi", "v": "int8"}, {"k": "int8", "v": "int4"},
-    "squat(lam=0,subblock=16)",
+    "squat(lam=0,subblock=16)", "squat(subblock=16,rank=4)", "squat(bits=4,subblock=8,subspace=row)",
 )
 
 
@@ -372,8 +372,8 @@ def test_what_cannot_be_reported_is_refused_with_the_reason() -> None:
     for scheme in ("int8", {"*": "certified", "lm.0": "int4"}, "dense"):
         with pytest.raises(NoOriginals, match="fallback='report'"):
             kvcompile.backend(scheme=scheme, certify=Certify())
-    with pytest.raises(NotBounded, match="squat"):
-        kvcompile.backend(scheme="squat", certify=REPORT)
+    with pytest.raises(NotBounded, match="smartkv"):
+        kvcompile.backend(scheme="smartkv", certify=REPORT)
     with pytest.raises(NotReported, match="before their rotary embedding"):
         kvcompile.backend(scheme="kivi(pre_rope=True)", certify=REPORT)
     with pytest.raises(BadSetting, match="certify"):

@@ -1,14 +1,16 @@
 """Certificates of schemes that keep no originals: report only, there is nothing to fall back to.
 
 Every token is a block of its own. How far a channel may be from its original is the scheme's ``radius``, by the scales and
-zero points that are stored; so a logit deviates by sum_c |q_c| radius_c, and a value by the norm of its radius. The
-theorems are those of ``schemes.bounds``, applied to attention over what the codes stand for, computed here in float64. How far the output
+zero points that are stored; so a logit deviates by sum_c |q_c| radius_c, and a value by the norm of its radius. Where the error of a
+channel's codes moved other channels before they were encoded, by a matrix M that is stored, k' - k = e (I + M), and a logit deviates by
+sum_c |((I + M) q)_c| radius_c: less than without M, where M turns the error away from what q looks at. The theorems are those of ``schemes.bounds``, applied to attention over what the codes stand for, computed here in float64. How far the output
 is from that is no bound but measured, and part of the arithmetic: so the certificate holds whatever multiplied, in whatever precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -53,49 +55,94 @@ def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: Sl
     return values, aten(bound)(**stored)
 
 
+@dataclass(frozen=True)
+class Errors:
+    """How far keys may be from their originals, by channel; float32 [B, K, T, D].
+
+    ``own``: by their codes. ``carries`` [1 or B, K, D, D]: own error times row i is what channel i added to others before they were
+    encoded. ``rest``: what rounding added.
+    """
+
+    own: torch.Tensor
+    rest: torch.Tensor
+    carries: torch.Tensor | None = None
+
+    @staticmethod
+    def of(values: torch.Tensor, own: torch.Tensor, carries: torch.Tensor | None) -> Errors:
+        """The errors of decoded values whose codes err by at most ``own``.
+
+        What an error adds to another channel is a product in float32 or whatever torch is told to multiply with, bfloat16 at worst: 2^-8
+        of it, and the error itself was rounded by 2^-21 of the value. 255 sums at most round the channel by 2^-16 of itself.
+        """
+        if carries is None:
+            return Errors(own, torch.zeros_like(own))
+        size = values.abs()
+        added = (own / 32 + size * 2.0**-20) @ carries.abs()
+        return Errors(own, added + own / 64 + size * 2.0**-16, carries)
+
+    def where(self, condition: torch.Tensor, rest: torch.Tensor | float) -> Errors:
+        """Other tokens' errors where a condition holds: none by codes, and ``rest``."""
+        return Errors(torch.where(condition, 0, self.own), torch.where(condition, rest, self.rest), self.carries)
+
+    def every(self) -> torch.Tensor:
+        """How far each channel may be; float64 [B, K, T, D]."""
+        own, rest = self.own.to(torch.float64), self.rest.to(torch.float64)
+        return own + rest if self.carries is None else own + own @ self.carries.abs().to(torch.float64) + rest
+
+    def along(self, query: torch.Tensor) -> torch.Tensor:
+        """How far the products with queries may be; query float64 [B, K, N, D] -> [B, K, N, T]."""
+        own, rest = (x.to(torch.float64).transpose(-1, -2) for x in (self.own, self.rest))
+        turned = query if self.carries is None else query + query @ self.carries.to(torch.float64).transpose(-1, -2)
+        return turned.abs() @ own + query.abs() @ rest
+
+
 def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """How far a number may be from one that was rounded to ``dtype`` and became ``x``."""
     return x.abs() * (2 * OUTPUT_UNIT[dtype]) + OUTPUT_TINY[dtype]
 
 
 def _tokens(
-    operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values as attention sees them, and how far each channel of both may be from its original; float32 [B, K, T, D]."""
+    operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None, carries: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, Errors, Errors]:
+    """Keys and values as attention sees them, float32 [B, K, T, D], and how far both may be from their originals."""
     q, recent, base, K = operands.q, operands.recent, operands.base, operands.keys[0].shape[2]
     key_slot, value_slot = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     k, key_radius = decoded_with_radius(schemes.parse(operands.key_scheme), operands.keys, key_slot)
     v, value_radius = decoded_with_radius(schemes.parse(operands.value_scheme), operands.values, value_slot)
+    key, value = Errors.of(k, key_radius, carries), Errors.of(v, value_radius, None)
     if not recent:
-        return k, v, key_radius, value_radius
+        return k, v, key, value
     assert base is not None
     place = torch.arange(k.shape[2], device=q.device)
     first = base if refilled is None else torch.maximum(base, refilled)
     new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
     k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
-    key_radius, value_radius = (
-        torch.where(exact, 0, torch.where(new, radius + _stored_rounding(x, rows.dtype), radius))
-        for radius, x, rows in zip((key_radius, value_radius), (k, v), recent, strict=True)
+    key, value = (
+        Errors(errors.own, errors.rest + torch.where(new, _stored_rounding(x, rows.dtype), 0), errors.carries).where(exact, 0)
+        for errors, x, rows in zip((key, value), (k, v), recent, strict=True)
     )
-    return k, v, key_radius, value_radius
+    return k, v, key, value
 
 
 def report_step(
-    output: torch.Tensor, operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None = None
+    output: torch.Tensor, operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None = None,
+    carries: torch.Tensor | None = None,
 ) -> tuple[Certificate, torch.Tensor]:
     """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S].
 
     ``refilled``: int64 [B], the first of the ``recent`` tokens that is an original. Those before are what their codes stand for, as
-    they were put back by a rollback, and are rounded to their dtype besides.
+    they were put back by a rollback, and are rounded to their dtype besides. ``carries``: the keys' plane of that name
+    (``Scheme.carries``), float32 [1 or B, K, D, D].
     """
     q, sinks, scale, softcap = operands.q, operands.sinks, operands.scale, operands.softcap
     B, H, S, D = q.shape
     K = operands.keys[0].shape[2]
     heads = (K, H // K)
-    every = _tokens(operands, refilled)
-    mask, extra = visible_to_queries(operands, heads, every[0].shape[2])
+    k, v, key_errors, value_errors = _tokens(operands, refilled, carries)
+    mask, extra = visible_to_queries(operands, heads, k.shape[2])
     seen = mask.any(2)[..., None]
-    k, v, key_radius, value_radius = (torch.where(seen, x, 0) for x in every)
+    k, v = (torch.where(seen, x, 0) for x in (k, v))
+    key_errors, value_errors = (errors.where(~seen, 0) for errors in (key_errors, value_errors))
 
     k, v, query = (x.to(torch.float64) for x in (k, v, q.unflatten(1, heads).flatten(2, 3)))
     scores = Scores(query, mask, extra, scale, softcap)
@@ -107,16 +154,15 @@ def report_step(
     own = 0.0 if sink is None else torch.exp(sink - top)
     softmax = Sum(gaps(logits, top, live), live.to(torch.float64), own)
 
-    kappa = norm(key_radius).unsqueeze(2)
+    kappa = norm(key_errors.every()).unsqueeze(2)
     common = dict(query_norm=norm(query).unsqueeze(-1), scale=abs(scale), terms=(D + 4) * DOUBLE, cap=softcap)
-    channels = query.abs() @ key_radius.to(torch.float64).transpose(-1, -2)
-    delta = _deviation(channels=channels, kappa=kappa, mu=norm(k).unsqueeze(2), peak=0.0, **common)
+    delta = _deviation(channels=key_errors.along(query), kappa=kappa, mu=norm(k).unsqueeze(2), peak=0.0, **common)
     if extra is not None:
         # As in ``blocks.biased``.
         peak = top.abs().unsqueeze(-1) + NEAR
         delta = delta + _rounding(kappa=0.0, mu=0.0, query_norm=0.0, scale=0.0, terms=0.0, cap=0.0, peak=peak)
     delta = torch.where(live, delta, 0)
-    eta = torch.where(live, norm(value_radius).unsqueeze(2), 0)
+    eta = torch.where(live, norm(value_errors.every()).unsqueeze(2), 0)
     known = Values(torch.where(live, norm(v).unsqueeze(2), 0) + eta, eta)
 
     weights = softmax.weight * torch.exp(softmax.gap)

@@ -28,7 +28,7 @@ from kvcompile.schemes.certificate.policy import parse_policy
 LIBRARY.define(
     "report_site(Tensor output, Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
     " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[]? recent, Tensor? base,"
-    " Tensor(a!) telemetry, str certify, Tensor? refilled) -> ()"
+    " Tensor(a!) telemetry, str certify, Tensor? refilled, Tensor? carries) -> ()"
 )
 LIBRARY.define("as_stored(Tensor x) -> Tensor")
 
@@ -38,6 +38,7 @@ class ReportOperands:
     """Operands of ``report_site``: what ``attend`` gave, and for which operands.
 
     ``refilled`` [1, B, K, 1, 1]: from which token on the newest ones are originals; those before were put back from codes.
+    ``carries`` [1, 1 or B, K, D, D]: the keys' plane that ``Scheme.carries`` names.
     """
 
     output: torch.Tensor
@@ -45,20 +46,23 @@ class ReportOperands:
     telemetry: torch.Tensor
     certify: str
     refilled: torch.Tensor | None
+    carries: torch.Tensor | None
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReportOperands:
         """The record of a call of the operation."""
         given = named(report_site, args, kwargs)
         return ReportOperands(
-            given["output"], attend_operands(given), given["telemetry"], given["certify"], given["refilled"]
+            given["output"], attend_operands(given), given["telemetry"], given["certify"], given["refilled"], given["carries"],
         )
 
 
 def add_report(operands: ReportOperands) -> None:
     """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 34]."""
-    refilled = operands.refilled
-    bounds, delta = report_step(operands.output, operands.attend, None if refilled is None else refilled[0, :, 0, 0, 0])
+    refilled, carries = operands.refilled, operands.carries
+    bounds, delta = report_step(
+        operands.output, operands.attend, None if refilled is None else refilled[0, :, 0, 0, 0], None if carries is None else carries[0],
+    )
     zero, no = torch.zeros_like(delta), torch.zeros_like(delta, dtype=torch.bool)
     causes = causes_of(bounds, parse_policy(operands.certify))
     figures, counted = figures_of(bounds, no, zero, delta, zero), Counted(zero, zero, zero, zero)

@@ -110,7 +110,7 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
     if item.certify is not None:
         emit.call(
             torch.ops.kvcompile.report_site.default, out, *operands, *(optional or [None, None]), planes[TELEMETRY_PLANE.name],
-            item.certify.spell(), planes.get(REFILLED),
+            item.certify.spell(), planes.get(REFILLED), planes.get(scheme.carries or ""),
         )
     return out
 
