@@ -62,6 +62,17 @@ class TablesMissing(SchemeError):
     )
 
 
+class BadScales(SchemeError):
+    template = "static scales do not fit: expected {expected}, found {found}; {todo}"
+
+
+class ScalesMissing(SchemeError):
+    template = (
+        "expected static scales for the attention at {path}, found {known}; pass the scheme that kvcompile.calibrate, "
+        "kvcompile.load_scales or kvcompile.read_scales returned for this model, or a scheme that needs none for this layer"
+    )
+
+
 class BadBatch(KvcompileError):
     template = "a batch to learn from does not fit: expected {expected}, found {found}; {todo}"
 

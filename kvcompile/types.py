@@ -78,8 +78,8 @@ class PlaneSpec:
     what its scheme's ``constants`` says, in every store, and no append takes it but behind a window; such planes follow those that grow.
     ``shared``: one for all heads, K = 1. ``pooled``: B = 1, tokens of all rows behind each other. ``first``: holds the position of the
     first token in the planes that grow, int64, and an append counts from there; all planes of such a layout but the encoded are ``tally``.
-    ``encoding``: a constant plane that ``encode`` takes behind the tokens and attention never reads (thresholds); such planes follow the
-    other constant ones.
+    ``encoding``: a constant plane that ``encode`` takes behind the tokens. Attention reads it too (static scales) or never (thresholds);
+    those that it never reads follow the other constant ones.
     """
 
     name: str
@@ -195,6 +195,8 @@ class KernelFormat:
     reads, [1, 1, K, D // group, levels]; the value is ``table[index] * scale (+ zero)``.
     ``scaled`` is False where the codes are the values (dense). ``segments`` > 1: a word is that many bytes, the
     lowest first, byte i from the i-th of equal segments of the row; ``unpack`` then takes it as ``whole_dtype``.
+    ``static``: the value is ``unpack(word, part)`` times one scale for each kv head, float32, the last plane that a kernel reads,
+    [1, 1, K, 1, 1]; there are no scales of tokens then, so codes themselves hold NaN.
     """
 
     word_dtype: torch.dtype
@@ -206,11 +208,17 @@ class KernelFormat:
     zeros: bool = False
     levels: int = 0
     segments: int = 1
+    static: bool = False
 
     @property
     def planes(self) -> int:
-        """How many planes a kernel reads: words, scales, zero points, tables; further ones are not its business."""
-        return 1 + self.scaled + self.zeros + bool(self.levels)
+        """How many planes a kernel reads: words, scales, zero points, tables or static scales; further ones are not its business."""
+        return 1 + self.scaled + self.zeros + self.ends_constant
+
+    @property
+    def ends_constant(self) -> bool:
+        """Whether the last plane that a kernel reads is constant: a table, or static scales."""
+        return bool(self.levels) or self.static
 
     @property
     def whole_dtype(self) -> torch.dtype:
@@ -221,6 +229,17 @@ class KernelFormat:
     def symmetric(self) -> bool:
         """Whether one multiplication by a token's own scale decodes: what the first templates were made for."""
         return self.block == 1 and not self.zeros and not self.levels and self.segments == 1
+
+
+@dataclass(frozen=True)
+class Static:
+    """An encoding by given scales that a kernel may do: one plane of codes of a byte; scales [1, 1, K, 1, 1] come with the tokens.
+
+    code = rne(clamp(x / scale)) with magnitudes up to ``largest``: two's complement, -128 where x is not finite; or e4m3 and its NaN.
+    """
+
+    largest: float
+    e4m3: bool
 
 
 @dataclass(frozen=True)

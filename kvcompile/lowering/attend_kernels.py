@@ -76,8 +76,11 @@ def _prefill_gap(facts: AttendFacts) -> str | None:
         return "keys stored before RoPE"
     if facts.bias:
         return "a mask operand of its own"
-    if any(schemes.parse(text).format(slot).levels for text, slot in facts.slots):
+    formats = [schemes.parse(text).format(slot) for text, slot in facts.slots]
+    if any(fmt.levels for fmt in formats):
         return "tables of levels"
+    if any(fmt.static for fmt in formats):
+        return "codes that hold NaN, with static scales"
     return _cuda_gap(facts)
 
 

@@ -15,6 +15,7 @@ from kvcompile.schemes.adaptive import Adaptive, Churn, Due, Look, Stored
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
 from kvcompile.schemes.beyond.scheme import Beyond
+from kvcompile.schemes.calibrated.scheme import StaticFp8, StaticInt8
 from kvcompile.schemes.certificate.policy import Certify
 from kvcompile.schemes.certified import Certified
 from kvcompile.schemes.dense import Dense
@@ -34,6 +35,8 @@ SCHEMES: tuple[type[Scheme], ...] = (
     Certified,
     Smartkv,
     Beyond,
+    StaticInt8,
+    StaticFp8,
 )
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
@@ -121,5 +124,6 @@ def parse(text: str) -> Scheme:
 
 __all__ = [
     "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Adaptive", "Beyond", "Certified", "Certify", "Churn", "Dense", "Due", "Fp8",
-    "Int4", "Int8", "Kivi", "Look", "Nf4", "Planes", "Scheme", "Smartkv", "Squat", "Stored", "make", "parse", "register", "registered",
+    "Int4", "Int8", "Kivi", "Look", "Nf4", "Planes", "Scheme", "Smartkv", "Squat", "StaticFp8", "StaticInt8", "Stored", "make", "parse",
+    "register", "registered",
 ]

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer, HeadDimNotDivisible, LatentNotHeld
-from kvcompile.types import AbsMax, Bins, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
+from kvcompile.types import AbsMax, Bins, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec, Static
 
 Planes = tuple[torch.Tensor, ...]
 
@@ -141,6 +141,11 @@ class Scheme(abc.ABC):
         del head_dim
         return None
 
+    def static(self, head_dim: int) -> Static | None:
+        """How a kernel may encode rows of ``head_dim`` channels in place of ``encode`` where scales are given."""
+        del head_dim
+        return None
+
     @property
     def in_kernels(self) -> bool:
         """Whether this very class, and not one that it derives from, says that kernels may encode."""
@@ -215,17 +220,20 @@ class Scheme(abc.ABC):
             table = self._table(planes, slot, fmt)[0, 0].to(torch.float32).repeat_interleave(fmt.group, dim=-2)
             index = values.to(torch.int64).unsqueeze(-1)
             values = table.unsqueeze(-3).expand(*index.shape[:-1], -1).gather(-1, index).squeeze(-1)
+        if fmt.static:
+            # [1, 1, K, 1, 1] -> [K, 1, 1]
+            return values * self._table(planes, slot, fmt)[0, 0].to(torch.float32)
         if not fmt.scaled:
             return values
         values = values * _spread(planes[1], fmt)
         return values + _spread(planes[2], fmt) if fmt.zeros else values
 
     def _table(self, planes: Planes, slot: SlotSpec, fmt: KernelFormat) -> torch.Tensor:
-        """The plane of tables, [1, 1, K, D // group, levels]."""
+        """The plane of tables, [1, 1, K, D // group, levels], or of static scales, [1, 1, K, 1, 1]."""
         if len(planes) >= fmt.planes:
             return planes[fmt.planes - 1]
         spec = next(plane for plane in self.layout(slot).planes if plane.constant)
-        return self.empty(spec, slot, 1, 1, planes[0].device)
+        return self.empty(spec, dataclasses.replace(slot, heads=planes[0].shape[-3]), 1, 1, planes[0].device)
 
     def bits_per_value(self, slot: SlotSpec) -> float:
         """Stored bits per original value, scales included."""

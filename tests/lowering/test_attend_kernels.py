@@ -35,7 +35,7 @@ from kvcompile.types import Role, SlotSpec
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo")]
 
 EXPECTED = {
-    "dense": (CPP, None), "int8": (CPP, None), "nf4": (CPP, None), "beyond": (CPP, None),
+    "dense": (CPP, None), "int8": (CPP, None), "nf4": (CPP, None), "beyond": (CPP, None), "fp8-static": (CPP, None),
     "beyond(bits=3)": (EAGER, "words of several bytes (beyond)"), "kivi": (EAGER, "scales of several tokens (kivi)"),
     "squat(subblock=16,rank=8)": (EAGER, "scales of several tokens (squat)"),
 }

@@ -69,6 +69,9 @@ CASES = {
     "tables_odd_groups": Case(
         "beyond", "beyond(group=64,scale_dtype=float32)", torch.float32, 1, 3, 80, 64, "bias", shapes=((2, 1), (1, 9)),
     ),
+    # One scale a kv head, codes that hold NaN: by rows of vectors and, with many bfloat16 rows, by matrices.
+    "static_g4_d128": Case("int8-static", "fp8-static", torch.bfloat16, 3, 4, 128, 80, "keep", shapes=((1, 1), (2, 70))),
+    "static_softcap": Case("fp8-static", "int8-static", torch.float32, 2, 3, 80, 64, "lo bias", 5.0, ((2, 1), (1, 9))),
     "dense_fp8_half": Case("dense", "fp8(granularity=group)", torch.float16, 1, 4, 64, 96, "lo keep bool headbias", 0.0, ((1, 5),)),
 }
 
@@ -79,12 +82,12 @@ def store(x_BKTD: torch.Tensor, spelled: str) -> list[torch.Tensor]:
     planes = []
     for rows in schemes.parse(spelled).encode(x_BKTD):
         plane = rows.new_empty(tokens // PAGE + SPARE_PAGES, batch, heads, PAGE, rows.shape[-1])
-        plane.fill_(float("nan") if rows.dtype.is_floating_point else 0x7F)
+        plane.fill_(float("nan") if rows.dtype.is_floating_point else -128 if rows.dtype == torch.int8 else 0x7F)
         ops.write_rows(plane, rows, torch.arange(tokens)[None])
         planes.append(plane)
     heads, made = x_BKTD.shape[1], schemes.parse(spelled)
-    layout = made.layout(SlotSpec(heads, x_BKTD.shape[3], x_BKTD.dtype, Role.KEY))
-    read = [plane for plane in layout.planes if plane.constant and not plane.encoding]
+    slot = SlotSpec(heads, x_BKTD.shape[3], x_BKTD.dtype, Role.KEY)
+    read = [plane for plane in made.layout(slot).planes[: made.planes_read(slot)] if plane.constant]
     return [*planes, *(torch.rand(plane.shape(1, 1, heads)) * plane.width for plane in read)]
 
 

@@ -185,7 +185,7 @@ def test_a_derived_scheme_inherits_no_kernel(derived: Scheme, monkeypatch: pytes
 
 def test_every_scheme_says_for_itself_whether_kernels_encode() -> None:
     said = {cls.name for cls in SCHEMES if vars(cls).get("kernel_encoding")}
-    assert said == {"int8", "int4", "fp8", "kivi", "squat", "beyond"}
+    assert said == {"int8", "int4", "fp8", "kivi", "squat", "beyond", "int8-static", "fp8-static"}
 
 
 @each_scheme

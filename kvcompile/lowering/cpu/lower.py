@@ -73,7 +73,7 @@ class Operands:
 
 
 def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox | None:
-    """One template buffer, [B, H, S, Dv] in q's dtype, contiguous; None where tables are no float32."""
+    """One template buffer, [B, H, S, Dv] in q's dtype, contiguous; None where tables or static scales are no float32."""
     batch, heads, queries, head_dim = given.q.get_size()
     kv_heads, width_v = static(given.keys[0].get_size()[2]), static(given.value_dim)
     operands = Operands(
@@ -85,7 +85,8 @@ def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox | None
     )
     size = [batch, sympy.Integer(static(heads)), queries, sympy.Integer(width_v)]
     layout = ir.FixedLayout(torch.device("cpu"), given.q.get_dtype(), size)
-    if any(side.fmt.levels and side.planes[side.fmt.planes - 1].get_dtype() != torch.float32 for side in (operands.keys, operands.values)):
+    sides = (operands.keys, operands.values)
+    if any(side.fmt.ends_constant and side.planes[side.fmt.planes - 1].get_dtype() != torch.float32 for side in sides):
         return None
     template = AttendTemplate(operands, layout, kv_heads, static(heads) // kv_heads)
     return template.buffer()
@@ -170,6 +171,8 @@ class _Fields:
                 self.plane(f"{name}.scales", f"{name}.scale", side.planes[1])
             if side.fmt.zeros:
                 self.plane(f"{name}.zeros", f"{name}.zero", side.planes[2])
+            if side.fmt.static:
+                self.plane(f"{name}_static", f"{name}_by", side.planes[side.fmt.planes - 1])
             if side.fmt.levels:
                 self.plane(f"{name}_table", f"{name}_entry", side.planes[side.fmt.planes - 1])
         pages = ops.keys.planes[0].get_size()

@@ -17,7 +17,7 @@ def unpacks_to_bfloat16(fmt: KernelFormat) -> bool:
     """Whether every unscaled value is exactly a bfloat16; words of more than a byte, tables and zero points are not tried."""
     if fmt.levels or fmt.zeros:
         return False
-    if not fmt.scaled:
+    if not fmt.scaled and not fmt.static:
         return fmt.word_dtype == torch.bfloat16
     if fmt.word_dtype.itemsize > 1:
         return False

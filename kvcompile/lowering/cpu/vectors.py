@@ -45,7 +45,8 @@ def _lane(dtype: torch.dtype) -> str:
 def side_source(name: str, fmt: KernelFormat, words: int, row_step: int, scale_dtype: torch.dtype | None, exact_bfloat16: bool) -> str:
     """The C++ struct of one encoded slot: ``words`` stored per token, ``row_step`` apart (0: known at run time).
 
-    A scale of a whole token is kept out of its elements where nothing is added to them; tables are looked up in floats, ``levels`` a group.
+    A scale of a whole token, or of a whole head, is kept out of elements where nothing is added to them; tables are looked up in floats,
+    ``levels`` a group.
     """
     branches = " else ".join(
         f"if constexpr (P == {part}) return {_expression(fmt, part, 'word', CppVectors())};" for part in range(fmt.parts)
@@ -59,6 +60,7 @@ struct {name} {{
   static constexpr bool scaled = {str(fmt.scaled).lower()};
   static constexpr bool zeros = {str(fmt.zeros).lower()};
   static constexpr int64_t levels = {fmt.levels};
+  static constexpr bool head_scale = {str(fmt.static).lower()};
   static constexpr bool token_scale = scaled && !zeros && group == parts * words;
   static constexpr bool group_scale = scaled && !token_scale;
   static constexpr int64_t groups = parts * words / group;

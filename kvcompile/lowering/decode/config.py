@@ -149,6 +149,7 @@ class AttendConfig:
         present = (
             (True, "Q"), (True, "HI"), (True, "K_WORDS"), (True, "V_WORDS"), (key.scaled, "K_SCALES"), (value.scaled, "V_SCALES"),
             (key.zeros, "K_ZEROS"), (value.zeros, "V_ZEROS"), (key.levels > 0, "K_TABLE"), (value.levels > 0, "V_TABLE"),
+            (key.static, "K_STATIC"), (value.static, "V_STATIC"),
             (self.masks.lo, "LO"), (self.masks.keep, "KEEP"), (self.masks.bias is not Bias.NONE, "BIAS"),
             (self.direct and self.masks.sinks, "SINKS"), (beside.recent, "RECENT_K"), (beside.recent, "RECENT_V"),
             (beside.recent, "BASE"), (rotated, "COS"), (rotated, "SIN"),
@@ -158,7 +159,7 @@ class AttendConfig:
 
 def plane_names(letter: str, planes: Sequence[Any], fmt: KernelFormat) -> dict[str, Any]:
     """The planes that a kernel reads, by the template's names; ``letter`` is K or V."""
-    present = ((True, "WORDS"), (fmt.scaled, "SCALES"), (fmt.zeros, "ZEROS"), (fmt.levels > 0, "TABLE"))
+    present = ((True, "WORDS"), (fmt.scaled, "SCALES"), (fmt.zeros, "ZEROS"), (fmt.levels > 0, "TABLE"), (fmt.static, "STATIC"))
     return dict(zip((f"{letter}_{name}" for there, name in present if there), planes, strict=False))
 
 

@@ -79,6 +79,7 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
     def table(plan: SlotPlan) -> Operand:
         return Operand.contiguous((1, 1, config.kv_heads, plan.dim // plan.group, plan.levels), torch.float32)
 
+    heads_scales = Operand.contiguous((1, 1, config.kv_heads, 1, 1), torch.float32)
     recent = Operand.contiguous((batch, config.kv_heads, "RECENT", config.key_dim), config.dtype)
     rotation = Operand((batch if beside.rotation_per_batch else 1, "TOKENS", beside.rotary_dim), (0, beside.rotary_dim, 1), torch.float32)
     every = {
@@ -88,7 +89,7 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
         "V_WORDS": plane(value.row_words * value.segments, config.value_word),
         "K_SCALES": plane(key.scales, torch.float16, key.token_block), "V_SCALES": plane(value.scales, torch.float16, value.token_block),
         "K_ZEROS": plane(key.scales, torch.float16, key.token_block), "V_ZEROS": plane(value.scales, torch.float16, value.token_block),
-        "K_TABLE": table(key), "V_TABLE": table(value),
+        "K_TABLE": table(key), "V_TABLE": table(value), "K_STATIC": heads_scales, "V_STATIC": heads_scales,
         "LO": Operand.contiguous((batch if masks.lo_per_batch else 1, queries), torch.int64),
         "KEEP": Operand((batch, "TOKENS"), ("TOKENS", 1), torch.bool),
         "BIAS": Operand((batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1), torch.bool if masks.bias == 2 else config.dtype),

@@ -32,7 +32,7 @@ MIN_CHUNK = 16
 class Decode(enum.Enum):
     """Where scales, zero points and tables come in."""
 
-    PLAIN = "the codes are the values"
+    PLAIN = "the codes are the values, or are those times one number for each kv head"
     SCALED = "a token's scales multiply the results of its sub-dots, or its value elements"
     FOLDED = "keys: the scales of a block of tokens multiply the queries, its zero points add one number a block to the score"
     SHIFTED = "values: code * scale + zero point is one fused multiply-add in float16, two elements at a time"
@@ -96,7 +96,7 @@ class SlotPlan:
     sum over many tokens would lose the bits that the offset takes. ``lifted`` values are multiplied by their
     scale element by element, two to an instruction: cheaper than a weighted copy of the probabilities, each
     to be brought into operand layout, for every one of several scales a token.
-    ``group``, ``token_block``, ``levels``, ``segments``: as the format has them.
+    ``group``, ``token_block``, ``levels``, ``segments``, ``static``: as the format has them.
     """
 
     role: Role
@@ -116,6 +116,7 @@ class SlotPlan:
     token_block: int
     levels: int
     segments: int
+    static: bool
     chunks: tuple[Chunk, ...]
     pieces: tuple[Piece, ...]
 
@@ -274,7 +275,7 @@ def slot_plan(
     return SlotPlan(
         role, dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, decode, fmt.scaled and dtype == torch.float16,
         fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), pieces[0].offset, lifted,
-        fmt.group, fmt.block, fmt.levels, 1, tuple(chunks), tuple(pieces),
+        fmt.group, fmt.block, fmt.levels, 1, fmt.static, tuple(chunks), tuple(pieces),
     )
 
 
@@ -320,7 +321,7 @@ def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> Sl
     )
     return SlotPlan(
         role, dim, query, fmt.word_dtype, 1, Decode.ELEMENTS, False, fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, 0, 0,
-        False, fmt.group, fmt.block, fmt.levels, fmt.segments, tuple(chunks), pieces,
+        False, fmt.group, fmt.block, fmt.levels, fmt.segments, fmt.static, tuple(chunks), pieces,
     )
 
 

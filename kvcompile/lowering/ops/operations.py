@@ -296,7 +296,7 @@ def decodable(scheme: schemes.Scheme, planes: Sequence[torch.Tensor], slot: Slot
     """Return the operands of ``decode``: planes that a kernel reads, as tokens [B, K, T, width], for some heads; tables as they are."""
     fmt = scheme.format(slot)
     read = [plane[:, :, heads] for plane in planes[: fmt.planes]]
-    return tuple(plane if fmt.levels and at == fmt.planes - 1 else as_tokens(plane) for at, plane in enumerate(read))
+    return tuple(plane if fmt.ends_constant and at == fmt.planes - 1 else as_tokens(plane) for at, plane in enumerate(read))
 
 
 def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:

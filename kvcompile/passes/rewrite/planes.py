@@ -52,7 +52,8 @@ class Planes:
 
     def constant(self, slot: SlotPlan) -> list[fx.Node]:
         """The constant planes that attention reads."""
-        return [node for spec, node in zip(slot.layout.planes, self.of(slot), strict=True) if spec.constant and not spec.encoding]
+        read = slot.scheme.planes_read(slot.spec)
+        return [node for spec, node in zip(slot.layout.planes[:read], self.of(slot)[:read], strict=True) if spec.constant]
 
     def encoding(self, slot: SlotPlan) -> list[fx.Node]:
         """The constant planes that new tokens are encoded with."""

@@ -1,0 +1,120 @@
+"""Static scales of one slot, of one attention, and of a whole model; frozen, compared by their contents.
+
+A slot has one scale for all kv heads (per tensor) or one for each (per head), float32: a value is its code times the scale.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.errors import BadScales, ScalesMissing
+from kvcompile.types import Role
+
+
+class Extent(enum.Enum):
+    """The extent of one scale: a slot, or one kv head of it."""
+
+    TENSOR = "tensor"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """The scales of one slot, float32 on the CPU: [1] for all kv heads, or [K]."""
+
+    values: torch.Tensor
+
+    def __post_init__(self) -> None:
+        values = self.values
+        if values.dim() != 1 or not values.numel() or values.dtype != torch.float32 or values.device.type != "cpu":
+            found = f"{values.dtype} {tuple(values.shape)} on {values.device}"
+            raise BadScales(expected="float32 scales [1] or [kv heads] on the CPU", found=found, todo="pass one scale, or one a head")
+        if not bool((values.isfinite() & (values > 0)).all()):
+            raise BadScales(expected="finite scales above zero", found=values.tolist()[:8], todo="calibrate anew, or leave the layer dense")
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Return a hash of the contents, 16 hex digits."""
+        return hashlib.sha256(repr(self.values.shape).encode() + self.values.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scales) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def extent(self) -> Extent:
+        """Return what one scale covers."""
+        return Extent.TENSOR if self.values.numel() == 1 else Extent.HEAD
+
+    def fits(self, heads: int) -> bool:
+        """Whether these are scales of a slot with so many kv heads."""
+        return self.values.numel() in {1, heads}
+
+
+@dataclass(frozen=True)
+class SiteScales:
+    """The scales of one attention's keys and values."""
+
+    key: Scales
+    value: Scales
+
+    def of(self, role: Role) -> Scales:
+        """Return the scales of a slot of this role."""
+        return self.key if role is Role.KEY else self.value
+
+
+@dataclass(frozen=True, eq=False)
+class ModelScales:
+    """The scales of a model's attentions by their module paths.
+
+    ``fingerprint``: the model that they were measured on; empty where a checkpoint brought them, which came with its weights.
+    """
+
+    sites: Mapping[str, SiteScales]
+    fingerprint: str
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Return a hash of the contents, 16 hex digits."""
+        told = [(path, site.key.digest, site.value.digest) for path, site in sorted(self.sites.items())]
+        return hashlib.sha256(repr((told, self.fingerprint)).encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelScales) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def at(self, path: str) -> SiteScales:
+        """Return the scales of the attention at a module path; raises ScalesMissing.
+
+        A known path may begin further out or further in, or be a layer of that number only (``layers.3``).
+        """
+        if path in self.sites:
+            return self.sites[path]
+        near = [known for known in self.sites if path and known and matches(known, path)]
+        if len(near) != 1:
+            raise ScalesMissing(path=path or "(unknown)", known=shown(self.sites))
+        return self.sites[near[0]]
+
+
+def matches(known: str, path: str) -> bool:
+    """Whether a path of a file of scales stands for a module path: one ends with the other, or both are of one numbered layer."""
+    if known.endswith(f".{path}") or path.endswith(f".{known}"):
+        return True
+    return re.fullmatch(r"layers\.\d+", known) is not None and f".{known}." in f".{path}."
+
+
+def shown(paths: Iterable[str]) -> str:
+    """The first of some module paths, for a message."""
+    listed = list(paths)
+    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "") if listed else "none"
