@@ -21,7 +21,7 @@ from kvcompile.learning.run_folder import Progress, RunFolder
 from kvcompile.learning.settings import LearnSettings
 from kvcompile.learning.trainer import Trainer
 from kvcompile.schemes import Beyond
-from kvcompile.schemes.beyond.storage import fingerprint
+from kvcompile.schemes.model_file import fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Learned:
 
 
 @contextlib.contextmanager
-def _frozen(model: torch.nn.Module) -> Iterator[None]:
+def frozen(model: torch.nn.Module) -> Iterator[None]:
     """Set a model to evaluation with no parameter that learns, and back to what it was."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modules = [module for module in model.modules() if module.training]
@@ -99,7 +99,7 @@ def learn(
         raise BadTables(expected="a scheme without tables", found=scheme.told(), todo="pass Beyond(bits=..., group=...)")
     if resume and run is None:
         raise BadLearnSetting(setting="run", expected="the folder to resume from", found=run)
-    with _frozen(model):
+    with frozen(model):
         made = _Loop(model, scheme, settings, loss or NextToken(model), run, resume, quiet).learn(batches, validation)
     if told is not None:
         told(made)

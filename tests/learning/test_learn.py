@@ -19,8 +19,9 @@ from kvcompile.learning.loss import NextToken
 from kvcompile.learning.settings import LearnSettings
 from kvcompile.learning.trainer import Trainer
 from kvcompile.schemes import Beyond
-from kvcompile.schemes.beyond.storage import fingerprint, load_tables, read_tables, save_tables
+from kvcompile.schemes.beyond.storage import load_tables, read_tables, save_tables
 from kvcompile.schemes.beyond.tables import ModelTables, uniform_levels, uniform_thresholds
+from kvcompile.schemes.model_file import fingerprint
 from kvcompile.settings import Inner
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")

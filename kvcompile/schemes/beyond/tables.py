@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.errors import BadTables, TablesMissing
+from kvcompile.schemes.site_paths import entry_of, shown
 from kvcompile.types import Role
 
 
@@ -133,9 +134,7 @@ class ModelTables:
 
     def at(self, path: str) -> SiteTables:
         """Return the tables of the attention at a module path, by its end where one of the two paths begins further out."""
-        if path in self.sites:
-            return self.sites[path]
-        near = [known for known in self.sites if path and known and (known.endswith(f".{path}") or path.endswith(f".{known}"))]
-        if len(near) != 1:
-            raise TablesMissing(path=path or "(unknown)", known=", ".join(list(self.sites)[:3]) + (", ..." if len(self.sites) > 3 else ""))
-        return self.sites[near[0]]
+        entry = entry_of(path, self.sites)
+        if entry is None:
+            raise TablesMissing(path=path or "(unknown)", known=shown(self.sites))
+        return self.sites[entry]

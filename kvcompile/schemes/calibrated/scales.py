@@ -8,13 +8,13 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from kvcompile.errors import BadScales, ScalesMissing
+from kvcompile.schemes.site_paths import entry_of, shown
 from kvcompile.types import Role
 
 
@@ -95,26 +95,8 @@ class ModelScales:
         return hash(self.digest)
 
     def at(self, path: str) -> SiteScales:
-        """Return the scales of the attention at a module path; raises ScalesMissing.
-
-        A known path may begin further out or further in, or be a layer of that number only (``layers.3``).
-        """
-        if path in self.sites:
-            return self.sites[path]
-        near = [known for known in self.sites if path and known and matches(known, path)]
-        if len(near) != 1:
+        """Return the scales of the attention at a module path (``site_paths``); raises ScalesMissing."""
+        entry = entry_of(path, self.sites)
+        if entry is None:
             raise ScalesMissing(path=path or "(unknown)", known=shown(self.sites))
-        return self.sites[near[0]]
-
-
-def matches(known: str, path: str) -> bool:
-    """Whether a path of a file of scales stands for a module path: one ends with the other, or both are of one numbered layer."""
-    if known.endswith(f".{path}") or path.endswith(f".{known}"):
-        return True
-    return re.fullmatch(r"layers\.\d+", known) is not None and f".{known}." in f".{path}."
-
-
-def shown(paths: Iterable[str]) -> str:
-    """The first of some module paths, for a message."""
-    listed = list(paths)
-    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "") if listed else "none"
+        return self.sites[entry]
