@@ -4,6 +4,7 @@
 """
 
 from kvcompile.backend import Backend, backend
+from kvcompile.calibration.calibrate import Calibration, calibrate
 from kvcompile.errors import KvcompileError
 from kvcompile.explain import explain
 from kvcompile.learning.learn import Learned, learn
@@ -12,15 +13,33 @@ from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.planner.fitting import fit
 from kvcompile.report import Report
 from kvcompile.runtime.handle import CompressedCache, decoded
-from kvcompile.schemes import Beyond, Certified, Certify, Dense, Fp8, Int4, Int8, Kivi, Nf4, Scheme, Squat, register
+from kvcompile.schemes import (
+    Beyond,
+    Certified,
+    Certify,
+    Dense,
+    Fp8,
+    Int4,
+    Int8,
+    Kivi,
+    Nf4,
+    Scheme,
+    Squat,
+    StaticFp8,
+    StaticInt8,
+    register,
+)
 from kvcompile.schemes.base import require_divides
 from kvcompile.schemes.beyond.storage import load_tables, save_tables
+from kvcompile.schemes.calibrated.checkpoint import read_scales
+from kvcompile.schemes.calibrated.storage import load_scales, save_scales
 from kvcompile.types import Granularity
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Backend", "Beyond", "Certified", "Certify", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "Kivi", "KvcompileError",
-    "LearnSettings", "Learned", "Nf4", "Pair", "Policy", "Report", "Scheme", "Squat", "backend", "decoded", "explain", "fit", "learn",
-    "load_tables", "register", "require_divides", "save_tables",
+    "Backend", "Beyond", "Calibration", "Certified", "Certify", "CompressedCache", "Dense", "Fp8", "Granularity", "Int4", "Int8", "Kivi",
+    "KvcompileError", "LearnSettings", "Learned", "Nf4", "Pair", "Policy", "Report", "Scheme", "Squat", "StaticFp8", "StaticInt8",
+    "backend", "calibrate", "decoded", "explain", "fit", "learn", "load_scales", "load_tables", "read_scales", "register",
+    "require_divides", "save_scales", "save_tables",
 ]

@@ -81,6 +81,10 @@ class BadLearnSetting(KvcompileError, ValueError):
     template = "kvcompile.learn expects {setting} to be {expected}, found {found!r}; pass one of these or leave it out"
 
 
+class BadCalibration(KvcompileError, ValueError):
+    template = "kvcompile.calibrate expects {setting} to be {expected}, found {found!r}; pass such a value or leave it out"
+
+
 class NothingToLearn(KvcompileError):
     template = "expected an attention whose keys and values a cache would hold, found none in the graphs of this model{why}; {todo}"
 

@@ -24,7 +24,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.syntax import Syntax
 
 from kvcompile.backend import Backend, backend
-from kvcompile.cli import bench, learn, plan, sensitivity
+from kvcompile.cli import bench, calibrate, learn, plan, sensitivity
 from kvcompile.cli.scheme_table import scheme_table
 from kvcompile.cli.targets import CacheKind, Options, Target, resolve
 from kvcompile.errors import KvcompileError, TargetError
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add(commands, DTYPES, _split)
     sensitivity.add(commands, _split)
     learn.add(commands)
+    calibrate.add(commands)
     schemes = commands.add_parser("schemes", help="all schemes with their options and bytes")
     schemes.add_argument("--heads", type=_count, default=8, help="kv heads (default 8)")
     schemes.add_argument("--head-dim", type=_count, default=128, help="channels a head (default 128)")

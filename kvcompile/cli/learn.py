@@ -26,29 +26,35 @@ DEFAULTS = LearnSettings()
 def add(commands: Any) -> None:
     """Add the command to the parser's."""
     parser = commands.add_parser("learn", help="learn a scheme's levels and thresholds for a model from text")
-    parser.add_argument("target", metavar="MODEL", help="a local checkpoint folder, hf:TYPE, or file.py:factory")
-    parser.add_argument("--data", nargs="+", type=Path, required=True, metavar="FILE", help="text files, or .jsonl with a text a line")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the tables go, a .safetensors")
+    add_text(parser, "where the tables go, a .safetensors", 8192)
     parser.add_argument("--scheme", default="beyond", help="such as 'beyond(bits=3,group=64)' (default beyond)")
-    parser.add_argument("--length", type=_whole, default=8192, help="tokens a sequence (default 8192)")
-    parser.add_argument("--steps", type=_whole, default=DEFAULTS.steps, help=f"optimizer steps at most (default {DEFAULTS.steps})")
-    parser.add_argument("--batch", type=_whole, default=DEFAULTS.batch, help=f"sequences a step (default {DEFAULTS.batch})")
-    parser.add_argument("--micro", type=_whole, default=1, help="sequences at a time, whose gradients add up (default 1)")
-    parser.add_argument("--validation", type=_whole, default=150, help="sequences that are held out (default 150)")
+    parser.add_argument("--steps", type=whole, default=DEFAULTS.steps, help=f"optimizer steps at most (default {DEFAULTS.steps})")
+    parser.add_argument("--batch", type=whole, default=DEFAULTS.batch, help=f"sequences a step (default {DEFAULTS.batch})")
+    parser.add_argument("--micro", type=whole, default=1, help="sequences at a time, whose gradients add up (default 1)")
+    parser.add_argument("--validation", type=whole, default=150, help="sequences that are held out (default 150)")
     parser.add_argument("--rate", type=float, default=DEFAULTS.rate, help=f"of Adam (default {DEFAULTS.rate:g})")
     parser.add_argument("--memory-budget", type=float, default=1.0, help="share of activations kept, 0 to 1; others are computed twice")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="log, checkpoints, pictures")
     parser.add_argument("--resume", action="store_true", help="go on from its checkpoint")
-    parser.add_argument("--prefix", choices=("chat", "start", "none"), help="before a sequence (default: chat where there is a template)")
-    parser.add_argument("--bytes", action="store_true", help="token ids are bytes: a model without tokenizer files")
     parser.add_argument("--inner", choices=[item.value for item in Inner], default=Inner.INDUCTOR.value, help="what compiles the graph")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of sequences")
     parser.set_defaults(run=run)
 
 
-def _whole(text: str) -> int:
+def add_text(parser: argparse.ArgumentParser, out: str, length: int) -> None:
+    """Add what every command over a model and text files takes; ``out``: what is said of the file that it writes."""
+    parser.add_argument("target", metavar="MODEL", help="a local checkpoint folder, hf:TYPE, or file.py:factory")
+    parser.add_argument("--data", nargs="+", type=Path, required=True, metavar="FILE", help="text files, or .jsonl with a text a line")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
+    parser.add_argument("--length", type=whole, default=length, help=f"tokens a sequence (default {length})")
+    parser.add_argument("--prefix", choices=("chat", "start", "none"), help="before a sequence (default: chat where there is a template)")
+    parser.add_argument("--bytes", action="store_true", help="token ids are bytes: a model without tokenizer files")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of sequences")
+
+
+def whole(text: str) -> int:
+    """Read a positive whole number of the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
     return int(text)
@@ -78,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = joined(arguments.device)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     model = resolve(arguments.target, Options(dtype=dtype, device=device)).model
-    tokens = _tokens(arguments, model)
+    tokens = tokens_of(arguments, model)
     training, held_out = split(sequences(documents(arguments.data), tokens, arguments.length), arguments.validation, arguments.seed)
     # As many for every process: all of them take every step together.
     training = training[: len(training) // processes.count() * processes.count()]
@@ -99,7 +105,7 @@ def _summary(found: Learned, out: Path) -> str:
     return f"{out}: {losses}, best at step {found.best_step} of {found.steps}; {found.stopped}"
 
 
-def _tokens(arguments: argparse.Namespace, model: Any) -> Tokens:
+def tokens_of(arguments: argparse.Namespace, model: Any) -> Tokens:
     """The target's tokenizer with the prefix that was asked for."""
     start = getattr(getattr(model, "config", None), "bos_token_id", None)
     if arguments.bytes:

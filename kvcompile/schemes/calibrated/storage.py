@@ -1,0 +1,49 @@
+"""Files of static scales, with the fingerprint of their model.
+
+A file holds ``<path>.<key or value>``, float32 [1] or [kv heads], for every attention, and as metadata the format, the scheme's name and
+the fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from kvcompile.errors import BadScales
+from kvcompile.schemes.calibrated.scales import ModelScales, Scales, SiteScales
+from kvcompile.schemes.calibrated.scheme import Calibrated, static_of, with_scales
+from kvcompile.schemes.model_file import ModelFile
+from kvcompile.types import Role
+
+FILE = ModelFile(
+    "kvcompile-scales-1", "static scales", BadScales,
+    "calibrate this model with kvcompile.calibrate, or load the file of this very model",
+)
+
+
+def save_scales(scheme: Calibrated, path: str | Path, extra: Mapping[str, str] | None = None) -> None:
+    """Write a measured scheme's scales; ``extra``: more metadata. The file appears whole or not at all."""
+    if not isinstance(scheme.scales, ModelScales):
+        raise BadScales(
+            expected="a scheme with the scales of a model", found=scheme.spell(),
+            todo="pass what kvcompile.calibrate or kvcompile.read_scales returned",
+        )
+    tensors = {f"{site}.{role.value}": scales.of(role).values for site, scales in scheme.scales.sites.items() for role in Role}
+    FILE.write(path, tensors, {
+        **(extra or {}), "scheme": scheme.name, "fingerprint": scheme.scales.fingerprint, "sites": json.dumps(list(scheme.scales.sites)),
+    })
+
+
+def load_scales(path: str | Path, model: torch.nn.Module) -> Calibrated:
+    """Read the scheme with scales that were measured on ``model``; raises BadScales where the file is damaged, foreign or another's."""
+    with FILE.reading(path) as (opened, metadata):
+        kind = static_of(metadata["scheme"])
+        if kind is None:
+            raise BadScales(expected="scales of a scheme that has static ones", found=metadata["scheme"], todo=FILE.todo)
+        paths = json.loads(metadata["sites"])
+        sites = {path: SiteScales(*(Scales(opened.get_tensor(f"{path}.{role.value}")) for role in Role)) for path in paths}
+        FILE.require_model(path, metadata["fingerprint"], model)
+        return with_scales(kind, ModelScales(sites, metadata["fingerprint"]))
