@@ -62,6 +62,12 @@ def _lower_append_thresholds(*operands: Any) -> None:
     lower_append_thresholds(*operands)
 
 
+def _lower_append_static(*operands: Any) -> None:
+    from kvcompile.lowering.append.lower import lower_append_static
+
+    lower_append_static(*operands)
+
+
 def _lower_append_window(*operands: Any) -> Any:
     from kvcompile.lowering.append.lower import lower_append_window
 
@@ -86,5 +92,6 @@ def _install_shared() -> None:
     for append in (append_ops.append_kernel, append_ops.append_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append)
     register_lowering(append_ops.append_thresholds_kernel, type_promotion_kind=None)(_lower_append_thresholds)
+    register_lowering(append_ops.append_static_kernel, type_promotion_kind=None)(_lower_append_static)
     for append in (append_ops.append_window_kernel, append_ops.append_window_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append_window)

@@ -2,7 +2,7 @@
 
 ``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
                    has, and becomes four kernels where this is one launch for keys and values. ``threshold_rows`` where thresholds are
-                   given, a launch a slot.
+                   given, ``static_rows`` where scales are, a launch a slot.
 ``append_window``  one token: ``window_token`` or the kernel of a scheme's own room; more: ``window_blocks``, or else the operation as it
                    is.
 
@@ -26,7 +26,7 @@ from kvcompile.lowering.ops.append_window import one_token
 from kvcompile.lowering.rooms import own_append
 
 TABLED_OPERANDS, WINDOW_CALL = 6, 5
-"""Operands of ``append`` with thresholds, and of ``append_window`` without them; the kernels of windows know no thresholds."""
+"""Operands of ``append`` with thresholds or given scales, of ``append_window`` without them; the kernels of windows know neither."""
 
 Appended = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -81,13 +81,16 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
 
 
 def _tabled(call: tuple[Any, ...]) -> None:
-    """One ``append``, by the kernel of thresholds where it knows the call, else by its body."""
+    """One ``append``, by the kernel of thresholds or of given scales where it knows the call, else by its body."""
     if len(call) == TABLED_OPERANDS and call[4] is None and len(call[5]) == 1:
-        from kvcompile.lowering.append.threshold_rows import ThresholdRows, fits
+        from kvcompile.lowering.append import static_rows, threshold_rows
 
         x, planes, pos, scheme, _, (table,) = call
-        if fits(ThresholdRows(x, list(planes), pos, table, scheme)):
+        if threshold_rows.fits(threshold_rows.ThresholdRows(x, list(planes), pos, table, scheme)):
             append_ops.append_thresholds_kernel(x, planes, pos, table, scheme)
+            return
+        if static_rows.fits(static_rows.StaticRows(x, list(planes), pos, table, scheme)):
+            append_ops.append_static_kernel(x, planes, pos, table, scheme)
             return
     ops.append_body(*call)
 

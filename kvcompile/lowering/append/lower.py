@@ -8,6 +8,7 @@ from kvcompile.lowering.append.operations import (
     ROW_OPERANDS,
     WINDOW_OPERANDS,
     rows_by_kernels,
+    static_by_kernel,
     thresholds_by_kernel,
     windows_by_kernels,
 )
@@ -22,6 +23,11 @@ def lower_append(*operands: Any) -> None:
 def lower_append_thresholds(*operands: Any) -> None:
     """Add the kernel of ``append_thresholds_kernel``."""
     lower_launches(thresholds_by_kernel, operands, operands[1])
+
+
+def lower_append_static(*operands: Any) -> None:
+    """Add the kernel of ``append_static_kernel``."""
+    lower_launches(static_by_kernel, operands, operands[1])
 
 
 def lower_append_window(*operands: Any) -> Any:

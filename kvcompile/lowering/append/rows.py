@@ -139,6 +139,11 @@ def places(x: torch.Tensor, pos: torch.Tensor, codes: torch.Tensor, scales: torc
     )
 
 
+def converts(device: torch.device) -> bool:
+    """Whether a device converts to e4m3 by itself."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 class Rows(NamedTuple):
     """The operands of ``append``."""
 
@@ -164,11 +169,6 @@ class Rows(NamedTuple):
         return max(1, TILE // (triton.next_power_of_2(width // rule.group) * triton.next_power_of_2(rule.group)))
 
     @property
-    def converts(self) -> bool:
-        """Whether the device converts to e4m3 by itself."""
-        return self.x.device.type == "cuda" and torch.cuda.get_device_capability(self.x.device) >= (8, 9)
-
-    @property
     def programs(self) -> int:
         """Count the programs of one batch row."""
         return (self.x.shape[2] + self.rows - 1) // self.rows * self.x.shape[1]
@@ -184,7 +184,7 @@ class Rows(NamedTuple):
         width = self.x.shape[3] // rule.parts
         named = {
             "HEADS": self.x.shape[1], "PAGE": self.planes[0].shape[3], "WIDTH": width, "PARTS": rule.parts, "BITS": rule.bits,
-            "GROUP": rule.group, "E4M3": rule.e4m3 * (1 + self.converts), "QMAX": rule.largest, "ULP": SCALE_ULP[dtype],
+            "GROUP": rule.group, "E4M3": rule.e4m3 * (1 + converts(self.x.device)), "QMAX": rule.largest, "ULP": SCALE_ULP[dtype],
             "TINY": TINY[dtype], "ROWS": self.rows, "UNITS": triton.next_power_of_2(width // rule.group),
             "UNIT": triton.next_power_of_2(rule.group),
         }

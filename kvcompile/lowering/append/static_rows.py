@@ -1,0 +1,123 @@
+"""``append`` of many tokens on CUDA for schemes whose scales are given (``Scheme.static``): quotient, clamp and code in one pass.
+
+A program has ROWS new tokens of one kv head of one batch row, and that head's scale. Nothing is reduced, so Inductor could make the
+codes as well; but it converts to e4m3 only where the device does, and divides every position by the rows of a page in 64 bits. Bit for
+bit what ``append_body`` writes; a test holds the two together. Positions outside of the planes poison the last row, as there.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompile import schemes
+from kvcompile.lowering.append.rounding import MAGIC, quotient
+from kvcompile.lowering.append.rows import _e4m3, converts
+from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.types import Static
+
+TILE = 4096
+"""Elements of a program: 32 for each of 128 threads."""
+
+
+@triton.jit
+def append_static(
+    X, CODES, POS, SCALES, x_b, x_h, x_s, x_d, count, pages, codes_n, codes_b, codes_h, pos_b, pos_s, scales_h, HEADS: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, E4M3: tl.constexpr, QMAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """One slot. Grid: blocks of ROWS tokens times kv heads, the heads first, and batch rows. COLUMNS: D, padded to a power of two."""
+    program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    h = (program % HEADS).to(tl.int64)
+    s = (program // HEADS) * ROWS + tl.arange(0, ROWS)
+    there = s < count
+    given = tl.load(POS + b * pos_b + s.to(tl.int64) * pos_s, mask=there, other=0)
+    room = pages * PAGE
+    inside = (given >= 0) & (given < room)
+    at = tl.where(inside, given, room - 1).to(tl.int32)
+    page, row = (at // PAGE).to(tl.int64), (at % PAGE).to(tl.int64)
+
+    channel = tl.arange(0, COLUMNS)
+    mask = there[:, None] & (channel < D)[None, :]
+    source = X + b * x_b + h * x_h + (s.to(tl.int64) * x_s)[:, None] + (channel * x_d)[None, :]
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    # Neither NaN nor Inf, and not outside: those have the code of NaN.
+    fine = (tl.abs(x) < float("inf")) & inside[:, None]
+    scaled = quotient(tl.where(fine, x, 0.0), tl.load(SCALES + h * scales_h))
+    scaled = tl.minimum(tl.maximum(scaled, -QMAX), QMAX)
+    if E4M3 == 0:
+        # The low bits of the sum are the integer's.
+        code = tl.where(fine, (scaled + MAGIC).to(tl.int32, bitcast=True) & 255, 128)
+    elif E4M3 == 1:
+        code = tl.where(fine, _e4m3(scaled), 127)
+    else:
+        code = tl.where(fine, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32), 127)
+    to = CODES + page * codes_n + b * codes_b + h * codes_h + row * D
+    tl.store(to[:, None] + channel[None, :], code.to(CODES.dtype.element_ty), mask=mask)
+
+
+class StaticRows(NamedTuple):
+    """The operands of ``append`` of one slot; ``scales``: float32, [1, 1, K, 1, 1]."""
+
+    x: torch.Tensor
+    planes: list[torch.Tensor]
+    pos: torch.Tensor
+    scales: torch.Tensor
+    scheme: str
+
+    @property
+    def rule(self) -> Static:
+        """How the scheme encodes; only of what ``fits``."""
+        rule = schemes.parse(self.scheme).static(self.x.shape[3])
+        assert rule is not None
+        return rule
+
+    @property
+    def columns(self) -> int:
+        """Count the channels of a token's block."""
+        return triton.next_power_of_2(self.x.shape[3])
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a program: as many as fill a tile, or the one of a decode step."""
+        if isinstance(self.x.shape[2], int) and self.x.shape[2] == 1:
+            return 1
+        return max(1, TILE // self.columns)
+
+    def operands(self) -> tuple[object, ...]:
+        """Arguments of the kernel, in their order: whole planes, no views."""
+        x, pos, scales, codes = self.x, self.pos, self.scales, self.planes[0]
+        return (
+            x, codes, pos, scales, x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0),
+            codes.stride(1), codes.stride(2), 0 if pos.shape[0] == 1 else pos.stride(0), pos.stride(1), scales.stride(2),
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Return the kernel's constants, by name."""
+        rule = self.rule
+        return {
+            "HEADS": self.x.shape[1], "PAGE": self.planes[0].shape[3], "D": self.x.shape[3],
+            "E4M3": rule.e4m3 * (1 + converts(self.x.device)), "QMAX": rule.largest, "ROWS": self.rows, "COLUMNS": self.columns,
+        }
+
+
+def fits(slot: StaticRows) -> bool:
+    """Whether the kernel knows this append: given scales, and codes of a byte whose rows lie in order."""
+    D = slot.x.shape[3]
+    if not isinstance(D, int) or D > TILE or len(slot.planes) != 1 or schemes.parse(slot.scheme).static(D) is None:
+        return False
+    codes = slot.planes[0]
+    in_order = codes.stride(4) == 1 and codes.stride(3) == D and codes.dtype.itemsize == 1
+    return in_order and slot.scales.dtype == torch.float32 and slot.x.dtype in {torch.float16, torch.bfloat16, torch.float32}
+
+
+def append_static_rows(slot: StaticRows, launcher: Launcher | None = None) -> None:
+    """``append_body`` of one slot in one launch; for what ``fits``. None launches at once."""
+    launcher = launcher or Direct(slot.x.device.type == "cuda")
+    grid = ((slot.x.shape[2] + slot.rows - 1) // slot.rows * slot.x.shape[1], slot.x.shape[0])
+    launcher.kernel(append_static, grid, *slot.operands(), warps=1 if slot.rows == 1 else None, **slot.constants())
