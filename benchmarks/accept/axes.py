@@ -69,8 +69,8 @@ class Prompt(enum.Enum):
 class Scheme(enum.Enum):
     """Schemes by name; every scheme of ``kvcompile.schemes.SCHEMES`` that runs on CUDA, and one mixed pair.
 
-    ``beyond`` runs with uniform tables, since no text of a scheme has learned ones. ``smartkv`` runs with a budget that can be met by the
-    few tokens of a request, so that widths are decided in it.
+    ``beyond`` runs with uniform tables, since no text of a scheme has learned ones, and static scales cover ``amax``. ``smartkv`` runs with
+    a budget that can be met by the few tokens of a request, so that widths are decided in it.
     """
 
     DENSE = "dense"
@@ -82,6 +82,8 @@ class Scheme(enum.Enum):
     SQUAT = "squat"
     CERTIFIED = "certified"
     BEYOND = "beyond"
+    INT8_STATIC = "int8-static"
+    FP8_STATIC = "fp8-static"
     SMARTKV = "smartkv"
     MIXED = "fp8+int4"
 

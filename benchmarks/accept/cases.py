@@ -235,6 +235,7 @@ CPU_SLICE = (
     "phi-int8-generate-dynamic-compiled-default-d128-padded-bfloat16",
     "nano-gpt-fp8+int4-dynamic-eager-default-d256-one-float16",
     "llama-nf4-dynamic-compiled-default-d64-one-float16",
+    "qwen3-int8-static-static-compiled-default-d64-padded-float32", "mistral-fp8-static-dynamic-eager-default-d64-one-float32",
     "qwen3-beyond-static-compiled-default-d64-padded-float32", "opt-smartkv-static-compiled-default-d64-one-bfloat16",
 )
 """A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, as few layers as there are kinds of them."""

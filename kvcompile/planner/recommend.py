@@ -56,7 +56,8 @@ class Option:
     @staticmethod
     def of(label: str, stores: Stores, demand: Demand, known: Figures) -> Option:
         """Search how far a scheme's stores go under a demand, and look up its figures."""
-        kinds = [item.scheme.absmax(item.slot.head_dim) for item in stores.stored if item.scheme is not None]
+        held = [(item.scheme, item.slot.head_dim) for item in stores.stored if item.scheme is not None]
+        kinds = [scheme.absmax(head_dim) or scheme.static(head_dim) for scheme, head_dim in held]
         return Option(
             label, stores, any(kind is not None and kind.e4m3 for kind in kinds), demand.largest_batch(stores),
             demand.longest_context(stores), demand.fits(stores, demand.batch, demand.context), known.damage(label, demand.context),
