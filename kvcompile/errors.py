@@ -128,7 +128,7 @@ class HalvesDiffer(SchemeError):
 
 class NotBounded(SchemeError):
     template = (
-        "expected a scheme whose decode error is bounded by what it stores, for a certificate, found {scheme!r}, which moves keys by more; "
+        "expected a scheme whose decode error is bounded by what it stores, for a certificate, found {scheme!r}, whose error is not; "
         "choose another scheme, or leave the certificate out"
     )
 

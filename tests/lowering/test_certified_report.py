@@ -69,7 +69,8 @@ def test_a_radius_by_what_is_stored_bounds_and_is_not_above_the_announced_bound(
     """The announced bound allows for any rounding of the scale; the radius knows the scale."""
     spec = fitting(scheme)
     if scheme.radius(spec) is None:
-        assert scheme.bound(spec) is None
+        # What is stored does not tell a value that was clipped from one at the edge of a range that was given.
+        assert scheme.bound(spec) is None or scheme.format(spec).static
         with pytest.raises(NotBounded, match="another scheme"):
             decoded_with_radius(scheme, [], spec)
         return
