@@ -216,6 +216,11 @@ class KernelFormat:
         return 1 + self.scaled + self.zeros + self.ends_constant
 
     @property
+    def coded(self) -> bool:
+        """Whether words are codes that scales belong to, those of tokens or static ones; the values themselves otherwise."""
+        return self.scaled or self.static
+
+    @property
     def ends_constant(self) -> bool:
         """Whether the last plane that a kernel reads is constant: a table, or static scales."""
         return bool(self.levels) or self.static

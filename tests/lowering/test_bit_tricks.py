@@ -14,7 +14,7 @@ from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
 from kvcompile.lowering.smartkv.kernels import packed as four_codes
 from kvcompile.types import Role, SlotSpec
 
-CODED = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)")
+CODED = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)", "int8-static", "fp8-static")
 
 
 def halves(words: np.ndarray) -> np.ndarray:
@@ -42,8 +42,10 @@ def step(name: str, x: list[np.ndarray]) -> np.ndarray:
         return (x[0] & x[1]) ^ x[2]
     if name == "prmt.b32":
         return permuted(*np.broadcast_arrays(x[0], x[1]), int(x[2].flat[0]))
-    if name == "and.b32":
-        return x[0] & x[1]
+    if name in {"and.b32", "or.b32"}:
+        return x[0] & x[1] if name == "and.b32" else x[0] | x[1]
+    if name in {"add.u32", "mul.lo.u32"}:
+        return x[0] + x[1] if name == "add.u32" else x[0] * x[1]
     if name == "fma.rn.bf16x2":
         # A bfloat16 number is the upper half of a float32 one; what is tested here is exact.
         a, b, c = (np.stack([one << np.uint32(16), one & np.uint32(0xFFFF0000)]).view(np.float32) for one in np.broadcast_arrays(*x))
@@ -116,10 +118,11 @@ def test_packed_pieces_equal_eager(scheme: str, role: Role) -> None:
     for index, piece in enumerate(piece for piece in plan.pieces if piece.chunk == plan.chunks[0]):
         wanted = eager(plan, scheme, role, index, words)
         found = halves(run(piece.unpack("word", "one", "nothing"), word=words, one=one, nothing=nothing)).astype(np.float64)
-        offset = plan.offset if plan.by_token else 0
+        offset = plan.offset if plan.by_token or plan.static else 0
         finite = np.isfinite(wanted)
         assert finite.mean() > 0.9
         assert np.array_equal((found * 2.0**piece.power - offset)[finite], wanted[finite]), piece
+        assert not plan.static or (not finite.all() and np.isnan(found[~finite]).all()), piece
 
 
 @pytest.mark.parametrize("scheme", ["kivi", "kivi(bits=4)"])

@@ -8,7 +8,8 @@ works on the two 16-bit words of a register. What codes are biased by is either 
 
 A ``BitTrick`` is a description, printed as plain Triton (interpreter, tests) or as packed PTX. It is never
 assumed: ``find_trick`` proposes a few and returns one only where it equals the scheme's eager ``unpack`` on
-every possible word (the two NaN codes of e4m3 excepted, see ``expressions``). Otherwise None, and the caller
+every possible word (the two NaN codes of e4m3 excepted where scales hold NaN, see ``expressions``). Where codes hold
+NaN themselves, one carry finds them and fills their exponent. Otherwise None, and the caller
 prints the traced expression.
 """
 
@@ -28,6 +29,7 @@ class BitTrick:
     """value = float16 of ((fields of the word >> shift) ^ flip) * 2**power - offset.
 
     ``fields`` are (left shift, or right where negative, mask after it); ``shift`` (right) comes first and is shared by parts of one byte.
+    ``nan``: (add, mask, factor), after which the bits are or-ed with ((bits + add) & mask) * factor: NaN where the sum carries.
     """
 
     shift: int
@@ -35,6 +37,7 @@ class BitTrick:
     flip: int
     offset: int
     power: int
+    nan: tuple[int, int, int] | None = None
 
     def evaluate(self, words16: torch.Tensor, beside: int = 0) -> torch.Tensor:
         """The values of 16-bit words given as int32, by the same steps as the printed code.
@@ -45,6 +48,9 @@ class BitTrick:
         source = _shifted(words16, -self.shift, beside)
         for left, mask in self.fields:
             bits = bits ^ (_shifted(source, left, beside) & mask)
+        if self.nan is not None:
+            add, mask, factor = self.nan
+            bits = bits | ((bits + add) & mask) * factor
         halves = bits.to(torch.uint16).view(torch.float16)
         return halves.to(torch.float32) * 2.0**self.power - self.offset
 
@@ -64,6 +70,9 @@ class BitTrick:
         bits = f"({' | '.join(terms)})"
         if self.flip:
             bits = f"({bits} ^ {self.flip})"
+        if self.nan is not None:
+            add, mask, factor = self.nan
+            bits = f"({bits} | ((({bits} + {add}) & {mask}) * {factor}))"
         halves = f"{bits}.to(tl.uint16).to(tl.float16, bitcast=True)"
         return f"({halves} - {self.offset * 2.0**-self.power!r})" if self.offset and centered else halves
 
@@ -91,6 +100,11 @@ class BitTrick:
             # One instruction for (source & mask) ^ what is there already; ptxas alone makes two of it.
             there = "t" if index else _twice(self.flip)
             lines.append(f"lop3.b32 t, {'u' if left else '$1'}, {_twice(mask)}, {there}, 0x6a;")
+        if self.nan is not None:
+            add, mask, factor = self.nan
+            # No sum leaves its half of the register; or-ing what is there already loses nothing.
+            filled = "or.b32 t, t, u;" if factor == 1 else f"mul.lo.u32 u, u, {factor}; or.b32 t, t, u;"
+            lines.append(f"add.u32 u, t, {_twice(add)}; and.b32 u, u, {_twice(mask)}; {filled}")
         return " ".join(lines)
 
 
@@ -180,6 +194,13 @@ def _candidates(byte: int) -> Iterator[BitTrick]:
     yield BitTrick(0, ((8, 0x8000), (7, 0x3F80)), 0, 0, 8) if byte == 0 else BitTrick(0, ((0, 0x8000), (-1, 0x3F80)), 0, 0, 8)
 
 
+def _candidates_with_nan(byte: int) -> Iterator[BitTrick]:
+    """Tricks for codes that hold NaN: two's complement as w - 127 below zero, where -128 has all eight bits; e4m3, where NaN has seven."""
+    yield BitTrick(8 * byte, ((0, 0xFF),), 0x807F, 0, 24, (1, 0x100, 0x7E))
+    plain = list(_candidates(byte))[-1]
+    yield dataclasses.replace(plain, nan=(0x80, 0x4000, 1))
+
+
 @functools.lru_cache(maxsize=256)
 def find_trick(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
     """A trick that equals ``unpack(word, part)`` for all 256 words in byte ``byte``, or None."""
@@ -190,8 +211,10 @@ def find_trick(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
     finite = eager.isfinite()
     # The other byte of the word must not show: it is filled with both extremes.
     both = [(words << 8) | other if byte else words | (other << 8) for other in (0, 0xFF, 0x5A)]
-    for trick in _candidates(byte):
+    for trick in _candidates_with_nan(byte) if fmt.static else _candidates(byte):
         biased = dataclasses.replace(trick, offset=int((trick.evaluate(both[0]) - eager)[0].item()))
-        if all(torch.equal(biased.evaluate(side, beside)[finite], eager[finite]) for side in both for beside in (0, 0xFFFF)):
+        found = [biased.evaluate(side, beside) for side in both for beside in (0, 0xFFFF)]
+        right = all(torch.equal(values[finite], eager[finite]) for values in found)
+        if right and (not fmt.static or all(bool(values[~finite].isnan().all()) for values in found)):
             return biased
     return None

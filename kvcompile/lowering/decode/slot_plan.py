@@ -131,8 +131,13 @@ class SlotPlan:
         return TRITON_TYPES[self.view]
 
     @property
+    def coded(self) -> bool:
+        """Whether words are codes that scales belong to, which have to be unpacked."""
+        return self.scaled or self.static
+
+    @property
     def plain(self) -> bool:
-        """Whether the codes are the values."""
+        """Whether the codes are the values, or are those times one number for each kv head."""
         return self.decode is Decode.PLAIN
 
     @property
@@ -215,7 +220,7 @@ def dot_dtype(fmt: KernelFormat, query: torch.dtype) -> torch.dtype:
     """
     if query == torch.float32:
         return query
-    if not fmt.scaled:
+    if not fmt.coded:
         return torch.promote_types(fmt.word_dtype, query)
     words = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.word_dtype)
     for part in range(fmt.parts):
@@ -245,7 +250,7 @@ def slot_plan(
         return _elements(fmt, role, dim, query)
     grouped = decode in {Decode.SCALED, Decode.SHIFTED, Decode.TABLED}
     edges = _edges(fmt, words) if grouped else [words]
-    pair = wide and fmt.scaled and dtype == torch.float16 and all(edge % 2 == 0 for edge in edges)
+    pair = wide and fmt.coded and dtype == torch.float16 and all(edge % 2 == 0 for edge in edges)
     per = 2 if pair else 1
     chunks = _chunks([edge // per for edge in edges])
     pieces = []
@@ -273,7 +278,7 @@ def slot_plan(
     offsets = {piece.offset for piece in pieces}
     assert len(offsets) == 1 or decode is Decode.SHIFTED, "parts of one scheme have different offsets"
     return SlotPlan(
-        role, dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, decode, fmt.scaled and dtype == torch.float16,
+        role, dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, decode, fmt.coded and dtype == torch.float16,
         fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), pieces[0].offset, lifted,
         fmt.group, fmt.block, fmt.levels, 1, fmt.static, tuple(chunks), tuple(pieces),
     )

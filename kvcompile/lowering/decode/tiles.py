@@ -77,7 +77,7 @@ def _decode_tiles(base: AttendConfig, rows: int) -> list[Tile]:
         return [Tile(32, block_r, True, 4, 2), Tile(32, block_r, True, 2, 2), Tile(64, block_r, True, 4, 2)]
     if key.folded or value.shifted:
         return [Tile(32, block_r, True, 1, 3), Tile(32, block_r, True, 1, 2), Tile(32, block_r, True, 1, 4)]
-    if not key.scaled and not value.scaled:
+    if not key.coded and not value.coded:
         return [wide, tall, Tile(64, block_r, True, 2, 3), *single]
     if min(piece.block for piece in value.pieces) >= 64:
         return [tall, *single, Tile(64, block_r, True, 2, 3)]
@@ -91,7 +91,7 @@ def _extend_tiles(base: AttendConfig, rows: int) -> list[Tile]:
         return [Tile(32, 64, False, 4, 2), Tile(64, 32, False, 4, 2), Tile(16, 32, False, 4, 2)]
     key, value = base.plans
     square, turned = Tile(64, 64, False, 4, 3), Tile(64, 64, True, 4, 3)
-    if not key.scaled and not value.scaled:
+    if not key.coded and not value.coded:
         return [square, Tile(64, 128, False, 8, 3), Tile(32, 128, False, 4, 3)]
     # Unpacking is paid once a tile of rows, so rows are many; codes stay in registers where tokens come first.
     narrow = min(piece.block for piece in (*key.pieces, *value.pieces)) < 64
