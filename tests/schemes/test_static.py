@@ -209,6 +209,24 @@ def test_each_layer_has_its_own_scales(kind: str, inner: str, name: str) -> None
         assert torch.equal(store.plane("scales"), copied.plane("scales"))
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_generate_writes_what_the_eager_definition_writes(name: str) -> None:
+    """Left padding, a growing and a static cache, and a second request, through Inductor."""
+    model, plain = llama(head_dim=32), llama(head_dim=32)
+    scheme = random_scales(llama_paths(2), name, amax=6.0)
+    model.forward = torch.compile(model.forward, backend=kvcompile.backend(scheme))
+    plain.forward = torch.compile(plain.forward, backend=kvcompile.backend(scheme, inner="eager"))
+    for seed, options in enumerate(({}, {"cache_implementation": "static"})):
+        words = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(seed))
+        keep = torch.ones_like(words)
+        keep[1, :5] = 0
+        found, wanted = (
+            each.generate(words, attention_mask=keep, max_new_tokens=10, do_sample=False, **options) for each in (model, plain)
+        )
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("policy", ["kv", "windowed"])
 def test_beside_other_schemes(policy: str) -> None:
     scheme, model = random_scales(llama_paths(2), amax=6.0), llama(head_dim=32)
