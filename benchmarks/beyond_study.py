@@ -38,8 +38,10 @@ sys.path[:0] = [str(HERE.parent / "examples")]
 from tinylm import codec, corpus
 
 import kvcompile
-from kvcompile.cli.quality import Bench, Effort
+from kvcompile.cli.subjects import tinylm
 from kvcompile.cli.targets import Options, resolve
+from kvcompile.evaluation.bench import Bench, Effort
+from kvcompile.evaluation.results import summarised
 from kvcompile.learning.learn import Learned, native_loss
 from kvcompile.learning.loss import NextToken
 from kvcompile.learning.settings import LearnSettings
@@ -190,9 +192,9 @@ class Study:
         if self.known(part="retrieval", seed=seed, **options) is not None:
             return
         trained = self.learned(Beyond(**options), self.settings, seed).scheme
-        bench = Bench(effort, seed=seed)
+        bench = Bench(tinylm(), dataclasses.replace(effort, seed=seed))
         for label, scheme in (("dense", "dense"), ("initial", Beyond(**options)), ("trained", trained)):
-            self.add(part="retrieval", label=label, seed=seed, **options, **bench.measure(scheme, label).plain())
+            self.add(part="retrieval", label=label, seed=seed, **options, **summarised(bench.measure(scheme, label)))
 
 
 def table(content: dict[str, Any]) -> str:
@@ -243,7 +245,7 @@ def main() -> None:
         for label, change in changes.items():
             study.trained("ablation", f"{arguments.ablate} bits, {label}", chosen, change, seed)
         if "retrieval" in parts:
-            study.retrieval(chosen, seed, Effort(context=600, tail=32, questions=24, inner="eager"))
+            study.retrieval(chosen, seed, Effort((600,), tail=32, questions=24, inner="eager", attention=False))
     sys.stdout.write(table(study.content) + "\n")
 
 

@@ -25,9 +25,10 @@ def quality(path: Path) -> dict[str, object]:
             "kl": row["kl"], "same": row["agreement"]["hits"], "predictions": row["agreement"]["trials"],
             "answers": sum(row[task]["hits"] for task in TASKS), "questions": sum(row[task]["trials"] for task in TASKS),
         }
-    effort = run["effort"]
-    command = f"kvcompile eval --quick --context {effort['context']} --questions {effort['questions']}"
-    return {"context": effort["context"], "device": run["device"], "torch": run["torch"], "command": command, "rows": rows}
+    config, machine = run["config"], run["machine"]
+    (length,) = config["lengths"]
+    command = f"kvcompile eval --quick --context {length} --questions {config['questions']}"
+    return {"context": length, "device": machine["device"], "torch": machine["versions"]["torch"], "command": command, "rows": rows}
 
 
 def speed(path: Path) -> dict[str, object]:

@@ -16,10 +16,14 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from rich.console import Console
 
-from kvcompile.cli.quality import Bench, Effort, labels, quality_table
+from kvcompile.cli.subjects import tinylm
+from kvcompile.evaluation.bench import Bench, Effort, labels
+from kvcompile.evaluation.machine import machine
+from kvcompile.evaluation.measures import Measured
+from kvcompile.evaluation.results import Results
+from kvcompile.evaluation.tables import summary_table
 
 PARTS: dict[str, tuple[str, ...]] = {
     "schemes": ("dense", "int4", "kivi(bits=4)", "kivi", "squat", "squat(lam=0.001,rank=5,normalise=False)"),
@@ -45,22 +49,20 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    effort = Effort(arguments.context, arguments.tail, arguments.questions, inner=arguments.inner)
+    effort = Effort((arguments.context,), arguments.tail, arguments.questions, inner=arguments.inner, attention=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    bench, rows = Bench(effort, device=device), []
+    bench, rows = Bench(tinylm(device), effort), list[Measured]()
     progress = Console(stderr=True)
     names = arguments.schemes.split(";") if arguments.schemes else PARTS[arguments.part]
+    settings = {"model": "tinylm", "dtype": bench.subject.dtype, "unit": "bytes", **dataclasses.asdict(effort)}
+    results = Results(settings, machine(device), bench.reference(), ())
     for scheme, label in labels(names):
         rows.append(bench.measure(scheme, label))
-        row = rows[-1]
-        progress.print(f"{label}: {row.bits_per_byte:.3f} bits per byte, multi-key {row.multikey.value:.0%}, {row.seconds:.0f} s")
+        row, results = rows[-1], dataclasses.replace(results, schemes=tuple(rows))
+        progress.print(f"{label}: {row.bits_per_byte:.3f} bits per byte, multi-key {row.share('multikey').value:.0%}, {row.seconds:.0f} s")
         if arguments.json:
-            arguments.json.write_text(json.dumps({
-                "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__,
-                "transformers": transformers.__version__, "effort": dataclasses.asdict(effort),
-                "reference_bits_per_byte": bench.reference_bits(), "schemes": [row.plain() for row in rows],
-            }, indent=1) + "\n")
-    Console(width=150).print(quality_table(rows, effort, bench.reference_bits(), bench.dtype))
+            arguments.json.write_text(json.dumps(results.plain(), indent=1) + "\n")
+    Console(width=150).print(summary_table(results))
     return 0
 
 

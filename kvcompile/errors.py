@@ -105,6 +105,14 @@ class QuestionTooLong(KvcompileError, ValueError):
     template = "the statements of a question do not fit: expected room for {needed} {unit}, found {found}; {todo}"
 
 
+class BadEvaluation(KvcompileError, ValueError):
+    template = "kvcompile eval expects {setting} to be {expected}, found {found}; {todo}"
+
+
+class ResultsUnread(KvcompileError):
+    template = "expected the results of kvcompile eval in {path}, found {found}; measure again, or name the results.json of a run"
+
+
 class Tier2Missing(KvcompileError):
     template = (
         "attention with a certificate needs the originals of all {expected} pages of codes, found {found} pages of {what}; "

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import json
 import logging
@@ -24,7 +23,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.syntax import Syntax
 
 from kvcompile.backend import Backend, backend
-from kvcompile.cli import bench, calibrate, learn, plan, sensitivity
+from kvcompile.cli import bench, calibrate, evaluate, learn, plan, sensitivity
 from kvcompile.cli.scheme_table import scheme_table
 from kvcompile.cli.targets import CacheKind, Options, Target, resolve
 from kvcompile.errors import KvcompileError, TargetError
@@ -89,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     schemes.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="the model's dtype (default bfloat16)")
     schemes.add_argument("--tokens", type=_count, default=131072, help="context length for the last column (default 131072)")
     schemes.set_defaults(run=_schemes)
-    _eval_parser(commands.add_parser("eval", help="quality of schemes on tinylm, decoding through the compiled cache"))
+    evaluate.add(commands, _split)
     _survey_parser(commands.add_parser("survey", help="which architectures of transformers are rewritten, and what their logits lose"))
     return parser
 
@@ -108,20 +107,6 @@ def _survey_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every case as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     parser.set_defaults(run=_survey)
-
-
-def _eval_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--schemes", default="dense,int8,fp8,int4", help="names, separated by commas outside of parentheses")
-    parser.add_argument("--quick", action="store_true", help="small sizes and the ops' eager bodies: about a minute on two cores")
-    parser.add_argument("--context", type=_count, help="prompt bytes (default 2000; quick 600)")
-    parser.add_argument("--questions", type=_count, help="questions a retrieval task (default 96; quick 16)")
-    parser.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles the rewritten graph")
-    parser.add_argument("--device", default=_device(), help="cpu or cuda (default: cuda if there is one)")
-    parser.add_argument("--threads", type=_count, default=1, help="CPU threads (default 1: tinylm is too small for more)")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--telemetry", action="store_true", help="also print what certified attention did, bounds and fallbacks")
-    parser.set_defaults(run=_eval)
 
 
 def _target_options(parser: argparse.ArgumentParser) -> None:
@@ -222,28 +207,6 @@ def _schemes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _eval(arguments: argparse.Namespace) -> int:
-    from kvcompile.cli.quality import QUICK, Bench, Effort, Quality, labels, quality_table, telemetry_table
-
-    asked = {name: getattr(arguments, name) for name in ("context", "questions", "inner") if getattr(arguments, name) is not None}
-    effort = dataclasses.replace(QUICK if arguments.quick else Effort(), **asked)
-    wanted = labels(_split(arguments.schemes))
-    console, progress = _console(), Console(stderr=True)
-    torch.set_num_threads(arguments.threads)
-    bench = Bench(effort, device=arguments.device, seed=arguments.seed)
-    rows: list[Quality] = []
-    for scheme, label in wanted:
-        with progress.status(f"{label}: compiling and measuring ({len(rows) + 1} of {len(wanted)})"):
-            rows.append(bench.measure(scheme, label))
-    if arguments.json:
-        console.file.write(json.dumps(_as_json(rows, effort, bench.reference_bits(), arguments.device), indent=2) + "\n")
-    else:
-        console.print(quality_table(rows, effort, bench.reference_bits(), bench.dtype))
-        if arguments.telemetry:
-            console.print(telemetry_table(rows))
-    return 0
-
-
 def _survey(arguments: argparse.Namespace) -> int:
     from kvcompile.cli.architectures import names
     from kvcompile.cli.survey import Survey, conduct, untried
@@ -281,13 +244,6 @@ def _known_cases(path: str) -> list[Any]:
         return read_cases(Path(path))
     except (OSError, ValueError, TypeError) as error:
         raise TargetError(found=path, why=f"it is no JSON of an earlier survey: {error}") from error
-
-
-def _as_json(rows: Sequence[Any], effort: Any, reference_bits: float, device: str) -> dict[str, Any]:
-    return {
-        "device": device, "torch": torch.__version__, "effort": dataclasses.asdict(effort), "reference_bits_per_byte": reference_bits,
-        "schemes": [row.plain() for row in rows],
-    }
 
 
 def _split(text: str) -> list[str]:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from kvcompile.cli.plan import console, gigabytes, positive
 from kvcompile.cli.plan_target import ODD
+from kvcompile.cli.subjects import tinylm
 from kvcompile.cli.targets import Options, quiet, resolve, static_cache
 from kvcompile.errors import TargetError
 from kvcompile.planner.fitting import Fitted, fitted
@@ -93,10 +94,8 @@ def _measured(subject: Subject, names: list[str]) -> Sensitivity:
 
 def _tinylm(arguments: argparse.Namespace) -> Subject:
     """tinylm with its held-out text; a prompt has one start token more."""
-    from kvcompile.cli.quality import Bench, Effort
-
-    bench = Bench(Effort(context=arguments.context, tail=arguments.steps, questions=1, batch=arguments.rows), device=arguments.device)
-    return _subject("tinylm", bench.model, bench.ids, arguments.context + 1)
+    found = tinylm(arguments.device)
+    return _subject("tinylm", found.model, found.texts(arguments.context, arguments.steps, arguments.rows), arguments.context + 1)
 
 
 def _checkpoint(arguments: argparse.Namespace) -> Subject:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcompile.cli import _split, main, quality
+from kvcompile.cli import _split, evaluate, main
 from kvcompile.cli.targets import Options, resolve
 from kvcompile.errors import TargetError
 from kvcompile.schemes import SCHEMES
@@ -204,7 +204,7 @@ def test_eval_prints_the_telemetry_of_certified_attention(
     run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is printed, of as little text as has every line of it; figures are held by the test of JSON."""
-    monkeypatch.setattr(quality, "QUICK", replace(quality.QUICK, tail=6, batch=2))
+    monkeypatch.setattr(evaluate, "QUICK", replace(evaluate.QUICK, tail=6, batch=2))
     status, out, _ = run(
         "eval", "--quick", "--schemes", "dense,certified(certify=k_max:2)", "--context", "256", "--questions", "1", "--telemetry"
     )

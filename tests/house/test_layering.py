@@ -73,8 +73,8 @@ ALLOWED = {
         "kvcompile.report", "kvcompile.explain", "kvcompile.backend", "kvcompile.planner",
     ),
     "kvcompile.evaluation": (
-        "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.lowering.certificate.telemetry", "kvcompile.report",
-        "kvcompile.backend", "kvcompile.evaluation",
+        "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.settings", "kvcompile.passes.graph.dynamo",
+        "kvcompile.lowering.certificate.telemetry", "kvcompile.report", "kvcompile.backend", "kvcompile.evaluation",
     ),
     "kvcompile.report": ("kvcompile.types", "kvcompile.passes", "kvcompile.schemes"),
 }

@@ -24,7 +24,7 @@ Units = TypeVar("Units", bytes, tuple[int, ...])
 
 
 class Writing(Protocol[Units]):
-    """What prompts are made of, and how text becomes that."""
+    """The units that prompts are made of (bytes, a tokenizer's ids), and how text becomes units."""
 
     unit: str
 

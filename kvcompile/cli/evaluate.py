@@ -1,0 +1,148 @@
+"""``kvcompile eval``: quality of schemes on tinylm or a checkpoint, decoding through the compiled cache.
+
+    kvcompile eval --quick
+    kvcompile eval ./checkpoint --data book.txt --schemes dense,int8,int4 --tasks needle,variable,frequent --lengths 4096,16384 --out run
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from kvcompile.cli.plan import console, positive
+from kvcompile.cli.subjects import TINYLM, checkpoint, tinylm
+from kvcompile.errors import BadEvaluation
+from kvcompile.evaluation.bench import QUICK, Bench, Effort, labels
+from kvcompile.evaluation.machine import machine
+from kvcompile.evaluation.measures import Measured
+from kvcompile.evaluation.plots import draw
+from kvcompile.evaluation.results import Results
+from kvcompile.evaluation.subject import Subject
+from kvcompile.evaluation.tables import heatmap, layer_table, paired_table, summary_table, telemetry_table
+from kvcompile.evaluation.tasks import TASKS
+
+SCHEMES = "dense,int8,fp8,int4"
+CHECKPOINT = Effort(lengths=(4096,), tail=64, questions=20, batch=1)
+"""Of a checkpoint with a tokenizer, unless told: a large model's prompts go one by one."""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Callable[[str], list[str]]) -> None:
+    """Add the command; ``split`` is that of the other commands."""
+    parser = commands.add_parser("eval", help="quality of schemes on tinylm or a checkpoint, decoding through the compiled cache")
+    parser.add_argument("target", nargs="?", metavar="MODEL", help="a local checkpoint folder (default: tinylm)")
+    parser.add_argument("--schemes", type=split, default=split(SCHEMES), metavar="A,B", help=f"(default {SCHEMES})")
+    parser.add_argument("--tasks", type=split, metavar="A,B", help=f"among {', '.join(TASKS)} (default: trained ones, else RULER's)")
+    parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="text for prompts (tinylm: its held-out text)")
+    parser.add_argument("--lengths", "--context", type=split, metavar="N,M", help="of prompts (default 2000; quick 600; checkpoint 4096)")
+    parser.add_argument("--depths", type=split, metavar="A,B", help="shares of text before a statement (default 0,0.25,0.5,0.75,1)")
+    parser.add_argument("--questions", type=positive, help="for each task and length (default 96; quick 16; checkpoint 20)")
+    parser.add_argument("--tail", type=positive, help="tokens decoded behind each text (default 128; quick 32; checkpoint 64)")
+    parser.add_argument("--batch", type=positive, help="texts, and questions at a time (default 8; checkpoint 1)")
+    parser.add_argument("--quick", action="store_true", help="small sizes and the ops' eager bodies: about a minute on two cores")
+    parser.add_argument("--attention", action=argparse.BooleanOptionalAction, help="errors of attention by layer (quick: none)")
+    parser.add_argument("--bytes", action="store_true", help="token ids are bytes, as tinylm's: a model without tokenizer files")
+    parser.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles the rewritten graph")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: a checkpoint's own; tinylm float32 on a cpu")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1: tinylm is too small for more)")
+    parser.add_argument("--seed", type=int, default=0, help="of questions and of bootstrap intervals")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV, pictures, settings and machine into a folder")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--heatmaps", action="store_true", help="also print right answers by depth and length, of each task and scheme")
+    parser.add_argument("--telemetry", action="store_true", help="also print what certified attention did, bounds and fallbacks")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write after every scheme, print."""
+    wanted, effort = labels(arguments.schemes), effort_of(arguments)
+    torch.set_num_threads(arguments.threads)
+    if arguments.out is not None and (arguments.out / "results.json").exists():
+        raise BadEvaluation(setting="--out", expected="a folder without a run", found=arguments.out, todo="name a new one")
+    subject = subject_of(arguments)
+    rows: list[Measured] = []
+    with Console(stderr=True).status(f"{subject.name}: building questions") as status:
+        bench = Bench(subject, effort, lambda what: status.update(f"{what} ({len(rows)} of {len(wanted)} schemes done)"))
+        results = Results(config(subject, bench, arguments), machine(arguments.device), bench.reference(), ())
+        for scheme, label in wanted:
+            rows.append(bench.measure(scheme, label))
+            results = dataclasses.replace(results, schemes=tuple(rows))
+            if arguments.out is not None:
+                # What was measured stays even where the command is stopped.
+                results.save(arguments.out)
+    if arguments.out is not None:
+        draw(results, arguments.out)
+    show(results, arguments)
+    return 0
+
+
+def show(results: Results, arguments: argparse.Namespace) -> None:
+    """Print what was asked for."""
+    shown = console()
+    if arguments.json:
+        shown.file.write(json.dumps(results.plain(), indent=2) + "\n")
+        return
+    shown.print(summary_table(results))
+    shown.print(paired_table(results))
+    if any(row.layers for row in results.schemes):
+        shown.print(layer_table(results.schemes))
+    if arguments.heatmaps:
+        for task in results.reference.tasks:
+            shown.print(heatmap((results.reference, *results.schemes), task, results.config["unit"]))
+    if arguments.telemetry:
+        shown.print(telemetry_table(results.schemes))
+    for row in results.schemes:
+        for reason in row.refusals:
+            shown.print(f"{row.scheme}: an attention stayed as it was: {reason}", markup=False, style="yellow")
+
+
+def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All settings of a run."""
+    effort = dataclasses.asdict(bench.effort)
+    names = list(dict.fromkeys(item.task for items in bench.questions.values() for item in items))
+    return {
+        "model": subject.name, "unit": subject.unit, "dtype": subject.dtype, "rule": subject.rule.value, "device": arguments.device,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in effort.items()}, "tasks": names,
+        "data": [path.name for path in arguments.data],
+    }
+
+
+def effort_of(arguments: argparse.Namespace) -> Effort:
+    """How much is measured: the defaults of the kind of run, and what was asked for."""
+    kind = QUICK if arguments.quick else Effort() if arguments.target is None or arguments.bytes else CHECKPOINT
+    given = {name: getattr(arguments, name) for name in ("questions", "tail", "batch", "inner", "attention")}
+    asked = {name: value for name, value in given.items() if value is not None}
+    if arguments.lengths is not None:
+        asked["lengths"] = tuple(dict.fromkeys(_number("--lengths", item, int, 1) for item in arguments.lengths))
+    if arguments.depths is not None:
+        asked["depths"] = tuple(_number("--depths", item, float, 0) for item in arguments.depths)
+    if arguments.tasks is not None:
+        asked["tasks"] = tuple(arguments.tasks)
+    return dataclasses.replace(kind, seed=arguments.seed, **asked)
+
+
+def _number(setting: str, text: str, kind: Callable[[str], Any], least: float) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not value >= least:
+        expected = f"numbers from {least} on, with commas between them"
+        raise BadEvaluation(setting=setting, expected=expected, found=repr(text), todo="correct it")
+    return value
+
+
+def subject_of(arguments: argparse.Namespace) -> Subject:
+    """tinylm, a model of bytes like it, or a checkpoint with its tokenizer."""
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    if arguments.target is None or arguments.bytes:
+        return tinylm(arguments.device, dtype, TINYLM if arguments.target is None else Path(arguments.target), arguments.data)
+    return checkpoint(arguments.target, arguments.data, arguments.device, dtype)

@@ -1,0 +1,27 @@
+"""Machine: where a run was made, for its folder: device, cores, versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import torch
+
+PACKAGES = ("kvcompile", "torch", "triton", "transformers", "tokenizers", "numpy")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """The device by its name, processor, cores, threads, and versions of Python and packages that are installed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
+    return {
+        "device": name, "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "python": platform.python_version(), "versions": versions,
+    }

@@ -1,0 +1,99 @@
+"""Pictures of results: quality against bytes held, against length, and heatmaps by depth and length. Needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvcompile.evaluation.measures import Measured, mean
+from kvcompile.evaluation.results import Results
+from kvcompile.evaluation.tables import grid
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Draw all pictures into a folder; none where matplotlib is missing or there is nothing to show."""
+    if importlib.util.find_spec("matplotlib") is None or not results.schemes:
+        return []
+    pictures: dict[str, Callable[[Results, Path], None]] = {"bytes.png": by_bytes, "length.png": by_length}
+    if results.reference.tasks:
+        pictures["heatmaps.png"] = heatmaps
+    for name, make in pictures.items():
+        make(results, folder / name)
+    return [folder / name for name in pictures]
+
+
+def _axes(columns: int) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * columns, 4), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+
+
+def accuracy(row: Measured, length: int | None = None) -> float:
+    """The share of right answers over all tasks."""
+    return row.share(length=length).value
+
+
+def by_bytes(results: Results, to: Path) -> None:
+    """Draw KL, and right answers where questions were asked, against the share of the dense bytes that the longest caches hold."""
+    asked = bool(results.reference.tasks)
+    figure, axes = _axes(2 if asked else 1)
+    for row in results.schemes:
+        if not row.dense_bytes:
+            continue
+        held = 100 * row.cache_bytes / row.dense_bytes
+        kl = results.compared(row).kl
+        # A logarithmic axis holds no zero.
+        value, low, high = (max(1e-9, item) for item in (kl.value, kl.low, kl.high))
+        axes[0].errorbar([held], [value], yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], fmt="o", label=row.scheme)
+        if asked:
+            share = row.share()
+            below, above = max(0.0, share.value - share.interval[0]), max(0.0, share.interval[1] - share.value)
+            axes[1].errorbar([held], [share.value], yerr=[[below], [above]], fmt="o", label=row.scheme)
+    axes[0].set(xlabel="bytes held, % of dense", ylabel="KL, nats a token", yscale="log")
+    if asked:
+        axes[1].axhline(accuracy(results.reference), linestyle=":", color="gray", label="uncompressed")
+        axes[1].set(xlabel="bytes held, % of dense", ylabel="right answers, all tasks", ylim=(-0.02, 1.02))
+    axes[-1].legend(fontsize=7)
+    figure.savefig(to, dpi=120)
+
+
+def by_length(results: Results, to: Path) -> None:
+    """Draw KL and right answers against the length of prompts."""
+    asked = bool(results.reference.tasks)
+    figure, axes = _axes(2 if asked else 1)
+    for row in results.schemes:
+        axes[0].plot(results.lengths, [max(1e-9, mean(text.kl)) for text in row.texts], "o-", label=row.scheme)
+        if asked:
+            axes[1].plot(results.lengths, [accuracy(row, length) for length in results.lengths], "o-", label=row.scheme)
+    axes[0].set(xlabel=f"{results.config['unit']} of prompt", ylabel="KL, nats a token", yscale="log")
+    if asked:
+        dense = [accuracy(results.reference, length) for length in results.lengths]
+        axes[1].plot(results.lengths, dense, ":", color="gray", label="uncompressed")
+        axes[1].set(xlabel=f"{results.config['unit']} of prompt", ylabel="right answers, all tasks", ylim=(-0.02, 1.02))
+    axes[-1].legend(fontsize=7)
+    figure.savefig(to, dpi=120)
+
+
+def heatmaps(results: Results, to: Path) -> None:
+    """Draw right answers by depth and length, a row of pictures for each scheme and a column for each task."""
+    from matplotlib.figure import Figure
+
+    rows, tasks = [results.reference, *results.schemes], results.reference.tasks
+    figure = Figure(figsize=(2.4 * len(tasks) + 1, 1.8 * len(rows)), layout="constrained")
+    places = figure.subplots(len(rows), len(tasks), squeeze=False)
+    image = None
+    for row, line in zip(rows, places, strict=True):
+        for task, axes in zip(tasks, line, strict=True):
+            depths, lengths, cells = grid(row, task)
+            image = axes.imshow([[share.value for share in shares] for shares in cells], vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            few = range(0, len(depths), max(1, len(depths) // 5))
+            axes.set(title=f"{row.scheme}: {task}", xticks=range(len(lengths)), xticklabels=lengths)
+            axes.set(yticks=list(few), yticklabels=[f"{depths[at]:.0%}" for at in few])
+            axes.title.set_fontsize(7)
+            axes.tick_params(labelsize=6)
+    if image is not None:
+        figure.colorbar(image, ax=places, shrink=0.6)
+    figure.savefig(to, dpi=120)
