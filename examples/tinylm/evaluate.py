@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import log, sqrt
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ if __package__ in (None, ""):
     # The folder of examples, and the repository: questions are built by kvcompile.evaluation.
     sys.path[:1] = [str(HERE.parent), str(HERE.parents[1])]
 
+from kvcompile.evaluation.statistics import wilson
 from tinylm import codec, corpus, tasks
 
 Model = Callable[..., Any]
@@ -53,10 +54,7 @@ class Score:
 
     def interval(self, z: float = 1.96) -> tuple[float, float]:
         """Wilson's confidence interval of the accuracy (95% unless told)."""
-        n, p = max(1, self.trials), self.accuracy
-        middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-        return max(0.0, middle - half), min(1.0, middle + half)
+        return wilson(self.hits, self.trials, z)
 
 
 def device_of(model: Model) -> torch.device:

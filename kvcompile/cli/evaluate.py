@@ -100,6 +100,8 @@ def show(results: Results, arguments: argparse.Namespace) -> None:
     if arguments.telemetry:
         shown.print(telemetry_table(results.schemes))
     for row in results.schemes:
+        if not row.dense_bytes:
+            shown.print(f"{row.scheme}: no attention over a cache was rewritten, so nothing was compressed", markup=False, style="yellow")
         for reason in row.refusals:
             shown.print(f"{row.scheme}: an attention stayed as it was: {reason}", markup=False, style="yellow")
 

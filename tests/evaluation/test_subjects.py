@@ -9,8 +9,8 @@ import pytest
 import torch
 from question_solver import solve
 
+from kvcompile.cli.subjects import TINYLM, tinylm
 from kvcompile.cli.subjects import checkpoint as read_checkpoint
-from kvcompile.cli.subjects import tinylm
 from kvcompile.errors import BadEvaluation, TargetError
 from kvcompile.evaluation.bench import QUICK, Bench, Effort
 from kvcompile.evaluation.subject import Rule, Subject
@@ -94,3 +94,13 @@ def test_targets_that_cannot_be_evaluated(checkpoint: Path, book: Path, tmp_path
     with pytest.raises(TargetError, match="--bytes"):
         read_checkpoint(str(bare), [book])
     assert torch.is_tensor(read_checkpoint(str(checkpoint), [book]).texts(8, 2, 1))
+
+
+def test_a_model_of_bytes_in_a_folder(shipped: Subject, book: Path) -> None:
+    """tinylm's own folder as a checkpoint: it has no tokenizer, which --bytes is for; its text may be another."""
+    with pytest.raises(TargetError, match="--bytes"):
+        read_checkpoint(str(TINYLM), [book])
+    other = tinylm(folder=TINYLM, data=[book])
+    assert other.filler == book.read_bytes() and other.start == shipped.start
+    (item,) = other.questions("needle", 1, 300, (0.5,), seed=0)
+    assert solve(other.text(item.prompt)) == item.expected and b"trace the of code" in bytes(item.prompt[1:])
