@@ -90,6 +90,7 @@ def test_a_checkpoint_with_a_tokenizer(
     assert [item.said for item in dense.answers] == [item.said for item in results.reference.answers]
     assert len(int4.answers) == 2 * 2 * 3 and int4.cache_bytes < 0.4 * int4.dense_bytes
     assert {item.path for item in int4.layers} == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    assert int4.graphs == 3, "a prompt's graph for each length, one for all steps"
     assert results.machine["versions"]["torch"] == torch.__version__
     assert {"results.json", "config.json", "summary.csv", "answers.csv"} <= {path.name for path in out.iterdir()}
     # The uniform model of 400 ids needs log2(400) bits a token, whose bytes are counted.
