@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvcompile.cli.targets import Options, quiet, resolve, static_cache
-from kvcompile.errors import TargetError
+from kvcompile.errors import BadBatch, BadEvaluation, TargetError
 from kvcompile.evaluation.subject import Rule, Subject, TokenWriting
 from kvcompile.evaluation.tasks import BYTES
 from kvcompile.learning.text import documents
@@ -32,7 +32,7 @@ def tinylm(
     codec, corpus = import_module("tinylm.codec"), import_module("tinylm.corpus")
     kind = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
     model = resolve(str(folder), Options(dtype=kind, device=device)).model
-    text = "\n\n".join(documents(data)).encode() if data else corpus.heldout_text()
+    text = joined(data).encode() if data else corpus.heldout_text()
     return Subject(
         "tinylm" if folder == TINYLM else str(folder), model, device, BYTES, text, (codec.BOS,), codec.decode, Rule.LINE,
         lambda tokens: static_cache(model, tokens), longest(model), TRAINED,
@@ -48,7 +48,7 @@ def checkpoint(path: str, data: Sequence[Path], device: str = "cpu", dtype: torc
         raise TargetError(found=path, why="eval of a checkpoint needs --data FILES, the text that its prompts are made of")
     tokenizer = tokenizer_of(path)
     model: Any = target.model
-    whole = "\n\n".join(documents(data))
+    whole = joined(data)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -63,6 +63,14 @@ def checkpoint(path: str, data: Sequence[Path], device: str = "cpu", dtype: torc
         path, model, device, TokenWriting(encode, text), filler, start, text, Rule.PARTS, lambda tokens: static_cache(model, tokens),
         longest(model),
     )
+
+
+def joined(data: Sequence[Path]) -> str:
+    """The texts of files, one behind the other; raises BadEvaluation where one cannot be read."""
+    try:
+        return "\n\n".join(documents(data))
+    except BadBatch as error:
+        raise BadEvaluation(setting="--data", **error.facts) from error
 
 
 def tokenizer_of(path: str) -> Any:

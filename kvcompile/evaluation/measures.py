@@ -51,7 +51,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of all caches of one length once its texts were decoded: what ``report()`` says is allocated, and the dense tensors' ."""
+    """Bytes of one length's cache once its texts were decoded: allocated, as ``report()`` says, and of its dense tokens."""
 
     length: int
     allocated: int

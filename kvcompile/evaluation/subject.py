@@ -32,7 +32,7 @@ class Rule(enum.Enum):
         """Whether ``said`` is right, and the share of the answer's parts that are in it."""
         kind = TASKS[task]
         parts = [part.decode() for part in kind.parts(expected.encode())]
-        line, ended, _ = said.lstrip(" ").partition("\n")
+        line, ended, _ = said.partition("\n")
         within = (said if self is Rule.PARTS else line).lower()
         share = sum(part.lower() in within for part in parts) / len(parts)
         if self is Rule.PARTS:

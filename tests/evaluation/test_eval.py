@@ -110,7 +110,7 @@ def test_tinylm_as_json_names_what_differs(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(("argv", "says"), [
     (["--schemes", "int5"], "expected one of the schemes"), (["--lengths", "many"], "--lengths"), (["--depths", "x"], "--depths"),
-    (["no/such/folder", "--data", "x"], "there is no such folder"), (["--data", "no_such_file.txt"], "no_such_file.txt"),
+    (["no/such/folder", "--data", "x"], "there is no such folder"), (["--data", "no_such_file.txt"], "expects --data to be text in UTF-8"),
     (["--tasks", "niah"], "names among needle"),
 ])
 def test_errors_come_before_anything_is_measured(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
