@@ -1,8 +1,9 @@
 """Bench: a subject with its texts, questions and reference, and the measurement of one scheme after another.
 
-Every scheme runs as in use: prompts are prefilled through the compiled model into an empty cache, then single tokens are decoded from
-what the cache holds. The reference is the model as it is, uncompiled; it answers through a cache of its own and predicts without one.
-Caches of all lengths have one capacity, so a scheme compiles one graph for each length's prompt and one for all steps.
+Every scheme runs as in use: prompts are prefilled through the compiled model into an empty cache, then single tokens, the prompt's last
+one first, are decoded from what the cache holds. The reference is the model as it is, uncompiled; it answers through a cache of its own
+and predicts without one. Caches of all lengths have one capacity, so a scheme compiles one graph for each length's prompt and one for all
+steps.
 """
 
 from __future__ import annotations

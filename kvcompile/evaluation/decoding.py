@@ -1,6 +1,8 @@
 """Decoding: prompts through a model into an empty cache, then single tokens from what the cache holds.
 
-All calls have one of two shapes, a prompt's and a step's, and run without gradients: a compiled model has a graph for each.
+A prompt's last token is a step of its own: the graph of a prompt may attend to tokens as they are, so that what it predicts says nothing of
+the cache. Answers of one token would show no damage at all. All calls have one of two shapes, a prompt's and a step's, and run without
+gradients: a compiled model has a graph for each.
 """
 
 from __future__ import annotations
@@ -25,10 +27,20 @@ def last_only(model: Any) -> dict[str, int]:
 @torch.no_grad()
 def forced(model: Model, ids: torch.Tensor, prompt: int, cache: Any, options: dict[str, int]) -> Iterator[torch.Tensor]:
     """Logits [B, V] for every token behind the first ``prompt`` of ids [B, T], each decoded after the true ones before it."""
-    for start, stop in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1] - 1))]:
-        # Dynamo would compile again for the strides of a slice.
-        part = ids[:, start:stop].clone(memory_format=torch.contiguous_format)
-        yield model(input_ids=part, past_key_values=cache, use_cache=True, **options).logits[:, -1]
+    prefill(model, ids[:, :prompt], cache, options)
+    for at in range(prompt - 1, ids.shape[1] - 1):
+        yield model(input_ids=packed(ids[:, at : at + 1]), past_key_values=cache, use_cache=True, **options).logits[:, -1]
+
+
+def packed(part: torch.Tensor) -> torch.Tensor:
+    """A copy of a slice with strides of its own, for which Dynamo compiles no graph of its own."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def prefill(model: Model, prompt: torch.Tensor, cache: Any, options: dict[str, int]) -> None:
+    """Write all tokens of a prompt [B, P] but its last into an empty cache."""
+    if prompt.shape[1] > 1:
+        model(input_ids=packed(prompt[:, :-1]), past_key_values=cache, use_cache=True, **options)
 
 
 @torch.no_grad()
@@ -37,7 +49,8 @@ def greedy(
 ) -> list[list[int]]:
     """At most ``count`` ids said behind each of the prompts [B, P]; stops where ``ended`` holds for all rows."""
     said: list[list[int]] = [[] for _ in range(prompts.shape[0])]
-    inputs = prompts
+    prefill(model, prompts, cache, options)
+    inputs = packed(prompts[:, -1:])
     for _ in range(count):
         logits = model(input_ids=inputs, past_key_values=cache, use_cache=True, **options).logits
         inputs = logits[:, -1:].argmax(-1)

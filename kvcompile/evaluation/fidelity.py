@@ -60,7 +60,7 @@ def dense_outputs(subject: Subject, ids: torch.Tensor, prompt: int, paths: Seque
     """Outputs [B, T, ...] of the uncompressed model, of the tokens that a scheme decodes singly."""
     with heard(subject.model, paths) as found:
         subject.model(input_ids=ids[:, :-1], use_cache=False, **last_only(subject.model))
-    return {path: torch.cat(tensors, 1)[:, prompt:].cpu() for path, tensors in found.items() if tensors}
+    return {path: torch.cat(tensors, 1)[:, prompt - 1 :].cpu() for path, tensors in found.items() if tensors}
 
 
 def errors(found: dict[str, torch.Tensor], dense: dict[str, torch.Tensor], length: int) -> tuple[Layer, ...]:
@@ -91,10 +91,10 @@ def attention_errors(
         prompt = len(subject.start) + length
         steps: Outputs = {path: [] for path in named}
         with heard(subject.model, named) as found:
-            for number, _ in enumerate(forced(compiled, ids, prompt, subject.cache(capacity), {})):
+            for _ in forced(compiled, ids, prompt, subject.cache(capacity), {}):
                 for path, tensors in found.items():
-                    # The prompt's own outputs are left out: what is compared was read from the cache.
-                    steps[path] += [tensor.cpu() for tensor in tensors] if number else []
+                    # The first step comes behind the prompt's own call, whose outputs were not read from the cache.
+                    steps[path] += [tensor.cpu() for tensor in tensors[-1:]]
                     tensors.clear()
         ours = {path: torch.cat(tensors, 1) for path, tensors in steps.items() if tensors}
         rows += errors(ours, dense_outputs(subject, ids, prompt, list(ours)), length)

@@ -18,7 +18,7 @@ import torch
 
 from kvcompile.backend import Backend, backend
 from kvcompile.errors import BadEvaluation
-from kvcompile.evaluation.decoding import forced, last_only
+from kvcompile.evaluation.decoding import forced, last_only, packed, prefill
 
 MAX_GENERATED = 256
 """Tokens of an answer where a request does not say."""
@@ -123,7 +123,9 @@ class CompressedModel:
         until = [asked] if isinstance(asked, str) else list(asked)
         most = min(int(options.get("max_gen_toks", MAX_GENERATED)), self.max_length - 1)
         prompt = [*self.start, *self._encode(context)] or [self.prefix]
-        inputs, cache = torch.tensor([prompt[-(self.max_length - most) :]], device=self.place), self.new_cache(self.max_length)
+        ids, cache = torch.tensor([prompt[-(self.max_length - most) :]], device=self.place), self.new_cache(self.max_length)
+        prefill(self.compiled, ids, cache, self.options)
+        inputs = packed(ids[:, -1:])
         said: list[int] = []
         text = ""
         while len(said) < most and not any(stop in text for stop in until):

@@ -117,3 +117,14 @@ def test_errors_come_before_anything_is_measured(argv: list[str], says: str, cap
     assert main(["eval", "--quick", *argv]) == 2
     caught = capsys.readouterr()
     assert says in caught.err and not caught.out
+
+
+def test_every_prediction_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheme that holds nothing but zeros changes the first prediction behind a prompt, and an answer's only token."""
+    monkeypatch.setattr(Coarse, "encode", lambda self, x: tuple(torch.zeros_like(part) for part in kvcompile.Int8.encode(self, x)))
+    monkeypatch.setitem(schemes.BY_NAME, Coarse.name, Coarse)
+    bench = Bench(tinylm(), replace(QUICK, lengths=(300,), tail=1, questions=6, tasks=("counts",), batch=3))
+    assert bench.measure("dense").kl == pytest.approx(0, abs=1e-9)
+    nothing = bench.measure(Coarse(), "nothing")
+    assert nothing.kl > 0.1 and min(nothing.texts[0].kl) > 0
+    assert [item.said for item in nothing.answers] != [item.said for item in bench.reference().answers]
