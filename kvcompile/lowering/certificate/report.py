@@ -1,10 +1,11 @@
 """Certificates of schemes that keep no originals: report only, there is nothing to fall back to.
 
-Every token is a block of its own. How far a channel may be from its original is the scheme's ``radius``, by the scales and
-zero points that are stored; so a logit deviates by sum_c |q_c| radius_c, and a value by the norm of its radius. Where the error of a
-channel's codes moved other channels before they were encoded, by a matrix M that is stored, k' - k = e (I + M), and a logit deviates by
-sum_c |((I + M) q)_c| radius_c: less than without M, where M turns the error away from what q looks at. The theorems are those of ``schemes.bounds``, applied to attention over what the codes stand for, computed here in float64. How far the output
-is from that is no bound but measured, and part of the arithmetic: so the certificate holds whatever multiplied, in whatever precision.
+Every token is a block of its own. How far a channel may be from its original is the scheme's ``radius``, by the scales and zero points that
+are stored; so a logit deviates by sum_c |q_c| radius_c, and a value by the norm of its radius. Where the error of a channel's codes moved
+other channels before they were encoded, by a matrix M that is stored, k' - k = e (I + M), and a logit deviates by
+sum_c |((I + M) q)_c| radius_c: less than without M, where M turns the error away from what q looks at. The theorems are those of
+``schemes.bounds``, applied to attention over what the codes stand for, computed here in float64. How far the output is from that is no
+bound but measured, and part of the arithmetic: so the certificate holds whatever multiplied, in whatever precision.
 """
 
 from __future__ import annotations
