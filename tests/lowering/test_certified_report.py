@@ -91,7 +91,7 @@ def test_a_radius_by_what_is_stored_bounds_and_is_not_above_the_announced_bound(
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_certificate_follows_errors_that_moved_other_channels(spelled: str, dtype: torch.dtype) -> None:
-    """Products with queries stay within ``along``, keys within ``every``; errors that turn away from queries are bounded far below kivi's."""
+    """Products with queries stay within ``along``, keys within ``every``; where they turn away from queries, far below kivi's bound."""
     scheme, spec, draw = parse(spelled).of(Role.KEY), slot(2, 64), Draw(7)
     # Queries of few directions, as a trained model's are, and keys that lie along them.
     basis = draw.normal(2, 6, 64)
