@@ -14,7 +14,7 @@ from kvcompile.calibration.observing_graph import Observed, ObservingBackend
 from kvcompile.errors import BadBatch, BadCalibration, BadScales, KvcompileError, NothingToLearn
 from kvcompile.learning.learn import frozen
 from kvcompile.learning.loss import moved
-from kvcompile.passes.graph.dynamo import dynamo_config
+from kvcompile.passes.graph.dynamo import many_versions
 from kvcompile.schemes.calibrated.scales import Extent, ModelScales, Scales, SiteScales
 from kvcompile.schemes.calibrated.scheme import Calibrated, static_of, with_scales
 from kvcompile.schemes.model_file import fingerprint
@@ -176,7 +176,7 @@ class _Run:
         extra = {"use_cache": False} if "use_cache" in self.names else {}
         self.seen = set()
         try:
-            with dynamo_config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=8 * MOST_GRAPHS):
+            with many_versions(MOST_GRAPHS):
                 if "input_ids" in self.names:
                     self.compiled(**given, **extra)
                 else:

@@ -21,7 +21,7 @@ from kvcompile import schemes
 from kvcompile.backend import Backend, backend
 from kvcompile.cli.architectures import Subject, build
 from kvcompile.cli.control import rounded
-from kvcompile.passes.graph.dynamo import dynamo_config, lookup_backend
+from kvcompile.passes.graph.dynamo import lookup_backend, many_versions
 from kvcompile.passes.match.sites import Refusal
 from kvcompile.report import short_paths
 
@@ -280,7 +280,7 @@ def _ours(subject: Subject, cache: str, rows: int, settings: Settings, scheme: s
 def _fresh() -> Iterator[None]:
     """Nothing compiled before, and no limit at which Dynamo gives up and runs the model as it is."""
     torch.compiler.reset()
-    with dynamo_config.patch(recompile_limit=GRAPHS, accumulated_recompile_limit=8 * GRAPHS):
+    with many_versions(GRAPHS):
         yield
 
 

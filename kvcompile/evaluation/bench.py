@@ -24,7 +24,7 @@ from kvcompile.evaluation.fidelity import attention_errors
 from kvcompile.evaluation.measures import Answer, Held, Layer, Measured, Text
 from kvcompile.evaluation.subject import Question, Subject
 from kvcompile.evaluation.tasks import RULER, TASKS
-from kvcompile.passes.graph.dynamo import dynamo_config
+from kvcompile.passes.graph.dynamo import many_versions
 from kvcompile.report import short_scheme
 from kvcompile.schemes import parse
 from kvcompile.settings import Inner
@@ -110,7 +110,7 @@ class Bench:
         # Code compiled for another scheme would count toward Dynamo's limit of versions.
         torch.compiler.reset()
         owner = backend(scheme, inner=self.effort.inner)
-        with dynamo_config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=8 * MOST_GRAPHS):
+        with many_versions(MOST_GRAPHS):
             compiled = torch.compile(self.subject.model, backend=owner, dynamic=False)
             texts, held = zip(*(self._decoded(compiled, owner, length, label) for length in self.effort.lengths), strict=True)
             telemetry = owner.telemetry()

@@ -20,7 +20,11 @@ from kvcompile.learning.projection import ordered
 from kvcompile.learning.quantizer import Rule, rectified
 from kvcompile.learning.settings import LearnSettings
 from kvcompile.learning.training_graph import TrainingBackend
+from kvcompile.passes.graph.dynamo import many_versions
 from kvcompile.schemes import Beyond
+
+MOST_GRAPHS = 1024
+"""Versions of one frame that are compiled: texts of another length, and validation, are graphs of their own."""
 
 EPSILON = 1e-8
 """Adam's, where a group spans 0 to 1."""
@@ -45,7 +49,7 @@ class Trainer:
     def meet(self, batch: Any) -> None:
         """Find the model's attentions by running a batch; raises NothingToLearn where there is none."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), many_versions(MOST_GRAPHS):
                 self.loss(self.run, moved(batch, self.device))
         except Exception as error:
             # Dynamo wraps what its backend raises.
@@ -86,7 +90,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         for piece in pieces:
-            part, tokens = self.loss(self.run, moved(piece, self.device))
+            part, tokens = self._loss_of(piece)
             if torch.is_tensor(part) and part.requires_grad:
                 part.backward()
             total += part.detach()
@@ -97,6 +101,20 @@ class Trainer:
             raise BadBatch(expected="tokens that count in every batch", found="a batch whose loss_mask is all False", todo="drop it")
         self._step(float(count))
         return float(total / count) if self._finite else math.nan
+
+    def _loss_of(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of a batch, (sum, count), from keys and values that were quantized; raises BadBatch where any were not."""
+        self.backend.ran.clear()
+        with many_versions(MOST_GRAPHS):
+            found = self.loss(self.run, moved(batch, self.device))
+        missed = len(self.parameters.slots) - len(self.backend.ran)
+        if missed:
+            # Past its limit of versions Dynamo runs the model as it is, whose loss says nothing of the tables.
+            raise BadBatch(
+                expected=f"the keys and values of all {len(self.parameters.slots)} slots quantized", found=f"{missed} that were not",
+                todo="pass batches of fewer lengths, through the layers that every batch goes through",
+            )
+        return found
 
     def _step(self, count: float) -> None:
         """Adam's step from summed gradients, then the projection."""
@@ -127,7 +145,7 @@ class Trainer:
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for batch in batches:
-                part, tokens = self.loss(self.run, moved(batch, self.device))
+                part, tokens = self._loss_of(batch)
                 total += part
                 count += tokens
         processes.add_up([total, count])

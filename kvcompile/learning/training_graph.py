@@ -44,6 +44,8 @@ class TrainingBackend:
     def __init__(self, parameters: Parameters, rule: Rule, inner: Inner = Inner.INDUCTOR, memory_budget: float = 1.0) -> None:
         self.parameters, self.rule, self.inner, self.memory_budget = parameters, rule, inner, memory_budget
         self.refusals: list[Refusal] = []
+        self.ran: set[int] = set()
+        """Identities of the slots whose quantizers ran since this was last emptied."""
         self.__name__ = "kvcompile_learning"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -51,8 +53,10 @@ class TrainingBackend:
         module, slots = self.quantized(captured)
         tables = [operand for slot in slots for operand in slot.operands]
         compiled = self._compiled(module, captured, tables)
+        ids = {id(slot) for slot in slots}
 
         def run(*args: Any) -> Any:
+            self.ran |= ids
             return compiled(*args, *tables)
 
         return run

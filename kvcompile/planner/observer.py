@@ -17,7 +17,7 @@ from kvcompile.explain import observe
 from kvcompile.lowering.rooms import rooms
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.nested import inlined
-from kvcompile.passes.graph.dynamo import dynamo_config
+from kvcompile.passes.graph.dynamo import many_versions
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.match import Matched, match
 from kvcompile.passes.match.sites import Refusal, Slot
@@ -102,6 +102,6 @@ def observed(model: Any, inputs: Any) -> Observed:
     rooms()
     owner = Observer()
     torch.compiler.reset()
-    with dynamo_config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=8 * MOST_GRAPHS):
+    with many_versions(MOST_GRAPHS):
         result = observe(model, inputs, owner)
     return Observed(tuple(owner.graphs), getattr(result, "past_key_values", None))

@@ -129,6 +129,28 @@ def test_pieces_of_a_batch_are_the_batch() -> None:
         assert torch.allclose(site.key.levels, other.scheme.tables.sites[path].key.levels, atol=1e-3)
 
 
+def lengths(count: int) -> list[torch.Tensor]:
+    """Batches that all have another length."""
+    return [torch.randint(1, 64, (4, 8 + at), generator=torch.Generator().manual_seed(at)) for at in range(count)]
+
+
+def test_more_lengths_than_dynamo_keeps_versions_of_are_learned_from_all_the_same() -> None:
+    """Dynamo would run the model as it is from the ninth version on, which is a loss of nothing learned."""
+    model, batches = llama(head_dim=32), lengths(11)
+    found = learned(model, dataclasses.replace(EAGER, steps=11), batches=batches, validation=batches)
+    assert found.steps == 11
+    torch._dynamo.reset()
+    alone = [Trainer(model, Beyond(2), EAGER, NextToken(model)).validate([batch]) for batch in batches]
+    counts = [batch[:, 1:].numel() for batch in batches]
+    assert found.initial == pytest.approx(sum(a * b for a, b in zip(alone, counts, strict=True)) / sum(counts), rel=1e-6)
+
+
+def test_a_batch_that_ran_without_quantizers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcompile.learning.trainer.MOST_GRAPHS", 1)
+    with pytest.raises(BadBatch, match="all 4 slots quantized, found 4 that were not"):
+        learned(llama(head_dim=32), batches=lengths(3))
+
+
 def test_masked_tokens_teach_nothing() -> None:
     """A chat prefix is context and no target: what stands in it as a target has no part in the loss."""
     model = llama(head_dim=32)

@@ -5,7 +5,7 @@ Dynamo
     ``TracingContext``      the record of the frame that is traced: its fake mode, and which dims are dynamic
     ``compile_lock``        held while a graph is traced outside of Dynamo's own call: tracing is not thread-safe
     ``detect_fake_mode``    the fake mode of Dynamo's example inputs
-    ``dynamo_config``       recompile limits, which a trial of many graphs raises
+    ``many_versions``       raises the recompile limits while many graphs of one frame are asked for
     ``lookup_backend``      a backend by name
     ``mark_dynamic``        says of a dim of a new tensor that it may change, without a guard
     ``no_dynamo``           makes Dynamo leave a code object's frames alone, and those that they call
@@ -30,6 +30,7 @@ Values
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import CodeType
 
 import torch
@@ -63,10 +64,17 @@ storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 __all__ = [
     "CleanDiv", "ConstantSource", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "FloorDiv",
     "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload", "OpOverloadPacket", "ProxyTensor", "PythonMod", "TracingContext",
-    "compile_lock", "detect_fake_mode", "dispatch_keys", "dynamo_config", "functorch_interpreters", "get_proxy_mode", "get_proxy_slot",
-    "in_kernel_invocation_manager", "leave_vmap", "lookup_backend", "mark_dynamic", "no_dynamo", "no_modes", "no_python_dispatcher",
-    "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot", "shares_memory", "storage_uses", "tree_map", "tree_map_only",
+    "compile_lock", "detect_fake_mode", "dispatch_keys", "functorch_interpreters", "get_proxy_mode", "get_proxy_slot",
+    "in_kernel_invocation_manager", "leave_vmap", "lookup_backend", "many_versions", "mark_dynamic", "no_dynamo", "no_modes",
+    "no_python_dispatcher", "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot", "shares_memory", "storage_uses",
+    "tree_map", "tree_map_only",
 ]
+
+
+def many_versions(most: int) -> AbstractContextManager[None]:
+    """Let Dynamo compile up to ``most`` versions of a frame inside of the context; past a limit, 8 by default, it runs a frame as it is."""
+    patch: AbstractContextManager[None] = dynamo_config.patch(recompile_limit=most, accumulated_recompile_limit=8 * most)
+    return patch
 
 
 def no_dynamo(code: CodeType) -> None:
