@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from kvcompile.compilation import Compilation, Memory
-from kvcompile.lowering.certificate.telemetry import Telemetry, added_up
+from kvcompile.lowering.certificate.telemetry import HeadTelemetry, Telemetry, added_up, of_heads
 from kvcompile.lowering.remembered import Remembered
 from kvcompile.lowering.rooms import rooms
 from kvcompile.passes.plan.certify import certifying
@@ -76,6 +76,11 @@ class Backend:
     def telemetry(self) -> Telemetry:
         """Return what attention with a certificate did, and others reported, in all caches and layers so far; waits for the device."""
         return Telemetry.of(added_up([told]) for told in self.memory.live.tellings())
+
+    def telemetry_of_heads(self) -> list[HeadTelemetry]:
+        """Return the same of every batch row and kv head of the caches that live, ordered by module path; waits for the device."""
+        found = [item for state in self.memory.live for told in state.told() for item in of_heads(state.path, *told)]
+        return sorted(found, key=HeadTelemetry.place)
 
 
 def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,

@@ -48,6 +48,8 @@ class CacheState:
     """How much room tokens get that are written outside of compiled code."""
     grown: bool = False
     """Whether every place of its tensors is a token, as where a step returns a longer one: zeros written there count."""
+    path: str = ""
+    """The module path of an attention that reads it, "" where nothing says."""
 
     def __post_init__(self) -> None:
         self.rollbacks: list[tuple[int, int]] = []
@@ -157,11 +159,11 @@ class CacheState:
     def mapped(self, change: Callable[[Store], Store]) -> CacheState:
         """Make a new state whose stores are ``change(store)``."""
         stores = {part: change(store) for part, store in self.stores.items()}
-        made = CacheState(self.axes, stores, self.length, slots=self.slots, growth=self.growth, grown=self.grown)
+        made = CacheState(self.axes, stores, self.length, slots=self.slots, growth=self.growth, grown=self.grown, path=self.path)
         made.top, made.behind, made.held = self.top, self.behind, self.held
         return made
 
     def moved(self, first: int, count: int, slots: int | None) -> CacheState:
         """Make a new state in ``slots`` slots, None for one each, of the ``count`` tokens from position ``first`` on: codes as they are."""
         stores = {part: store.gathered(first, count, self.slots) for part, store in self.stores.items()}
-        return CacheState(self.axes, stores, count, slots=slots, growth=self.growth, grown=self.grown)
+        return CacheState(self.axes, stores, count, slots=slots, growth=self.growth, grown=self.grown, path=self.path)

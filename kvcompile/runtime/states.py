@@ -57,6 +57,8 @@ class States:
         state, length = form.fit(state, tensor._length, seen)
         if state is not tensor._kv:
             handles.rebind(tensor, state, length)
+        # A cache that was unpickled does not know whose it is.
+        state.path = state.path or form.group.site.path
         self.live.add(state)
         return state
 
@@ -81,7 +83,8 @@ class States:
         specs = {item: store_spec(item) for item in bindings}
         stores = {item.part: store_class(spec)(spec, batch, device, 0, self._rope(item, args)) for item, spec in specs.items()}
         axes = {item.part: item.plan.slot.axes for item in bindings}
-        state = CacheState(axes, stores, slots=form.slots, growth=self.growth, grown=form.kind.grows)
+        path = form.group.site.path
+        state = CacheState(axes, stores, slots=form.slots, growth=self.growth, grown=form.kind.grows, path=path)
         self.live.add(state)
         return state
 

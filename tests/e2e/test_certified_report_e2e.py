@@ -23,7 +23,7 @@ from kvcompile.errors import BadSetting, NoOriginals, NotBounded, NotReported
 from kvcompile.lowering import compile as compiling
 from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.certificate.report import report_step
-from kvcompile.lowering.certificate.telemetry import COLUMNS, Telemetry, added_up
+from kvcompile.lowering.certificate.telemetry import COLUMNS, Telemetry, added_up, quantiles
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.passes.plan.policy import policy_of
@@ -31,7 +31,7 @@ from kvcompile.runtime.ledger import MOST_KEPT, Ledger
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.telemetry import Telling
 from kvcompile.schemes import parse
-from kvcompile.schemes.certificate.policy import Certify
+from kvcompile.schemes.certificate.policy import Certify, Figure
 from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE
 from kvcompile.types import PAGE
 
@@ -430,6 +430,35 @@ def test_an_emptied_cache_keeps_what_it_said() -> None:
     assert backend.telemetry()["head_steps"] == before > 0
     outputs(run, x, (10, 1, 1))
     assert backend.telemetry()["head_steps"] == 2 * before
+
+
+def test_telemetry_of_heads_adds_up_and_knows_its_layers() -> None:
+    """By module path, row and kv head; a copy of a cache says what happened since it was one."""
+    model = llama(layers=2)
+    backend = kvcompile.backend(scheme="int8", certify=REPORT, inner="eager", strict=True)
+    run, cache = torch.compile(model, backend=backend, fullgraph=True), cache_of(model, "dynamic")
+    ids = torch.randint(1, 60, (2, 14), generator=torch.Generator().manual_seed(0))
+    assert backend.telemetry_of_heads() == []
+    with torch.no_grad():
+        run(ids[:, :11], past_key_values=cache)
+        for at in range(11, 14):
+            run(ids[:, at : at + 1].contiguous(), past_key_values=cache)
+    heads, whole = backend.telemetry_of_heads(), backend.telemetry()
+    paths = [f"model.layers.{layer}.self_attn" for layer in range(2)]
+    kv = model.config.num_key_value_heads
+    places = [(path, row, head) for path in paths for row in range(2) for head in range(kv)]
+    assert [(item.path, item.row, item.head) for item in heads] == places
+    assert sum(item.telemetry["head_steps"] for item in heads) == whole["head_steps"] > 0
+    assert sum(item.telemetry["sum_key"] for item in heads) == pytest.approx(whole["sum_key"])
+    assert max(item.telemetry["most_key"] for item in heads) == whole["most_key"]
+    means = sorted(item.telemetry.mean(Figure.KEY) for item in heads)
+    assert quantiles(heads, Figure.KEY, (0.0, 1.0)) == pytest.approx((means[0], means[-1]))
+    assert means[0] < quantiles(heads, Figure.KEY)[0] < means[-1]
+    # A copy begins with what its original held, which it did not do.
+    twin = copy.deepcopy(cache)
+    again = [item for item in backend.telemetry_of_heads() if item.telemetry["head_steps"]]
+    assert len(again) == len(heads) and twin is not None
+    assert all(math.isnan(value) for value in quantiles([], Figure.KEY))
 
 
 def test_many_dead_caches_are_one_sum() -> None:

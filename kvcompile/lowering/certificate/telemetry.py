@@ -104,15 +104,21 @@ def accumulate(telemetry: torch.Tensor, figures: torch.Tensor, counts: torch.Ten
     held.copy_(torch.where(most, torch.maximum(held, new), held + new))
 
 
+def own_rows(plane: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """A plane [B, K, 34] less what it held ``before`` it was its own; what is largest stays."""
+    if before is None:
+        return plane[0, :, :, 0]
+    column = torch.arange(TELEMETRY, device=plane.device)
+    most = (column >= MOST.index(True)) & (column < MOST.index(True) + sum(MOST))
+    return torch.where(most, plane, plane - before)[0, :, :, 0]
+
+
 def added_up(told: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
     """One plane [1, 1, 1, 1, 34] of several on one device, each less what it held ``before`` it was its own; waits for nothing."""
     with torch.no_grad():
         column = torch.arange(TELEMETRY, device=told[0][0].device)
         most = (column >= MOST.index(True)) & (column < MOST.index(True) + sum(MOST))
-        rows = [
-            (plane if before is None else torch.where(most, plane, plane - before))[0, :, :, 0].flatten(0, 1) for plane, before in told
-        ]
-        joined = torch.cat(rows)
+        joined = torch.cat([own_rows(plane, before).flatten(0, 1) for plane, before in told])
         return torch.where(most, joined.amax(0), joined.sum(0))[None, None, None, None]
 
 
@@ -153,3 +159,35 @@ class Telemetry:
         causes = {cause.name.lower(): self[f"cause_{cause.name.lower()}"] for cause in Cause if cause.name}
         lines += [f"  for {name.replace('_', ' '):18}{count / steps:.2%}" for name, count in causes.items() if count]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class HeadTelemetry:
+    """Telemetry of one kv head of one batch row of a live cache; ``path``: the module path of an attention that reads it."""
+
+    path: str
+    row: int
+    head: int
+    telemetry: Telemetry
+
+    def place(self) -> tuple[list[str], int, int]:
+        """Order by module path, layers by number, then by row and head."""
+        return [part.zfill(6) for part in self.path.split(".")], self.row, self.head
+
+
+def of_heads(path: str, plane: torch.Tensor, before: torch.Tensor | None) -> list[HeadTelemetry]:
+    """The telemetry of every row and kv head of one plane; waits for its device."""
+    with torch.no_grad():
+        rows = own_rows(plane, before)[..., : len(COLUMNS)].cpu().tolist()
+    return [
+        HeadTelemetry(path, row, head, Telemetry(dict(zip(COLUMNS, values, strict=True))))
+        for row, heads in enumerate(rows) for head, values in enumerate(heads)
+    ]
+
+
+def quantiles(heads: Sequence[HeadTelemetry], figure: Figure, shares: Sequence[float] = (0.5, 0.95, 1.0)) -> tuple[float, ...]:
+    """The figure's mean over the steps of each head that stepped, and of these means the quantiles; NaN where no head did."""
+    means = [item.telemetry.mean(figure) for item in heads if item.telemetry["head_steps"]]
+    if not means:
+        return (float("nan"),) * len(shares)
+    return tuple(torch.tensor(means, dtype=torch.float64).quantile(torch.tensor(shares, dtype=torch.float64)).tolist())
