@@ -41,6 +41,7 @@ import kvcompile
 from kvcompile.cli.subjects import tinylm
 from kvcompile.cli.targets import Options, resolve
 from kvcompile.evaluation.bench import Bench, Effort
+from kvcompile.evaluation.machine import machine
 from kvcompile.evaluation.results import summarised
 from kvcompile.learning.learn import Learned, native_loss
 from kvcompile.learning.loss import NextToken
@@ -129,12 +130,12 @@ class Data:
 class Study:
     """Rows that were measured, written as they come."""
 
-    def __init__(self, path: Path, settings: LearnSettings, data: Data) -> None:
-        self.path, self.settings, self.data = path, settings, data
-        self.model = resolve(str(TINYLM), Options(dtype=torch.float32)).model.requires_grad_(False)
+    def __init__(self, path: Path, settings: LearnSettings, data: Data, device: str) -> None:
+        self.path, self.settings, self.data, self.device = path, settings, data, device
+        self.model = resolve(str(TINYLM), Options(dtype=torch.float32, device=device)).model.requires_grad_(False)
         self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": []}
         # What the rows stand for, beside what each of them says.
-        self.content |= {"torch": torch.__version__, "text": data.told, "settings": settings.plain()}
+        self.content |= {"torch": torch.__version__, "text": data.told, "settings": settings.plain(), "machine": machine(device)}
 
     def known(self, **key: Any) -> dict[str, Any] | None:
         """The row of a key that was measured before."""
@@ -192,7 +193,7 @@ class Study:
         if self.known(part="retrieval", seed=seed, **options) is not None:
             return
         trained = self.learned(Beyond(**options), self.settings, seed).scheme
-        bench = Bench(tinylm(), dataclasses.replace(effort, seed=seed))
+        bench = Bench(tinylm(self.device), dataclasses.replace(effort, seed=seed))
         for label, scheme in (("dense", "dense"), ("initial", Beyond(**options)), ("trained", trained)):
             self.add(part="retrieval", label=label, seed=seed, **options, **summarised(bench.measure(scheme, label)))
 
@@ -230,11 +231,13 @@ def main() -> None:
     parser.add_argument("--ablate", type=int, default=2, help="bits that ablations and retrieval are of")
     parser.add_argument("--bytes", type=int, default=32768, help="measured of each kind")
     parser.add_argument("--inner", default="eager", choices=[item.value for item in Inner])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=ROWS, help="sequences a step; the source's is 32")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = LearnSettings(steps=arguments.steps, batch=ROWS, rate=arguments.rate, inner=Inner.of(arguments.inner))
+    settings = LearnSettings(steps=arguments.steps, batch=arguments.batch, rate=arguments.rate, inner=Inner.of(arguments.inner))
     data = Data.read(training=WINDOW * ROWS * 120, validation=WINDOW * ROWS * 6, measured=arguments.bytes)
-    study, parts = Study(arguments.json, settings, data), arguments.parts.split(",")
+    study, parts = Study(arguments.json, settings, data, arguments.device), arguments.parts.split(",")
     study.before()
     for seed in range(arguments.seeds):
         for options in SWEEP if "sweep" in parts else ():
