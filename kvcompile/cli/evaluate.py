@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from kvcompile.cli.plan import console, positive
-from kvcompile.cli.subjects import TINYLM, checkpoint, tinylm
+from kvcompile.cli.subjects import SHIPPED, checkpoint, tinylm
 from kvcompile.errors import BadEvaluation
 from kvcompile.evaluation.bench import QUICK, Bench, Effort, labels
 from kvcompile.evaluation.machine import machine
@@ -36,7 +36,7 @@ CHECKPOINT = Effort(lengths=(4096,), tail=64, questions=20, batch=1)
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Callable[[str], list[str]]) -> None:
     """Add the command; ``split`` is that of the other commands."""
     parser = commands.add_parser("eval", help="quality of schemes on tinylm or a checkpoint, decoding through the compiled cache")
-    parser.add_argument("target", nargs="?", metavar="MODEL", help="a local checkpoint folder (default: tinylm)")
+    parser.add_argument("target", nargs="?", metavar="MODEL", help="a local checkpoint folder, or tinylm (the default), or tinylm-16k")
     parser.add_argument("--schemes", type=split, default=split(SCHEMES), metavar="A,B", help=f"(default {SCHEMES})")
     parser.add_argument("--tasks", type=split, metavar="A,B", help=f"among {', '.join(TASKS)} (default: trained ones, else RULER's)")
     parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="text for prompts (tinylm: its held-out text)")
@@ -119,7 +119,7 @@ def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dic
 
 def effort_of(arguments: argparse.Namespace) -> Effort:
     """How much is measured: the defaults of the kind of run, and what was asked for."""
-    kind = QUICK if arguments.quick else Effort() if arguments.target is None or arguments.bytes else CHECKPOINT
+    kind = QUICK if arguments.quick else Effort() if arguments.target in (None, *SHIPPED) or arguments.bytes else CHECKPOINT
     given = {name: getattr(arguments, name) for name in ("questions", "tail", "batch", "inner", "attention")}
     asked = {name: value for name, value in given.items() if value is not None}
     if arguments.lengths is not None:
@@ -145,6 +145,7 @@ def _number(setting: str, text: str, kind: Callable[[str], Any], least: float) -
 def subject_of(arguments: argparse.Namespace) -> Subject:
     """tinylm, a model of bytes like it, or a checkpoint with its tokenizer."""
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    if arguments.target is None or arguments.bytes:
-        return tinylm(arguments.device, dtype, TINYLM if arguments.target is None else Path(arguments.target), arguments.data)
+    shipped = SHIPPED.get(arguments.target or "tinylm")
+    if shipped is not None or arguments.bytes:
+        return tinylm(arguments.device, dtype, shipped or Path(arguments.target), arguments.data)
     return checkpoint(arguments.target, arguments.data, arguments.device, dtype)

@@ -17,8 +17,10 @@ from kvcompile.evaluation.tasks import BYTES
 from kvcompile.learning.text import documents
 
 TINYLM = Path(__file__).resolve().parents[2] / "examples" / "tinylm"
+SHIPPED = {"tinylm": TINYLM, "tinylm-16k": TINYLM.with_name("tinylm_16k")}
+"""Models of bytes that the repository has, by the names that commands take."""
 TRAINED = ("needle", "multikey", "variable")
-"""Tasks that tinylm answers: one line among filler, one of many lines, a chain of assignments to follow."""
+"""Tasks that both answer: one line among filler, one of many lines, a chain of assignments to follow."""
 
 
 def tinylm(
@@ -33,8 +35,9 @@ def tinylm(
     kind = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
     model = resolve(str(folder), Options(dtype=kind, device=device)).model
     text = joined(data).encode() if data else corpus.heldout_text()
+    name = next((name for name, shipped in SHIPPED.items() if shipped == folder.resolve()), str(folder))
     return Subject(
-        "tinylm" if folder == TINYLM else str(folder), model, device, BYTES, text, (codec.BOS,), codec.decode, Rule.LINE,
+        name, model, device, BYTES, text, (codec.BOS,), codec.decode, Rule.LINE,
         lambda tokens: static_cache(model, tokens), longest(model), TRAINED,
     )
 

@@ -18,6 +18,8 @@ if str(FOLDER.parent) not in sys.path:
 
 from tinylm import codec, corpus, evaluate, mixture, tasks, train
 
+from kvcompile.cli.subjects import SHIPPED
+
 # Measured 0.726 on the first 8 KiB (0.854 on the whole text).
 HELDOUT_BITS = 0.8
 
@@ -154,3 +156,11 @@ def test_decoding_through_a_cache_agrees(model: LlamaForCausalLM, filler: bytes)
     for chunk in (1, 32):
         stepped = evaluate.decode_loss(model, ids, DynamicCache, 300, chunk=chunk)
         assert stepped == pytest.approx(loss.item(), abs=1e-4)
+
+
+def test_the_longer_model_finds_one_of_many_keys_far_back() -> None:
+    """tinylm-16k reads 8,000 bytes, which tinylm's positions do not reach."""
+    shipped = SHIPPED["tinylm-16k"]
+    longer = LlamaForCausalLM.from_pretrained(shipped, dtype=torch.float32).eval()
+    assert longer.config.max_position_embeddings >= 16_384 and (shipped / "train_log.json").is_file()
+    assert evaluate.multikey_accuracy(longer, 1, 8_000, batch_size=1, keys=64).hits == 1
