@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
     parser.add_argument("--depths", type=split, metavar="A,B", help="shares of text before a statement (default 0,0.25,0.5,0.75,1)")
     parser.add_argument("--questions", type=positive, help="for each task and length (default 96; quick 16; checkpoint 20)")
     parser.add_argument("--tail", type=positive, help="tokens decoded behind each text (default 128; quick 32; checkpoint 64)")
+    parser.add_argument("--keys", type=positive, help="lines of multikey and multiquery that share halves of their keys (default 16)")
     parser.add_argument("--batch", type=positive, help="texts, and questions at a time (default 8; checkpoint 1)")
     parser.add_argument("--quick", action="store_true", help="small sizes and the ops' eager bodies: about a minute on two cores")
     parser.add_argument("--attention", action=argparse.BooleanOptionalAction, help="errors of attention by layer (quick: none)")
@@ -53,6 +56,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
     parser.add_argument("--device", default=device, help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: a checkpoint's own; tinylm float32 on a cpu")
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1: tinylm is too small for more)")
+    parser.add_argument("--jobs", type=positive, default=1, help="schemes measured side by side, each in a process of its own (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of questions and of bootstrap intervals")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV, pictures, settings and machine into a folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -68,13 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None and (arguments.out / "results.json").exists():
         raise BadEvaluation(setting="--out", expected="a folder without a run", found=arguments.out, todo="name a new one")
     subject = subject_of(arguments)
-    rows: list[Measured] = []
+    done: dict[str, Measured] = {}
     with Console(stderr=True).status(f"{subject.name}: building questions") as status:
-        bench = Bench(subject, effort, lambda what: status.update(f"{what} ({len(rows)} of {len(wanted)} schemes done)"))
+        bench = Bench(subject, effort, lambda what: status.update(f"{what} ({len(done)} of {len(wanted)} schemes done)"))
         results = Results(config(subject, bench, arguments), machine(arguments.device), bench.reference(), ())
-        for scheme, label in wanted:
-            rows.append(bench.measure(scheme, label))
-            results = dataclasses.replace(results, schemes=tuple(rows))
+        for row in measured(bench, arguments, wanted):
+            done[row.scheme] = row
+            # In the order that was asked for, whichever ended first.
+            results = dataclasses.replace(results, schemes=tuple(done[label] for _, label in wanted if label in done))
             if arguments.out is not None:
                 # What was measured stays even where the command is stopped.
                 results.save(arguments.out)
@@ -82,6 +87,24 @@ def run(arguments: argparse.Namespace) -> int:
         draw(results, arguments.out)
     show(results, arguments)
     return 0
+
+
+def measured(bench: Bench, arguments: argparse.Namespace, wanted: Sequence[tuple[str, str]]) -> Iterator[Measured]:
+    """Measure (scheme, label) pairs, one after the other in this process or side by side in ``--jobs`` of them."""
+    if arguments.jobs == 1:
+        yield from (bench.measure(scheme, label) for scheme, label in wanted)
+        return
+    plain = argparse.Namespace(**{name: value for name, value in vars(arguments).items() if name != "run"})
+    # Forked processes could not use the GPU that this one has opened.
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        for ended in as_completed([pool.submit(_measured_alone, plain, scheme, label) for scheme, label in wanted]):
+            yield ended.result()
+
+
+def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> Measured:
+    """Measure one scheme in a process that has nothing else."""
+    torch.set_num_threads(arguments.threads)
+    return Bench(subject_of(arguments), effort_of(arguments)).measure(scheme, label)
 
 
 def show(results: Results, arguments: argparse.Namespace) -> None:
@@ -120,7 +143,7 @@ def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dic
 def effort_of(arguments: argparse.Namespace) -> Effort:
     """How much is measured: the defaults of the kind of run, and what was asked for."""
     kind = QUICK if arguments.quick else Effort() if arguments.target in (None, *SHIPPED) or arguments.bytes else CHECKPOINT
-    given = {name: getattr(arguments, name) for name in ("questions", "tail", "batch", "inner", "attention")}
+    given = {name: getattr(arguments, name) for name in ("questions", "tail", "batch", "inner", "attention", "keys")}
     asked = {name: value for name, value in given.items() if value is not None}
     if arguments.lengths is not None:
         asked["lengths"] = tuple(dict.fromkeys(_number("--lengths", item, int, 1) for item in arguments.lengths))

@@ -23,7 +23,7 @@ from kvcompile.evaluation.decoding import answers, forced, last_only
 from kvcompile.evaluation.fidelity import attention_errors
 from kvcompile.evaluation.measures import Answer, Held, Layer, Measured, Text
 from kvcompile.evaluation.subject import Question, Subject
-from kvcompile.evaluation.tasks import RULER, TASKS
+from kvcompile.evaluation.tasks import KEYED, RULER, TASKS
 from kvcompile.passes.graph.dynamo import many_versions
 from kvcompile.report import short_scheme
 from kvcompile.schemes import parse
@@ -40,13 +40,14 @@ class Effort:
     """How much is measured.
 
     ``lengths``: of prompts, in the subject's units. ``tail``: tokens decoded behind each text, of which there are ``batch``, as there are
-    questions at a time. ``questions``: a task and length. ``depths``: taken in turn; drawn where there are none. ``attention``: measure its
-    outputs too.
+    questions at a time. ``questions``: a task and length. ``keys``: lines that share halves of their keys, where a task has such.
+    ``depths``: taken in turn; drawn where there are none. ``attention``: measure its outputs too.
     """
 
     lengths: tuple[int, ...] = (2000,)
     tail: int = 128
     questions: int = 96
+    keys: int = 16
     batch: int = 8
     inner: str = "inductor"
     tasks: tuple[str, ...] = ()
@@ -73,10 +74,11 @@ class Bench:
     def __init__(self, subject: Subject, effort: Effort, told: Callable[[str], None] = lambda what: None) -> None:
         self.subject, self.effort, self.told = subject, effort, told
         names = effort.tasks or subject.trained or RULER
+        depths = effort.depths or (None,)
         self.questions: dict[int, list[Question]] = {
             length: [
                 item for task in names
-                for item in subject.questions(task, effort.questions, length, effort.depths or (None,), effort.seed)
+                for item in subject.questions(task, effort.questions, length, depths, effort.seed, **_options(task, effort))
             ] for length in effort.lengths
         }
         asked = max((item.answer_tokens for items in self.questions.values() for item in items), default=0)
@@ -167,6 +169,11 @@ class Bench:
     def _layers(self, scheme: object, paths: Sequence[str], label: str) -> tuple[Layer, ...]:
         self.told(f"{label}: outputs of attention")
         return attention_errors(self.subject, scheme, paths, self.ids, self.capacity)
+
+
+def _options(task: str, effort: Effort) -> dict[str, int]:
+    """Options of a task's plan other than the plan's own defaults."""
+    return {"keys": effort.keys} if task in KEYED and effort.keys != Effort.keys else {}
 
 
 def labels(names: Sequence[str]) -> list[tuple[str, str]]:

@@ -89,13 +89,16 @@ class Subject:
         """Bytes that statements are made for in a prompt of ``length`` units."""
         return int(length * len(SAMPLE) / len(self.writing.write(SAMPLE)))
 
-    def questions(self, task: str, count: int, length: int, depths: Sequence[float | None], seed: int) -> list[Question]:
-        """``count`` questions of a task with prompts of ``length`` units, at the depths in turn (None: drawn)."""
+    def questions(
+        self, task: str, count: int, length: int, depths: Sequence[float | None], seed: int, **options: int
+    ) -> list[Question]:
+        """``count`` questions of a task with prompts of ``length`` units, at the depths in turn (None: drawn); ``options`` of its plan."""
+        told = "".join(f"/{name}={value}" for name, value in options.items())
         made = []
         for number in range(count):
             depth = depths[number % len(depths)]
-            item = posed(task, number, length, self.writing, self.filler, seed=seed, depth=depth, room=self.room(length))
-            name = f"{task}/{self.unit}={length}/depth={'drawn' if depth is None else f'{depth:g}'}/seed={seed}/{number}"
+            item = posed(task, number, length, self.writing, self.filler, seed=seed, depth=depth, room=self.room(length), **options)
+            name = f"{task}/{self.unit}={length}/depth={'drawn' if depth is None else f'{depth:g}'}/seed={seed}{told}/{number}"
             answer = len(self.writing.write(item.answer)) + (0 if self.rule is Rule.LINE else 8)
             asked = round(item.depth, 1) if depth is None else depth
             made.append(Question(name, task, length, asked, (*self.start, *item.prompt), item.answer.decode().strip(), answer))

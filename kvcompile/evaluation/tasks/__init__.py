@@ -18,10 +18,10 @@ from kvcompile.evaluation.tasks.plans import (
     word,
 )
 from kvcompile.evaluation.tasks.planting import BYTES, SNAP, BytesWriting, Filler, Writing, cut, plant
-from kvcompile.evaluation.tasks.questions import RULER, TASKS, Example, Posed, Task, examples, posed
+from kvcompile.evaluation.tasks.questions import KEYED, RULER, TASKS, Example, Posed, Task, examples, posed
 
 __all__ = [
-    "BYTES", "RULER", "SNAP", "TASKS", "BytesWriting", "Example", "Filler", "Plan", "Posed", "Task", "Writing", "code",
+    "BYTES", "KEYED", "RULER", "SNAP", "TASKS", "BytesWriting", "Example", "Filler", "Plan", "Posed", "Task", "Writing", "code",
     "common_words_plan", "counting_plan", "cut", "digits", "examples", "frequent_words_plan", "multiquery_plan", "multivalue_plan",
     "needle_plan", "plant", "posed", "tracking_plan", "word",
 ]

@@ -131,6 +131,9 @@ TASKS: dict[str, Task] = {
 RULER = ("needle", "multikey", "multivalue", "multiquery", "variable", "common", "frequent")
 """The seven kinds that the sources report."""
 
+KEYED = ("multikey", "multiquery")
+"""Tasks whose plans take the number of keys that share their halves."""
+
 
 def posed(
     task: str, number: int, length: int, writing: Writing[Units], filler: Sequence[int] | np.ndarray, *, seed: int = 0,
