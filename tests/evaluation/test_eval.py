@@ -101,16 +101,16 @@ def test_a_checkpoint_with_a_tokenizer(
 
 def test_tinylm_as_json_names_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     """Two schemes side by side, each in a process of its own, are what one process measures."""
-    asked = ("--tasks", "needle,multikey", "--depths", "0.5", "--keys", "2", "--jobs", "2", "--json")
+    asked = ("--tasks", "needle,multikey", "--depths", "0.5", "--keys", "2", "--lengths", "200", "--jobs", "2", "--json")
     assert main(["eval", "--quick", "--schemes", "kivi,int8", *SMALL, *asked]) == 0
     read = json.loads(capsys.readouterr().out)
     kivi, int8 = read["schemes"]
     paired = kivi["compared"]["paired"]["all"]
-    assert paired["trials"] == 12 and paired["lost"] + paired["won"] == len(kivi["compared"]["discordant"])
+    assert paired["trials"] == 6 and paired["lost"] + paired["won"] == len(kivi["compared"]["discordant"])
     assert {item["depth"] for item in kivi["answers"]} == {0.5} and read["config"]["tasks"] == ["needle", "multikey"]
-    assert sum("/keys=2/" in item["question"] for item in kivi["answers"]) == 6
+    assert sum("/keys=" in item["question"] for item in kivi["answers"]) == 3
     bench = Bench(tinylm(), replace(
-        QUICK, lengths=(200, 300), tail=6, questions=3, batch=2, depths=(0.5,), tasks=("needle", "multikey"), keys=2,
+        QUICK, lengths=(200,), tail=6, questions=3, batch=2, depths=(0.5,), tasks=("needle", "multikey"), keys=2,
     ))
     alone = bench.measure("int8")
     assert int8["scheme"] == "int8" and int8["kl"] == alone.kl
