@@ -183,11 +183,15 @@ def tabled_cases() -> list[Case]:
 
 
 def encoded(name: str, x: torch.Tensor, role: Role, generator: torch.Generator) -> list[torch.Tensor]:
-    """Rows [B, K, n, width] of every plane for whole pages of tokens x, and tables."""
+    """Rows [B, K, n, width] of every plane for whole pages of tokens x, and its tables or static scales."""
     made = schemes.parse(name)
     if not isinstance(made, Lookup):
         slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, role)
         read = made.of(role).layout(slot).planes[: made.of(role).format(slot).planes]
+        if made.of(role).format(slot).static:
+            # Scales of another magnitude than the tokens would make scores so large that float32's rounding of them decides.
+            scales = x.float().abs().amax((0, 2, 3))[None, None, :, None, None] / made.qmax
+            return [*made.of(role).encode(x, scales), scales]
         tables = [plane for plane in read if plane.constant]
         learned = [torch.rand(plane.shape(1, 1, x.shape[1]), generator=generator) * plane.width for plane in tables]
         return [*made.of(role).encode(x), *learned]
