@@ -21,7 +21,7 @@ from kvcompile.schemes.certified import Certified
 from kvcompile.schemes.dense import Dense
 from kvcompile.schemes.nf4 import Nf4
 from kvcompile.schemes.smartkv.scheme import Smartkv
-from kvcompile.schemes.squat import Squat
+from kvcompile.schemes.squat import LONGBENCH, Squat
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
 
 SCHEMES: tuple[type[Scheme], ...] = (
@@ -41,10 +41,22 @@ SCHEMES: tuple[type[Scheme], ...] = (
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
 
+
+def _changes(scheme: Scheme) -> dict[str, object]:
+    """The options of a scheme that are not its defaults."""
+    return {field.name: value for field in scheme.options() if (value := getattr(scheme, field.name)) != field.default}
+
+
 SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
     "squat-pre": ("squat", {"pre_rope": True}),
+    "squat-paper": ("squat", _changes(Squat.paper())),
+    "squat-pre-paper": ("squat", _changes(Squat.paper(pre_rope=True))),
+    **{
+        f"squat{'-pre' if before else ''}-longbench-{model}": ("squat", _changes(Squat.longbench(model, before)))
+        for model, before in LONGBENCH
+    },
 }
-"""Names of settings that a source gives a name of its own."""
+"""Names of settings that a source gives a name of its own: SQuat's with keys before RoPE, and what it ran its tables with."""
 
 
 Kind = TypeVar("Kind", bound=type[Scheme])

@@ -55,6 +55,17 @@ STRONG_LAM = 1e-2
 """Above this the unnormalised form did nothing but harm in the source's own ablation (its Table 3)."""
 
 
+LONGBENCH: dict[tuple[str, bool], dict[str, Any]] = {
+    ("llama-2-7b", False): {"rank": 40, "lam": 1e-3, "subblock": 64},
+    ("llama-2-7b", True): {"rank": 5, "lam": 1e-3, "subblock": 32},
+    ("llama-3.1-8b", False): {"rank": 10, "lam": 5e-4, "subblock": 64},
+    ("llama-3.1-8b", True): {"rank": 60, "lam": 5e-4, "subblock": 32},
+    ("mistral-7b", False): {"rank": 5, "lam": 1e-3, "subblock": 64},
+    ("mistral-7b", True): {"rank": 20, "lam": 5e-4, "subblock": 64},
+}
+"""The source's settings for LongBench (its appendix E.2) by model, and whether keys are stored before RoPE."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Squat(Kivi):
     """Asymmetric codes, the error of keys kept orthogonal to the prompt's queries; values and window as kivi."""
@@ -98,6 +109,13 @@ class Squat(Kivi):
     def paper(cls, **options: Any) -> Squat:
         """The source's setting: unnormalised, lam 1e-3, five directions, 64 channels at a time."""
         return cls(**{"lam": 1e-3, "rank": 5, "subblock": 64, "normalise": False, **options})
+
+    @classmethod
+    def longbench(cls, model: str, pre_rope: bool = False, **options: Any) -> Squat:
+        """The source's setting for long prompts to one of its models: ``llama-2-7b``, ``llama-3.1-8b`` or ``mistral-7b``."""
+        known = sorted({name for name, _ in LONGBENCH})
+        require(model in known, cls.name, "longbench", f"one of {', '.join(known)}", model, "Squat.paper() has the source's other setting")
+        return cls.paper(**{**LONGBENCH[model, pre_rope], "pre_rope": pre_rope, **options})
 
     @property
     def calibrates_before_rope(self) -> bool:  # type: ignore[override]

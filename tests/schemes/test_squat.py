@@ -26,7 +26,7 @@ from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import calibrate_body
 from kvcompile.runtime.codec import decode
 from kvcompile.runtime.store import Store, StoreSpec
-from kvcompile.schemes import Kivi, Squat, make, parse, subspace
+from kvcompile.schemes import SETTINGS, Kivi, Squat, make, parse, subspace
 from kvcompile.schemes.squat import Queries, Subspace
 from kvcompile.types import Extent, Role, SlotSpec
 
@@ -649,6 +649,24 @@ def test_squat_pre_is_a_name() -> None:
     assert not Squat().calibrates_before_rope and not Squat(pre_rope=True, queries=Queries.POST).calibrates_before_rope
     with pytest.raises(UnknownScheme, match="did you mean 'squat-pre'"):
         make("squat-pree")
+
+
+def test_the_sources_settings_have_names() -> None:
+    """Rank, lam and sub-block as its appendix E.2 lists them; group, window and bits are its and kivi's defaults."""
+    listed = {
+        "squat-paper": (5, 1e-3, 64), "squat-pre-paper": (5, 1e-3, 64),
+        "squat-longbench-llama-2-7b": (40, 1e-3, 64), "squat-pre-longbench-llama-2-7b": (5, 1e-3, 32),
+        "squat-longbench-llama-3.1-8b": (10, 5e-4, 64), "squat-pre-longbench-llama-3.1-8b": (60, 5e-4, 32),
+        "squat-longbench-mistral-7b": (5, 1e-3, 64), "squat-pre-longbench-mistral-7b": (20, 5e-4, 64),
+    }
+    assert set(listed) == {name for name in SETTINGS if name not in {"squat-pre"} and name.startswith("squat")}
+    for name, numbers in listed.items():
+        made = parse(name)
+        assert isinstance(made, Squat) and (made.rank, made.lam, made.subblock) == numbers and not made.normalise, name
+        assert (made.bits, made.group, made.window, made.pre_rope) == (2, 32, 32, "-pre" in name)
+    assert parse("squat-longbench-llama-3.1-8b(window=128)") == Squat.longbench("llama-3.1-8b", window=128)
+    with pytest.raises(BadOption, match=r"one of llama-2-7b, llama-3\.1-8b, mistral-7b, found 'llama'"):
+        Squat.longbench("llama")
 
 
 def test_rows_that_move_keep_or_take_their_plane() -> None:
