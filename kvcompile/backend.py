@@ -11,7 +11,8 @@ from typing import Any
 from torch import fx
 
 from kvcompile.compilation import Compilation, Memory
-from kvcompile.lowering.certificate.telemetry import HeadTelemetry, Telemetry, added_up, of_heads
+from kvcompile.lowering.certificate.summary import HeadCertificate, HeadTelemetry, Telemetry, certificates_of, of_heads
+from kvcompile.lowering.certificate.telemetry import added_up
 from kvcompile.lowering.remembered import Remembered
 from kvcompile.lowering.rooms import rooms
 from kvcompile.passes.plan.certify import certifying
@@ -81,6 +82,14 @@ class Backend:
         """Return the same of every batch row and kv head of the caches that live, ordered by module path; waits for the device."""
         found = [item for state in self.memory.live for told in state.told() for item in of_heads(state.path, *told)]
         return sorted(found, key=HeadTelemetry.place)
+
+    def certificates(self) -> list[HeadCertificate]:
+        """Return the certificates of the last step of the caches that live, by module path, batch row and query head; waits for the device.
+
+        A query head's newest query counts, and of a kv head its first 16 query heads. Before the first step there are none.
+        """
+        found = [item for state in self.memory.live for told in state.told() for item in certificates_of(state.path, *told)]
+        return sorted(found, key=HeadCertificate.place)
 
 
 def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,

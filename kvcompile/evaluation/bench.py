@@ -122,7 +122,7 @@ class Bench:
             layers = self._layers(scheme, paths, label) if self.effort.attention else ()
         return Measured(
             label, texts, layers, said, held, time.perf_counter() - started, len(report.graphs),
-            tuple(dict.fromkeys(item.reason for item in report.refusals)), dict(telemetry.values),
+            tuple(dict.fromkeys(item.reason for item in report.refusals)), telemetry.plain(),
         )
 
     def _decoded(self, model: Any, owner: Backend, length: int, label: str) -> tuple[Text, Held]:

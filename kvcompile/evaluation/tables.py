@@ -12,8 +12,8 @@ from rich.text import Text
 from kvcompile.evaluation.measures import Measured, mean
 from kvcompile.evaluation.results import Results
 from kvcompile.evaluation.statistics import Share
-from kvcompile.lowering.certificate.telemetry import COLUMNS
 from kvcompile.report import size_text
+from kvcompile.schemes.certificate.telemetry import COLUMNS
 
 BANDS = ((0.95, "on green"), (0.8, "on dark_green"), (0.5, "on dark_goldenrod"), (0.2, "on dark_orange3"), (0.0, "on red"))
 """Colours of cells by the least share of right answers."""
@@ -128,24 +128,36 @@ def telemetry_table(rows: Sequence[Measured]) -> Table:
     """Bounds before and after the fallback, and how often each rung and cause was; after the source's tables 11, 12 and 15."""
     table = _table(
         "certified attention while the texts were decoded",
-        "bounds: mean and largest over head-steps; rungs and causes: share of head-steps; blocks: share of visible blocks of codes",
+        "bounds: mean, median, 95% quantile and largest over head-steps; rungs and causes: share of head-steps; blocks: share of visible\n"
+        "blocks of codes; promoted keys: mean, median and 95% quantile of blocks a head-step",
     )
     shown = [row for row in rows if row.telemetry.get("head_steps")]
     table.add_column("")
     for row in shown:
         table.add_column(escape(row.scheme), justify="right", overflow="fold")
     told = [row.telemetry for row in shown]
+
+    def quantiles(each: dict[str, float], name: str) -> str:
+        found = (each.get(f"p{share}_{name}") for share in (50, 95))
+        return "".join(f"{value:.2g}, " for value in found if value is not None)
+
     table.add_row("head-steps", *(f"{each['head_steps']:,.0f}" for each in told))
+    promoted = (f"{each['keys'] / each['head_steps']:.1f}, {quantiles(each, 'keys')}".removesuffix(", ") for each in told)
+    table.add_row("promoted keys", *promoted)
     for name in COLUMNS:
         label = name.replace("_", " ")
         if name.startswith("sum_"):
             figure = name.removeprefix("sum_")
-            bounds = (f"{each[name] / each['head_steps']:.2g}, {each['most_' + figure]:.2g}" for each in told)
+            bounds = (f"{each[name] / each['head_steps']:.2g}, {quantiles(each, figure)}{each['most_' + figure]:.2g}" for each in told)
             table.add_row(figure.replace("_", " "), *bounds)
-        elif name.startswith(("rung_", "cause_")):
+        elif name.startswith(("rung_", "cause_")) or name == "widened":
             table.add_row(label, *(f"{each[name] / each['head_steps']:.2%}" for each in told))
         elif name in {"keys", "values", "explored"}:
             table.add_row(f"{label} from originals", *(f"{each[name] / max(1.0, each['blocks']):.1%}" for each in told))
-        elif name == "scratch" and any(each["scratch"] + each["fetched"] for each in told):
-            table.add_row("keys found in the scratch", *(f"{each[name] / max(1.0, each[name] + each['fetched']):.1%}" for each in told))
+        elif name.endswith("_found") and any(each[name] for each in told):
+            half = name.removesuffix("_found")
+            shares = (f"{each[name] / max(1.0, each[name] + each[half + '_fetched']):.1%}" for each in told)
+            table.add_row(f"{half}s found in the scratch", *shares)
+        elif name.endswith("_bytes") and any(each[name] for each in told):
+            table.add_row(f"{label} over the bus", *(f"{each[name]:,.0f}" for each in told))
     return table

@@ -49,7 +49,10 @@ class Scheme(abc.ABC):
     attention: ClassVar[str] = "attend"
     """The operation in ``torch.ops.kvcompile`` that attends over a store of this scheme; keys and values of a site name the same one."""
     attention_writes: ClassVar[tuple[str, ...]] = ()
-    """Names of the planes of keys that this operation writes; the rewrite passes them behind the operands of ``attend``."""
+    """Names of the planes of keys that this operation writes; the rewrite passes them behind the operands of ``attend``, None for one
+    that a layout has not."""
+    attention_writes_values: ClassVar[tuple[str, ...]] = ()
+    """Names of the planes of values that it writes, which follow those."""
     kernels: ClassVar[str | None] = None
     """The module that defines this operation and brings its kernels (``lowering.rooms``), where it is not ``attend``."""
     kernel_encoding: ClassVar[bool] = False

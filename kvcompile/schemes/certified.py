@@ -14,10 +14,13 @@ What differs from the source, and why:
   queries (bounds.py, theorem 1); mu bounds the rounding of the dot products. 1 byte a token and head for all notes.
 * The value's zero point is rounded down and its scale up, so that rounding them never clips.
 * Tier 2 lies beside the codes, or with ``tier2=host`` in pinned host memory, which the same kernels read and write where it is.
-* With ``tier2=host`` the blocks of keys that were promoted lately are kept in device memory too, ``scratch`` of every 16 blocks: the
-  plane ``scratch``, which attention writes, has that many slots for each 16 blocks (a set). The plane ``places`` says which slot a
-  block is in, one above its number, and when it was last asked for. Zero, nowhere, is part of what a block encodes to: whoever writes
-  a block's originals takes it out of the scratch by that, and nothing else need know of it.
+* With ``tier2=host`` the blocks that were promoted lately are kept in device memory too, ``scratch`` of keys and ``value_scratch`` of
+  values for each kv head of a row: the plane ``scratch``, which attention writes, has that many slots, in sets of 16. Block n belongs
+  to set n modulo their number. The plane ``places`` says which slot of its set a block is in, one above its number, and when it was
+  last asked for. Zero, nowhere, is part of what a block encodes to: whoever writes a block's originals takes it out of the scratch by
+  that, and nothing else need know of it.
+* ``values=full`` keeps values as the model made them, on the device, and no codes of them: the source's int8 keys with full-precision
+  values. It calls that 75% of dense; with the keys' steps and zero points it is 87.7%, 449 of 512 bytes a token and head at D = 128.
 * A quotient is rounded like any float32 number and clipping by that is part of the announced radius; the source assumes none.
 """
 
@@ -35,7 +38,8 @@ from kvcompile.schemes.asymmetric import Axis, Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
 from kvcompile.schemes.certificate.policy import DEFAULTS, parse_policy
 from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE
-from kvcompile.types import PAGE, Half, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
+from kvcompile.schemes.dense import Dense
+from kvcompile.types import PAGE, Extent, Half, KernelFormat, Layout, PlaneSpec, Role, SlotSpec
 
 BLOCK = 16
 """Tokens of a block."""
@@ -45,7 +49,7 @@ ORIGINALS = "originals"
 """The name of the plane that holds every token as the model made it: tier 2."""
 
 SET = 16
-"""Blocks that share slots of the scratch: four pages of them."""
+"""Slots of the scratch that a block may be in."""
 
 SCRATCH = "scratch"
 """The name of the plane that holds copies of originals on the device."""
@@ -53,12 +57,22 @@ SCRATCH = "scratch"
 PLACES = "places"
 """The name of the plane that says where in it a block is: int32, the slot in its set plus one, zero for nowhere; a step's number."""
 
+MOST_SCRATCH = 2**20
+"""Blocks of a scratch at most: 16M tokens."""
+
 
 class Tier2(enum.Enum):
     """Where the originals are: beside the codes, or in pinned host memory (elsewhere than on CUDA that is the same)."""
 
     DEVICE = "device"
     HOST = "host"
+
+
+class Values(enum.Enum):
+    """How values are stored: as four-bit codes, or as the model made them."""
+
+    INT4 = "int4"
+    FULL = "full"
 
 
 def _as_integer(words: torch.Tensor, part: int) -> torch.Tensor:
@@ -87,13 +101,16 @@ class Certified(Scheme):
     certify: str = DEFAULTS
     half: Half = Half.AUTO
     tier2: Tier2 = Tier2.DEVICE
-    scratch: int = 4
+    scratch: int = 1024
+    value_scratch: int = 256
+    values: Values = Values.INT4
 
     name: ClassVar[str] = "certified"
     source: ClassVar[str] = "Runtime-Certified Bounded-Error Quantized Attention, sections 2.3 and 3.1"
     window = BLOCK
     attention: ClassVar[str] = "certified_site"
     attention_writes: ClassVar[tuple[str, ...]] = (TELEMETRY_PLANE.name, PLACES, SCRATCH)
+    attention_writes_values: ClassVar[tuple[str, ...]] = (PLACES, SCRATCH)
     kernels: ClassVar[str | None] = "kvcompile.lowering.certified.room"
     warning: ClassVar[str | None] = (
         "certified keeps the originals, beside the codes or (tier2=host) in pinned host memory, so it saves device memory with tier2=host "
@@ -111,8 +128,18 @@ class Certified(Scheme):
             parse_policy(self.certify)
         require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
         require(isinstance(self.tier2, Tier2), self.name, "tier2", "device or host", self.tier2, "host is pinned memory, read over the bus")
-        require(type(self.scratch) is int and self.scratch in {0, 4, 8, 16}, self.name, "scratch", f"0, 4, 8 or 16 slots for {SET} blocks",
-                self.scratch, "0 leaves tier 2 to the bus; with tier2=device there is none")
+        for option in ("scratch", "value_scratch"):
+            blocks = getattr(self, option)
+            require(
+                type(blocks) is int and 0 <= blocks <= MOST_SCRATCH and blocks % SET == 0, self.name, option,
+                f"a number of blocks of {BLOCK} tokens, a multiple of {SET} up to {MOST_SCRATCH}", blocks,
+                "0 leaves tier 2 to the bus; with tier2=device there is none",
+            )
+        require(isinstance(self.values, Values), self.name, "values", "int4 or full", self.values, "int4 is the setting of the source")
+
+    @classmethod
+    def variants(cls) -> tuple[Scheme, ...]:
+        return cls(), cls(values=Values.FULL)
 
     def of(self, role: Role) -> Certified:
         return dataclasses.replace(self, half=self.half.of(role))
@@ -123,15 +150,19 @@ class Certified(Scheme):
 
     @property
     def largest(self) -> float:
-        return self.values.largest
+        return self.value_scheme.largest
 
     @property
-    def values(self) -> Kivi:
-        """Return the scheme that encodes values."""
+    def value_scheme(self) -> Kivi:
+        """Return the scheme that encodes values, where they are codes."""
         return Kivi(bits=4, group=self.group, window=max(self.group, BLOCK), axis=Axis.TOKEN)
 
     def _is_keys(self, slot: SlotSpec) -> bool:
         return self.of(slot.role).half is Half.KEY
+
+    def coded(self, slot: SlotSpec) -> bool:
+        """Whether a slot's tokens are stored as codes, beside the originals."""
+        return self._is_keys(slot) or self.values is Values.INT4
 
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
         if keys != values:
@@ -142,53 +173,59 @@ class Certified(Scheme):
         return dataclasses.replace(self, certify=certify)
 
     def check(self, slot: SlotSpec) -> None:
-        if not self._is_keys(slot):
+        if not self._is_keys(slot) and self.coded(slot):
             require_divides(self.group, slot, self.name, "group")
 
     def layout(self, slot: SlotSpec) -> Layout:
-        rows = PAGE // BLOCK
-        notes = PlaneSpec("notes", torch.float32, 2, rows)
-        if self._is_keys(slot):
-            own: tuple[PlaneSpec, ...] = (
+        rows, keys = PAGE // BLOCK, self._is_keys(slot)
+        own: tuple[PlaneSpec, ...] = ()
+        if keys:
+            own = (
                 PlaneSpec("codes", torch.int8, slot.head_dim), PlaneSpec("scales", torch.float32, slot.head_dim, rows),
                 PlaneSpec("zeros", torch.float32, slot.head_dim, rows),
             )
-        else:
-            own = self.values.layout(slot).planes[:3]
-        originals = PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, host=self.tier2 is Tier2.HOST, originals=True)
-        if not self._is_keys(slot):
-            return Layout((*own, notes, originals)).windowed(slot, self.window)
-        if not self.slots:
-            return Layout((*Layout((*own, notes, originals)).windowed(slot, self.window).planes, TELEMETRY_PLANE))
+        elif self.coded(slot):
+            own = self.value_scheme.layout(slot).planes[:3]
+        host = self.tier2 is Tier2.HOST and self.coded(slot)
+        notes = PlaneSpec("notes", torch.float32, 2, rows)
+        originals = PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, host=host, originals=True)
+        grown = (*own, notes, originals) if self.coded(slot) else (originals, notes)
+        told = (TELEMETRY_PLANE,) if keys else ()
+        if not (slots := self.slots(slot)):
+            return Layout((*Layout(grown).windowed(slot, self.window).planes, *told))
         places = PlaneSpec(PLACES, torch.int32, 2, rows, placed=True)
-        scratch = PlaneSpec(SCRATCH, slot.dtype, slot.head_dim, self.slots * PAGE // SET, tally=True, placed=True)
-        return Layout((*Layout((*own, notes, originals, places)).windowed(slot, self.window).planes, TELEMETRY_PLANE, scratch))
+        scratch = PlaneSpec(SCRATCH, slot.dtype, slot.head_dim, slots * BLOCK, Extent.ROW, tally=True, placed=True)
+        return Layout((*Layout((*grown, places)).windowed(slot, self.window).planes, *told, scratch))
 
-    @property
-    def slots(self) -> int:
-        """Return the number of scratch slots per set of blocks of keys."""
-        return self.scratch if self.tier2 is Tier2.HOST else 0
+    def slots(self, slot: SlotSpec) -> int:
+        """Return the number of scratch slots for each kv head of a row, whole sets."""
+        if self.tier2 is not Tier2.HOST or not self.coded(slot):
+            return 0
+        return self.scratch if self._is_keys(slot) else self.value_scratch
 
     def planes_read(self, slot: SlotSpec) -> int:
-        del slot
-        return 5
+        return 5 if self.coded(slot) else 2
 
     def format(self, slot: SlotSpec) -> KernelFormat:
-        if not self._is_keys(slot):
-            return self.values.format(slot)
-        return KernelFormat(torch.int8, 1, 1, True, _as_integer, block=BLOCK, zeros=True)
+        if self._is_keys(slot):
+            return KernelFormat(torch.int8, 1, 1, True, _as_integer, block=BLOCK, zeros=True)
+        return self.value_scheme.format(slot) if self.coded(slot) else Dense().format(slot)
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         del fixed
         assert self.half is not Half.AUTO, "the role is not known here: call of(role) first"
         x = x_BKSD.to(torch.float32)
         role = Role.KEY if self.half is Half.KEY else Role.VALUE
-        coded = self._encode_keys(x) if role is Role.KEY else self.values.encode(x)
-        decoded = self.decode(coded, SlotSpec(x.shape[1], x.shape[3], x.dtype, role))
+        slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, role)
+        if not self.coded(slot):
+            # Zero, or no number where a value is none.
+            return x_BKSD, torch.stack([largest_norm(x - x), largest_norm(x)], dim=-1)
+        coded = self._encode_keys(x) if role is Role.KEY else self.value_scheme.encode(x)
+        decoded = self.decode(coded, slot)
         # In float64: the difference of two float32 numbers is exact there, or close to it.
         residual = x.to(torch.float64) - decoded.to(torch.float64)
         made = *coded, torch.stack([largest_norm(residual), largest_norm(x)], dim=-1), x_BKSD
-        if role is Role.VALUE or not self.slots:
+        if not self.slots(slot):
             return made
         return *made, torch.zeros(*x.shape[:2], x.shape[2] // BLOCK, 2, dtype=torch.int32, device=x.device)
 
@@ -207,5 +244,5 @@ class Certified(Scheme):
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         if not self._is_keys(slot):
-            return self.values.bound(slot)
+            return self.value_scheme.bound(slot) if self.coded(slot) else sympy.Integer(0)
         return SPREAD / 510 + (AMAX + SPREAD) * sympy.Float(2.0**-20) + sympy.Float(2.0**-116)

@@ -23,7 +23,8 @@ from kvcompile.errors import BadSetting, NoOriginals, NotBounded, NotReported
 from kvcompile.lowering import compile as compiling
 from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.certificate.report import report_step
-from kvcompile.lowering.certificate.telemetry import COLUMNS, Telemetry, added_up, quantiles
+from kvcompile.lowering.certificate.summary import Telemetry, quantiles
+from kvcompile.lowering.certificate.telemetry import added_up
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.passes.plan.policy import policy_of
@@ -32,7 +33,7 @@ from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.telemetry import Telling
 from kvcompile.schemes import parse
 from kvcompile.schemes.certificate.policy import Certify, Figure
-from kvcompile.schemes.certificate.telemetry import TELEMETRY_PLANE
+from kvcompile.schemes.certificate.telemetry import COLUMNS, TELEMETRY_PLANE
 from kvcompile.types import PAGE
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo"), pytest.mark.compile]

@@ -12,7 +12,8 @@ from test_triton_append import assert_same, fuse
 from kvcompile import schemes
 from kvcompile.lowering.host.launches import KernelLaunch, Recorder
 from kvcompile.lowering.ops import append_window as windows
-from kvcompile.types import Role, SlotSpec
+from kvcompile.schemes.certified import BLOCK
+from kvcompile.types import PAGE, Role, SlotSpec
 
 KV, DIM, BATCH = 2, 64, 2
 
@@ -66,19 +67,20 @@ def compare(text: str, dtype: torch.dtype, before: int, pages: int) -> None:
             for index, half in enumerate(halves):
                 expected = windows.append_window_body(new, wanted[index], pos, origin, half)
                 what = (half, dtype, at, rows)
-                others = [at for at in range(len(found[index])) if at != 3]
+                noted = next(at for at, plane in enumerate(found[index]) if plane.shape[3:] == (PAGE // BLOCK, 2))
+                others = [at for at in range(len(found[index])) if at != noted]
                 assert_same(
                     (*(found[index][at] for at in others), recent[index], used[index]),
                     (*(wanted[index][at] for at in others), *expected), what,
                 )
-                assert_noted(found[index][3], wanted[index][3], what)
+                assert_noted(found[index][noted], wanted[index][noted], what)
             assert_same(alone, found[1], "values alone")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("text", "dtype", "before", "pages"), [
     ("certified", torch.float32, 45, 2), ("certified(tier2=host)", torch.float16, 63, 3), ("certified(group=32)", torch.float32, 126, 2),
-    ("certified", torch.bfloat16, 17, 2),
+    ("certified", torch.bfloat16, 17, 2), ("certified(values=full)", torch.float16, 45, 2),
 ])
 def test_the_kernel_is_the_body(text: str, dtype: torch.dtype, before: int, pages: int) -> None:
     pytest.importorskip("triton")
@@ -93,7 +95,7 @@ def pointer(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("text", ["certified", "certified(tier2=host)"])
+@pytest.mark.parametrize("text", ["certified(values=full)", "certified(tier2=host)"])
 def test_the_kernel_compiles_offline(text: str, capability: int) -> None:
     triton: Any = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget

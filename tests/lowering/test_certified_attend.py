@@ -163,7 +163,7 @@ def swap(dtype: torch.dtype = torch.float32) -> tuple[Inputs, torch.Tensor]:
 def test_ranking_fails_exactly_where_the_leading_blocks_differ() -> None:
     inputs, k = swap()
     # Two of the three blocks of codes are promoted: on their order rests which one stays codes.
-    step, _, _ = inputs.step(Certify(tau_cov=0.0, k_min=2, k_max=2, widen=0, v_tol=0.05, rank=1), torch.float32)
+    step, _, _ = inputs.step(Certify(tau_cov=0.0, k_min=2, k_max=2, widen=0, v_tol=0.05, rank=1, agree=True), torch.float32)
     output, figures, counts = step.run()
     by_codes = block_masses(step, k)[..., :-1]
     exact = step.exact(k, torch.eye(64)[None, None].expand(4, 8, 64, 64)).unflatten(-1, (-1, BLOCK)).sum(-1)
@@ -179,8 +179,22 @@ def test_ranking_fails_exactly_where_the_leading_blocks_differ() -> None:
     assert torch.equal(output[flagged], step.dense()[flagged])
     assert (figures[..., Figure.KEY][flagged] == 0).all() and (figures[..., Figure.VALUE][flagged] == 0).all()
     assert (dataclasses.replace(step, policy=dataclasses.replace(step.policy, rank=0)).run()[2][..., Count.CAUSES] == 0).all()
-    whole = dataclasses.replace(step, policy=Certify(tau_cov=1.0, k_max=128, rank=1)).run()[2]
+    whole = dataclasses.replace(step, policy=Certify(tau_cov=1.0, k_max=128, rank=1, agree=True)).run()[2]
     assert (whole[..., Count.CAUSES] == 0).all(), "nothing rests on the order where no codes are left"
+
+
+def test_who_leads_is_certain_though_codes_order_promoted_blocks_otherwise() -> None:
+    """Both leading blocks are promoted and the rest is far below: codes may swap the two, but what is returned has them exact."""
+    inputs, k = swap()
+    step, _, _ = inputs.step(Certify(tau_cov=0.0, k_min=2, k_max=2, widen=0, rank=1, v_tol=math.inf), torch.float32)
+    differ = block_masses(step, k)[..., :-1].argmax(-1) != step.exact(k, torch.eye(64)[None, None].expand(4, 8, 64, 64)).unflatten(
+        -1, (-1, BLOCK)).sum(-1).argmax(-1)
+    output, figures, counts = step.run()
+    plain = counts[..., Count.CAUSES] == 0
+    assert (differ & plain).any(), "a swap that fails the boundary proves nothing"
+    assert (distance(output, step.exact(k, inputs.v))[plain] <= returned(figures)[plain]).all()
+    asked = dataclasses.replace(step, policy=dataclasses.replace(step.policy, agree=True)).run()[2]
+    assert ((asked[..., Count.CAUSES] & Cause.RANK) != 0)[differ].any() and (asked[..., Count.RUNG][differ & plain] == Rung.HEAD).any()
 
 
 def test_a_tail_block_that_may_lead_fails_the_boundary() -> None:

@@ -28,6 +28,8 @@ class Case(NamedTuple):
     page: int = 64
     tokens: int = 300
     splits: int = 2
+    whole: torch.dtype | None = None
+    """The dtype of values that are no codes."""
 
 
 def values_of(case: Case, draw: torch.Generator) -> torch.Tensor:
@@ -59,6 +61,9 @@ def check(case: Case, device: str = "cpu", seed: int = 0) -> float:
     code = torch.cat([nibbles & 15, nibbles >> 4], -1).to(torch.float64)
     spread = [x.to(torch.float64).repeat_interleave(case.group, -1) for x in (steps, zeros)]
     decoded = (code * spread[0] + spread[1]).to(torch.float32).to(torch.float64)[0, 0]
+    if case.whole is not None:
+        codes = steps = zeros = v.to(case.whole)
+        decoded = codes.to(torch.float64)[0, 0]
     blocks, turn = padded // BLOCK, turn_of(case.page, case.width)
     share = -(-blocks // (case.splits * turn // BLOCK)) * (turn // BLOCK)
     logits = 10 * torch.randn(rows, padded, generator=draw)
@@ -79,15 +84,17 @@ def check(case: Case, device: str = "cpu", seed: int = 0) -> float:
     launched: dict[str, Any] = dict(num_warps=1) if device == "cuda" else {}
     # One query of several heads: rows see the same positions.
     weighted_values[(case.splits, 1, -(-rows // tile))](
-        *planes, logits.to(device), top.to(device), taken.to(torch.int8).to(device), at, out, *planes[0].stride()[:3],
+        *planes, logits.to(device), top.to(device), taken.to(torch.int8).to(device), at, out, *planes[0].stride()[:4],
         *planes[1].stride()[:3], blocks, share, DV=width, GROUP=case.group, K=1, G=rows, S=1, S2=1, TILE=tile, PAGE=case.page, T=turn,
-        PACKED=device == "cuda", **launched,
+        FULL=case.whole is not None, PACKED=device == "cuda", **launched,
     )
     gap = (logits - top[:, None]).to(torch.float64)
     weight = torch.where(seen, torch.exp(gap), 0)
     found, exact = out.to("cpu").to(torch.float64).sum(0), weight @ decoded
-    chain = CHAIN + share + 4 + bounds.HALF_STEP + bounds.TENSOR_STEP * turn // BLOCK
-    size = torch.linalg.vector_norm(decoded, dim=-1) + math.sqrt(width) * bounds.HALF_TINY * 2**12
+    chain = CHAIN + share + 4 + bounds.TENSOR_STEP * turn // BLOCK
+    size = torch.linalg.vector_norm(decoded, dim=-1)
+    if case.whole is None:
+        chain, size = chain + bounds.HALF_STEP, size + math.sqrt(width) * bounds.HALF_TINY * 2**12
     bound = ((weight * (chain + 2 * gap.abs()) * UNIT + torch.where(seen, 2.0**-48, 0)) * size).sum(-1)
     ratio = torch.linalg.vector_norm(found - exact, dim=-1) / bound
     assert (ratio <= 1).all(), (case, ratio)
@@ -98,6 +105,8 @@ KINDS = ("gaussian", "large", "small", "cancelling", "mixed")
 CASES = (
     *(Case(kind) for kind in KINDS), Case(group=8, width=16), Case(group=8, width=128), Case(group=32), Case(group=64, width=128, rows=1),
     Case(rows=7, page=16, splits=1), Case(width=256, rows=3), Case(rows=2, page=32, splits=3), Case(rows=16, page=128, tokens=600),
+    *(Case(kind, whole=torch.bfloat16) for kind in ("gaussian", "cancelling", "mixed")),
+    Case("small", width=128, rows=7, whole=torch.float16),
 )
 
 
@@ -172,6 +181,19 @@ def test_a_turn_in_the_worst_order_is_within_the_chain() -> None:
         exact = (a * b).sum(-1)
         assert (np.abs(total - exact) <= 4 * bounds.TENSOR_STEP * UNIT * exact).all()
         assert (total < exact).all()
+
+
+def test_weights_are_two_tf32_numbers() -> None:
+    """Within 4 units and less than 2^-130, of what tensor cores take as it is: ten bits behind the leading one."""
+    weight = torch.cat([torch.rand(20000), 2.0 ** (-120 * torch.rand(20000)), torch.tensor([1.0, 0.0])])
+
+    def near(x: torch.Tensor) -> torch.Tensor:
+        return ((x.view(torch.int32) + 4096) & -8192).view(torch.float32)
+
+    high = near(weight)
+    low = near(weight - high)
+    assert ((high.double() + low.double() - weight.double()).abs() <= 4 * UNIT * weight + 2.0**-136).all()
+    assert not ((high.view(torch.int32) | low.view(torch.int32)) & 8191).any()
 
 
 def test_weights_are_two_float16_numbers() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcompile.lowering.certificate.bound_printer import aten
-from kvcompile.lowering.certified.device_step import RADIUS
 from kvcompile.lowering.certified.kernels.key_scores import BACK, LEAST_STEP, ROOM
+from kvcompile.lowering.certified.sizes import RADIUS
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certified import BLOCK, Certified
 from kvcompile.types import Role

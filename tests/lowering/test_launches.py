@@ -82,7 +82,7 @@ def site_operands(options: str = "", scratch: bool = False) -> list[Any]:
     return [
         torch.zeros(1, K * G, 1, D, dtype=torch.bfloat16), *read, torch.zeros(1, 1, dtype=torch.int64), None, None, None, None,
         *(schemes.parse(text).of(role).spell() for role in Role), 0.125, 0.0, D, recent, torch.zeros(1, dtype=torch.int64), telemetry,
-        *([keys[PLACES], keys[SCRATCH]] if scratch else [None, None]),
+        *([keys[PLACES], keys[SCRATCH], values[PLACES], values[SCRATCH]] if scratch else [None] * 4),
     ]
 
 
@@ -95,7 +95,9 @@ CASES: dict[str, tuple[Any, Callable[..., Any], Callable[[], list[Any]]]] = {
     "certified": (certified_site, site_body, site_operands),
     "certified, all options": (
         certified_site, site_body,
-        lambda: site_operands("certify=rank:2/explore:0.1/value_budget:0.1/key_budget:0.5, tier2=host, scratch=8", scratch=True),
+        lambda: site_operands(
+            "certify=rank:2/explore:0.1/value_budget:0.1/key_budget:0.5/select:group, tier2=host, scratch=32, value_scratch=16", True,
+        ),
     ),
     "int8, many": (append_ops.append_kernel_pair, append_ops.rows_by_kernels, lambda: append_operands("int8", 40)),
     "int4, many, alone": (append_ops.append_kernel, append_ops.rows_by_kernels, lambda: append_operands("int4", 40)[:4]),
@@ -259,4 +261,4 @@ def test_an_operator_between_kernels_is_a_step() -> None:
     with mode:
         body(recorder, *faked(make(), mode))
     assert [str(step.target) for step in recorder.steps if isinstance(step, OperatorCall)] == ["kvcompile.certified_ranks.default"]
-    assert len(recorder.steps) == 14
+    assert len(recorder.steps) == 16

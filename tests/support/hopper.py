@@ -1,7 +1,11 @@
-"""Offline compilation of recorded launches for Hopper (sm_90); needs no GPU."""
+"""Offline compilation of recorded launches for Hopper (sm_90) and others; needs no GPU."""
 
 from __future__ import annotations
 
+import pathlib
+import re
+import subprocess
+import tempfile
 from typing import Any
 
 import torch
@@ -13,18 +17,36 @@ from kvcompile.lowering.host.launches import KernelLaunch
 
 NAMES = {
     torch.bool: "i1", torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.float16: "fp16",
-    torch.bfloat16: "bf16", torch.float32: "fp32",
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
 }
 
 
-def compiled_for_hopper(launch: KernelLaunch) -> Any:
-    """Compile the kernel of one launch with its constants; tensors are stand-ins, and other arguments are int32."""
+def compiled_for_hopper(launch: KernelLaunch, capability: int = 90, aligned: bool = False) -> Any:
+    """Compile the kernel of one launch with its constants; tensors are stand-ins, and other arguments are int32.
+
+    ``aligned``: tensors begin at multiples of 16 bytes, and whole numbers that are multiples of 16 are known to be, as at a real launch.
+    """
     constants = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
     signature = {
         name: "constexpr" if name in constants else "*" + NAMES[item.dtype] if isinstance(item, torch.Tensor) else "i32"
         for name, item in launch.arguments.items()
     }
     given = {(at,): item for at, (name, item) in enumerate(launch.arguments.items()) if name in constants}
+    known = {
+        (at,): [["tt.divisibility", 16]] for at, (name, item) in enumerate(launch.arguments.items())
+        if aligned and name not in constants and (isinstance(item, torch.Tensor) or (isinstance(item, int) and item and item % 16 == 0))
+    }
     return triton.compile(
-        ASTSource(launch.kernel, signature, given), target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.warps},
+        ASTSource(launch.kernel, signature, given, known), target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.warps},
     )
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers a thread, bytes of stack and of shared memory of a compiled kernel, as ``cuobjdump`` reads them."""
+    tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        said = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", said))
+    return {"registers": int(found["REG"]), "stack": int(found["STACK"]), "shared": int(compiled.metadata.shared)}

@@ -88,9 +88,9 @@ def _code_values(
 def _append_certified(
     program, X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch, pos_b,
     D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr,
+    GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr, FULL: tl.constexpr,
 ):
-    """One token of one kv head of one batch row: see the module. All planes are contiguous."""
+    """One token of one kv head of one batch row: see the module. All planes are contiguous. FULL: originals and notes are all there is."""
     b = (program // HEADS).to(tl.int64)
     h = (program % HEADS).to(tl.int64)
     d = tl.arange(0, D)
@@ -132,7 +132,10 @@ def _append_certified(
     block = page * blocks + last % blocks
     wide = content.to(tl.float32)
     tl.store(ORIGINALS + block * (TOKENS * D) + j[:, None] * D + d[None, :], content)
-    if KEYS:
+    if FULL:
+        # What is finite is its own decoded form; the rest makes the note no number.
+        decoded = wide
+    elif KEYS:
         decoded = _code_keys(wide, CODES + block * (TOKENS * D), SCALES + block * D, ZEROS + block * D, D)
     else:
         scales = block * (TOKENS * (D // GROUP))
@@ -149,12 +152,12 @@ def _append_certified(
 def certified_one(
     X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch, pos_b,
     D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr,
+    GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr, FULL: tl.constexpr,
 ):
     """One slot; a program has one kv head of one batch row."""
     _append_certified(
         tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch,
-        pos_b, D, PAGE, HEADS, KEYS, BITS, PARTS, GROUP, ULP, TINY, HAS_ORIGIN, HAS_PLACES,
+        pos_b, D, PAGE, HEADS, KEYS, BITS, PARTS, GROUP, ULP, TINY, HAS_ORIGIN, HAS_PLACES, FULL,
     )
 
 
@@ -164,21 +167,22 @@ def certified_two(
     X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, NOTES_2, ORIGINALS_2, PLACES_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
     pages_2, batch_2, pos_b_2, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr,
     PARTS: tl.constexpr, GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr,
-    D_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, KEYS_2: tl.constexpr, BITS_2: tl.constexpr, PARTS_2: tl.constexpr,
-    GROUP_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr, HAS_PLACES_2: tl.constexpr,
+    FULL: tl.constexpr, D_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, KEYS_2: tl.constexpr, BITS_2: tl.constexpr,
+    PARTS_2: tl.constexpr, GROUP_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
+    HAS_PLACES_2: tl.constexpr, FULL_2: tl.constexpr,
 ):
     """Two slots, keys and values: the first ``programs`` programs have the first."""
     program = tl.program_id(0)
     if program < programs:
         _append_certified(
             program, X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch,
-            pos_b, D, PAGE, HEADS, KEYS, BITS, PARTS, GROUP, ULP, TINY, HAS_ORIGIN, HAS_PLACES,
+            pos_b, D, PAGE, HEADS, KEYS, BITS, PARTS, GROUP, ULP, TINY, HAS_ORIGIN, HAS_PLACES, FULL,
         )
     else:
         _append_certified(
             program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, NOTES_2, ORIGINALS_2, PLACES_2, POS_2, ORIGIN_2,
             RECENT_2, x_b_2, x_h_2, x_d_2, pages_2, batch_2, pos_b_2, D_2, PAGE_2, HEADS_2, KEYS_2, BITS_2, PARTS_2, GROUP_2, ULP_2,
-            TINY_2, HAS_ORIGIN_2, HAS_PLACES_2,
+            TINY_2, HAS_ORIGIN_2, HAS_PLACES_2, FULL_2,
         )
 
 
@@ -196,7 +200,8 @@ def fits(slot: Slot) -> bool:
     }:
         return False
     at = _encoded(slot.planes)
-    return all(_contiguous(plane) for plane in slot.planes[: at + 2]) and slot.planes[4].dtype == slot.window.dtype == slot.x.dtype
+    originals = _split(slot)[4]
+    return all(_contiguous(plane) for plane in slot.planes[: at + 2]) and originals.dtype == slot.window.dtype == slot.x.dtype
 
 
 def _contiguous(plane: torch.Tensor) -> bool:
@@ -209,9 +214,18 @@ def _contiguous(plane: torch.Tensor) -> bool:
     return plane.stride(0) == step or (isinstance(plane.shape[0], int) and plane.shape[0] == 1)
 
 
+def _split(slot: Slot) -> tuple[torch.Tensor, ...]:
+    """The planes codes, scales, zeros, notes and originals, and places; originals stand for codes where there are none."""
+    planes = slot.planes[: _encoded(slot.planes)]
+    if len(planes) > 2:
+        return tuple(planes)
+    originals, notes = planes
+    return originals, originals, originals, notes, originals
+
+
 def _operands(slot: Slot, recent: torch.Tensor) -> tuple[object, ...]:
     """Arguments of the kernels, in their order: whole planes, no views."""
-    codes, scales, zeros, notes, originals, *more = slot.planes[: _encoded(slot.planes)]
+    codes, scales, zeros, notes, originals, *more = _split(slot)
     origin = slot.pos if slot.origin is None else slot.origin
     return (
         slot.x, slot.window, slot.clock, codes, scales, zeros, notes, originals, more[0] if more else slot.pos, slot.pos, origin, recent,
@@ -224,12 +238,12 @@ def _constants(slot: Slot, suffix: str = "") -> dict[str, Any]:
     """Constants of the kernels, by name."""
     scheme = schemes.parse(slot.scheme)
     assert isinstance(scheme, Certified)
-    rule, dtype = scheme.values.minmax(slot.x.shape[3]), scheme.values.scale_dtype
+    rule, dtype = scheme.value_scheme.minmax(slot.x.shape[3]), scheme.value_scheme.scale_dtype
     assert rule is not None
     named = {
         "D": slot.x.shape[3], "PAGE": slot.planes[0].shape[3], "HEADS": slot.x.shape[1], "KEYS": scheme.half is Half.KEY,
         "BITS": rule.bits, "PARTS": rule.parts, "GROUP": rule.group, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
-        "HAS_ORIGIN": slot.origin is not None, "HAS_PLACES": _encoded(slot.planes) > 5,
+        "HAS_ORIGIN": slot.origin is not None, "HAS_PLACES": _encoded(slot.planes) > 5, "FULL": _encoded(slot.planes) == 2,
     }
     return {name + suffix: value for name, value in named.items()}
 

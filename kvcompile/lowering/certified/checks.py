@@ -23,9 +23,9 @@ def ranked(disagree: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:
 
 
 def rank_fails(
-    coded: Masses, exact: Masses, delta: Deviations, known: torch.Tensor, tail: torch.Tensor, rank: int
+    coded: Masses, exact: Masses, delta: Deviations, known: torch.Tensor, tail: torch.Tensor, rank: int, agree: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Theorem 7, two flags [B, K, Q]: the leading ``rank`` blocks of ``known`` ones differ; a block of the ``tail`` may be among them.
+    """Theorem 7, two flags [B, K, Q]: codes order the leading ``rank`` blocks otherwise (``agree``); one of the ``tail`` may be among them.
 
     ``known``: blocks whose keys are exact, in full precision or promoted, of which ``exact`` has the masses. Where no block of
     codes is left in the tail nothing rests on their order, and neither fails: blocks that tie are ordered by rounding alone.
@@ -40,7 +40,7 @@ def rank_fails(
     upper = torch.where(tail, _largest_log_mass(log_mass=coded.log, delta=delta.codes), NONE)
     highest = upper.amax(-1)
     left = ~torch.isneginf(highest)
-    return (first != second).any(-1) & left, ~(highest <= least.squeeze(-1)) & left
+    return (first != second).any(-1) & left & agree, ~(highest <= least.squeeze(-1)) & left
 
 
 def logits_differ(coded: torch.Tensor, exact: torch.Tensor, delta: Deviations, visible: torch.Tensor, guard: float) -> torch.Tensor:

@@ -4,15 +4,15 @@ The eager body is the definition, as in ``ops``: what kernels will be compared w
 comes to the host: both sides of every decision are computed here and selected by flags, which a kernel need not do.
 
 Beside the operands of ``attend`` (see ``ops``):
-    keys, values   planes codes, scales, zeros, notes of the certified stores
+    keys, values   planes codes, scales, zeros, notes of the certified stores; of values that are no codes originals and notes
     originals      the dense planes of tier 2, keys and values, [N, B, K, rows, D], in host or device memory; every token
     clock          int64 [1]: the number of the step, which decides what is explored
     policy         ``Certify.spell``
 Results: the output [B, H, S, Dv]; the certificate, float32 [B, H, S, len(Figure)]; the counters, int32 [B, H, S, len(Count)].
 
-Rungs. Promotion of keys, widened to keep the key budget (1). Promotion of values (2). A head is dense where leading blocks are
-ordered otherwise by codes, a budget is not kept, or its certificate is no number (3); all heads of a batch row are where a block that
-was compared with its originals is not what was encoded (4): rows are requests, and one must not change another's result.
+Rungs. Promotion of keys, widened to make its coverage certain and to keep the key budget (1). Promotion of values (2). A head is dense
+where it is not certain which blocks lead, a budget is not kept, or its certificate is no number (3); all heads of a batch row are where a
+block that was compared with its originals is not what was encoded (4): rows are requests, and one must not change another's result.
 Dense is what ``attend`` gives over the originals with the scheme ``dense``, bit for bit. There its certificate is the arithmetic
 alone, from the originals' own norms.
 
@@ -34,7 +34,7 @@ from kvcompile.lowering.certificate.logits import Scores, gaps, visible_to_queri
 from kvcompile.lowering.certificate.telemetry import Counted, counts_of, figures_of
 from kvcompile.lowering.certified.blocks import Deviations, Masses, Notes, biased, blocks, deviations, masses, norms, notes_of
 from kvcompile.lowering.certified.checks import logits_differ, notes_differ, rank_fails, ranked
-from kvcompile.lowering.certified.promotion import promote_keys, promote_values
+from kvcompile.lowering.certified.promotion import promote_further_values, promote_keys
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import as_tokens, attend_body, with_recent
 from kvcompile.schemes.certificate.policy import Cause, Certify, Fallback
@@ -62,8 +62,8 @@ def _tokens(
     scheme: Certified, planes: Sequence[torch.Tensor], originals: torch.Tensor, slot: SlotSpec, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decoded tokens and originals, float32; zero where nobody looks: what was never written may be NaN."""
-    coded = scheme.decode(tuple(as_tokens(plane) for plane in planes[:3]), slot)
-    exact = as_tokens(originals).to(coded.device, torch.float32)[:, :, : coded.shape[2]]
+    exact = as_tokens(originals).to(seen.device, torch.float32)[:, :, : seen.shape[-1]]
+    coded = scheme.decode(tuple(as_tokens(plane) for plane in planes[:-1]), slot) if scheme.coded(slot) else exact
     at = seen[..., None]
     return torch.where(at, coded, 0), torch.where(at, exact, 0)
 
@@ -83,7 +83,7 @@ def certified_step(
     k, v = _sides(scheme, operands, originals, seen)
     query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
     scores = Scores(query, sight.tokens, extra, operands.scale, operands.softcap)
-    notes = notes_of(as_tokens(keys[3]), as_tokens(operands.values[3]), k.coded, v.coded, sight.alone, seen)
+    notes = notes_of(as_tokens(keys[-1]), as_tokens(operands.values[-1]), k.coded, v.coded, sight.alone, seen)
     live = sight.live.expand(B, K, -1, -1)
     codes = live & ~sight.alone.unsqueeze(2)
     products = Tokens(scores.products(k.coded), scores.products(k.exact))
@@ -99,19 +99,20 @@ def certified_step(
         highest = torch.maximum(coded.peak, exact.peak).amax(-1)
         delta = Deviations(*(biased(each, live, torch.where(torch.isneginf(highest), 0, highest)) for each in delta))
     nu = torch.where(live, notes.nu.unsqueeze(2), 0)
-    promoted = promote_keys(coded, delta, live, codes, nu, sink, clock, rules)
+    own_eta = notes.eta.unsqueeze(2)
+    promoted = promote_keys(coded, delta, live, codes, (nu, own_eta), sink, clock, rules, heads[1])
     softmax, top = _softmax(_chosen(promoted.read, exact, coded), live, sink)
     left = torch.where(codes & ~promoted.read, delta.codes, delta.originals)
-    coded_values = torch.where(codes & ~promoted.explored, notes.eta.unsqueeze(2), 0)
-    local = promote_values(head_bounds.value_terms(softmax, coded_values), rules)
-    eta, original_values = torch.where(local, 0, coded_values), local | promoted.explored
+    coded_values = torch.where(codes & ~promoted.explored, own_eta, 0)
+    chosen = promote_further_values(head_bounds.value_terms(softmax, coded_values), promoted.values, rules)
+    eta, original_values = torch.where(chosen, 0, coded_values), chosen | promoted.explored
     output = _output(logits_of(promoted.read, logits), top, v, original_values, sink)
     certificate = head_bounds.certificate(softmax, left, Values(nu, eta), output, q.dtype)
 
     known = live & (sight.alone.unsqueeze(2) | promoted.read)
     causes = causes_of(certificate, rules)
     if rules.rank:
-        causes = causes | ranked(*rank_fails(coded, exact, delta, known, codes & ~promoted.read, rules.rank))
+        causes = causes | ranked(*rank_fails(coded, exact, delta, known, codes & ~promoted.read, rules.rank, rules.agree))
     # Before a bias: a large one would round both logits by more than the keys' codes could.
     damaged = logits_differ(products.coded, products.exact, of_products, sight.from_codes, rules.guard) & promoted.read
     # Of keys that no code stands for, which their note says, there is no logit to compare.

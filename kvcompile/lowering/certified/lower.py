@@ -17,6 +17,9 @@ from kvcompile.lowering.ops.operands import named, names_of
 
 log = logging.getLogger(__name__)
 
+WRITTEN = ("telemetry", "places", "scratch", "value_places", "value_scratch")
+"""The operands that kernels write."""
+
 
 def lower_certified_site(*args: Any, **kwargs: Any) -> Any:
     """The result of a site as a box; operands as ``site_op`` has them. Logs why CUDA is left with the definition."""
@@ -30,7 +33,7 @@ def lower_certified_site(*args: Any, **kwargs: Any) -> Any:
         if gap is None:
             # The kernels know no masks.
             operands = {name: operand for name, operand in given.items() if name not in {"keep", "bias"}}
-            written = [given[name] for name in ("telemetry", "places", "scratch") if given.get(name) is not None]
+            written = [given[name] for name in WRITTEN if given.get(name) is not None]
             return lower_launches(_launches, [operands], written)[0]
         log.warning("certified attention runs its definition, which reads everything at every step: found %s", gap)
     return fallback_handler(certified_site)(*(given.get(name) for name in names_of(certified_site)))

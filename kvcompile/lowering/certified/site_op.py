@@ -1,7 +1,8 @@
 """``kvcompile::certified_site``: certified attention as it stands in a compiled graph, with its telemetry.
 
-The operands of ``attend``, all planes that grow (codes, scales, zeros, notes, originals), the newest tokens, and the telemetry plane,
-which every step adds to; where the originals are in host memory, the scratch and where blocks are in it. The policy is the keys' scheme's.
+The operands of ``attend``, all planes that grow (codes, scales, zeros, notes, originals; of values that are no codes originals and notes),
+the newest tokens, and the telemetry plane, which every step adds to; where originals are in host memory, of keys and of values the scratch
+and where blocks are in it. The policy is the keys' scheme's.
 
 On CUDA it is made of kernels (``device_step``), elsewhere, and for what the kernels do not know, it is the definition. In a compiled
 graph it stays one operation until Inductor lowers it (``lower``).
@@ -19,7 +20,8 @@ import torch
 from kvcompile import schemes
 from kvcompile.lowering.certificate.telemetry import accumulate
 from kvcompile.lowering.certified.definition import certified_step
-from kvcompile.lowering.certified.device_step import certified_by_kernels, kernel_gap
+from kvcompile.lowering.certified.device_step import Scratches, certified_by_kernels
+from kvcompile.lowering.certified.sizes import kernel_gap
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.operands import AttendOperands, T, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
@@ -30,7 +32,8 @@ from kvcompile.types import Half
 LIBRARY.define(
     "certified_site(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
     " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[] recent, Tensor base,"
-    " Tensor(a!) telemetry, Tensor(b!)? places=None, Tensor(c!)? scratch=None) -> Tensor"
+    " Tensor(a!) telemetry, Tensor(b!)? places=None, Tensor(c!)? scratch=None, Tensor(d!)? value_places=None,"
+    " Tensor(e!)? value_scratch=None) -> Tensor"
 )
 
 
@@ -40,14 +43,15 @@ class SiteOperands(Generic[T]):
 
     attend: AttendOperands[T]
     telemetry: T
-    places: T | None = None
-    scratch: T | None = None
+    key_scratch: tuple[T, T] | None = None
+    value_scratch: tuple[T, T] | None = None
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> SiteOperands:
         """The record of a call of the operation."""
         given = named(certified_site, args, kwargs)
-        return SiteOperands(attend_operands(given), given["telemetry"], given.get("places"), given.get("scratch"))
+        held = ((given.get(f"{half}places"), given.get(f"{half}scratch")) for half in ("", "value_"))
+        return SiteOperands(attend_operands(given), given["telemetry"], *(None if pair[1] is None else pair for pair in held))
 
     @property
     def scheme(self) -> Certified:
@@ -58,27 +62,29 @@ class SiteOperands(Generic[T]):
 
     @property
     def codes(self) -> AttendOperands[T]:
-        """Return the operands with the planes of codes alone: codes, scales, zero points, notes."""
-        return dataclasses.replace(self.attend, keys=self.attend.keys[:4], values=self.attend.values[:4])
+        """Return the operands with the planes of codes alone: codes, scales, zero points, notes; of whole values originals and notes."""
+        values = self.attend.values
+        return dataclasses.replace(self.attend, keys=self.attend.keys[:4], values=values[:4] if len(values) > 2 else values)
 
     @property
     def originals(self) -> list[T]:
         """Return the planes of tier 2, keys and values."""
-        return [self.attend.keys[4], self.attend.values[4]]
+        values = self.attend.values
+        return [self.attend.keys[4], values[4] if len(values) > 2 else values[0]]
 
 
 def site_gap(operands: SiteOperands[torch.Tensor]) -> str | None:
     """Why the kernels do not know a site, None where they do; for real tensors and fake ones."""
-    return kernel_gap(operands.attend, operands.scheme.group)
+    return kernel_gap(operands.codes, operands.scheme)
 
 
 def site_by_kernels(launcher: Launcher, operands: SiteOperands[torch.Tensor]) -> torch.Tensor:
     """The result of a site without a gap; its kernels are started by ``launcher``."""
-    both, telemetry, places, scratch = operands.scheme, operands.telemetry, operands.places, operands.scratch
+    both, telemetry = operands.scheme, operands.telemetry
     # The first accumulator of the first kv head counts steps.
     return certified_by_kernels(
         parse_policy(both.certify), both, operands.codes, operands.originals, telemetry, telemetry=telemetry,
-        scratch=None if places is None or scratch is None else (places, scratch), launcher=launcher,
+        scratch=Scratches(operands.key_scratch, operands.value_scratch), launcher=launcher,
     )[0]
 
 

@@ -104,8 +104,9 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
     operands = _operands(shared, emit, item, source)
     if source.fresh is not None:
         return _with_rows(emit.call(torch.ops.kvcompile.attend.default, *operands), item)
-    optional, planes, scheme = _optional(shared, emit, item), shared.planes.named(item.key), item.key.scheme
-    written = [planes[name] for name in scheme.attention_writes if name in planes]
+    optional, scheme = _optional(shared, emit, item), item.key.scheme
+    planes, own = shared.planes.named(item.key), shared.planes.named(item.value)
+    written = [planes.get(name) for name in scheme.attention_writes] + [own.get(name) for name in scheme.attention_writes_values]
     out = _with_rows(emit.call(getattr(torch.ops.kvcompile, scheme.attention).default, *operands, *optional, *written), item)
     if item.certify is not None:
         emit.call(

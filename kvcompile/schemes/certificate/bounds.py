@@ -181,6 +181,7 @@ KEY_TERM = Bound(
     "2: numerator, times the common exp(m); exp(Delta) (1 - exp(-Delta)) is exp(Delta) - 1 without cancellation",
 )
 LEAST_TERM = Bound("least_term", WEIGHT * sympy.exp(GAP - DELTA), Outward.DOWN, Over.BLOCK, "2: denominator, R at least")
+MOST_TERM = Bound("most_term", WEIGHT * sympy.exp(GAP + DELTA), Outward.UP, Over.BLOCK, "1: mass of a block at most, before normalization")
 SHIFT_TERM = Bound("shift_term", WEIGHT * sympy.exp(GAP + DELTA) * Rise(DELTA), Outward.UP, Over.BLOCK, "3: numerator of the second form")
 TOTAL_TERM = Bound("total_term", WEIGHT * sympy.exp(GAP), Outward.DOWN, Over.BLOCK, "5: mass of a block before normalization")
 VALUE_TERM = Bound("value_term", WEIGHT * sympy.exp(GAP) * ETA, Outward.UP, Over.BLOCK, "5: numerator")
@@ -202,7 +203,7 @@ LARGEST_LOG_MASS = Bound("largest_log_mass", LOG_MASS + DELTA, Outward.UP, Over.
 CONSISTENT = Bound("consistent", DELTA + OWN + GUARD, Outward.UP, Over.BLOCK, "8")
 
 BOUNDS: tuple[Bound, ...] = (
-    RADIUS, ROUNDING, DEVIATION, CODED, KEY_TERM, LEAST_TERM, SHIFT_TERM, TOTAL_TERM, VALUE_TERM, ACCUMULATION_TERM, KEY, VALUE,
+    RADIUS, ROUNDING, DEVIATION, CODED, KEY_TERM, LEAST_TERM, MOST_TERM, SHIFT_TERM, TOTAL_TERM, VALUE_TERM, ACCUMULATION_TERM, KEY, VALUE,
     CENTER_NORM, ACCUMULATION, OUTPUT_ROUNDING, LARGEST_LOG_MASS, CONSISTENT,
 )
 """Everything that a certificate is made of."""

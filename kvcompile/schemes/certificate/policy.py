@@ -25,6 +25,13 @@ class Fallback(enum.Enum):
     REPORT = "report"
 
 
+class Select(enum.Enum):
+    """Whose selection of keys to promote holds for a query head: its own, or the union of its kv head's."""
+
+    HEAD = "head"
+    GROUP = "group"
+
+
 def _number(value: object, low: float, high: float) -> bool:
     """Whether a real number, not a bool, lies in [low, high]."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
@@ -32,17 +39,20 @@ def _number(value: object, low: float, high: float) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Certify:
-    """Promotion, budgets and checks of certified attention; the defaults are the source's.
+    """Promotion, budgets and checks of certified attention; the numbers are the source's.
 
     ``tau_cov``       blocks are promoted to original keys until they hold this share of the estimated mass
     ``k_min, k_max``  how many blocks at least and at most
-    ``widen``         how often ``k_max`` may be doubled to bring the key bound under ``key_budget`` (rung 1)
+    ``widen``         how often ``k_max`` may be doubled (rung 1): where that makes ``tau_cov`` certain, and for ``key_budget``
+    ``certain``       whether rung 1 makes ``tau_cov`` hold of the exact mass too, whatever the codes' errors are
     ``key_budget``    the key bound at most; ``inf`` for none
-    ``v_tol``         original values for blocks that may add more than this (rung 2); ``inf`` for none
+    ``v_tol``         original values for blocks that might add more than this to the value bound (rung 2); ``inf`` for none
     ``value_budget``  the value bound at most, by promoting further blocks, the largest first; ``inf`` for none
-    ``rank``          how many leading blocks must agree under codes and originals (rung 3); 0 turns the check off
+    ``rank``          how many leading blocks must be known for certain (rung 3); 0 turns the check off
+    ``agree``         whether codes must also order these as originals do, as the source asks; what is returned is exact there without it
     ``guard``         how far beyond its bound a logit may be before the planes count as damaged (rung 4)
     ``explore``       share of the other blocks that are compared with their originals at every step
+    ``select``        "head": every query head selects blocks for itself; "group": those of a kv head get the union of theirs
     ``fallback``      "dense": a head that fails is computed from the originals; "report": it is only counted
     """
 
@@ -50,18 +60,22 @@ class Certify:
     k_min: int = 2
     k_max: int = 128
     widen: int = 1
+    certain: bool = True
     key_budget: float = math.inf
     v_tol: float = 0.05
     value_budget: float = math.inf
     rank: int = 1
+    agree: bool = False
     guard: float = 1e-6
     explore: float = 0.0
+    select: Select = Select.HEAD
     fallback: Fallback = Fallback.DENSE
 
     def __post_init__(self) -> None:
-        named: object = self.fallback
-        if named in [each.value for each in Fallback]:
-            object.__setattr__(self, "fallback", Fallback(named))
+        for option, kind in (("fallback", Fallback), ("select", Select)):
+            named: object = getattr(self, option)
+            if named in [each.value for each in kind]:
+                object.__setattr__(self, option, kind(named))
         most = 2**31
         least_max = self.k_min if isinstance(self.k_min, int) else 0
         whole = (("k_min", 0, most), ("k_max", least_max, most), ("widen", 0, 16), ("rank", 0, 64))
@@ -73,7 +87,16 @@ class Certify:
         for option, limit in real.items():
             value = getattr(self, option)
             require(_number(value, 0.0, limit), NAME, option, f"a number from 0 to {limit}", value, "leave it out for the source's setting")
+        for option in ("certain", "agree"):
+            value = getattr(self, option)
+            require(isinstance(value, bool), NAME, option, "True or False", value, "leave it out for the default")
         require(isinstance(self.fallback, Fallback), NAME, "fallback", "'dense' or 'report'", self.fallback, "'dense' keeps the contract")
+        require(isinstance(self.select, Select), NAME, "select", "'head' or 'group'", self.select, "'head' reads the fewest blocks")
+
+    @property
+    def widens_coverage(self) -> bool:
+        """Whether rung 1 looks at the coverage."""
+        return self.certain and self.widen > 0 and 0 < self.tau_cov < 1
 
     def spell(self) -> str:
         """Return what differs from the defaults, as text that ``parse_policy`` reads back; the operand of the op."""
@@ -82,9 +105,14 @@ class Certify:
         return "/".join(changed) or DEFAULTS
 
 
+_TRUTH = {"True": True, "False": False}
+
+
 def parse_policy(text: str) -> Certify:
     """Parse what ``Certify.spell`` wrote: ``v_tol:0.02/rank:0``; raises BadOption."""
-    kinds: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Certify)}
+    kinds: dict[str, Any] = {
+        field.name: _TRUTH.__getitem__ if isinstance(field.default, bool) else type(field.default) for field in dataclasses.fields(Certify)
+    }
     found = {}
     for item in text.split("/") if text != DEFAULTS else ():
         name, _, value = (part.strip() for part in item.partition(":"))
@@ -120,8 +148,10 @@ class Count(enum.IntEnum):
     KEYS = 1
     VALUES = 2
     EXPLORED = 3
-    RUNG = 4
-    CAUSES = 5
+    WIDENED = 4
+    """Whether rung 1 promoted more blocks than the coverage alone asked for: 0 or 1."""
+    RUNG = 5
+    CAUSES = 6
 
 
 class Rung(enum.IntEnum):
@@ -149,5 +179,5 @@ class Cause(enum.IntFlag):
 EXACT = Certify(tau_cov=1.0, k_min=2**31, k_max=2**31, v_tol=0.0, value_budget=0.0)
 """Every block by its originals."""
 
-NAIVE = Certify(tau_cov=0.0, k_min=0, k_max=0, widen=0, v_tol=math.inf, rank=0, fallback=Fallback.REPORT)
+NAIVE = Certify(tau_cov=0.0, k_min=0, k_max=0, widen=0, certain=False, v_tol=math.inf, rank=0, fallback=Fallback.REPORT)
 """Codes alone with all checks off: the source's naive baseline."""

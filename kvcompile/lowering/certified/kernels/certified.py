@@ -32,11 +32,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcompile.lowering.certificate.bound_printer import UP32
+
 BLOCK = tl.constexpr(16)
 LOG2E = tl.constexpr(1.4426950216293335)
 LOG2E_REST = tl.constexpr(1.9259629911266175e-08)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-30000.0)
+
+UP32_FACTOR, UP32_ADDEND = tl.constexpr(UP32[0]), tl.constexpr(UP32[1])
 
 FLAGS = tl.constexpr(128)
 """Rows that ``dense_scores`` and ``dense_values`` look at at once."""
@@ -71,6 +75,12 @@ def weighed(logits):
 def norm_above(square):
     """The root of a float32 sum of squares, not below the exact one: of up to 1024 terms, some of which may have been flushed."""
     return tl.sqrt(square) * (1.0 + 2.0**-14) + 2.0**-57
+
+
+@triton.jit
+def up32(x):
+    """``bound_printer.up32``."""
+    return (x * UP32_FACTOR + UP32_ADDEND).to(tl.float32)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from kvcompile.lowering.certified.kernels.certified import (
     sight,
     weighed,
 )
-from kvcompile.lowering.certified.kernels.stage_keys import SET, rows_of_slot
+from kvcompile.lowering.certified.kernels.stage_blocks import rows_of_slot
 
 PART = tl.constexpr(4)
 """Tokens of a block that ``exact_scores`` takes at once: a quarter of the registers are twice the warps."""
@@ -38,14 +38,14 @@ PART = tl.constexpr(4)
 @triton.jit
 def exact_scores(
     Q, CODES, STEPS, ZEROS, ORIGINALS, LIST, LISTED, AT, NOTES, DELTA, OWN, LOGITS, PEAK, WEIGHT, TOP, DAMAGED,
-    SCRATCH, FOUND_AT, q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, scratch_n,
-    scratch_b, scratch_h, blocks,
+    SCRATCH, FOUND_AT, q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t,
+    scratch_b, scratch_h, blocks, sets,
     SCALE: tl.constexpr, GUARD: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
-    PER_PAGE: tl.constexpr, SLOTS: tl.constexpr,
+    PER_PAGE: tl.constexpr, STAGED: tl.constexpr,
 ):
     """One block at a time of a row's LIST [rows, N], of which the first LISTED [rows] are meant.
 
-    SLOTS: those that ``stage_keys`` has found in the SCRATCH, or put there, are read from there.
+    STAGED: those that ``stage_blocks`` has found in the SCRATCH of ``sets`` sets, or put there, are read from there.
     Norms are compared in float64, but only of tokens for which float32 does not settle it: mostly the two that made the notes.
     """
     r = tl.program_id(1)
@@ -68,10 +68,9 @@ def exact_scores(
         first = n * BLOCK
         originals = ORIGINALS + page * from_n + b * from_b + h * from_h + row * BLOCK * from_t
         apart_t = from_t
-        if SLOTS > 0:
+        if STAGED:
             slot = tl.load(FOUND_AT + pair.to(tl.int64) * blocks + n)
-            held = SCRATCH + b * scratch_b + h * scratch_h
-            held = rows_of_slot(held, n // SET, tl.maximum(slot, 0), scratch_n, D, SLOTS, PER_PAGE)
+            held = rows_of_slot(SCRATCH + b * scratch_b + h * scratch_h, n, sets, tl.maximum(slot, 0), D)
             originals = tl.where(slot >= 0, held, originals)
             apart_t = tl.where(slot >= 0, D, from_t)
         codes = CODES + page * codes_n + b * codes_b + h * codes_h + row * (BLOCK * D)
@@ -82,8 +81,8 @@ def exact_scores(
         note = NOTES + (pair.to(tl.int64) * blocks + n) * 4
         kappa = tl.load(note)
         mu = tl.load(note + 1)
-        delta = tl.load(DELTA + place)
-        rounded = tl.load(OWN + place)
+        delta = tl.load(DELTA + place).to(tl.float64)
+        rounded = tl.load(OWN + place).to(tl.float64)
         following = entry + tl.num_programs(0)
         n = tl.load(LIST + blocks_at + following, mask=following < listed, other=0)
         moved = tl.zeros([], tl.float32)

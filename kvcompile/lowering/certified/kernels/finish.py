@@ -1,8 +1,8 @@
 """The end of a row of certified attention: its certificate, its checks, its result; and a step's telemetry. See ``certified``.
 
-    certify     one row each: what programs of ``bound_sums`` and ``weighted_values`` found, together; the certificate of that, and
-    whether the row falls finalize    one kv head each: the same for its rows that fell, after the second run; then all its rows are added
-    to the telemetry
+    certify   one row each: what programs of ``bound_sums`` and ``weighted_values`` found, together; the certificate of that, and whether
+              the row falls
+    finalize  one kv head each: the same for its rows that fell, after the second run; then all its rows are added to the telemetry
 
 Everything but figures, counters and results is float64 and by the printed bounds.
 """
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.certificate import head_bounds
-from kvcompile.lowering.certificate.bound_printer import UP32
-from kvcompile.lowering.certificate.telemetry import COLUMNS, COUNTED
 from kvcompile.lowering.certified.kernels import bound_sums
 from kvcompile.lowering.certified.kernels.bounds import accumulation, center_norm, key, output_rounding, value
-from kvcompile.lowering.certified.kernels.certified import fallen, next_of, weighed_from
+from kvcompile.lowering.certified.kernels.certified import fallen, next_of, up32, weighed_from
+from kvcompile.schemes.certificate import telemetry
 from kvcompile.schemes.certificate.policy import Cause, Count, Figure, Rung
+from kvcompile.schemes.certificate.telemetry import BINNED, COLUMNS, COUNTED
 
 
 def _place(name: str) -> tl.constexpr:
@@ -47,7 +47,9 @@ FIGURES, COUNTS = tl.constexpr(len(Figure)), tl.constexpr(len(Count))
 CANDIDATES = tl.constexpr(int(Figure.CANDIDATE_KEY))
 """The three bounds lie one after the other, those of candidates and those of what is returned."""
 RETURNED, DELTA_FIGURE, TAIL_FIGURE = (tl.constexpr(int(each)) for each in (Figure.KEY, Figure.DELTA, Figure.TAIL))
-BLOCK_COUNT, KEY_COUNT, VALUE_COUNT, EXPLORED_COUNT, RUNG_COUNT, CAUSES_COUNT = (tl.constexpr(int(each)) for each in Count)
+BLOCK_COUNT, KEY_COUNT, VALUE_COUNT, EXPLORED_COUNT, WIDENED_COUNT, RUNG_COUNT, CAUSES_COUNT = (
+    tl.constexpr(int(each)) for each in Count
+)
 RANK, BOUNDARY, BUDGET, NOT_FINITE, DAMAGE = (tl.constexpr(int(each)) for each in Cause)
 PLAIN, WIDENED, BY_VALUES, HEAD, LAYER = (tl.constexpr(int(each)) for each in Rung)
 
@@ -55,18 +57,20 @@ SUMS_AT, MOST_AT = tl.constexpr(COLUMNS.index("sum_candidate_key")), tl.constexp
 COUNTED_AT, RUNGS_AT = tl.constexpr(COLUMNS.index("blocks")), tl.constexpr(COLUMNS.index("rung_plain"))
 CAUSES_AT, ADDED_COUNTS = tl.constexpr(COLUMNS.index("cause_rank")), tl.constexpr(len(COUNTED))
 RUNGS, CAUSES = tl.constexpr(len(Rung)), tl.constexpr(len(Cause))
+KEY_BYTES_AT, VALUE_BYTES_AT = tl.constexpr(COLUMNS.index("key_bytes")), tl.constexpr(COLUMNS.index("value_bytes"))
+
+BINS, FIRST_BITS = tl.constexpr(telemetry.BINS), tl.constexpr(telemetry.FIRST_BITS)
+HISTOGRAMS_AT, LAST_AT = tl.constexpr(telemetry.HISTOGRAMS_AT), tl.constexpr(telemetry.LAST_AT)
+LAST_HEADS, LAST_WIDTH = tl.constexpr(telemetry.LAST_HEADS), tl.constexpr(telemetry.LAST_WIDTH)
+
+assert BINNED == (Figure.CANDIDATE_KEY, Figure.CANDIDATE_VALUE, Figure.KEY, Figure.VALUE, Count.KEYS, Count.VALUES), "as below"
+OF_FIGURES = tl.constexpr(4)
+"""Histograms of figures, which are the first ones."""
 
 LEAST_NORMAL, OUTWARD = tl.constexpr(head_bounds.LEAST_NORMAL), tl.constexpr(head_bounds.OUTWARD)
 LARGEST_NUMBER = tl.constexpr(1.7976931348623157e308)
-UP32_FACTOR, UP32_ADDEND = tl.constexpr(UP32[0]), tl.constexpr(UP32[1])
 AT_ONCE = tl.constexpr(64)
 """Programs of a tally whose sums are read at once."""
-
-
-@triton.jit
-def up32(x):
-    """``bound_printer.up32``."""
-    return (x * UP32_FACTOR + UP32_ADDEND).to(tl.float32)
 
 
 @triton.jit
@@ -180,27 +184,32 @@ def bounded(arithmetic, stored):
 
 
 @triton.jit
-def ranks_fail(SUMS, OWN, r, most, blocks, chunks):
-    """``certified.checks.rank_fails`` for one leading block, as bits."""
-    by_codes = at(most, BY_CODES)
-    by_exact = at(most, BY_EXACT)
-    first_by_codes = tl.full([], float("inf"), tl.float64)
-    first_by_exact = tl.full([], float("inf"), tl.float64)
+def first_of(SUMS, r, chunks, most, MASS: tl.constexpr, FIRST: tl.constexpr):
+    """The first block whose log-mass, of those in a column, is the largest; infinity where there is none."""
+    found = tl.full([], float("inf"), tl.float64)
     for first in range(0, chunks, AT_ONCE):
         chunk = first + tl.arange(0, AT_ONCE)
         inside = chunk < chunks
-        found = SUMS + (r.to(tl.int64) * chunks + chunk) * WIDTH
-        codes_here = inside & (tl.load(found + BY_CODES, mask=inside, other=0.0) == by_codes)
-        exact_here = inside & (tl.load(found + BY_EXACT, mask=inside, other=0.0) == by_exact)
-        codes_first = tl.load(found + FIRST_BY_CODES, mask=codes_here, other=float("inf"))
-        exact_first = tl.load(found + FIRST_BY_EXACT, mask=exact_here, other=float("inf"))
-        first_by_codes = tl.minimum(first_by_codes, tl.min(codes_first, 0))
-        first_by_exact = tl.minimum(first_by_exact, tl.min(exact_first, 0))
+        sums = SUMS + (r.to(tl.int64) * chunks + chunk) * WIDTH
+        here = inside & (tl.load(sums + MASS, mask=inside, other=0.0) == most)
+        found = tl.minimum(found, tl.min(tl.load(sums + FIRST, mask=here, other=float("inf")), 0))
+    return found
+
+
+@triton.jit
+def ranks_fail(SUMS, OWN, r, most, blocks, chunks, AGREE: tl.constexpr):
+    """``certified.checks.rank_fails`` for one leading block, as bits."""
+    by_exact = at(most, BY_EXACT)
+    first_by_exact = first_of(SUMS, r, chunks, by_exact, BY_EXACT, FIRST_BY_EXACT)
     standing = first_by_exact < blocks
     own = tl.load(OWN + r.to(tl.int64) * blocks + tl.where(standing, first_by_exact, 0.0).to(tl.int64), mask=standing, other=0.0)
+    own = own.to(tl.float64)
     highest = at(most, UPPER)
     entering = (highest <= by_exact - own) == 0
-    found = tl.where(first_by_codes == first_by_exact, 0, RANK) | tl.where(entering, BOUNDARY, 0)
+    found = tl.where(entering, BOUNDARY, 0)
+    if AGREE:
+        same = first_of(SUMS, r, chunks, at(most, BY_CODES), BY_CODES, FIRST_BY_CODES) == first_by_exact
+        found = found | tl.where(same, 0, RANK)
     # Without a block of codes in the tail nothing rests on the order.
     return tl.where(highest == float("-inf"), 0, found)
 
@@ -208,8 +217,9 @@ def ranks_fail(SUMS, OWN, r, most, blocks, chunks):
 @triton.jit
 def certify(
     SUMS, LEFT, PARTS, SINKS, TOP, OWN, STATS, DAMAGED, GIVEN, RESULT, FOUND, COUNTED_OUT, FALLS, EXACT_TOP, blocks, chunks, programs,
-    parts, KEY_BUDGET: tl.constexpr, VALUE_BUDGET: tl.constexpr, RANKED: tl.constexpr, DENSE: tl.constexpr, OUT_UNIT: tl.constexpr,
-    OUT_TINY: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr, SPAN: tl.constexpr,
+    parts, KEY_BUDGET: tl.constexpr, VALUE_BUDGET: tl.constexpr, RANKED: tl.constexpr, AGREE: tl.constexpr, DENSE: tl.constexpr,
+    OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """One row: its result, figures and counters, [rows, ...], and (DENSE) whether it falls. RANKED above one: GIVEN has those causes.
 
@@ -226,7 +236,7 @@ def certify(
     within = (by_keys <= KEY_BUDGET) & (by_values <= VALUE_BUDGET)
     causes = tl.where(finite, tl.where(within, 0, BUDGET), NOT_FINITE)
     if RANKED == 1:
-        causes = causes | ranks_fail(SUMS, OWN, r, most, blocks, chunks)
+        causes = causes | ranks_fail(SUMS, OWN, r, most, blocks, chunks, AGREE)
     elif RANKED > 1:
         causes = causes | tl.load(GIVEN + r)
     head = tl.arange(0, K2)
@@ -252,7 +262,8 @@ def certify(
 
     explored = tl.load(STATS + r * 3 + 2)
     values = at(left, VALUES)
-    rung = tl.where(tl.load(STATS + r * 3) != 0, WIDENED, PLAIN)
+    widened = tl.load(STATS + r * 3) != 0
+    rung = tl.where(widened, WIDENED, PLAIN)
     rung = tl.where(values > 0, BY_VALUES, rung)
     rung = tl.where(falls, tl.where(damaged != 0, LAYER, HEAD), rung)
     counts = COUNTED_OUT + r * COUNTS
@@ -260,6 +271,7 @@ def certify(
     tl.store(counts + KEY_COUNT, (at(sums, KEYS) - explored).to(tl.int32))
     tl.store(counts + VALUE_COUNT, values.to(tl.int32))
     tl.store(counts + EXPLORED_COUNT, explored.to(tl.int32))
+    tl.store(counts + WIDENED_COUNT, widened.to(tl.int32))
     tl.store(counts + RUNG_COUNT, rung)
     tl.store(counts + CAUSES_COUNT, causes)
 
@@ -267,10 +279,15 @@ def certify(
 @triton.jit
 def finalize(
     SUMS, LEFT, PARTS, SINKS, TOP, FALLS, RESULT, FOUND, COUNTED_OUT, TELEMETRY, telemetry_b, telemetry_h, chunks, parts,
-    OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, ROWS2: tl.constexpr, DV: tl.constexpr,
-    SPAN: tl.constexpr, DENSE: tl.constexpr, COUNTS_STEPS: tl.constexpr,
+    OUT_UNIT: tl.constexpr, OUT_TINY: tl.constexpr, K: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, ROWS2: tl.constexpr,
+    DV: tl.constexpr, SPAN: tl.constexpr, DENSE: tl.constexpr, COUNTS_STEPS: tl.constexpr, KEY_BYTES: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, KEYS_STAGED: tl.constexpr, VALUES_STAGED: tl.constexpr,
 ):
-    """One kv head: (DENSE) what its rows that fall return; (COUNTS_STEPS) ``certificate.telemetry.accumulate`` of all its rows."""
+    """One kv head: (DENSE) what its rows that fall return; (COUNTS_STEPS) ``certificate.telemetry.accumulate`` of all its rows.
+
+    KEY_BYTES and VALUE_BYTES: of a block's originals in host memory, else zero; where they are staged, ``stage_blocks`` counts what is
+    promoted.
+    """
     pair = tl.program_id(0)
     if DENSE:
         flag = tl.arange(0, ROWS2)
@@ -293,13 +310,18 @@ def finalize(
         column = tl.arange(0, 8)
         figures = tl.load(
             FOUND + (pair * ROWS + row)[:, None] * FIGURES + column[None, :], mask=mine[:, None] & (column < FIGURES)[None, :], other=0.0
-        ).to(tl.float64)
+        )
+        counted = tl.load(
+            COUNTED_OUT + (pair * ROWS + row)[:, None] * COUNTS + column[None, :], mask=mine[:, None] & (column < COUNTS)[None, :],
+            other=0,
+        )
+        count_histograms(held, figures, counted, mine, column)
+        figures = figures.to(tl.float64)
         figures = tl.where(figures == figures, figures, float("inf"))
-        counts = COUNTED_OUT + (pair * ROWS + row) * COUNTS
-        counted = tl.load(counts[:, None] + column[None, :], mask=mine[:, None] & (column < ADDED_COUNTS)[None, :], other=0)
-        rung = tl.load(counts + RUNG_COUNT, mask=mine, other=-1)
-        causes = tl.load(counts + CAUSES_COUNT, mask=mine, other=0)
-        rungs = (rung[:, None] == column[None, :]).to(tl.int32)
+        keep_last(held, figures, counted, row, mine, column, S, ROWS)
+        rung = of_column(counted, column, RUNG_COUNT)
+        causes = of_column(counted, column, CAUSES_COUNT)
+        rungs = (mine[:, None] & (rung[:, None] == column[None, :])).to(tl.int32)
         bits = (causes[:, None] >> column[None, :]) & 1
         # All that is held is loaded before any of it is stored: no load waits for another.
         steps_held = tl.load(held)
@@ -316,6 +338,61 @@ def finalize(
         tl.store(held + COUNTED_AT + column, counted_held + tl.sum(counted, 0), mask=column < ADDED_COUNTS)
         tl.store(held + RUNGS_AT + column, rungs_held + tl.sum(rungs, 0), mask=column < RUNGS)
         tl.store(held + CAUSES_AT + column, causes_held + tl.sum(bits, 0), mask=column < CAUSES)
+        # Each row that falls reads all blocks of codes that it sees.
+        again = tl.where(rung >= HEAD, of_column(counted, column, BLOCK_COUNT), 0)
+        explored = of_column(counted, column, EXPLORED_COUNT)
+        keys = again if KEYS_STAGED else again + explored + of_column(counted, column, KEY_COUNT)
+        values = again if VALUES_STAGED else again + explored + of_column(counted, column, VALUE_COUNT)
+        if KEY_BYTES > 0:
+            add_to(held + KEY_BYTES_AT, tl.sum(keys, 0).to(tl.float64) * KEY_BYTES)
+        if VALUE_BYTES > 0:
+            add_to(held + VALUE_BYTES_AT, tl.sum(values, 0).to(tl.float64) * VALUE_BYTES)
+
+
+@triton.jit
+def add_to(HELD, amount):
+    """Add to one of the accumulators."""
+    tl.store(HELD, tl.load(HELD) + amount)
+
+
+@triton.jit
+def of_column(counted, column, place: tl.constexpr):
+    """One of the counters of each row, zero where there is no row."""
+    return tl.sum(tl.where((column == place)[None, :], counted, 0), 1)
+
+
+@triton.jit
+def bin_of(x):
+    """The bin of a float32 number that is not negative; the last one where it is none."""
+    index = (x.to(tl.int32, bitcast=True) >> 21) - FIRST_BITS
+    return tl.where(x == x, tl.minimum(tl.maximum(index, 0), BINS - 1), BINS - 1)
+
+
+@triton.jit
+def count_histograms(HELD, figures, counted, mine, column):
+    """Add each row to the bins of its figures and counters, which two rows may share."""
+    returned = tl.where(column == RETURNED, 2, tl.where(column == RETURNED + 1, 3, -1))
+    add_rows(HELD, tl.where(column == CANDIDATES, 0, tl.where(column == CANDIDATES + 1, 1, returned)), bin_of(figures), mine)
+    which = tl.where(column == KEY_COUNT, OF_FIGURES, tl.where(column == VALUE_COUNT, OF_FIGURES + 1, -1))
+    add_rows(HELD, which, bin_of(counted.to(tl.float32)), mine)
+
+
+@triton.jit
+def add_rows(HELD, which, bins, mine):
+    """Add one to the bin of each row and of each column that has a histogram."""
+    counts = mine[:, None] & (which >= 0)[None, :]
+    tl.atomic_add(HELD + HISTOGRAMS_AT + which[None, :] * BINS + bins, tl.full(bins.shape, 1.0, tl.float64), mask=counts, sem="relaxed")
+
+
+@triton.jit
+def keep_last(HELD, figures, counted, row, mine, column, S: tl.constexpr, ROWS: tl.constexpr):
+    """Keep the figures and counters of each query head's newest query."""
+    head = row // S
+    kept = (mine & (row % S == S - 1) & (head < LAST_HEADS))[:, None]
+    tl.store(HELD + LAST_AT, tl.full([], ROWS // S, tl.float64))
+    at = HELD + LAST_AT + 1 + head[:, None] * LAST_WIDTH + column[None, :]
+    tl.store(at, figures, mask=kept & (column < FIGURES)[None, :])
+    tl.store(at + FIGURES, counted.to(tl.float64), mask=kept & (column < COUNTS)[None, :])
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.certified.kernels.bounds import coded, rounding
-from kvcompile.lowering.certified.kernels.certified import BLOCK, norm_above, weighed
+from kvcompile.lowering.certified.kernels.certified import BLOCK, norm_above, up32, weighed
 
 ROW_TILE = tl.constexpr(4)
 """Rows of a program: two limbs of each are the eight columns of an instruction."""
@@ -213,8 +213,8 @@ def deviations(
     channels = tl.load(CHANNELS + at, mask=live & (alone == 0), other=0.0).to(tl.float64)
     own = rounding(0.0, 0.0, mu, 0.0, query_norm, SCALE, D + 4.0)
     delta = coded(0.0, channels, kappa, mu, 0.0, query_norm, SCALE, D + 8.0)
-    tl.store(OWN + at, tl.where(live, own, 0.0), mask=of_row)
-    tl.store(DELTA + at, tl.where(live, tl.where(alone, own, delta), 0.0), mask=of_row)
+    tl.store(OWN + at, tl.where(live, up32(own), 0.0), mask=of_row)
+    tl.store(DELTA + at, tl.where(live, up32(tl.where(alone, own, delta)), 0.0), mask=of_row)
     tl.store(PEAK + at, tl.full([1, 1], float("-inf"), tl.float32), mask=of_row & unseen)
     tl.store(WEIGHT + at, tl.zeros([1, 1], tl.float32), mask=of_row & unseen)
 
@@ -233,12 +233,12 @@ def key_scores(
     Q, CODES, STEPS, ZEROS, KEY_NOTES, VALUE_NOTES, RECENT_K, RECENT_V, HI, LO, BASE, SINK, AT, SINKS, DAMAGED, LOGITS, CHANNELS, PEAK,
     WEIGHT, DELTA, OWN, NOTES, QUERY_NORM,
     q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, key_notes_n, key_notes_b, key_notes_h, value_notes_n,
-    value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t, hi_b, hi_s, lo_b, lo_s, base_b, sink_h, blocks, newest,
+    value_notes_b, value_notes_h, rk_b, rk_h, rk_t, rv_b, rv_h, rv_t, hi_b, hi_s, lo_b, lo_s, base_b, sink_h, blocks, newest, span,
     SCALE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
     SPAN: tl.constexpr, PER_PAGE: tl.constexpr, KEY_NOTE: tl.constexpr, OF_STEP: tl.constexpr, OF_ZERO: tl.constexpr,
     OF_ONE: tl.constexpr, HAS_LO: tl.constexpr, HAS_SINK: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """SPAN blocks of one kv head, ROW_TILE rows: logits, of each block their sums and how far they may be off, and the notes.
+    """``span`` of one kv head's blocks, SPAN at most, ROW_TILE rows: logits, of each block their sums and how far they may be off; notes.
 
     The last program of a head has the blocks with newest tokens, whose mu and nu it measures where they are the window's from their first
     token on. It also writes what the other kernels of a step take as given: AT, each row's sink in float32, the norm of its query, and
@@ -284,9 +284,9 @@ def key_scores(
     query_norm = norm_above(tl.sum(q_even * q_even + q_odd * q_odd, 0)).to(tl.float64) * size.to(tl.float64)
     if tl.program_id(0) < tl.num_programs(0) - 1:
         words = of_heads.to(tl.pointer_type(tl.uint16), bitcast=True)
-        first = tl.program_id(0) * SPAN
+        first = tl.program_id(0) * span
         n0 = tl.maximum(first, start // BLOCK)
-        n1 = tl.minimum(first + SPAN, tl.minimum(base // BLOCK, last // BLOCK + 1))
+        n1 = tl.minimum(first + span, tl.minimum(base // BLOCK, last // BLOCK + 1))
         for turn in tl.range(0, tl.maximum(n1 - n0, 0), num_stages=STAGES):
             n = n0 + turn
             page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
@@ -299,7 +299,7 @@ def key_scores(
         # Written by some threads of this program, read by others.
         tl.debug_barrier()
         m = first + tl.arange(0, SPAN)
-        mine = (m < blocks) & ((m < in_window) | (m > last // BLOCK))
+        mine = (m < tl.minimum(blocks, first + span)) & ((m < in_window) | (m > last // BLOCK))
         seen = (m >= n0) & (m < n1)
         page, row = (m // PER_PAGE).to(tl.int64), m % PER_PAGE
         kappa = tl.load(key_notes + page * key_notes_n + row * KEY_NOTE, mask=seen, other=0.0)

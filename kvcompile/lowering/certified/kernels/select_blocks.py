@@ -1,4 +1,8 @@
-"""Promotion of keys without a sort, for certified attention: see ``certified``."""
+"""Promotion of keys without a sort, and of values by the local rule, for certified attention: see ``certified``.
+
+    select_blocks  one row: which blocks it promotes, as flags and as a list
+    unite_blocks   behind it where the query heads of a kv head share one selection: one row's flags and list of the union of theirs
+"""
 
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: ANN001, ANN202, N803, PLR0913, RUF005 - kernels: operands are pointers and constants in capitals, tuples grow in loops.
@@ -8,80 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcompile.lowering.certified.kernels.bounds import key_term, least_term
-from kvcompile.lowering.certified.kernels.top_k import leading
+from kvcompile.lowering.certified import promotion
+from kvcompile.lowering.certified.kernels.bounds import key_term
+from kvcompile.lowering.certified.kernels.certified import LOWEST, exp_of
+from kvcompile.lowering.certified.kernels.top_k import bits_of, leading, led
 
-
-@triton.jit
-def standing(ORDER, AMOUNT, row, blocks, BUDGET: tl.constexpr, WIDE: tl.constexpr):
-    """How many candidates stand above the longest tail whose amounts add up to at most BUDGET; equal ones leave together.
-
-    A row of up to WIDE blocks is read once and stays in registers: 31 sums over it, and nothing else, make the time.
-    """
-    i = tl.arange(0, WIDE)
-    edge = 0
-    if blocks <= WIDE:
-        bits = tl.load(ORDER + row + i, mask=i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-        amount = tl.load(AMOUNT + row + i, mask=i < blocks, other=0.0)
-        for shift in range(30, -1, -1):
-            reach = edge + (1 << shift)
-            below = tl.sum(tl.where((bits >= 0) & (bits < reach), amount, 0.0), 0)
-            edge = tl.where(below <= BUDGET, reach, edge)
-        count = tl.sum((bits >= edge).to(tl.int32), 0)
-    else:
-        for shift in range(30, -1, -1):
-            reach = edge + (1 << shift)
-            sums = tl.zeros([WIDE], tl.float64)
-            for first in range(0, blocks, WIDE):
-                inside = first + i < blocks
-                bits = tl.load(ORDER + row + first + i, mask=inside, other=-1.0).to(tl.int32, bitcast=True)
-                sums += tl.where((bits >= 0) & (bits < reach), tl.load(AMOUNT + row + first + i, mask=inside, other=0.0), 0.0)
-            edge = tl.where(tl.sum(sums, 0) <= BUDGET, reach, edge)
-        count = how_many(ORDER, row, blocks, edge, WIDE)
-    return count
-
-
-@triton.jit
-def how_many(ORDER, row, blocks, edge, WIDE: tl.constexpr):
-    """Candidates whose bits reach ``edge``, which is not negative."""
-    i = tl.arange(0, WIDE)
-    count = tl.zeros([WIDE], tl.int32)
-    for first in range(0, blocks, WIDE):
-        bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-        count += (bits >= edge).to(tl.int32)
-    return tl.sum(count, 0)
-
-
-@triton.jit
-def last_taken(ORDER, row, blocks, count, WIDE: tl.constexpr):
-    """The largest bits that at least ``count`` candidates reach, and how many of those that have just these bits are wanted."""
-    i = tl.arange(0, WIDE)
-    edge = 0
-    if blocks <= WIDE:
-        bits = tl.load(ORDER + row + i, mask=i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-        for shift in range(30, -1, -1):
-            reach = edge + (1 << shift)
-            edge = tl.where(tl.sum((bits >= reach).to(tl.int32), 0) >= count, reach, edge)
-        left = count - tl.sum((bits >= edge + 1).to(tl.int32), 0)
-    else:
-        for shift in range(30, -1, -1):
-            reach = edge + (1 << shift)
-            edge = tl.where(how_many(ORDER, row, blocks, reach, WIDE) >= count, reach, edge)
-        left = count - how_many(ORDER, row, blocks, edge + 1, WIDE)
-    return edge, left
-
-
-@triton.jit
-def mark(ORDER, CHOSEN, row, blocks, count, WIDE: tl.constexpr):
-    """Flags of the ``count`` leading candidates; equal ones in the order of their blocks."""
-    i = tl.arange(0, WIDE)
-    edge, left = last_taken(ORDER, row, blocks, count, WIDE)
-    for first in range(0, blocks, WIDE):
-        bits = tl.load(ORDER + row + first + i, mask=first + i < blocks, other=-1.0).to(tl.int32, bitcast=True)
-        equal = (bits == edge).to(tl.int32)
-        rank = tl.cumsum(equal, 0) - equal
-        tl.store(CHOSEN + row + first + i, ((bits > edge) | ((equal != 0) & (rank < left))).to(tl.int8), mask=first + i < blocks)
-        left -= tl.sum(equal, 0)
+LARGEST_DELTA = tl.constexpr(promotion.LARGEST_DELTA)
 
 
 @triton.jit
@@ -89,6 +25,12 @@ def gap_of(peak, top, live):
     """How far a block's largest logit is below the head's, float64, and that nothing is there as a number whose exp is zero."""
     apart = peak.to(tl.float64) - top.to(tl.float64)
     return tl.where(live, tl.where(apart < -1e4, -1e4, apart), -1e4)
+
+
+@triton.jit
+def in_fours(blocks):
+    """How many blocks, as the compiler sees that they are a page's blocks times something: four of float32 are then read at once."""
+    return blocks // 4 * 4
 
 
 @triton.jit
@@ -142,168 +84,211 @@ def listed(LIST, before, first, chosen):
 
 
 @triton.jit
-def select_in_registers(
-    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks,
-    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
-    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
-):
-    """``select_blocks`` of up to WIDE blocks, which are read once and stay in registers."""
-    r = tl.program_id(0)
-    rows: tl.constexpr = G * S
-    n = tl.arange(0, WIDE)
-    place = r.to(tl.int64) * blocks + n
-    at = AT + r // (rows * K) * (2 * S + 1)
-    live = (n < blocks) & (n * 16 <= tl.load(at + r % S)) & (n * 16 + 16 > tl.load(at + S + r % S))
-    coded = live & (n * 16 < tl.load(at + 2 * S))
-    peak = tl.load(PEAK + place, mask=live, other=float("-inf"))
-    weight = tl.load(WEIGHT + place, mask=live, other=0.0).to(tl.float64)
-    sink = tl.load(SINKS + r)
-    top = tl.maximum(sink, tl.max(peak, 0))
-    top = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(TOP + r, top)
-    gap = gap_of(peak, top, live)
-    mass = weight * tl.exp(gap)
-    everything = tl.sum(mass, 0) + tl.exp(sink.to(tl.float64) - top.to(tl.float64))
-    # One quotient for all of them: a share is an estimate that blocks are ordered by.
-    share = mass * (1.0 / tl.where(everything < 1e-300, 1e-300, everything))
-    bits = tl.where(coded, share, -1.0).to(tl.float32).to(tl.int32, bitcast=True)
-    term = share
-    if WIDEN:
-        delta = tl.load(DELTA + place, mask=live, other=0.0)
-        nu = tl.load(NOTES + ((r // rows) * blocks + n) * 4 + 3, mask=live, other=0.0)
-        least = tl.sum(least_term(delta, gap, weight), 0)
-        vmax = tl.maximum(tl.max(nu, 0), 0.0).to(tl.float64)
-        term = key_term(vmax, delta, gap, nu.to(tl.float64), weight) * (1.0 / tl.where(least < 1e-300, 1e-300, least))
-    chosen, widened = leading(bits, share, term, COVER, LEAST, MOST, BUDGET, MOST_WIDENED, WIDEN)
-    tl.store(STATS + r * 3, widened.to(tl.float64))
-    kept = coded & (chosen == 0)
-    drawn = r * 0
-    if EXPLORE > 0:
-        before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
-        explored = drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE)
-        drawn = tl.sum(explored.to(tl.int32), 0)
-        kept = kept & (explored == 0)
-        chosen = chosen | explored
-    tl.store(CHOSEN + place, chosen.to(tl.int8), mask=n < blocks)
-    tl.store(LISTED + r, listed(LIST + r.to(tl.int64) * blocks, 0, 0, chosen))
-    tl.store(STATS + r * 3 + 1, tl.sum(tl.where(kept, share, 0.0), 0))
-    tl.store(STATS + r * 3 + 2, drawn)
+def mass_of(peak, weight, top, live):
+    """The mass of blocks relative to the largest logit, float32; zero where nothing is seen."""
+    return tl.where(live, weight, 0.0) * exp_of(tl.where(live, peak - top, LOWEST))
 
 
 @triton.jit
-def select_in_memory(
-    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks,
-    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
-    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+def one_over(total):
+    """The reciprocal of a float64 sum as float32, of what is nothing a large number."""
+    return (1.0 / tl.where(total < 1e-30, 1e-30, total)).to(tl.float32)
+
+
+@triton.jit
+def raised_by(delta):
+    """exp(delta) of a deviation that bounds something, above the exact one by what float32 rounds."""
+    return tl.exp(tl.where(delta > LARGEST_DELTA, LARGEST_DELTA, delta)) * (1.0 + 2.0**-18)
+
+
+@triton.jit
+def share_at_most(mass, raised, delta, of_least, coded):
+    """The largest share of the exact mass that blocks of codes may have, float32; one where the deviation bounds nothing. NaN stays."""
+    share = mass * raised * of_least
+    return tl.where(coded, tl.where((share > 1.0) | (delta > LARGEST_DELTA), 1.0, share), 0.0)
+
+
+@triton.jit
+def flag_explored(VALUES, place, n, blocks, explored):
+    """Flag the blocks that are explored too; each thread reads what it has written."""
+    flagged = (tl.load(VALUES + place, mask=n < blocks, other=0) != 0) | explored
+    tl.store(VALUES + place, flagged.to(tl.int8), mask=n < blocks)
+
+
+@triton.jit
+def shares_of_row(
+    PEAK, WEIGHT, DELTA, NOTES, TOP, ORDER, SURE, TERM, VALUES, blocks, high, low, base, sink, V_TOL: tl.constexpr, WIDEN: tl.constexpr,
+    CERTAIN: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """``select_blocks`` of any number of blocks, from memory."""
+    """Write what one row's blocks are promoted for, by pointers to the row, and its TOP. Return how many candidates there are, and an edge
+    that no bits of their ORDER reach.
+    """
+    i = tl.arange(0, CHUNK)
+    tops = tl.full([CHUNK], float("-inf"), tl.float32)
+    sizes = tl.zeros([CHUNK], tl.float32)
+    candidates = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
+        tops = tl.maximum(tops, tl.load(PEAK + n, mask=live, other=float("-inf")))
+        candidates += (live & (n * 16 < base)).to(tl.int32)
+        if WIDEN:
+            sizes = tl.maximum(sizes, tl.load(NOTES + n * 4 + 3, mask=live, other=0.0))
+    top = tl.maximum(sink, tl.max(tops, 0))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(TOP, top)
+    vmax = tl.max(sizes, 0).to(tl.float64)
+    masses = tl.zeros([CHUNK], tl.float64)
+    least = tl.zeros([CHUNK], tl.float64)
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
+        peak = tl.load(PEAK + n, mask=live, other=float("-inf"))
+        mass = mass_of(peak, tl.load(WEIGHT + n, mask=live, other=0.0), top, live)
+        masses += mass.to(tl.float64)
+        least += (mass / raised_by(tl.load(DELTA + n, mask=live, other=0.0))).to(tl.float64)
+    sink_mass = exp_of(sink - top).to(tl.float64)
+    of_all = one_over(tl.sum(masses, 0) + sink_mass)
+    of_least = one_over(tl.sum(least, 0) + sink_mass * (1.0 - 2.0**-20))
+    largest = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
+        coded = live & (n * 16 < base)
+        peak = tl.load(PEAK + n, mask=live, other=float("-inf"))
+        weight = tl.load(WEIGHT + n, mask=live, other=0.0)
+        delta = tl.load(DELTA + n, mask=live, other=0.0)
+        mass = mass_of(peak, weight, top, live)
+        share = mass * of_all
+        # What is no number stands first, and is one.
+        share = tl.where(coded, tl.where(share == share, share, float("inf")), -1.0)
+        tl.store(ORDER + n, share, mask=n < blocks)
+        largest = tl.maximum(largest, share.to(tl.int32, bitcast=True))
+        most = share_at_most(mass, raised_by(delta), delta, of_least, coded)
+        if CERTAIN:
+            tl.store(SURE + n, most, mask=n < blocks)
+        eta = tl.load(NOTES + n * 4 + 2, mask=coded, other=0.0)
+        values = coded & ((most.to(tl.float64) * eta.to(tl.float64) <= V_TOL) == 0)
+        tl.store(VALUES + n, values.to(tl.int8), mask=n < blocks)
+        if WIDEN:
+            nu = tl.load(NOTES + n * 4 + 3, mask=live, other=0.0).to(tl.float64)
+            term = key_term(vmax, delta.to(tl.float64), gap_of(peak, top, live), nu, weight.to(tl.float64))
+            tl.store(TERM + n, tl.where(coded, term * of_least.to(tl.float64), 0.0), mask=n < blocks)
+    return tl.sum(candidates, 0), tl.minimum(tl.max(largest, 0), 2147483646) + 1
+
+
+@triton.jit
+def drawn_and_listed(
+    chosen, coded, ORDER, READ, EXPLORED, VALUES, LIST, n, blocks, first, count, before, tail, drawn, EXPLORE: tl.constexpr,
+):
+    """Draw what is explored of one piece of a row beside what is ``chosen``; write its flags and list, and go on with the row's sums."""
+    kept = coded & (chosen == 0)
+    if EXPLORE > 0:
+        explored = drawn_of(EXPLORED, n, kept, before, n, blocks, EXPLORE)
+        drawn += tl.sum(explored.to(tl.int32), 0)
+        kept = kept & (explored == 0)
+        chosen = chosen | explored
+        flag_explored(VALUES, n, n, blocks, explored)
+    tl.store(READ + n, chosen.to(tl.int8), mask=n < blocks)
+    count = listed(LIST, count, first, chosen)
+    tail += tl.load(ORDER + n, mask=kept, other=0.0).to(tl.float64)
+    return count, tail, drawn
+
+
+@triton.jit
+def unite_blocks(
+    ORDER, CHOSEN, READ, EXPLORED, VALUES, LIST, LISTED, STATS, AT, CLOCK, blocks,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """One row's READ: the blocks that any query head of its kv head has CHOSEN at the same position, and those explored."""
     r = tl.program_id(0)
-    row = r.to(tl.int64) * blocks
     rows: tl.constexpr = G * S
     at = AT + r // (rows * K) * (2 * S + 1)
-    base = tl.load(at + 2 * S)
     high = tl.load(at + r % S)
     low = tl.load(at + S + r % S)
-    nu_at = NOTES + (r // rows) * blocks * 4 + 3
+    base = tl.load(at + 2 * S)
+    before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
+    blocks = in_fours(blocks)
+    row = r.to(tl.int64) * blocks
+    same = (r // rows * rows + r % S).to(tl.int64) * blocks
     i = tl.arange(0, CHUNK)
-    sink = tl.load(SINKS + r)
-    top = sink
-    vmax = sink * 0.0
-    vmax = tl.where(vmax == vmax, vmax, 0.0)
-    candidates = 0
-    for first in range(0, blocks, CHUNK):
-        n = first + i
-        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
-        top = tl.maximum(top, tl.max(tl.load(PEAK + row + n, mask=live, other=float("-inf")), 0))
-        vmax = tl.maximum(vmax, tl.max(tl.load(nu_at + n * 4, mask=live, other=0.0), 0))
-        candidates += tl.sum((live & (n * 16 < base)).to(tl.int32), 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(TOP + r, top)
-    everything = tl.exp(sink.to(tl.float64) - top.to(tl.float64))
-    least = everything * 0.0
-    for first in range(0, blocks, CHUNK):
-        n = first + i
-        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
-        gap = gap_of(tl.load(PEAK + row + n, mask=live, other=0.0), top, live)
-        weight = tl.load(WEIGHT + row + n, mask=live, other=0.0).to(tl.float64)
-        mass = weight * tl.exp(gap)
-        tl.store(SHARE + row + n, mass, mask=n < blocks)
-        everything += tl.sum(mass, 0)
-        if WIDEN:
-            delta = tl.load(DELTA + row + n, mask=live, other=0.0)
-            least += tl.sum(least_term(delta, gap, weight), 0)
-            nu = tl.load(nu_at + n * 4, mask=live, other=0.0).to(tl.float64)
-            tl.store(TERM + row + n, tl.where(n * 16 < base, key_term(vmax.to(tl.float64), delta, gap, nu, weight), 0.0), mask=n < blocks)
-    everything = tl.where(everything < 1e-300, 1e-300, everything)
-    least = tl.where(least < 1e-300, 1e-300, least)
-    for first in range(0, blocks, CHUNK):
-        n = first + i
-        coded = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low) & (n * 16 < base)
-        share = tl.load(SHARE + row + n, mask=n < blocks, other=0.0) * (1.0 / everything)
-        tl.store(SHARE + row + n, share, mask=n < blocks)
-        tl.store(ORDER + row + n, tl.where(coded, share, -1.0).to(tl.float32), mask=n < blocks)
-        if WIDEN:
-            tl.store(TERM + row + n, tl.load(TERM + row + n, mask=n < blocks, other=0.0) * (1.0 / least), mask=n < blocks)
-    # Written by some threads of this program, read by others.
-    tl.debug_barrier()
-    narrow = candidates
-    if COVER >= 0:
-        narrow = standing(ORDER, SHARE, row, blocks, COVER, WIDE)
-    count = tl.minimum(tl.maximum(narrow, LEAST), MOST)
-    if WIDEN:
-        wide = tl.minimum(standing(ORDER, TERM, row, blocks, BUDGET, WIDE), MOST_WIDENED)
-        tl.store(STATS + r * 3, (wide > count).to(tl.float64))
-        count = tl.maximum(count, wide)
-    else:
-        tl.store(STATS + r * 3, 0.0)
-    mark(ORDER, CHOSEN, row, blocks, tl.minimum(count, candidates), WIDE)
-    tl.debug_barrier()
-    tail = everything * 0.0
-    drawn = 0
+    tail = tl.zeros([CHUNK], tl.float64)
     count = 0
-    if EXPLORE > 0:
-        before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
+    drawn = 0
     for first in range(0, blocks, CHUNK):
         n = first + i
         coded = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low) & (n * 16 < base)
-        chosen = tl.load(CHOSEN + row + n, mask=n < blocks, other=0) != 0
-        kept = coded & (chosen == 0)
-        if EXPLORE > 0:
-            explored = drawn_of(EXPLORED, row + n, kept, before, n, blocks, EXPLORE)
-            drawn += tl.sum(explored.to(tl.int32), 0)
-            kept = kept & (explored == 0)
-            chosen = chosen | explored
-            tl.store(CHOSEN + row + n, chosen.to(tl.int8), mask=n < blocks)
-        count = listed(LIST + row, count, first, chosen)
-        tail += tl.sum(tl.load(SHARE + row + n, mask=kept, other=0.0), 0)
+        chosen = n < 0
+        for g in tl.static_range(G):
+            chosen = chosen | (tl.load(CHOSEN + same + g * S * blocks + n, mask=n < blocks, other=0) != 0)
+        count, tail, drawn = drawn_and_listed(
+            chosen & coded, coded, ORDER + row, READ + row, EXPLORED + row, VALUES + row, LIST + row, n, blocks, first, count, before, tail,
+            drawn, EXPLORE,
+        )
     tl.store(LISTED + r, count)
-    tl.store(STATS + r * 3 + 1, tail)
+    tl.store(STATS + r * 3 + 1, tl.sum(tail, 0))
     tl.store(STATS + r * 3 + 2, drawn)
 
 
 @triton.jit
 def select_blocks(
-    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks,
-    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, WIDEN: tl.constexpr,
-    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SURE, TERM, CHOSEN, EXPLORED, VALUES, LIST, LISTED, TOP, STATS, blocks,
+    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, V_TOL: tl.constexpr,
+    CERTAIN: tl.constexpr, WIDEN: tl.constexpr, EXPLORE: tl.constexpr, KEEP: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    S: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Which blocks of one row's codes are promoted to original keys, as flags; and which others are read to be compared with them.
+    """Which blocks of one row's codes are promoted to original keys, as flags; which others are read to be compared; whose values are.
 
-    As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST; or, where more
-    (WIDEN), so that the rest adds at most BUDGET to the key bound, up to MOST_WIDENED. COVER below zero: all. Nonnegative floats are
-    ordered as their bits are: a place in the order is found by bisection, from the sum over what lies below. Budgets are constants,
-    since an operand would be float32. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in CHOSEN
-    beside the promoted ones. LIST [rows, N] has all those of CHOSEN in their order, LISTED of them. ORDER (float32), SHARE and TERM
-    (float64) are scratch. STATS [rows, 3]: whether widened, the tail's mass, how many are explored. TOP: the largest logit by codes,
-    which ``exact_scores`` may raise; what all weights are relative to from here on.
+    As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST. More, up to
+    MOST_WIDENED, where that makes the rest at most COVER of the exact mass too (CERTAIN), and so that the rest adds at most BUDGET to the
+    key bound (WIDEN). COVER below zero: all. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in
+    CHOSEN beside the promoted ones. VALUES: blocks that may add more than V_TOL to the value bound, and those explored.
+
+    LIST [rows, N] has all those of CHOSEN in their order, LISTED of them. STATS [rows, 3]: whether widened, the tail's mass, how many are
+    explored. TOP: the largest logit by codes, which ``exact_scores`` may raise; what all weights are relative to from here on.
+    KEEP: leave the list and what is explored to ``unite_blocks``, and the shares with it, ORDER.
+
+    A row is read CHUNK blocks at a time, however many it has: a step must not cost more for a cache with room for one page more. Budgets
+    are constants, since an operand would be float32. Shares are estimates that blocks are ordered by: float32, of which one
+    multiprocessor's first cache holds a long row. ORDER and SURE (float32) and TERM (float64) are scratch.
     """
-    if blocks <= WIDE:
-        select_in_registers(
-            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks, LEAST, MOST, MOST_WIDENED,
-            COVER, BUDGET, WIDEN, EXPLORE, K, G, S, WIDE,
-        )
-    else:
-        select_in_memory(
-            PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SHARE, TERM, CHOSEN, EXPLORED, LIST, LISTED, TOP, STATS, blocks, LEAST,
-            MOST, MOST_WIDENED, COVER, BUDGET, WIDEN, EXPLORE, K, G, S, CHUNK, WIDE,
-        )
+    r = tl.program_id(0)
+    rows: tl.constexpr = G * S
+    at = AT + r // (rows * K) * (2 * S + 1)
+    high = tl.load(at + r % S)
+    low = tl.load(at + S + r % S)
+    base = tl.load(at + 2 * S)
+    blocks = in_fours(blocks)
+    row = r.to(tl.int64) * blocks
+    candidates, top = shares_of_row(
+        PEAK + row, WEIGHT + row, DELTA + row, NOTES + (r // rows) * blocks * 4, TOP + r, ORDER + row, SURE + row, TERM + row, VALUES + row,
+        blocks, high, low, base, tl.load(SINKS + r), V_TOL, WIDEN, CERTAIN, CHUNK,
+    )
+    # Written by some threads of this program, read by others.
+    tl.debug_barrier()
+    edge, ties, tied, widened = leading(
+        ORDER + row, SURE + row, TERM + row, blocks, candidates, top, COVER, LEAST, MOST, BUDGET, MOST_WIDENED, CERTAIN, WIDEN, CHUNK
+    )
+    tl.store(STATS + r * 3, widened.to(tl.float64))
+    before = tl.zeros([], tl.uint32)
+    if EXPLORE > 0:
+        before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
+    i = tl.arange(0, CHUNK)
+    tail = tl.zeros([CHUNK], tl.float64)
+    count = 0
+    drawn = 0
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        bits = bits_of(ORDER + row, n, blocks)
+        chosen, ties = led(bits, edge, ties, tied)
+        if KEEP:
+            tl.store(CHOSEN + row + n, chosen.to(tl.int8), mask=n < blocks)
+        else:
+            count, tail, drawn = drawn_and_listed(
+                chosen, bits >= 0, ORDER + row, CHOSEN + row, EXPLORED + row, VALUES + row, LIST + row, n, blocks, first, count, before,
+                tail, drawn, EXPLORE,
+            )
+    if KEEP == 0:
+        tl.store(LISTED + r, count)
+        tl.store(STATS + r * 3 + 1, tl.sum(tail, 0))
+        tl.store(STATS + r * 3 + 2, drawn)

@@ -1,12 +1,13 @@
-"""The leading ones of a row that lies in registers, without a sort, for ``select_blocks``.
+"""The leading ones of a row in memory, of any length and without a sort, for ``select_blocks`` and ``spend_value_budget``.
 
-Bits of nonnegative floats, int32, are ordered as the floats are; below zero stands what is no candidate. An edge is looked for between two
-that are known to be too low and too high: what a pass costs is one sum over the row, so passes are what is saved. They begin in the range
+ORDER holds what a row is ordered by, float32, -1 of what is no candidate. Bits of nonnegative floats, int32, are ordered as the floats are,
+and below zero stands what is no candidate. An edge is looked for between two that are known to be too low and too high. A pass sums over
+the row, which one multiprocessor has in its first cache by then: passes are what costs. They begin in the range
 of a factor of 256 below the largest, where the edge mostly is, and end as soon as nobody but what is wanted stands between the two.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
-# ruff: noqa: ANN001, ANN202, N803 - kernels: operands are blocks, constants are in capitals.
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
 
 from __future__ import annotations
 
@@ -18,21 +19,37 @@ NEAR = tl.constexpr(1 << 26)
 
 
 @triton.jit
-def reaching(bits, edge):
+def bits_of(ORDER, n, blocks):
+    """The bits of blocks n."""
+    return tl.load(ORDER + n, mask=n < blocks, other=-1.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def reaching(ORDER, blocks, edge, CHUNK: tl.constexpr):
     """How many reach an edge."""
-    return tl.sum((bits >= edge).to(tl.int32), 0)
+    i = tl.arange(0, CHUNK)
+    count = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, blocks, CHUNK):
+        count += (bits_of(ORDER, first + i, blocks) >= edge).to(tl.int32)
+    return tl.sum(count, 0)
 
 
 @triton.jit
-def amount_below(bits, amount, edge):
-    """Sum the amounts of the candidates below an edge."""
-    return tl.sum(tl.where((bits >= 0) & (bits < edge), amount, 0.0), 0)
-
-
-@triton.jit
-def ceiling(bits):
-    """An edge that nobody reaches."""
-    return tl.minimum(tl.maximum(tl.max(bits, 0), 0), 2147483646) + 1
+def below(ORDER, AMOUNT, blocks, edge, CHUNK: tl.constexpr):
+    """Sum the amounts of the candidates below an edge, in float64, and return how many reach it; the largest of those amounts."""
+    i = tl.arange(0, CHUNK)
+    count = tl.zeros([CHUNK], tl.int32)
+    amounts = tl.zeros([CHUNK], tl.float64)
+    largest = tl.zeros([CHUNK], AMOUNT.dtype.element_ty)
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        bits = bits_of(ORDER, n, blocks)
+        amount = tl.load(AMOUNT + n, mask=n < blocks, other=0.0)
+        amount = tl.where((bits >= 0) & (bits < edge), amount, 0.0)
+        amounts += amount.to(tl.float64)
+        largest = tl.maximum(largest, amount)
+        count += (bits >= edge).to(tl.int32)
+    return tl.sum(amounts, 0), tl.sum(count, 0), tl.max(largest, 0)
 
 
 @triton.jit
@@ -42,14 +59,14 @@ def middle(low, high):
 
 
 @triton.jit
-def edge_of_count(bits, count, low, reach_low, high, reach_high):
+def edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK: tl.constexpr):
     """Edges next to the ``count``-th largest, and how many reach each: the first just ``count``, or it is that of several equal ones.
 
     ``low`` is reached by at least ``count``, ``high`` by fewer (or, where ``count`` is zero, by nobody).
     """
     while (reach_low > count) & (high - low > 1) & (count > 0):
         edge = middle(low, high)
-        reach = reaching(bits, edge)
+        reach = reaching(ORDER, blocks, edge, CHUNK)
         up = reach >= count
         low = tl.where(up, edge, low)
         reach_low = tl.where(up, reach, reach_low)
@@ -59,16 +76,17 @@ def edge_of_count(bits, count, low, reach_low, high, reach_high):
 
 
 @triton.jit
-def edge_of_tail(bits, amount, low, reach_low, high, reach_high, BUDGET: tl.constexpr):
+def edge_of_tail(ORDER, AMOUNT, blocks, low, reach_low, high, reach_high, BUDGET: tl.constexpr, CHUNK: tl.constexpr):
     """The highest edge below which candidates amount to at most BUDGET, or one that as many reach; and how many do. ``low`` is one."""
-    fits = amount_below(bits, amount, high) <= BUDGET
+    amount, _reach, _largest = below(ORDER, AMOUNT, blocks, high, CHUNK)
+    fits = amount <= BUDGET
     low = tl.where(fits, high, low)
     reach_low = tl.where(fits, reach_high, reach_low)
     # Of a single one between the two it is known that it must leave.
     while (reach_low - reach_high > 1) & (high - low > 1):
         edge = middle(low, high)
-        reach = reaching(bits, edge)
-        fits = amount_below(bits, amount, edge) <= BUDGET
+        amount, reach, _largest = below(ORDER, AMOUNT, blocks, edge, CHUNK)
+        fits = amount <= BUDGET
         low = tl.where(fits, edge, low)
         reach_low = tl.where(fits, reach, reach_low)
         high = tl.where(fits, high, edge)
@@ -77,32 +95,54 @@ def edge_of_tail(bits, amount, low, reach_low, high, reach_high, BUDGET: tl.cons
 
 
 @triton.jit
-def leaders(bits, count, low, reach_low, high, reach_high):
-    """Which are the ``count`` largest, given what ``edge_of_count`` found; equal ones in their order."""
-    if reach_low == count:
-        chosen = bits >= low
-    else:
-        equal = (bits == low).to(tl.int32)
-        chosen = (bits >= high) | ((equal != 0) & (tl.cumsum(equal, 0) - equal < count - reach_high))
-    return chosen
+def edge_at(low, reach_low, high, reach_high, count):
+    """The lowest edge that at most ``count`` reach, of what ``edge_of_count`` found, and how many do."""
+    return tl.where(reach_low == count, low, high), tl.where(reach_low == count, reach_low, reach_high)
 
 
 @triton.jit
-def leading(bits, share, term, COVER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BUDGET: tl.constexpr,
-            MOST_WIDENED: tl.constexpr, WIDEN: tl.constexpr):
-    """The candidates that ``select_blocks`` promotes, and whether widening adds any."""
-    available = reaching(bits, 0)
-    top = ceiling(bits)
+def certain_count(
+    ORDER, SURE, blocks, count, edge, available, top, COVER: tl.constexpr, MOST_WIDENED: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """How many must leave so that the rest is at most COVER of the exact mass too, zero where more than MOST_WIDENED must.
+
+    ``count`` of them reach ``edge``; SURE: the largest exact shares. Where that is enough, or the largest behind it as often as there are
+    further ones are not, it takes one pass to know.
+    """
+    sure = available * 0
+    left, _reach, largest = below(ORDER, SURE, blocks, edge, CHUNK)
+    further = tl.minimum(available, MOST_WIDENED) - count
+    if ((left <= COVER) == 0) & (further > 0) & ((left - further.to(tl.float64) * largest.to(tl.float64) > COVER) == 0):
+        wide = tl.minimum(available, MOST_WIDENED)
+        low, reach_low, high, reach_high = edge_of_count(ORDER, blocks, wide, sure, available, top, sure, CHUNK)
+        last, reach = edge_at(low, reach_low, high, reach_high, wide)
+        amount, _reach, _largest = below(ORDER, SURE, blocks, last, CHUNK)
+        if amount <= COVER:
+            _edge, sure = edge_of_tail(ORDER, SURE, blocks, last, reach, top, available * 0, COVER, CHUNK)
+    return sure
+
+
+@triton.jit
+def leading(
+    ORDER, SURE, TERM, blocks, available, top, COVER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BUDGET: tl.constexpr,
+    MOST_WIDENED: tl.constexpr, CERTAIN: tl.constexpr, WIDEN: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Edge, ties and widened: ``select_blocks`` promotes who reaches the edge, and ``ties`` of those just below it, in their order.
+
+    ``available``: candidates; ``top``: an edge that nobody reaches. COVER of one and more is all there is.
+    """
     nothing = available * 0
     low, reach_low, high, reach_high = nothing, available, top, nothing
-    if COVER >= 0:
+    if COVER >= 1:
+        count = tl.minimum(nothing + LEAST, MOST)
+    elif COVER >= 0:
         # Mostly MOST is what counts, so its edge is looked for first. Is what stays beyond it too much already?
         count = tl.minimum(available, MOST)
-        low, reach_low, high, reach_high = edge_of_count(bits, count, low, reach_low, high, reach_high)
-        edge = tl.where(reach_low == count, low, high)
-        reach = tl.where(reach_low == count, reach_low, reach_high)
-        if amount_below(bits, share, edge) <= COVER:
-            edge, reach = edge_of_tail(bits, share, edge, reach, top, nothing, COVER)
+        low, reach_low, high, reach_high = edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK)
+        edge, reach = edge_at(low, reach_low, high, reach_high, count)
+        left, _reach, _largest = below(ORDER, ORDER, blocks, edge, CHUNK)
+        if left <= COVER:
+            edge, reach = edge_of_tail(ORDER, ORDER, blocks, edge, reach, top, nothing, COVER, CHUNK)
             count = tl.maximum(reach, LEAST)
             enough = reach >= count
             low = tl.where(enough, edge, nothing)
@@ -111,15 +151,31 @@ def leading(bits, share, term, COVER: tl.constexpr, LEAST: tl.constexpr, MOST: t
             reach_high = tl.where(enough, nothing, reach)
     else:
         count = tl.minimum(tl.maximum(available, LEAST), MOST)
-    widened = nothing != 0
+    narrow = count
+    if CERTAIN:
+        known = tl.minimum(count, available)
+        low, reach_low, high, reach_high = edge_of_count(ORDER, blocks, known, low, reach_low, high, reach_high, CHUNK)
+        edge, reach = edge_at(low, reach_low, high, reach_high, known)
+        count = tl.maximum(count, certain_count(ORDER, SURE, blocks, reach, edge, available, top, COVER, MOST_WIDENED, CHUNK))
     if WIDEN:
-        _edge, wide = edge_of_tail(bits, term, nothing, available, top, nothing, BUDGET)
-        wide = tl.minimum(wide, MOST_WIDENED)
-        widened = wide > count
-        if widened:
-            count = wide
-            low = nothing
-            reach_low = available
+        _edge, wide = edge_of_tail(ORDER, TERM, blocks, nothing, available, top, nothing, BUDGET, CHUNK)
+        count = tl.maximum(count, tl.minimum(wide, MOST_WIDENED))
+    if count > narrow:
+        low = nothing
+        reach_low = available
+    widened = count > narrow
     count = tl.minimum(count, available)
-    low, reach_low, high, reach_high = edge_of_count(bits, count, low, reach_low, high, reach_high)
-    return leaders(bits, count, low, reach_low, high, reach_high), widened
+    low, reach_low, high, reach_high = edge_of_count(ORDER, blocks, count, low, reach_low, high, reach_high, CHUNK)
+    edge, reach = edge_at(low, reach_low, high, reach_high, count)
+    return edge, count - reach, low, widened
+
+
+@triton.jit
+def led(bits, edge, ties, tied):
+    """Which of some blocks stand first, and how many of the ``ties`` are left for the blocks behind them."""
+    chosen = bits >= edge
+    if ties > 0:
+        equal = ((bits == tied) & (bits < edge)).to(tl.int32)
+        chosen = chosen | ((equal != 0) & (tl.cumsum(equal, 0) - equal < ties))
+        ties -= tl.sum(equal, 0)
+    return chosen, ties

@@ -7,6 +7,9 @@ subnormal float16 numbers for what they are, as ``bit_tricks`` also relies on, i
 ``tests/gpu/test_gpu_certified.py`` holds a device's sums to these bounds. A turn's sums are accumulators of their own, which are added
 to the split's in float32: no chain of truncations is longer than a turn.
 
+Values that are no codes (``values=full``) are what the model made, bfloat16 or float16, which tensor cores multiply as tf32 exactly;
+a weight is two tf32 numbers then, and what it loses is as little.
+
 ``weighted_originals`` is float32: few blocks of originals, and the window. What takes time is latency, as in ``exact_scores``.
 """
 
@@ -21,6 +24,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.certified.kernels.certified import BLOCK, above, doubtful, exp_of, next_of, sight
+from kvcompile.lowering.certified.kernels.stage_blocks import rows_of_slot
 
 TURN_VALUES = 32 * 128
 """Values that ``weighted_values`` takes at once: tokens of a turn times channels. More have no room in the registers of a warp."""
@@ -159,6 +163,47 @@ def weighted_codes(
 
 
 @triton.jit
+def tf32_of(x):
+    """float32 to the nearest of the numbers with ten bits behind the leading one, which tensor cores take as they are."""
+    return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weighted_whole(
+    VALUES, LOGITS, TOP, READ, OUT, values_n, values_t, blocks, start, stop, first, end, heads, r0,
+    DV: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
+):
+    """``weighted_codes`` of values as the model made them."""
+    lane = tl.arange(0, T)
+    c = tl.arange(0, DV)
+    rows = heads + tl.minimum(r0 + tl.arange(0, 4), ROWS - 1)
+    top = tl.load(TOP + rows)
+    one = (start >= 0).to(tl.float32)
+    sums = tl.zeros([DV, 8], tl.float32)
+    stop = tl.minimum(stop, end)
+    for turn in tl.range(0, tl.cdiv(tl.maximum(stop - first, 0), T), num_stages=2):
+        t0 = first + turn * T
+        t = t0 + lane
+        row = lane
+        if T < PAGE:
+            row = t0 % PAGE + lane
+        seen = (t >= start) & (t < stop)
+        here = VALUES + (t0 // PAGE).to(tl.int64) * values_n + row[:, None] * values_t + c[None, :]
+        values = tl.load(here, mask=seen[:, None], other=0.0).to(tl.float32)
+        logit = tl.load(LOGITS + rows[:, None] * blocks * BLOCK + t[None, :], mask=seen[None, :], other=float("-inf"))
+        taken = left_of(READ, rows, t0, stop, blocks, T)
+        weight = exp_of(tl.where(taken == 0, logit, float("-inf")) - top[:, None])
+        high = tf32_of(weight)
+        both = tl.reshape(tl.permute(tl.join(high, tf32_of(weight - high)), (1, 0, 2)), [T, 8])
+        turned = tl.dot(tl.permute(values, (1, 0)), both, input_precision="tf32")
+        sums = tl.fma(turned, tl.zeros(sums.shape, tl.float32) + one, sums)
+    i = tl.arange(0, 4)
+    mine = ((i < TILE) & (r0 + i < ROWS))[None, :]
+    high, low = tl.split(tl.reshape(sums, [DV, 4, 2]))
+    tl.store(OUT + (r0 + i)[None, :] * DV + c[:, None], high + low, mask=mine)
+
+
+@triton.jit
 def whole(sums):
     """[channels, rows] of sums of both numbers of the weights."""
     first, second = tl.split(tl.reshape(sums, [sums.shape[0], 4, 2]))
@@ -167,13 +212,14 @@ def whole(sums):
 
 @triton.jit
 def weighted_values(
-    CODES, STEPS, ZEROS, LOGITS, TOP, READ, AT, OUT, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, blocks, share,
+    CODES, STEPS, ZEROS, LOGITS, TOP, READ, AT, OUT, codes_n, codes_b, codes_h, codes_t, steps_n, steps_b, steps_h, blocks, share,
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, T: tl.constexpr, PACKED: tl.constexpr,
+    PAGE: tl.constexpr, T: tl.constexpr, FULL: tl.constexpr, PACKED: tl.constexpr,
 ):
     """sum_t exp(logit - TOP) v_t by codes, [splits, B, K, rows, DV], of one kv head and a tile of rows.
 
     A program of a head has ``share`` blocks, whole turns, but for those that are flagged. Channels of a byte's codes are half a head apart.
+    FULL: CODES are values as the model made them.
     """
     pair = tl.program_id(1)
     b = (pair // K).to(tl.int64)
@@ -184,10 +230,17 @@ def weighted_values(
     out = OUT + (tl.program_id(0) * tl.num_programs(1) + pair).to(tl.int64) * (ROWS * DV)
     scales = b * steps_b + h * steps_h
     first = start // T * T + tl.program_id(0) * share * BLOCK
-    weighted_codes(
-        CODES + b * codes_b + h * codes_h, STEPS + scales, ZEROS + scales, LOGITS, TOP, READ, out, codes_n, steps_n, blocks, start, stop,
-        first, first + share * BLOCK, pair.to(tl.int64) * ROWS, tl.program_id(2) * TILE, DV, GROUP, ROWS, TILE, PAGE, T, PACKED,
-    )
+    codes = CODES + b * codes_b + h * codes_h
+    if FULL:
+        weighted_whole(
+            codes, LOGITS, TOP, READ, out, codes_n, codes_t, blocks, start, stop, first, first + share * BLOCK, pair.to(tl.int64) * ROWS,
+            tl.program_id(2) * TILE, DV, ROWS, TILE, PAGE, T,
+        )
+    else:
+        weighted_codes(
+            codes, STEPS + scales, ZEROS + scales, LOGITS, TOP, READ, out, codes_n, steps_n, blocks, start, stop, first,
+            first + share * BLOCK, pair.to(tl.int64) * ROWS, tl.program_id(2) * TILE, DV, GROUP, ROWS, TILE, PAGE, T, PACKED,
+        )
 
 
 @triton.jit
@@ -218,15 +271,16 @@ def all_of(x):
 
 @triton.jit
 def weighted_originals(
-    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, AT, NOTES, OUT, DAMAGED,
-    codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t,
-    blocks, newest, share, first_out,
+    CODES, STEPS, ZEROS, ORIGINALS, RECENT_V, LOGITS, TOP, READ, AT, NOTES, SCRATCH, FOUND_AT, OUT, DAMAGED,
+    codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t, scratch_b, scratch_h, rv_b, rv_h, rv_t,
+    blocks, sets, newest, share, first_out,
     DV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, PAGE: tl.constexpr,
+    FULL: tl.constexpr, STAGED: tl.constexpr,
 ):
     """Sum the values of one row by originals, behind ``first_out`` results: ``share`` blocks that are flagged, and the newest tokens.
 
     What is compared: norms, as in ``exact_scores``. The first programs have 16 of the newest tokens each. Whoever has neither has nothing
-    to add.
+    to add. FULL: there are no codes to compare with. STAGED: as in ``exact_scores``.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -271,24 +325,33 @@ def weighted_originals(
             page = (n * BLOCK // PAGE).to(tl.int64)
             in_page = n * BLOCK % PAGE
             originals = ORIGINALS + page * from_n + b * from_b + h * from_h + in_page * from_t
+            apart_t = from_t
+            if STAGED:
+                slot = tl.load(FOUND_AT + pair.to(tl.int64) * blocks + n)
+                held = rows_of_slot(SCRATCH + b * scratch_b + h * scratch_h, n, sets, tl.maximum(slot, 0), DV)
+                originals = tl.where(slot >= 0, held, originals)
+                apart_t = tl.where(slot >= 0, DV, from_t)
             codes = CODES + page * codes_n + b * codes_b + h * codes_h + in_page * HALF
             scales = page * steps_n + b * steps_b + h * steps_h + in_page * (2 * RUNS)
-            low_v = tl.load(originals + j * from_t + c, mask=seen, other=0.0).to(tl.float32)
-            high_v = tl.load(originals + j * from_t + HALF + c, mask=seen, other=0.0).to(tl.float32)
-            low_step, high_step = scales_of(STEPS + scales + j * (2 * RUNS), run, RUNS, seen)
-            low_zero, high_zero = scales_of(ZEROS + scales + j * (2 * RUNS), run, RUNS, seen)
+            low_v = tl.load(originals + j * apart_t + c, mask=seen, other=0.0).to(tl.float32)
+            high_v = tl.load(originals + j * apart_t + HALF + c, mask=seen, other=0.0).to(tl.float32)
+            if FULL == 0:
+                low_step, high_step = scales_of(STEPS + scales + j * (2 * RUNS), run, RUNS, seen)
+                low_zero, high_zero = scales_of(ZEROS + scales + j * (2 * RUNS), run, RUNS, seen)
+                words = tl.load(codes + j * HALF + c, mask=seen, other=0)
             note = NOTES + (pair * blocks + n) * 4
             eta = tl.load(note + 2)
             nu = tl.load(note + 3)
-            words = tl.load(codes + j * HALF + c, mask=seen, other=0)
             weight = all_of(exp_of(logit - top))
             low_sum += low_v * weight[:, None, None]
             high_sum += high_v * weight[:, None, None]
-            # A code times a float16 step is exact: fused or not, this is what the scheme decodes.
-            low_away = low_v - ((words & 15).to(tl.float32) * low_step + low_zero)
-            high_away = high_v - ((words >> 4).to(tl.float32) * high_step + high_zero)
             size = all_of(low_v * low_v + high_v * high_v)
-            away = all_of(low_away * low_away + high_away * high_away)
+            away = size * 0.0
+            if FULL == 0:
+                # A code times a float16 step is exact: fused or not, this is what the scheme decodes.
+                low_away = low_v - ((words & 15).to(tl.float32) * low_step + low_zero)
+                high_away = high_v - ((words >> 4).to(tl.float32) * high_step + high_zero)
+                away = all_of(low_away * low_away + high_away * high_away)
             # No weight is below zero, but what needs it here has its logit loaded with the rest; ptxas would wait until this is done.
             doubts = (doubtful(size, nu) | doubtful(away, eta) | (weight < 0)).to(tl.int32)
             token = tl.arange(0, BLOCK)
@@ -298,15 +361,16 @@ def weighted_originals(
                 first_one, doubts = next_of(doubts, token, BLOCK)
                 doubts = tl.where(token == last_one, 0, doubts)
                 one = tl.where(tl.arange(0, 2) == 0, first_one, last_one)[:, None, None]
-                low64 = tl.load(originals + one * from_t + c).to(tl.float64)
-                high64 = tl.load(originals + one * from_t + HALF + c).to(tl.float64)
-                step_low, step_high = scales_of(STEPS + scales + one * (2 * RUNS), run, RUNS, one >= 0)
-                zero_low, zero_high = scales_of(ZEROS + scales + one * (2 * RUNS), run, RUNS, one >= 0)
-                code = tl.load(codes + one * HALF + c)
-                away_low = low64 - ((code & 15).to(tl.float32) * step_low + zero_low).to(tl.float64)
-                away_high = high64 - ((code >> 4).to(tl.float32) * step_high + zero_high).to(tl.float64)
+                low64 = tl.load(originals + one * apart_t + c).to(tl.float64)
+                high64 = tl.load(originals + one * apart_t + HALF + c).to(tl.float64)
                 damaged = above(all_of(low64 * low64 + high64 * high64), nu)
-                damaged = damaged | above(all_of(away_low * away_low + away_high * away_high), eta)
+                if FULL == 0:
+                    step_low, step_high = scales_of(STEPS + scales + one * (2 * RUNS), run, RUNS, one >= 0)
+                    zero_low, zero_high = scales_of(ZEROS + scales + one * (2 * RUNS), run, RUNS, one >= 0)
+                    code = tl.load(codes + one * HALF + c)
+                    away_low = low64 - ((code & 15).to(tl.float32) * step_low + zero_low).to(tl.float64)
+                    away_high = high64 - ((code >> 4).to(tl.float32) * step_high + zero_high).to(tl.float64)
+                    damaged = damaged | above(all_of(away_low * away_low + away_high * away_high), eta)
                 if tl.max(damaged.to(tl.int32), 0) != 0:
                     tl.store(DAMAGED + pair, 1)
         pending = flagged(flags, share_of(first + AHEAD, program, programs), blocks)
