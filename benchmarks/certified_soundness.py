@@ -27,11 +27,12 @@ from typing import Any
 import torch
 
 from kvcompile.lowering.certified.definition import certified_step
-from kvcompile.lowering.certified.device_step import certified_by_kernels, kernel_gap
+from kvcompile.lowering.certified.device_step import certified_by_kernels
+from kvcompile.lowering.certified.sizes import kernel_gap
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
-from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Certify, Count, Fallback, Figure, Rung, parse_policy
-from kvcompile.schemes.certified import BLOCK, Certified
+from kvcompile.schemes.certificate.policy import EXACT, NAIVE, Certify, Count, Fallback, Figure, Rung, Select, parse_policy
+from kvcompile.schemes.certified import BLOCK, Certified, Values
 from kvcompile.types import PAGE, Role
 
 
@@ -52,13 +53,13 @@ class Cache:
     length: int
 
     @staticmethod
-    def of(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, group: int = 16, poison: bool = True) -> Cache:
+    def of(k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, values: Values = Values.INT4, poison: bool = True) -> Cache:
         """Encode all whole blocks; what is not written is NaN, or the bytes 0x5A."""
         length = k_BKTD.shape[2]
         pages, whole = -(-length // PAGE), length // BLOCK * BLOCK
         planes: list[list[torch.Tensor]] = []
         for x, role in ((k_BKTD, Role.KEY), (v_BKTD, Role.VALUE)):
-            scheme = Certified(group=group).of(role)
+            scheme = Certified(values=values).of(role)
             filled = torch.nn.functional.pad(x[:, :, :whole], (0, 0, 0, pages * PAGE - whole))
             encoded = []
             for plane in scheme.encode(filled)[:4]:
@@ -75,6 +76,9 @@ class Cache:
         for x in (k_BKTD, v_BKTD):
             room = torch.zeros_like(x[:, :, :1]).expand(-1, -1, BLOCK - (length - whole), -1)
             recent.append(torch.cat([x[:, :, whole:], room], dim=2))
+        if values is Values.FULL:
+            # They are read where they are.
+            planes[1] = [originals[1], planes[1][1]]
         return Cache(planes[0], planes[1], originals, recent, torch.tensor([whole], device=k_BKTD.device), length)
 
 
@@ -92,7 +96,7 @@ class Step:
     lo: torch.Tensor | None = None
     softcap: float = 0.0
     clock: int = 1
-    group: int = 16
+    values: Values = Values.INT4
 
     @property
     def hi(self) -> torch.Tensor:
@@ -105,7 +109,7 @@ class Step:
         body, cache = compiled or certified_step, self.cache
         clock = torch.tensor([self.clock], device=self.q.device)
         return body(  # type: ignore[operator]
-            parse_policy(self.policy.spell()), Certified(group=self.group), self.operands(), cache.originals, clock
+            parse_policy(self.policy.spell()), Certified(values=self.values), self.operands(), cache.originals, clock
         )
 
     def operands(self) -> AttendOperands[torch.Tensor]:
@@ -192,7 +196,7 @@ class Inputs:
         """In a dtype: the step, and the keys and values as they were rounded to it."""
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
         made = dict(scale=q.shape[-1] ** -0.5, policy=policy) | self.more | changes
-        return Step(q, Cache.of(k, v), **made), k, v  # type: ignore[arg-type]
+        return Step(q, Cache.of(k, v, Values(made.get("values", Values.INT4))), **made), k, v  # type: ignore[arg-type]
 
 
 class Draw:
@@ -363,8 +367,16 @@ POLICIES: dict[str, Certify] = {
     "value budget": Certify(tau_cov=0.5, k_min=0, k_max=4, v_tol=math.inf, value_budget=0.1, rank=0),
     "explore": Certify(tau_cov=0.9, k_min=0, k_max=3, explore=0.2, rank=2),
     "report": Certify(tau_cov=0.9, k_min=0, k_max=3, fallback=Fallback.REPORT),
+    "group": Certify(tau_cov=0.8, k_min=1, k_max=2, select=Select.GROUP, explore=0.1),
+    "agree": Certify(agree=True, certain=False, k_max=3),
     "exact": EXACT,
 }
+
+SETTINGS: dict[str, tuple[Certify, Values]] = {
+    **{name: (policy, Values.INT4) for name, policy in POLICIES.items()},
+    **{f"{name}, full values": (POLICIES[name], Values.FULL) for name in ("default", "few keys", "explore")},
+}
+"""What trials run with: every policy, and some over values that are no codes."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -392,7 +404,7 @@ def by_kernels(
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``certified_step`` by kernels alone: raises where they do not know the attention."""
-    gap = kernel_gap(operands, scheme.group)
+    gap = kernel_gap(operands, scheme)
     if gap is not None:
         raise ValueError(f"expected an attention that the kernels know, found {gap}")
     return certified_by_kernels(rules, scheme, operands, originals, clock, splits=splits)
@@ -415,15 +427,19 @@ def judge(step: Step, k: torch.Tensor, v: torch.Tensor, run: object = None) -> T
 
 def trials(
     shape: Shape, seed: int, device: str = "cpu", run: object = None, cases: Sequence[Callable[[Draw, Shape], Inputs]] = CASES,
-    dtypes: Sequence[torch.dtype] = DTYPES,
+    dtypes: Sequence[torch.dtype] = DTYPES, chosen: Sequence[str] = tuple(SETTINGS),
 ) -> Iterator[tuple[str, str, torch.dtype, Tally]]:
     """Every case with every policy and dtype, again and again with other numbers."""
     for number in itertools.count(seed):
         for case in cases:
             for dtype in dtypes:
                 inputs = case(Draw(number, device), shape)
-                for name, policy in POLICIES.items():
-                    step, k, v = inputs.step(policy, dtype, clock=number)
+                for name in chosen:
+                    policy, values = SETTINGS[name]
+                    if run is not None and values is Values.FULL and dtype == torch.float32:
+                        # What the kernels do not know.
+                        continue
+                    step, k, v = inputs.step(policy, dtype, clock=number, values=values)
                     yield case.__name__, name, dtype, judge(step, k, v, run)
 
 
@@ -435,6 +451,7 @@ def main() -> int:
     parser.add_argument("--kernels", action="store_true", help="the kernels in place of the definition")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="", help="SHAPE:DTYPE, one of either: processes side by side")
+    parser.add_argument("--policies", default=";".join(SETTINGS), help="names with semicolons between them (default: all)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     shapes = (Shape(), Shape(K=8, S=8, D=64, T=333), Shape(B=1, H=4, K=1, S=16, D=128, T=1000), Shape(B=3, H=6, K=2, S=1, D=80, T=47))
@@ -445,6 +462,7 @@ def main() -> int:
             Shape(B=8, H=14, K=2, S=2, D=64, T=50), Shape(B=2, H=32, K=8, S=1, D=128, T=5000),
         )
     own: dict[str, Any] = dict(run=by_kernels, cases=KERNEL_CASES) if arguments.kernels else {}
+    own["chosen"] = arguments.policies.split(";")
     if arguments.part:
         index, _, dtype = arguments.part.partition(":")
         shapes, own["dtypes"] = (shapes[int(index)],), (getattr(torch, dtype),)

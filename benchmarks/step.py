@@ -120,9 +120,27 @@ def timed(step: Any, steps: int, warm: int, turns: Path | None = None, windows: 
     return medians, warm_s
 
 
+def by_kernel(step: Any, steps: int = 5, most: int = 24) -> str:
+    """Device microseconds of a step and launches in it by kernel, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in seen.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times = found.setdefault(event.name[:90], [0.0, 0.0])
+            times[0] += event.device_time / steps
+            times[1] += 1 / steps
+    rows = sorted(found.items(), key=lambda item: -item[1][0])[:most]
+    return "\n".join(f"  {us:9.1f} us {count:6.1f}  {name}" for name, (us, count) in rows)
+
+
 def measure(
     model: Any, config: Any, name: str, batch: int, context: int, steps: int, owners: dict[Any, Any], turns: Path | None = None,
-    prompt: str = "filled", windows: int = 1,
+    prompt: str = "filled", windows: int = 1, profiled: bool = False,
 ) -> Row:
     """One configuration: ``eager``, ``stock``, ``stock:reduce-overhead``, or ``scheme[+fold][:mode]``."""
     clear()
@@ -152,6 +170,9 @@ def measure(
         call(token, past_key_values=cache, use_cache=True)
 
     medians, warm_s = timed(step, steps, 6 if mode else 4, turns, windows)
+    if profiled:
+        with turn(turns):
+            print(by_kernel(step))
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.model.embed_tokens.weight.numel() * 2
     dense = 2 * batch * config.num_key_value_heads * config.head_dim * context * 2 * config.num_hidden_layers
     held = owner.report().allocated if owner is not None else dense
@@ -211,6 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=1, help="windows of --steps steps, a second apart; the least median counts")
     parser.add_argument("--prompt", choices=["filled", "compiled"], default="filled")
     parser.add_argument("--no-gate", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="also print the device time of a step by kernel")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     started = time.perf_counter()
@@ -233,9 +255,14 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             try:
                 rows.append(measure(
-                    model, config, name, batch, context, options.steps, owners, options.turns, options.prompt, options.windows
+                    model, config, name, batch, context, options.steps, owners, options.turns, options.prompt, options.windows,
+                    options.profile,
                 ))
                 console.print(f"{time.perf_counter() - started:.0f} s: {rows[-1]}")
+                for owner in owners.values():
+                    # Where attention has a certificate: what fell back is part of the time.
+                    if (told := owner.telemetry())["head_steps"]:
+                        console.print(str(told), markup=False)
             except Exception as error:
                 console.print(f"{name} {shape} failed: {type(error).__name__}: {str(error)[:600]}")
             if options.json:

@@ -7,8 +7,8 @@ Llama-2-7B shape (32 layers, 32 kv heads of 128), random float16 weights, prompt
 cap in GB is reached; what is reported is the largest batch that ran: tokens a second over prefill and decoding, and
 the peak of allocated memory. Every configuration also runs at the largest batch of the first one, so that memory
 is compared at one and the same work. Tokens are fixed, so that every configuration does the same work. ``--batch`` measures just
-these batches and searches nothing, since each is compiled anew. ``--turns``: processes of one configuration each compile side by
-side, and take turns on the device by a lock on FILE while they are timed.
+these batches and searches nothing, since each is compiled anew; ``squat+fold`` compiles equal layers once. ``--turns``:
+processes of one configuration each compile side by side, and take turns on the device by a lock on FILE while they are timed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def generate(model: Any, config: Any, name: str, batch: int, new: int, device: s
     owner = None
     call = model
     if name != "stock":
-        owner = kvcompile.backend(name, strict=True)
+        scheme, _, fold = name.partition("+")
+        owner = kvcompile.backend(scheme, strict=True, fold=bool(fold))
         call = torch.compile(model, backend=owner)
     ids = torch.randint(0, 32000, (batch, PROMPT), device=device)
     token = ids[:, :1]
