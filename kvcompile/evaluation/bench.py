@@ -117,12 +117,13 @@ class Bench:
             texts, held = zip(*(self._decoded(compiled, owner, length, label) for length in self.effort.lengths), strict=True)
             telemetry = owner.telemetry()
             said = tuple(item for length in self.effort.lengths for item in self._answers(compiled, length, label))
+            asked = owner.telemetry().since(telemetry)
             report = owner.report()
             paths = [site.path for graph in report.graphs for site in graph.sites]
             layers = self._layers(scheme, paths, label) if self.effort.attention else ()
         return Measured(
             label, texts, layers, said, held, time.perf_counter() - started, len(report.graphs),
-            tuple(dict.fromkeys(item.reason for item in report.refusals)), telemetry.plain(),
+            tuple(dict.fromkeys(item.reason for item in report.refusals)), telemetry.plain(), asked.plain(),
         )
 
     def _decoded(self, model: Any, owner: Backend, length: int, label: str) -> tuple[Text, Held]:

@@ -60,7 +60,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Measured:
-    """All figures of one scheme, or of the uncompressed model."""
+    """All figures of one scheme, or of the uncompressed model.
+
+    ``telemetry``: of certified attention while texts were decoded. ``asked``: the same while questions were answered.
+    """
 
     scheme: str
     texts: tuple[Text, ...] = ()
@@ -71,6 +74,7 @@ class Measured:
     graphs: int = 0
     refusals: tuple[str, ...] = ()
     telemetry: dict[str, float] = field(default_factory=dict)
+    asked: dict[str, float] = field(default_factory=dict)
 
     @property
     def bits_per_byte(self) -> float:

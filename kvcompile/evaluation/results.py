@@ -144,6 +144,7 @@ def summarised(item: Measured) -> dict[str, Any]:
         "scheme": item.scheme, "bits_per_byte": item.bits_per_byte, "kl": item.kl, "agreement": item.agreement.plain(),
         **{task: item.share(task).plain() for task in item.tasks}, "cache_bytes": item.cache_bytes, "dense_bytes": item.dense_bytes,
         "seconds": item.seconds, "graphs": item.graphs, "refusals": list(item.refusals), "telemetry": item.telemetry,
+        "asked": item.asked,
     }
 
 
@@ -161,6 +162,7 @@ def measured_read(read: dict[str, Any]) -> Measured:
         read["scheme"], tuple(map(text_read, read["texts"])),
         tuple(Layer(**item) for item in read["layers"]), tuple(Answer(**item) for item in read["answers"]),
         tuple(Held(**item) for item in read["held"]), read["seconds"], read["graphs"], tuple(read["refusals"]), read["telemetry"],
+        read.get("asked", {}),
     )
 
 

@@ -233,6 +233,21 @@ def test_quantiles_over_steps_are_those_of_all_head_steps() -> None:
     assert "p50" in str(parts[None]) and parts[None].plain()["p95_keys"] == parts[None].quantile("keys", 0.95)
 
 
+def test_what_was_added_since_is_of_later_steps_alone() -> None:
+    draw = torch.Generator().manual_seed(4)
+    whole, later = (torch.zeros(1, 1, 2, 1, TELEMETRY, dtype=torch.float64) for _ in range(2))
+    before = Telemetry.of([whole])
+    for step in range(6):
+        figures, counts = torch.rand(1, 4, 1, len(Figure), generator=draw), torch.randint(0, 3, (1, 4, 1, len(Count)), generator=draw)
+        for plane in (whole, later)[: 1 + (step >= 3)]:
+            accumulate(plane, figures, counts.int())
+        before = Telemetry.of([whole]) if step == 2 else before
+    found, expected = Telemetry.of([whole]).since(before), Telemetry.of([later])
+    assert found.histograms == expected.histograms and found.quantile("key", 0.5) == expected.quantile("key", 0.5)
+    for name in COLUMNS:
+        assert found[name] == (Telemetry.of([whole])[name] if name.startswith("most_") else pytest.approx(expected[name])), name
+
+
 def test_what_a_copy_of_a_cache_began_with_is_not_its_own() -> None:
     draw, plane = torch.Generator().manual_seed(3), torch.zeros(1, 1, 1, 1, TELEMETRY, dtype=torch.float64)
     made = [(torch.rand(1, 1, 1, len(Figure), generator=draw), torch.ones(1, 1, 1, len(Count), dtype=torch.int32)) for _ in range(5)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,12 @@ class Telemetry:
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]
+
+    def since(self, before: Telemetry) -> Telemetry:
+        """Return what was added after ``before`` was read; largest values stay those of all steps."""
+        values = {name: value if name.startswith("most_") else value - before[name] for name, value in self.values.items()}
+        added = {name: tuple(map(operator.sub, counts, before.histograms[name])) for name, counts in self.histograms.items()}
+        return Telemetry(values, added)
 
     def mean(self, figure: Figure) -> float:
         """The mean of a figure over head-steps."""
