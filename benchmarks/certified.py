@@ -192,10 +192,12 @@ def measure(tokens: int, policy: Certify, variant: Variant, sharp: float, dense_
         "tier2_bytes_read_at_most": (read + originals) * 16 * D * 2, "scratch": scratch, "drift": rho, "queries": drift.title(),
         "values": variant.values.value, "fallen": (told["rung_head"] + told["rung_layer"]) / told["head_steps"],
         "widened": told["widened"] / told["head_steps"], "promoted": [told.quantile("keys", share) for share in (0.5, 0.95)],
+        "promoted_mean": told["keys"] / told["head_steps"],
     }
     if tier2 == "host":
         steps = told["steps"] / K
         for half in ("key", "value"):
+            row[f"{half}_union"] = (told[f"{half}_found"] + told[f"{half}_fetched"]) / told["steps"] / (blocks / H)
             row[f"{half}_hits"] = told[f"{half}_found"] / max(1.0, told[f"{half}_found"] + told[f"{half}_fetched"])
             row[f"{half}_bytes_a_step"] = told[f"{half}_bytes"] / steps
         row["scratch_bytes"] = sum(plane.nbytes for plane in given[16:] if plane is not None)

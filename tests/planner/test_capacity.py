@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import plan_source
+from benchmarks import certified_tables, plan_source
 from kvcompile.planner.activations import Activations
 from kvcompile.planner.capacity import Demand
 from kvcompile.planner.figures import Damage, Figures, Speed, figures
@@ -62,6 +62,14 @@ def test_union_of_heads(tokens: int) -> None:
     share, saved = plan_source.TABLE_21[tokens]
     assert plan_source.union(tokens) == pytest.approx(share, abs=0.01)
     assert plan_source.saving(tokens) == pytest.approx(saved, abs=0.01)
+
+
+@pytest.mark.parametrize("tokens", certified_tables.TABLE_22)
+def test_certified_total(tokens: int) -> None:
+    """The source's measured totals of device memory beside dense, which its capacities of scratches make of layouts too."""
+    tier1, scratch, host = certified_tables.device_bytes(parse("certified(tier2=host,scratch=2048,value_scratch=2048)"), tokens)
+    assert host == 32 * 8 * tokens * 2 * 128 * 2 and scratch / 1e9 == pytest.approx(4.30, abs=0.01)
+    assert (tier1 + scratch) / host == pytest.approx(certified_tables.TABLE_22[tokens], abs=0.01)
 
 
 @pytest.mark.parametrize("scheme", ["dense", "kivi", "int4"])
