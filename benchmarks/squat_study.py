@@ -110,8 +110,8 @@ def main() -> int:
     console = Console(width=180)
     if not options.print:
         effort = Effort(
-            tuple(map(int, options.lengths.split(","))), options.tail, options.questions, options.rows, options.inner,
-            tuple(options.tasks.split(",")), attention=False,
+            tuple(map(int, options.lengths.split(","))), options.tail, options.questions, batch=options.rows, inner=options.inner,
+            tasks=tuple(options.tasks.split(",")), attention=False,
         )
         bench = Bench(tinylm(), effort)
         settings = {"model": "tinylm", "dtype": bench.subject.dtype, "unit": "bytes", **dataclasses.asdict(effort)}
