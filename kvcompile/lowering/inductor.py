@@ -7,6 +7,7 @@ without Triton never needs it.
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 from kvcompile.lowering.append import operations as append_ops
@@ -88,6 +89,8 @@ def _install_room(room: Room) -> None:
 
 @functools.cache
 def _install_shared() -> None:
+    # An output module that comes from Inductor's cache on disk calls these operations, and nothing is lowered that would define them.
+    importlib.import_module("kvcompile.lowering.prefill.chunked")
     register_lowering(ops.attend, type_promotion_kind=None)(_lower_attend)
     for append in (append_ops.append_kernel, append_ops.append_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append)
