@@ -23,7 +23,7 @@ from kvcompile.runtime.adaptive_store import AdaptiveStore
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.schemes import Certify
-from kvcompile.settings import Inner, Settings
+from kvcompile.settings import Gluon, Inner, Settings
 from kvcompile.validation.known import Known
 
 
@@ -94,7 +94,7 @@ class Backend:
 
 def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,
             options: Mapping[str, Any] | None = None, reserve: int = 256, certify: Certify | None = None,
-            validate: bool = True, fold: bool = False) -> Backend:
+            validate: bool = True, fold: bool = False, gluon: str | Gluon = Gluon.MEASURED) -> Backend:
     """A Dynamo backend that stores KV caches as ``scheme`` says.
 
     ``scheme``: a name ("int4"), a spelled scheme ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or
@@ -105,7 +105,10 @@ def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, str
     ``fallback="report"`` only: every step over codes then adds the bounds of its error to ``Backend.telemetry``, and budgets are
     counted where they are passed. ``validate``: run every site beside its rewritten twin over small random tokens when it is compiled,
     and leave it as it is where the two differ. ``fold``: compile equal layers once; off by default, as it was not measured on CUDA.
+    ``gluon``: "measured", "always" or "never" says which attentions of one new token the Gluon kernel runs on CUDA (``settings.Gluon``);
+    "never" leaves them to the Triton template, whatever the kernel's fault may be.
     Raises a SchemeError before anything is compiled.
     """
     policy = policy_of(scheme) if certify is None else certifying(policy_of(scheme), certify)
-    return Backend(policy, Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve, validate=validate, fold=fold))
+    made = Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve, validate=validate, fold=fold, gluon=Gluon.of(gluon))
+    return Backend(policy, made)

@@ -25,11 +25,29 @@ class Inner(enum.Enum):
             raise BadSetting(setting="inner", expected=" or ".join(repr(item.value) for item in cls), found=value) from None
 
 
+class Gluon(enum.Enum):
+    """Which attentions of one new token the Gluon kernel runs on CUDA; the Triton template runs the others."""
+
+    MEASURED = "measured"
+    """Those for which it was measured to be faster: launched from CUDA graphs, on devices and over codes that were measured."""
+    ALWAYS = "always"
+    """Those, and on devices that were not measured, and launched by Python where there are no CUDA graphs."""
+    NEVER = "never"
+
+    @classmethod
+    def of(cls, value: object) -> Gluon:
+        """From a member or its name; raises BadSetting."""
+        try:
+            return cls(value)
+        except ValueError:
+            raise BadSetting(setting="gluon", expected=" or ".join(repr(item.value) for item in cls), found=value) from None
+
+
 @dataclass(frozen=True)
 class Settings:
     """``inner`` compiler, ``strict`` refusals, Inductor's ``mode`` and ``options``, the least tokens a store holds.
 
-    ``fold``: equal layers are compiled once.
+    ``fold``: equal layers are compiled once. ``gluon``: which attentions the Gluon kernel runs.
     """
 
     inner: Inner = Inner.INDUCTOR
@@ -40,3 +58,4 @@ class Settings:
     verify: bool = True
     validate: bool = True
     fold: bool = False
+    gluon: Gluon = Gluon.MEASURED

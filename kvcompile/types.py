@@ -295,6 +295,9 @@ class Bins:
 QUERY_ROWS = "kvcompile_query_rows"
 """The metadata of a rewritten graph's attention that says how many rows of queries a kv head has."""
 
+QUERY_GROUP = "kvcompile_query_group"
+"""That says how many query heads share a kv head."""
+
 
 def pages_for(tokens: int) -> int:
     """Whole pages that hold ``tokens`` tokens."""

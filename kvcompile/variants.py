@@ -11,7 +11,8 @@ from torch import fx
 
 from kvcompile.errors import NotCompiled
 from kvcompile.lowering.attend_kernels import kernel_lines
-from kvcompile.lowering.compile import compile_graph, compiling
+from kvcompile.lowering.compile import compile_graph, compiling, gluon_choice
+from kvcompile.lowering.gluon.choice import Choice, choosing
 from kvcompile.lowering.reuse import fingerprint
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import compile_lock
@@ -31,11 +32,15 @@ Code = Callable[..., Any]
 TITLES = {Variant.PAST: "over a filled cache", Variant.FRESH: "into an empty cache"}
 
 
-def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR) -> str:
-    """In which case a rewritten graph runs, which operations its sites became, and what runs those under ``inner``, with the reason."""
+def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR, choice: Choice | None = None) -> str:
+    """In which case a rewritten graph runs, which operations its sites became, and what runs those under ``inner``, with the reason.
+
+    ``choice``: what the compilation says about the Gluon kernel; none says what ``torch.compile`` does without a mode.
+    """
     device = value_of(rewritten.bindings[0].plan.slot.root).device.type
     slots = {binding.plan.scheme.spell(): binding.plan.spec for binding in rewritten.bindings}
-    return f"{TITLES[rewritten.variant]}: {kernel_lines(rewritten.module.graph, device, slots, sites, inner is Inner.INDUCTOR)}"
+    with choosing(choice or Choice()):
+        return f"{TITLES[rewritten.variant]}: {kernel_lines(rewritten.module.graph, device, slots, sites, inner is Inner.INDUCTOR)}"
 
 
 @dataclass(frozen=True)
@@ -117,14 +122,16 @@ class Variants:
         if settings.verify:
             verify(rewritten, self.captured, fakes)
         # Before it is compiled: Inductor's passes change the graph.
-        text = kernel_text(rewritten, len(self.planned.sites), settings.inner)
+        replayed = gap(rewritten, self.captured) is None
+        choice = gluon_choice(settings, self.inner.mode, self.inner.options, replayed) if settings.inner is Inner.INDUCTOR else None
+        text = kernel_text(rewritten, len(self.planned.sites), settings.inner, choice)
         key = f"{self.key}:{variant.value}"
         print_key = fingerprint(rewritten.module, fakes, symbols, f"{key}:{self.salt}")
         report.pass_seconds += time.perf_counter() - started
         code = self.known.get(print_key) if print_key is not None else None
         if code is None:
             with compiling():
-                code = self.inner(rewritten.module, fakes, self.captured.fake_mode, key, replayed=gap(rewritten, self.captured) is None)
+                code = self.inner(rewritten.module, fakes, self.captured.fake_mode, key, replayed=replayed)
             forget_guards(self.captured, symbols)
             if print_key is not None:
                 self.known[print_key] = code

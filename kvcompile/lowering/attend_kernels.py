@@ -15,11 +15,13 @@ from torch import fx
 
 from kvcompile import schemes
 from kvcompile.lowering.certificate.report_op import report_site
+from kvcompile.lowering.gluon.choice import OneToken, one_token
+from kvcompile.lowering.gluon.plan import NoFragments, cut_of
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
 from kvcompile.lowering.rooms import rooms
-from kvcompile.types import PAGE, QUERY_ROWS, Role, SlotSpec
+from kvcompile.types import PAGE, QUERY_GROUP, QUERY_ROWS, Role, SlotSpec
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -29,6 +31,7 @@ class AttendFacts:
     """The facts that choose a kernel: the device, both slots with their schemes' texts, and which optional operands are given.
 
     ``rows``: rows of queries of a kv head, where they are many; None where they are few, or where only Inductor will know.
+    ``one``: what the Gluon kernel asks beside, where one token of a batch row is new and the settings let it be chosen.
     """
 
     device: str
@@ -40,6 +43,7 @@ class AttendFacts:
     rotation: bool = False
     more: bool = False
     bias: bool = False
+    one: OneToken | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,7 @@ class AttendKernel:
     """A kernel of one device, or of any.
 
     ``gap``: why the kernel does not know an attention, None where it does. ``lower``: the attention as a box of Inductor's; None where
-    strides are such that the next kernel has to. ``many``: whether the kernel is for many rows of queries only.
+    strides are such that the next kernel has to. ``many``: whether the kernel is for many rows of queries only; ``one``: for one new token.
     """
 
     name: str
@@ -55,10 +59,12 @@ class AttendKernel:
     gap: Callable[[AttendFacts], str | None]
     lower: Callable[[AttendOperands[Any]], Any | None]
     many: bool = False
+    one: bool = False
 
     def serves(self, facts: AttendFacts) -> bool:
         """Whether attentions of this kind are the kernel's business at all."""
-        return self.device in {None, facts.device} and (not self.many or facts.rows is not None)
+        asked = (not self.many or facts.rows is not None) and (not self.one or facts.one is not None)
+        return self.device in {None, facts.device} and asked
 
 
 def _cuda_gap(facts: AttendFacts) -> str | None:
@@ -69,6 +75,24 @@ def _cuda_gap(facts: AttendFacts) -> str | None:
     if facts.page_rows & (facts.page_rows - 1):
         return f"pages of {facts.page_rows} tokens, no power of two"
     return None
+
+
+def _gluon_gap(facts: AttendFacts) -> str | None:
+    assert facts.one is not None
+    (key_scheme, key), (value_scheme, value) = facts.slots
+    given = {
+        "keys stored before RoPE": facts.rotation, "keys in two planes": facts.more, "a mask operand of its own": facts.bias,
+        f"queries in {facts.dtype}": facts.dtype not in {torch.float16, torch.bfloat16},
+        f"heads of {key.head_dim} and {value.head_dim} channels": (key.head_dim, value.head_dim) != (128, 128),
+        f"pages of {facts.page_rows} tokens": facts.page_rows != PAGE,
+    }
+    unknown = next((what for what, there in given.items() if there), None) or facts.one.gap()
+    if unknown is None:
+        try:
+            cut_of(key_scheme, value_scheme)
+        except NoFragments as gap:
+            unknown = str(gap)
+    return f"not in Gluon: {unknown}" if unknown else None
 
 
 def _prefill_gap(facts: AttendFacts) -> str | None:
@@ -97,6 +121,12 @@ def _cpu_gap(facts: AttendFacts) -> str | None:
     return next((what for what, there in given.items() if there), None)
 
 
+def _lower_gluon(operands: AttendOperands[Any]) -> Any | None:
+    from kvcompile.lowering.gluon.lower import lower_gluon
+
+    return lower_gluon(operands)
+
+
 def _lower_prefill(operands: AttendOperands[Any]) -> Any | None:
     from kvcompile.lowering.prefill.lower import lower_prefill
 
@@ -122,11 +152,12 @@ def _lower_eager(operands: AttendOperands[Any]) -> Any:
 
 
 PREFILL = AttendKernel("Inductor Triton template for many rows", "cuda", _prefill_gap, _lower_prefill, many=True)
+GLUON = AttendKernel("Gluon kernel for one token", "cuda", _gluon_gap, _lower_gluon, one=True)
 DECODE = AttendKernel("Inductor Triton template", "cuda", _cuda_gap, _lower_decode)
 CPP = AttendKernel("Inductor C++ template", "cpu", _cpu_gap, _lower_cpu)
 EAGER = AttendKernel("eager body", None, lambda facts: None, _lower_eager)
 
-KERNELS = (PREFILL, DECODE, CPP, EAGER)
+KERNELS = (PREFILL, GLUON, DECODE, CPP, EAGER)
 """In the order in which they are asked."""
 
 
@@ -154,10 +185,11 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
         (text, slots.get(text, SlotSpec(1, PAGE, torch.float32, role)))
         for text, role in ((given.key_scheme, Role.KEY), (given.value_scheme, Role.VALUE))
     )
-    rows = node.meta.get(QUERY_ROWS, 1)
+    rows, group = node.meta.get(QUERY_ROWS, 1), node.meta.get(QUERY_GROUP)
     return AttendFacts(
-        device, pair, rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
-        recent=bool(given.recent), rotation=bool(given.rotation), more=bool(given.more), bias=given.bias is not None
+        device, pair, pair[0][1].dtype, rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
+        recent=bool(given.recent), rotation=bool(given.rotation), more=bool(given.more), bias=given.bias is not None,
+        one=one_token(group, given.softcap) if device == "cuda" and rows == 1 and group is not None else None,
     )
 
 

@@ -23,6 +23,7 @@ from kvcompile.lowering.append import appends
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.fold import fold
+from kvcompile.lowering.gluon.choice import Choice, choosing
 from kvcompile.lowering.host.inductor_api import compile_by_inductor, config, exact_division, list_mode_options, written_modules
 from kvcompile.lowering.host.torch_api import (
     BackendCompilerFailed,
@@ -131,8 +132,14 @@ def inductor_patches(
     # bytes: an append of 37 tokens of 80 channels encoded other tokens' channels. Not seen with 2.13, where only a CPU was tried.
     patches.setdefault("comprehensive_padding", False)
     mine = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
-    patches["post_grad_custom_pre_pass"] = CacheKey(plan, mine)
+    patches["post_grad_custom_pre_pass"] = CacheKey(f"{plan}:{settings.gluon.value}", mine)
     return patches
+
+
+def gluon_choice(settings: Settings, mode: str | None, options: dict[str, Any] | None, replayed: bool = True) -> Choice:
+    """The setting of the Gluon kernel, and whether the compiled steps are replayed as CUDA graphs."""
+    patches = inductor_patches(settings, mode, options, "", replayed)
+    return Choice(settings.gluon, bool(patches.get("triton.cudagraphs", config.triton.cudagraphs)))
 
 
 @contextlib.contextmanager
@@ -169,7 +176,8 @@ def compile_graph(
             patches = inductor_patches(settings, mode, options, plan, replayed)
             marked = patches.get(CACHEABLE, getattr(config, CACHEABLE))
             patches[CACHEABLE] = marked | dict.fromkeys(functions, sources_hash())
-            return compile_by_inductor(inlined, fakes, patches)
+            with choosing(gluon_choice(settings, mode, options, replayed)):
+                return compile_by_inductor(inlined, fakes, patches)
     except Exception:
         if not folded:
             raise

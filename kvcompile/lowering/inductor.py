@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.attend_kernels import AttendFacts, kernels_for
+from kvcompile.lowering.gluon.choice import one_token
 from kvcompile.lowering.host.buffers import equals, static
 from kvcompile.lowering.host.inductor_api import register_lowering
 from kvcompile.lowering.ops import operations as ops
@@ -32,9 +33,11 @@ def _facts(operands: AttendOperands[Any]) -> AttendFacts:
     )
     pages, page_rows = keys[0].get_size()[0], keys[0].get_size()[3]
     device = q.get_device().type
+    alone = device == "cuda" and equals(q.get_size()[2], 1)
     return AttendFacts(
         device, slots, q.get_dtype(), 1 if equals(pages, 1) else static(page_rows), _many_rows(operands) if device == "cuda" else None,
         bool(operands.recent), bool(operands.rotation), bool(operands.more), operands.bias is not None,
+        one_token(static(q.get_size()[1]) // heads, operands.softcap) if alone else None,
     )
 
 
@@ -90,6 +93,7 @@ def _install_room(room: Room) -> None:
 @functools.cache
 def _install_shared() -> None:
     # An output module that comes from Inductor's cache on disk calls these operations, and nothing is lowered that would define them.
+    importlib.import_module("kvcompile.lowering.gluon.launch")
     importlib.import_module("kvcompile.lowering.prefill.chunked")
     register_lowering(ops.attend, type_promotion_kind=None)(_lower_attend)
     for append in (append_ops.append_kernel, append_ops.append_kernel_pair):

@@ -114,6 +114,7 @@ ROOMS = {
     "kvcompile.lowering.smartkv": ("ops", "host", "rooms", "append"),
     "kvcompile.lowering.cpu": ("ops", "codegen", "host"),
     "kvcompile.lowering.decode": ("ops", "codegen", "host"),
+    "kvcompile.lowering.gluon": ("ops", "codegen", "host"),
     "kvcompile.lowering.prefill": ("ops", "codegen", "host", "decode"),
 }
 """The rooms of its layer that a room may import; the first row that a module stands in counts, a module in no row may import all."""
@@ -173,7 +174,7 @@ def test_only_lowering_touches_inductor_and_triton() -> None:
 
 DOORS = (
     "kvcompile.passes.graph.dynamo", "kvcompile.lowering.host.torch_api", "kvcompile.lowering.host.inductor_api",
-    "kvcompile.lowering.host.triton_api",
+    "kvcompile.lowering.host.triton_api", "kvcompile.lowering.host.gluon_api",
 )
 """The only modules that know private names of torch, or Triton beyond its language."""
 

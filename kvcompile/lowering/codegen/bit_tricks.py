@@ -91,21 +91,25 @@ class BitTrick:
         # An operation of its own, so that parts of one byte share it.
         return _assembly(f"{'shr' if self.shift > 0 else 'shl'}.b32 $0, $1, {abs(self.shift)};", [word], "tl.uint16")
 
-    def _fields(self) -> str:
-        """PTX that leaves the bits in ``t``."""
+    def leave(self, to: str, source: str) -> str:
+        """PTX that leaves the bits of two words in register ``to``; ``source`` is shifted already, and ``u`` is overwritten."""
         lines = []
         for index, (left, mask) in enumerate(self.fields):
             if left:
-                lines.append(f"{'shl' if left > 0 else 'shr'}.b32 u, $1, {abs(left)};")
+                lines.append(f"{'shl' if left > 0 else 'shr'}.b32 u, {source}, {abs(left)};")
             # One instruction for (source & mask) ^ what is there already; ptxas alone makes two of it.
-            there = "t" if index else _twice(self.flip)
-            lines.append(f"lop3.b32 t, {'u' if left else '$1'}, {_twice(mask)}, {there}, 0x6a;")
+            there = to if index else _twice(self.flip)
+            lines.append(f"lop3.b32 {to}, {'u' if left else source}, {_twice(mask)}, {there}, 0x6a;")
         if self.nan is not None:
             add, mask, factor = self.nan
             # No sum leaves its half of the register; or-ing what is there already loses nothing.
-            filled = "or.b32 t, t, u;" if factor == 1 else f"mul.lo.u32 u, u, {factor}; or.b32 t, t, u;"
-            lines.append(f"add.u32 u, t, {_twice(add)}; and.b32 u, u, {_twice(mask)}; {filled}")
+            filled = f"or.b32 {to}, {to}, u;" if factor == 1 else f"mul.lo.u32 u, u, {factor}; or.b32 {to}, {to}, u;"
+            lines.append(f"add.u32 u, {to}, {_twice(add)}; and.b32 u, u, {_twice(mask)}; {filled}")
         return " ".join(lines)
+
+    def _fields(self) -> str:
+        """PTX that leaves the bits in ``t``."""
+        return self.leave("t", "$1")
 
 
 def _shifted(words16: torch.Tensor, left: int, beside: int) -> torch.Tensor:

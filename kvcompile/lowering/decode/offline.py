@@ -219,31 +219,53 @@ class LoopCount:
     opcodes: dict[str, int]
 
 
-def instructions_per_element(config: AttendConfig, cubin: bytes) -> LoopCount:
-    """Instructions that all warps issue for one tile, over the tile's K and V elements, in warp-wide units.
-
-    1.0 is one thread instruction an element. The hot loop is the largest backward branch, a pipelined one if there is any: what
-    is attended to in part has a second loop.
+def loop_of(cubin: bytes) -> list[str]:
+    """The instructions of the hot loop, as text: the largest backward branch, a pipelined one if there is any, since what is attended
+    to in part has a second loop.
     """
-    lines = sass(cubin).splitlines()
+    code, first, last, _ = _hot_loop(cubin)
+    return code[first : last + 1]
+
+
+def hot_way(cubin: bytes) -> list[str]:
+    """The instructions of the hot loop that every step has: what a branch may leave out is left out, but for copies ahead."""
+    code, first, last, targets = _hot_loop(cubin)
+    way, at = [], first
+    while at <= last:
+        way.append(code[at])
+        then = targets.get(at, first)
+        left_out = code[at + 1 : then]
+        at = then if at < then <= last and not any(text.startswith("LDGSTS") for text in left_out) else at + 1
+    return way
+
+
+def _hot_loop(cubin: bytes) -> tuple[list[str], int, int, dict[int, int]]:
+    """Instructions as text, the first and the last of the hot loop, and the places that branches lead to."""
     labels: dict[str, int] = {}
     code: list[str] = []
-    for line in lines:
+    for line in sass(cubin).splitlines():
         label = re.match(r"\s*(\.L[\w]+):", line)
         if label:
             labels[label.group(1)] = len(code)
         found = re.match(r"\s*(?:/\*[0-9a-f]+\*/)?\s*(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\b(.*);", line)
         if found:
             code.append(f"{found.group(2)} {found.group(3)}")
+    named = {at: re.search(r"(\.L[\w]+)", text) for at, text in enumerate(code) if text.startswith("BRA")}
+    targets = {at: labels[name.group(1)] for at, name in named.items() if name is not None and name.group(1) in labels}
     loops: list[tuple[bool, int, int]] = [(False, 0, 0)]
-    for at, text in enumerate(code):
-        target = re.search(r"(\.L[\w]+)", text) if text.startswith("BRA") else None
-        start = labels.get(target.group(1)) if target else None
-        if start is not None and start < at:
-            pipelined = any(line.startswith("LDGSTS") for line in code[start:at])
-            loops.append((pipelined, at - start, start))
+    for at, start in targets.items():
+        if start < at:
+            loops.append((any(line.startswith("LDGSTS") for line in code[start:at]), at - start, start))
     _, length, start = max(loops)
-    body = code[start : start + length + 1]
+    return code, start, start + length, targets
+
+
+def instructions_per_element(config: AttendConfig, cubin: bytes) -> LoopCount:
+    """Instructions that all warps issue for one tile, over the tile's K and V elements, in warp-wide units.
+
+    1.0 is one thread instruction an element.
+    """
+    body = loop_of(cubin)
     opcodes = collections.Counter(text.split()[0].split(".")[0] for text in body)
     elements = config.tile.block_t * (config.key_dim + config.value_dim)
     issued = len(body) * config.tile.num_warps

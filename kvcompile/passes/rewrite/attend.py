@@ -38,7 +38,7 @@ from kvcompile.passes.rewrite.strides import free_strides
 from kvcompile.passes.rewrite.visibility import Visibility
 from kvcompile.schemes import Adaptive
 from kvcompile.schemes.certificate.telemetry import REFILLED, TELEMETRY_PLANE
-from kvcompile.types import QUERY_ROWS
+from kvcompile.types import QUERY_GROUP, QUERY_ROWS
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,12 @@ def _observe(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> 
 
 
 def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:
-    """Note at an attention how many rows of queries a kv head has, which chooses its kernel; 1 where one token is new."""
+    """Note at an attention what chooses its kernel: query heads of a kv head, and rows of queries, 1 where one token is new."""
     site, attention = item.site, item.site.attention
     count = size_along(attention.q, attention.q_roles, "S", attention.folded)
     alone = isinstance(count, int) and count == 1
-    out.meta[QUERY_ROWS] = 1 if alone else hint(count) * (site.heads // item.key.spec.heads)
+    group = site.heads // item.key.spec.heads
+    out.meta[QUERY_ROWS], out.meta[QUERY_GROUP] = 1 if alone else hint(count) * group, group
     return out
 
 

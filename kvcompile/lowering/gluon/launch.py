@@ -1,0 +1,154 @@
+"""The operation ``kvcompile::attend_gluon``: launches the decode kernel and its merge on the current device.
+
+It takes the operands of ``attend`` that the kernel knows and gives its result. Inductor cannot print a Gluon kernel into its output
+module, so the module calls this operation. Into how many splits tokens are cut is chosen here, at every call, from the capacity of the
+planes, which the host knows: no compiled graph knows it, since stores grow. It changes the grid alone, so nothing is compiled anew, and
+nothing waits for the device, so a CUDA graph can capture it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.lowering.gluon.config import Cut, GluonConfig, ragged_splits, splits_for
+from kvcompile.lowering.gluon.plan import KeyPlan, ValuePlan, cut_of, key_plan, value_plan
+from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
+from kvcompile.lowering.ops.operations import LIBRARY
+
+LOG2E = 1.4426950408889634
+
+LIBRARY.define(
+    "attend_gluon(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? sinks, str key_scheme,"
+    " str value_scheme, float scale, int value_dim, Tensor[]? recent, Tensor? base) -> Tensor"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One call of a kernel; ``arguments`` in the order of its parameters, constants among them."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    warps: int
+
+    def run(self) -> None:
+        """Start the kernel on the current device."""
+        self.kernel[self.grid](*self.arguments, num_warps=self.warps)
+
+    def compile(self) -> None:
+        """Compile the kernel for the current device, with dtypes in place of tensors."""
+        given = (item.dtype if isinstance(item, torch.Tensor) else item for item in self.arguments)
+        self.kernel.warmup(*given, grid=self.grid, num_warps=self.warps)
+
+
+@functools.lru_cache(maxsize=64)
+def plans(
+    key_scheme: str, value_scheme: str, dim: int, words: tuple[torch.dtype, torch.dtype], few: bool
+) -> tuple[Cut, KeyPlan, ValuePlan]:
+    """The cut and the fragments of both slots; ``few``: there are at most four query heads a kv head. Raises NoFragments."""
+    key, value = key_plan(key_scheme, dim, words[0]), value_plan(value_scheme, dim, words[1], few)
+    return cut_of(key_scheme, value_scheme), key, value
+
+
+@functools.lru_cache(maxsize=64)
+def constants(
+    cut: Cut, dim: int, kv_heads: int, group: int, page_rows: int, lo: bool, keep: bool, sinks: bool, recent: bool, ragged: bool
+) -> tuple[GluonConfig, GluonConfig]:
+    """The constants of the kernel, and those of the merge of its slots."""
+    from kvcompile.lowering.gluon import merge
+
+    rows = 4 if group <= 4 else 8
+    config = GluonConfig(
+        dim, kv_heads, group, rows, 1 << (group - 1).bit_length(), cut.warps, cut.tokens, cut.stages, page_rows, lo, keep, sinks, recent,
+        ragged,
+    )
+    return config, dataclasses.replace(config, warps=merge.WARPS, channels=merge.CHANNELS)
+
+
+def launches(
+    operands: AttendOperands[torch.Tensor], multiprocessors: int, most: int | None = None
+) -> tuple[torch.Tensor, tuple[Launch, Launch]]:
+    """The result's tensor and what fills it, in order; ``most``: a limit on the number of splits."""
+    from kvcompile.lowering.gluon import kernel, merge
+
+    q, hi, lo, keep, base, recent = _dense(operands.q), operands.hi, operands.lo, operands.keep, operands.base, operands.recent or ()
+    keys, values = operands.keys, operands.values
+    keep, sinks = (None if x is None else _dense(x) for x in (keep, operands.sinks))
+    B, H, _, D = q.shape
+    pages, _, K, page_rows, _ = keys[0].shape
+    group = H // K
+    cut, key, value = plans(operands.key_scheme, operands.value_scheme, D, (keys[0].dtype, values[0].dtype), group <= 4)
+    ragged = B > 1 and (hi.shape[0] > 1 or (lo is not None and lo.shape[0] > 1))
+    config, merging = constants(cut, D, K, group, page_rows, lo is not None, keep is not None, sinks is not None, bool(recent), ragged)
+    shares = splits_for(cut, B * K, multiprocessors, pages * page_rows)
+    if most is not None:
+        shares = min(shares, most)
+    splits = (ragged_splits(shares, B) if ragged else shares) + config.recent
+    slots = splits * cut.warps
+    out = q.new_empty((B, H, 1, D))
+    sums = q.new_empty((B * K, slots, config.kept, D), dtype=torch.float32)
+    tops = q.new_empty((B * K, slots, 2, 8), dtype=torch.float32)
+    newest = [_dense(x) for x in recent]
+    steps = [*newest[0].stride()[:3], *newest[1].stride()[:3]] if recent else [0] * 6
+    k_zeros, v_zeros = keys[2] if key.block else None, values[2] if value.zeros else None
+    hi_batch, lo_batch, keep_batch, base_batch = (_step(x) for x in (hi, lo, keep, base))
+    keep_tokens = 0 if keep is None else keep.shape[1]
+    attending = (
+        q, hi, lo, keep, keys[0], keys[1], k_zeros, values[0], values[1], v_zeros, *(newest or (None, None)), base, sums, tops,
+        q.stride(0), q.stride(1), *steps, hi_batch, lo_batch, keep_batch, base_batch, newest[0].shape[2] if recent else 0, B, pages,
+        keep_tokens, shares, operands.scale * LOG2E, key, value, config,
+    )
+    merged = (
+        hi, lo, sinks, base, sums, tops, out, hi_batch, lo_batch, base_batch, B, pages, keep_tokens, slots, shares, config, merging,
+    )
+    return out, (
+        Launch(kernel.attend, (splits, B * K, 1), attending, cut.warps),
+        Launch(merge.merge, (D // merging.channels, B * K, 1), merged, merging.warps),
+    )
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """A tensor whose last axis lies together."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _step(x: torch.Tensor | None) -> int:
+    """From batch row to batch row, 0 where there is one for all."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count)
+
+
+def record_of(args: Sequence[Any]) -> AttendOperands[torch.Tensor]:
+    """The operands of a call of the operation."""
+    return attend_operands({**named(operation, args, {}), "bias": None, "softcap": 0.0})
+
+
+def _attend_gluon(*args: Any) -> torch.Tensor:
+    operands = record_of(args)
+    with torch.cuda.device_of(operands.q):
+        out, found = launches(operands, _multiprocessors(operands.q.device))
+        for launch in found:
+            launch.run()
+    return out
+
+
+def _attend_gluon_meta(*args: Any) -> torch.Tensor:
+    operands = record_of(args)
+    return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
+
+
+LIBRARY.impl("attend_gluon", _attend_gluon, "CUDA")
+LIBRARY.impl("attend_gluon", _attend_gluon_meta, "Meta")
+
+operation = torch.ops.kvcompile.attend_gluon.default

@@ -1,0 +1,93 @@
+"""Inductor's lowering of ``kvcompile::attend`` of one new token to the Gluon kernel: a call of ``attend_gluon`` in the output module.
+
+A kernel that does not compile on the machine at hand is no error: it is tried here, ahead of any step, and the next kernel of
+``attend_kernels.KERNELS`` is asked where it fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.lowering.gluon import launch
+from kvcompile.lowering.host.buffers import equals, hint, realize
+from kvcompile.lowering.host.inductor_api import fallback_handler, ir
+from kvcompile.lowering.ops.operands import AttendOperands
+
+log = logging.getLogger(__name__)
+
+
+def lower_gluon(operands: AttendOperands[Any]) -> Any | None:
+    """The result of ``attend`` as a TensorBox, None where planes lie otherwise than the kernel reads them or it does not compile."""
+    q, planes, recent = operands.q, (*operands.keys, *operands.values), operands.recent or ()
+    numbers = (*operands.keys[1:], *operands.values[1:])
+    batch, _, queries, _ = q.get_size()
+    known = (
+        equals(queries, 1) and all(_lies(plane, batch) for plane in planes)
+        and all(plane.get_dtype() == torch.float16 for plane in numbers)
+        and all(rows.get_dtype() == q.get_dtype() for rows in recent)
+    )
+    if not known or not compiles(_forms(operands), str(q.get_device())):
+        return None
+    return fallback_handler(launch.operation)(
+        q, list(operands.keys), list(operands.values), operands.hi, operands.lo, operands.keep, operands.sinks, operands.key_scheme,
+        operands.value_scheme, float(operands.scale), int(operands.value_dim), list(recent) if recent else None, operands.base,
+    )
+
+
+def _lies(plane: Any, batch: Any) -> bool:
+    """Check that a plane [pages, B, K, rows, width] is contiguous and has the queries' batch, as the kernel's offsets need it."""
+    node = realize(plane)
+    size, dense = node.get_size(), ir.FlexibleLayout.contiguous_strides(node.get_size())
+    return equals(size[1], batch) and all(equals(*pair) for pair in zip(node.get_stride(), dense, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The form of an operand, with plausible sizes where they are symbols."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor of it without memory."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+
+
+def _forms(operands: AttendOperands[Any]) -> tuple[Any, ...]:
+    """The operands in the schema's order, with forms in place of boxes."""
+
+    def form(item: Any) -> Any:
+        if isinstance(item, Sequence) and not isinstance(item, str):
+            return tuple(map(form, item))
+        if not isinstance(item, ir.IRNode):
+            return item
+        node = realize(item)
+        size, stride = (tuple(map(hint, each)) for each in (node.get_size(), node.get_stride()))
+        return Form(size, stride, node.get_dtype())
+
+    return tuple(map(form, operands.arguments()))
+
+
+@functools.lru_cache(maxsize=256)
+def compiles(forms: tuple[Any, ...], device: str) -> bool:
+    """Try to compile both kernels for a device, and log why they do not compile."""
+
+    def made(item: Any) -> Any:
+        return item.tensor() if isinstance(item, Form) else tuple(map(made, item)) if isinstance(item, tuple) else item
+
+    try:
+        with torch.cuda.device(device):
+            _, found = launch.launches(AttendOperands(*map(made, forms)), multiprocessors=1)
+            for each in found:
+                each.compile()
+    except Exception:
+        log.warning("the Gluon kernel does not compile here, and the Triton template takes its place", exc_info=True)
+        return False
+    return True

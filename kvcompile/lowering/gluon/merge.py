@@ -1,0 +1,97 @@
+"""Partial sums of splits in memory, and the kernel that merges them by log-sum-exp.
+
+    SUMS  float32 [batch rows and kv heads, slots, heads of a group, dim]: sums of values
+    TOPS  float32 [batch rows and kv heads, slots, 2, 8]: what scores were lowered by, in base 2, and the totals of the weights
+
+A slot is what one warp of one split writes.
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: E741, N803, N806, RET505, RUF005, SIM102 - kernels: operands are capitals, tuples grow by sums, compile-time branches.
+
+from __future__ import annotations
+
+from kvcompile.lowering.gluon.extent import extent, visible
+from kvcompile.lowering.gluon.layouts import of_columns
+from kvcompile.lowering.gluon.tiles import exp2
+from kvcompile.lowering.host.gluon_api import gl, gluon
+
+LOWEST = gl.constexpr(-1.0e30)
+"""What scores are lowered by at first: far below every score, and finite, so that differences are numbers."""
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+WARPS = 4
+"""Warps of a program that merges."""
+
+CHANNELS = 32
+"""Channels that it merges."""
+
+
+@gluon.jit
+def write_slot(TOPS, slot, m, l, C: gl.constexpr):
+    """Write what scores were lowered by, and totals, of a slot for each warp."""
+    columns: gl.constexpr = of_columns(C.warps)
+    warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, columns))
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, columns))
+    at = (slot + warp).to(gl.int64)[:, None] * 16 + column[None, :]
+    gl.store(TOPS + at, m)
+    gl.store(TOPS + at + 8, gl.convert_layout(gl.sum(l, 1), columns, assert_trivial=True))
+
+
+@gluon.jit(do_not_specialize=["hi_batch", "lo_batch", "base_batch", "batch", "pages", "keep_tokens", "slots", "shares"])
+def merge(
+    HI, LO, SINKS, BASE, SUMS, TOPS, OUT, hi_batch, lo_batch, base_batch, batch, pages, keep_tokens, slots, shares, C: gl.constexpr,
+    M: gl.constexpr,
+):
+    """Merge the splits of one batch row and kv head, some channels a program; ``C``: the configuration of ``attend``, ``M``: of this."""
+    pair = gl.program_id(1)
+    batch_row, head = pair // C.kv_heads, pair % C.kv_heads
+    capacity = pages * C.page_rows
+    if C.keep:
+        capacity = gl.minimum(capacity, keep_tokens)
+    start, stop = visible(HI, LO, batch_row, hi_batch, lo_batch, capacity, C)
+    splits = slots // C.warps - C.recent
+    _, _, _, _, active = extent(
+        HI, LO, BASE, batch_row, start, stop, batch, hi_batch, lo_batch, base_batch, capacity, splits, shares, M.warps, C
+    )
+    count = (active + C.recent) * C.warps
+
+    across: gl.constexpr = min(32, M.channels // 4)
+    down: gl.constexpr = min(M.warps, max(1, M.kept * across // 32))
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [M.warps // down, down, 1], [2, 1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, layout))
+    SLOTS: gl.constexpr = max(M.warps // down, 2048 * M.warps // (M.kept * M.channels))
+    z = gl.arange(0, SLOTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None]
+    r = gl.arange(0, M.kept, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :]
+    c = gl.program_id(0) * M.channels + gl.arange(0, M.channels, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    top = gl.full([M.kept], LOWEST, gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    total = gl.full([M.kept], 0.0, gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    sums = gl.full([M.kept, M.channels], 0.0, gl.float32, layout=gl.SliceLayout(0, layout))
+    for begin in range(0, count, SLOTS):
+        there = begin + z < count
+        at = (pair * slots + begin + z).to(gl.int64)
+        each = gl.load(TOPS + at * 16 + r, mask=there, other=LOWEST)
+        totals = gl.load(TOPS + at * 16 + 8 + r, mask=there, other=0.0)
+        parts = gl.load(SUMS + (at * (M.kept * M.dim) + r * M.dim)[:, :, None] + c[None, None, :], mask=there[:, :, None], other=0.0)
+        raised = gl.maximum(top, gl.max(each, 0))
+        weight = exp2(each - raised[None, :])
+        lowered = exp2(top - raised)
+        total = total * lowered + gl.sum(totals * weight, 0)
+        sums = sums * gl.convert_layout(lowered, of_row)[:, None] + gl.sum(parts * weight[:, :, None], 0)
+        top = raised
+    row = gl.arange(0, M.kept, layout=of_row)
+    inside = row < M.group
+    row = gl.minimum(row, M.group - 1)
+    if M.sinks:
+        sink = gl.load(SINKS + head * M.group + row).to(gl.float32) * LOG2E
+        sink = gl.convert_layout(sink, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        raised = gl.maximum(top, sink)
+        total = total * exp2(top - raised) + exp2(sink - raised)
+        sums = sums * gl.convert_layout(exp2(top - raised), of_row)[:, None]
+    total = gl.convert_layout(total, of_row)[:, None]
+    # A total that is no number stays; only what had nothing to attend to becomes zero.
+    result = gl.where(total == 0.0, 0.0, sums / gl.where(total == 0.0, 1.0, total))
+    c = gl.program_id(0) * M.channels + gl.arange(0, M.channels, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    at = (pair * M.group + row).to(gl.int64) * M.dim
+    gl.store(OUT + at[:, None] + c[None, :], result.to(OUT.dtype.element_ty), mask=inside[:, None])

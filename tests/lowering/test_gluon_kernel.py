@@ -1,0 +1,103 @@
+"""The Gluon kernel for one token against ``attend_body`` in float64: its launches' PTX for sm_90 runs in numpy, no device needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from launched import compile_launch, run_launch
+from test_triton_attend import Case, check, operands
+
+from kvcompile.lowering.decode.offline import hot_way
+from kvcompile.lowering.gluon.config import Cut, ragged_splits, splits_for
+from kvcompile.lowering.gluon.launch import launches
+from kvcompile.lowering.gluon.plan import MEASURED, NoFragments, cut_of, key_plan, value_plan
+from kvcompile.lowering.ops.operands import AttendOperands
+
+MULTIPROCESSORS = 132
+
+
+def run(args: dict[str, Any], most: int | None = 3) -> torch.Tensor:
+    """What the launches of the operation write; results and partial sums begin as NaN, and so does shared memory."""
+    given = AttendOperands(**args)
+    out, found = launches(given, MULTIPROCESSORS, most)
+    sums, tops = found[0].arguments[13:15]
+    for written in (out, sums, tops):
+        written.fill_(float("nan"))
+    for launch in found:
+        run_launch(launch)
+    return out
+
+
+def case_of(scheme: str, **changes: Any) -> Case:
+    """Eight query heads over two kv heads of 128 channels."""
+    return dataclasses.replace(Case(scheme, scheme, T=200, D=128, Dv=128, K=2, G=4, dtype=torch.bfloat16), **changes)
+
+
+# Cases behind one another compile to one kernel where their operands are of one kind.
+CASES = [
+    case_of("int4", T=500), case_of("int4", T=1), case_of("int4", magnitude=5000.0), case_of("int4", outlier=True),
+    case_of("int4", T=200, B=3, K=1, lo=True, keep=True, recent=36, sinks=True, G=7),
+    case_of("kivi", recent=33, T=300), case_of("kivi", recent=36, T=20), case_of("kivi", recent=33, magnitude=5000.0),
+    case_of("kivi", recent=33, magnitude=1e-3), case_of("kivi", recent=33, equal=True),
+    case_of("kivi", T=300, recent=40, B=2, K=1, shares=2, dtype=torch.float16),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_equals_the_definition(case: Case) -> None:
+    args = operands(case)
+    failure = check(case, run(args), args)
+    assert failure is None, failure
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("scheme", ["int4", "kivi"])
+def test_what_is_no_number_stays_none(scheme: str) -> None:
+    """A query of NaN gives NaN, and others what they gave; codes of a place that nobody attends to do not show."""
+    case = case_of(scheme, recent=33 if scheme == "kivi" else 0, T=100)
+    args = operands(case)
+    plain = run(args)
+    bad = torch.arange(case.K * case.G)[None, :, None, None] == 1
+    found = run({**args, "q": torch.where(bad, float("nan"), args["q"])})
+    assert found[:, 1].isnan().all()
+    keep = torch.arange(case.K * case.G) != 1
+    assert torch.equal(found[:, keep], plain[:, keep])
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("scheme", "most"), [("int4", 1.8), ("kivi", 1.95)])
+def test_instructions_of_the_hot_loop(scheme: str, most: float) -> None:
+    """The Triton template issues 2.8 a K or V element; loads and products of the loop are what is expected, and nothing spills."""
+    case = case_of(scheme, recent=33 if scheme == "kivi" else 0)
+    _, (attend, _) = launches(AttendOperands(**operands(case)), MULTIPROCESSORS)
+    made, _ = compile_launch(attend)
+    body = hot_way(made["cubin"])
+    issued = len(body) * 32 / (cut_of(scheme, scheme).tokens * 2 * case.D)
+    assert issued < most, issued
+    assert any(line.startswith("HMMA") for line in body) and not any(line.startswith(("LDL", "STL")) for line in body)
+
+
+def test_formats_that_were_not_measured_have_no_kernel() -> None:
+    for scheme in ("int8", "fp8", "kivi(bits=4)", "dense", "nf4"):
+        with pytest.raises(NoFragments):
+            cut_of(scheme, scheme)
+    with pytest.raises(NoFragments):
+        cut_of("int4", "int8")
+    with pytest.raises(NoFragments, match="32 tokens"):
+        key_plan("kivi(group=16,window=16)", 128, torch.uint8)
+    with pytest.raises(NoFragments, match="channels"):
+        value_plan("int4", 96, torch.uint8, True)
+
+
+def test_splits_follow_the_capacity_and_the_device() -> None:
+    int4, kivi = MEASURED[True, 2], MEASURED[False, 4]
+    assert splits_for(int4, 8, 132, 131072) == 132 and splits_for(kivi, 8, 132, 131072) == 49
+    assert splits_for(int4, 128, 132, 32768) == 8 and splits_for(kivi, 128, 132, 32768) == 3
+    assert splits_for(int4, 8, 132, 8192) == 32 and splits_for(int4, 8, 132, 1024) == 16
+    assert splits_for(int4, 8, 132, 64) == 2 and splits_for(int4, 4096, 132, 131072) == 1
+    assert ragged_splits(8, 1) == 8 and ragged_splits(8, 4) == 32 and ragged_splits(132, 16) == 256
+    assert all(cut.tile == cut.warps * cut.tokens and 64 % cut.tokens == 0 for cut in (int4, kivi, Cut(1, 32, 3, 8)))
