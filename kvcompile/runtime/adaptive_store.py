@@ -15,6 +15,7 @@ from kvcompile.errors import Unsupported
 from kvcompile.runtime.rope import Rope
 from kvcompile.runtime.store import Store, StoreSpec, ordinary
 from kvcompile.schemes import Adaptive, Churn, Due
+from kvcompile.schemes.adaptive import EARLY
 from kvcompile.types import PAGE, pages_for
 
 
@@ -84,9 +85,9 @@ class AdaptiveStore(Store):
     def values(self, first: int, last: int) -> torch.Tensor:
         return self.scheme.tokens(tuple(self.planes), self.spec.slot, last * PAGE)[:, :, first * PAGE :]
 
-    def due(self, tokens: int, layer: int) -> Due:
+    def due(self, tokens: int, layer: int, early: int = EARLY) -> Due:
         """Whether widths are to be decided anew with ``tokens`` tokens; asked once a step, where the step is not ``quiet``."""
-        return self.scheme.due(tuple(self.planes), self.spec.slot, self._first, tokens, layer)
+        return self.scheme.due(tuple(self.planes), self.spec.slot, self._first, tokens, layer, early)
 
     def looks(self, tokens: int, layer: int) -> bool:
         """Whether drift is looked at after this step."""

@@ -1,8 +1,9 @@
 """Reallocation: between two calls, the stores of adaptive schemes get new planes where their scheme says that it is time.
 
-A decision is asked for after one step and carried out after the next (``Due.SOON``). On CUDA it is made on a stream of its own, from copies
-of what steps write, while that next step runs; the move itself stands between two steps on their own stream, so no step meets tokens
-halfway. What is read of the device has been copied by then. Where more tokens come at once, as with a prompt, both are done at once.
+A decision is asked for after one step and carried out after the next but one, a few layers a step (``Due.SOON``). On CUDA it is made on a
+stream of its own, from copies of what steps write, while those steps run; a layer's move stands between two steps on their own stream, so
+no step meets tokens halfway. What is read of the device has been copied by then. Where more tokens come at once, as with a prompt,
+everything is done at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.state import CacheState, Part
 from kvcompile.runtime.store import ordinary
 from kvcompile.schemes import Due, Look, Stored
+from kvcompile.schemes.adaptive import EARLY, SPREAD
+
+FEW = 4
+"""Layers that are moved after one step, at least."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,12 @@ class _Held:
     def quiet(self) -> bool:
         """Whether there is nothing to do after this step."""
         return self.count == 0 or (self.keys.decision is None and self.keys.quiet(self.count))
+
+    @property
+    def decided(self) -> int:
+        """How many tokens there were when the decision that waits was asked for."""
+        assert self.keys.decision is not None
+        return int(self.keys.decision.asked[1])
 
     @property
     def alike(self) -> Hashable:
@@ -80,6 +91,8 @@ class Reallocation:
                 # Attentions that share a cache decide once.
                 found.setdefault((layer.key, layer.value), layer)
         self.layers = tuple(found.values())
+        self.at_once = max(FEW, -(-len(self.layers) // SPREAD))
+        self.early = EARLY + -(-len(self.layers) // self.at_once) - 1
 
     def after(self, states: Sequence[CacheState]) -> None:
         """Look at all layers once a call has been counted."""
@@ -88,16 +101,29 @@ class Reallocation:
         if not busy:
             return
         with ordinary(), torch.no_grad():
-            _move([item for item in busy if item.keys.decision is not None])
+            waiting = [item for item in busy if item.keys.decision is not None]
+            # More tokens than a decision can wait for: it is carried out, and what comes next is looked at anew.
+            overdue = [item for item in waiting if self._due(item) is Due.NOW]
+            ready = [item for item in waiting if item.decided <= item.count - EARLY][: self.at_once]
+            _move(overdue or ready)
             due = {Due.NOW: list[_Held](), Due.SOON: list[_Held](), Due.NOT: list[_Held]()}
             for item in busy:
-                due[_due(item)].append(item)
+                if item.keys.decision is None:
+                    due[self._due(item)].append(item)
             for kind in (Due.NOW, Due.SOON):
                 for layers in _alike(due[kind]):
                     _decide(layers, held, beside=kind is Due.SOON)
             _move(due[Due.NOW])
             for layers in _alike(item for item in due[Due.NOT] if item.keys.looks(item.count, item.layer)):
                 _look(layers, held)
+
+    def _due(self, item: _Held) -> Due:
+        """When a layer's widths are to be decided; reads what the last look saw where it is time for the next."""
+        due = item.keys.due(item.count, item.layer, self.early)
+        if due is not Due.NOT or item.keys.decision is not None or not item.keys.looks(item.count, item.layer):
+            return due
+        seen, item.keys.look = item.keys.look, None
+        return Due.SOON if seen is not None and seen.asked.numbers[seen.number] else Due.NOT
 
     @staticmethod
     def _held(layer: _Layer, states: Sequence[CacheState]) -> _Held:
@@ -106,15 +132,6 @@ class Reallocation:
         assert isinstance(keys, AdaptiveStore)
         assert isinstance(values, AdaptiveStore)
         return _Held(keys, values, layer.number, states[index].length)
-
-
-def _due(item: _Held) -> Due:
-    """When a layer's widths are to be decided; reads what the last look saw where it is time for the next."""
-    due = item.keys.due(item.count, item.layer)
-    if due is not Due.NOT or not item.keys.looks(item.count, item.layer):
-        return due
-    seen, item.keys.look = item.keys.look, None
-    return Due.SOON if seen is not None and seen.asked.numbers[seen.number] else Due.NOT
 
 
 def _alike(layers: Iterable[_Held]) -> Iterable[list[_Held]]:

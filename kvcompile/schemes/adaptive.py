@@ -20,15 +20,16 @@ import torch
 from kvcompile.schemes.base import Planes, Scheme
 from kvcompile.types import SlotSpec
 
-EARLY = 1
-"""Steps between a decision and the move that it leads to: by then it has been made, beside the step's own work."""
+EARLY, SPREAD = 2, 8
+"""Steps between a decision and the first move that it leads to, by when it has been made beside the steps' own work; the most steps that
+the moves of a graph's layers are spread over, so that no step has all of them."""
 
 
 class Due(enum.Enum):
-    """Time of a decision: not yet; after this step, for a move after the next; at once, as more tokens came than that can wait for."""
+    """Time of a decision: not yet; after this step, for moves some steps later; at once, as more tokens came than that can wait for."""
 
     NOT = "not yet"
-    SOON = "a step ahead"
+    SOON = "some steps ahead"
     NOW = "now"
 
 
@@ -151,10 +152,10 @@ class Adaptive(Scheme):
         """Whether neither ``due`` nor ``looks`` can hold whatever the layer, by a comparison or two: asked of every layer at every step."""
 
     @abc.abstractmethod
-    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> Due:
+    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int, early: int = EARLY) -> Due:
         """Whether widths are to be decided anew, ``first`` tokens having been there at the last time and ``count`` now.
 
-        By numbers alone: nothing waits for the device.
+        ``early``: how many steps before the moves have to be done that is asked for. By numbers alone: nothing waits for the device.
         """
 
     @abc.abstractmethod

@@ -92,7 +92,7 @@ def test_inductor_gives_what_the_definitions_give(kind: str) -> None:
     assert divergence(found["inductor"][0], found["eager"][0]) < 1e-5
     assert 0 < divergence(found["inductor"][0], plain) < 1e-3
     assert found["inductor"][1].allocated == found["eager"][1].allocated
-    assert store_of(found["inductor"][2]).first == 140 + 31
+    assert store_of(found["inductor"][2]).first == 140 + 30
     # A second request on the same code, which is Inductor's.
     assert torch.equal(logits(run, cache_of(model, kind), ids, 140, mask), found["inductor"][0])
 
@@ -217,14 +217,14 @@ def test_importance_of_a_layer_or_of_the_model(scope: str) -> None:
     _, run = compiled(model, f"smartkv(budget=0.45,scope={scope},tau=1e9,drift=1.0)")
     cache = cache_of(model, "dynamic")
     logits(run, cache, ids, 280)
-    widths = []
+    levels = []
     for layer in range(LAYERS):
         store = store_of(cache, layer)
         assert store.churn.allocations == 2
-        widths.append(buckets.widths(Buckets.of(tuple(store.planes), store.scheme.widths), store.first))
-    assert len(widths[0].unique()) > 1
-    # Layers whose tokens count alike and whose budgets are equal have the same widths.
-    assert torch.equal(*widths) == (scope == "model")
+        levels.append(buckets.levels(Buckets.of(tuple(store.planes), store.scheme.form), store.first))
+    assert len(levels[0].unique()) > 1
+    # Layers whose tokens count alike and whose budgets are equal have the same levels.
+    assert torch.equal(*levels) == (scope == "model")
 
 
 def test_weights_of_layers() -> None:

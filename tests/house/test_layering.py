@@ -111,7 +111,7 @@ ROOMS = {
     "kvcompile.lowering.append": ("ops", "host", "rooms"),
     "kvcompile.lowering.certificate": ("ops",),
     "kvcompile.lowering.certified": ("ops", "codegen", "host", "rooms", "append", "certificate", "decode"),
-    "kvcompile.lowering.smartkv": ("ops", "host", "rooms", "append"),
+    "kvcompile.lowering.smartkv": ("ops", "codegen", "host", "rooms", "append"),
     "kvcompile.lowering.cpu": ("ops", "codegen", "host"),
     "kvcompile.lowering.decode": ("ops", "codegen", "host"),
     "kvcompile.lowering.gluon": ("ops", "codegen", "host"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from kvcompile import schemes
 from kvcompile.lowering.codegen.bit_tricks import fused, looked_up, multiplied, pair_table, scaled_by
 from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
-from kvcompile.lowering.smartkv.kernels import packed as four_codes
+from kvcompile.lowering.smartkv.kernels import fields
+from kvcompile.schemes.smartkv import codes
 from kvcompile.types import Role, SlotSpec
 
 CODED = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)", "int8-static", "fp8-static")
@@ -38,20 +40,14 @@ def step(name: str, x: list[np.ndarray]) -> np.ndarray:
     if name in {"shr.b32", "shl.b32"}:
         return x[0] >> x[1] if name == "shr.b32" else x[0] << x[1]
     if name == "lop3.b32":
-        assert int(x[3].flat[0]) == 0x6A
-        return (x[0] & x[1]) ^ x[2]
-    if name == "prmt.b32":
-        return permuted(*np.broadcast_arrays(x[0], x[1]), int(x[2].flat[0]))
+        # Bit i of the table is the result where the operands' bits are those of i, the first one's highest.
+        table = int(x[3].flat[0])
+        terms = [(x[0] if i & 4 else ~x[0]) & (x[1] if i & 2 else ~x[1]) & (x[2] if i & 1 else ~x[2]) for i in range(8) if table >> i & 1]
+        return np.bitwise_or.reduce(np.broadcast_arrays(*terms)).astype(np.uint32)
     if name in {"and.b32", "or.b32"}:
         return x[0] & x[1] if name == "and.b32" else x[0] | x[1]
     if name in {"add.u32", "mul.lo.u32"}:
         return x[0] + x[1] if name == "add.u32" else x[0] * x[1]
-    if name == "fma.rn.bf16x2":
-        # A bfloat16 number is the upper half of a float32 one; what is tested here is exact.
-        a, b, c = (np.stack([one << np.uint32(16), one & np.uint32(0xFFFF0000)]).view(np.float32) for one in np.broadcast_arrays(*x))
-        low, high = (a * b + c).view(np.uint32)
-        assert not ((low | high) & 0xFFFF).any(), "not a bfloat16 number"
-        return (low >> np.uint32(16)) | high
     values = [halves(one).astype(np.float64) for one in x]
     if name == "sub.f16x2":
         return packed(values[0] - values[1])
@@ -228,17 +224,41 @@ def test_products_are_elementwise() -> None:
     assert np.array_equal(halves(run(multiplied("a", "b"), a=packed(a), b=packed(b))), a * b)
 
 
-@pytest.mark.parametrize(("bits", "part"), [(bits, part) for bits in (8, 4, 2) for part in range(8 // bits)])
-def test_four_codes_of_smartkv_become_bfloat16(bits: int, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte in each of the four places of a word, the first two numbers in one register and the others in the next."""
-    texts: list[str] = []
-    monkeypatch.setattr(four_codes, "_by", lambda words, text: texts.append(text.value))
-    four_codes.part_of.fn(None, bits, part)
-    places = [np.roll(np.arange(256, dtype=np.uint32), 37 * place) for place in range(4)]
-    registers = executed(texts[0], {"$2": sum(byte << np.uint32(8 * place) for place, byte in enumerate(places))})
-    for place, byte in enumerate(places):
-        half = registers[f"${place // 2}"] >> np.uint32(16 * (place % 2))
-        found = ((half & np.uint32(0xFFFF)) << np.uint32(16)).view(np.float32)
-        code = byte.astype(np.int64)
-        wanted = (code ^ 128) - 128 if bits == 8 else ((code >> (bits * part)) & (2**bits - 1)) - 2 ** (bits - 1)
-        assert np.array_equal(found, wanted.astype(np.float32)), place
+class Register(np.ndarray):
+    """Registers of two 16-bit words each, as ``fields`` loads and widens them."""
+
+    def to(self, dtype: str) -> Register:
+        del dtype
+        return self
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_fields_are_the_codes_of_smartkv(bits: int, values: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run of random codes of two neighbouring columns, as the packed words give it."""
+    raised = torch.randint(0, 1 << bits, (4096, 8, 2), generator=torch.Generator().manual_seed(bits), dtype=torch.int32)
+    stored = (codes.channels(raised) ^ 128).to(torch.uint8) if bits == 8 else codes._packed(raised, bits)
+    low = stored.numpy().astype(np.uint32).T
+    sizes = codes.parts_of(bits, 16)
+    loaded = [low[at] | (low[at + 1] << 8) | (low[at + 2] << 16) | (low[at + 3] << 24) for at in range(0, sizes[0], 4)]
+    # The rest of three bits of two channels is in one word, and each takes its byte of it.
+    rest = low[sizes[0] :]
+    loaded += [rest[0] | (rest[1] << 8) | (rest[0] << 16) | (rest[1] << 24)] if bits == 3 else []
+
+    def ran(text: Any, *operands: np.ndarray) -> Register:
+        found = executed(text.value, {f"${number + 1}": one for number, one in enumerate(operands)})
+        return found["$0"].view(Register)
+
+    def upper_of_second(second: None, upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
+        return (lower & 0xFFFF) | (upper & 0xFFFF0000)
+
+    monkeypatch.setattr(fields, "tl", types.SimpleNamespace(load=lambda at, mask: at, where=upper_of_second))
+    for name in ("_of", "_moved"):
+        monkeypatch.setattr(fields, name, lambda word, text: ran(text, word))
+    monkeypatch.setattr(fields, "_chosen", lambda one, other, text: ran(text, one, other))
+    words = fields.load_words.fn([each.astype(np.uint32).view(Register) for each in loaded], None, None, bits, True)
+    for run in range(8):
+        found = halves(np.asarray(fields.field.fn(words[run], bits, run, values, True, None))).astype(np.float64)
+        power = (getattr(fields, f"POWERS_{bits}").value >> (4 * run) & 15) - 24
+        wanted = (raised[:, run] - (1 << (bits - 1)) * values).double() * 2.0**power
+        assert np.array_equal(found, wanted.numpy()), run

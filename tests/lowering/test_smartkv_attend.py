@@ -40,8 +40,11 @@ def planes(x: torch.Tensor, scheme: Smartkv, role: Role, settled: int, seed: int
         return made
 
     made = enter(made, 0, settled)
-    half = buckets.Buckets.of(made, scheme.widths)
-    chosen = torch.tensor(scheme.widths)[torch.randint(0, len(scheme.widths), (x.shape[0], settled), generator=generator(seed))]
+    half = buckets.Buckets.of(made, scheme.form)
+    if half.mean is not None:
+        half.mean.normal_(generator=generator(seed + 9))
+    # The levels of keys and values are one.
+    chosen = torch.randint(0, len(scheme.levels), (x.shape[0], settled), generator=generator(77))
     made = (*moves.settled(half, chosen.to(torch.int8)).planes, *made[len(half.planes) :])
     return list(enter(made, settled, x.shape[2]))
 
@@ -49,14 +52,17 @@ def planes(x: torch.Tensor, scheme: Smartkv, role: Role, settled: int, seed: int
 class Case:
     """One site: queries, planes of keys and values, and the decoded tokens."""
 
-    def __init__(self, queries: int, scheme: Smartkv | None = None, seed: int = 0, settled: int = 100, dim: int = D) -> None:
+    def __init__(
+        self, queries: int, scheme: Smartkv | None = None, seed: int = 0, settled: int = 100, dim: int = D, heads: int = H
+    ) -> None:
         self.scheme = scheme or make("smartkv")  # type: ignore[assignment]
-        self.q = 2 * torch.randn(B, H, queries, dim, generator=generator(seed)) * (D / dim) ** 0.5
+        self.q = 2 * torch.randn(B, heads, queries, dim, generator=generator(seed)) * (D / dim) ** 0.5
         k, v = (torch.randn(B, K, T, dim, generator=generator(seed + side)) for side in (1, 2))
         self.keys, self.values = planes(k, self.scheme, Role.KEY, settled, seed), planes(v, self.scheme, Role.VALUE, settled, seed + 3)
-        count = len(buckets.plane_specs(SlotSpec(K, D, torch.float32, Role.KEY), self.scheme.halves.keys, torch.float16))
+        spec = SlotSpec(K, dim, torch.float32, Role.KEY)
+        count = self.scheme.of(Role.KEY).planes_read(spec)
         self.keys, self.written = self.keys[:count], self.keys[count:]
-        self.importance, self.heads = self.written[:2]
+        self.importance, _, self.heads, _ = self.written
         self.hi = (T - queries + torch.arange(queries)).unsqueeze(0)
 
     def spell(self, role: Role) -> str:
@@ -71,8 +77,8 @@ class Case:
         )
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        halves = zip((self.keys, self.values), self.scheme.halves, strict=True)
-        k, v = (buckets.values(buckets.Buckets.of(tuple(planes), widths), T) for planes, widths in halves)
+        halves = zip((self.keys, self.values), Role, strict=True)
+        k, v = (buckets.values(buckets.Buckets.of(tuple(planes), self.scheme.of(role).form), T) for planes, role in halves)
         return k, v
 
     def dense(self, **masks: Any) -> torch.Tensor:
@@ -113,7 +119,7 @@ def test_wherever_the_buckets_end(settled: int) -> None:
 
 
 def rows_of(case: Case) -> torch.Tensor:
-    """The plane of importance as [B, T, 3]."""
+    """The plane of importance as [B, T, 2]."""
     return case.importance[:, :, 0].transpose(0, 1).flatten(1, 2)[:, :T]
 
 
@@ -189,7 +195,7 @@ def test_queries_that_count_for_nothing_are_not_looked_at(monkeypatch: pytest.Mo
 def test_a_prompt_is_observed_as_it_would_be_attended_to() -> None:
     x = torch.randn(B, K, T, D, generator=generator(3))
     scheme = make("smartkv").of(Role.KEY)
-    importance, heads = torch.zeros(pages_for(T), B, 1, PAGE, 3), torch.zeros(1, B, K, 1, 1)
+    importance, heads = torch.zeros(pages_for(T), B, 1, PAGE, 2), torch.zeros(1, B, K, 1, 1)
     q, hi = torch.randn(B, H, T, D, generator=generator(4)), torch.arange(T).unsqueeze(0)
     given = [q, [x.unsqueeze(0)], [x.unsqueeze(0)], hi, None, None, None, None, "dense()", "dense()", 0.3, 0.0, D]
     room.smartkv_observe(*given, importance, heads, scheme.spell())
@@ -224,7 +230,7 @@ def test_nothing_is_as_large_as_queries_times_tokens(monkeypatch: pytest.MonkeyP
 
     tokens = 1000
     x = torch.randn(1, 1, tokens, D, generator=generator(3))
-    importance, heads = torch.zeros(pages_for(tokens), 1, 1, PAGE, 3), torch.zeros(1, 1, 1, 1, 1)
+    importance, heads = torch.zeros(pages_for(tokens), 1, 1, PAGE, 2), torch.zeros(1, 1, 1, 1, 1)
     hi = torch.arange(tokens).unsqueeze(0)
     given = [x, [x.unsqueeze(0)], [x.unsqueeze(0)], hi, None, None, None, None, "dense()", "dense()", 0.3, 0.0, D]
     with Largest() as largest:
@@ -236,6 +242,6 @@ def test_planes_are_those_of_the_layout() -> None:
     scheme = parse("smartkv").of(Role.KEY)
     spec = SlotSpec(K, D, torch.float32, Role.KEY)
     names = [plane.name for plane in scheme.layout(spec).planes]
-    assert names[-3:] == ["importance", "heads", "decided"] and scheme.planes_read(spec) == len(names) - 3
+    assert names[-4:] == ["importance", "before", "heads", "decided"] and scheme.planes_read(spec) == len(names) - 4
     assert math.isclose(scheme.bits_per_value(spec), 6.4)
     assert all(plane.tally for plane in scheme.layout(spec).planes if plane.extent is not Extent.TOKENS)

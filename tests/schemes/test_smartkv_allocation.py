@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import types
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompile.errors import BadOption
-from kvcompile.schemes.smartkv.allocation import Taste, Widths, allocate, binding_from, spendable, spent, utility
+from kvcompile.schemes.smartkv.allocation import Terms, allocate, binding_from, spendable, spent, utility, worth_of
 from kvcompile.schemes.smartkv.budget import Cost, Halves, Phases, layer_budgets
+from kvcompile.schemes.smartkv.ladder import Ladder, Taste, ladder
 
 COST = Cost(heads=2, head_dim=64)
 HALVES = Halves()
@@ -25,32 +27,44 @@ def spend_of(budget: float, tokens: int, cost: Cost = COST) -> torch.Tensor:
     return torch.tensor([int(budget * cost.dense * tokens)])
 
 
-def by_heap(importance: list[float], spend: int, cost: Cost, halves: Halves, taste: Taste) -> list[list[int]]:
-    """The source's allocator (5.1), written down as it says, for one row."""
-    widths = [[chain[0] for _ in importance] for chain in halves]
-    left = spend - sum(cost.token(keys, values) for keys, values in zip(*widths, strict=True))
-    heap: list[tuple[float, int, int, int]] = []
+def allocated(
+    importance: torch.Tensor, spend: torch.Tensor, halves: Halves, taste: Taste | None = None, keep: torch.Tensor | None = None,
+    protected: torch.Tensor | None = None, most: torch.Tensor | None = None,
+) -> Any:
+    """Levels, widths of keys and of values, and bytes, of tokens [R, T] between the least level and the largest."""
+    taste = taste or Taste()
+    levels = ladder(halves, taste)
+    terms = Terms.of(COST, levels, taste)
+    high = torch.full(importance.shape, levels.top, dtype=torch.int8) if most is None else most
+    if keep is not None:
+        high = torch.where(keep, high, -1).to(torch.int8)
+    low = high.clamp(max=0) if protected is None else torch.where(protected, high, high.clamp(max=0))
+    found = allocate(importance, spend, terms, low, high)
+    keys, values = (torch.tensor([0, *widths])[found.long() + 1] for widths in (levels.keys, levels.values))
+    return types.SimpleNamespace(level=found, keys=keys, values=values, spent=spent(found, terms), levels=levels, terms=terms)
 
-    def push(half: int, token: int) -> None:
-        chain, b = tuple(halves)[half], widths[half][token]
-        if b == chain[-1]:
-            return
-        number = chain.index(b)
-        worth = min((c**taste.alpha - a**taste.alpha) / (c - a) for a, c in itertools.pairwise(chain[: number + 2]))
-        weight = (taste.keys, taste.values)[half]
-        heapq.heappush(heap, (-max(importance[token], taste.floor) * (weight * worth), number * 2 + half, -token, chain[number + 1]))
 
-    for half, token in itertools.product(range(2), range(len(importance))):
-        push(half, token)
+def by_heap(importance: list[float], spend: int, levels: Ladder, terms: Terms) -> list[int]:
+    """The source's allocator (5.1), written down as it says, for one row, of tokens that climb the ladder."""
+    found = [0 for _ in importance]
+    left = spend - terms.costs[0] * len(importance)
+    heap: list[tuple[float, int, int]] = []
+    value = worth_of(torch.tensor(importance), terms)
+
+    def push(token: int) -> None:
+        if found[token] < levels.top:
+            worth = value[token] * torch.tensor(terms.worths[found[token]], dtype=torch.float32)
+            heapq.heappush(heap, (-float(worth), found[token], -token))
+
+    for token in range(len(importance)):
+        push(token)
     while heap:
-        _, place, token, wider = heapq.heappop(heap)
-        half, token = place % 2, -token
-        price = cost.half(wider) - cost.half(widths[half][token])
-        if price <= left:
-            left -= price
-            widths[half][token] = wider
-            push(half, token)
-    return widths
+        _, step, token = heapq.heappop(heap)
+        if terms.steps[step] <= left:
+            left -= terms.steps[step]
+            found[-token] += 1
+            push(-token)
+    return found
 
 
 IMPORTANCE = st.lists(st.sampled_from([0.0, 1e-7, 0.01, 0.3, 1.0, 1.0, 2.5, 40.0]), min_size=1, max_size=24)
@@ -60,8 +74,20 @@ IMPORTANCE = st.lists(st.sampled_from([0.0, 1e-7, 0.01, 0.3, 1.0, 1.0, 2.5, 40.0
 @settings(max_examples=150, deadline=None)
 def test_the_same_as_the_heap_of_the_source(importance: list[float], budget: float, halves: Halves, alpha: float) -> None:
     spend, taste = spend_of(budget, len(importance)), Taste(alpha, keys=1.5)
-    found = allocate(torch.tensor([importance], dtype=torch.float64), spend, COST, halves, taste)
-    assert [found.keys[0].tolist(), found.values[0].tolist()] == by_heap(importance, int(spend), COST, halves, taste)
+    found = allocated(torch.tensor([importance]), spend, halves, taste)
+    assert found.level[0].tolist() == by_heap(importance, int(spend), found.levels, found.terms)
+
+
+@pytest.mark.parametrize("halves", [HALVES, KEYS_FINER, Halves((2, 8), (4,)), Halves((8,), (8,))])
+@pytest.mark.parametrize("taste", [Taste(), Taste(0.3, keys=2.0), Taste(1.0)])
+def test_a_ladder_has_all_widenings_in_the_order_of_their_worth(halves: Halves, taste: Taste) -> None:
+    levels = ladder(halves, taste)
+    assert len(levels) == len(halves.keys) + len(halves.values) - 1
+    assert (levels.keys[0], levels.values[0]) == (halves.keys[0], halves.values[0])
+    assert (levels.keys[-1], levels.values[-1]) == (halves.keys[-1], halves.values[-1])
+    for below, above in itertools.pairwise(zip(levels.keys, levels.values, strict=True)):
+        assert sum(a != b for a, b in zip(below, above, strict=True)) == 1 and all(a <= b for a, b in zip(below, above, strict=True))
+    assert list(levels.worths) == sorted(levels.worths, reverse=True)
 
 
 @given(IMPORTANCE.filter(lambda given: len(given) <= 5), st.floats(0.17, 0.56))
@@ -70,7 +96,7 @@ def test_at_most_one_step_below_the_exact_optimum(importance: list[float], budge
     """A dynamic program over bytes; the loss is at most what one step is worth, the claim that replaces (1 - 1/e)."""
     taste, chain = Taste(), HALVES.keys
     spend, given = spend_of(budget, len(importance)), torch.tensor([importance], dtype=torch.float64)
-    found = allocate(given, spend, COST, HALVES, taste)
+    found = allocated(given, spend, HALVES, taste)
     best = {0: 0.0}
     for value in importance:
         more: dict[int, float] = {}
@@ -83,7 +109,7 @@ def test_at_most_one_step_below_the_exact_optimum(importance: list[float], budge
     if not best:
         assert found.spent > spend
         return
-    optimum, reached = max(best.values()), float(utility(given, found, taste))
+    optimum, reached = max(best.values()), float(utility(given, found.level, found.levels, taste))
     dearest = max(*importance, taste.floor) * max(b**taste.alpha - a**taste.alpha for a, b in itertools.pairwise(chain))
     assert optimum - dearest - 1e-9 <= reached <= optimum + 1e-9
 
@@ -93,7 +119,7 @@ def test_below_the_continuous_optimum_and_near_it() -> None:
     torch.manual_seed(0)
     importance, taste = torch.rand(1, 500, dtype=torch.float64) ** 4, Taste()
     spend = spend_of(0.3, 500)
-    found = allocate(importance, spend, COST, HALVES, taste)
+    found = allocated(importance, spend, HALVES, taste)
     bits = (int(spend) - 500 * (COST.token(2, 2) - 4 * COST.heads * 64 // 8)) / (COST.heads * 64 / 8) / 2
 
     def wanted(price: float) -> torch.Tensor:
@@ -104,7 +130,7 @@ def test_below_the_continuous_optimum_and_near_it() -> None:
         price = math.sqrt(low * high)
         low, high = (price, high) if float(wanted(price).sum()) > bits else (low, price)
     bound = float((2 * importance * wanted(price) ** taste.alpha).sum())
-    reached = float(utility(importance, found, taste))
+    reached = float(utility(importance, found.level, found.levels, taste))
     assert 0.97 * bound <= reached <= bound + 1e-9
 
 
@@ -114,8 +140,7 @@ def test_the_budget_is_met_within_two_percent_and_never_exceeded(tokens: int, bu
     torch.manual_seed(seed)
     importance, mask = torch.rand(3, tokens) ** 3, (torch.arange(tokens) < protected).expand(3, -1)
     spend = spend_of(budget, tokens).expand(3)
-    found = allocate(importance, spend, COST, HALVES, protected_RT=mask)
-    assert torch.equal(found.spent, spent(found.keys, found.values, COST))
+    found = allocated(importance, spend, HALVES, protected=mask)
     by_hand = [sum(COST.token(int(k), int(v)) for k, v in zip(*pair, strict=True)) for pair in zip(found.keys, found.values, strict=True)]
     assert found.spent.tolist() == by_hand
     assert bool((found.keys[:, :protected] == 8).all()) and bool((found.values[:, :protected] == 8).all())
@@ -127,7 +152,7 @@ def test_the_budget_is_met_within_two_percent_and_never_exceeded(tokens: int, bu
 def test_uniform_importance_gives_uniform_widths() -> None:
     """Neighbouring widths at most, as the budget lies between two (9.2)."""
     for budget in (0.2, 0.25, 0.3, 0.4, 0.5):
-        found = allocate(torch.ones(1, 300), spend_of(budget, 300), COST, HALVES)
+        found = allocated(torch.ones(1, 300), spend_of(budget, 300), HALVES)
         for widths in (found.keys, found.values):
             seen = sorted(set(widths[0].tolist()))
             assert len(seen) <= 2 and all(HALVES.keys.index(b) - HALVES.keys.index(a) == 1 for a, b in itertools.pairwise(seen))
@@ -139,7 +164,7 @@ def test_widths_do_not_fall_with_importance(seed: int, budget: float) -> None:
     torch.manual_seed(seed)
     # Above the floor, below which all are alike.
     importance = torch.rand(2, 100) ** 4 + 1e-3
-    found = allocate(importance, spend_of(budget, 100).expand(2), COST, KEYS_FINER)
+    found = allocated(importance, spend_of(budget, 100).expand(2), KEYS_FINER)
     order = importance.argsort(-1)
     for widths in (found.keys, found.values):
         assert bool((widths.gather(1, order).diff(dim=-1) >= 0).all())
@@ -148,28 +173,30 @@ def test_widths_do_not_fall_with_importance(seed: int, budget: float) -> None:
 def test_rows_have_their_own_widths_and_padding_has_none() -> None:
     importance = torch.tensor([[9.0, 1.0, 1.0, 1.0], [5.0, 1.0, 1.0, 9.0]])
     keep = torch.tensor([[True] * 4, [False, True, True, True]])
-    found = allocate(importance, torch.tensor([4, 3]) * COST.token(4, 4), COST, HALVES, keep_RT=keep)
+    found = allocated(importance, torch.tensor([4, 3]) * COST.token(4, 4), HALVES, keep=keep)
     assert found.keys[0].argmax() == 0 and found.keys[1].argmax() == 3
     assert found.keys[1, 0] == found.values[1, 0] == 0
     assert found.spent[1] <= 3 * COST.token(4, 4)
 
 
-def test_tokens_that_are_held_keep_their_widths() -> None:
-    before = Widths(torch.tensor([[2, 4, 8]], dtype=torch.int8), torch.tensor([[2, 4, 8]], dtype=torch.int8), torch.tensor([0]))
-    held = torch.tensor([[True, False, True]])
-    found = allocate(torch.tensor([[9.0, 1.0, 0.0]]), spend_of(0.5, 3), COST, HALVES, held=(held, before))
-    assert found.keys[0].tolist()[::2] == [2, 8] and found.values[0].tolist()[::2] == [2, 8]
+def test_tokens_that_are_held_keep_their_levels() -> None:
+    levels = ladder(HALVES, Taste())
+    low, high = (torch.tensor([[0, at, levels.top]], dtype=torch.int8) for at in (0, levels.top))
+    found = allocate(torch.tensor([[9.0, 1.0, 0.0]]), spend_of(0.5, 3), Terms.of(COST, levels, Taste()), low, torch.tensor(
+        [[0, levels.top, levels.top]], dtype=torch.int8,
+    ))
+    assert found[0].tolist()[::2] == [0, levels.top] and torch.equal(high[:, 2:], low[:, 2:])
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens: int) -> None:
-    found = allocate(torch.ones(1, tokens), spend_of(0.54, tokens), COST, HALVES)
+    found = allocated(torch.ones(1, tokens), spend_of(0.54, tokens), HALVES)
     assert found.keys.shape == (1, tokens) and found.keys.tolist() == [[8] * tokens]
-    assert allocate(torch.ones(1, tokens), torch.tensor([0]), COST, HALVES).keys.tolist() == [[2] * tokens]
+    assert allocated(torch.ones(1, tokens), torch.tensor([0]), HALVES).keys.tolist() == [[2] * tokens]
 
 
 def test_what_is_not_finite_is_worth_nothing() -> None:
-    found = allocate(torch.tensor([[float("nan"), 1.0, 0.0]]), spend_of(0.3, 3), COST, HALVES)
+    found = allocated(torch.tensor([[float("nan"), 1.0, 0.0]]), spend_of(0.3, 3), HALVES)
     assert found.keys[0, 1] >= found.keys[0, 0] and found.keys[0, 0] in HALVES.keys
 
 
@@ -199,7 +226,7 @@ def test_tokens_that_enter_at_the_largest_widths_stay_in_the_budget(budget: floa
     for tokens in (least, least + 1, 2 * least + 7):
         spend = spendable(budget, tokens - steps, steps, COST, HALVES)
         mask = (torch.arange(tokens - steps) < protected).unsqueeze(0)
-        found = allocate(torch.rand(1, tokens - steps), torch.tensor([spend]), COST, HALVES, protected_RT=mask)
+        found = allocated(torch.rand(1, tokens - steps), torch.tensor([spend]), HALVES, protected=mask)
         for more in range(steps + 1):
             assert int(found.spent) + more * COST.token(8, 8) <= budget * COST.dense * (tokens - steps + more) + 1e-3
 
@@ -232,17 +259,14 @@ def test_a_budget_changes_with_the_number_of_tokens() -> None:
 @given(IMPORTANCE, st.floats(0.17, 0.6), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_no_token_is_wider_than_its_most(importance: list[float], budget: float, random: Any) -> None:
-    tokens = len(importance)
-    keys, values = (torch.tensor([[random.choice(HALVES.keys) for _ in range(tokens)]], dtype=torch.int8) for _ in range(2))
-    most = Widths(keys, values, torch.zeros(1))
+    tokens, top = len(importance), len(ladder(HALVES, Taste())) - 1
+    most = torch.tensor([[random.randint(0, top) for _ in range(tokens)]], dtype=torch.int8)
     protected = torch.tensor([[random.random() < 0.2 for _ in range(tokens)]])
-    given_, spend = torch.tensor([importance], dtype=torch.float64), spend_of(budget, tokens)
-    found = allocate(given_, spend, COST, HALVES, protected_RT=protected, most=most)
-    assert (found.keys <= most.keys).all() and (found.values <= most.values).all()
-    assert torch.equal(found.keys[protected], most.keys[protected])
+    spend = spend_of(budget, tokens)
+    found = allocated(torch.tensor([importance]), spend, HALVES, protected=protected, most=most)
+    assert (found.level <= most).all()
+    assert torch.equal(found.level[protected], most[protected])
     # What is left is too little for any step that a token may still take, or all have what they may.
-    for half, limit in ((found.keys, most.keys), (found.values, most.values)):
-        for token in range(tokens):
-            if half[0, token] < limit[0, token] and not protected[0, token] and int(found.spent) <= int(spend):
-                wider = HALVES.keys[HALVES.keys.index(int(half[0, token])) + 1]
-                assert COST.half(wider) - COST.half(int(half[0, token])) > int(spend - found.spent)
+    for token, level in enumerate(found.level[0].tolist()):
+        if level < int(most[0, token]) and not protected[0, token] and int(found.spent) <= int(spend):
+            assert found.terms.steps[level] > int(spend - found.spent)

@@ -9,13 +9,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompile.schemes.asymmetric import pack
-from kvcompile.schemes.base import unpacked
-from kvcompile.schemes.smartkv.allocation import Taste, Widths, allocate, utility
+from kvcompile.schemes.smartkv.allocation import Terms, allocate, spent, utility
 from kvcompile.schemes.smartkv.budget import Cost, Halves
 from kvcompile.schemes.smartkv.clock import divergence, drifted, interval, percentiles
-from kvcompile.schemes.smartkv.codes import WIDTHS, decode, encode, format_of, largest_code, narrower
-from kvcompile.schemes.smartkv.hysteresis import Decided, Sticking, decide
+from kvcompile.schemes.smartkv.codes import (
+    WIDTHS,
+    Frame,
+    _packed,
+    _unpacked,
+    channels,
+    decode,
+    encode,
+    largest_code,
+    narrower,
+    runs,
+    turned,
+)
+from kvcompile.schemes.smartkv.hysteresis import Bounds, Decided, Sticking, decide
 from kvcompile.schemes.smartkv.importance import (
     Measure,
     across_layers,
@@ -28,6 +38,7 @@ from kvcompile.schemes.smartkv.importance import (
     token_mass,
     unbiased,
 )
+from kvcompile.schemes.smartkv.ladder import Taste, ladder
 
 COST, HALVES = Cost(heads=2, head_dim=64), Halves()
 
@@ -35,25 +46,44 @@ COST, HALVES = Cost(heads=2, head_dim=64), Halves()
 # --- codes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("width", [8, 64, 80])
-def test_integers_come_back_from_words(bits: int, width: int) -> None:
-    codes = torch.randint(0, 1 << bits, (2, 3, width))
-    words = pack(codes.to(torch.int32), bits)
-    assert words.shape == (2, 3, width * bits // 8) and torch.equal(unpacked(words, format_of(bits, width)).to(torch.int64), codes)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("width", [16, 64, 80])
+def test_integers_come_back_from_bytes(bits: int, width: int) -> None:
+    raised = torch.randint(0, 1 << bits, (2, 3, width), dtype=torch.int32)
+    words = _packed(runs(raised), bits)
+    assert words.shape == (2, 3, width * bits // 8) and torch.equal(channels(_unpacked(words.to(torch.int32), bits)), raised)
 
 
+@pytest.mark.parametrize("frame", Frame)
 @pytest.mark.parametrize("bits", WIDTHS)
 @given(seed=st.integers(0, 2**31), size=st.sampled_from([1e-6, 1e-2, 1.0, 1e4]))
 @settings(max_examples=25, deadline=None)
-def test_codes_are_within_half_a_step(bits: int, seed: int, size: float) -> None:
+def test_codes_are_within_half_a_step(bits: int, frame: Frame, seed: int, size: float) -> None:
     torch.manual_seed(seed)
     x = torch.randn(4, 64) * size
-    error = (decode(encode(x, bits), bits) - x).abs()
-    amax = x.abs().amax(-1, keepdim=True)
+    coded = encode(x, bits, frame=frame)
+    error, scale = (decode(coded, bits) - x).abs(), coded[1].float()
+    # Where all levels are used, what is as large as the largest but of the other sign is a step away at most.
+    clipped = (frame is Frame.TURNED and bits < 8) & (x / scale > largest_code(bits))
+    assert bool((error <= scale.abs() * torch.where(clipped, 1.0, 0.5) * (1 + 1e-5)).all())
     # The scale is rounded up to float16, by one in the last place or one of its smallest numbers.
-    scale = amax / largest_code(bits) * (1 + 2**-10) + 2**-24
-    assert bool((error <= scale * (0.5 + 1e-5)).all())
+    levels = largest_code(bits) + (frame is Frame.TURNED and bits < 8)
+    assert bool((scale.abs() <= x.abs().amax(-1, keepdim=True) / levels * (1 + 2**-10) + 2**-24).all())
+    if frame is Frame.TURNED and bits < 8:
+        assert bool((x.gather(-1, x.abs().argmax(-1, keepdim=True)) * scale < 0).all()), "the largest is the lowest code"
+
+
+@pytest.mark.parametrize("width", [8, 16, 48, 64, 80, 128])
+def test_turning_is_orthogonal_and_its_own_inverse(width: int) -> None:
+    x, q = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0)).double(), torch.randn(3, width).double()
+    assert torch.allclose(turned(turned(x)).double(), x, atol=1e-5)
+    assert torch.allclose((turned(x) * turned(q)).sum(-1).double(), (x * q).sum(-1), atol=1e-4)
+    # A token alone is turned as among others, bit for bit.
+    assert torch.equal(turned(x)[1, 2], turned(x[1, 2]))
+    if width & (width - 1) == 0:
+        unit = torch.zeros(width)
+        unit[3] = 1.0
+        assert torch.allclose(turned(unit).abs(), torch.full((width,), width**-0.5)), "one channel is spread over all"
 
 
 def test_what_is_not_finite_never_becomes_finite() -> None:
@@ -151,25 +181,43 @@ def test_drift() -> None:
 # --- who ------------------------------------------------------------------------------------------------
 
 
-def nothing(tokens: int) -> tuple[Widths, Decided]:
-    none = torch.zeros(1, tokens, dtype=torch.int8)
-    return Widths(none, none, torch.zeros(1, dtype=torch.int64)), Decided.nothing(1, tokens)
+LEVELS, TASTE = ladder(HALVES, Taste()), Taste()
+TERMS = Terms.of(COST, LEVELS, TASTE)
+
+
+def nothing(tokens: int) -> tuple[torch.Tensor, Decided]:
+    return torch.zeros(1, tokens, dtype=torch.int8), Decided.nothing(1, tokens)
 
 
 def spend_of(budget: float, tokens: int) -> torch.Tensor:
     return torch.tensor([int(budget * COST.dense * tokens)])
 
 
-def churn(before: Widths, after: Widths) -> int:
-    return int(((before.keys != after.keys) | (before.values != after.values)).sum())
+def bounds(tokens: int) -> Bounds:
+    return Bounds(torch.zeros(1, tokens, dtype=torch.int8), torch.full((1, tokens), LEVELS.top, dtype=torch.int8))
+
+
+def decided_on(
+    importance: torch.Tensor, spend: torch.Tensor, before: torch.Tensor, decided: Decided, sticking: Sticking | None = None
+) -> tuple[torch.Tensor, Decided]:
+    return decide(importance, spend, TERMS, LEVELS, TASTE, before, decided, bounds(importance.shape[1]), sticking or Sticking())
+
+
+def whole(importance: torch.Tensor, spend: torch.Tensor) -> torch.Tensor:
+    given = bounds(importance.shape[1])
+    return allocate(importance, spend, TERMS, given.low, given.high)
+
+
+def churn(before: torch.Tensor, after: torch.Tensor) -> int:
+    return int((before != after).sum())
 
 
 def test_the_first_allocation_happens() -> None:
     """As printed in the source a token that never moves in rank stays at the least width."""
     importance = torch.arange(200.0).unsqueeze(0)
-    widths, decided = decide(importance, spend_of(0.3, 200), COST, HALVES, *nothing(200))
-    assert torch.equal(widths.keys, allocate(importance, spend_of(0.3, 200), COST, HALVES).keys)
-    assert widths.keys[0, -1] == 8 and not decided.rank.isnan().any()
+    levels, decided = decided_on(importance, spend_of(0.3, 200), *nothing(200))
+    assert torch.equal(levels, whole(importance, spend_of(0.3, 200)))
+    assert levels[0, -1] == LEVELS.top and not decided.rank.isnan().any()
 
 
 def test_noise_moves_no_token_and_hysteresis_is_why() -> None:
@@ -177,12 +225,12 @@ def test_noise_moves_no_token_and_hysteresis_is_why() -> None:
     importance, spend = torch.rand(1, 400), spend_of(0.3, 400)
     moved = {}
     for sticking in (Sticking(), Sticking(moved=0.0, checks=0)):
-        widths, decided = decide(importance, spend, COST, HALVES, *nothing(400), sticking=sticking)
+        levels, decided = decided_on(importance, spend, *nothing(400), sticking)
         moved[sticking] = 0
         for _ in range(8):
-            after, decided = decide(importance + 0.01 * torch.randn(1, 400), spend, COST, HALVES, widths, decided, sticking=sticking)
-            moved[sticking] += churn(widths, after)
-            widths = after
+            after, decided = decided_on(importance + 0.01 * torch.randn(1, 400), spend, levels, decided, sticking)
+            moved[sticking] += churn(levels, after)
+            levels = after
     held, free = moved.values()
     assert held == 0 < free
 
@@ -190,41 +238,40 @@ def test_noise_moves_no_token_and_hysteresis_is_why() -> None:
 def test_tokens_that_stay_moved_change_at_the_second_check() -> None:
     """Two tokens change places; what the one gives up the other takes, and nobody else changes."""
     importance, spend = torch.arange(100.0).unsqueeze(0), spend_of(0.3, 100)
-    widths, decided = decide(importance, spend, COST, HALVES, *nothing(100))
-    assert widths.keys[0, 0] == 2 < widths.keys[0, 60]
+    levels, decided = decided_on(importance, spend, *nothing(100))
+    assert levels[0, 0] == 0 < levels[0, 60]
     swapped = importance.clone()
     swapped[0, 0], swapped[0, 60] = importance[0, 60], importance[0, 0]
-    first, decided = decide(swapped, spend, COST, HALVES, widths, decided)
-    assert churn(widths, first) == 0
-    second, decided = decide(swapped, spend, COST, HALVES, first, decided)
-    assert second.keys[0, 0] == widths.keys[0, 60] and second.keys[0, 60] == 2
-    assert churn(first, second) == 2 and bool((second.spent <= spend).all())
+    first, decided = decided_on(swapped, spend, levels, decided)
+    assert churn(levels, first) == 0
+    second, decided = decided_on(swapped, spend, first, decided)
+    assert second[0, 0] == levels[0, 60] and second[0, 60] == 0
+    assert churn(first, second) == 2 and bool((spent(second, TERMS) <= spend).all())
     # Where one goes back at once, it stays what it was.
-    third, decided = decide(importance, spend, COST, HALVES, second, decided)
+    third, decided = decided_on(importance, spend, second, decided)
     assert churn(second, third) == 0
 
 
 def test_a_budget_that_is_not_met_frees_all() -> None:
     importance = torch.arange(100.0).unsqueeze(0)
-    widths, decided = decide(importance, spend_of(0.5, 100), COST, HALVES, *nothing(100))
+    levels, decided = decided_on(importance, spend_of(0.5, 100), *nothing(100))
     tight = spend_of(0.2, 100)
-    after, decided = decide(importance, tight, COST, HALVES, widths, decided)
-    assert bool((after.spent <= tight).all()) and churn(widths, after) > 0
+    after, decided = decided_on(importance, tight, levels, decided)
+    assert bool((spent(after, TERMS) <= tight).all()) and churn(levels, after) > 0
     # And one of which much is left over.
     wide = spend_of(0.5, 100)
-    again, _ = decide(importance, wide, COST, HALVES, after, decided)
-    assert bool((again.spent >= 0.98 * wide).all())
+    again, _ = decided_on(importance, wide, after, decided)
+    assert bool((spent(again, TERMS) >= 0.98 * wide).all())
 
 
 def test_new_tokens_are_free() -> None:
     importance = torch.arange(100.0).unsqueeze(0)
-    widths, decided = decide(importance, spend_of(0.3, 100), COST, HALVES, *nothing(100))
+    levels, decided = decided_on(importance, spend_of(0.3, 100), *nothing(100))
     more = torch.cat([importance, torch.full((1, 20), 0.5)], 1)
-    entered = torch.full((1, 20), 8, dtype=torch.int8)
-    before = Widths(torch.cat([widths.keys, entered], 1), torch.cat([widths.values, entered], 1), widths.spent)
-    after, decided = decide(more, spend_of(0.3, 120), COST, HALVES, before, decided.grown(120))
-    assert bool((after.spent <= spend_of(0.3, 120)).all())
+    before = torch.cat([levels, torch.full((1, 20), LEVELS.top, dtype=torch.int8)], 1)
+    after, decided = decided_on(more, spend_of(0.3, 120), before, decided.grown(120))
+    assert bool((spent(after, TERMS) <= spend_of(0.3, 120)).all())
     # Not what a growing cache may spend, whatever they are worth.
-    whole = allocate(more, spend_of(0.3, 120), COST, HALVES)
-    assert bool((utility(more, after, Taste()) >= 0.98 * utility(more, whole, Taste())).all())
+    most = utility(more, whole(more, spend_of(0.3, 120)), LEVELS, TASTE)
+    assert bool((utility(more, after, LEVELS, TASTE) >= 0.98 * most).all())
     assert decided.rank.shape == (1, 120) and not decided.rank.isnan().any()

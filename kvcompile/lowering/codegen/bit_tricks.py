@@ -181,6 +181,27 @@ def _assembly(body: str, operands: list[str], dtype: str) -> str:
     )
 
 
+def field_of_pairs(bits: int, low: int, centered: bool) -> str:
+    """PTX that leaves the field of two 16-bit words from bit ``low`` on as float16, times 2^(low - 24); eight bits are two's complement.
+
+    ``centered``: less half of the field's range.
+    """
+    flip = 0x80 if bits == 8 else 0
+    trick = BitTrick(0, ((0, ((1 << bits) - 1) << low),), flip, 1 << (bits - 1), 24 - low)
+    end = f"mov.b32 u, {_twice(trick.bias_bits)}; sub.f16x2 $0, t, u;" if centered else "mov.b32 $0, t;"
+    return f"{{ .reg .b32 t, u; {trick._fields()} {end} }}"
+
+
+def select_of_pairs(mask: int) -> str:
+    """PTX that takes the bits of ``mask`` of two 16-bit words from the first operand, all others from the second."""
+    return f"{{ .reg .b32 m; mov.b32 m, {_twice(mask)}; lop3.b32 $0, $1, $2, m, 0xe4; }}"
+
+
+def shift_of_pairs(left: int) -> str:
+    """PTX that shifts a register of two 16-bit words, right where ``left`` is negative; bits of one word move into the other."""
+    return f"{'shl' if left > 0 else 'shr'}.b32 $0, $1, {abs(left)};"
+
+
 def _twice(half: int) -> str:
     """A 16-bit pattern in both halves of a register."""
     return f"0x{half:04x}{half:04x}"

@@ -80,7 +80,7 @@ class _Averages:
         """Averages that begin as the planes are, with ``count`` queries to come."""
         rows = as_tokens(importance)[:, 0]
         measured = heads[0, :, :, 0, 0].clone()
-        plain, by_heads, _ = (rows * scheme.decay**count).unbind(-1)
+        plain, by_heads = (rows * scheme.decay**count).unbind(-1)
         # A head that nothing is known of weighs as the source begins, 1.
         measured = torch.where(measured == 0, torch.ones_like(measured), measured)
         return _Averages(scheme, plain.clone(), by_heads.clone(), measured, torch.zeros_like(plain, dtype=torch.bool), count)
@@ -122,7 +122,7 @@ class _Averages:
     def store(self, importance: torch.Tensor, heads: torch.Tensor) -> None:
         """Write the averages into their planes."""
         least = torch.where(self.seen, LEAST, 0.0)
-        told = torch.stack([torch.maximum(self.plain, least), self.weighted, as_tokens(importance)[:, 0, :, 2]], dim=-1)
+        told = torch.stack([torch.maximum(self.plain, least), self.weighted], dim=-1)
         importance.copy_(told.unflatten(1, (importance.shape[0], -1)).transpose(0, 1).unsqueeze(2))
         heads[0, :, :, 0, 0] = self.heads
 
@@ -142,7 +142,7 @@ def attend_by_definition(step: Step) -> torch.Tensor:
     q, tokens = operands.q, importance.shape[0] * importance.shape[3]
     compute = torch.promote_types(q.dtype, torch.float32)
     averages = _Averages.of(keys, importance, heads, q.shape[2])
-    key_half, value_half = Buckets.of(tuple(operands.keys), keys.widths), Buckets.of(tuple(operands.values), value_scheme.widths)
+    key_half, value_half = Buckets.of(tuple(operands.keys), keys.form), Buckets.of(tuple(operands.values), value_scheme.form)
     kv_heads = operands.keys[0].shape[2]
     group = q.shape[1] // kv_heads
     out = q.new_empty(*q.shape[:3], operands.value_dim)

@@ -12,10 +12,9 @@ import triton
 from kvcompile import schemes
 from kvcompile.lowering.host.launches import Launcher
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.smartkv.kernels import shape_of
-from kvcompile.lowering.smartkv.kernels.mass import give
-from kvcompile.lowering.smartkv.kernels.scores import score_keys
-from kvcompile.lowering.smartkv.kernels.values import merge, weigh_values
+from kvcompile.lowering.smartkv.kernels import bits_of_levels
+from kvcompile.lowering.smartkv.kernels.attend import attend_tokens
+from kvcompile.lowering.smartkv.kernels.finish import CHUNK, ELEMENTS, finish
 from kvcompile.schemes import Smartkv
 from kvcompile.schemes.smartkv.buckets import Buckets
 from kvcompile.schemes.smartkv.importance import LEAST, Measure
@@ -26,8 +25,8 @@ QUERIES, ROWS = 8, 64
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-PROGRAMS = 528
-"""Programs that a launch should have: four for each multiprocessor of an H100."""
+PROGRAMS, SPLITS = 1024, 128
+"""Programs that a launch should have, eight of one warp for each multiprocessor; the most parts of a row."""
 
 
 def scheme_of(text: str) -> Smartkv:
@@ -66,59 +65,58 @@ def step_gap(step: Step) -> str | None:
     return None
 
 
-def step_by_kernels(launcher: Launcher, step: Step) -> torch.Tensor:
-    """The result [B, H, S, D] of a step without a gap; its kernels are started by ``launcher``."""
+def step_by_kernels(launcher: Launcher, step: Step, tells: bool = True) -> torch.Tensor:
+    """The result [B, H, S, D] of a step without a gap; its kernels are started by ``launcher``.
+
+    ``tells``: whether importance is moved on; a benchmark asks what that costs.
+    """
     operands = step.attend
     q, (key, value) = operands.q, step.schemes
     B, H, S, D = q.shape
     K = operands.keys[0].shape[2]
     G = H // K
     splits = _splits(B, K)
-    tokens = step.importance.shape[0] * PAGE
-    rows = triton.next_power_of_2(max(16, S * G))
-    shape = {"G": G, "S": S, "R": rows, "CHANNELS": triton.next_power_of_2(max(16, D)), "SPLITS": splits}
-    scores = q.new_empty((B, K, tokens, S * G), dtype=torch.float32)
-    tops, sums = (q.new_empty((B, K, splits, rows), dtype=torch.float32) for _ in range(2))
-    parts = q.new_empty((B, K, splits, rows, shape["CHANNELS"]), dtype=torch.float32)
-    highest, whole = (q.new_empty((B, K, rows), dtype=torch.float32) for _ in range(2))
-    out = q.new_empty((B, H, S, D))
-    tile = {"TILE": 32 if q.dtype is torch.float32 else 64, "PACKED": launcher.cuda and _packs(q)}
-
-    keys, values = Buckets.of(tuple(operands.keys), key.widths), Buckets.of(tuple(operands.values), value.widths)
+    slots = step.importance.shape[0] * PAGE
+    R = triton.next_power_of_2(max(8, S * G))
+    wide = q.dtype is torch.float32
+    keys, values = Buckets.of(tuple(operands.keys), key.form), Buckets.of(tuple(operands.values), value.form)
+    pages = keys.entering[0].shape[0]
+    scores = q.new_empty((B, K, slots, S * G), dtype=torch.float32 if wide else torch.float16)
+    parts = q.new_empty((B, K, splits, D, S * G), dtype=torch.float32)
+    stats = q.new_empty((B, K, 4, R, splits), dtype=torch.float32)
+    weights, out = q.new_empty((B, K), dtype=torch.float32), q.new_empty((B, H, S, D))
+    shape = {"K": K, "G": G, "S": S, "R": R, "SPLITS": splits}
     masks, constants = _masks(operands)
-    grid = (splits, B * K)
+    columns = triton.next_power_of_2(max(16, D // 8))
+    firsts = {f"FROM_{bits}": sum(each < bits for each in keys.widths) for bits in (3, 4, 8)}
     launcher.kernel(
-        score_keys, grid, q, *keys.planes, *masks[:4], scores, tops, sums, keys.entering[0].shape[0], B, tokens,
-        q.stride(0), q.stride(1), q.stride(2), *masks[4:], **shape, **shape_of(keys), **tile, SCALE=operands.scale,
-        SOFTCAP=operands.softcap, **constants, warps=4,
+        attend_tokens, (splits, B * K), q, *keys.entering, keys.ends, keys.scales, keys.pool, q if keys.mean is None else keys.mean,
+        *values.entering, values.ends, values.scales, values.pool, keys.first, keys.where, *masks[:4], step.heads, scores, parts, stats,
+        weights, pages, B, slots, q.stride(0), q.stride(1), q.stride(2), *masks[4:], **shape, C=D // 8, COLUMNS=columns,
+        LEVELS=len(key.levels), **firsts, VALUE_BITS=bits_of_levels(values.widths), TURNED=keys.mean is not None,
+        PACKED=launcher.cuda and not wide, SCALE=operands.scale, SOFTCAP=operands.softcap, **constants, TELLS=tells,
+        # One warp has the registers for the sums of eight rows of 16 channels in each run, two hold those of 64. Four would multiply by
+        # instructions of a warp group, which nobody has seen right here.
+        warps=4 if wide else 1 if columns * R <= 128 else 2,
     )
+    programs = K * triton.cdiv(D * G * S, ELEMENTS.value) + ((slots + CHUNK.value - 1) // CHUNK.value + 1) * tells
     launcher.kernel(
-        weigh_values, grid, q, *values.planes, scores, tops, sums, q if operands.sinks is None else operands.sinks, parts, highest,
-        whole, values.entering[0].shape[0], B, tokens, **shape, **shape_of(values), **tile,
-        HAS_SINKS=operands.sinks is not None, warps=4,
+        finish, (programs, B), parts, stats, scores, weights, q if operands.sinks is None else operands.sinks, keys.first, keys.where,
+        masks[0], out, step.heads, step.importance, pages, B, slots, *masks[4:6], **shape, D=D, KV=triton.next_power_of_2(K),
+        GROUP=triton.next_power_of_2(G), DECAY=key.decay, HEAD_DECAY=key.head_decay, LEAST=LEAST, HAS_SINKS=operands.sinks is not None,
+        warps=4,
     )
-    launcher.kernel(
-        give, (step.importance.shape[0], B), scores, highest, whole, step.heads, keys.first, step.importance, keys.entering[0].shape[0],
-        B, tokens, K=K, G=G, S=S, R=rows, KV=triton.next_power_of_2(K), GROUP=triton.next_power_of_2(G), DECAY=key.decay,
-        HEAD_DECAY=key.head_decay, LEAST=LEAST, warps=4,
-    )
-    launcher.kernel(merge, (S * G, B * K), parts, highest, whole, out, step.heads, K=K, D=D, **shape, DECAY=key.head_decay, warps=4)
     return out
-
-
-def _packs(q: torch.Tensor) -> bool:
-    """Whether machine code decodes four codes at a time to bfloat16 (``kernels.packed``)."""
-    return q.dtype is torch.bfloat16 and q.shape[3] in {64, 128, 256}
 
 
 def _splits(rows: Any, kv_heads: int) -> int:
     """Parts that a row's tokens are split into, a power of two; of a batch that changes, as for a small one."""
     pairs = rows * kv_heads if isinstance(rows, int) else 4 * kv_heads
-    return int(triton.next_power_of_2(max(1, min(128, PROGRAMS // pairs))))
+    return int(triton.next_power_of_2(max(1, min(SPLITS, PROGRAMS // pairs))))
 
 
 def _masks(operands: AttendOperands[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Limits and masks as ``score_keys`` takes them, four tensors and their strides, and its constants of them."""
+    """Limits and masks as ``attend_tokens`` takes them, four tensors and their strides, and its constants of them."""
     q, hi, lo, keep, bias = operands.q, operands.hi, operands.lo, operands.keep, operands.bias
     assert hi is not None
     kind = 0 if bias is None else 1 if bias.dtype is torch.bool else 2

@@ -1,52 +1,75 @@
-"""Buckets: the stored tokens of one half (keys or values) of a layer, those of equal width together.
+"""Buckets: the stored tokens of one half (keys or values) of a layer, those of a batch row and a level (``ladder``) together.
 
 ::
 
     entering   codes [N, B, K, page, D] uint8, scales [N, B, K, page, 1]   8 bits, the token at position first + i in row i
     first      int64 [1, 1, 1, 1, 1]                                       the position of the first entering token
-    ends       int32 [1, B, 1, 1, widths]                                  where each batch row's tokens end in each bucket
-    scales     [M, 1, K, 1, 1]                                             of all buckets, the narrowest first
-    where      int32 [M, 1, 1, 1, 1]                                       positions, in the order of the scales
-    pool       [P, 1, 1, 1, 16] uint8                                      codes of all buckets, the narrowest first
+    ends       int32 [1, B, 1, 1, 2 * levels]                              the place where each bucket ends, its first row of the pool
+    scales     [M, 1, K, 1, 1]                                             of all buckets
+    where      int32 [M, 1, 1, 1, 1]                                       the position of the token at each place
+    pool       [P, 1, 1, 1, 16] uint8                                      codes of all buckets
+    mean       bfloat16 [1, B, K, 1, D], keys in a frame of their own      what is added to narrow keys
 
-A bucket has the codes [n, K, D w / 8] of its n tokens, those of batch row 0 by position, then those of row 1; it begins at a whole row of
-the pool. ``ends`` alone says how many tokens a bucket has, so tokens change buckets while planes stay where they are: the pool, ``scales``
-and ``where`` may be longer than their tokens are. A token is in one place: where its position stands in ``where``, or entering if that is
+Places number the settled tokens: those of batch row 0, from the lowest level up, each by position; then row 1. Keys and values have the
+same places. A bucket of n tokens from place p on has the scales [K, n] at K p, and in the pool its codes, head by head: [K, n, bytes] for
+each part that its width has in memory (``codes.parts_of``), from a whole row on. So a head's tokens of a bucket are one piece of memory.
+
+``ends`` alone says how many tokens a bucket has, so tokens change buckets while planes stay where they are: the pool, ``scales`` and
+``where`` may be longer than their tokens are. A token is in one place: where its position stands in ``where``, or entering if that is
 not below ``first``.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from kvcompile.schemes.adaptive import on_device
 from kvcompile.schemes.base import Planes
 from kvcompile.schemes.smartkv import codes as coder
+from kvcompile.schemes.smartkv.codes import ENTERING, Frame
 from kvcompile.types import Extent, PlaneSpec, SlotSpec
 
-ENTERING = 8
-"""Bits of a channel of a token that has just come."""
-
-CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, POOL, PLANES = range(8)
-"""The index of each plane in a layout, and how many there are."""
+CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, POOL, MEAN = range(8)
+"""The index of each plane in a layout; only keys in a frame of their own have the last."""
 
 ROW = 16
 """Bytes of a row of the pool."""
 
+MEAN_DTYPE = torch.bfloat16
+"""Any number does, as long as all read the same: it has float32's range."""
 
-def plane_specs(slot: SlotSpec, widths: tuple[int, ...], scale_dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a half's codes: the bits of each level, the frame of narrow ones, and whether they are keys."""
+
+    widths: tuple[int, ...]
+    frame: Frame = Frame.TURNED
+    keys: bool = False
+
+    @property
+    def turned(self) -> bool:
+        """Whether narrow codes are less a mean and turned."""
+        return self.keys and self.frame is Frame.TURNED
+
+
+def plane_specs(slot: SlotSpec, form: Form, scale_dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
     """The planes of one half, in the order of ``Buckets``."""
     own = Extent.STORE
+    mean = (PlaneSpec("mean", MEAN_DTYPE, slot.head_dim, 1, Extent.ROW, tally=True),) if form.turned else ()
     return (
         PlaneSpec("codes", torch.uint8, slot.head_dim),
         PlaneSpec("scales", scale_dtype, 1),
         PlaneSpec("first", torch.int64, 1, 1, Extent.BATCH, tally=True, shared=True, first=True),
-        PlaneSpec("ends", torch.int32, len(widths), 1, Extent.ROW, tally=True, shared=True),
+        PlaneSpec("ends", torch.int32, 2 * len(form.widths), 1, Extent.ROW, tally=True, shared=True),
         PlaneSpec("settled_scales", scale_dtype, 1, 1, own, tally=True, pooled=True),
         PlaneSpec("where", torch.int32, 1, 1, own, tally=True, shared=True, pooled=True),
         PlaneSpec("pool", torch.uint8, ROW, 1, own, tally=True, shared=True, pooled=True),
+        *mean,
     )
 
 
@@ -56,18 +79,36 @@ PAGES_BEHIND = 16
 
 @dataclass(frozen=True)
 class Part:
-    """A bucket: bits, codes [n, K, width], scales [n, K, 1], positions [n] and batch rows [n], both int64."""
+    """A bucket: its level, bits and batch row, parts of codes [K, n, bytes], scales [K, n], positions [n] int64; all are views."""
 
+    level: int
     bits: int
-    codes: torch.Tensor
+    row: int
+    codes: tuple[torch.Tensor, ...]
     scales: torch.Tensor
-    position: torch.Tensor
-    row: torch.Tensor
+    where: torch.Tensor
+
+    @property
+    def position(self) -> torch.Tensor:
+        """Positions, int64."""
+        return self.where.to(torch.int64)
+
+    def coded(self, heads: slice = slice(None), index: torch.Tensor | slice = slice(None)) -> coder.Coded:
+        """Codes [K, n, bytes] and scales [K, n, 1] of some heads and tokens."""
+        return torch.cat([each[heads][:, index] for each in self.codes], -1), self.scales[heads][:, index].unsqueeze(-1)
+
+    def put(self, at: torch.Tensor, coded: coder.Coded, position: torch.Tensor) -> None:
+        """Write tokens [K, n, ...] at numbers ``at`` of the bucket."""
+        words, scales = coded
+        for own, new in zip(self.codes, words.split([each.shape[-1] for each in self.codes], -1), strict=True):
+            own[:, at] = new
+        self.scales[:, at] = scales.squeeze(-1)
+        self.where[at] = position.to(torch.int32)
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The planes of one half as the module says; ``widths`` are those of its buckets."""
+    """The planes of one half as the module says; ``mean`` is None where narrow codes are not turned."""
 
     entering: coder.Coded
     first: torch.Tensor
@@ -75,18 +116,25 @@ class Buckets:
     scales: torch.Tensor
     where: torch.Tensor
     pool: torch.Tensor
-    widths: tuple[int, ...]
+    mean: torch.Tensor | None
+    form: Form
 
     @staticmethod
-    def of(planes: Planes, widths: tuple[int, ...]) -> Buckets:
+    def of(planes: Planes, form: Form) -> Buckets:
         """The record of a half's planes; those behind them are left alone."""
-        codes, scales, first, ends, settled_scales, where, pool = planes[:PLANES]
-        return Buckets((codes, scales), first, ends, settled_scales, where, pool, widths)
+        codes, scales, first, ends, settled_scales, where, pool = planes[:MEAN]
+        return Buckets((codes, scales), first, ends, settled_scales, where, pool, planes[MEAN] if form.turned else None, form)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The bits of each level."""
+        return self.form.widths
 
     @property
     def planes(self) -> Planes:
         """The planes in the order of the layout."""
-        return (*self.entering, self.first, self.ends, self.scales, self.where, self.pool)
+        own = (*self.entering, self.first, self.ends, self.scales, self.where, self.pool)
+        return own if self.mean is None else (*own, self.mean)
 
     @property
     def rows(self) -> int:
@@ -104,37 +152,76 @@ class Buckets:
         return self.entering[0].shape[-1]
 
     @functools.cached_property
-    def counts(self) -> tuple[int, ...]:
-        """Tokens of each bucket. Waits for the device."""
-        return tuple(self.ends[0, -1, 0, 0].tolist())
+    def counts(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of each level of each batch row. Waits for the device."""
+        ends = self.ends[0, :, 0, 0, : len(self.widths)].flatten().tolist()
+        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        return tuple(tuple(sizes[at : at + len(self.widths)]) for at in range(0, len(sizes), len(self.widths)))
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The buckets. Waits for the device."""
-        found, token = [], 0
-        flat = self.pool.flatten()
-        starts = rows_of_pool(self.counts, self.widths, self.heads, self.head_dim)
-        for number, (bits, count) in enumerate(zip(self.widths, self.counts, strict=True)):
-            width, at = self.head_dim * bits // 8, slice(token, token + count)
-            words = flat[starts[number] * ROW :][: count * self.heads * width].view(count, self.heads, width)
-            row = (torch.arange(count, device=flat.device)[:, None] >= self.ends[0, :, 0, 0, number]).sum(1)
-            found.append(Part(bits, words, self.scales[at, 0, :, 0], self.where[at].flatten().to(torch.int64), row))
-            token += count
+        """The buckets, row by row. Waits for the device."""
+        found, place = [], 0
+        codes, scales, where = self.pool.flatten(), self.scales.flatten(), self.where.flatten()
+        begins = iter(pool_rows(self.counts, self.widths, self.heads, self.head_dim))
+        for row, of_row in enumerate(self.counts):
+            for level, (bits, count) in enumerate(zip(self.widths, of_row, strict=True)):
+                at, words = next(begins) * ROW, []
+                for width in coder.parts_of(bits, self.head_dim):
+                    size = self.heads * count * width
+                    words.append(codes[at : at + size].view(self.heads, count, width))
+                    at += size
+                own = slice(place, place + count)
+                of_scales = scales[place * self.heads :][: count * self.heads].view(self.heads, count)
+                found.append(Part(level, bits, row, tuple(words), of_scales, where[own]))
+                place += count
         return tuple(found)
 
     def histogram(self, count: int, first: int) -> dict[int, int]:
         """How many of the first ``count`` tokens of all rows have how many bits; ``first`` is what the plane of that name holds."""
-        found = dict(zip(self.widths, self.counts, strict=True))
-        found[ENTERING] = found.get(ENTERING, 0) + self.rows * max(count - first, 0)
+        found = {ENTERING: self.rows * max(count - first, 0)}
+        for of_row in self.counts:
+            for bits, number in zip(self.widths, of_row, strict=True):
+                found[bits] = found.get(bits, 0) + number
         return {bits: number for bits, number in sorted(found.items()) if number}
 
+    def plain(self, coded: coder.Coded, bits: int, row: int, heads: slice = slice(None)) -> torch.Tensor:
+        """The values float32 [K, n, D] of codes of some heads of a batch row."""
+        found = coder.decode(coded, bits)
+        if self.mean is None or bits == ENTERING:
+            return found
+        return coder.turned(found) + self.mean[0, row, heads].to(torch.float32)
 
-def rows_of_pool(counts: tuple[int, ...], widths: tuple[int, ...], heads: int, head_dim: int) -> list[int]:
+    def narrowed(self, coded: coder.Coded, bits: int, to: int, row: int) -> coder.Coded:
+        """Codes of fewer bits of codes [K, n, bytes] of a batch row, all heads."""
+        if self.mean is None or bits != ENTERING:
+            return coder.narrower(coded, bits, to, self.form.frame)
+        return self.coded(coder.decode(coded, bits), to, row)
+
+    def coded(self, x: torch.Tensor, bits: int, row: int) -> coder.Coded:
+        """Codes of values [K, n, D] of a batch row, all heads."""
+        if self.mean is not None and bits != ENTERING:
+            x = coder.turned(x - self.mean[0, row].to(torch.float32))
+        return coder.encode(x, bits, self.scales.dtype, self.form.frame)
+
+
+def pool_rows(counts: Sequence[Sequence[int]], widths: tuple[int, ...], heads: int, head_dim: int) -> list[int]:
     """The first row of the pool of each bucket, and behind them how many rows there are."""
     found = [0]
-    for bits, count in zip(widths, counts, strict=True):
-        found.append(found[-1] + -(-count * heads * (head_dim * bits // 8) // ROW))
+    for of_row in counts:
+        for bits, count in zip(widths, of_row, strict=True):
+            found.append(found[-1] + -(-count * heads * (head_dim * bits // 8) // ROW))
     return found
+
+
+def with_pool_rows(ends_LBn: torch.Tensor, widths: tuple[int, ...], heads: int, head_dim: int) -> torch.Tensor:
+    """Planes ``ends`` int32 [L, 1, B, 1, 1, 2 * levels] from places int32 [L, B, levels] where buckets end. Waits for nothing."""
+    sizes = on_device([heads * (head_dim * bits // 8) for bits in widths], ends_LBn.device)
+    flat = ends_LBn.flatten(1).to(torch.int64)
+    counts = flat - torch.nn.functional.pad(flat[:, :-1], (1, 0))
+    needed = (counts.view(ends_LBn.shape) * sizes + (ROW - 1)) // ROW
+    begins = (needed.flatten(1).cumsum(1).view(ends_LBn.shape) - needed).to(ends_LBn.dtype)
+    return torch.cat([ends_LBn, begins], -1).view(len(ends_LBn), 1, ends_LBn.shape[1], 1, 1, -1)
 
 
 @dataclass(frozen=True)
@@ -145,32 +232,33 @@ class Room:
     tokens: int
 
     @staticmethod
-    def of(counts: tuple[int, ...], like: Buckets) -> Room:
+    def of(counts: Sequence[Sequence[int]], like: Buckets) -> Room:
         """The room that some tokens of each bucket need."""
-        return Room(rows_of_pool(counts, like.widths, like.heads, like.head_dim)[-1], sum(counts))
+        return Room(pool_rows(counts, like.widths, like.heads, like.head_dim)[-1], sum(map(sum, counts)))
 
 
 def values(half: Buckets, count: int, heads: slice = slice(None)) -> torch.Tensor:
     """The values at positions 0 to ``count`` - 1 of some heads, float32 [B, K, T, D]; zero where no token is. Waits for the device."""
     entering = coder.decode((half.entering[0][:, :, heads], half.entering[1][:, :, heads]), ENTERING)
-    entering = entering.permute(1, 0, 3, 2, 4).flatten(1, 2)
-    rows, tokens, kv_heads, dim = entering.shape
+    entering = entering.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    rows, kv_heads, tokens, dim = entering.shape
     # Tokens behind the last one that was asked for go to one more place.
-    out = entering.new_zeros(rows, count + 1, kv_heads, dim)
+    out = entering.new_zeros(rows, kv_heads, count + 1, dim)
     at = (half.first.flatten() + torch.arange(tokens, device=out.device)).clamp(max=count)
-    out.index_copy_(1, at, entering)
-    flat = out.view(rows * (count + 1), kv_heads, dim)
+    out.index_copy_(2, at, entering)
     for part in half.parts:
-        coded = part.codes[:, heads], part.scales[:, heads]
-        flat.index_copy_(0, part.row * (count + 1) + part.position.clamp(max=count), coder.decode(coded, part.bits))
-    return out[:, :count].transpose(1, 2)
+        out[part.row].index_copy_(1, part.position.clamp(max=count), half.plain(part.coded(heads), part.bits, part.row, heads))
+    return out[:, :, :count]
 
 
-def widths(half: Buckets, count: int) -> torch.Tensor:
-    """Bits of the tokens at positions 0 to ``count`` - 1, int8 [B, T]. Waits for the device."""
-    found = torch.full((half.rows, count), ENTERING, dtype=torch.int8, device=half.ends.device)
+def levels(half: Buckets, count: int) -> torch.Tensor:
+    """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; where they enter, how many levels there are.
+
+    Waits for the device.
+    """
+    found = torch.full((half.rows, count), len(half.widths), dtype=torch.int8, device=half.ends.device)
     for part in half.parts:
-        found[part.row, part.position] = part.bits
+        found[part.row, part.position] = part.level
     return found
 
 
@@ -201,9 +289,9 @@ def pages_by_position(pages: int) -> int:
 
 
 def made(half: Buckets, ends: torch.Tensor, first: torch.Tensor, room: Room) -> Buckets:
-    """Buckets with room for some tokens, none of them written, and no entering token; ``ends`` [B, widths]."""
+    """Buckets with room for some tokens, none of them written, and no entering token; ``ends``: the plane of that name."""
     return replace(
-        half, entering=empty(half, 0), first=first, ends=ends.to(torch.int32).view(1, ends.shape[0], 1, 1, -1),
+        half, entering=empty(half, 0), first=first, ends=ends.clone(),
         scales=half.scales.new_zeros(room.tokens, *half.scales.shape[1:]), where=half.where.new_zeros(room.tokens, *half.where.shape[1:]),
         pool=half.pool.new_zeros(room.rows, *half.pool.shape[1:]),
     )
@@ -213,30 +301,30 @@ def cut(half: Buckets, count: int) -> Buckets:
     """The first ``count`` tokens; codes as they are. Waits for the device."""
     if count >= int(half.first):
         return half
-    kept = [(part.position < count).nonzero().flatten() for part in half.parts]
-    row_of = [part.row[index] for index, part in zip(kept, half.parts, strict=True)]
-    return _chosen(half, kept, row_of, half.rows, torch.full_like(half.first, count))
+    picked = [(part, (part.position < count).nonzero().flatten()) for part in half.parts]
+    return _chosen(half, [picked[at : at + len(half.widths)] for at in range(0, len(picked), len(half.widths))], torch.full_like(
+        half.first, count,
+    ))
 
 
 def of_rows(half: Buckets, rows: torch.Tensor) -> Buckets:
     """The tokens of the given batch rows, in their order; codes as they are. Waits for the device."""
-    picked, row_of = [], []
-    for part in half.parts:
-        each = [(part.row == wanted).nonzero().flatten() for wanted in rows.tolist()]
-        picked.append(torch.cat(each))
-        row_of.append(torch.repeat_interleave(torch.arange(len(each), device=part.row.device), torch.tensor(
-            [len(index) for index in each], device=part.row.device,
-        )))
+    number = len(half.widths)
+    picked = [
+        [(part, torch.arange(part.scales.shape[1], device=rows.device)) for part in half.parts[row * number : (row + 1) * number]]
+        for row in rows.tolist()
+    ]
     words, scales = (plane.index_select(1, rows) for plane in half.entering)
-    return replace(_chosen(half, picked, row_of, len(rows), half.first.clone()), entering=(words, scales))
+    mean = None if half.mean is None else half.mean.index_select(1, rows)
+    return replace(_chosen(half, picked, half.first.clone()), entering=(words, scales), mean=mean)
 
 
-def _chosen(half: Buckets, index: list[torch.Tensor], row: list[torch.Tensor], rows: int, first: torch.Tensor) -> Buckets:
-    """Some tokens of each bucket, which belong to batch rows ``row`` of ``rows``, ascending."""
-    ends = torch.stack([torch.bincount(each, minlength=rows).cumsum(0) for each in row], -1)
-    chosen = made(half, ends, first, Room.of(tuple(len(each) for each in index), half))
-    chosen.where.flatten().copy_(torch.cat([part.position[at] for at, part in zip(index, half.parts, strict=True)]))
-    for at, old, new in zip(index, half.parts, chosen.parts, strict=True):
-        new.codes.copy_(old.codes[at])
-        new.scales.copy_(old.scales[at])
+def _chosen(half: Buckets, picked: list[list[tuple[Part, torch.Tensor]]], first: torch.Tensor) -> Buckets:
+    """Some tokens of each level of each row of new buckets, as parts of the old ones and numbers in them."""
+    counts = [[len(index) for _, index in of_row] for of_row in picked]
+    sizes = torch.tensor(counts, dtype=torch.int32, device=half.ends.device).view(len(picked), len(half.widths))
+    ends = sizes.flatten().cumsum(0, dtype=torch.int32).view(1, *sizes.shape)
+    chosen = made(half, with_pool_rows(ends, half.widths, half.heads, half.head_dim)[0], first, Room.of(counts, half))
+    for (old, index), new in zip((item for of_row in picked for item in of_row), chosen.parts, strict=True):
+        new.put(torch.arange(len(index), device=index.device), old.coded(index=index), old.position[index])
     return chosen

@@ -1,25 +1,54 @@
-"""Codes: symmetric integers of 2, 3, 4 or 8 bits, one scale a token and head (section 2.1).
+"""Codes: integers of 2, 3, 4 or 8 bits, one scale a token and head (section 2.1).
 
-scale = amax / (2^(b-1) - 1), code = clamp(rne(x / scale), -2^(b-1), 2^(b-1) - 1). With that scale no code is below -(2^(b-1) - 1): at
-2 bits a value is one of three. As in ``symmetric``: the stored scale is rounded up and codes are made from what is stored, the floor of
-a scale is the smallest positive number of its dtype (the source's 1e-8 is less than float16 holds), and NaN or Inf make the scale NaN.
-Bytes of narrow codes hold code + 2^(b-1); those of 8 bits two's complement, as the kernels of symmetric schemes write it.
+Eight bits, as tokens enter: scale = amax / 127, code = clamp(rne(x / scale), -128, 127), two's complement, channel after channel. As in
+``symmetric``: the stored scale is rounded up and codes are made from what is stored, the floor of a scale is the smallest positive number
+of its dtype (the source's 1e-8 is less than float16 holds), and NaN or Inf make the scale NaN.
+
+Narrow codes differ from the source's in their scale, unless ``Frame.SOURCE`` asks for it: there it is amax / (2^(b-1) - 1), so that the
+code -2^(b-1) is never used, and of 2 bits a value is one of three. Here the scale has the sign that brings the channel of largest
+magnitude to -2^(b-1), and all levels are used; on the other side a channel may be clipped by at most one step.
+
+Narrow keys are coded in another frame too: less the mean of the first tokens, and turned by a Hadamard matrix. Attention's softmax does
+not see it. Less one vector each, all scores of a query change by one number, which is added again; turned by an orthogonal matrix,
+keys and queries have the same products. But a channel that is far from zero in every token takes no part of the range any more.
+
+Bits lie in eight runs of c = D / 8 channels (``runs``): decoding needs no shuffles, and a run's codes are one field of 16-bit words::
+
+    8 bits   word (h, j) of 4 x c   the channels j of runs 2h and 2h + 1, which are neighbours: channel after channel
+    4        word (g, j) of 2 x c   of runs 4g to 4g + 3, from the lowest bits up
+    2        word j of c            of all runs
+    3        two parts: word j of c has runs 0 to 4, and the high bit of run 7 as its last; then bytes with runs 5, 6 and the rest of 7,
+             those of channels j and j + c / 2 in word j of c / 2
+
+Narrow words hold code + 2^(b-1).
 """
 
 from __future__ import annotations
 
+import enum
+
 import torch
 
-from kvcompile.schemes.asymmetric import PARTS, SEGMENTS, UNPACK, pack
-from kvcompile.schemes.base import unpacked
-from kvcompile.schemes.symmetric import stored_scale
-from kvcompile.types import KernelFormat
+from kvcompile.schemes.symmetric import TINY, as_stored, rounded_up, stored_scale
 
 WIDTHS = (2, 3, 4, 8)
 """Bits that a channel may have."""
 
+ENTERING = 8
+"""Bits of a channel of a token that has just come."""
+
+RUNS = 8
+"""Runs of channels that a head falls into."""
+
 Coded = tuple[torch.Tensor, torch.Tensor]
 """Bytes [..., D * bits / 8] uint8 and scales [..., 1]."""
+
+
+class Frame(enum.Enum):
+    """The frame of narrow codes: keys less their mean and turned, scales with a sign; or as the source has them."""
+
+    TURNED = "turned"
+    SOURCE = "source"
 
 
 def largest_code(bits: int) -> int:
@@ -27,33 +56,114 @@ def largest_code(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
-def format_of(bits: int, head_dim: int) -> KernelFormat:
-    """Return how the words of a width are read: as ``kivi``'s, with one scale for a head; their values are half of the range too large."""
-    return KernelFormat(torch.uint8, PARTS[bits], head_dim, True, UNPACK[bits], segments=SEGMENTS[bits])
+def runs(x: torch.Tensor) -> torch.Tensor:
+    """Channels [..., D] as eight runs [..., 8, c]: run 2h + f has channels 2 c h + f, 2 c h + f + 2 and so on."""
+    return x.unflatten(-1, (RUNS // 2, -1, 2)).transpose(-1, -2).flatten(-3, -2)
 
 
-def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16) -> Coded:
+def channels(x: torch.Tensor) -> torch.Tensor:
+    """The channels [..., D] of eight runs [..., 8, c]."""
+    return x.unflatten(-2, (RUNS // 2, 2)).transpose(-1, -2).flatten(-3)
+
+
+def parts_of(bits: int, head_dim: int) -> tuple[int, ...]:
+    """Bytes of a head's codes in each of the parts that a width has in memory."""
+    run = head_dim // RUNS
+    return (2 * run, run) if bits == 3 else (bits * run,)
+
+
+def encode(x: torch.Tensor, bits: int, scale_dtype: torch.dtype = torch.float16, frame: Frame = Frame.TURNED) -> Coded:
     """Codes and scales of tokens [..., D], each by its own largest magnitude; 8 must divide D."""
     x = x.to(torch.float32)
-    scale = stored_scale(x.abs().amax(-1, keepdim=True), largest_code(bits), scale_dtype)
-    codes = torch.round(x / scale.to(torch.float32)).clamp(-largest_code(bits) - 1, largest_code(bits)).nan_to_num()
-    return _flipped(pack(codes.to(torch.int32) + (1 << (bits - 1)), bits), bits), scale
+    half = 1 << (bits - 1)
+    if bits == ENTERING or frame is Frame.SOURCE:
+        scale = stored_scale(x.abs().amax(-1, keepdim=True), half - 1, scale_dtype)
+    else:
+        scale = _signed_scale(x, half, scale_dtype)
+    codes = torch.round(x / scale.to(torch.float32)).clamp(-half, half - 1).nan_to_num().to(torch.int32)
+    return (codes & 255).to(torch.uint8) if bits == ENTERING else _packed(runs(codes + half), bits), scale
 
 
 def decode(coded: Coded, bits: int) -> torch.Tensor:
     """Values float32 [..., D] of what ``encode`` returned."""
-    codes, scale = coded
-    raised = unpacked(_flipped(codes, bits), format_of(bits, 8 * codes.shape[-1] // bits))
-    return (raised - (1 << (bits - 1))) * scale.to(torch.float32)
+    words, scale = coded
+    if bits == ENTERING:
+        codes = (words ^ 128).to(torch.int32) - 128
+    else:
+        codes = channels(_unpacked(words.to(torch.int32), bits)) - (1 << (bits - 1))
+    return codes.to(torch.float32) * scale.to(torch.float32)
 
 
-def _flipped(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes with two's complement of 8 bits in place of code + 128, or the other way round; narrower ones as they are."""
-    return words ^ 128 if bits == 8 else words
-
-
-def narrower(coded: Coded, bits: int, to: int) -> Coded:
+def narrower(coded: Coded, bits: int, to: int, frame: Frame = Frame.TURNED) -> Coded:
     """Codes of ``to`` bits from codes of ``bits`` bits, which must be more: from codes no precision can be gained."""
     if to >= bits:
         raise ValueError(f"codes of {bits} bits cannot become codes of {to}: a promotion reads the original, not the codes")
-    return encode(decode(coded, bits), to, coded[1].dtype)
+    return encode(decode(coded, bits), to, coded[1].dtype, frame)
+
+
+def _signed_scale(x: torch.Tensor, half: int, dtype: torch.dtype) -> torch.Tensor:
+    """The scale that brings the channel of largest magnitude to -``half``; of two that differ in sign alone, the positive one."""
+    high, low = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
+    top = torch.maximum(high, -low)
+    exact = torch.where(torch.isfinite(top), top * (1 / half), torch.full_like(top, float("nan")))
+    size = rounded_up(exact, dtype).clamp(min=TINY[dtype])
+    return as_stored(torch.where(high >= -low, -1.0, 1.0) * size.to(torch.float32), dtype)
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Raised codes int32 [..., 8, c] as bytes [..., c * bits]."""
+    if bits == 3:
+        run = codes.unbind(-2)
+        words = run[0] | (run[1] << 3) | (run[2] << 6) | (run[3] << 9) | (run[4] << 12) | ((run[7] >> 2) << 15)
+        rest = run[5] | (run[6] << 3) | ((run[7] & 3) << 6)
+        return torch.cat([_bytes(words.unsqueeze(-2)), rest.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2).to(torch.uint8)], -1)
+    per = 16 // bits
+    fields = codes.unflatten(-2, (RUNS // per, per))
+    return _bytes(sum((fields[..., at, :] << (bits * at) for at in range(per)), torch.zeros_like(fields[..., 0, :])))
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """The bytes [..., 2 n c] of words [..., n, c], the low one first."""
+    return torch.stack([words & 255, words >> 8], -1).flatten(-3).to(torch.uint8)
+
+
+def _words(some: torch.Tensor, number: int) -> torch.Tensor:
+    """The words [..., number, c] of bytes."""
+    pairs = some.unflatten(-1, (number, -1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 8)
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Raised codes int32 [..., 8, c] of bytes int32 [..., c * bits]."""
+    if bits == 3:
+        size = 2 * (words.shape[-1] // 3)
+        whole = _words(words[..., :size], 1)[..., 0, :]
+        byte = words[..., size:].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        last = (byte >> 6) | ((whole >> 15) << 2)
+        return torch.stack([*((whole >> (3 * run)) & 7 for run in range(5)), byte & 7, (byte >> 3) & 7, last], -2)
+    per = 16 // bits
+    whole = _words(words, RUNS // per)
+    return torch.stack([(whole >> (bits * at)) & ((1 << bits) - 1) for at in range(per)], -2).flatten(-3, -2)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Tokens [..., D] times a symmetric orthogonal matrix, its own inverse: a Hadamard matrix over the runs, and over blocks of each run.
+
+    A block of a run has the largest power of two that divides it. By sums of two elements each, so that what surrounds a token does not
+    change how its sums are rounded.
+    """
+    y = runs(x.to(torch.float32))
+    order = y.shape[-1] & -y.shape[-1]
+    y = _hadamard(y.unflatten(-1, (-1, order)), -1)
+    return channels(_hadamard(y, -3).flatten(-2)) * (RUNS * order) ** -0.5
+
+
+def _hadamard(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The product along a dim with the Hadamard matrix whose entry (i, j) is negative where i & j has an odd number of bits, else 1."""
+    size, step = x.shape[dim], 1
+    x = x.movedim(dim, -1)
+    while step < size:
+        pairs = x.unflatten(-1, (-1, 2, step))
+        x = torch.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).flatten(-3)
+        step *= 2
+    return x.movedim(-1, dim)

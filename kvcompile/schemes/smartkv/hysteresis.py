@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvcompile.schemes.smartkv.allocation import Taste, Widths, allocate, by_worth, utility
-from kvcompile.schemes.smartkv.budget import Cost, Halves
+from kvcompile.schemes.smartkv.allocation import Terms, allocate, spent, utility
 from kvcompile.schemes.smartkv.clock import percentiles
+from kvcompile.schemes.smartkv.ladder import Ladder, Taste
+
+MOST_AWAY = 6
+"""Checks in a row that are counted; one more does not change what is free."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Decided:
     def checked(self, ranks_RT: torch.Tensor, moved: float) -> Decided:
         """One more check."""
         away = (ranks_RT - self.rank).abs() >= moved
-        return replace(self, away=torch.where(away, self.away.clamp(max=100) + 1, 0).to(torch.int8))
+        return replace(self, away=torch.where(away, self.away.clamp(max=MOST_AWAY - 1) + 1, 0).to(torch.int8))
 
     def free(self, checks: int) -> torch.Tensor:
         """Which tokens may have another width, bool [R, T]."""
@@ -55,34 +58,41 @@ class Sticking:
     costs: float = 0.02
 
 
-def decide(
-    importance_RT: torch.Tensor, spend_R: torch.Tensor, cost: Cost, halves: Halves, before: Widths, decided: Decided, *,
-    taste: Taste | None = None, sticking: Sticking | None = None, keep_RT: torch.Tensor | None = None,
-    protected_RT: torch.Tensor | None = None, most: Widths | None = None, order: torch.Tensor | None = None,
-) -> tuple[Widths, Decided]:
-    """Return the new widths and what was decided; ``before`` and ``decided`` as the last call returned them, grown by what came since.
+@dataclass(frozen=True)
+class Bounds:
+    """The levels that each token may have, int8 [R, T]; -1 both where no token is."""
 
-    ``most``: the largest width that each token may have, as where codes cannot become wider. ``order``: see ``allocation.by_worth``.
-    A row is allocated whole where the tokens that are held take too many bytes, or cost more than ``sticking.costs`` of its utility.
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+def decide(
+    importance_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, levels: Ladder, taste: Taste, before_RT: torch.Tensor,
+    decided: Decided, bounds: Bounds, sticking: Sticking,
+) -> tuple[torch.Tensor, Decided]:
+    """Return the new levels, int8 [R, T], and what was decided.
+
+    ``before`` and ``decided`` as the last call returned them, grown by what came since. A row is allocated whole where the tokens that are
+    held take too many bytes, or cost more than ``sticking.costs`` of its utility.
     """
-    sticking, taste = sticking or Sticking(), taste or Taste()
-    ranks = percentiles(importance_RT, keep_RT)
-    if order is None:
-        order = by_worth(importance_RT, cost, halves, taste, keep_RT)
+    there = bounds.high >= 0
+    ranks = percentiles(importance_RT, there)
     decided = decided.checked(ranks, sticking.moved)
     free = decided.free(sticking.checks)
-    given = {"taste": taste, "keep_RT": keep_RT, "protected_RT": protected_RT, "most": most, "order": order}
-    held = allocate(importance_RT, spend_R, cost, halves, held=(~free, before), **given)  # type: ignore[arg-type]
-    whole = allocate(importance_RT, spend_R, cost, halves, **given)  # type: ignore[arg-type]
+    stays = (~free & there & (bounds.low < bounds.high)).to(torch.bool)
+    kept = torch.minimum(torch.maximum(before_RT, bounds.low), bounds.high)
+    low, high = torch.where(stays, kept, bounds.low), torch.where(stays, kept, bounds.high)
+    # Both ways side by side: one launch where a kernel decides.
+    both = allocate(
+        torch.cat([importance_RT, importance_RT]), torch.cat([spend_R, spend_R]), terms, torch.cat([low, bounds.low]),
+        torch.cat([high, bounds.high]),
+    )
+    held, whole = both.chunk(2)
+    bytes_held, bytes_whole = spent(both, terms).chunk(2)
     # What cannot be met at all is no reason to move: then the whole is no better.
-    unmet = (held.spent > spend_R) & (whole.spent < held.spent)
-    best = utility(importance_RT, whole, taste)
-    worse = best - utility(importance_RT, held, taste) > sticking.costs * best
-    anew = (unmet | worse).unsqueeze(-1)
-    keys, values = torch.where(anew, whole.keys, held.keys), torch.where(anew, whole.values, held.values)
+    unmet = (bytes_held > spend_R) & (bytes_whole < bytes_held)
+    of_whole, of_held = (utility(importance_RT, each, levels, taste) for each in (whole, held))
+    anew = (unmet | (of_whole - of_held > sticking.costs * of_whole)).unsqueeze(-1)
     settled = free | anew
-    rank = torch.where(settled, ranks, decided.rank)
-    if keep_RT is not None:
-        rank = torch.where(keep_RT, rank, float("nan"))
-    away = torch.where(settled, 0, decided.away).to(torch.int8)
-    return Widths(keys, values, torch.where(anew.squeeze(-1), whole.spent, held.spent)), Decided(rank, away)
+    rank = torch.where(there, torch.where(settled, ranks, decided.rank), float("nan"))
+    return torch.where(anew, whole, held), Decided(rank, torch.where(settled, 0, decided.away).to(torch.int8))

@@ -1,4 +1,4 @@
-"""Moves: tokens go to the buckets of their new widths, into planes that stay where they are as long as there is room.
+"""Moves: tokens go to the buckets of their new levels, into planes that stay where they are as long as there is room.
 
 What becomes narrower is coded again from its codes, the rest is moved as it is. A move reads the old planes and writes new ones of the same
 length, which are then copied over the old ones: a graph that was recorded with them finds them where they were. Planes get a little more
@@ -7,8 +7,7 @@ room than their tokens need, so that few moves make others.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,7 +15,8 @@ import torch
 
 from kvcompile.schemes.smartkv import buckets
 from kvcompile.schemes.smartkv import codes as coder
-from kvcompile.schemes.smartkv.buckets import ENTERING, Buckets, Part, Room
+from kvcompile.schemes.smartkv.buckets import Buckets, Room
+from kvcompile.schemes.smartkv.codes import ENTERING
 from kvcompile.types import PAGE, pages_for
 
 SLACK = 128
@@ -41,40 +41,48 @@ def held_bytes(half: Buckets, room: Room | None = None) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """New places of a half's tokens: widths int8 [B, T], the number of each in its bucket int32 [B, T], ``ends`` int32 [B, widths].
+    """New places of a half's tokens: levels int8 [B, T], places int32 [B, T], the plane ``ends``.
 
-    ``counts``: tokens of each bucket, on the host.
+    ``counts``: tokens of each level of each row, on the host.
     """
 
-    widths: torch.Tensor
+    levels: torch.Tensor
     place: torch.Tensor
     ends: torch.Tensor
-    counts: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
 
 
-def placed(widths: torch.Tensor, bits: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of each token in its bucket, int32 [L, B, T], and ``ends``, int32 [L, B, widths], from widths int8 [L, B, T]."""
-    flat = widths.flatten(1)
-    place = torch.zeros_like(flat, dtype=torch.int32)
-    ends = []
-    for each in bits:
-        chosen = flat == each
-        place += torch.where(chosen, chosen.cumsum(1, dtype=torch.int32) - 1, 0)
-        ends.append((widths == each).sum(-1).cumsum(-1))
-    return place.view(widths.shape), torch.stack(ends, -1).to(torch.int32)
+def placed(levels_LBT: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of each token, int32 [L, B, T], and ``ends``, int32 [L, B, levels], from levels below ``number``, int8 [L, B, T]."""
+    layers, rows, tokens = levels_LBT.shape
+    found, order = levels_LBT.sort(dim=-1, stable=True)
+    begin = (torch.arange(rows, device=order.device) * tokens).view(1, -1, 1)
+    counting = torch.arange(tokens, device=order.device).expand_as(order)
+    place = torch.zeros_like(order).scatter_(-1, order, counting) + begin
+    each = torch.arange(number, device=order.device, dtype=found.dtype).expand(layers, rows, -1).contiguous()
+    ends = torch.searchsorted(found, each, right=True) + begin
+    return place.to(torch.int32), ends.to(torch.int32)
 
 
-def order_of(widths_RT: torch.Tensor, bits: tuple[int, ...]) -> Order:
+def order_of(levels_BT: torch.Tensor, half: Buckets) -> Order:
     """The order of one half alone. Waits for the device."""
-    place, ends = placed(widths_RT.unsqueeze(0), bits)
-    return Order(widths_RT, place[0], ends[0], tuple(ends[0, -1].tolist()))
+    number = len(half.widths)
+    place, ends = placed(levels_BT.unsqueeze(0), number)
+    plane = buckets.with_pool_rows(ends, half.widths, half.heads, half.head_dim)[0]
+    return Order(levels_BT, place[0], plane, counts_of(ends[0].flatten().tolist(), number))
+
+
+def counts_of(ends: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each of ``number`` levels of each row, from places where buckets end, row by row."""
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return tuple(tuple(sizes[at : at + number]) for at in range(0, len(sizes), number))
 
 
 class Movement(Protocol):
     """Reads and moves the tokens of a half on some device as ``Definition`` does."""
 
-    def widths(self, half: Buckets, count: int) -> torch.Tensor:
-        """Bits of the tokens at positions 0 to ``count`` - 1, int8 [B, T]."""
+    def levels(self, half: Buckets, count: int) -> torch.Tensor:
+        """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; one more than the largest where they enter."""
 
     def move(self, half: Buckets, order: Order, first: int, into: Buckets) -> None:
         """Write codes, scales and positions of all tokens below T into the planes of ``into``, in ``order``.
@@ -86,22 +94,21 @@ class Movement(Protocol):
 class Definition:
     """Moves by operators of torch; waits for the device."""
 
-    def widths(self, half: Buckets, count: int) -> torch.Tensor:
-        return buckets.widths(half, count)
+    def levels(self, half: Buckets, count: int) -> torch.Tensor:
+        return buckets.levels(half, count)
 
     def move(self, half: Buckets, order: Order, first: int, into: Buckets) -> None:
-        targets = {part.bits: (part, number) for number, part in enumerate(into.parts)}
-        begins = [sum(order.counts[:number]) for number in range(len(order.counts))]
-        for bits, take, row, position in _sources(half, order.widths.shape[1], first):
-            wanted, place = order.widths[row, position], order.place[row, position]
-            for width, (part, number) in targets.items():
-                chosen = (wanted == width).nonzero().flatten()
+        number = len(half.widths)
+        ends = order.ends[0, :, 0, 0, :number]
+        begins = ends - torch.tensor(order.counts, device=ends.device).view_as(ends)
+        for bits, row, take, position in _sources(half, order.levels.shape[1], first):
+            wanted, place = order.levels[row, position], order.place[row, position]
+            for part in into.parts[row * number : (row + 1) * number]:
+                chosen = (wanted == part.level).nonzero().flatten()
                 if len(chosen):
                     coded = take(chosen)
-                    words, scales = coded if width == bits else coder.narrower(coded, bits, width)
-                    at = place[chosen].to(torch.int64)
-                    part.codes[at], part.scales[at] = words, scales
-                    into.where[begins[number] + at, 0, 0, 0, 0] = position[chosen].to(torch.int32)
+                    coded = coded if part.bits == bits else into.narrowed(coded, bits, part.bits, row)
+                    part.put(place[chosen].to(torch.int64) - begins[row, part.level], coded, position[chosen])
 
 
 MOVEMENTS: dict[str, Movement] = {}
@@ -113,33 +120,37 @@ def movement(device: torch.device) -> Movement:
     return MOVEMENTS.get(device.type, Definition())
 
 
-_Source = tuple[int, Callable[[torch.Tensor], coder.Coded], torch.Tensor, torch.Tensor]
+_Source = tuple[int, int, Callable[[torch.Tensor], coder.Coded], torch.Tensor]
 
 
 def _sources(half: Buckets, count: int, first: int) -> Iterator[_Source]:
-    """Places that tokens lie in: bits, a function from indices to codes, and the batch row and position of each index."""
+    """Places that tokens lie in: bits, batch row, a function from indices to codes [K, n, ...], and the position of each index."""
     words, scales = half.entering
-    row, place = (part.flatten() for part in torch.meshgrid(
-        torch.arange(half.rows, device=words.device), torch.arange(count - first, device=words.device), indexing="ij",
-    ))
+    place = torch.arange(count - first, device=words.device)
+    for row in range(half.rows):
+        def entering(index: torch.Tensor, row: int = row) -> coder.Coded:
+            at = place[index] // PAGE, slice(None), place[index] % PAGE
+            return words[:, row][at].transpose(0, 1), scales[:, row][at].transpose(0, 1)
 
-    def entering(index: torch.Tensor) -> coder.Coded:
-        at = place[index] // PAGE, row[index], slice(None), place[index] % PAGE
-        return words[at], scales[at]
-
-    yield ENTERING, entering, row, place + first
+        yield ENTERING, row, entering, place + first
     for part in half.parts:
-        yield part.bits, functools.partial(_taken, part), part.row, part.position
+        yield part.bits, part.row, lambda index, part=part: part.coded(index=index), part.position  # type: ignore[misc]
 
 
-def _taken(part: Part, index: torch.Tensor) -> coder.Coded:
-    return part.codes[index], part.scales[index]
-
-
-def settled(half: Buckets, widths_RT: torch.Tensor) -> Buckets:
-    """All T tokens moved to the buckets that ``widths`` int8 [B, T] say, in planes without slack. Waits for the device."""
-    order, count = order_of(widths_RT, half.widths), widths_RT.shape[1]
+def settled(half: Buckets, levels_BT: torch.Tensor) -> Buckets:
+    """All T tokens moved to the buckets that ``levels`` int8 [B, T] say, in planes without slack. Waits for the device."""
+    order, count = order_of(levels_BT, half), levels_BT.shape[1]
     return moved(half, order, int(half.first), count, Room.of(order.counts, half))
+
+
+def mean_of(half: Buckets, first: int, count: int, there_BT: torch.Tensor) -> torch.Tensor:
+    """The plane ``mean`` of keys of which none is settled: over the tokens below ``count`` that are there."""
+    assert half.mean is not None
+    assert first == 0
+    x = coder.decode(half.entering, ENTERING).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]
+    there = (there_BT[:, None, :, None] & x.isfinite().all(-1, keepdim=True)).to(torch.float32)
+    mean = (x.nan_to_num() * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp(min=1)
+    return mean.to(half.mean.dtype).unsqueeze(0)
 
 
 def moved(half: Buckets, order: Order, first: int, held: int, room: Room | None) -> Buckets:
@@ -147,10 +158,10 @@ def moved(half: Buckets, order: Order, first: int, held: int, room: Room | None)
 
     ``first``: what the plane of that name holds. ``room``: that of new planes; None: its own planes are written.
     """
-    count = order.widths.shape[1]
+    count = order.levels.shape[1]
     if room is None:
         scales, where, pool = (torch.empty_like(plane) for plane in (half.scales, half.where, half.pool))
-        into = replace(half, ends=order.ends.view_as(half.ends), scales=scales, where=where, pool=pool)
+        into = replace(half, ends=order.ends, scales=scales, where=where, pool=pool)
     else:
         into = buckets.made(half, order.ends, torch.full_like(half.first, count), room)
     movement(half.ends.device).move(half, order, first, into)
@@ -166,11 +177,10 @@ def moved(half: Buckets, order: Order, first: int, held: int, room: Room | None)
 def _left(half: Buckets, start: int, count: int) -> coder.Coded:
     """The entering planes with the ``count`` tokens from number ``start`` on at their beginning; the very tensors where of that size."""
     codes, scales = half.entering
-    if count <= 1 and codes.shape[0] == 1:
-        kept = [plane[:, :, :, start].clone() for plane in half.entering] if count else []
-        scales.zero_()
-        for plane, rows in zip(half.entering, kept, strict=False):
-            plane[:, :, :, 0] = rows
+    if codes.shape[0] == 1 and count <= PAGE:
+        for plane in half.entering if count else ():
+            plane[:, :, :, :count] = plane[:, :, :, start : start + count].clone()
+        scales[:, :, :, count:].zero_()
         return half.entering
     number = start + torch.arange(count, device=codes.device)
     kept = [plane[number // PAGE, :, :, number % PAGE] for plane in half.entering] if count else []

@@ -1,14 +1,15 @@
-"""Reallocation: what a layer keeps of its tokens' importance becomes new widths, and then new buckets.
+"""Reallocation: what a layer keeps of its tokens' importance becomes new levels, and then new buckets.
 
-Widths are decided for several layers side by side, as on a device the number of operations takes time, and without a wait for it
+Levels are decided for several layers side by side, as on a device the number of operations takes time, and without a wait for it
 (``decide``); each layer is then moved, when its caller likes (``moved``).
 
 Planes of keys that are read and written here, by position (pages of 64 rows, one for all heads):
 
-    importance  float32 [N, B, 1, page, 3]  plain, head-weighted, plain at the last allocation; above 0 where some query saw the token
-    decided     float32 [N, B, 1, page, 1]  0: its width was never decided; else 1 + checks in a row away from its rank + that rank
+    importance  float32 [N, B, 1, page, 2]   plain, head-weighted; the plain one is above 0 where some query saw the token
+    before      bfloat16 [N, B, 1, page, 1]  the plain one at the last allocation
+    decided     int16 [N, B, 1, page, 1]     0: its width was never decided; else 1 + 4096 * checks in a row away from its rank + 4095 * it
 
-What nobody ever saw (left padding) is stored at the least widths and counts neither as important nor in any mean or rank. It is stored
+What nobody ever saw (left padding) is stored at the least level and counts neither as important nor in any mean or rank. It is stored
 nevertheless: a mask may show it later.
 """
 
@@ -25,9 +26,10 @@ import torch
 from kvcompile.schemes.adaptive import Churn, Look, Reallocated, on_device
 from kvcompile.schemes.base import Planes
 from kvcompile.schemes.smartkv import buckets, clock, moves
-from kvcompile.schemes.smartkv.allocation import Widths, allocate, by_worth
-from kvcompile.schemes.smartkv.buckets import ENTERING, Buckets, Room
-from kvcompile.schemes.smartkv.hysteresis import Decided, decide
+from kvcompile.schemes.smartkv.allocation import allocate
+from kvcompile.schemes.smartkv.buckets import Buckets, Room
+from kvcompile.schemes.smartkv.codes import ENTERING
+from kvcompile.schemes.smartkv.hysteresis import Bounds, Decided, decide
 from kvcompile.schemes.smartkv.importance import blended, recent
 from kvcompile.schemes.smartkv.moves import SLACK, Order
 from kvcompile.types import PAGE, SlotSpec, pages_for
@@ -36,8 +38,11 @@ if TYPE_CHECKING:
     from kvcompile.schemes.smartkv.scheme import Smartkv
 
 
-TOGETHER = 1 << 22
-"""Widenings that are decided side by side: tokens of all rows and layers times the steps of each, some 60 bytes of scratch each."""
+TOGETHER = 1 << 20
+"""Tokens, of all rows and layers, whose levels are decided side by side: some 120 bytes of scratch each."""
+
+RANKS = 4096
+"""Steps of a rank that ``decided`` tells apart."""
 
 
 def by_position(plane: torch.Tensor, count: int) -> torch.Tensor:
@@ -59,7 +64,7 @@ def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def drifted(scheme: Smartkv, importance_LBTw: torch.Tensor) -> torch.Tensor:
-    """Whether any row's importance has drifted since the last allocation, bool [L], from rows [L, B, T, 3] of planes ``importance``."""
+    """Whether any row's importance has drifted since the last allocation, bool [L], from what ``of_layers`` gives."""
     now, _, before = importance_LBTw.flatten(0, 1).unbind(-1)
     common = (now > 0) & (before > 0)
     found = clock.drifted(now, before, common, tau=scheme.tau, moved=scheme.moved, share=scheme.drift)
@@ -94,8 +99,7 @@ def _needed(scheme: Smartkv, slot: SlotSpec, count: int) -> int:
 
 def spendable(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
     """Bytes that a row's settled tokens may take where their planes have slack too; see ``settled_bytes``."""
-    widths = scheme.halves
-    rounding = (buckets.ROW - 1) * (len(widths.keys) + len(widths.values))
+    rounding = (buckets.ROW - 1) * 2 * len(scheme.levels) * rows
     return max(0, int((settled_bytes(scheme, slot, rows, count, layer, last) - rounding) / (1 + 1 / SLACK) / rows))
 
 
@@ -104,9 +108,9 @@ def settled_bytes(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer:
 
     Until then new tokens take whole pages, and everything that is kept by position grows with them.
     """
-    cost, widths = scheme.cost(slot), scheme.halves
+    cost = scheme.cost(slot)
     share = min(scheme.layer_share(tokens, slot, layer) for tokens in (count, count + last))
-    fixed = 2 * 8 + rows * 4 * (len(widths.keys) + len(widths.values)) + rows * slot.heads * 4
+    fixed = 2 * 8 + rows * (2 * 4 * 2 * len(scheme.levels) + slot.heads * (4 + scheme.mean_bytes(slot)))
     page = PAGE * rows * 2 * cost.half(ENTERING)
 
     def left(steps: int) -> float:
@@ -124,11 +128,26 @@ def pages_entering(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """The planes that keys have beside their buckets."""
+
+    importance: torch.Tensor
+    before: torch.Tensor
+    heads: torch.Tensor
+    decided: torch.Tensor
+
+    @property
+    def planes(self) -> Planes:
+        """The planes in the order of the layout."""
+        return self.importance, self.before, self.heads, self.decided
+
+
+@dataclass(frozen=True)
 class Layer:
-    """A layer's buckets of keys, the planes importance, heads and decided, its buckets of values, its number and ``buckets.first``."""
+    """A layer's buckets of keys, what is kept beside them, its buckets of values, its number and ``buckets.first``."""
 
     keys: Buckets
-    kept: Planes
+    kept: Kept
     values: Buckets
     number: int
     first: int
@@ -139,40 +158,32 @@ class Layer:
         return self.keys, self.values
 
 
-def of_layers(layers: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """Copies of the first ``count`` rows of planes ``importance`` of layers, float32 [L, B, T, 3]."""
-    return torch.stack([by_position(plane, count) for plane in layers])
-
-
-@dataclass(frozen=True)
-class _Half:
-    """New places of some layers' keys, or of their values: widths int8, places int32 [L, B, T], ``ends`` int32 [L, B, widths]."""
-
-    widths: torch.Tensor
-    place: torch.Tensor
-    ends: torch.Tensor
-
-    def order(self, number: int, counts: Sequence[int]) -> Order:
-        """The order of one layer, which has ``counts`` tokens of each width."""
-        return Order(self.widths[number], self.place[number], self.ends[number], tuple(counts))
+def of_layers(layers: Sequence[Kept], count: int) -> torch.Tensor:
+    """Copies of the first ``count`` rows of planes ``importance`` and ``before`` of layers, float32 [L, B, T, 3]."""
+    return torch.stack([
+        torch.cat([by_position(kept.importance, count), by_position(kept.before, count).to(torch.float32)], -1) for kept in layers
+    ])
 
 
 @dataclass(frozen=True)
 class _Some:
-    """The decision of some layers: new places of keys and values; plain importance and the plane ``decided``, float32 [L, B, T].
+    """The decision of some layers: levels int8, places int32 [L, B, T]; planes ``ends`` of both halves, rows of ``before`` and ``decided``.
 
-    ``numbers`` [L, n]: settled tokens that change, promotions that codes cannot give, tokens of each width of keys, and of values.
+    ``numbers`` [L, n]: settled tokens that change, promotions that codes cannot give, and where buckets end, row by row.
     """
 
-    halves: tuple[_Half, _Half]
+    levels: torch.Tensor
+    place: torch.Tensor
+    ends: tuple[torch.Tensor, torch.Tensor]
     plain: torch.Tensor
     told: torch.Tensor
+    there: torch.Tensor
     numbers: Look
 
 
 @dataclass(frozen=True)
 class Decision:
-    """New widths of ``count`` tokens of some layers, which were decided ``together`` at a time."""
+    """New levels of ``count`` tokens of some layers, which were decided ``together`` at a time."""
 
     count: int
     together: int
@@ -180,20 +191,19 @@ class Decision:
 
 
 def decided(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
-    """Decide the widths of the tokens of some layers from their importance, float32 [L, B, T, 3]. Waits for nothing."""
+    """Decide the levels of the tokens of some layers from their importance, float32 [L, B, T, 3]. Waits for nothing."""
     rows, count = importance_LBTw.shape[1:3]
-    steps = len(scheme.halves.keys) + len(scheme.halves.values)
-    together = max(1, TOGETHER // (rows * count * steps))
+    together = max(1, TOGETHER // (rows * count))
     return Decision(count, together, tuple(
         _some(scheme, layers[at : at + together], slot, importance_LBTw[at : at + together]) for at in range(0, len(layers), together)
     ))
 
 
 def _some(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _Some:
-    """Decide the widths of layers side by side."""
-    cost, halves, rows, count = scheme.cost(slot), scheme.halves, *importance_LBTw.shape[1:3]
+    """Decide the levels of layers side by side."""
+    terms, levels, rows, count = scheme.terms(slot), scheme.levels, *importance_LBTw.shape[1:3]
     plain, weighted, _ = importance_LBTw.flatten(0, 1).unbind(-1)
-    device = plain.device
+    device, top = plain.device, levels.top
     there = plain > 0
     # Nobody has looked at anything yet: all count alike.
     there = there | ~there.any(-1, keepdim=True)
@@ -202,33 +212,33 @@ def _some(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_L
     if scheme.recency:
         value = recent(value, (count - 1 - places).expand_as(value), scheme.recency)
     reader = moves.movement(device)
-    now = [torch.cat([reader.widths(layer.halves[half], count) for layer in layers]) for half in range(2)]
-    most = [each.clamp(max=widths[-1]) for each, widths in zip(now, halves, strict=True)]
-    before = Widths(most[0], most[1], torch.zeros(0))
+    now = torch.cat([reader.levels(layer.keys, count) for layer in layers])
+    before = now.clamp(max=top)
     protected = there & ((there.cumsum(-1) <= scheme.protect_first) | (places >= count - scheme.protect_last))
-    hidden = (~there).sum(-1) * cost.token(halves.keys[0], halves.values[0])
+    high = torch.where(there, before, -1)
+    low = torch.where(protected, high, torch.where(there, 0, -1).to(torch.int8))
+    hidden = (~there).sum(-1) * terms.costs[0]
     budgets = [
         spendable(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)) for layer in layers
     ]
     spend = on_device([each for each in budgets for _ in range(rows)], device) - hidden
-    order = by_worth(value, cost, halves, scheme.taste, there)
-    found, after = decide(
-        value, spend, cost, halves, before, _told(torch.cat([by_position(layer.kept[2], count) for layer in layers])[..., 0]),
-        taste=scheme.taste, sticking=scheme.sticking, keep_RT=there, protected_RT=protected, most=before, order=order,
-    )
-    wanted = allocate(value, spend, cost, halves, scheme.taste, keep_RT=there, protected_RT=protected, order=order)
-    new = [torch.where(there, each, widths[0]).to(torch.int8) for each, widths in zip((found.keys, found.values), halves, strict=True)]
-    new = [torch.minimum(each, limit) for each, limit in zip(new, most, strict=True)]
+    told = _told(torch.cat([by_position(layer.kept.decided, count) for layer in layers])[..., 0])
+    found, after = decide(value, spend, terms, levels, scheme.taste, before, told, Bounds(low, high), scheme.sticking)
     old = places < on_device([layer.first for layer in layers for _ in range(rows)], device).unsqueeze(-1)
-    changed = torch.stack([((each != was) & old).sum(-1) for each, was in zip(new, now, strict=True)]).sum(0)
-    refused = torch.stack([(each > limit).sum(-1) for each, limit in zip((wanted.keys, wanted.values), most, strict=True)]).sum(0)
+    new = found.clamp(min=0)
+    changed = ((new != before) & old).sum(-1)
+    # Promotions, which codes cannot give.
+    full = torch.where(there, top, -1).to(torch.int8)
+    refused = (allocate(value, spend, terms, torch.where(protected, full, low), full) > high).sum(-1)
     shape = (len(layers), rows, count)
-    sides = [
-        _Half(each.view(shape), *moves.placed(each.view(shape), widths)) for each, widths in zip(new, halves, strict=True)
-    ]
-    told = torch.where(after.rank.isnan(), 0.0, 1.0 + after.rank + after.away)
-    numbers = [torch.stack([changed, refused], -1).view(*shape[:2], 2).sum(1), *(side.ends[:, -1] for side in sides)]
-    return _Some((sides[0], sides[1]), plain.view(shape), told.view(shape), Look(torch.cat(numbers, -1)))
+    place, ends = moves.placed(new.view(shape), len(levels))
+    numbers = torch.cat([torch.stack([changed, refused], -1).view(*shape[:2], 2).sum(1), ends.flatten(1)], -1)
+    stored = torch.where(after.rank.isnan(), 0, 1 + RANKS * after.away + ((RANKS - 1) * after.rank.nan_to_num()).to(torch.int16))
+    planes = [buckets.with_pool_rows(ends, half.widths, half.heads, half.head_dim) for half in layers[0].halves]
+    return _Some(
+        new.view(shape), place, (planes[0], planes[1]), plain.view(shape), stored.to(torch.int16).view(shape), there.view(shape),
+        Look(numbers),
+    )
 
 
 def moved(scheme: Smartkv, layer: Layer, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
@@ -237,21 +247,22 @@ def moved(scheme: Smartkv, layer: Layer, slot: SlotSpec, decision: Decision, num
     Planes stay where they are as long as they have room and are within the budget. Waits for the decision.
     """
     some, at = decision.some[number // decision.together], number % decision.together
-    changed, refused, *counts = some.numbers.numbers[at]
-    split = len(scheme.halves.keys)
-    orders = [half.order(at, each) for half, each in zip(some.halves, (counts[:split], counts[split:]), strict=True)]
+    changed, refused, *ends = some.numbers.numbers[at]
+    counts = moves.counts_of(ends, len(scheme.levels))
+    orders = [Order(some.levels[at], some.place[at], plane[at], counts) for plane in some.ends]
     rows, count = layer.keys.rows, decision.count
     rooms = _rooms(
-        layer, [Room.of(order.counts, half) for order, half in zip(orders, layer.halves, strict=True)],
+        layer, [Room.of(counts, half) for half in layer.halves],
         settled_bytes(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)),
     )
+    if not layer.first and layer.keys.mean is not None:
+        layer.keys.mean.copy_(moves.mean_of(layer.keys, 0, count, some.there[at]))
     keys, values = (
         moves.moved(half, order, layer.first, held, room) for half, order, room in zip(layer.halves, orders, rooms, strict=True)
     )
-    importance, heads, told = layer.kept
-    _write(importance, some.plain[at], 2)
-    _write(told, some.told[at], 0)
-    return Reallocated((*keys.planes, importance, heads, told), values.planes, Churn(1, changed, refused))
+    _write(layer.kept.before, some.plain[at])
+    _write(layer.kept.decided, some.told[at])
+    return Reallocated((*keys.planes, *layer.kept.planes), values.planes, Churn(1, changed, refused))
 
 
 def _rooms(layer: Layer, needs: Sequence[Room], most: int) -> Sequence[Room | None]:
@@ -263,10 +274,10 @@ def _rooms(layer: Layer, needs: Sequence[Room], most: int) -> Sequence[Room | No
     return wide if sum(moves.held_bytes(half, room) for half, room in zip(halves, wide, strict=True)) <= most else needs
 
 
-def _write(plane: torch.Tensor, rows_BT: torch.Tensor, column: int) -> None:
-    """Write one column of a plane [N, B, 1, page, width] for the first T positions."""
+def _write(plane: torch.Tensor, rows_BT: torch.Tensor) -> None:
+    """Write a plane [N, B, 1, page, 1] for the first T positions."""
     full, rest = divmod(rows_BT.shape[1], PAGE)
-    of_pages = plane[:, :, 0, :, column]
+    of_pages = plane[:, :, 0, :, 0]
     of_pages[:full] = rows_BT[:, : full * PAGE].unflatten(1, (full, PAGE)).transpose(0, 1)
     if rest:
         of_pages[full, :, :rest] = rows_BT[:, full * PAGE :]
@@ -274,5 +285,6 @@ def _write(plane: torch.Tensor, rows_BT: torch.Tensor, column: int) -> None:
 
 def _told(stored_RT: torch.Tensor) -> Decided:
     """The decisions that rows [B, T] of the plane ``decided`` stand for."""
-    away = (stored_RT - 1).floor().clamp(min=0)
-    return Decided(torch.where(stored_RT == 0, float("nan"), stored_RT - 1 - away), away.to(torch.int8))
+    number = stored_RT.to(torch.int32) - 1
+    rank = (number % RANKS).to(torch.float32) / (RANKS - 1)
+    return Decided(torch.where(stored_RT == 0, float("nan"), rank), torch.where(stored_RT == 0, 0, number // RANKS).to(torch.int8))

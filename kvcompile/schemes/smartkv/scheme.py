@@ -17,8 +17,10 @@ What differs from the source, beside what ``importance``, ``hysteresis`` and ``a
 * Heads are weighed by kv head: a token's keys and values serve all queries of a group. The weight is not divided by its mean over heads,
   as the mixture brings both importances to mean 1 anyway.
 * Importance is each layer's own unless ``scope`` is model.
-* Learned importance (10.3) and training with codes in the loop (10.4) are out, and so is tier 2: a promotion would read originals that
-  nobody keeps, so that it is refused and counted.
+* Codes use all of their levels, and narrow keys lie in a frame of their own (``codes``); ``frame=source`` codes as the source does.
+* Keys and values of a token widen in one order (``ladder``).
+* Learned importance (10.3) and training with codes in the loop (10.4) are out, and so are promotions: a token's codes cannot give it more
+  bits, and its original is not kept. They are counted.
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ import sympy
 import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer
-from kvcompile.schemes.adaptive import EARLY, Adaptive, Due, Reallocated, Stored
+from kvcompile.schemes.adaptive import EARLY, SPREAD, Adaptive, Due, Reallocated, Stored
 from kvcompile.schemes.base import Planes, Scheme, require, require_divides
 from kvcompile.schemes.smartkv import buckets, clock, codes, reallocation
-from kvcompile.schemes.smartkv.allocation import Taste
-from kvcompile.schemes.smartkv.buckets import Buckets
+from kvcompile.schemes.smartkv.allocation import Terms
+from kvcompile.schemes.smartkv.buckets import Buckets, Form
 from kvcompile.schemes.smartkv.budget import Cost, Halves, Phases, layer_budgets
-from kvcompile.schemes.smartkv.hysteresis import Sticking
+from kvcompile.schemes.smartkv.codes import ENTERING, Frame
+from kvcompile.schemes.smartkv.hysteresis import MOST_AWAY, Sticking
 from kvcompile.schemes.smartkv.importance import Measure
+from kvcompile.schemes.smartkv.ladder import Ladder, Taste, ladder
+from kvcompile.schemes.smartkv.reallocation import Kept
 from kvcompile.schemes.symmetric import SCALE_DTYPES
 from kvcompile.types import PAGE, AbsMax, Extent, Half, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
@@ -57,8 +62,8 @@ def _signed(words: torch.Tensor, part: int) -> torch.Tensor:
     return (words ^ 128).to(torch.float32) - 128
 
 
-IMPORTANCE, HEADS, DECIDED = "importance", "heads", "decided"
-"""Planes of keys: per position plain and weighted importance and the plain one at the last allocation; per kv head the average of its
+IMPORTANCE, BEFORE, HEADS, DECIDED = "importance", "before", "heads", "decided"
+"""Planes of keys: per position plain and weighted importance, and the plain one at the last allocation; per kv head the average of its
 measure; per position how its width was decided (``reallocation``)."""
 
 
@@ -94,6 +99,7 @@ class Smartkv(Adaptive):
     later: float = 0.0
     threshold: int = 0
     layer_weights: str = ""
+    frame: Frame = Frame.TURNED
     scale_dtype: torch.dtype = torch.float16
     half: Half = Half.AUTO
 
@@ -131,10 +137,12 @@ class Smartkv(Adaptive):
         count("protect_first", 0, "4 is the source's")
         count("protect_last", 0, "0 is the source's: new tokens have 8 bits anyway until widths are decided")
         count("checks", 1, "2 is the source's")
+        require(self.checks <= MOST_AWAY, self.name, "checks", f"at most {MOST_AWAY}", self.checks, "2 is the source's")
         count("interval", 1, "16 steps is the source's")
         count("threshold", 0, "the number of tokens from which on ``later`` is the budget")
         require(isinstance(self.measure, Measure), self.name, "measure", "peak, entropy, off-sinks or mean", self.measure, "peak is usual")
         require(isinstance(self.scope, Scope), self.name, "scope", "layer or model", self.scope, "layer is usual; the source's is model")
+        require(isinstance(self.frame, Frame), self.name, "frame", "turned or source", self.frame, "turned is usual")
         require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
         require(
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
@@ -176,16 +184,30 @@ class Smartkv(Adaptive):
         """How a width holds."""
         return Sticking(self.moved, self.checks, self.costs)
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The widths of this half's buckets."""
+    @functools.cached_property
+    def levels(self) -> Ladder:
+        """The levels of a token."""
+        return ladder(self.halves, self.taste)
+
+    @functools.cached_property
+    def form(self) -> Form:
+        """The form of this half's codes."""
         assert self.half is not Half.AUTO, "the role is not known here: call of(role) first"
-        return self.halves.keys if self.half is Half.KEY else self.halves.values
+        keys = self.half is Half.KEY
+        return Form(self.levels.keys if keys else self.levels.values, self.frame, keys)
+
+    def terms(self, slot: SlotSpec) -> Terms:
+        """The terms of a decision."""
+        return Terms.of(self.cost(slot), self.levels, self.taste)
 
     @property
     def for_good(self) -> int:
         """Bytes that attention and the allocator keep of each token."""
-        return 4 * 3 + 4
+        return 4 * 2 + 2 + 2
+
+    def mean_bytes(self, slot: SlotSpec) -> int:
+        """Bytes of what is added to a head's narrow keys."""
+        return slot.head_dim * buckets.MEAN_DTYPE.itemsize if self.frame is Frame.TURNED else 0
 
     def cost(self, slot: SlotSpec) -> Cost:
         """Bytes of a token that is settled: codes, scales, a position for each half."""
@@ -221,7 +243,7 @@ class Smartkv(Adaptive):
         return dataclasses.replace(self, half=self.half.of(role))
 
     def check(self, slot: SlotSpec) -> None:
-        require_divides(8, slot, self.name, "whole bytes of every width")
+        require_divides(16, slot, self.name, "whole words of every width")
         cost = dataclasses.replace(self.cost(slot), beside=self.cost(slot).beside + self.for_good)
         for budget in (self.budget, self.later or self.budget):
             cost.check(budget, self.halves)
@@ -243,28 +265,29 @@ class Smartkv(Adaptive):
 
     def layout(self, slot: SlotSpec) -> Layout:
         made = self.of(slot.role)
-        planes = buckets.plane_specs(slot, made.widths, self.scale_dtype)
+        planes = buckets.plane_specs(slot, made.form, self.scale_dtype)
         if made.half is Half.VALUE:
             return Layout(planes)
         return Layout((
-            *planes, PlaneSpec(IMPORTANCE, torch.float32, 3, PAGE, Extent.STORE, tally=True, shared=True),
+            *planes, PlaneSpec(IMPORTANCE, torch.float32, 2, PAGE, Extent.STORE, tally=True, shared=True),
+            PlaneSpec(BEFORE, torch.bfloat16, 1, PAGE, Extent.STORE, tally=True, shared=True),
             PlaneSpec(HEADS, torch.float32, 1, 1, Extent.ROW, tally=True),
-            PlaneSpec(DECIDED, torch.float32, 1, PAGE, Extent.STORE, tally=True, shared=True),
+            PlaneSpec(DECIDED, torch.int16, 1, PAGE, Extent.STORE, tally=True, shared=True),
         ))
 
     def planes_read(self, slot: SlotSpec) -> int:
-        return buckets.PLANES
+        return buckets.MEAN + self.of(slot.role).form.turned
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         """How a kernel reads tokens that entered lately."""
         return KernelFormat(torch.uint8, 1, slot.head_dim, True, _signed)
 
     def absmax(self, head_dim: int) -> AbsMax | None:
-        return AbsMax(buckets.ENTERING, 1, head_dim, codes.largest_code(buckets.ENTERING), False)
+        return AbsMax(ENTERING, 1, head_dim, codes.largest_code(ENTERING), False)
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         del fixed
-        return codes.encode(x_BKSD, buckets.ENTERING, self.scale_dtype)
+        return codes.encode(x_BKSD, ENTERING, self.scale_dtype)
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         """None: what a token decodes to depends on the width that it has by then."""
@@ -273,41 +296,48 @@ class Smartkv(Adaptive):
 
     # --- stored planes ---------------------------------------------------------------------------
 
-    def _split(self, planes: Planes) -> tuple[Buckets, Planes]:
-        """The buckets, and the planes behind them."""
-        return Buckets.of(planes, self.widths), tuple(planes[buckets.PLANES :])
+    def _split(self, planes: Planes) -> tuple[Buckets, Kept | None]:
+        """The buckets, and what keys keep beside them."""
+        half = Buckets.of(planes, self.form)
+        rest = planes[len(half.planes) :]
+        return half, Kept(*rest) if rest else None
 
     def with_room(self, planes: Planes, first: int, tokens: int) -> Planes:
-        half, rest = self._split(planes)
+        half, kept = self._split(planes)
         made = buckets.with_room(half, max(1, pages_for(tokens - first)))
-        if not rest:
+        if kept is None:
             return made.planes
-        importance, heads, decided = rest
         pages = pages_for(tokens)
-        if pages > min(importance.shape[0], decided.shape[0]):
+        if pages > min(plane.shape[0] for plane in (kept.importance, kept.before, kept.decided)):
             pages = buckets.pages_by_position(pages)
-            importance, decided = buckets.grown(importance, pages), buckets.grown(decided, pages)
-        return (*made.planes, importance, heads, decided)
+            kept = Kept(
+                buckets.grown(kept.importance, pages), buckets.grown(kept.before, pages), kept.heads, buckets.grown(kept.decided, pages),
+            )
+        return (*made.planes, *kept.planes)
 
     def room(self, planes: Planes, first: int) -> int:
-        half, rest = self._split(planes)
+        half, kept = self._split(planes)
         entering = first + half.entering[0].shape[0] * PAGE
-        return min([entering, *(plane.shape[0] * PAGE for plane in (rest[0], rest[2]))]) if rest else entering
+        return entering if kept is None else min(entering, *(
+            plane.shape[0] * PAGE for plane in (kept.importance, kept.before, kept.decided)
+        ))
 
     def tokens(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor:
         return buckets.values(self._split(planes)[0], count)
 
     def cut(self, planes: Planes, slot: SlotSpec, count: int) -> Planes:
-        half, rest = self._split(planes)
+        half, kept = self._split(planes)
         made = buckets.cut(half, count)
-        if not rest:
+        if kept is None:
             return made.planes
-        importance, heads, decided = rest
-        return (*made.planes, reallocation.forgotten(importance, count), heads.clone(), reallocation.forgotten(decided, count))
+        importance, before, decided = (
+            reallocation.forgotten(plane, count) for plane in (kept.importance, kept.before, kept.decided)
+        )
+        return (*made.planes, importance, before, kept.heads.clone(), decided)
 
     def of_rows(self, planes: Planes, slot: SlotSpec, rows: torch.Tensor) -> Planes:
-        half, rest = self._split(planes)
-        return (*buckets.of_rows(half, rows).planes, *(plane.index_select(1, rows) for plane in rest))
+        half, kept = self._split(planes)
+        return (*buckets.of_rows(half, rows).planes, *(plane.index_select(1, rows) for plane in (kept.planes if kept else ())))
 
     def histogram(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> dict[int, int]:
         return self._split(planes)[0].histogram(count, first)
@@ -315,14 +345,14 @@ class Smartkv(Adaptive):
     def quiet(self, first: int, count: int) -> bool:
         since = count - first
         # The clock's least interval, but for tokens that the budget has room for only until then.
-        return bool(first) and since % self.interval != 0 and since < min(PAGE, clock.interval(0, first, self.interval)) - EARLY
+        return bool(first) and since % self.interval != 0 and since < min(PAGE, clock.interval(0, first, self.interval)) - EARLY - SPREAD
 
-    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> Due:
+    def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int, early: int = EARLY) -> Due:
         if self._exempt(keys, slot, count, layer):
             return Due.NOT
         rows, since = keys[buckets.ENDS].shape[1], count - first
         left = (reallocation.interval(self, slot, rows, first, layer) if first else clock.interval(0, 0, self.interval)) - since
-        return Due.NOW if left <= 0 else Due.SOON if left <= EARLY and first else Due.NOT
+        return Due.NOW if left <= 0 else Due.SOON if left <= early and first else Due.NOT
 
     def looks(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int) -> bool:
         return first > 0 and (count - first) % self.interval == 0 and not self._exempt(keys, slot, count, layer)
@@ -332,10 +362,15 @@ class Smartkv(Adaptive):
         return count < EXEMPT and not reallocation.can_be_met(self, slot, keys[buckets.ENDS].shape[1], count, layer)
 
     def importance(self, layers: Sequence[Planes], count: int, among: Sequence[Planes]) -> torch.Tensor:
-        found = reallocation.of_layers([self._split(keys)[1][0] for keys in layers], count)
+        found = reallocation.of_layers([self._kept(keys) for keys in layers], count)
         if self.scope is Scope.MODEL:
             # Of each layer only what it had at its last allocation.
-            found[..., :2] = reallocation.of_layers([self._split(keys)[1][0] for keys in among], count)[..., :2].mean(0)
+            found[..., :2] = reallocation.of_layers([self._kept(keys) for keys in among], count)[..., :2].mean(0)
+        return found
+
+    def _kept(self, keys: Planes) -> Kept:
+        found = self._split(keys)[1]
+        assert found is not None
         return found
 
     def drifted(self, importance: torch.Tensor) -> torch.Tensor:
@@ -350,7 +385,7 @@ class Smartkv(Adaptive):
     def _layer(self, item: Stored) -> reallocation.Layer:
         """The record of a layer's planes."""
         key, value = (dataclasses.replace(self, half=half) for half in (Half.KEY, Half.VALUE))
-        return reallocation.Layer(*key._split(item.keys), value._split(item.values)[0], item.layer, item.first)
+        return reallocation.Layer(key._split(item.keys)[0], key._kept(item.keys), value._split(item.values)[0], item.layer, item.first)
 
 
 @functools.lru_cache(maxsize=64)
