@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from interpreted import interpreted
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = triton.language
 
 
 def expect(wanted: object) -> None:
@@ -27,3 +29,22 @@ def test_failures_come_back_and_patches_do_not() -> None:
 def test_an_end_without_an_answer_is_a_failure() -> None:
     with pytest.raises(AssertionError, match="ended with 3"):
         interpreted(os._exit, 3)
+
+
+@triton.jit
+def copy(X, Y, rows, N: tl.constexpr):  # noqa: ANN001, ANN201
+    i = tl.arange(0, N)
+    tl.store(Y + i, tl.load(X + i, mask=i < rows), mask=i < rows)
+
+
+def copy_rows(source: int, target: int) -> None:
+    x, y = torch.arange(source, dtype=torch.float32), torch.zeros(target)
+    copy[(1,)](x, y, 20, 32)
+    assert torch.equal(y[:20], x[:20])
+
+
+def test_an_access_outside_of_the_tensors_of_a_launch_is_a_failure() -> None:
+    interpreted(copy_rows, 20, 20, guarded=True)
+    for sizes in ((19, 20), (20, 19)):
+        with pytest.raises(AssertionError, match="1 of 20 addresses"):
+            interpreted(copy_rows, *sizes, guarded=True)

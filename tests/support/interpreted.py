@@ -17,6 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import torch
+
 
 @functools.cache
 def interpreting() -> Any:
@@ -78,13 +81,71 @@ def skip_what_nobody_reads() -> None:
     interpreter._get_np_dtype = remembered
 
 
-def attempt(to: Connection, function: Callable[..., object], *args: object) -> None:
+class Guarded:
+    """The interpreter's loads, stores and atomics, which raise where an address is in none of the launch's tensors.
+
+    They would read whatever lies there, and a device ends the process.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+        self.starts = self.ends = np.zeros(0, np.int64)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def admit(self, arguments: tuple[object, ...]) -> None:
+        """Take the storages of a launch's tensors as what may be accessed."""
+        found = sorted({(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in arguments if isinstance(x, torch.Tensor)})
+        starts, sizes = np.array(found, np.int64).reshape(-1, 2).T
+        self.starts, self.ends = starts, starts + sizes
+
+    def check(self, addresses: np.ndarray, mask: np.ndarray, size: int) -> None:
+        """Raise ``IndexError`` where an address that the mask keeps, or the end of its element, is in no storage."""
+        used = addresses[np.broadcast_to(mask, addresses.shape).astype(bool)].astype(np.int64)
+        place = np.searchsorted(self.starts, used, side="right") - 1
+        inside = (place >= 0) & (used + size <= self.ends[place]) if self.starts.size else np.zeros(used.shape, bool)
+        if not inside.all():
+            raise IndexError(f"{np.count_nonzero(~inside)} of {used.size} addresses of an access are in none of the launch's tensors")
+
+    def load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: Any) -> Any:
+        self.check(addresses, mask, np.dtype(dtype).itemsize)
+        return self.plain.load(addresses, mask, other, dtype)
+
+    def store(self, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray) -> Any:
+        self.check(addresses, mask, value.dtype.itemsize)
+        return self.plain.store(addresses, value, mask)
+
+    def atomic_rmw(self, operation: Any, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray, order: Any) -> Any:
+        self.check(addresses, mask, value.dtype.itemsize)
+        return self.plain.atomic_rmw(operation, addresses, value, mask, order)
+
+
+def guard_accesses() -> None:
+    """Let every launch access its own tensors only."""
+    from triton.runtime import interpreter
+
+    guarded = Guarded(interpreter._interpreter)
+    interpreter._interpreter = guarded
+    prepare = interpreter.GridExecutor._init_args_hst
+
+    def prepared(self: Any, arguments: Any, named: Any) -> Any:
+        found = prepare(self, arguments, named)
+        guarded.admit((*found[0], *found[1].values()))
+        return found
+
+    interpreter.GridExecutor._init_args_hst = prepared
+
+
+def attempt(to: Connection, guarded: bool, function: Callable[..., object], *args: object) -> None:
     """In the process: how the call failed, or None."""
     from triton import knobs
 
     assert knobs.runtime.interpret, "a process that was started before the interpreter was chosen"
     patch_language_once_a_launch()
     skip_what_nobody_reads()
+    if guarded:
+        guard_accesses()
     try:
         function(*args)
         to.send(None)
@@ -92,10 +153,13 @@ def attempt(to: Connection, function: Callable[..., object], *args: object) -> N
         to.send(traceback.format_exc())
 
 
-def interpreted(function: Callable[..., object], *args: object) -> None:
-    """Call a module's function, which asserts, in a process with the interpreter; its failure is the test's, and its end is this one's."""
+def interpreted(function: Callable[..., object], *args: object, guarded: bool = False) -> None:
+    """Call a module's function, which asserts, in a process with the interpreter; its failure is the test's, and its end is this one's.
+
+    ``guarded``: an access outside of a launch's tensors is a failure.
+    """
     found, to = multiprocessing.Pipe(duplex=False)
-    process = interpreting().Process(target=attempt, args=(to, function, *args), daemon=True)
+    process = interpreting().Process(target=attempt, args=(to, guarded, function, *args), daemon=True)
     process.start()
     to.close()
     try:
