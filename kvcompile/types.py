@@ -79,7 +79,8 @@ class PlaneSpec:
     ``shared``: one for all heads, K = 1. ``pooled``: B = 1, tokens of all rows behind each other. ``first``: holds the position of the
     first token in the planes that grow, int64, and an append counts from there; all planes of such a layout but the encoded are ``tally``.
     ``encoding``: a constant plane that ``encode`` takes behind the tokens. Attention reads it too (static scales) or never (thresholds);
-    those that it never reads follow the other constant ones.
+    those that it never reads follow the other constant ones. ``early``: holds first tokens as they are, or where a row's first token
+    stands; ``keep_first`` writes it, and no append takes it. Such planes stand behind all but attention's own.
     """
 
     name: str
@@ -96,6 +97,7 @@ class PlaneSpec:
     pooled: bool = False
     first: bool = False
     encoding: bool = False
+    early: bool = False
 
     def shape(self, pages: Any, batch: Any, heads: Any) -> tuple[Any, Any, Any, int, int]:
         """The allocated shape for ``pages`` pages, [N, B, K, rows, width]; empty where the store says how many there are."""
@@ -131,8 +133,12 @@ class Layout:
     @property
     def written(self) -> int:
         """How many planes an append takes, the first ones: what is encoded, or all but attention's own where there is a window."""
-        windowed = any(plane.name == "window" for plane in self.planes)
-        return sum(not plane.tally for plane in self.planes) if windowed else self.encoded
+        return sum(not (plane.tally or plane.early) for plane in self.planes) if self.is_windowed else self.encoded
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether the newest tokens stay in full precision."""
+        return any(plane.name == "window" for plane in self.planes)
 
     @property
     def first(self) -> int | None:
@@ -167,6 +173,16 @@ class Layout:
         added = PlaneSpec("window", slot.dtype, slot.head_dim, window, Extent.ROW), PlaneSpec("clock", torch.int64, 2, 1, Extent.ROW)
         return Layout((*grown, *constant, *added, *own))
 
+    def with_sinks(self, slot: SlotSpec, count: int) -> Layout:
+        """Return the layout with each row's first ``count`` tokens in full precision, and where the first stands if no clock says so."""
+        others = tuple(plane for plane in self.planes if not plane.early)
+        if not count:
+            return Layout(others)
+        rows = PlaneSpec("sinks", slot.dtype, slot.head_dim, count, Extent.ROW, early=True)
+        origin = PlaneSpec("origin", torch.int64, 1, 1, Extent.ROW, shared=True, early=True)
+        kept, own = (tuple(plane for plane in others if plane.tally is tally) for tally in (False, True))
+        return Layout((*kept, rows, *(() if self.is_windowed else (origin,)), *own))
+
     def nbytes(self, pages: Any, batch: Any, heads: Any) -> Any:
         """Bytes of all planes of ``pages`` pages, ``batch`` rows and ``heads`` kv heads, without those whose size their store says.
 
@@ -195,6 +211,7 @@ class KernelFormat:
     reads, [1, 1, K, D // group, levels]; the value is ``table[index] * scale (+ zero)``.
     ``scaled`` is False where the codes are the values (dense). ``segments`` > 1: a word is that many bytes, the
     lowest first, byte i from the i-th of equal segments of the row; ``unpack`` then takes it as ``whole_dtype``.
+    ``norms``: a plane of one number a token stands behind the zero points, [N, B, K, page, 1]; the value is times it.
     ``static``: the value is ``unpack(word, part)`` times one scale for each kv head, float32, the last plane that a kernel reads,
     [1, 1, K, 1, 1]; there are no scales of tokens then, so codes themselves hold NaN.
     """
@@ -209,11 +226,17 @@ class KernelFormat:
     levels: int = 0
     segments: int = 1
     static: bool = False
+    norms: bool = False
 
     @property
     def planes(self) -> int:
-        """How many planes a kernel reads: words, scales, zero points, tables or static scales; further ones are not its business."""
-        return 1 + self.scaled + self.zeros + self.ends_constant
+        """How many planes a kernel reads: words, scales, zero points, norms, tables or static scales; no further ones."""
+        return self.norms_at + self.norms + self.ends_constant
+
+    @property
+    def norms_at(self) -> int:
+        """The index of the plane of norms, where there is one."""
+        return 1 + self.scaled + self.zeros
 
     @property
     def coded(self) -> bool:
@@ -233,7 +256,7 @@ class KernelFormat:
     @property
     def symmetric(self) -> bool:
         """Whether one multiplication by a token's own scale decodes: what the first templates were made for."""
-        return self.block == 1 and not self.zeros and not self.levels and self.segments == 1
+        return self.block == 1 and not self.zeros and not self.levels and not self.norms and self.segments == 1
 
 
 @dataclass(frozen=True)
@@ -252,7 +275,8 @@ class MinMax:
     """An encoding by minimum and maximum that a kernel may do: planes codes, scales, zeros; groups as in ``KernelFormat``.
 
     ``subblock``: where it is not 0, so many channels are encoded at a time, and their errors, times the last plane [1, 1 or B, K,
-    D, D], float32, are added to the channels behind them; a group whose error is not finite adds nothing.
+    D, D], float32, are added to the channels behind them; a group whose error is not finite adds nothing. ``norms``: tokens are divided by
+    half the root mean square of their channels, which a plane behind the zero points holds (``schemes.normed``); no ``subblock`` then.
     """
 
     bits: int
@@ -261,6 +285,7 @@ class MinMax:
     group: int
     block: int
     subblock: int = 0
+    norms: bool = False
 
 
 @dataclass(frozen=True)

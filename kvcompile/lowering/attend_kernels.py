@@ -44,6 +44,7 @@ class AttendFacts:
     more: bool = False
     bias: bool = False
     one: OneToken | None = None
+    early: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,8 @@ def _cuda_gap(facts: AttendFacts) -> str | None:
         return f"queries in {facts.dtype}"
     if facts.page_rows & (facts.page_rows - 1):
         return f"pages of {facts.page_rows} tokens, no power of two"
+    if any(slot.role is Role.VALUE and schemes.parse(text).format(slot).norms for text, slot in facts.slots):
+        return "norms of values"
     return None
 
 
@@ -82,6 +85,7 @@ def _gluon_gap(facts: AttendFacts) -> str | None:
     (key_scheme, key), (value_scheme, value) = facts.slots
     given = {
         "keys stored before RoPE": facts.rotation, "keys in two planes": facts.more, "a mask operand of its own": facts.bias,
+        "first tokens in full precision": facts.early,
         f"queries in {facts.dtype}": facts.dtype not in {torch.float16, torch.bfloat16},
         f"heads of {key.head_dim} and {value.head_dim} channels": (key.head_dim, value.head_dim) != (128, 128),
         f"pages of {facts.page_rows} tokens": facts.page_rows != PAGE,
@@ -103,6 +107,8 @@ def _prefill_gap(facts: AttendFacts) -> str | None:
     formats = [schemes.parse(text).format(slot) for text, slot in facts.slots]
     if any(fmt.levels for fmt in formats):
         return "tables of levels"
+    if any(fmt.norms for fmt in formats):
+        return "norms of tokens"
     if any(fmt.static for fmt in formats):
         return "codes that hold NaN, with static scales"
     return _cuda_gap(facts)
@@ -114,10 +120,12 @@ def _cpu_gap(facts: AttendFacts) -> str | None:
         fmt = scheme.format(slot)
         if fmt.block > 1:
             return f"scales of several tokens ({scheme.name})"
+        if fmt.norms:
+            return f"norms of tokens ({scheme.name})"
         if fmt.segments > 1:
             return f"words of several bytes ({scheme.name})"
-    given = {"newest tokens in full precision": facts.recent, "keys stored before RoPE": facts.rotation,
-             "keys in two planes": facts.more}
+    given = {"newest tokens in full precision": facts.recent, "first tokens in full precision": facts.early,
+             "keys stored before RoPE": facts.rotation, "keys in two planes": facts.more}
     return next((what for what, there in given.items() if there), None)
 
 
@@ -189,7 +197,7 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
     return AttendFacts(
         device, pair, pair[0][1].dtype, rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
         recent=bool(given.recent), rotation=bool(given.rotation), more=bool(given.more), bias=given.bias is not None,
-        one=one_token(group, given.softcap) if device == "cuda" and rows == 1 and group is not None else None,
+        one=one_token(group, given.softcap) if device == "cuda" and rows == 1 and group is not None else None, early=bool(given.early),
     )
 
 

@@ -60,6 +60,7 @@ def compiling() -> Iterator[None]:
 BODIES: dict[Any, Callable[..., Any]] = {
     ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
     ops.gather: ops.gather_body, ops.read_back: ops.read_back_body, ops.first_visible: ops.first_visible_body,
+    ops.keep_first: ops.keep_first_body, ops.change_basis: ops.change_basis_body,
     report_site.report_site: report_site.report_site_traced,
 }
 

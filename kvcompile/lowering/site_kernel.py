@@ -6,6 +6,7 @@ node in place of Inductor's buffers, and with the multiprocessors of a named arc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     beside = Beside(
         bool(recent), base is not None and hint(base.shape[0]) != 1, hint(rotation[0].shape[2]) if rotation else 0,
         bool(given.interleaved), rotation is not None and hint(rotation[0].shape[0]) != 1,
+        hint(given.early[0].shape[3]) if given.early else 0, given.early_at is not None,
     )
     config = AttendConfig(
         given.key_scheme, given.value_scheme, head_dim, hint(given.value_dim), kv_heads, group, q.dtype, keys[0].dtype,
@@ -120,7 +122,12 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
         value_generic=not formats[1].symmetric and not scales[1],
     )
     rows = queries * group
-    many = _many_rows(config, rows, hint(keys[0].shape[3]) if paged else 1) if rotation is None and given.bias is None else None
+    many = None
+    if rotation is None and given.bias is None:
+        # First tokens are summed apart there, and a mask hides their codes.
+        masks = dataclasses.replace(config.masks, keep=True, keep_per_batch=config.masks.keep_per_batch or given.early_at is not None)
+        apart = dataclasses.replace(config, masks=masks) if given.early else config
+        many = _many_rows(apart, rows, hint(keys[0].shape[3]) if paged else 1)
     if many is not None:
         tokens, capacity = hint(pages) * hint(keys[0].shape[3]), pages * keys[0].shape[3] if isinstance(pages, int) else None
         cut = choose_cut(many, rows, batch, MULTIPROCESSORS[arch], SHARED_MEMORY[arch], capacity)
@@ -129,6 +136,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
         fitting = prefill_tiles.choose_tiles(many, rows, SHARED_MEMORY[arch], tuned=False)
         if fitting:
             splits = prefill_tiles.splits_for(fitting[0], rows, batch * kv_heads, MULTIPROCESSORS[arch], tokens)
+            splits = max(splits, 2 if given.early else 1)
             return PrefillSite(fitting[0].with_splits(splits), batch, queries)
     tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False, shared_memory=SHARED_MEMORY[arch])[0]
     splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch], hint(pages) * hint(keys[0].shape[3]))

@@ -21,7 +21,8 @@ from kvcompile.passes.graph.shapes import op_name, source_line
 from kvcompile.passes.rewrite.rewritten import Binding, Rewritten
 from kvcompile.schemes import Adaptive
 
-APPENDS = {"kvcompile::append", "kvcompile::append_window"}
+KEEP_FIRST, CHANGE_BASIS = "kvcompile::keep_first", "kvcompile::change_basis"
+APPENDS = {"kvcompile::append", "kvcompile::append_window", KEEP_FIRST}
 CALIBRATE, UNROLL, GATHER = "kvcompile::calibrate", "kvcompile::unroll", "kvcompile::gather"
 READ_BACK = "kvcompile::read_back"
 
@@ -56,11 +57,15 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
     for plane, spec in zip(planes, specs, strict=True):
         name = spec.name
         writers = [user for user in plane.users if _name(user) in APPENDS]
-        readers = [user for user in plane.users if _name(user) in attends or _name(user) == GATHER]
+        # First tokens of keys that lie in two stores are read side by side.
+        joined = [user for user in plane.users if spec.early and op_name(user) == "cat"]
+        beside = {user for user in joined if all(_name(reader) in attends for reader in user.users)}
+        readers = [user for user in plane.users if _name(user) in attends or _name(user) == GATHER or user in beside]
         calibrated = [user for user in plane.users if _name(user) == CALIBRATE]
+        turns = [user for user in plane.users if _name(user) == CHANGE_BASIS]
         copies = [user for user in plane.users if _name(user) == UNROLL]
         tables = [user for user in plane.users if spec.constant and _name(user) == READ_BACK]
-        known = {*writers, *readers, *calibrated, *copies, *tables}
+        known = {*writers, *readers, *calibrated, *copies, *tables, *turns}
         asking = {user for user in plane.users if _asks(user, name, writers, order) or (spec.first and _counts(user))}
         others = [user for user in plane.users if user not in known | asking]
         if plane in unwritten and writers:
@@ -69,6 +74,8 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
             _fail("no append into a plane that attention adds to", f"{len(writers)} appends into {plane.name}")
         if plane not in unwritten and not spec.tally and not spec.constant and len(writers) != 1:
             _fail("one append into every plane", f"{len(writers)} appends into {plane.name}")
+        if any(order[turn] < order[node] for turn in turns for node in calibrated):
+            _fail("a basis is calibrated before anything is brought into it", turns[0].format_node(), turns[0])
         if others:
             _fail("only calibrate, append, gather and attend touch a plane", others[0].format_node(), others[0])
         if not writers:

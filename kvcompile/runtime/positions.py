@@ -140,7 +140,7 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
                     nodes.setdefault(limit.node, limit.roles)  # type: ignore[arg-type]
                     counts.setdefault(limit.node, _queries(item.site))  # type: ignore[arg-type]
     # Where a filled cache is adopted into blocks, or tokens share scales, the rows' padding must be known.
-    asking = [item.site for item in planned.sites if any(part.window or part.scheme.keeps_padding_out for part in item.parts)]
+    asking = [item.site for item in planned.sites if any(part.knows_padding for part in item.parts)]
     masks = tuple(dict.fromkeys(term.node for site in asking for term in padding(site.bounds)))
     if not nodes and not masks:
         return None

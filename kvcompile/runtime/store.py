@@ -20,6 +20,7 @@ from kvcompile.runtime.pinned import host_plane
 from kvcompile.runtime.rope import Rope
 from kvcompile.runtime.telemetry import Telling
 from kvcompile.schemes import Scheme
+from kvcompile.schemes.basis import changed
 from kvcompile.schemes.certificate.telemetry import REFILLED
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
@@ -159,6 +160,25 @@ class Store:
         return None if found is None else found[0, :, 0, 0, 1]
 
     @property
+    def early(self) -> list[torch.Tensor]:
+        """Return the planes of first tokens in full precision, and of where they begin if no clock says so; none without such tokens."""
+        return [plane for plane, spec in self.described() if spec.early]
+
+    @property
+    def origins(self) -> torch.Tensor | None:
+        """Return the position of each row's first token that is no padding, int64 [B], of a store that keeps first tokens or a window."""
+        found = self.plane("origin")
+        return self.left_padding if found is None else found[0, :, 0, 0, 0]
+
+    def in_basis(self, x_BKTD: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """Return tokens in the basis that the store's are in, or ``back`` from it, in their dtype."""
+        basis = self.spec.scheme.basis(self.spec.slot)
+        if basis is None:
+            return x_BKTD
+        plane = None if basis.plane is None else self.plane(basis.plane)
+        return changed(x_BKTD, basis.order, None if plane is None else plane[0], back)
+
+    @property
     def encoded(self) -> list[torch.Tensor]:
         """Return the planes that new tokens are encoded into."""
         return self.planes[: self.spec.layout.encoded]
@@ -170,8 +190,8 @@ class Store:
 
     @property
     def rolled_back(self) -> list[torch.Tensor]:
-        """Return the planes that a rollback changes: the window, its lengths, and which of its tokens are originals."""
-        return [plane for plane, spec in self.described() if spec.name in {"window", "clock", REFILLED}]
+        """Return the planes that a rollback and the step behind it change: exact tokens, lengths, and which of them are originals."""
+        return [plane for plane, spec in self.described() if spec.name in {"window", "clock", REFILLED} or spec.early]
 
     @property
     def never_calibrated(self) -> bool:
@@ -230,7 +250,8 @@ class Store:
                     # Blocks are elsewhere now, and copies of them nowhere.
                     continue
                 if spec.extent is not Extent.TOKENS:
-                    target.copy_(plane)
+                    # First tokens stand as far before these as they did.
+                    target.copy_(plane - first if spec.name == "origin" else plane)
                     continue
                 write_rows(target, taken(plane, at if slots is None else at % slots), place)
             made._begin()

@@ -20,6 +20,7 @@ from kvcompile.schemes.certificate.policy import Certify
 from kvcompile.schemes.certified import Certified
 from kvcompile.schemes.dense import Dense
 from kvcompile.schemes.nf4 import Nf4
+from kvcompile.schemes.normed import Normed
 from kvcompile.schemes.smartkv.scheme import Smartkv
 from kvcompile.schemes.squat import LONGBENCH, Squat
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
@@ -31,6 +32,7 @@ SCHEMES: tuple[type[Scheme], ...] = (
     Nf4,
     Fp8,
     Kivi,
+    Normed,
     Squat,
     Certified,
     Smartkv,
@@ -136,6 +138,6 @@ def parse(text: str) -> Scheme:
 
 __all__ = [
     "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Adaptive", "Beyond", "Certified", "Certify", "Churn", "Dense", "Due", "Fp8",
-    "Int4", "Int8", "Kivi", "Look", "Nf4", "Planes", "Scheme", "Smartkv", "Squat", "StaticFp8", "StaticInt8", "Stored", "make", "parse",
-    "register", "registered",
+    "Int4", "Int8", "Kivi", "Look", "Nf4", "Normed", "Planes", "Scheme", "Smartkv", "Squat", "StaticFp8", "StaticInt8", "Stored", "make",
+    "parse", "register", "registered",
 ]

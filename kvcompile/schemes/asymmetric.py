@@ -25,8 +25,10 @@ import sympy
 import torch
 
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
+from kvcompile.schemes.basis import Rotate
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import STEP, ZERO
+from kvcompile.schemes.low_bit import LowBit
 from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY, as_stored, rounded_up
 from kvcompile.types import PAGE, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
@@ -112,7 +114,7 @@ def in_scales(grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Kivi(Scheme):
+class Kivi(LowBit):
     """Asymmetric codes, keys per channel and values per token, the newest tokens in full precision; 2 bits by default."""
 
     bits: int = 2
@@ -127,6 +129,7 @@ class Kivi(Scheme):
     source: ClassVar[str] = "KIVI: Asymmetric 2bit Quantization for KV Cache, section 3; SQuat, Table 1"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.bits in BITS, self.name, "bits", "2, 3 or 4", self.bits, "2 is the setting of the source")
         require(
             isinstance(self.group, int) and 8 <= self.group <= PAGE and PAGE % self.group == 0, self.name, "group",
@@ -142,13 +145,17 @@ class Kivi(Scheme):
             "float16 is the usual choice",
         )
         require(isinstance(self.pre_rope, bool), self.name, "pre_rope", "True or False", self.pre_rope, "False is the usual choice")
+        require(
+            not self.pre_rope or self.rotate is Rotate.NONE, self.name, "rotate", "none where keys are stored before RoPE", self.rotate,
+            "RoPE turns pairs of channels, which a rotation mixes: leave pre_rope or rotate out",
+        )
 
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
         default = cls()
         changes: list[dict[str, Any]] = [
             {"bits": 4}, {"bits": 3}, {"group": 16, "window": 64}, {"scale_dtype": torch.bfloat16},
-            {"scale_dtype": torch.float32, "bits": 4},
+            {"scale_dtype": torch.float32, "bits": 4}, {"rotate": Rotate.KV, "order": 32, "sinks": 5},
         ]
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 
@@ -174,6 +181,7 @@ class Kivi(Scheme):
         return min(torch.finfo(self.scale_dtype).max, torch.finfo(torch.float32).max / 4)
 
     def check(self, slot: SlotSpec) -> None:
+        super().check(slot)
         require_divides(PARTS[self.bits], slot, self.name, "codes per word")
         if self.of(slot.role).axis is Axis.TOKEN:
             require_divides(self.group, slot, self.name, "group")
@@ -184,7 +192,7 @@ class Kivi(Scheme):
         return Layout((
             PlaneSpec("codes", torch.uint8, slot.head_dim * self.bits // 8),
             PlaneSpec("scales", self.scale_dtype, width, rows), PlaneSpec("zeros", self.scale_dtype, width, rows),
-        )).windowed(slot, self.window)
+        )).windowed(slot, self.window).with_sinks(slot, self.sinks)
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         own = self.of(slot.role)

@@ -17,6 +17,7 @@ import sympy
 import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer, HeadDimNotDivisible, LatentNotHeld
+from kvcompile.schemes.basis import Basis
 from kvcompile.types import AbsMax, Bins, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec, Static
 
 Planes = tuple[torch.Tensor, ...]
@@ -24,11 +25,17 @@ Planes = tuple[torch.Tensor, ...]
 DATA = {"option": False}
 """The metadata of a scheme's field that is data and no option: not part of its text, and passed to kernels as planes."""
 
+QUIET = {"quiet": True}
+"""The metadata of an option that is left out of a scheme's text where it has its default."""
+
 AMAX = sympy.Symbol("amax", nonnegative=True)
 """The largest magnitude in the group that one scale covers."""
 
 SPREAD = sympy.Symbol("spread", nonnegative=True)
 """The largest less the smallest value of that group."""
+
+NORM = sympy.Symbol("norm", nonnegative=True)
+"""What a token was divided by before its group was looked at, where a format has ``norms``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +45,8 @@ class Scheme(abc.ABC):
     name: ClassVar[str]
     window = 0
     """How many of the newest tokens stay in full precision, in a plane named ``window``; an option of schemes with blocks."""
+    sinks = 0
+    """How many of a row's first tokens stay in full precision, in a plane named ``sinks``; an option."""
     calibrated: ClassVar[frozenset[str]] = frozenset()
     """Names of the fixed planes that ``calibrate`` makes."""
     uncalibrated: ClassVar[str] = ""
@@ -93,7 +102,10 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
-        """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` and ``SPREAD`` of its group; None where none holds."""
+        """A bound on |x - decode(encode(x))| of one channel, in terms of ``AMAX`` and ``SPREAD`` of its group, and of its token's ``NORM``.
+
+        None where none holds.
+        """
 
     def planes_read(self, slot: SlotSpec) -> int:
         """How many of the planes attention reads, the first ones; more than a kernel decodes where originals are among them."""
@@ -117,7 +129,7 @@ class Scheme(abc.ABC):
     @property
     def alone(self) -> bool:
         """Whether a token's codes mean the same wherever they lie in a store, whatever lies beside them."""
-        return self.by_token and not self.window and not self.calibrated and not self.pre_rope
+        return self.by_token and not self.window and not self.sinks and not self.calibrated and not self.pre_rope
 
     @property
     def keeps_padding_out(self) -> bool:
@@ -153,6 +165,15 @@ class Scheme(abc.ABC):
     def in_kernels(self) -> bool:
         """Whether this very class, and not one that it derives from, says that kernels may encode."""
         return bool(vars(type(self)).get("kernel_encoding", False))
+
+    def basis(self, slot: SlotSpec) -> Basis | None:
+        """The rotation of channels that a slot's tokens are stored in; None where they are stored as they are.
+
+        ``encode``, ``decode`` and the bounds are in that basis. Whoever hands tokens to a store or reads them changes it, and
+        whoever attends changes its queries and results (``schemes.basis``).
+        """
+        del slot
+        return None
 
     def constants(self, slot: SlotSpec) -> dict[str, torch.Tensor]:
         """Contents of the layout's constant planes by name, each broadcast to its plane's [K, rows, width]."""
@@ -229,7 +250,8 @@ class Scheme(abc.ABC):
         if not fmt.scaled:
             return values
         values = values * _spread(planes[1], fmt)
-        return values + _spread(planes[2], fmt) if fmt.zeros else values
+        values = values + _spread(planes[2], fmt) if fmt.zeros else values
+        return values * planes[fmt.norms_at].to(torch.float32) if fmt.norms else values
 
     def _table(self, planes: Planes, slot: SlotSpec, fmt: KernelFormat) -> torch.Tensor:
         """The plane of tables, [1, 1, K, D // group, levels], or of static scales, [1, 1, K, 1, 1]."""
@@ -244,8 +266,9 @@ class Scheme(abc.ABC):
 
     @classmethod
     def options(cls) -> tuple[dataclasses.Field[Any], ...]:
-        """The fields that are options, in their order."""
-        return tuple(field for field in dataclasses.fields(cls) if field.metadata.get("option", True))
+        """The fields that are options, in their order, those that text may leave out behind the others."""
+        found = (field for field in dataclasses.fields(cls) if field.metadata.get("option", True))
+        return tuple(sorted(found, key=lambda field: bool(field.metadata.get("quiet"))))
 
     def told(self) -> str:
         """The scheme in an error's words: its text, and whatever sets it apart from others of that text."""
@@ -256,6 +279,8 @@ class Scheme(abc.ABC):
         fields = []
         for field in self.options():
             value = getattr(self, field.name)
+            if field.metadata.get("quiet") and value == field.default:
+                continue
             if isinstance(value, torch.dtype):
                 text = str(value).removeprefix("torch.")
             else:

@@ -41,8 +41,9 @@ class Nf4(Symmetric):
     reach: ClassVar[sympy.Expr] = sympy.Float((LEVELS[1] - LEVELS[0]) / 2)
 
     def layout(self, slot: SlotSpec) -> Layout:
-        groups = slot.head_dim // self.channels_per_scale(slot.head_dim)
-        return Layout((*super().layout(slot).planes, PlaneSpec("levels", torch.float32, 16, groups, Extent.BATCH, constant=True)))
+        groups, layout = slot.head_dim // self.channels_per_scale(slot.head_dim), super().layout(slot)
+        grown, fixed = layout.planes[: layout.encoded], layout.planes[layout.encoded :]
+        return Layout((*grown, PlaneSpec("levels", torch.float32, 16, groups, Extent.BATCH, constant=True), *fixed))
 
     def constants(self, slot: SlotSpec) -> dict[str, torch.Tensor]:
         return {"levels": torch.tensor(LEVELS)}

@@ -33,6 +33,7 @@ from kvcompile.errors import BadOption
 from kvcompile.schemes import subspace as algebra
 from kvcompile.schemes.asymmetric import Axis, Kivi, pack
 from kvcompile.schemes.base import Planes, Scheme, require, require_divides
+from kvcompile.schemes.basis import Rotate
 from kvcompile.types import Extent, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 
@@ -127,6 +128,7 @@ class Squat(Kivi):
         default = cls()
         changes: list[dict[str, Any]] = [
             {"bits": 4, "subblock": 16}, {"bits": 3, "group": 16, "window": 64, "subspace": Subspace.ROW}, {"lam": 0.0},
+            {"rotate": Rotate.K, "sinks": 40},
         ]
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 
@@ -143,7 +145,7 @@ class Squat(Kivi):
     def of(self, role: Role) -> Kivi:
         if role is Role.KEY:
             return dataclasses.replace(self, axis=Axis.CHANNEL)
-        return Kivi(self.bits, self.group, self.window, self.axis, self.scale_dtype).of(role)
+        return Kivi(self.bits, self.group, self.window, self.axis, self.scale_dtype, **self.beside).of(role)
 
     def minmax(self, head_dim: int) -> MinMax | None:
         made = super().minmax(head_dim)
@@ -172,7 +174,8 @@ class Squat(Kivi):
         if not self.calibrates(slot):
             return layout
         extent = Extent.ROW if self.subspace is Subspace.ROW else Extent.BATCH
-        return Layout((*layout.planes, PlaneSpec("moves", torch.float32, slot.head_dim, slot.head_dim, extent)))
+        moves = PlaneSpec("moves", torch.float32, slot.head_dim, slot.head_dim, extent)
+        return Layout((*layout.planes, moves)).with_sinks(slot, self.sinks)
 
     def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
         if self.subspace is Subspace.BATCH:

@@ -19,9 +19,11 @@ import sympy
 import torch
 
 from kvcompile.errors import HeadDimNotDivisible
-from kvcompile.schemes.base import AMAX, Planes, Scheme, require, require_divides
+from kvcompile.schemes.base import AMAX, Planes, require, require_divides
+from kvcompile.schemes.basis import Rotate
 from kvcompile.schemes.certificate.bounds import STEP
 from kvcompile.schemes.certificate.bounds import TINY as TINIEST
+from kvcompile.schemes.low_bit import LowBit
 from kvcompile.types import AbsMax, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 DEFAULT_GROUP, LEAST_GROUP = 32, 8
@@ -63,7 +65,7 @@ def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Symmetric(Scheme):
+class Symmetric(LowBit):
     """Symmetric codes with one scale per token and head, per channel group, or per write."""
 
     granularity: Granularity = Granularity.TOKEN
@@ -77,6 +79,7 @@ class Symmetric(Scheme):
     source: ClassVar[str] = "KV Cache Quantization: FP8, INT8, INT4, Per-Token Scaling; Quantization Masterclass 6"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             isinstance(self.granularity, Granularity), self.name, "granularity",
             "one of " + ", ".join(g.value for g in Granularity), self.granularity, "pass a Granularity or its name",
@@ -91,11 +94,12 @@ class Symmetric(Scheme):
         )
 
     @classmethod
-    def variants(cls) -> tuple[Scheme, ...]:
+    def variants(cls) -> tuple[Symmetric, ...]:
         default = cls()
         changes: list[dict[str, Any]] = [
             *({"granularity": item} for item in Granularity), *({"scale_dtype": item} for item in SCALE_DTYPES),
             {"granularity": Granularity.GROUP, "group": 8}, {"granularity": Granularity.GROUP, "group": 64, "scale_dtype": torch.float32},
+            {"rotate": Rotate.KV, "sinks": 5},
         ]
         return tuple(dict.fromkeys((default, *(dataclasses.replace(default, **change) for change in changes))))
 
@@ -132,6 +136,7 @@ class Symmetric(Scheme):
         return head_dim if head_dim <= DEFAULT_GROUP else math.gcd(head_dim, DEFAULT_GROUP)
 
     def check(self, slot: SlotSpec) -> None:
+        super().check(slot)
         require_divides(self.parts, slot, self.name, "codes per byte")
         group = self.channels_per_scale(slot.head_dim)
         if group < LEAST_GROUP and group != slot.head_dim:
@@ -142,7 +147,7 @@ class Symmetric(Scheme):
         return Layout((
             PlaneSpec("codes", self.word_dtype, slot.head_dim // self.parts),
             PlaneSpec("scales", self.scale_dtype, slot.head_dim // self.channels_per_scale(slot.head_dim)),
-        ))
+        )).with_sinks(slot, self.sinks)
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         return KernelFormat(self.word_dtype, self.parts, self.channels_per_scale(slot.head_dim), True, self.unpack)

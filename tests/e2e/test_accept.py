@@ -90,7 +90,7 @@ def test_identifiers_are_the_same_every_time_and_name_one_case_each() -> None:
 
 def test_schemes_are_those_of_the_package() -> None:
     on_cuda = {scheme.name for scheme in SCHEMES if scheme.devices is None or "cuda" in scheme.devices}
-    assert on_cuda == {scheme.value for scheme in Scheme} - {Scheme.MIXED.value}
+    assert on_cuda == {scheme.value for scheme in Scheme} - {Scheme.MIXED.value, Scheme.ROTATED.value, Scheme.FIRST.value}
 
 
 def test_the_cpu_slice_has_every_value_but_of_the_mode() -> None:
@@ -124,7 +124,7 @@ def test_attention_matters_in_the_logits(architecture: Any, one_thread: None) ->
     assert moved > 20 * allowed, (moved, control)
 
 
-@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.INT4, Scheme.FP8, Scheme.KIVI, Scheme.MIXED])
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.INT4, Scheme.ROTATED, Scheme.FIRST, Scheme.NORMED, Scheme.MIXED])
 def test_the_error_of_quantization_is_no_allowance(scheme: Scheme, one_thread: None) -> None:
     """Logits that were not quantized at all are wrong: what is allowed is rounding beside the codes."""
     subject = Words.build(case_of(ARCHITECTURES[0], scheme), CPU, layers=1)

@@ -35,7 +35,7 @@ def attend(args: dict, **changes: object) -> torch.Tensor:
     return torch.ops.kvcompile.attend(
         args["q"], args["keys"], args["values"], args["hi"], args["lo"], args["keep"], args["bias"], args["sinks"],
         args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"], args["recent"], args["base"],
-        args["rotation"], args["interleaved"],
+        args["rotation"], args["interleaved"], early=args["early"], early_at=args["early_at"],
     )
 
 

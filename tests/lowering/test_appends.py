@@ -138,12 +138,12 @@ def test_what_stands_between_two_appends(between: Any, calls: int) -> None:
     assert (made.count(appends.append_window_traced), joined) == ((2, 0) if calls == 2 else (0, 1))
 
 
-@pytest.fixture(scope="module")
-def seen() -> Iterator[kvcompile.backend.Backend]:
-    """A tiny Llama's graphs with kivi."""
+@pytest.fixture(scope="module", params=["kivi", "kivi(sinks=4,rotate=kv)", "int8(sinks=4,rotate=kv)"])
+def seen(request: pytest.FixtureRequest) -> Iterator[kvcompile.backend.Backend]:
+    """A tiny Llama's graphs with kivi, and with first tokens kept beside a window and without one."""
     torch._dynamo.reset()
     target = resolve("hf:llama", Options(cache=CacheKind.DYNAMIC))
-    owner = kvcompile.backend("kivi", inner="eager")
+    owner = kvcompile.backend(request.param, inner="eager")
     observe(target.model, target.inputs, owner)
     yield owner
     torch._dynamo.reset()
@@ -153,10 +153,21 @@ def test_a_step_has_one_append_a_layer(seen: Any) -> None:
     module = seen.records[-1].variants.rewritten(Variant.PAST).module
     layers = sum(node.target is ops.attend for node in module.graph.nodes)
     assert layers == 2
-    made = targets(inline_append(module, cuda=True))
-    assert made.count(appends.append_window_both) == layers
-    assert not {ops.append_window, appends.append_window_traced, ops.append_window_body} & set(made)
-    assert targets(inline_append(module)).count(ops.append_window_body) == 2 * layers
+    made, bodies = targets(inline_append(module, cuda=True)), targets(inline_append(module))
+    both, body = (appends.append_window_both, ops.append_window_body) if body_in(bodies) else (appends.append_both, ops.append_body)
+    assert made.count(both) == layers
+    assert not {ops.append, ops.append_window, appends.append_traced, appends.append_window_traced, body} & set(made)
+    assert bodies.count(body) == 2 * layers
+    # First tokens are kept behind both appends, and ahead of whoever reads them.
+    kept = [at for at, target in enumerate(made) if target is ops.keep_first_body]
+    reads = [at for at, target in enumerate(made) if target is ops.attend]
+    joined = [at for at, target in enumerate(made) if target is both]
+    assert len(kept) in {0, 2 * layers} and all(any(a < at < r for a, r in zip(joined, reads, strict=True)) for at in kept)
+
+
+def body_in(bodies: list[Any]) -> bool:
+    """Whether windows are appended to."""
+    return ops.append_window_body in bodies
 
 
 def test_the_end_of_padding_is_found_where_nothing_fuses_with_it() -> None:

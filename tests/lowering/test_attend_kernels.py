@@ -26,11 +26,16 @@ from kvcompile.lowering.attend_kernels import (
     kernel_lines,
     kernels_for,
 )
+from kvcompile.lowering.decode.lower import merge
+from kvcompile.lowering.host.inductor_api import lowerings
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named, names_of
+from kvcompile.lowering.prefill.lower import lower_first
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.schemes import SCHEMES, Scheme
 from kvcompile.types import Role, SlotSpec
+
+aten = torch.ops.aten
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "fresh_dynamo")]
 
@@ -107,6 +112,7 @@ def test_every_scheme_gets_a_kernel_or_a_reason(cls: type[Scheme], device: str) 
     [
         ("cuda", {"more": True}, "keys in two planes"), ("cuda", {"dtype": torch.float64}, "queries in torch.float64"),
         ("cuda", {"page_rows": 48}, "pages of 48 tokens"), ("cpu", {"recent": True}, "newest tokens in full precision"),
+        ("cpu", {"early": True}, "first tokens in full precision"),
         ("cpu", {"rotation": True}, "keys stored before RoPE"), ("cpu", {"more": True}, "keys in two planes"),
     ],
 )
@@ -124,6 +130,7 @@ def test_many_rows_are_a_kernels_own_business() -> None:
     assert list(kernels_for(many)) == [(PREFILL, None), (DECODE, None), (EAGER, None)]
     assert choose(dataclasses.replace(many, rotation=True)) == (DECODE, "keys stored before RoPE")
     assert choose(dataclasses.replace(many, bias=True)) == (DECODE, "a mask operand of its own")
+    assert choose(dataclasses.replace(many, early=True)) == (PREFILL, None)
     assert choose(dataclasses.replace(many, device="cpu")) == (CPP, None)
 
 
@@ -162,3 +169,28 @@ def test_a_kernel_in_front_of_the_others_is_chosen_named_and_run(monkeypatch: py
         torch.testing.assert_close(found, step(plain, 5), atol=2e-2, rtol=0)
         assert said in owner.report().graphs[-1].kernels[-1]
         assert bool(lowered) == (scheme == "int8")
+
+
+@pytest.mark.compile
+def test_inductor_sums_first_tokens_in_operations_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention over nothing but first tokens is those sums alone; the template for many rows adds them to its own."""
+
+    def lower(operands: AttendOperands[Any]) -> Any:
+        operands, sums = lower_first(operands)
+        assert operands.keep is not None and not operands.early
+        nothing = [1, *operands.q.get_size()[:3], operands.value_dim + 2]
+        none = lowerings[aten.full](nothing, 0.0, dtype=torch.float32, device=operands.q.get_device())
+        return merge(none, None, operands.value_dim, operands.q.get_dtype(), sums)
+
+    mine = AttendKernel("sums", "cpu", lambda facts: None, lower)
+    monkeypatch.setattr(attend_kernels, "KERNELS", (mine, *KERNELS))
+    owner, filled, plain = kvcompile.backend("int8(sinks=64)", strict=True), module(), module()
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        x = torch.randn(1, 30, 128)
+        for one in (filled, plain):
+            one(x, torch.arange(30))
+        run = torch.compile(filled, backend=owner, dynamic=True)
+        for count in (5, 6, 1):
+            at = torch.arange(30, 30 + count)
+            torch.testing.assert_close(run(x[:, :count], at), plain(x[:, :count], at), atol=1e-5, rtol=0)
+    assert "attend (sums)" in owner.report().graphs[-1].kernels[-1]

@@ -53,6 +53,7 @@ def test_it_is_chosen_where_it_was_measured(scheme: str) -> None:
         (facts(one=dataclasses.replace(ONE, capability=(8, 0))), "capability 8.0"),
         (facts(one=dataclasses.replace(ONE, capability=(7, 5), measured=False)), "capability 7.5"),
         (facts(one=dataclasses.replace(ONE, capability=None)), "capability none"),
+        (facts(early=True), "first tokens"), (facts("normed", recent=True), "norms of tokens"),
     ],
 )
 def test_gaps_leave_it_to_the_template(given: AttendFacts, found: str) -> None:

@@ -14,12 +14,14 @@ from test_triton_attend import Case, allow_ranges_over_scalars, check, operands,
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import Masks, Tile
+from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import append_window_body
+from kvcompile.lowering.prefill import first_tokens
 from kvcompile.lowering.prefill import offline as prefill_offline
 from kvcompile.lowering.prefill.config import PrefillConfig, normalized
 from kvcompile.types import Role, SlotSpec, pages_for
 
-RUNS = (("dense", "fp8"), ("int8",), ("int4",), ("kivi", "kivi(bits=4)"))
+RUNS = (("dense", "fp8"), ("int8",), ("int4",), ("kivi", "kivi(bits=4)"), ("early",))
 """Schemes that one process takes."""
 
 SHORT = ("fp8", "kivi(bits=4)")
@@ -41,6 +43,8 @@ class Prefill:
 
 def cases(scheme: str) -> list[Prefill]:
     """Odd shapes and every mask, one axis at a time."""
+    if scheme == "early":
+        return early_cases()
     if schemes.parse(scheme).window:
         base = Case(scheme, scheme, S=20, T=250, tile=TILE)
         found = [
@@ -84,6 +88,18 @@ def cases(scheme: str) -> list[Prefill]:
     return [Prefill(case) for case in (found[:6] if scheme in SHORT else chosen)]
 
 
+def early_cases() -> list[Prefill]:
+    """First tokens in full precision: within a tile, over several, all of them, of rows that begin elsewhere."""
+    base = Case("int4", "int4", S=20, T=150, tile=TILE, early=4)
+    kivi = dataclasses.replace(base, key="kivi", value="kivi", T=190)
+    return [Prefill(dataclasses.replace(case, splits=max(case.splits, 2))) for case in (
+        base, dataclasses.replace(base, early=70, early_at=3, B=2, keep=True), dataclasses.replace(base, T=30, early=64, softcap=5.0),
+        dataclasses.replace(base, early=9, early_at=61, B=3, lo=True, sinks=True), dataclasses.replace(base, early_at=-2, G=1, key="int8"),
+        dataclasses.replace(base, early=16, early_at=0, K=2, D=128, Dv=64, key="dense", value="dense", T=330),
+        dataclasses.replace(kivi, early=16, recent=40), dataclasses.replace(kivi, early=33, recent=60, B=2, keep=True, lo=True),
+    )]
+
+
 def windowed(case: Case, seed: int = 0) -> dict[str, Any]:
     """Operands of a scheme with a window: a first part of the tokens is appended, then the S new ones."""
     g = torch.Generator().manual_seed(seed)
@@ -124,16 +140,22 @@ def windowed(case: Case, seed: int = 0) -> dict[str, Any]:
 
 def config_for(case: Case, args: dict[str, Any]) -> PrefillConfig:
     keys, values = args["keys"], args["values"]
+    keep = args["keep"]
+    masks = Masks(lo=case.lo, keep=keep is not None, sinks=case.sinks, keep_per_batch=keep is None or keep.shape[0] == case.B)
     return PrefillConfig(
         args["key_scheme"], args["value_scheme"], case.D, case.Dv, case.K, case.G, case.dtype, keys[0].dtype, values[0].dtype,
-        args["scale"], case.softcap, Masks(lo=case.lo, keep=case.keep, sinks=case.sinks), keys[0].shape[3], not case.plain, case.splits,
-        recent=args.get("recent") is not None, packed=False, tile=case.tile,
+        args["scale"], case.softcap, masks, keys[0].shape[3], not case.plain, case.splits,
+        recent=args.get("recent") is not None, base_per_batch=case.early > 0, packed=False, tile=case.tile,
     )
 
 
 def run_kernel(case: Case, args: dict[str, Any]) -> torch.Tensor:
     """The rendered kernel and a merge in eager torch."""
     q, keys, values = args["q"], args["keys"], args["values"]
+    more = None
+    if case.early:
+        more, keep = first_sums(case, args)
+        args = {**args, "keep": keep}
     config = config_for(case, args)
     assert config.fits
     key, _ = config.slots
@@ -153,7 +175,21 @@ def run_kernel(case: Case, args: dict[str, Any]) -> torch.Tensor:
     source = prefill_offline.render(config, {n: offline.Operand.of(t) for n, t in inputs.items()}, offline.Operand.of(out))
     kernel = getattr(offline.load_module(source), offline.KERNEL)
     kernel[(-(-case.S * case.G // case.tile.block_r), case.B * case.K, case.splits)](*inputs.values(), out)
-    return out if config.direct else merged(out, args["sinks"]).to(case.dtype)
+    return out if config.direct else merged(out if more is None else torch.cat([out, more]), args["sinks"]).to(case.dtype)
+
+
+def first_sums(case: Case, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the first tokens add to the kernel's sums, and the mask that hides their codes from it."""
+    def do(op: Any, *given: Any, **options: Any) -> torch.Tensor:
+        return op(*given, **options)
+
+    found: AttendOperands[torch.Tensor] = AttendOperands(**args)
+    capacity = found.keys[0].shape[0] * found.keys[0].shape[3]
+    seen = capacity if found.keep is None else found.keep.shape[1]
+    place = first_tokens.places(do, found, case.early, case.B, found.q.device)
+    sizes = case.B, case.K * case.G, case.K, case.S, case.D, case.Dv
+    sums = first_tokens.partial_sums(do, lambda x: x, found, place, sizes, case.early, capacity, seen)
+    return torch.cat(sums, -1).unsqueeze(0), first_tokens.kept(do, found.keep, place, case.early, seen, found.q.device)
 
 
 def merged(out: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

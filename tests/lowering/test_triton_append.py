@@ -19,7 +19,7 @@ CONSTANTS = {
     "ULP": 2.0**-10, "TINY": 2.0**-24,
 }
 POINTERS = {
-    "X": "*bf16", "RING": "*bf16", "CLOCK": "*i64", "CODES": "*u8", "SCALES": "*fp16", "ZEROS": "*fp16", "MOVES": "*fp16", "POS": "*i64",
+    "X": "*bf16", "RING": "*bf16", "CLOCK": "*i64", "CODES": "*u8", "SCALES": "*fp16", "ZEROS": "*fp16", "OWN": "*fp16", "POS": "*i64",
     "ORIGIN": "*i64", "RECENT": "*bf16",
 }
 
@@ -50,7 +50,10 @@ def compare() -> None:
 
     fuse()
     # The interpreter cuts bfloat16 instead of rounding, so bfloat16 scales are left to a GPU.
-    spelled = ("kivi", "kivi(bits=3)", "kivi(bits=4,group=16,scale_dtype=float32)", "kivi(window=64)", "kivi(bits=4)")
+    spelled = (
+        "kivi", "kivi(bits=3)", "kivi(bits=4,group=16,scale_dtype=float32)", "kivi(window=64)", "kivi(bits=4)", "normed", "normed(bits=3)",
+        "normed(bits=4,scale_dtype=float32,turn=both)",
+    )
     for index, text in enumerate(spelled):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[index % 3]
         pages = 2 if index == 4 else 3

@@ -19,6 +19,7 @@ KV, BATCH = 2, 2
 CASES = (
     ("kivi", 64, torch.bfloat16, 3), ("kivi(window=128)", 128, torch.bfloat16, 2), ("kivi(bits=3)", 64, torch.float16, 2),
     ("kivi(bits=4,group=16,window=64,scale_dtype=float32)", 64, torch.float32, 1), ("squat(lam=0.0)", 128, torch.float16, 2),
+    ("normed", 64, torch.float16, 2), ("normed(bits=4,group=16,window=64,scale_dtype=float32)", 64, torch.float32, 2),
 )
 # Tokens of the calls, one behind the other: less than a window, a window, more.
 PIECES = ((7, 32, 75), (114,))

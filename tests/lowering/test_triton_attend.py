@@ -17,7 +17,7 @@ from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.asymmetric import UNPACK
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
-SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "lookup", "beyond", "int8-static", "fp8-static")
+SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "lookup", "beyond", "int8-static", "fp8-static", "early", "normed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Case:
     recent: int = 0
     rotary: int = 0
     interleaved: bool = False
+    early: int = 0
+    early_at: int | None = None
 
     def __str__(self) -> str:
         plain = Case(self.key, self.value)
@@ -95,6 +97,8 @@ def cases(scheme: str) -> list[Case]:
         return asymmetric_cases(scheme)
     if scheme == "beyond":
         return tabled_cases()
+    if scheme in {"early", "normed"}:
+        return early_cases() if scheme == "early" else normed_cases()
     base = Case(scheme, scheme)
     wide = Tile(block_t=128, block_r=16, tokens_first=False)
     found = [dataclasses.replace(base, T=T, B=B) for T, B in ((1, 1), (63, 3), (64, 1), (200, 3))]
@@ -182,6 +186,39 @@ def tabled_cases() -> list[Case]:
     ]
 
 
+def early_cases() -> list[Case]:
+    """First tokens as they are: beside the newest ones, behind padding, partly seen, more than a tile of them and fewer."""
+    fine = Tile(block_t=32)
+    four, kivi = Case("int4", "int4", early=4), Case("kivi", "kivi", tile=fine, recent=40)
+    tabled = Case("nf4", "beyond", tile=fine, early_at=0)
+    return [
+        *(dataclasses.replace(four, T=T, B=3, early=early, early_at=at) for T, early, at in ((3, 4, 0), (70, 4, 2), (200, 64, 61))),
+        dataclasses.replace(four, T=90, B=2, early_at=-2),
+        dataclasses.replace(four, key="dense", value="int8", T=130, early=70, early_at=3),
+        dataclasses.replace(four, T=100, B=2, early=9, early_at=3, lo=True, keep=True),
+        dataclasses.replace(four, T=100, B=2, early=9, early_at=3, S=4, lo=True),
+        dataclasses.replace(four, T=100, B=2, early=9, early_at=3, S=4, bias=Bias.BOOLEAN, sinks=True),
+        dataclasses.replace(four, T=100, S=20, early=5, early_at=1, tile=Tile(32, 64, False)),
+        dataclasses.replace(four, T=300, B=3, early=7, early_at=1, splits=9, shares=2),
+        *(dataclasses.replace(kivi, T=T, early=early, B=2) for T, early in ((200, 4), (200, 32), (130, 70), (45, 20), (20, 64))),
+        dataclasses.replace(kivi, T=150, early=6, S=4, B=2, lo=True, keep=True),
+        dataclasses.replace(kivi, T=150, early=6, S=5, softcap=5.0), dataclasses.replace(kivi, T=120, early=5, rotary=32),
+        dataclasses.replace(tabled, T=150, early=5), dataclasses.replace(tabled, T=150, early=40, early_at=37, B=2),
+        dataclasses.replace(tabled, T=30, early=3, S=3),
+    ]
+
+
+def normed_cases() -> list[Case]:
+    """Norms of tokens beside folded scales, beside what is decoded element by element, and first tokens."""
+    normed = Case("normed", "kivi", T=150, tile=Tile(block_t=32), recent=40, B=2)
+    return [
+        normed, dataclasses.replace(normed, T=200, D=128, Dv=128, early=4, outlier=True), dataclasses.replace(normed, key="normed(bits=3)"),
+        dataclasses.replace(normed, key="normed(bits=4,group=16,window=16)", tile=Tile(16), S=3, softcap=5.0),
+        dataclasses.replace(normed, dtype=torch.float32), dataclasses.replace(normed, S=20, tile=Tile(32, 32, False), sinks=True),
+        dataclasses.replace(normed, magnitude=1000.0, keep=True, lo=True), dataclasses.replace(normed, tile=Tile(64), magnitude=1e-3),
+    ]
+
+
 def encoded(name: str, x: torch.Tensor, role: Role, generator: torch.Generator) -> list[torch.Tensor]:
     """Rows [B, K, n, width] of every plane for whole pages of tokens x, and its tables or static scales."""
     made = schemes.parse(name)
@@ -265,14 +302,31 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
     if case.recent:
         recent = [randn(case.B, case.K, case.recent, width) for width in (case.D, case.Dv)]
         base = case.T - case.recent - 3 * torch.arange(case.B)
+    early = early_at = None
+    if case.early:
+        early = [randn(1, case.B, case.K, case.early, width) for width in (case.D, case.Dv)]
+        if case.early_at is not None:
+            early_at = (case.early_at + 5 * torch.arange(case.B)).reshape(1, case.B, 1, 1, 1)
+        poison_first(early_at, case.early, keys, values)
     if case.rotary:
         angle = torch.rand(1, case.T, case.rotary, generator=g) * 6
         rotation = [angle.cos(), angle.sin()]
     return dict(
         q=q, keys=keys, values=values, hi=hi, lo=lo, keep=keep, bias=bias, sinks=sinks, key_scheme=schemes.parse(case.key).spell(),
         value_scheme=schemes.parse(case.value).spell(), scale=case.scale / case.magnitude, softcap=case.softcap, value_dim=case.Dv,
-        recent=recent, base=base, rotation=rotation, interleaved=case.interleaved,
+        recent=recent, base=base, rotation=rotation, interleaved=case.interleaved, early=early, early_at=early_at,
     )
+
+
+def poison_first(early_at: torch.Tensor | None, count: int, *stores: list[torch.Tensor]) -> None:
+    """NaN in the scales of tokens whose codes nobody may read, where a token has its own."""
+    for planes in stores:
+        for plane in planes[1:]:
+            if plane.dtype.is_floating_point and plane.shape[3] == planes[0].shape[3]:
+                for row in range(plane.shape[1]):
+                    first = 0 if early_at is None else int(early_at[0, row])
+                    for t in range(max(first, 0), min(first + count, plane.shape[0] * PAGE)):
+                        plane[t // PAGE, row, :, t % PAGE] = float("nan")
 
 
 def poison_rejected(keys: list[torch.Tensor], values: list[torch.Tensor], keep: torch.Tensor) -> None:
@@ -310,7 +364,8 @@ def run_kernel(case: Case, args: dict, launch: object = None) -> torch.Tensor:
     half = [fmt.symmetric or planes[1].dtype == torch.float16 for fmt, planes in zip(formats, (keys, values), strict=True)]
     config = AttendConfig(
         args["key_scheme"], args["value_scheme"], case.D, case.Dv, case.K, case.G, case.dtype, keys[0].dtype, values[0].dtype,
-        args["scale"], case.softcap, case.S == 1, masks, Beside(case.recent > 0, True, case.rotary, case.interleaved, False),
+        args["scale"], case.softcap, case.S == 1, masks,
+        Beside(case.recent > 0, True, case.rotary, case.interleaved, False, case.early, case.early_at is not None),
         keys[0].shape[3], not case.plain, case.splits, case.shares, case.direct, wide_keys=True, wide_values=True, packed=False,
         key_scale_pack=scale_pack(keys, formats[0]), value_scale_pack=scale_pack(values, formats[1]),
         key_generic=not half[0], value_generic=not half[1], tile=case.tile,
@@ -318,10 +373,12 @@ def run_kernel(case: Case, args: dict, launch: object = None) -> torch.Tensor:
     recent, rotation = args["recent"] or [None] * 2, args["rotation"] or [None] * 2
     tensors = {"Q": q, "HI": args["hi"], "K_WORDS": keys[0], "V_WORDS": values[0], "LO": args["lo"], "KEEP": args["keep"],
                "BIAS": args["bias"], "SINKS": args["sinks"], "RECENT_K": recent[0], "RECENT_V": recent[1], "BASE": args["base"],
-               "COS": rotation[0], "SIN": rotation[1]}
+               "COS": rotation[0], "SIN": rotation[1], "EARLY_AT": args["early_at"],
+               **dict(zip(("EARLY_K", "EARLY_V"), args["early"] or (), strict=False))}
     for letter, planes, fmt in zip("KV", (keys, values), formats, strict=True):
         tensors |= {f"{letter}_SCALES": planes[min(1, len(planes) - 1)], f"{letter}_ZEROS": planes[2] if fmt.zeros else None,
-                    f"{letter}_TABLE": planes[fmt.planes - 1], f"{letter}_STATIC": planes[fmt.planes - 1]}
+                    f"{letter}_TABLE": planes[fmt.planes - 1], f"{letter}_STATIC": planes[fmt.planes - 1],
+                    f"{letter}_NORMS": planes[fmt.norms_at] if fmt.norms else None}
     inputs = {name: tensors[name] for name in config.operands}
     out = torch.full(
         (case.B, case.K * case.G, case.S, case.Dv) if case.direct else (case.splits, case.B, case.K * case.G, case.S, case.Dv + 2),
@@ -388,14 +445,14 @@ def compare(*names: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_interpreted_kernel_equals_eager(scheme: str) -> None:
-    interpreted(compare, scheme)
+    interpreted(compare, scheme, guarded=True)
 
 
 def compare_nan() -> None:
     """A query of NaN, which a rewritten graph makes of one that sees places behind its store, gives NaN, and others what they gave."""
     allow_ranges_over_scalars()
     for scheme in SCHEMES:
-        tabled = scheme in {"kivi", "lookup", "beyond"}
+        tabled = scheme in {"kivi", "lookup", "beyond", "early", "normed"}
         case = dataclasses.replace(cases(scheme)[0] if tabled else Case(scheme, scheme), B=2, T=100)
         args = operands(case)
         plain = run_kernel(case, args)
@@ -419,6 +476,7 @@ COMPILED = [
     ("dense", "sm_90", {"tile": Tile(64, 64, False, 4, 3), "one_query": False, "direct": True, "splits": 1}),
     ("kivi", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(recent=True)}),
     ("kivi(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2), "beside": Beside(recent=True, rotary_dim=128)}),
+    ("normed", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(recent=True, early=4), "value_scheme": "kivi"}),
     ("beyond", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "value_scale_pack": 4, "key_scale_pack": 4}),
     ("beyond(bits=5)", "sm_90", {"tile": Tile(32, 8, True, 4, 2)}), ("beyond(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2)}),
     ("lookup", "sm_100", {"tile": Tile(32, 16, True, 4, 2), "one_query": False, "beside": Beside(rotary_dim=64, interleaved=True)}),

@@ -35,9 +35,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 HEADS, GROUPS, DIM, CAPACITY, WORDS = 2, 2, 16, 48, 32
 BY_TOKEN = ("dense", "int8", "int4(group=16)", "fp8")
-EXACT = ("dense", "kivi(group=16,window=64)", "squat(group=16,window=64,subblock=8,rank=4)", "certified")
+EXACT = (
+    "dense", "kivi(group=16,window=64)", "squat(group=16,window=64,subblock=8,rank=4)", "certified", "int4(group=16,sinks=48,rotate=kv)",
+    "kivi(group=16,window=16,sinks=48,rotate=kv)",
+)
 """Schemes from which all tokens that fit are read back as they were."""
-SCHEMES = (*BY_TOKEN, *EXACT[1:], "kivi(bits=4,group=16,window=16)")
+SCHEMES = (*BY_TOKEN, *EXACT[1:], "kivi(bits=4,group=16,window=16)", "kivi(bits=4,group=16,window=16,sinks=5,rotate=k)")
 KINDS = ("static", "dynamic", "buffer", "cat")
 GROWING = ("dynamic", "cat")
 LONG = int(os.environ.get("KVCOMPILE_MACHINE", "0"))

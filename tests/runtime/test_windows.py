@@ -41,7 +41,12 @@ def store(scheme: Scheme, batch: int = 1, pages: int = 5) -> Store:
 def write(held: Store, x: torch.Tensor, start: int, origin: torch.Tensor | None = None) -> torch.Tensor:
     """Append at ``start``; the newest tokens."""
     pos = torch.arange(start, start + x.shape[2]).unsqueeze(0)
-    return append_window_body(x, held.planes, pos, origin, held.spec.scheme.spell())[0]
+    return append_window_body(x, held.planes[: held.spec.layout.written], pos, origin, held.spec.scheme.spell())[0]
+
+
+def codes_of(held: Store) -> list[torch.Tensor]:
+    """The planes that attention decodes."""
+    return held.planes[: held.spec.scheme.format(held.spec.slot).planes]
 
 
 def same(a: Store, b: Store) -> bool:
@@ -87,7 +92,7 @@ def test_a_padded_row_holds_what_it_would_hold_alone(scheme: Scheme) -> None:
         assert torch.equal(recent[row, :, -known:], last[0, :, -known:])
         blocks = (tokens + 3 - first) // scheme.block * scheme.block
         assert torch.equal(decode(padded, tokens + 3)[row, :, first:], decode(alone, tokens + 3 - first)[0])
-        for a, b, plane in zip(padded.planes[:3], alone.planes[:3], scheme.layout(alone.spec.slot).planes, strict=False):
+        for a, b, plane in zip(codes_of(padded), codes_of(alone), scheme.layout(alone.spec.slot).planes, strict=False):
             rows = blocks * plane.rows // 64
             assert torch.equal(a[:, row].transpose(0, 1).flatten(1, 2)[:, :rows], b[:, 0].transpose(0, 1).flatten(1, 2)[:, :rows])
 
@@ -116,12 +121,12 @@ def test_going_back_is_as_if_the_rest_had_never_been(scheme: Scheme) -> None:
             left = max(0, min(tokens - wanted, window))
             assert torch.equal(recent[:, :, left:], exact[:, :, left:])
             lost = range(max(0, window - wanted), left)
-            codes = tuple(as_tokens(plane) for plane in straight.planes[:3])
+            codes = tuple(as_tokens(plane) for plane in codes_of(straight))
             kept = any(plane.name == ORIGINALS for plane in straight.spec.layout.planes)
             decoded = x if kept else straight.spec.scheme.decode(codes, straight.spec.slot)
             for row in lost:
                 assert torch.equal(recent[:, :, row], decoded[:, :, wanted - window + row])
-            for a, b, plane in zip(held.planes[:3], straight.planes[:3], scheme.layout(held.spec.slot).planes, strict=False):
+            for a, b, plane in zip(codes_of(held), codes_of(straight), scheme.layout(held.spec.slot).planes, strict=False):
                 rows = (wanted + 9) // block * block * plane.rows // 64
                 flat = [p[:, 0].transpose(0, 1).flatten(1, 2)[:, :rows] for p in (a, b)]
                 assert torch.equal(*flat)
@@ -136,7 +141,7 @@ def test_what_comes_out_of_order_is_never_a_number(scheme: Scheme) -> None:
     held = store(scheme)
     write(held, x, 0)
     pos = torch.tensor([[40, 42]])
-    recent, _ = append_window_body(x[:, :, :2], held.planes, pos, None, scheme.spell())
+    recent, _ = append_window_body(x[:, :, :2], held.planes[: held.spec.layout.written], pos, None, scheme.spell())
     assert torch.equal(recent[:, :, -2], x[:, :, 0])
     assert torch.isnan(recent[:, :, -1]).all()
     # Padding that is shown later was never stored.

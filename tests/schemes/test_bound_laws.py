@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry import amax_of, bound_of, each_bounded, each_variant, fitting, round_trip
+from registry import bound_of, each_bounded, each_variant, fitting, largest_of, round_trip
 
 from kvcompile.schemes import Scheme
 from kvcompile.types import SlotSpec
@@ -45,7 +45,7 @@ def within(scheme: Scheme, spec: SlotSpec, row: np.ndarray, dtype: torch.dtype =
     x = torch.from_numpy(row).reshape(1, 1, 1, -1).to(dtype)
     if not torch.isfinite(x).all():
         return
-    amax = amax_of(scheme, x, spec)
+    amax = largest_of(scheme, x, spec).expand(x.shape)
     found = round_trip(scheme, x, spec)
     fine = (found - x.to(torch.float64)).abs() <= bound_of(scheme, x, spec)
     fine |= (amax > scheme.largest) & ~torch.isfinite(found)

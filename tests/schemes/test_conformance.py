@@ -33,8 +33,9 @@ from registry import (
 
 from kvcompile.errors import SchemeError
 from kvcompile.lowering.ops.append_window import append_window_body
+from kvcompile.lowering.ops.keep_first import keep_first_body
 from kvcompile.lowering.ops.operations import append_body
-from kvcompile.runtime.codec import decode
+from kvcompile.runtime.codec import decode, encode
 from kvcompile.runtime.store import Store, StoreSpec
 from kvcompile.schemes import Adaptive, Scheme, parse
 from kvcompile.types import PAGE, Extent, SlotSpec, pages_for
@@ -51,10 +52,16 @@ def poisoned(scheme: Scheme, spec: SlotSpec, batch: int, pages: int) -> list[tor
 
 def append(scheme: Scheme, x_BKSD: torch.Tensor, planes: list[torch.Tensor], pos: torch.Tensor) -> None:
     """The write path that a plan would choose."""
+    layout = scheme.layout(slot(x_BKSD.shape[1], x_BKSD.shape[3], x_BKSD.dtype))
+    written, early = planes[: layout.written], [plane for plane, spec in zip(planes, layout.planes, strict=True) if spec.early]
+    used = None
     if scheme.window:
-        append_window_body(x_BKSD, planes, pos, None, scheme.spell())
+        newest, used = append_window_body(x_BKSD, written, pos, None, scheme.spell())
+        x_BKSD = newest[:, :, scheme.window :]
     else:
-        append_body(x_BKSD, planes, pos, scheme.spell())
+        append_body(x_BKSD, written, pos, scheme.spell())
+    if early:
+        keep_first_body(x_BKSD, early, pos, used)
 
 
 def of_row(plane: torch.Tensor, row: int) -> torch.Tensor:
@@ -198,7 +205,9 @@ def test_nan_and_inf_never_become_numbers(scheme: Scheme, dtype: torch.dtype, po
     fmt = scheme.format(spec)
     shared = torch.zeros_like(changed)
     block = slice(4 // fmt.block * fmt.block, (4 // fmt.block + 1) * fmt.block)
-    shared[1, 0, block, 3 // fmt.group * fmt.group : (3 // fmt.group + 1) * fmt.group] = True
+    # A norm covers all channels of its token, and so through their scales all of the block.
+    channels = slice(None) if fmt.norms else slice(3 // fmt.group * fmt.group, (3 // fmt.group + 1) * fmt.group)
+    shared[1, 0, block, channels] = True
     if whole_write(scheme):
         shared[1] = True
     assert not changed[~shared].any()
@@ -221,6 +230,34 @@ def test_a_block_is_encoded_alone(scheme: Scheme) -> None:
         if not whole_write(scheme):
             rows = slice(4 * block * plane.rows // PAGE, 5 * block * plane.rows // PAGE)
             assert torch.equal(bits(a[2, 0, rows]), bits(b[2, 0, rows])), "another block or another head was seen"
+
+
+@each_variant
+def test_a_store_returns_tokens_in_the_basis_of_the_model(scheme: Scheme) -> None:
+    """The first tokens and the newest ones as they were, others within what a rotation makes of the bounds of its channels."""
+    spec, tokens = fitting(scheme), 3 * PAGE + 7
+    layout = scheme.layout(spec)
+    store = Store(StoreSpec(spec, scheme, layout), 2, CPU, pages_for(tokens))
+    x = normal(2, spec.heads, tokens, spec.head_dim)
+    padding = torch.tensor([0, 9])
+    encode(store, x[:, :, :100], padding)
+    encode(store, x[:, :, 100:], padding, first=100)
+    found = decode(store, tokens)
+    turned = 1e-5 if scheme.basis(spec) else 0.0
+    for row, first in enumerate(padding.tolist() if layout.is_windowed or scheme.sinks else [0, 0]):
+        for part in (slice(first, first + scheme.sinks), slice(tokens - scheme.window, tokens)):
+            assert torch.allclose(found[row, :, part], x[row, :, part], rtol=turned, atol=turned)
+    if scheme.bound(spec) is None:
+        return
+    # In the basis of the store the bound is that of each channel; behind the rotation it is that of their sum.
+    stored = store.in_basis(x)
+    assert bool((stored == x).all()) == (scheme.basis(spec) is None)
+    bound = bound_of(scheme, stored, spec)
+    if scheme.basis(spec) is not None:
+        bound = torch.linalg.vector_norm(bound, dim=-1, keepdim=True) + 1e-4
+    skipped = -(-9 // scheme.block) * scheme.block + scheme.block
+    error = torch.linalg.vector_norm(found.double() - x, dim=-1, keepdim=True) if scheme.basis(spec) else (found.double() - x).abs()
+    assert (error <= bound)[0].all() and (scheme.window or scheme.keeps_padding_out or (error <= bound)[1, :, skipped:].all())
 
 
 @each_variant

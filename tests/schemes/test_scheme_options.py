@@ -40,7 +40,7 @@ def bad_values(default: Any) -> list[Any]:
 
 
 GOOD = {
-    "scratch": (0,), "value_scratch": (0,),
+    "scratch": (0,), "value_scratch": (0,), "order": (0,), "sinks": (0, 7),
     "protect_first": (0, 7), "protect_last": (0, 7), "checks": (7,), "interval": (7,), "threshold": (0, 7),
     "layer_weights": ("",),
 }
@@ -186,7 +186,7 @@ def test_a_derived_scheme_inherits_no_kernel(derived: Scheme, monkeypatch: pytes
 
 def test_every_scheme_says_for_itself_whether_kernels_encode() -> None:
     said = {cls.name for cls in SCHEMES if vars(cls).get("kernel_encoding")}
-    assert said == {"int8", "int4", "fp8", "kivi", "squat", "beyond", "int8-static", "fp8-static"}
+    assert said == {"int8", "int4", "fp8", "kivi", "normed", "squat", "beyond", "int8-static", "fp8-static"}
 
 
 @each_scheme

@@ -14,6 +14,7 @@ from add_a_scheme import Fp4
 from kvcompile import schemes
 from kvcompile.errors import SchemeError
 from kvcompile.schemes import AMAX, SPREAD, Scheme
+from kvcompile.schemes.base import NORM
 from kvcompile.types import Extent, PlaneSpec, Role, SlotSpec
 
 SCHEMES = (*schemes.SCHEMES, Fp4)
@@ -77,7 +78,7 @@ def whole_blocks(scheme: Scheme, x_BKSD: torch.Tensor) -> torch.Tensor:
 def _by_group(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
     """``reduce`` over every group that shares a scale, float64, at each of its channels."""
     fmt = scheme.format(spec)
-    x = whole_blocks(scheme, x_BKSD).to(torch.float64)
+    x = whole_blocks(scheme, x_BKSD / norms_of(scheme, x_BKSD, spec)).to(torch.float64)
     grouped = x.unflatten(-1, (-1, fmt.group)).unflatten(2, (-1, fmt.block))
     grouped = reduce(reduce(grouped, -1, True), 3, True)
     if whole_write(scheme):
@@ -86,9 +87,25 @@ def _by_group(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec, reduce: Call
     return grouped.flatten(4).flatten(2, 3)[:, :, : x_BKSD.shape[2]]
 
 
+def norms_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
+    """What each token is divided by before its groups are looked at, float64 [B, K, S, 1]; 1 where nothing is, or the token is zero."""
+    fmt = scheme.format(spec)
+    if not fmt.norms:
+        return torch.ones(*x_BKSD.shape[:3], 1, dtype=torch.float64)
+    found = scheme.encode(whole_blocks(scheme, x_BKSD))[fmt.norms_at][:, :, : x_BKSD.shape[2]].to(torch.float64)
+    return torch.where(found == 0, 1.0, found)
+
+
 def amax_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
     """The largest magnitude that stands behind each channel's scale, float64 [B, K, S, D]."""
-    return _by_group(scheme, x_BKSD.abs(), spec, torch.amax)
+    return _by_group(scheme, x_BKSD, spec, lambda x, *rest: torch.amax(x.abs(), *rest))
+
+
+def largest_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
+    """The largest magnitude behind each channel's scale, or in its token where that has a norm, float64 [B, K, S, 1 or D]."""
+    if scheme.format(spec).norms:
+        return x_BKSD.abs().to(torch.float64).amax(-1, keepdim=True)
+    return amax_of(scheme, x_BKSD, spec)
 
 
 def spread_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
@@ -97,16 +114,16 @@ def spread_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Ten
 
 
 @functools.cache
-def _function(bound: sympy.Expr) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    return sympy.lambdify((AMAX, SPREAD), bound, "numpy")
+def _function(bound: sympy.Expr) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    return sympy.lambdify((AMAX, SPREAD, NORM), bound, "numpy")
 
 
 def bound_of(scheme: Scheme, x_BKSD: torch.Tensor, spec: SlotSpec) -> torch.Tensor:
     """The scheme's symbolic bound for every channel of x, evaluated in float64; of a scheme that has one."""
-    amax, spread = amax_of(scheme, x_BKSD, spec), spread_of(scheme, x_BKSD, spec)
+    amax, spread, norm = amax_of(scheme, x_BKSD, spec), spread_of(scheme, x_BKSD, spec), norms_of(scheme, x_BKSD, spec)
     bound = scheme.bound(spec)
     assert bound is not None, f"{scheme.name} announces no bound"
-    value = np.broadcast_to(np.asarray(_function(bound)(amax.numpy(), spread.numpy()), dtype=np.float64), amax.shape)
+    value = np.broadcast_to(np.asarray(_function(bound)(amax.numpy(), spread.numpy(), norm.numpy()), dtype=np.float64), amax.shape)
     return torch.from_numpy(value.copy())
 
 

@@ -120,7 +120,7 @@ def _window_kernels(slots: list[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]
     used = [slot.used for slot in slots]
     operands = [
         operand for slot in slots for operand in (
-            slot.x, append_ops.written(slot.planes), slot.moves[0] if slot.corrects else None, slot.pos, slot.origin, slot.scheme,
+            slot.x, append_ops.written(slot.planes), slot.own[0] if slot.corrects else None, slot.pos, slot.origin, slot.scheme,
         )
     ]
     if len(slots) == 1:
@@ -136,6 +136,8 @@ def pair(graph: fx.Graph) -> None:
 
     That is where nothing that stands between them uses the first one's results or planes, or changes anything in place.
     """
+    for node in list(graph.find_nodes(op="call_function", target=ops.keep_first)):
+        _defer(node)
     earlier: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -153,6 +155,24 @@ def pair(graph: fx.Graph) -> None:
             # A reader of results is moved along; whoever reads further, or reads the planes, ends what may be paired.
             earlier = {target: first for target, first in earlier.items() if not _uses(node, first) or _is_result(node, first)}
     graph.lint()
+
+
+def _defer(node: fx.Node) -> None:
+    """Move the operation that keeps first tokens, with the slice that it alone takes, behind appends of ours that follow it.
+
+    It writes planes of its own: an append may as well come before, but nothing that reads them or changes anything else in place.
+    """
+    own: set[fx.Node] = {node, *node.args[1]}  # type: ignore[misc]
+    tokens = node.args[0]
+    assert isinstance(tokens, fx.Node)
+    moved = [node]
+    if tokens.target is torch.ops.aten.slice.Tensor and list(tokens.users) == [node]:
+        moved.insert(0, tokens)
+    stop = node.next
+    while stop.op == "call_function" and own.isdisjoint(stop.all_input_nodes) and (stop.target in BOTH or not _changes(stop)):
+        stop = stop.next
+    for each in moved:
+        stop.prepend(each)
 
 
 def _is_result(node: fx.Node, first: fx.Node) -> bool:

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcompile.lowering.append.window_token import Slot, corrected, known, minmax_codes, origin_of
+from kvcompile.lowering.append.window_token import NORMED, Slot, corrected, known, minmax_codes, normed, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 
 TILE = 4096
@@ -54,8 +54,8 @@ def _give(recent, s, x, poisoned, count, W: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _append_blocks(
-    program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n,
-    pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
+    program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n,
+    pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, TOGETHER: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
 ):
@@ -106,7 +106,11 @@ def _append_blocks(
         old = tl.load(ring + (t & (W - 1))[:, None] * D + d[None, :], mask=(before & touched)[:, None], other=0.0)
         content = tl.where(before[:, None], old.to(tl.float32), content)
     if SUB > 0:
-        content = corrected(content, MOVES + b * moves_b + h * moves_h, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
+        content = corrected(content, OWN + b * own_b + h * own_h, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
+    if SUB == NORMED:
+        content, norm = normed(content, SCALES.dtype.element_ty, ULP, TINY)
+        to = OWN + (stand // PAGE) * (codes_n // (SEGMENTS * (D // PARTS))) + b * own_b + h * own_h + stand % PAGE + i
+        tl.store(to, tl.reshape(norm, [ROWS]), mask=touched)
     # [blocks, tokens of a block, channels] or [groups, channels of a group, 1]: reduced over the middle.
     if BLOCK > 1:
         grouped = tl.reshape(content, [ROWS // BLOCK, BLOCK, D])
@@ -153,25 +157,25 @@ def _roll(
 
 @triton.jit
 def append_blocks_one(
-    X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s,
-    codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s,
+    codes_b, codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, TOGETHER: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
 ):
     """One slot. Grid: tiles of ROWS positions times kv heads, the heads first, and batch rows."""
     _append_blocks(
-        tl.program_id(0), tl.program_id(1).to(tl.int64), X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s,
-        x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS,
+        tl.program_id(0), tl.program_id(1).to(tl.int64), X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s,
+        x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS,
         BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, HAS_ORIGIN, TOGETHER, ULP, TINY, ROWS,
     )
 
 
 @triton.jit
 def append_blocks_two(
-    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b,
-    pos_s, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2,
+    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b,
+    pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, OWN_2, POS_2,
     ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2, codes_b_2, codes_h_2,
-    scales_b_2, scales_h_2, moves_b_2, moves_h_2, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    scales_b_2, scales_h_2, own_b_2, own_h_2, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, TOGETHER: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, D_2: tl.constexpr,
     W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr, PARTS_2: tl.constexpr,
@@ -182,15 +186,15 @@ def append_blocks_two(
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if program < programs:
         _append_blocks(
-            program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n,
-            scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP,
+            program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n,
+            scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP,
             BLOCK, SUB, HAS_ORIGIN, TOGETHER, ULP, TINY, ROWS,
         )
     else:
         _append_blocks(
-            program - programs, b, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2,
+            program - programs, b, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, OWN_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2,
             x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2,
-            moves_b_2, moves_h_2, D_2, W_2, PAGE_2, HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2, TOGETHER_2,
+            own_b_2, own_h_2, D_2, W_2, PAGE_2, HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2, TOGETHER_2,
             ULP_2, TINY_2, ROWS_2,
         )
 
@@ -260,11 +264,11 @@ class Blocks(NamedTuple):
 
     def operands(self) -> tuple[object, ...]:
         """Arguments of the first launch's kernels, in their order: whole planes, no views."""
-        x, pos, (codes, scales, zeros), (moves, *moves_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.moves
+        x, pos, (codes, scales, zeros), (own, *own_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.own
         return (
-            x, self.slot.window, self.slot.clock, codes, scales, zeros, moves, pos, self.origin, self.recent, x.stride(0), x.stride(1),
+            x, self.slot.window, self.slot.clock, codes, scales, zeros, own, pos, self.origin, self.recent, x.stride(0), x.stride(1),
             x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0), scales.stride(0), self.pos_b, pos.stride(1),
-            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *moves_strides,
+            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *own_strides,
         )
 
     def constants(self, suffix: str = "") -> dict[str, Any]:

@@ -5,8 +5,9 @@ that the token stands in, and puts the token into the window: what ``ops.append_
 schemes that quantize by minimum and maximum (``Scheme.minmax``). Rounding is spelled out, bit for bit that of
 ``schemes.asymmetric`` (``rounding``); a test holds the two together. Anything else goes through the traced body.
 
-Where errors of channels move others (``MinMax.subblock``), a block is encoded once, by the token that makes it whole: nobody reads its
-codes before. The products are the body's but for the order of their sums, and so a code may be the neighbor of the body's.
+OWN is what else the scheme keeps, and SUB says what that is. Above 0, errors of so many channels move others (``MinMax.subblock``), and a
+block is encoded once, by the token that makes it whole: nobody reads its codes before. The products are the body's but for the order
+of their sums, and so a code may be the neighbor of the body's. NORMED: a plane of norms (``MinMax.norms``), which lies as the codes do.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,6 +27,9 @@ from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_down, ro
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded, one_token
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
+
+NORMED = tl.constexpr(-1)
+"""SUB where tokens are divided by their norms."""
 
 
 @triton.jit
@@ -71,6 +75,18 @@ def corrected(
 
 
 @triton.jit
+def normed(content, stored: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
+    """Float32 [n, D] of tokens divided by their norms, and those [n, 1] in ``stored``; ``schemes.normed``."""
+    wide = content.to(tl.float64)
+    size = (tl.sqrt(tl.sum(wide * wide, 1, keep_dims=True) / content.shape[1]) * 0.5).to(tl.float32)
+    up = rounded_up(size, ULP, TINY, stored)
+    up = tl.where(up.to(tl.float32) < TINY, TINY, up.to(tl.float32)).to(stored)
+    norm = tl.where(size == 0, 0.0, up.to(tl.float32)).to(stored)
+    divided = quotient(content, tl.where(norm == 0, 1.0, norm.to(tl.float32)).to(stored))
+    return tl.where(norm == norm, divided, float("nan")), norm
+
+
+@triton.jit
 def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
     """A row's origin in force, what its clock will say of it, and whether the row's mask agrees.
 
@@ -89,13 +105,16 @@ def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
 
 @triton.jit
 def _encode_block(
-    content, t, last, CODES, SCALES, ZEROS, MOVES, codes_n, scales_n, D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
+    content, t, last, CODES, SCALES, ZEROS, OWN, codes_n, scales_n, D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr,
 ):
     """Block ``last``, tokens t [BLOCK] with what they hold, float32 [BLOCK, D], of one kv head of one batch row."""
     if SUB > 0:
-        content = corrected(content, MOVES, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
+        content = corrected(content, OWN, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
+    if SUB == NORMED:
+        content, norm = normed(content, SCALES.dtype.element_ty, ULP, TINY)
+        tl.store(OWN + (t // PAGE) * (codes_n // (SEGMENTS * (D // PARTS))) + t % PAGE, tl.reshape(norm, [BLOCK]))
     # [1, tokens, channels] or [groups, channels of a group, 1]: reduced over the middle.
     if BLOCK > 1:
         grouped = tl.reshape(content, [1, BLOCK, D])
@@ -118,8 +137,8 @@ def _encode_block(
 
 @triton.jit
 def _append_token(
-    program, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
-    codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    program, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
@@ -166,33 +185,33 @@ def _append_token(
     tl.store(clock + 1, remembered)
 
     # Whoever moves channels does so once a block.
-    if ((start + 1) % BLOCK == 0) | (SUB == 0):
+    if ((start + 1) % BLOCK == 0) | (SUB <= 0):
         _encode_block(
             content, t, last, CODES + b * codes_b + h * codes_h, SCALES + b * scales_b + h * scales_h, ZEROS + b * scales_b + h * scales_h,
-            MOVES + b * moves_b + h * moves_h, codes_n, scales_n, D, PAGE, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, ULP, TINY,
+            OWN + b * own_b + h * own_h, codes_n, scales_n, D, PAGE, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, ULP, TINY,
         )
 
 
 @triton.jit
 def append_one(
-    X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
-    codes_h, scales_b, scales_h, moves_b, moves_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr,
 ):
     """One token of one slot; a program has one kv head of one batch row."""
     _append_token(
-        tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n,
-        pos_b, codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
+        tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n,
+        pos_b, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
         HAS_ORIGIN, ULP, TINY,
     )
 
 
 @triton.jit
 def append_two(
-    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
-    codes_h, scales_b, scales_h, moves_b, moves_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2, ORIGIN_2, RECENT_2,
-    x_b_2, x_h_2, x_d_2, pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, moves_b_2, moves_h_2,
+    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b, codes_b,
+    codes_h, scales_b, scales_h, own_b, own_h, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, OWN_2, POS_2, ORIGIN_2, RECENT_2,
+    x_b_2, x_h_2, x_d_2, pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, own_b_2, own_h_2,
     D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
     SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr,
     TINY: tl.constexpr, D_2: tl.constexpr, W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr,
@@ -203,14 +222,14 @@ def append_two(
     program = tl.program_id(0)
     if program < programs:
         _append_token(
-            program, X, RING, CLOCK, CODES, SCALES, ZEROS, MOVES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b,
-            codes_b, codes_h, scales_b, scales_h, moves_b, moves_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
+            program, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, codes_n, scales_n, pos_b,
+            codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB,
             HAS_ORIGIN, ULP, TINY,
         )
     else:
         _append_token(
-            program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, MOVES_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
-            pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, moves_b_2, moves_h_2, D_2, W_2, PAGE_2,
+            program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, OWN_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
+            pages_2, codes_n_2, scales_n_2, pos_b_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2, own_b_2, own_h_2, D_2, W_2, PAGE_2,
             HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2, ULP_2, TINY_2,
         )
 
@@ -241,14 +260,24 @@ class Slot(NamedTuple):
         return rule is not None and bool(rule.subblock)
 
     @property
-    def moves(self) -> tuple[torch.Tensor, int, int]:
-        """[1, 1 or B, K, D, D], how far errors move channels, and its strides from row to row and from head to head.
+    def divides(self) -> bool:
+        """Whether tokens are divided by norms, which are the plane behind the zero points."""
+        rule = schemes.parse(self.scheme).minmax(self.x.shape[3])
+        return rule is not None and rule.norms
 
-        Positions where the scheme has none, as an argument that nothing reads.
+    @property
+    def own(self) -> tuple[torch.Tensor, int, int]:
+        """The scheme's own plane, and its strides from row to row and from head to head.
+
+        [1, 1 or B, K, D, D], how far errors move channels; or norms, [N, B, K, PAGE, 1]. Positions where the scheme has neither, as
+        an argument that nothing reads.
         """
-        moves = self.planes[-1]
+        if self.divides:
+            norms = self.planes[3]
+            return norms, norms.stride(1), norms.stride(2)
         if not self.corrects:
             return self.pos, 0, 0
+        moves = self.planes[-1]
         return moves, 0 if moves.shape[1] == 1 else moves.stride(1), moves.stride(2)
 
     @property
@@ -270,11 +299,11 @@ class Slot(NamedTuple):
         """Arguments of the kernels, in their order: whole planes, no views."""
         codes, scales, zeros = self.planes[:3]
         origin = self.pos if self.origin is None else self.origin
-        moves, *moves_strides = self.moves
+        own, *own_strides = self.own
         return (
-            self.x, self.window, self.clock, codes, scales, zeros, moves, self.pos, origin, recent, self.x.stride(0), self.x.stride(1),
+            self.x, self.window, self.clock, codes, scales, zeros, own, self.pos, origin, recent, self.x.stride(0), self.x.stride(1),
             self.x.stride(3), codes.shape[0], codes.stride(0), scales.stride(0), 0 if self.pos.shape[0] == 1 else self.pos.stride(0),
-            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *moves_strides,
+            codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *own_strides,
         )
 
     def constants(self, suffix: str = "") -> dict[str, Any]:
@@ -285,7 +314,8 @@ class Slot(NamedTuple):
         named = {
             "D": self.x.shape[3], "W": self.window.shape[3], "PAGE": self.planes[0].shape[3], "HEADS": self.x.shape[1], "BITS": rule.bits,
             "PARTS": rule.parts, "SEGMENTS": rule.segments, "GROUP": rule.group, "BLOCK": rule.block,
-            "SUB": rule.subblock, "HAS_ORIGIN": self.origin is not None, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
+            "SUB": NORMED.value if rule.norms else rule.subblock, "HAS_ORIGIN": self.origin is not None, "ULP": SCALE_ULP[dtype],
+            "TINY": TINY[dtype],
         }
         return {name + suffix: value for name, value in named.items()}
 
@@ -298,7 +328,9 @@ def known(slot: Slot) -> bool:
         return False
     # Tensor cores take no fewer than 16 channels, or tokens, at once.
     narrow = rule.subblock < 16 or rule.block < 16 or rule.subblock & (rule.subblock - 1)
-    if rule.subblock and (narrow or not slot.moves[0].is_contiguous()):
+    if rule.subblock and (narrow or not slot.own[0].is_contiguous()):
+        return False
+    if rule.norms and not (slot.own[0].is_contiguous() and slot.planes[0].is_contiguous()):
         return False
     in_order = slot.window.is_contiguous() and slot.clock.is_contiguous()
     rows = all(plane.stride(4) == 1 and plane.stride(3) == plane.shape[4] for plane in slot.planes[:3])

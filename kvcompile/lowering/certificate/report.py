@@ -6,10 +6,14 @@ other channels before they were encoded, by a matrix M that is stored, k' - k = 
 sum_c |((I + M) q)_c| radius_c: less than without M, where M turns the error away from what q looks at. The theorems are those of
 ``schemes.bounds``, applied to attention over what the codes stand for, computed here in float64. How far the output is from that is no
 bound but measured, and part of the arithmetic: so the certificate holds whatever multiplied, in whatever precision.
+
+Keys and values that are stored in another basis are compared there, where lengths are what they were. What the change of basis rounds, of
+tokens, queries and the result, is added (``Turning``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +25,12 @@ from kvcompile.lowering.certificate import head_bounds
 from kvcompile.lowering.certificate.bound_printer import aten
 from kvcompile.lowering.certificate.head_bounds import OUTPUT_TINY, OUTPUT_UNIT, Certificate, Sum, Values, norm
 from kvcompile.lowering.certificate.logits import NEAR, Scores, gaps, visible_to_queries
+from kvcompile.lowering.ops.keep_first import origins
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import decodable, with_recent
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.base import _spread
+from kvcompile.schemes.basis import Basis, rounding
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import Bound, Outward, Over
 from kvcompile.types import Role, SlotSpec
@@ -53,6 +59,8 @@ def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: Sl
     stored = {"step": _spread(tokens[1], fmt).abs()}
     if fmt.zeros:
         stored["zero"] = _spread(tokens[2], fmt).abs()
+    if fmt.norms:
+        stored = {name: plane * tokens[fmt.norms_at].to(torch.float32) for name, plane in stored.items()}
     return values, aten(bound)(**stored)
 
 
@@ -97,6 +105,30 @@ class Errors:
         return turned.abs() @ own + query.abs() @ rest
 
 
+@dataclass(frozen=True)
+class Turning:
+    """How far tokens and queries, or tokens and results, may be from exact ones by their change of basis to or from ``dtype``."""
+
+    basis: Basis | None
+    head_dim: int
+    dtype: torch.dtype
+
+    def rest(self, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor | float:
+        """Bound each channel's error, [B, K, T, D]: of a token's own rounding, and for keys of that of the queries that it meets."""
+        if self.basis is None:
+            return 0.0
+        size = values.abs() + own
+        length = torch.linalg.vector_norm(size, dim=-1, keepdim=True)
+        return 2 * _stored_rounding(size, self.dtype) + rounding(self.basis.order, self.head_dim) * length
+
+    def result(self, size: torch.Tensor) -> torch.Tensor | float:
+        """Bound the error of a result of norm ``size``."""
+        if self.basis is None:
+            return 0.0
+        tiny = OUTPUT_TINY[self.dtype] * math.sqrt(self.head_dim)
+        return size * (OUTPUT_UNIT[self.dtype] + math.sqrt(self.head_dim) * rounding(self.basis.order, self.head_dim)) + tiny
+
+
 def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """How far a number may be from one that was rounded to ``dtype`` and became ``x``."""
     return x.abs() * (2 * OUTPUT_UNIT[dtype]) + OUTPUT_TINY[dtype]
@@ -111,18 +143,34 @@ def _tokens(
     k, key_radius = decoded_with_radius(schemes.parse(operands.key_scheme), operands.keys, key_slot)
     v, value_radius = decoded_with_radius(schemes.parse(operands.value_scheme), operands.values, value_slot)
     key, value = Errors.of(k, key_radius, carries), Errors.of(v, value_radius, None)
-    if not recent:
-        return k, v, key, value
-    assert base is not None
     place = torch.arange(k.shape[2], device=q.device)
-    first = base if refilled is None else torch.maximum(base, refilled)
-    new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
-    k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
-    key, value = (
-        Errors(errors.own, errors.rest + torch.where(new, _stored_rounding(x, rows.dtype), 0), errors.carries).where(exact, 0)
-        for errors, x, rows in zip((key, value), (k, v), recent, strict=True)
-    )
+    if recent:
+        assert base is not None
+        first = base if refilled is None else torch.maximum(base, refilled)
+        new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
+        k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
+        key, value = (
+            Errors(errors.own, errors.rest + torch.where(new, _stored_rounding(x, rows.dtype), 0), errors.carries).where(exact, 0)
+            for errors, x, rows in zip((key, value), (k, v), recent, strict=True)
+        )
+    if operands.early:
+        at = origins(operands.early_at, q.device)[:, None]
+        early = ((place >= at) & (place < at + operands.early[0].shape[3]))[:, None, :, None]
+        k, v = (with_recent(x, rows[0], at[:, 0]) for x, rows in zip((k, v), operands.early, strict=True))
+        key, value = (errors.where(early, 0) for errors in (key, value))
+    turned = zip((key, value), (k, v), turnings(operands), strict=True)
+    key, value = (Errors(errors.own, errors.rest + turning.rest(x, errors.own), errors.carries) for errors, x, turning in turned)
     return k, v, key, value
+
+
+def turnings(operands: AttendOperands[torch.Tensor]) -> tuple[Turning, Turning]:
+    """Bound the rounding by a change of basis, of keys and of values."""
+    q, K = operands.q, operands.keys[0].shape[2]
+    slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
+    spelled = operands.key_scheme, operands.value_scheme
+    return tuple(  # type: ignore[return-value]
+        Turning(schemes.parse(text).basis(slot), slot.head_dim, q.dtype) for text, slot in zip(spelled, slots, strict=True)
+    )
 
 
 def report_step(
@@ -173,6 +221,7 @@ def report_step(
     value = head_bounds.total(head_bounds.value_terms(softmax, eta))
     added = head_bounds.accumulation(softmax, known, CHAIN)
     center = _center_norm(norm=norm(exact), value_sum=value + added, vmax=known.vmax)
-    found = Certificate(head_bounds.key_bound(softmax, delta, known, center), value, added + apart)
+    turned = turnings(operands)[1].result(norm(exact) + apart)
+    found = Certificate(head_bounds.key_bound(softmax, delta, known, center), value, added + apart + turned)
     by_head = [x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (*found, delta.amax(-1))]
     return Certificate(*by_head[:3]), by_head[3]

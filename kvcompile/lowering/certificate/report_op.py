@@ -28,7 +28,7 @@ from kvcompile.schemes.certificate.policy import parse_policy
 LIBRARY.define(
     "report_site(Tensor output, Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
     " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[]? recent, Tensor? base,"
-    " Tensor(a!) telemetry, str certify, Tensor? refilled, Tensor? carries) -> ()"
+    " Tensor(a!) telemetry, str certify, Tensor? refilled, Tensor? carries, Tensor[]? early=None, Tensor? early_at=None) -> ()"
 )
 LIBRARY.define("as_stored(Tensor x) -> Tensor")
 

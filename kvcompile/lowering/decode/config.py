@@ -43,13 +43,23 @@ class Masks:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """Operands beside the planes: newest tokens in full precision, angles that keys are rotated by."""
+    """Operands beside the planes: newest and first tokens in full precision, angles that keys are rotated by.
+
+    ``early``: how many first tokens, and ``early_at`` whether a plane says where they begin.
+    """
 
     recent: bool = False
     base_per_batch: bool = True
     rotary_dim: int = 0
     interleaved: bool = False
     rotation_per_batch: bool = True
+    early: int = 0
+    early_at: bool = False
+
+    @property
+    def tail(self) -> bool:
+        """Whether there are tokens that are not encoded, which are a split of their own."""
+        return self.recent or self.early > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +128,7 @@ class AttendConfig:
             "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
             "BIAS_B": int(masks.bias_per_batch), "BIAS_H": int(masks.bias_per_head), "BIAS_S": int(masks.bias_per_query),
             "HAS_RECENT": int(beside.recent), "BASE_B": int(beside.base_per_batch), "ROTARY_DIM": beside.rotary_dim,
+            "EARLY": beside.early, "EARLY_MOVED": int(beside.early_at), "HAS_TAIL": int(beside.tail),
             "INTERLEAVED": int(beside.interleaved), "ROTATION_B": int(beside.rotation_per_batch),
             # A tile of tokens that are not encoded takes many registers, and what one split takes all have to.
             "BLOCK_N": min(tile.block_t, 16 * tile.num_warps),
@@ -149,17 +160,21 @@ class AttendConfig:
         present = (
             (True, "Q"), (True, "HI"), (True, "K_WORDS"), (True, "V_WORDS"), (key.scaled, "K_SCALES"), (value.scaled, "V_SCALES"),
             (key.zeros, "K_ZEROS"), (value.zeros, "V_ZEROS"), (key.levels > 0, "K_TABLE"), (value.levels > 0, "V_TABLE"),
-            (key.static, "K_STATIC"), (value.static, "V_STATIC"),
+            (key.static, "K_STATIC"), (value.static, "V_STATIC"), (key.norms, "K_NORMS"),
             (self.masks.lo, "LO"), (self.masks.keep, "KEEP"), (self.masks.bias is not Bias.NONE, "BIAS"),
             (self.direct and self.masks.sinks, "SINKS"), (beside.recent, "RECENT_K"), (beside.recent, "RECENT_V"),
-            (beside.recent, "BASE"), (rotated, "COS"), (rotated, "SIN"),
+            (beside.recent, "BASE"), (beside.early > 0, "EARLY_K"), (beside.early > 0, "EARLY_V"), (beside.early_at, "EARLY_AT"),
+            (rotated, "COS"), (rotated, "SIN"),
         )
         return tuple(name for there, name in present if there)
 
 
 def plane_names(letter: str, planes: Sequence[Any], fmt: KernelFormat) -> dict[str, Any]:
     """The planes that a kernel reads, by the template's names; ``letter`` is K or V."""
-    present = ((True, "WORDS"), (fmt.scaled, "SCALES"), (fmt.zeros, "ZEROS"), (fmt.levels > 0, "TABLE"), (fmt.static, "STATIC"))
+    present = (
+        (True, "WORDS"), (fmt.scaled, "SCALES"), (fmt.zeros, "ZEROS"), (fmt.norms, "NORMS"), (fmt.levels > 0, "TABLE"),
+        (fmt.static, "STATIC"),
+    )
     return dict(zip((f"{letter}_{name}" for there, name in present if there), planes, strict=False))
 
 

@@ -73,7 +73,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
             num_warps=config.tile.num_warps, num_stages=config.tile.num_stages, **config.options(),
         )
     # Every position in use, so that choices differ by the work they do.
-    in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "BASE": tokens_hint - 1}
+    in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "BASE": tokens_hint - 1, "EARLY_AT": 0}
     partial = autotuned("kvcompile_attend", choices, inputs, layout, examples(config.operands, in_use))
     return partial if direct else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
 
@@ -85,8 +85,10 @@ def _nodes_and_config(
     q, keys, values, recent, rotation = operands.q, operands.keys, operands.values, operands.recent, operands.rotation
     nodes = {
         "Q": q, "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep, "BIAS": operands.bias, "SINKS": operands.sinks,
-        "BASE": operands.base,
+        "BASE": operands.base, "EARLY_AT": operands.early_at,
     }
+    early = operands.early or ()
+    nodes |= dict(zip(("EARLY_K", "EARLY_V"), early, strict=False))
     nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
     formats = []
     for letter, planes, spelled, role, dim in (
@@ -101,6 +103,7 @@ def _nodes_and_config(
         bool(recent), recent is not None and not equals(nodes["BASE"].get_size()[0], 1),
         static(nodes["COS"].get_size()[2]) if rotation else 0, bool(operands.interleaved),
         rotation is not None and not equals(nodes["COS"].get_size()[0], 1),
+        static(nodes["EARLY_K"].get_size()[3]) if early else 0, "EARLY_AT" in nodes,
     )
     config = AttendConfig(
         operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),
@@ -114,8 +117,10 @@ def _nodes_and_config(
     return nodes, config
 
 
-def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype) -> Any:
+def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype, more: tuple[Any, Any, Any] | None = None) -> Any:
     """Splits [Z, B, H, S, Dv + 2] to [B, H, S, Dv] by log-sum-exp, in Inductor's own operations.
+
+    ``more``: sums [B, H, S, Dv], maxima and totals [B, H, S, 1] over tokens that no split has.
 
     Maxima and totals are broadcast to all channels first, so that the three reductions over Z have one shape
     and become one kernel. More splits than ``ONE_PASS`` are folded onto each other elementwise, since Inductor
@@ -136,6 +141,8 @@ def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype) -> Any:
 
     tops = [column(part, value_dim) for part in parts]
     top = do(aten.amax, functools.reduce(lambda x, y: do(aten.maximum, x, y), tops), [0], True)
+    if more is not None:
+        top = do(aten.maximum, top, do(aten.unsqueeze, more[1], 0))
     if sinks is not None:
         sink = do(aten.mul, do(prims.convert_element_type, do(aten.reshape, sinks, [1, 1, -1, 1, 1]), torch.float32), LOG2E)
         top = do(aten.maximum, top, sink)
@@ -145,6 +152,9 @@ def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype) -> Any:
     result = summed([
         do(aten.mul, do(aten.slice.Tensor, part, 4, 0, value_dim), weight) for part, weight in zip(parts, weights, strict=True)
     ])
+    if more is not None:
+        weight = do(aten.exp2, do(aten.sub, more[1], do(aten.squeeze, top, 0)))
+        result, total = (do(aten.add, x, do(aten.mul, y, weight)) for x, y in ((result, more[0]), (total, more[2])))
     if sinks is not None:
         total = do(aten.add, total, do(aten.exp2, do(aten.squeeze, do(aten.sub, sink, top), 0)))
     result = do(aten.where, do(aten.eq, total, 0.0), 0.0, do(aten.div, result, total))

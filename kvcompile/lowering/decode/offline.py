@@ -90,6 +90,7 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
         "K_SCALES": plane(key.scales, torch.float16, key.token_block), "V_SCALES": plane(value.scales, torch.float16, value.token_block),
         "K_ZEROS": plane(key.scales, torch.float16, key.token_block), "V_ZEROS": plane(value.scales, torch.float16, value.token_block),
         "K_TABLE": table(key), "V_TABLE": table(value), "K_STATIC": heads_scales, "V_STATIC": heads_scales,
+        "K_NORMS": plane(1, torch.float16),
         "LO": Operand.contiguous((batch if masks.lo_per_batch else 1, queries), torch.int64),
         "KEEP": Operand((batch, "TOKENS"), ("TOKENS", 1), torch.bool),
         "BIAS": Operand((batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1), torch.bool if masks.bias == 2 else config.dtype),
@@ -98,6 +99,9 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
         "RECENT_V": Operand(
             (batch, config.kv_heads, "RECENT", config.value_dim), ("RECENT_HEADS_V", "RECENT_HEAD_V", config.value_dim, 1), config.dtype
         ),
+        "EARLY_K": Operand.contiguous((1, batch, config.kv_heads, beside.early, config.key_dim), config.dtype),
+        "EARLY_V": Operand.contiguous((1, batch, config.kv_heads, beside.early, config.value_dim), config.dtype),
+        "EARLY_AT": Operand.contiguous((1, batch, 1, 1, 1), torch.int64),
         "BASE": Operand.contiguous((batch if beside.base_per_batch else 1,), torch.int64), "COS": rotation, "SIN": rotation,
     }
     return {name: every[name] for name in config.operands}

@@ -96,7 +96,7 @@ class SlotPlan:
     sum over many tokens would lose the bits that the offset takes. ``lifted`` values are multiplied by their
     scale element by element, two to an instruction: cheaper than a weighted copy of the probabilities, each
     to be brought into operand layout, for every one of several scales a token.
-    ``group``, ``token_block``, ``levels``, ``segments``, ``static``: as the format has them.
+    ``group``, ``token_block``, ``levels``, ``segments``, ``static``, ``norms``: as the format has them.
     """
 
     role: Role
@@ -117,6 +117,7 @@ class SlotPlan:
     levels: int
     segments: int
     static: bool
+    norms: bool
     chunks: tuple[Chunk, ...]
     pieces: tuple[Piece, ...]
 
@@ -280,7 +281,7 @@ def slot_plan(
     return SlotPlan(
         role, dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, decode, fmt.coded and dtype == torch.float16,
         fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), pieces[0].offset, lifted,
-        fmt.group, fmt.block, fmt.levels, 1, fmt.static, tuple(chunks), tuple(pieces),
+        fmt.group, fmt.block, fmt.levels, 1, fmt.static, fmt.norms, tuple(chunks), tuple(pieces),
     )
 
 
@@ -326,7 +327,7 @@ def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> Sl
     )
     return SlotPlan(
         role, dim, query, fmt.word_dtype, 1, Decode.ELEMENTS, False, fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, 0, 0,
-        False, fmt.group, fmt.block, fmt.levels, fmt.segments, fmt.static, tuple(chunks), pieces,
+        False, fmt.group, fmt.block, fmt.levels, fmt.segments, fmt.static, fmt.norms, tuple(chunks), pieces,
     )
 
 

@@ -55,7 +55,7 @@ def needed(base: AttendConfig, tile: Tile) -> int:
     """Bytes of shared memory of one program at most: words in flight, the wider tile decoded, queries, scores, and reductions."""
     itemsize, row = base.dtype.itemsize, max(base.key_dim, base.value_dim)
     words = base.key_dim * base.key_word.itemsize + base.value_dim * base.value_word.itemsize
-    if base.beside.recent:
+    if base.beside.tail:
         words = max(words, (base.key_dim + base.value_dim) * itemsize)
     scores = 2 * tile.block_t * tile.block_r * 4
     return tile.block_t * (max(1, tile.num_stages - 1) * words + row * itemsize) + tile.block_r * base.key_dim * itemsize + scores
@@ -112,8 +112,8 @@ def splits_for(config: AttendConfig, rows: int, pairs: int, multiprocessors: int
     (``tokens``, a hint) gets fewer: 10% faster there, 8% slower once it has grown to 128K.
     """
     programs = -(-rows // config.tile.block_r) * pairs
-    # The newest tokens are a split of their own.
-    own = int(config.beside.recent)
+    # Tokens that are not encoded are a split of their own.
+    own = int(config.beside.tail)
     if rows > DECODE_ROWS and programs >= multiprocessors:
         return 1 + own
     resident = PROGRAMS_PER_MULTIPROCESSOR.get(config.tile.num_warps, 2)
@@ -132,7 +132,7 @@ def ragged_splits(config: AttendConfig, splits: int, batch: int) -> tuple[int, i
     A split that a row does not take writes a row of neutral numbers, at once. Where every row has one program there is nothing to
     share out: then the device has more programs than it can hold, and takes the next one when one ends.
     """
-    own = int(config.beside.recent)
+    own = int(config.beside.tail)
     mean = splits - own
     masks = config.masks
     if not config.one_query or mean < 2 or batch < 2 or not (masks.hi_per_batch or (masks.lo_per_batch and masks.lo)):

@@ -130,11 +130,13 @@ MEASURED = {(True, 2): Cut(1, 32, 3, 8), (False, 4): Cut(4, 32, 3, 3)}
 @functools.lru_cache(maxsize=128)
 def cut_of(key_scheme: str, value_scheme: str) -> Cut:
     """Return how the attention over two slots is cut; raises NoFragments where it was not measured to be faster."""
-    found = {
-        (fmt.symmetric, fmt.parts)
+    formats = [
+        schemes.parse(text).format(SlotSpec(1, SIZES[1], torch.bfloat16, role))
         for text, role in ((key_scheme, Role.KEY), (value_scheme, Role.VALUE))
-        for fmt in [schemes.parse(text).format(SlotSpec(1, SIZES[1], torch.bfloat16, role))]
-    }
+    ]
+    if any(fmt.norms for fmt in formats):
+        raise NoFragments("norms of tokens")
+    found = {(fmt.symmetric, fmt.parts) for fmt in formats}
     (kind,) = found if len(found) == 1 else (None,)
     if kind not in MEASURED:
         raise NoFragments("codes for which it was not measured to be faster")
@@ -197,6 +199,8 @@ def _tricks(fmt: KernelFormat, dim: int) -> list[BitTrick]:
     """The tricks of both bytes of a pair, byte * parts + part."""
     if dim not in SIZES:
         raise NoFragments(f"heads of {dim} channels")
+    if fmt.norms:
+        raise NoFragments("norms of tokens")
     if not fmt.scaled or fmt.levels or fmt.static or fmt.segments > 1:
         raise NoFragments("codes that no scale of a token or block belongs to" if not fmt.levels else "tables of levels")
     found = [find_trick(fmt, part, byte) for byte in range(2) for part in range(fmt.parts)]

@@ -51,6 +51,8 @@ class AttendOperands(Generic[T]):
     more: Sequence[T] | None = None
     more_scheme: str = ""
     more_dim: Any = 0
+    early: Sequence[T] | None = None
+    early_at: T | None = None
 
     def arguments(self) -> tuple[Any, ...]:
         """The operands in the schema's order, without those at the end that have their defaults."""

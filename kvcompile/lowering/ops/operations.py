@@ -4,6 +4,8 @@
 ``kvcompile::append_window``  the same where the newest tokens stay in full precision; returns those (``append_window.py``).
 ``kvcompile::read_back``  gives new tokens [B, K, S, D] as their codes stand for them, in x's dtype; nothing is stored.
 ``kvcompile::calibrate``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
+``kvcompile::keep_first``  writes the first tokens of each row into the plane of a store that keeps them as they are (``keep_first.py``).
+``kvcompile::change_basis``  rotates channels of tokens, queries or results [B, heads, S, D] to a store's basis or back (``schemes.basis``).
 ``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
 ``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
 ``kvcompile::unroll``  copies the codes of a sliding cache's newest tokens, then of new ones, in the order of the tokens (``sliding.py``).
@@ -32,6 +34,9 @@ Operands of ``attend``
                 c + Dr / 2 (``interleaved``: 2i with 2i + 1): k * cos + rotated(k) * sin; T' covers every visible token
     more        None or the planes of a second key store, whose ``more_dim`` channels stand behind those of ``keys``
                 (the rotary part beside a latent); recent keys have the channels of both
+    early       None or the first tokens in full precision, planes [1, B, K, N, D] and [1, B, K, N, Dv]: row j is the token at position
+                early_at + j, whatever the codes and ``recent`` say of it
+    early_at    None for 0, or a plane int64 [1, B, 1, 1, 1]
     scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
     result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do
 
@@ -52,8 +57,10 @@ from kvcompile import schemes
 from kvcompile.errors import ForeignBackend
 from kvcompile.lowering.ops.append_window import append_window_body, append_window_meta
 from kvcompile.lowering.ops.gather import gather_body, gather_meta
+from kvcompile.lowering.ops.keep_first import keep_first_body, keep_first_meta, origins
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.sliding import unroll_body, unroll_meta
+from kvcompile.schemes.basis import changed
 from kvcompile.types import Role, SlotSpec
 
 LIBRARY = torch.library.Library("kvcompile", "DEF")
@@ -65,6 +72,8 @@ LIBRARY.define(
 LIBRARY.define("read_back(Tensor x, Tensor[] levels, Tensor[] tables, str scheme) -> Tensor")
 # What it runs may choose algorithms by size and device, so it is left out of CUDA graphs; no decode step has it.
 LIBRARY.define("calibrate(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+LIBRARY.define("keep_first(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin) -> ()")
+LIBRARY.define("change_basis(Tensor x, int order, Tensor? plane, bool back) -> Tensor")
 LIBRARY.define("unrotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
 LIBRARY.define("first_visible(Tensor seen) -> Tensor")
 LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme, Tensor[]? tables=None) -> Tensor[]")
@@ -73,7 +82,7 @@ LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
     " Tensor[]? recent=None, Tensor? base=None, Tensor[]? rotation=None, bool interleaved=False,"
-    " Tensor[]? more=None, str more_scheme='', SymInt more_dim=0) -> Tensor"
+    " Tensor[]? more=None, str more_scheme='', SymInt more_dim=0, Tensor[]? early=None, Tensor? early_at=None) -> Tensor"
 )
 
 
@@ -237,6 +246,9 @@ def _decoded(operands: AttendOperands[torch.Tensor], one: slice, compute: torch.
     if recent:
         assert base is not None
         k, v = with_recent(k, recent[0][:, one], base), with_recent(v, recent[1][:, one], base)
+    if operands.early:
+        first = origins(operands.early_at, k.device)
+        k, v = (with_recent(x, rows[0, :, one], first) for x, rows in zip((k, v), operands.early, strict=True))
     if operands.rotation:
         cos, sin = (_fitted(table.to(compute), tokens) for table in operands.rotation)
         k = rotate(k, cos, sin, operands.interleaved)
@@ -324,6 +336,15 @@ def _read_back_meta(x: torch.Tensor, levels: Sequence[torch.Tensor], tables: Seq
     return x.new_empty(x.shape)
 
 
+def change_basis_body(x: torch.Tensor, order: int, plane: torch.Tensor | None, back: bool) -> torch.Tensor:
+    """Change the basis of x by a plane [1, 1 or B, K, D, D] that adds to the Hadamard matrix, or by that matrix alone."""
+    return changed(x, order, None if plane is None else plane[0], back)
+
+
+def _change_basis_meta(x: torch.Tensor, order: int, plane: torch.Tensor | None, back: bool) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
 def _unrotate_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return x.new_empty(x.shape)
 
@@ -356,6 +377,10 @@ LIBRARY.impl("unroll", unroll_meta, "Meta")
 LIBRARY.impl("gather", gather_body, "CompositeExplicitAutograd")
 LIBRARY.impl("gather", gather_meta, "Meta")
 LIBRARY.impl("append", _append_meta, "Meta")
+LIBRARY.impl("keep_first", keep_first_body, "CompositeExplicitAutograd")
+LIBRARY.impl("keep_first", keep_first_meta, "Meta")
+LIBRARY.impl("change_basis", change_basis_body, "CompositeExplicitAutograd")
+LIBRARY.impl("change_basis", _change_basis_meta, "Meta")
 LIBRARY.impl("unrotate", unrotate_body, "CompositeExplicitAutograd")
 LIBRARY.impl("unrotate", _unrotate_meta, "Meta")
 LIBRARY.impl("first_visible", first_visible_body, "CompositeExplicitAutograd")
@@ -367,6 +392,8 @@ append = torch.ops.kvcompile.append.default
 append_window = torch.ops.kvcompile.append_window.default
 read_back = torch.ops.kvcompile.read_back.default
 calibrate = torch.ops.kvcompile.calibrate.default
+keep_first = torch.ops.kvcompile.keep_first.default
+change_basis = torch.ops.kvcompile.change_basis.default
 unrotate = torch.ops.kvcompile.unrotate.default
 first_visible = torch.ops.kvcompile.first_visible.default
 unroll = torch.ops.kvcompile.unroll.default

@@ -9,6 +9,7 @@ then read them from shared memory, where a conversion in the kernel would hold t
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import sympy
@@ -21,7 +22,7 @@ from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, re
 from kvcompile.lowering.host.inductor_api import TritonTemplate, autotuned, fallback_handler, ir, lowerings
 from kvcompile.lowering.host.inductor_api import config as inductor_config
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.prefill import chunked
+from kvcompile.lowering.prefill import chunked, first_tokens
 from kvcompile.lowering.prefill.config import SMALLEST, PrefillConfig, slots
 from kvcompile.lowering.prefill.template import SOURCE
 from kvcompile.lowering.prefill.tiles import FEWEST_ROWS, choose_cut, choose_tiles, splits_for
@@ -43,6 +44,32 @@ def many_rows(operands: AttendOperands[Any]) -> int | None:
 
 def lower_prefill(operands: AttendOperands[Any]) -> Any | None:
     """The result of ``attend`` of many rows as a TensorBox, None where the template does not know the operands' strides or scheme."""
+    if not operands.early or many_rows(operands) is None:
+        return _lower(operands)
+    return _lower(*lower_first(operands))
+
+
+def lower_first(operands: AttendOperands[Any]) -> tuple[AttendOperands[Any], tuple[Any, Any, Any]]:
+    """Operands whose mask hides the codes of first tokens, and sums, maxima and totals over those, as ``merge`` takes them."""
+    assert operands.early is not None
+    q, keys, device = operands.q, operands.keys, operands.q.get_device()
+    (batch, heads, queries, dim), kv, count = q.get_size(), static(keys[0].get_size()[2]), static(operands.early[0].get_size()[3])
+    capacity = keys[0].get_size()[0] * keys[0].get_size()[3]
+    seen = capacity if operands.keep is None else operands.keep.get_size()[1]
+    place = first_tokens.places(_do, operands, count, batch, device)
+    sizes = batch, static(heads), kv, queries, static(dim), static(operands.value_dim)
+    sums = first_tokens.partial_sums(_do, realize, operands, place, sizes, count, capacity, seen)
+    keep = first_tokens.kept(_do, operands.keep, place, count, seen, device)
+    return dataclasses.replace(operands, keep=keep, early=None, early_at=None), sums
+
+
+def _do(op: Any, *args: Any, **options: Any) -> Any:
+    """Call Inductor's lowering of an operator."""
+    return lowerings[op](*args, **options)
+
+
+def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = None) -> Any | None:
+    """The result of an ``attend`` without first tokens apart, or of one whose partial sums over those are ``more``."""
     q, keys, values, hi, lo, keep, sinks, recent, base = (
         operands.q, operands.keys, operands.values, operands.hi, operands.lo, operands.keep, operands.sinks, operands.recent, operands.base,
     )
@@ -76,13 +103,13 @@ def lower_prefill(operands: AttendOperands[Any]) -> Any | None:
             q, list(keys), list(values), hi, lo, keep, operands.key_scheme, operands.value_scheme, float(operands.scale),
             float(operands.softcap), Dv, recent, base, list(cut),
         )
-        return merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+        return merge(partial, nodes.get("SINKS"), Dv, q.get_dtype(), more)
     nodes |= _queries(config, q)
     configs = choose_tiles(config, rows, properties.shared_memory_per_block_optin, bool(inductor_config.max_autotune))
     if not configs:
         return None
     tokens = hint(keys[0].get_size()[0]) * hint(keys[0].get_size()[3])
-    splits = splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens)
+    splits = max(splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens), 1 if more is None else 2)
     size = [B, H, S, Dv] if splits == 1 else [splits, B, H, S, Dv + 2]
     layout = ir.FixedLayout(device, q.get_dtype() if splits == 1 else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size)))
     choices: list[Any] = []
@@ -96,7 +123,7 @@ def lower_prefill(operands: AttendOperands[Any]) -> Any | None:
     # Every position in use, so that choices differ by the work they do.
     in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
     partial = autotuned("kvcompile_prefill", choices, inputs, layout, examples(made.operands, in_use))
-    return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+    return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype(), more)
 
 
 def _operands(config: PrefillConfig, operands: AttendOperands[Any]) -> dict[str, Any]:
@@ -127,15 +154,11 @@ def _queries(config: PrefillConfig, q: Any) -> dict[str, Any]:
 
 def _normalized(q: Any) -> tuple[Any, Any]:
     """``config.normalized`` in Inductor's operations."""
-
-    def do(op: Any, *args: Any) -> Any:
-        return lowerings[op](*args)
-
-    wide = do(prims.convert_element_type, q, torch.float32)
-    top = do(aten.maximum, do(aten.amax, do(aten.abs, wide), [-1], True), SMALLEST)
-    exponent = do(aten.add, do(aten.floor, do(aten.log2, top)), 1.0)
-    small = do(prims.convert_element_type, do(aten.mul, wide, do(aten.exp2, do(aten.neg, exponent))), torch.float16)
-    return small, do(aten.squeeze, do(aten.exp2, exponent), -1)
+    wide = _do(prims.convert_element_type, q, torch.float32)
+    top = _do(aten.maximum, _do(aten.amax, _do(aten.abs, wide), [-1], True), SMALLEST)
+    exponent = _do(aten.add, _do(aten.floor, _do(aten.log2, top)), 1.0)
+    small = _do(prims.convert_element_type, _do(aten.mul, wide, _do(aten.exp2, _do(aten.neg, exponent))), torch.float16)
+    return small, _do(aten.squeeze, _do(aten.exp2, exponent), -1)
 
 
 def _loadable(config: PrefillConfig, nodes: dict[str, Any]) -> bool:

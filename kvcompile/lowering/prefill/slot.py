@@ -232,7 +232,7 @@ def tile_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query:
     if not fmt.scaled:
         return TileSlot(dim, query) if fmt.word_dtype == query else None
     row = dim // fmt.parts
-    if fmt.levels or fmt.segments > 1 or fmt.word_dtype.itemsize != 1 or row < 2 * PAIR or fmt.block & (fmt.block - 1):
+    if fmt.levels or fmt.norms or fmt.segments > 1 or fmt.word_dtype.itemsize != 1 or row < 2 * PAIR or fmt.block & (fmt.block - 1):
         return None
     tricks = [(part, byte, find_trick(fmt, part, byte)) for part in range(fmt.parts) for byte in range(PAIR)]
     if any(trick is None for _, _, trick in tricks):

@@ -32,6 +32,7 @@ from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, Stage
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.passes.plan.reporting import check_scheme, check_site, with_tally
 from kvcompile.schemes import Adaptive, Certify, Scheme
+from kvcompile.schemes.basis import Basis
 from kvcompile.types import PAGE, Layout, Role, SlotSpec
 
 BATCH, TOKENS = sympy.Symbol("B", integer=True, positive=True), sympy.Symbol("T", integer=True, nonnegative=True)
@@ -52,6 +53,18 @@ class SlotPlan:
     """Tokens kept in full precision: the larger of both halves of the site, since one attention reads both."""
     rotation: Rotation | None = None
     """The rotary embedding of keys that are stored before it."""
+    sinks: int = 0
+    """First tokens kept in full precision: the larger of both halves of the site."""
+
+    @property
+    def knows_padding(self) -> bool:
+        """Whether its write path must know where each row's padding ends."""
+        return bool(self.window or self.sinks) or self.scheme.keeps_padding_out
+
+    @property
+    def basis(self) -> Basis | None:
+        """Return the basis that the store's tokens are in, None for that of the model."""
+        return self.scheme.basis(self.spec)
 
     @property
     def end(self) -> int | None:
@@ -111,6 +124,11 @@ class SitePlan:
         distinct = (self.key,) if self.value is self.key else (self.key, self.value)
         return distinct if self.more is None else (*distinct, self.more)
 
+    @property
+    def keys(self) -> tuple[SlotPlan, ...]:
+        """The plans of the slots whose channels, one behind the other, attention takes as keys."""
+        return (self.key,) if self.more is None else (self.key, self.more)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -120,17 +138,19 @@ class Plan:
     refusals: tuple[Refusal, ...]
 
 
-def _slot_plan(slot: Slot, role: Role, chosen: Scheme, window: int, rolling: int | None, effects: Effects) -> SlotPlan:
-    scheme = chosen.of(role)
+def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], rolling: int | None, effects: Effects) -> SlotPlan:
+    """Plan a slot that keeps ``exact`` tokens in full precision, the newest and the first ones."""
+    scheme, (window, sinks) = chosen.of(role), exact
     spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
     scheme.check(spec)
-    layout = scheme.layout(spec)
+    layout = scheme.layout(spec).with_sinks(spec, sinks)
     if slot.block_table is not None:
         _check_table(scheme, layout)
     elif rolling is not None:
         _check_ring(rolling, scheme, layout)
     rotation = recognise(slot, effects) if scheme.pre_rope else None
-    return SlotPlan(slot, role, scheme, spec, layout.windowed(spec, window) if window else layout, window, rotation)
+    layout = layout.windowed(spec, window).with_sinks(spec, sinks) if window else layout
+    return SlotPlan(slot, role, scheme, spec, layout, window, rotation, sinks)
 
 
 def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turned: str) -> str | None:
@@ -209,7 +229,7 @@ def rolls(site: Site) -> int | None:
 def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     """Return a site with both its slots planned by ``pair``; raises a SchemeError where a scheme cannot hold its slot."""
     pair = dataclasses.replace(pair, k=pair.k.at(site.path), v=pair.v.at(site.path))
-    window = max(pair.k.window, pair.v.window)
+    window, sinks = max(pair.k.window, pair.v.window), max(pair.k.sinks, pair.v.sinks)
     if window and not site.key.kind.facts.written:
         raise WindowOnlyRead(window=window, path=site.path or "*")
     if window and any(slot.write.late for slot in site.slots):
@@ -223,7 +243,7 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
         check_site(site, rolling)
 
     def planned(slot: Slot, role: Role, chosen: Scheme) -> SlotPlan:
-        made = _slot_plan(slot, role, chosen, window, rolling, effects)
+        made = _slot_plan(slot, role, chosen, (window, sinks), rolling, effects)
         if pair.certify is None:
             return made
         check_scheme(made.scheme, made.spec, site.path or "*")

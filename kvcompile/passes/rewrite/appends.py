@@ -20,6 +20,7 @@ from torch import fx
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import hint, size_along, value_of
 from kvcompile.passes.plan.plan import SitePlan, SlotPlan
+from kvcompile.passes.rewrite import basis
 from kvcompile.passes.rewrite.calibrate import calibrate
 from kvcompile.passes.rewrite.context import Context, Part, part_of
 from kvcompile.passes.rewrite.left_padding import padded_rows, padding
@@ -64,12 +65,13 @@ class Appends:
         emit, device = self.context.emit_before(write.at), value_of(write.values).device
         if write.places is not None:
             tokens, where = self.paged.new_tokens(emit, slot), self.paged.written(emit, slot, device)
-            self._emit(emit, slot, tokens, planes, where, None)
+            self._emit(emit, slot, basis.changed(emit, self.planes, slot, tokens), planes, where, None)
             return tokens
         tokens = new_tokens(emit, slot)
         if slot.slot.sliding is not None:
             anew = self.context.variant is Variant.FRESH
-            self.sliding.append(emit, slot, tokens, self.planes.written(slot), self.planes.encoding(slot), device, anew)
+            stored = basis.changed(emit, self.planes, slot, tokens)
+            self.sliding.append(emit, slot, stored, self.planes.written(slot), self.planes.encoding(slot), device, anew)
             return tokens
         position = self.positions.of(emit, slot)
         if late is not None:
@@ -82,23 +84,33 @@ class Appends:
     def _encode(self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, position: fx.Node) -> None:
         """Emit the operation that encodes ``tokens`` into a linear store, counted from each row's left padding where that matters."""
         origin = None
-        if slot.window or slot.scheme.keeps_padding_out:
+        if slot.knows_padding:
             emit, position, origin = self._counted_from_padding(emit, slot, position)
-        stored = self.rope.undo(emit, slot, tokens, position, origin)
+        stored = basis.changed(emit, self.planes, slot, self.rope.undo(emit, slot, tokens, position, origin))
         planes, scheme = self.planes.written(slot), slot.scheme.spell()
-        position = self.planes.from_first(emit, slot, position)
         if not slot.window:
-            self._emit(emit, slot, stored, planes, position, origin)
+            place = self.planes.from_first(emit, slot, position)
+            self._emit(emit, slot, stored, planes, place, origin if slot.scheme.keeps_padding_out else None)
+            self._keep_first(emit, slot, stored, position, origin)
             return
         tables = self.planes.encoding(slot)
         made = emit.call(
             torch.ops.kvcompile.append_window.default, stored, planes, position, origin, scheme, *([tables] if tables else [])
         )
         newest, used = (emit.call(operator.getitem, made, index) for index in (0, 1))
+        if slot.sinks:
+            # As the window has them: NaN where they came out of their order.
+            self._keep_first(emit, slot, emit.call(aten.slice.Tensor, newest, 2, slot.window), position, used)
         start = emit.call(aten.select.int, position, 1, 0)
         if origin is not None:
             start = emit.call(aten.sub.Tensor, start, used)
         self.recent[part_of(slot.slot)] = Recent(newest, start, used if origin is not None else None)
+
+    def _keep_first(self, emit: Emitter, slot: SlotPlan, stored: fx.Node, position: fx.Node, origin: fx.Node | None) -> None:
+        """Emit the operation that keeps a row's first tokens as they are, where the site has any."""
+        planes = [node for spec, node in zip(slot.layout.planes, self.planes.of(slot), strict=True) if spec.early]
+        if planes:
+            emit.call(torch.ops.kvcompile.keep_first.default, stored, planes, position, origin)
 
     def _emit(
         self, emit: Emitter, slot: SlotPlan, tokens: fx.Node, planes: list[fx.Node], position: fx.Node, origin: fx.Node | None
@@ -133,6 +145,8 @@ class Appends:
         if not self.context.is_calibrated(slot) or part_of(slot.slot) in self.tokens:
             return
         queries = self._before_rope(emit, item, q_BHSD)
+        if slot.basis is not None and slot.basis.plane is None:
+            queries = basis.changed(emit, self.planes, slot, queries)
         calibrate(emit, item, queries, self.planes.of(slot), slot.slot.write.count)
 
     def _before_rope(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> fx.Node:

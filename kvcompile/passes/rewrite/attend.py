@@ -23,7 +23,7 @@ from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import hint, size_along, value_of
 from kvcompile.passes.match.sites import LimitKind
 from kvcompile.passes.plan.plan import SitePlan
-from kvcompile.passes.rewrite import latent
+from kvcompile.passes.rewrite import basis, latent
 from kvcompile.passes.rewrite.appends import Appends
 from kvcompile.passes.rewrite.context import Context, device_of, part_of
 from kvcompile.passes.rewrite.left_padding import from_origin
@@ -63,6 +63,8 @@ def attend(shared: Shared, item: SitePlan) -> None:
         out = _flash(emit, item, source)
     else:
         out = _over_planes(shared, emit, item, source)
+    if source.fresh is None:
+        out = basis.changed(emit, shared.planes, item.value, out, back=True)
     if site.assembly is not None and source.fresh is None:
         out = latent.result(emit, out, source.dtype, site.assembly.value, site.heads)
     dtype = value_of(attention.output).dtype
@@ -104,14 +106,14 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
     operands = _operands(shared, emit, item, source)
     if source.fresh is not None:
         return _with_rows(emit.call(torch.ops.kvcompile.attend.default, *operands), item)
-    optional, scheme = _optional(shared, emit, item), item.key.scheme
+    optional, early, scheme = _optional(shared, emit, item), _early(shared, emit, item), item.key.scheme
     planes, own = shared.planes.named(item.key), shared.planes.named(item.value)
     written = [planes.get(name) for name in scheme.attention_writes] + [own.get(name) for name in scheme.attention_writes_values]
-    out = _with_rows(emit.call(getattr(torch.ops.kvcompile, scheme.attention).default, *operands, *optional, *written), item)
+    out = _with_rows(emit.call(getattr(torch.ops.kvcompile, scheme.attention).default, *operands, *optional, *written, **early), item)
     if item.certify is not None:
         emit.call(
             torch.ops.kvcompile.report_site.default, out, *operands, *(optional or [None, None]), planes[TELEMETRY_PLANE.name],
-            item.certify.spell(), planes.get(REFILLED), planes.get(scheme.carries or ""),
+            item.certify.spell(), planes.get(REFILLED), planes.get(scheme.carries or ""), **early,
         )
     return out
 
@@ -188,6 +190,17 @@ def _optional(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
         more = [read_planes(shared.appends, item.more, item), item.more.scheme.spell(), item.more.spec.head_dim]
         return [*(recent or [None, None]), *(tables or [None, False]), *more]
     return [*(recent or ([None, None] if tables else [])), *tables]
+
+
+def _early(shared: Shared, emit: Emitter, item: SitePlan) -> dict[str, Any]:
+    """The operands of a site that keeps first tokens, by name: the planes of their rows, and of where they begin if not at 0."""
+    if not item.key.sinks:
+        return {}
+    rows = [shared.planes.named(slot)["sinks"] for slot in item.keys]
+    keys = rows[0] if len(rows) == 1 else emit.call(aten.cat.default, rows, -1)
+    found: dict[str, Any] = {"early": [keys, shared.planes.named(item.value)["sinks"]]}
+    origin = shared.planes.named(item.key).get("origin")
+    return found if origin is None else {**found, "early_at": origin}
 
 
 def _recent(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:

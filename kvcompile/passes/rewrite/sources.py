@@ -11,7 +11,7 @@ from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.sites import Slot
 from kvcompile.passes.plan.plan import DTYPES, SitePlan, SlotPlan
-from kvcompile.passes.rewrite import latent
+from kvcompile.passes.rewrite import basis, latent
 from kvcompile.passes.rewrite.appends import Appends
 from kvcompile.passes.rewrite.context import device_of, part_of
 from kvcompile.passes.rewrite.paged import rows_of
@@ -46,9 +46,9 @@ def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
     if appends.context.is_fresh(item.key):
         return _of_this_call(appends, emit, item, stored)
     made, site = item.site.assembly, item.site
-    if made is None:
-        return stored
-    return replace(stored, q=latent.queries(emit, q, dtype, made.keys, site.read_as_keys, site.heads))
+    if made is not None:
+        q = latent.queries(emit, q, dtype, made.keys, site.read_as_keys, site.heads)
+    return replace(stored, q=basis.queries(emit, appends.planes, item.keys, q))
 
 
 def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:

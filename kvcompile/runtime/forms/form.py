@@ -96,7 +96,7 @@ class CacheForm(abc.ABC):
             store = state.stores[item.part]
             store.reserve(state.growth.pages(kept, capacity), kept)
             dense = tokens_of(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
-            padding = call.positions().left_padding(self.group.site) if item.plan.window or item.plan.scheme.keeps_padding_out else None
+            padding = call.positions().left_padding(self.group.site) if item.plan.knows_padding else None
             encode(store, dense[:, :, :kept], padding)
         state.length = state.top = state.behind = prior
         state.held = kept

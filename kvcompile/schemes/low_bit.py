@@ -1,0 +1,56 @@
+"""Options that every scheme of few bits has: channels rotated before they are encoded, and first tokens that stay exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvcompile.schemes.base import QUIET, Scheme, require
+from kvcompile.schemes.basis import ORDERS, Basis, Rotate, order_of
+from kvcompile.types import Role, SlotSpec
+
+MOST_SINKS = 1024
+"""First tokens that may stay exact: they are read by one program of a kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LowBit(Scheme):
+    """``rotate``: which halves are stored in a rotated basis; ``order``: the channels of a block of it, 0 for the most that fit a head.
+
+    ``sinks``: how many first tokens of a row, padding apart, stay exact, as attention gives them weight whatever is asked.
+    """
+
+    rotate: Rotate = dataclasses.field(default=Rotate.NONE, kw_only=True, metadata=QUIET)
+    order: int = dataclasses.field(default=0, kw_only=True, metadata=QUIET)
+    sinks: int = dataclasses.field(default=0, kw_only=True, metadata=QUIET)
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.rotate, Rotate), self.name, "rotate", "none, k or kv", self.rotate, "k is the usual choice")
+        require(
+            type(self.order) is int and self.order in (0, *ORDERS), self.name, "order", "0 or " + ", ".join(map(str, ORDERS)), self.order,
+            "0 takes the largest that divides the head dim",
+        )
+        require(
+            type(self.sinks) is int and 0 <= self.sinks <= MOST_SINKS, self.name, "sinks", f"a whole number of tokens up to {MOST_SINKS}",
+            self.sinks, "4 to 64 are usual, 0 keeps none",
+        )
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """These options, for the scheme of another half."""
+        return {"rotate": self.rotate, "order": self.order, "sinks": self.sinks}
+
+    def basis(self, slot: SlotSpec) -> Basis | None:
+        if self.rotate is Rotate.NONE or (slot.role is Role.VALUE and self.rotate is Rotate.K):
+            return None
+        return Basis(order_of(slot.head_dim, self.order, self.name))
+
+    def check(self, slot: SlotSpec) -> None:
+        self.basis(slot)
+
+    def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
+        super().check_pair(keys, values, latent, path)
+        require(
+            not latent or self.rotate is not Rotate.K, self.name, "rotate", f"kv or none for {path!r}, where one latent is keys and values",
+            "k", "pass rotate=kv, which takes results back as well",
+        )
