@@ -1,10 +1,12 @@
 """One new token over a long past: attend by scheme against SDPA, correctness first.
 
-    python benchmarks/attention.py [--json FILE] [--quick] [--sweep decode|extend] [--extend] [--profile T]
+    python benchmarks/attention.py [--json FILE] [--quick] [--twins] [--sweep decode|extend] [--extend] [--profile T]
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16. Times are medians over CUDA-graph replays, so launches are
 not counted against anybody. "Roof" is the time that the scheme's bytes need at 4.3 TB/s, the copy bandwidth of
-an H200. ``--sweep`` times the bare kernel over tiles and splits (what ``lowering/decode/tiles.py`` was chosen by).
+an H200. ``--twins`` times formats beside the schemes that they are options of: rotated channels, with the change of basis of queries and
+results, first tokens kept exact, keys without their norms. ``--sweep`` times the bare kernel over tiles and splits (what
+``lowering/decode/tiles.py`` was chosen by).
 """
 
 # ruff: noqa: B023 - closures are timed within the iteration that makes them.
@@ -29,13 +31,17 @@ from kvcompile import schemes
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import AttendConfig, Tile, plane_names
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.ops.operations import attend_body
+from kvcompile.lowering.ops.operations import attend_body, change_basis_body
 from kvcompile.schemes.asymmetric import UNPACK, Axis, Kivi
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
 H, K, D = 32, 8, 128
 BANDWIDTH = 4.3e12
 SCHEMES = ("dense", "int8", "fp8", "int4", "kivi(bits=4)", "kivi(bits=2)", "table")
+TWINS = (
+    "int4", "int4(rotate=kv)", "int4(sinks=4)", "int4(sinks=64)", "int8", "int8(rotate=k,sinks=4)", "kivi(bits=2)", "kivi(rotate=kv)",
+    "kivi(sinks=4)", "kivi(sinks=64)", "normed", "normed(turn=both)",
+)
 SHAPES = ((1, 131072), (16, 32768), (1, 8192), (1, 4096), (1, 2048), (1, 1024))
 
 
@@ -141,20 +147,37 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
     newest = schemes.parse(scheme).window and schemes.parse(scheme).window + 1
     recent = [torch.randn(batch, K, newest, D, device="cuda").to(torch.bfloat16) for _ in range(2)] if newest else None
     base = torch.full((1,), tokens - newest, device="cuda") if newest else None
+    first = schemes.parse(scheme).sinks
+    early = [torch.randn(1, batch, K, first, D, device="cuda").to(torch.bfloat16) for _ in range(2)] if first else None
+    early_at = torch.zeros(1, batch, 1, 1, 1, dtype=torch.int64, device="cuda") if first and not newest else None
+    plane = torch.randn(1, 1, K, D, D, device="cuda") / D**0.5
 
-    def attend(q, keys, values, hi, recent, base):
-        return torch.ops.kvcompile.attend(q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent, base)
+    def attend(q, keys, values, hi, recent, base, early, early_at, plane):
+        out = torch.ops.kvcompile.attend(
+            turned(scheme, Role.KEY, q, plane, False), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent,
+            base, early=early, early_at=early_at,
+        )
+        return turned(scheme, Role.VALUE, out, plane, True)
 
     run = torch.compile(attend, fullgraph=True, mode=mode)
-    size = sum(plane.numel() * plane.element_size() for plane in (*keys, *values, *(recent or ())))
-    return (lambda: run(q, keys, values, hi, recent, base)), (q, keys, values, hi, spell, recent, base), size
+    size = sum(item.numel() * item.element_size() for item in (*keys, *values, *(recent or ()), *(early or ())))
+    operands = q, keys, values, hi, recent, base, early, early_at, plane
+    return (lambda: run(*operands)), (scheme, spell, *operands), size
+
+
+def turned(scheme: str, role: Role, x: torch.Tensor, plane: torch.Tensor, back: bool) -> torch.Tensor:
+    """Queries in the basis of a scheme's keys, or results ``back`` from that of its values."""
+    basis = schemes.parse(scheme).of(role).basis(SlotSpec(K, D, torch.bfloat16, role))
+    return x if basis is None else change_basis_body(x, basis.order, plane if basis.plane else None, back)
 
 
 def relative_error(out: torch.Tensor, operands: tuple) -> float:
-    q, keys, values, hi, spell, recent, base = operands
-    exact = attend_body(
-        AttendOperands(q.float(), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent, base)
-    )
+    scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane = operands
+    exact = attend_body(AttendOperands(
+        turned(scheme, Role.KEY, q.float(), plane, False), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent,
+        base, early=early, early_at=early_at,
+    ))
+    exact = turned(scheme, Role.VALUE, exact, plane, True)
     return ((out.float() - exact).norm() / exact.norm()).item()
 
 
@@ -199,7 +222,7 @@ def measure_extend() -> None:
             run = torch.compile(lambda: torch.ops.kvcompile.attend(
                 q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D
             ))
-            error = relative_error(run(), (q, keys, values, hi, spell, None, None))
+            error = relative_error(run(), (scheme, spell, q, keys, values, hi, None, None, None, None, None))
             ms = graph_ms(run, 3, 5)
             print(f"S={new} T={tokens} {scheme}: {ms:.4f} ms, SDPA without a mask {dense:.4f} ms, error {error:.1e}", flush=True)
     for tokens in (2048, 8192):
@@ -387,11 +410,12 @@ def main() -> None:
     parser.add_argument("--sweep", choices=("decode", "extend"), help="time the bare kernel over tiles")
     parser.add_argument("--quick", action="store_true", help="the two long shapes only")
     parser.add_argument("--schemes", default=";".join(SCHEMES), help="which, separated by semicolons")
+    parser.add_argument("--twins", action="store_true", help="formats beside the schemes that they are options of")
     parser.add_argument("--mode", default=None, help="torch.compile's mode, e.g. max-autotune-no-cudagraphs")
     parser.add_argument("--extend", action="store_true", help="several new tokens, and prefill")
     parser.add_argument("--profile", type=int, help="kernel times at this many tokens")
     options = parser.parse_args()
-    names = options.schemes.split(";")
+    names = list(TWINS) if options.twins else options.schemes.split(";")
     if options.extend:
         measure_extend()
         return

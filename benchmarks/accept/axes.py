@@ -67,7 +67,7 @@ class Prompt(enum.Enum):
 
 
 class Scheme(enum.Enum):
-    """Schemes by name; every scheme of ``kvcompile.schemes.SCHEMES`` that runs on CUDA, and one mixed pair.
+    """Schemes by name: every one of ``kvcompile.schemes.SCHEMES`` that runs on CUDA, one mixed pair, options that change how caches work.
 
     ``beyond`` runs with uniform tables, since no text of a scheme has learned ones, and static scales cover ``amax``. ``smartkv`` runs with
     a budget that can be met by the few tokens of a request, so that widths are decided in it.
@@ -79,6 +79,7 @@ class Scheme(enum.Enum):
     NF4 = "nf4"
     FP8 = "fp8"
     KIVI = "kivi"
+    NORMED = "normed"
     SQUAT = "squat"
     CERTIFIED = "certified"
     BEYOND = "beyond"
@@ -86,24 +87,30 @@ class Scheme(enum.Enum):
     FP8_STATIC = "fp8-static"
     SMARTKV = "smartkv"
     MIXED = "fp8+int4"
+    ROTATED = "int4-rotated"
+    FIRST = "int8-sinks"
 
     def spell(self, head_dim: int) -> dict[str, str]:
         """Return {"k": spec, "v": spec} with groups that divide ``head_dim``."""
         odd = head_dim % 32 != 0
-        options = {"int4": "(group=16)", "nf4": "(group=16)", "kivi": "(group=16)", "squat": "(group=16,subblock=16)"} if odd else {}
-        options["smartkv"] = "(budget=0.9)"
-        parts = self.value.split("+")
-        return {half: name + options.get(name, "") for half, name in (("k", parts[0]), ("v", parts[-1]))}
+        grouped = {"int4": "group=16", "nf4": "group=16", "kivi": "group=16", "normed": "group=16", "squat": "group=16,subblock=16"}
+        more = {Scheme.SMARTKV: "budget=0.9", Scheme.ROTATED: "rotate=kv", Scheme.FIRST: "sinks=4", Scheme.NORMED: "sinks=4"}
+        parts = self.value.removesuffix("-rotated").removesuffix("-sinks").split("+")
+        found = {}
+        for half, name in (("k", parts[0]), ("v", parts[-1])):
+            options = ",".join(filter(None, (grouped.get(name, "") if odd else "", more.get(self, ""))))
+            found[half] = f"{name}({options})" if options else name
+        return found
 
     @property
     def plain(self) -> bool:
-        """Return whether a token's codes are its own and lie at its position, so that every kind of cache can hold them."""
-        return not self.windowed and self is not Scheme.SMARTKV
+        """Return whether a token's codes are its own and all there is of it, so that every kind of cache can hold them."""
+        return not self.windowed and self not in {Scheme.SMARTKV, Scheme.FIRST}
 
     @property
     def windowed(self) -> bool:
         """Return whether the newest tokens stay in full precision beside the codes."""
-        return self in {Scheme.KIVI, Scheme.SQUAT, Scheme.CERTIFIED}
+        return self in {Scheme.KIVI, Scheme.NORMED, Scheme.SQUAT, Scheme.CERTIFIED}
 
 
 class HeadDim(enum.IntEnum):

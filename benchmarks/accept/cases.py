@@ -72,7 +72,9 @@ def refusal(case: Case) -> str | None:
         return "windows that keep the newest tokens hold schemes without blocks only"
     if Trait.PAGED in traits:
         return "pools hold schemes without blocks only"
-    if Trait.CROSS in traits:
+    if Trait.LATENT in traits and case.scheme is Scheme.NORMED:
+        return "a latent is keys and values, so that keys are not rotated alone"
+    if Trait.CROSS in traits and case.scheme is not Scheme.FIRST:
         return "a cache that is only read cannot keep its newest tokens beside its codes"
     if Trait.LATENT in traits and case.scheme is Scheme.CERTIFIED:
         return "keys and values that are made from a latent have no certificate"
@@ -236,6 +238,8 @@ CPU_SLICE = (
     "nano-gpt-fp8+int4-dynamic-eager-default-d256-one-float16",
     "llama-nf4-dynamic-compiled-default-d64-one-float16",
     "qwen3-int8-static-static-compiled-default-d64-padded-float32", "mistral-fp8-static-dynamic-eager-default-d64-one-float32",
+    "qwen3-int4-rotated-static-compiled-default-d64-padded-float32", "llama-int8-sinks-dynamic-eager-default-d80-padded-float32",
+    "llama-normed-static-eager-default-d80-padded-float32",
     "qwen3-beyond-static-compiled-default-d64-padded-float32", "opt-smartkv-static-compiled-default-d64-one-bfloat16",
 )
 """A subset for a machine without a GPU: every scheme, kind of cache, prompt, batch and dtype, as few layers as there are kinds of them."""

@@ -21,6 +21,7 @@ import torch
 from benchmarks.accept.axes import Case, Prompt, Trait
 from kvcompile import schemes
 from kvcompile.schemes import Scheme
+from kvcompile.schemes.basis import changed
 from kvcompile.types import Role, SlotSpec
 
 
@@ -37,7 +38,11 @@ def round_trip(scheme: Scheme, x_BKSD: torch.Tensor, role: Role) -> torch.Tensor
     if not x_BKSD.shape[2]:
         return x_BKSD
     spec = SlotSpec(x_BKSD.shape[1], x_BKSD.shape[3], x_BKSD.dtype, role)
-    return scheme.decode(scheme.encode(x_BKSD), spec).to(x_BKSD.dtype)
+    basis = scheme.basis(spec)
+    if basis is None:
+        return scheme.decode(scheme.encode(x_BKSD), spec).to(x_BKSD.dtype)
+    decoded = scheme.decode(scheme.encode(changed(x_BKSD, basis.order, None, False)), spec).to(x_BKSD.dtype)
+    return changed(decoded, basis.order, None, True)
 
 
 def _layers(past: Any) -> list[tuple[Any, bool]]:
@@ -78,8 +83,8 @@ class Oracle:
 
         def update(cache: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             if self.by_token and self.inside:
-                key_states = round_trip(self.keys, key_states, self.roles[0][2])
-                value_states = round_trip(self.values, value_states, Role.VALUE)
+                key_states = self._rounded(self.keys, key_states, self.roles[0][2], self.length)
+                value_states = self._rounded(self.values, value_states, Role.VALUE, self.length)
             return plain(cache, key_states, value_states, layer_idx, *args, **kwargs)
 
         before = model.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -106,8 +111,17 @@ class Oracle:
         if self.by_token and not self.inside:
             for layer in [layer for layer, cross in _layers(self.past) if self.cross or not cross]:
                 for scheme, name, role in self.roles:
-                    setattr(layer, name, round_trip(scheme, getattr(layer, name), role))
+                    setattr(layer, name, self._rounded(scheme, getattr(layer, name), role, 0))
         self.inside = True
+
+    def _rounded(self, scheme: Scheme, x_BKSD: torch.Tensor, role: Role, start: int) -> torch.Tensor:
+        """Return tokens from position ``start`` on as a store of codes alone gives them back, first ones that stay exact as they are."""
+        found = round_trip(scheme, x_BKSD, role)
+        sinks = max(self.keys.sinks, self.values.sinks)
+        for row, pad in enumerate(self.pads):
+            first = slice(max(pad - start, 0), max(pad + sinks - start, 0))
+            found[row, :, first] = x_BKSD[row, :, first]
+        return found
 
     def _settle(self, past: Any) -> None:
         """Replace the tokens that have left the window by what their blocks decode to."""
@@ -131,5 +145,7 @@ class Oracle:
             tokens = x_BKTD[row : row + 1, :, pad:]
             short = -tokens.shape[2] % scheme.block
             whole = torch.nn.functional.pad(tokens, (0, 0, 0, short))
-            result[row : row + 1, :, pad:] = round_trip(scheme, whole, role)[:, :, : tokens.shape[2]]
+            rounded = round_trip(scheme, whole, role)[:, :, : tokens.shape[2]]
+            sinks = max(self.keys.sinks, self.values.sinks)
+            result[row : row + 1, :, pad:] = torch.cat([tokens[:, :, :sinks], rounded[:, :, sinks:]], 2)
         return result
