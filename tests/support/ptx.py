@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ptx_words import integer_product, logic, permuted  # noqa: F401 - what translated blocks call
 
 LANES = 32
 BASE = 1 << 33
@@ -32,13 +33,13 @@ class Memory:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.places: dict[str, int] = {}
         at = 256
-        for name, tensor in tensors.items():
+        raws = {name: stored(tensor) for name, tensor in tensors.items()}
+        for name, raw in raws.items():
             self.places[name] = at
-            at += -(-tensor.numel() * tensor.element_size() // 256) * 256 + 256
+            at += -(-raw.size // 256) * 256 + 256
         self.bytes = np.zeros(at, np.uint8)
         self.owned = np.zeros(at, bool)
-        for name, tensor in tensors.items():
-            raw = tensor.contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.zeros(0, np.uint8)
+        for name, raw in raws.items():
             self.bytes[self.places[name] : self.places[name] + raw.size] = raw
             self.owned[self.places[name] : self.places[name] + raw.size] = True
 
@@ -65,6 +66,14 @@ class Memory:
         return np.where(mask, offsets, 0)
 
 
+def stored(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes that a tensor's strides lead to, as they lie in memory."""
+    if not tensor.numel():
+        return np.zeros(0, np.uint8)
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).contiguous().view(torch.uint8).numpy()
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """PTX as Python: for each block a function of a warp that returns the next block, None at the end, or a barrier's next block."""
@@ -72,6 +81,8 @@ class Program:
     blocks: dict[str, Callable[[Warp], Any]]
     order: tuple[str, ...]
     parameters: tuple[str, ...]
+    statics: tuple[tuple[str, int], ...] = ()
+    """Shared memory that inline assembly declares: names and bytes."""
 
 
 class Registers(dict[str, Any]):
@@ -127,9 +138,10 @@ class Warp:
             raise IndexError("an access outside of shared memory, or not aligned")
         return self.shared, np.where(mask, at, 0)
 
-    def copy(self, to: np.ndarray, source: np.ndarray, size: int, mask: np.ndarray) -> None:
-        """An asynchronous copy: it is kept until somebody waits for it."""
-        at = self.memory.offsets(np.broadcast_to(source, LANES), size, mask)
+    def copy(self, to: np.ndarray, source: np.ndarray, size: int, mask: np.ndarray, given: Any = None) -> None:
+        """An asynchronous copy: it is kept until somebody waits for it. ``given``: the size, or 0 for lanes that get zeros."""
+        there = mask & (np.broadcast_to(size if given is None else given, LANES) != 0)
+        at = np.where(there, self.memory.offsets(np.broadcast_to(source, LANES), size, there), 0)
         place = np.broadcast_to(to, LANES).astype(np.int64)
         if (place[mask] + size > self.shared.size).any() or (place[mask] % size).any():
             raise IndexError("a copy outside of shared memory")
@@ -231,29 +243,6 @@ def store_matrices(warp: Warp, addresses: np.ndarray, registers: Sequence[np.nda
         warp.store("shared", rows + (4 * (lane % 4)).astype(rows.dtype), [found], np.uint32, np.ones(LANES, bool))
 
 
-def permuted(a: Any, b: Any, selector: Any) -> np.ndarray:
-    """prmt: four of eight bytes."""
-    low, high = (np.broadcast_to(np.asarray(x, np.uint32), LANES).astype(np.uint64) for x in (a, b))
-    both = low | (high << np.uint64(32))
-    found, selectors = np.zeros(LANES, np.uint32), np.broadcast_to(np.asarray(selector, np.uint64), LANES)
-    for place in range(4):
-        select = (selectors >> np.uint64(4 * place)) & np.uint64(0xF)
-        byte = ((both >> (np.uint64(8) * (select & np.uint64(7)))) & np.uint64(0xFF)).astype(np.uint32)
-        byte = np.where(select & np.uint64(8), np.where(byte & np.uint32(0x80), np.uint32(0xFF), np.uint32(0)), byte)
-        found |= byte << np.uint32(8 * place)
-    return found
-
-
-def logic(a: Any, b: Any, c: Any, table: int) -> np.ndarray:
-    """lop3: any function of three bits."""
-    a, b, c = (np.broadcast_to(np.asarray(x, np.uint32), LANES) for x in (a, b, c))
-    found = np.zeros(LANES, np.uint32)
-    for index in range(8):
-        if table >> index & 1:
-            found |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
-    return found
-
-
 def exchanged(value: Any, other: Any, mode: str, width: int) -> np.ndarray:
     """shfl of whole warps."""
     lane = np.arange(LANES)
@@ -317,7 +306,7 @@ def statements(ptx: str) -> Iterator[str]:
         # Scopes of inline assembly: braces that stand alone or before a declaration; others are vectors.
         text = re.sub(r"^\{\s*(?=\.reg|[a-z@])", "", text)
         text = re.sub(r";\s*\}$", ";", text)
-        for part in filter(None, (piece.strip() for piece in text.split(";"))):
+        for part in filter(None, (re.sub(r"^\}\s*", "", piece.strip()) for piece in text.split(";"))):
             if part not in {"{", "}"} and not part.startswith((".reg", ".pragma", ".shared")):
                 yield part
 
@@ -528,8 +517,8 @@ class Translator:
         if parts[-1] == "u32":
             self.assign(guard, ops[0], f"(everywhere({a}) >> np.uint32({first})) & np.uint32({(1 << count) - 1})")
         else:
-            lifted = f"as_signed(everywhere({a}) << np.uint32({32 - first - count}))"
-            self.assign(guard, ops[0], f"({lifted} >> np.int32({32 - count})).view(np.uint32)")
+            raised = f"as_signed(everywhere({a}) << np.uint32({32 - first - count}))"
+            self.assign(guard, ops[0], f"({raised} >> np.int32({32 - count})).view(np.uint32)")
 
     def op_prmt(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         a, b = (literal(op, "b32") for op in ops[1:3])
@@ -591,7 +580,9 @@ class Translator:
             value = f"as_signed({a}, np.{SIGNED[source].__name__})" if source in SIGNED else f"everywhere({a})"
             self.assign(guard, ops[0], f"{value}.astype(np.{FLOATS[to].__name__}).view(np.uint{to[1:]})")
         elif source in FLOATS:
-            raise NotImplementedError(parts)
+            assert parts[1:] == ["rzi", "s32", "f32"], parts
+            cut = f"np.nan_to_num(np.trunc(as_float({a}))).clip(-(2.0**31), 2.0**31 - 128)"
+            self.assign(guard, ops[0], f"{cut}.astype(np.int32).view(np.uint32)")
         else:
             bits = f"np.uint{to[1:]}"
             if source in SIGNED:
@@ -623,8 +614,10 @@ class Translator:
         targets = self._vector(ops[0])
         space = "shared" if "shared" in parts[1] else "global"
         self.lines.append(f"found = w.load({space!r}, {self._address(ops[1])}, np.{kind}, {len(targets)}, {self._mask(guard)})")
+        wider = ".astype(np.int8).astype(np.int32).view(np.uint32)" if parts[-1] == "s8" else ""
+        wider = ".astype(np.uint16)" if parts[-1] in {"u8", "b8"} else ".astype(np.uint32)" if parts[-1] == "u16" else wider
         for index, target in enumerate(targets):
-            self.assign(guard, target, f"found[{index}]" if kind != "uint8" else f"found[{index}].astype(np.uint16)")
+            self.assign(guard, target, f"found[{index}]{wider}")
 
     def op_st(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         kind = SIZES[re.sub(r"\D", "", parts[-1])].__name__
@@ -638,8 +631,8 @@ class Translator:
         elif "wait_group" in parts:
             self.lines.append(f"w.wait({int(ops[0])})")
         else:
-            assert len(ops) == 3 or ops[2] == ops[3], ops
-            self.lines.append(f"w.copy({self._address(ops[0])}, {self._address(ops[1])}, {int(ops[2], 0)}, {self._mask(guard)})")
+            given = f", {literal(ops[3], 'b32')}" if len(ops) > 3 else ""
+            self.lines.append(f"w.copy({self._address(ops[0])}, {self._address(ops[1])}, {int(ops[2], 0)}, {self._mask(guard)}{given})")
 
     def op_atom(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         name = next(part for part in parts if part in {"add", "exch"})
@@ -666,9 +659,13 @@ class Translator:
         self.lines.append(f"store_matrices(w, {self._address(ops[0])}, [{values}], {'trans' in parts})")
 
     def op_mma(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
-        assert "m16n8k16" in parts and parts[-4] == "f32", parts
         a, b, c = (", ".join(literal(part, "b32") for part in self._vector(op)) for op in ops[1:4])
-        self.lines.append(f"found = product([{a}], [{b}], [{c}], {parts[-3]!r})")
+        if "m16n8k32" in parts:
+            assert parts[-4:] == ["s32", "s8", "s8", "s32"], parts
+            self.lines.append(f"found = integer_product([{a}], [{b}], [{c}])")
+        else:
+            assert "m16n8k16" in parts and parts[-4] == "f32", parts
+            self.lines.append(f"found = product([{a}], [{b}], [{c}], {parts[-3]!r})")
         for index, target in enumerate(self._vector(ops[0])):
             self.assign(guard, target, f"found[{index}]")
 
@@ -708,8 +705,8 @@ def translate(ptx: str) -> Program:
             following = f"after_{count}"
             guard = re.match(r"@(!?)(%\w+)", statement)
             if guard:
-                holds = f"{'~' if guard.group(1) else ''}everywhere(r[{guard.group(2)!r}])"
-                finish(f"return {target!r} if together({holds}) else {following!r}")
+                condition = f"{'~' if guard.group(1) else ''}everywhere(r[{guard.group(2)!r}])"
+                finish(f"return {target!r} if together({condition}) else {following!r}")
             else:
                 finish(f"return {target!r}")
         elif statement in {"ret", "exit"}:
@@ -735,7 +732,8 @@ def translate(ptx: str) -> Program:
         text = "\n    ".join([f"def block_{at}(w):", "r = w.r", *lines, ends[key]])
         exec(compile(text, f"<ptx {key}>", "exec"), scope)
         made[key] = scope[f"block_{at}"]
-    return Program(made, tuple(order), parameters)
+    statics = re.findall(r"\.shared \.align 16 \.b8 (\w+)\[(\d+)\]", ptx)
+    return Program(made, tuple(order), parameters, tuple((name, int(size)) for name, size in statics))
 
 
 def together(condition: np.ndarray) -> bool:
@@ -760,8 +758,13 @@ def run_program(
     program: Program, shared: int, warps: int, grid: Sequence[int], at: Sequence[int], memory: Memory, params: Mapping[str, int]
 ) -> None:
     """Run the warps of one program, all up to each barrier."""
-    store = np.full(max(shared, 16), 0xFF, np.uint8)
+    places_of, end = {}, -(-shared // 16) * 16
+    for name, size in program.statics:
+        places_of[name], end = np.full(LANES, end, np.uint32), end + -(-size // 16) * 16
+    store = np.full(max(end, 16), 0xFF, np.uint8)
     every = [Warp(index, grid, at, memory, store, params) for index in range(warps)]
+    for warp in every:
+        warp.r.update(places_of)
     places: list[str | None] = [program.order[0]] * warps
     while any(place is not None for place in places):
         for index, warp in enumerate(every):

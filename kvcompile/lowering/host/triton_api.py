@@ -5,8 +5,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any
+
+KNOWN_LAYOUTS = ("3.6", "3.7")
+"""Versions whose PTX of tables was run (``tests/lowering/test_table_kernel.py``): assembly relies on what a thread has of a block."""
+
+
+@functools.cache
+def lays_out_as_known() -> bool:
+    """Whether this Triton is one whose layouts assembly may rely on."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2]) in KNOWN_LAYOUTS
 
 
 def compile_for(
@@ -16,13 +28,20 @@ def compile_for(
 
     ``signature``: the type of each argument, in their order. ``aligned``: those that are multiples of 16.
     """
+    made = built_for(kernel, signature, aligned, capability, num_warps, num_stages)
+    return {stage: made.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
+
+
+def built_for(
+    kernel: Any, signature: Mapping[str, str], aligned: Collection[str], capability: int, num_warps: int, num_stages: int
+) -> Any:
+    """A kernel as Triton compiles it, with ``asm`` and ``metadata``; takes the arguments of ``compile_for``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name in aligned}
-    made = triton.compile(
+    return triton.compile(
         ASTSource(kernel, dict(signature), {}, attributes), target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
-    return {stage: made.asm[stage] for stage in ("ttgir", "ptx", "cubin")}
