@@ -142,6 +142,14 @@ def _level_mapped(
 def _table_gradients(
     grad: torch.Tensor, x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, bits: int, scale_dtype: torch.dtype, window: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if x.device.type == "cuda":
+        from kvcompile.lowering.append import table_sums
+
+        if table_sums.known(x, levels.shape[1]):
+            with torch.cuda.device_of(x):
+                by_level, left, right = table_sums.sums(grad, x, thresholds, bits, scale_dtype, window)
+            jumps = levels.diff(dim=-1)
+            return by_level, -jumps * left, -jumps * right
     return _code(table_gradients, x.device.type)(grad, x, levels, thresholds, Rule(bits, scale_dtype, window))
 
 

@@ -22,13 +22,14 @@ NAMES = {
 
 
 def compiled_for_hopper(launch: KernelLaunch, capability: int = 90, aligned: bool = False) -> Any:
-    """Compile the kernel of one launch with its constants; tensors are stand-ins, and other arguments are int32.
+    """Compile the kernel of one launch with its constants; tensors are stand-ins, and other integers are int32.
 
     ``aligned``: tensors begin at multiples of 16 bytes, and whole numbers that are multiples of 16 are known to be, as at a real launch.
     """
     constants = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
     signature = {
-        name: "constexpr" if name in constants else "*" + NAMES[item.dtype] if isinstance(item, torch.Tensor) else "i32"
+        name: "constexpr" if name in constants else "*" + NAMES[item.dtype] if isinstance(item, torch.Tensor)
+        else "fp32" if isinstance(item, float) else "i32"
         for name, item in launch.arguments.items()
     }
     given = {(at,): item for at, (name, item) in enumerate(launch.arguments.items()) if name in constants}

@@ -52,3 +52,22 @@ def quotient(n, scale):
         q = n * r
         return tl.fma(tl.fma(q, tl.broadcast_to(tl.where(finite, s, 0.0), n.shape), n * -1.0), r * -1.0, q)
     return tl.math.div_rn(n, tl.broadcast_to(s, n.shape))
+
+
+@triton.jit
+def stored_range(x, STEPS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, DTYPE: tl.constexpr):
+    """Scale and zero point of groups along the last axis of a float32 block, as stored; ``schemes.asymmetric.stored_range``."""
+    # Minimum and maximum pass over NaN.
+    nans = tl.max((x != x).to(tl.int32), 2, keep_dims=True) != 0
+    low = tl.where(nans, float("nan"), tl.min(x, 2, keep_dims=True))
+    high = tl.where(nans, float("nan"), tl.max(x, 2, keep_dims=True))
+    zero = low if DTYPE == tl.float32 else rounded_down(low, DTYPE)  # noqa: SIM300 - a constant is asked for
+    spread = high - zero.to(tl.float32)
+    scale = rounded_up(spread * (1 / STEPS), ULP, TINY, DTYPE)
+    return tl.where(spread == 0, 0.0, scale).to(DTYPE), zero
+
+
+@triton.jit
+def in_scales(x, scale, zero):
+    """(x - zero) / scale in float32, 0 where the scale is; ``schemes.asymmetric.in_scales``."""
+    return quotient(x - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(scale.dtype))

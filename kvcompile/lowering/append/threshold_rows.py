@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kvcompile import schemes
-from kvcompile.lowering.append.rounding import quotient, rounded_down, rounded_up
+from kvcompile.lowering.append.rounding import in_scales, stored_range
 from kvcompile.lowering.append.rows import places
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
@@ -51,15 +51,8 @@ def append_thresholds(
     source = X + b * x_b + h * x_h + (s.to(tl.int64) * x_s)[:, None, None] + (channel * x_d)[None, :, :]
     x = tl.load(source, mask=there[:, None, None], other=0.0).to(tl.float32)
     x = tl.where(inside[:, None, None], x, float("nan"))
-    # Minimum and maximum pass over NaN.
-    nans = tl.max((x != x).to(tl.int32), 2, keep_dims=True) != 0
-    low = tl.where(nans, float("nan"), tl.min(x, 2, keep_dims=True))
-    high = tl.where(nans, float("nan"), tl.max(x, 2, keep_dims=True))
-    zero = low if stored == tl.float32 else rounded_down(low, stored)
-    spread = high - zero.to(tl.float32)
-    scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, stored)
-    scale = tl.where(spread == 0, 0.0, scale).to(stored)
-    ratio = quotient(x - zero.to(tl.float32), tl.where(scale == 0, 1.0, scale).to(stored))
+    scale, zero = stored_range(x, 2**BITS - 1, ULP, TINY, stored)
+    ratio = in_scales(x, scale, zero)
     codes = tl.zeros([ROWS, GROUPS, GROUP], tl.int32)
     table = TABLE + h * (GROUPS * (2**BITS - 1)) + group * (2**BITS - 1)
     for k in tl.static_range(2**BITS - 1):
