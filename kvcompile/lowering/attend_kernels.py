@@ -19,6 +19,9 @@ from kvcompile.lowering.gluon.choice import OneToken, one_token
 from kvcompile.lowering.gluon.plan import NoFragments, cut_of
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.prefill.decode_chunk import TOKENS
+from kvcompile.lowering.prefill.slot import tile_slot
+from kvcompile.lowering.prefill.table_slot import table_slot
 from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
 from kvcompile.lowering.rooms import rooms
 from kvcompile.types import PAGE, QUERY_GROUP, QUERY_ROWS, Role, SlotSpec
@@ -105,13 +108,21 @@ def _prefill_gap(facts: AttendFacts) -> str | None:
     if facts.bias:
         return "a mask operand of its own"
     formats = [schemes.parse(text).format(slot) for text, slot in facts.slots]
-    if any(fmt.levels for fmt in formats):
-        return "tables of levels"
+    if any(fmt.levels for fmt in formats) and not _decodes_chunks(facts):
+        return "tables of levels that no chunk is decoded by"
     if any(fmt.norms for fmt in formats):
         return "norms of tokens"
     if any(fmt.static for fmt in formats):
         return "codes that hold NaN, with static scales"
     return _cuda_gap(facts)
+
+
+def _decodes_chunks(facts: AttendFacts) -> bool:
+    """Whether chunks of both slots can be decoded, which is how many rows attend to what stands in tables."""
+    slots = zip(Role, facts.slots, strict=True)
+    shapes = [(text, role, slot.head_dim, schemes.parse(text).format(slot).word_dtype, facts.dtype) for role, (text, slot) in slots]
+    known = all(table_slot(*shape) is not None or tile_slot(*shape, True) is not None for shape in shapes)
+    return known and facts.page_rows % TOKENS == 0
 
 
 def _cpu_gap(facts: AttendFacts) -> str | None:
@@ -193,9 +204,10 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
         (text, slots.get(text, SlotSpec(1, PAGE, torch.float32, role)))
         for text, role in ((given.key_scheme, Role.KEY), (given.value_scheme, Role.VALUE))
     )
-    rows, group = node.meta.get(QUERY_ROWS, 1), node.meta.get(QUERY_GROUP)
+    rows, group, queries = node.meta.get(QUERY_ROWS, 1), node.meta.get(QUERY_GROUP), given.q.meta.get("val")
     return AttendFacts(
-        device, pair, pair[0][1].dtype, rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
+        device, pair, pair[0][1].dtype if queries is None else queries.dtype,
+        rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
         recent=bool(given.recent), rotation=bool(given.rotation), more=bool(given.more), bias=given.bias is not None,
         one=one_token(group, given.softcap) if device == "cuda" and rows == 1 and group is not None else None, early=bool(given.early),
     )

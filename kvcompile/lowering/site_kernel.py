@@ -113,12 +113,13 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
         bool(given.interleaved), rotation is not None and hint(rotation[0].shape[0]) != 1,
         hint(given.early[0].shape[3]) if given.early else 0, given.early_at is not None,
     )
+    even = all(hint(plane.shape[-1]) % 2 == 0 for plane in scales[0])
     config = AttendConfig(
         given.key_scheme, given.value_scheme, head_dim, hint(given.value_dim), kv_heads, group, q.dtype, keys[0].dtype,
         values[0].dtype, float(given.scale), float(given.softcap), queries == 1, _masks(given, hint), beside, PAGE if paged else 1, paged,
         wide_keys=hint(keys[0].shape[-1]) % 2 == 0, wide_values=hint(values[0].shape[-1]) % 2 == 0,
         key_scale_pack=_scale_pack(scales[0], hint), value_scale_pack=_scale_pack(scales[1], hint),
-        key_generic=not formats[0].symmetric and not (scales[0] and all(hint(plane.shape[-1]) % 2 == 0 for plane in scales[0])),
+        key_generic=not formats[0].symmetric and not (scales[0] and (formats[0].levels > 0 or even)),
         value_generic=not formats[1].symmetric and not scales[1],
     )
     rows = queries * group
@@ -133,7 +134,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
         cut = choose_cut(many, rows, batch, MULTIPROCESSORS[arch], SHARED_MEMORY[arch], capacity)
         if cut is not None:
             return ChunkedSite(chunked.cut_as(many, cut), batch, queries)
-        fitting = prefill_tiles.choose_tiles(many, rows, SHARED_MEMORY[arch], tuned=False)
+        fitting = prefill_tiles.choose_tiles(many, rows, SHARED_MEMORY[arch], tuned=False) if many.fits else []
         if fitting:
             splits = prefill_tiles.splits_for(fitting[0], rows, batch * kv_heads, MULTIPROCESSORS[arch], tokens)
             splits = max(splits, 2 if given.early else 1)
@@ -154,7 +155,8 @@ def _many_rows(config: AttendConfig, rows: int, page_rows: int) -> PrefillConfig
         recent=config.beside.recent, base_per_batch=config.beside.base_per_batch,
     )
     if not many.fits:
-        return None
+        # Tables are decoded by chunks, or not at all by this template.
+        return many if many.chunks else None
     # Pairs of words are loaded as one.
     wide = zip(many.slots, (config.wide_keys, config.wide_values), strict=True)
     return many if all(pairs or not slot.scaled for slot, pairs in wide) else None

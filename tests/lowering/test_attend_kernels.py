@@ -32,7 +32,7 @@ from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named, names_of
 from kvcompile.lowering.prefill.lower import lower_first
 from kvcompile.passes.rewrite.rewritten import Variant
-from kvcompile.schemes import SCHEMES, Scheme
+from kvcompile.schemes import SCHEMES, Scheme, parse
 from kvcompile.types import Role, SlotSpec
 
 aten = torch.ops.aten
@@ -132,6 +132,16 @@ def test_many_rows_are_a_kernels_own_business() -> None:
     assert choose(dataclasses.replace(many, bias=True)) == (DECODE, "a mask operand of its own")
     assert choose(dataclasses.replace(many, early=True)) == (PREFILL, None)
     assert choose(dataclasses.replace(many, device="cpu")) == (CPP, None)
+
+
+@pytest.mark.parametrize(("text", "dim", "dtype", "knows"), [
+    ("beyond", 128, torch.bfloat16, True), ("beyond(bits=3)", 64, torch.float16, True), ("nf4", 128, torch.bfloat16, True),
+    ("beyond", 96, torch.bfloat16, False), ("beyond", 128, torch.float32, False),
+])
+def test_many_rows_over_tables_are_attended_to_by_decoded_chunks(text: str, dim: int, dtype: torch.dtype, knows: bool) -> None:
+    slots = tuple((parse(text).spell(), SlotSpec(2, dim, dtype, role)) for role in Role)
+    found = choose(AttendFacts("cuda", slots, dtype, rows=512))
+    assert found == ((PREFILL, None) if knows else (DECODE, "tables of levels that no chunk is decoded by"))
 
 
 @pytest.mark.parametrize("given", [{}, {"recent": [1, 2], "base": 3}, {"interleaved": True, "more_dim": 4}])

@@ -23,7 +23,7 @@ from kvcompile.lowering.prefill.config import PrefillConfig
 from kvcompile.lowering.prefill.tiles import CHUNKS, choose_cut, chunk_for
 from kvcompile.types import Role, SlotSpec
 
-RUNS = (("int8", "fp8"), ("int4",), ("kivi", "kivi(bits=4)"), ("inductor",))
+RUNS = (("int8", "fp8"), ("int4",), ("kivi", "kivi(bits=4)"), ("beyond", "nf4", "beyond(bits=5)"), ("inductor",))
 """Schemes that one process takes, or the way through Inductor."""
 
 CHUNK = 128
@@ -55,7 +55,11 @@ def cases(scheme: str) -> list[Prefill]:
             dataclasses.replace(base, key="int4(group=16,scale_dtype=float32)", value="int4(group=64,scale_dtype=bfloat16)", Dv=128),
         ]
     # Masks are those of what was decoded, whatever it was: they are int4's.
-    chosen = {"fp8": found[:4], "int8": [*found[:6], *found[-2:]]}.get(scheme, found)
+    few = {
+        "fp8": found[:4], "int8": [*found[:6], *found[-2:]], "nf4": found[:2], "beyond(bits=5)": found[4:5],
+        "beyond": [*found[3:5], found[8]],
+    }
+    chosen = few.get(scheme, found)
     return [Prefill(case) for case in chosen]
 
 
@@ -81,9 +85,9 @@ def off_scratch(scheme: str, dtype: torch.dtype) -> str | None:
     outs = [torch.full((case.B, case.K, CHUNK, dim), 7.0, dtype=dtype) for dim in (case.D, case.Dv)]
     given = {"NEWEST": torch.tensor([case.T - 1, CHUNK + 3]), "K_OUT": outs[0], "V_OUT": outs[1], "NEWEST_b": 1, "CAPACITY": 512}
     for letter, planes in (("K", keys), ("V", values)):
-        for what, plane in zip(("WORDS", "SCALES", "ZEROS"), planes, strict=False):
-            given[f"{letter}_{what}"] = plane
-            given |= {f"{letter}_{what}_{axis}": step for axis, step in zip("nbhr", plane.stride(), strict=False)}
+        slot = config.decoded["KV".index(letter)]
+        for what, plane in zip(decode_source.planes_of(letter, slot), planes, strict=False):
+            given |= {what: plane, **{f"{what}_{axis}": step for axis, step in zip("nbhr", plane.stride(), strict=False)}}
     kernel = getattr(load_module(made.source, "chunked"), made.name)
     given["FIRST"] = CHUNK
     kernel[(CHUNK // decode_source.TOKENS, case.B * case.K, 2)](*(given[name] for name in kernel.arg_names))

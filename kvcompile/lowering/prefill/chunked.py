@@ -68,7 +68,8 @@ def decoder(config: PrefillConfig) -> ChunkKernel:
     """The kernel that decodes a chunk of both slots."""
     types = {"K_OUT": config.dtype, "V_OUT": config.dtype, "NEWEST": torch.int64, "OLDEST": torch.int64, "BASE": torch.int64}
     for letter, word in (("K", config.key_word), ("V", config.value_word)):
-        types |= {f"{letter}_WORDS": word, f"{letter}_SCALES": torch.float16, f"{letter}_ZEROS": torch.float16}
+        half = {f"{letter}_{plane}": torch.float16 for plane in ("SCALES", "ZEROS")}
+        types |= half | {f"{letter}_WORDS": word, f"{letter}_TABLE": torch.float32}
     pointers, _ = decode_source.arguments_of(config)
     return ChunkKernel(
         decode_source.KERNEL, decode_source.decode_source(config), {name: types[name] for name in pointers}, decode_source.WARPS, 1
@@ -152,9 +153,9 @@ def launches(
     limits = {"NEWEST": hi.amax(1), "OLDEST": None if lo is None else lo.amin(1), "BASE": base}
     decoded = {"K_OUT": scratch[0], "V_OUT": scratch[1], "CAPACITY": capacity, **limits}
     decoded |= {f"{name}_b": 0 if each is None or each.shape[0] == 1 else each.stride(0) for name, each in limits.items()}
-    for letter, planes in (("K", keys), ("V", values)):
-        for what, plane in zip(("WORDS", "SCALES", "ZEROS"), planes, strict=False):
-            decoded |= {f"{letter}_{what}": plane, **_steps(f"{letter}_{what}", "nbhr", plane)}
+    for letter, planes, slot in zip("KV", (keys, values), config.decoded, strict=True):
+        for name, plane in zip(decode_source.planes_of(letter, slot), planes, strict=False):
+            decoded |= {name: plane, **_steps(name, "nbhr", plane)}
     decode, attend = _loaded(config)
     tiles = -(-S * (H // K) // config.tile.block_r)
     found = []

@@ -1,9 +1,9 @@
 """The text of the kernel that decodes one chunk of tokens into a scratch, keys and values in one launch.
 
-A program has ``TOKENS`` tokens of one kv head of one batch row, keys where its third number is 0, else values. Codes unpack as
-for the prefill template (``TileSlot``); value = code * scale (+ zero point) is one fused multiply-add in float32, rounded
-once to the queries' dtype: what a dense cache would hold. Tokens that no query attends to are not decoded, and what
-the scratch then holds is masked by whoever reads it.
+A program has ``TOKENS`` tokens of one kv head of one batch row, keys where its third number is 0, else values. Codes unpack as for the
+prefill template (``TileSlot``), or are indices into a table (``TableSlot``); value = code * scale (+ zero point) is one fused multiply-add
+in float32, rounded once to the queries' dtype: what a dense cache would hold. Tokens that no query attends to are not decoded, and
+what the scratch then holds is masked by whoever reads it.
 
     scratch [1, B, K, CHUNK, D] of keys, and of values with Dv: one page in channel order, token FIRST + t at row t
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
 from kvcompile.lowering.prefill.config import PrefillConfig
 from kvcompile.lowering.prefill.slot import PAIR, TileSlot
+from kvcompile.lowering.prefill.table_slot import TableSlot
 
 KERNEL = "kvcompile_decode"
 
@@ -22,9 +23,10 @@ TOKENS = 64
 WARPS = 4
 
 
-def planes_of(letter: str, slot: TileSlot) -> tuple[str, ...]:
+def planes_of(letter: str, slot: TileSlot | TableSlot) -> tuple[str, ...]:
     """The names of the planes that a slot is decoded from."""
-    return (f"{letter}_WORDS", f"{letter}_SCALES", *([f"{letter}_ZEROS"] if slot.zeros else []))
+    more = [f"{letter}_ZEROS"] if slot.zeros else []
+    return (f"{letter}_WORDS", f"{letter}_SCALES", *more, *([f"{letter}_TABLE"] if isinstance(slot, TableSlot) else []))
 
 
 def arguments_of(config: PrefillConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -33,7 +35,7 @@ def arguments_of(config: PrefillConfig) -> tuple[tuple[str, ...], tuple[str, ...
     Pointers: planes; NEWEST and OLDEST (int64, what is attended to at all, by batch row), BASE; the two scratches. Integers: each plane's
     strides of pages, batch rows, heads and rows; those of NEWEST, OLDEST and BASE (0 where all rows share one); CAPACITY, FIRST.
     """
-    planes = [plane for letter, slot in zip("KV", config.slots, strict=True) for plane in planes_of(letter, slot)]
+    planes = [plane for letter, slot in zip("KV", config.decoded, strict=True) for plane in planes_of(letter, slot)]
     limits = ["NEWEST", *(["OLDEST"] if config.masks.lo else []), *(["BASE"] if config.recent else [])]
     strides = [f"{plane}_{axis}" for plane in planes for axis in "nbhr"]
     return (*planes, *limits, "K_OUT", "V_OUT"), (*strides, *(f"{limit}_b" for limit in limits), "CAPACITY", "FIRST")
@@ -50,14 +52,16 @@ def decode_source(config: PrefillConfig) -> str:
         f"row = tl.program_id(0) * {TOKENS}", "t0 = FIRST + row", *newest, f"if ({unseen}):", "    return",
         f"i = tl.arange(0, {TOKENS})", f"page = ((t0 + i) // {config.page_rows}).to(tl.int64)", f"at = (t0 + i) % {config.page_rows}",
     ]
-    for number, (letter, slot) in enumerate(zip("KV", config.slots, strict=True)):
+    for number, (letter, slot) in enumerate(zip("KV", config.decoded, strict=True)):
         body += [f"if tl.program_id(2) == {number}:", *(f"    {line}" for line in _slot(config, letter, slot))]
     head = ["import triton", "import triton.language as tl", "", "", "@triton.jit"]
     return "\n".join([*head, f"def {KERNEL}({', '.join((*pointers, *integers))}):", *(f"    {line}" for line in body)]) + "\n"
 
 
-def _slot(config: PrefillConfig, letter: str, slot: TileSlot) -> list[str]:
+def _slot(config: PrefillConfig, letter: str, slot: TileSlot | TableSlot) -> list[str]:
     """Statements that decode one slot's tokens and store them."""
+    if isinstance(slot, TableSlot):
+        return _indices(config, letter, slot)
     name, words = letter.lower(), f"{letter}_WORDS"
     row = PAIR * slot.words
     groups = max(1, slot.scales * row // slot.dim)
@@ -74,11 +78,40 @@ def _slot(config: PrefillConfig, letter: str, slot: TileSlot) -> list[str]:
         ]
     else:
         lines += [f"{name}_page = page", f"{name}_at = at"]
-    lines.append(
-        f"{name}_out = {letter}_OUT + ((b * {config.kv_heads} + h) * {config.chunk} + row) * {slot.dim} + i[:, None] * {slot.dim}"
-    )
+    lines.append(_output(config, letter, slot.dim))
     for part in range(slot.dim // row):
         lines += _part(letter, slot, part, groups, blocks, TRITON_TYPES[config.dtype])
+    return lines
+
+
+def _output(config: PrefillConfig, letter: str, dim: int) -> str:
+    """The statement that points to a program's tokens in the scratch."""
+    return f"{letter.lower()}_out = {letter}_OUT + ((b * {config.kv_heads} + h) * {config.chunk} + row) * {dim} + i[:, None] * {dim}"
+
+
+def _load(letter: str, plane: str, groups: int, first: int) -> str:
+    """``groups`` scales or zero points of every block of tokens, in float32."""
+    name = letter.lower()
+    place = f"b * {plane}_b + h * {plane}_h + ({name}_page * {plane}_n + {name}_at * {plane}_r)[:, None]"
+    return f"tl.load({plane} + {place} + tl.arange(0, {groups})[None, :] + {first}).to(tl.float32)"
+
+
+def _indices(config: PrefillConfig, letter: str, slot: TableSlot) -> list[str]:
+    """Statements that decode the tokens of a slot of indices and store them."""
+    name, row = letter.lower(), slot.row
+    groups = max(1, row // slot.fmt.group)
+    cut = f"({TOKENS}, 1, {groups}, {row // groups})"
+    lines = [f"{name}_page = page", f"{name}_at = at", *slot.words(name, f"{letter}_WORDS"), _output(config, letter, slot.dim)]
+    for part in range(slot.fmt.parts):
+        first = part * row // slot.fmt.group
+        lines += [
+            f"value = {slot.levels(name, f'{letter}_TABLE', part, cut, groups)}",
+            f"value = value * {_load(letter, f'{letter}_SCALES', groups, first)}[:, None, :, None]",
+        ]
+        if slot.zeros:
+            lines.append(f"value = value + {_load(letter, f'{letter}_ZEROS', groups, first)}[:, None, :, None]")
+        to = f"{name}_out + ({part * row} + tl.arange(0, {row}))[None, :]"
+        lines.append(f"tl.store({to}, value.reshape({TOKENS}, {row}).to({TRITON_TYPES[config.dtype]}))")
     return lines
 
 
@@ -89,17 +122,14 @@ def _part(letter: str, slot: TileSlot, part: int, groups: int, blocks: int, dtyp
     cut = f"({blocks}, {slot.block}, {groups}, {row // groups})"
     first = part * row * slot.scales // slot.dim
 
-    def load(plane: str) -> str:
-        place = f"b * {plane}_b + h * {plane}_h + ({name}_page * {plane}_n + {name}_at * {plane}_r)[:, None]"
-        return f"tl.load({plane} + {place} + tl.arange(0, {groups})[None, :] + {first}).to(tl.float32)"
-
     assert even.power == odd.power
     assert even.offset == odd.offset
     lines = [
         f"raw = tl.join({even.unpack(name + '_words')}, {odd.unpack(name + '_words')})",
-        f"scale = {load(letter + '_SCALES')}", f"value = raw.reshape{cut}.to(tl.float32) * (scale * {2.0**even.power!r})[:, None, :, None]",
+        f"scale = {_load(letter, f'{letter}_SCALES', groups, first)}",
+        f"value = raw.reshape{cut}.to(tl.float32) * (scale * {2.0**even.power!r})[:, None, :, None]",
     ]
-    terms = [load(letter + "_ZEROS")] if slot.zeros else []
+    terms = [_load(letter, f"{letter}_ZEROS", groups, first)] if slot.zeros else []
     terms += [f"scale * {-float(even.offset)!r}"] if even.offset else []
     if terms:
         lines.append(f"value += ({' + '.join(terms)})[:, None, :, None]")

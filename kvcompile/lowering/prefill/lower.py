@@ -86,11 +86,13 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
         Masks(lo is not None, keep is not None, Bias.NONE, sinks is not None, varies(hi), varies(lo), varies(keep)), page_rows, paged,
         recent=bool(recent), base_per_batch=varies(base), packed=torch.version.hip is None,
     )
-    if not config.fits or (paged and page_rows & (page_rows - 1)):
+    if not (config.fits or config.chunks) or (paged and page_rows & (page_rows - 1)):
         return None
-    nodes = _operands(config, operands)
-    if not _loadable(config, nodes):
-        return None
+    nodes = {"SINKS": realize(sinks)} if sinks is not None else {}
+    if config.fits:
+        nodes = _operands(config, operands)
+        if not _loadable(config, nodes):
+            return None
     device = q.get_device()
     properties: Any = torch.cuda.get_device_properties(device)
     capacity = keys[0].get_size()[0] * page_rows
@@ -104,6 +106,8 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
             float(operands.softcap), Dv, recent, base, list(cut),
         )
         return merge(partial, nodes.get("SINKS"), Dv, q.get_dtype(), more)
+    if not config.fits:
+        return None
     nodes |= _queries(config, q)
     configs = choose_tiles(config, rows, properties.shared_memory_per_block_optin, bool(inductor_config.max_autotune))
     if not configs:

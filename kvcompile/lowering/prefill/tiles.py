@@ -57,7 +57,8 @@ def choose_cut(
     config: PrefillConfig, rows: int, batch: int, multiprocessors: int, shared_memory: int, capacity: int | None
 ) -> tuple[int, ...] | None:
     """How ``kvcompile::attend_chunks`` cuts this attention, its operand ``cut``; None where the template alone is to do it."""
-    if rows < FEWEST_CHUNKED_ROWS or not config.paged or config.page_rows % DECODED or not all(slot.scaled for slot in config.slots):
+    # The template has no tables: there every chunk is decoded first.
+    if rows < (FEWEST_CHUNKED_ROWS if config.fits else FEWEST_ROWS) or config.page_rows % DECODED or not config.chunks:
         return None
     chunk = chunk_for(config, batch, capacity)
     tiled = choose_tiles(dataclasses.replace(config, chunk=chunk).over_scratch(), rows, shared_memory, tuned=True)

@@ -1,0 +1,62 @@
+"""How a chunk of tokens of one slot of table indices is decoded: every level is loaded from the table itself.
+
+Sixteen levels are within one line of the first cache and in as many banks, so a load for each element costs less than what is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from kvcompile import schemes
+from kvcompile.lowering.codegen.expressions import TRITON_TYPES, triton_expression
+from kvcompile.types import KernelFormat, Role, SlotSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSlot:
+    """One slot of indices, its words of ``fmt.segments`` bytes, as ``decode_chunk`` reads it."""
+
+    dim: int
+    fmt: KernelFormat
+
+    @property
+    def zeros(self) -> bool:
+        """Whether there is a plane of zero points."""
+        return self.fmt.zeros
+
+    @property
+    def row(self) -> int:
+        """Words of a token."""
+        return self.dim // self.fmt.parts
+
+    def words(self, name: str, plane: str) -> list[str]:
+        """Statements that make ``{name}_words``, whole words [tokens, row], of ``page`` and ``at``."""
+        place = f"b * {plane}_b + h * {plane}_h + (page * {plane}_n + at * {plane}_r)[:, None]"
+        start = f"{plane} + {place} + tl.arange(0, {self.row})[None, :]"
+        if self.fmt.segments == 1:
+            return [f"{name}_words = tl.load({start})"]
+        whole = TRITON_TYPES[self.fmt.whole_dtype]
+        segments = (f"(tl.load({start} + {byte * self.row}).to({whole}) << {8 * byte})" for byte in range(self.fmt.segments))
+        return [f"{name}_words = {' | '.join(segments)}"]
+
+    def levels(self, name: str, table: str, part: int, cut: str, groups: int) -> str:
+        """The levels of one part of every word as a block of the shape ``cut``, whose third axis is ``groups`` runs of one scale each."""
+        first = part * self.row // self.fmt.group
+        index = f"{triton_expression(self.fmt, part, f'{name}_words')}.to(tl.int32).reshape{cut}"
+        return f"tl.load({table} + h * {table}_h + ({first} + tl.arange(0, {groups}))[None, None, :, None] * {table}_r + {index})"
+
+
+@functools.lru_cache(maxsize=256)
+def table_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype) -> TableSlot | None:
+    """The slot, or None where it has no table, or chunks are not for its shape or its queries."""
+    fmt = schemes.parse(scheme).of(role).format(SlotSpec(1, dim, word_dtype, role))
+    row = dim // fmt.parts
+    if not fmt.levels or not fmt.scaled or fmt.block > 1 or fmt.word_dtype.itemsize != 1:
+        return None
+    if query not in {torch.float16, torch.bfloat16} or dim & (dim - 1) or not 32 <= dim <= 256:
+        return None
+    even = row % fmt.group == 0 or fmt.group % row == 0
+    return TableSlot(dim, fmt) if even else None
