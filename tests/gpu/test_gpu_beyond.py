@@ -1,18 +1,24 @@
-"""Learned tables on CUDA: the append kernel in a compiled graph, decode steps, and compiled gradients, beside their definitions."""
+"""Tables on CUDA: append and attention kernels in compiled graphs, decode steps, and compiled gradients, beside their definitions."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 from e2e_layers import cache_of, llama
 from learned_tables import llama_paths, random_table, random_tables
 from test_gpu_append import compiled
+from test_gpu_attend import assert_equals_eager
+from test_gpu_attend import compiled as compiled_attend
 from test_triton_append import assert_same
 from test_triton_append_rows import BATCH, PAGES, positions, tokens
 from test_triton_append_thresholds import CASES, stores, thresholds
+from test_triton_attend import Case
 
 import kvcompile
 from kvcompile.learning.quantizer import Rule, table_gradients
+from kvcompile.lowering.decode.config import Bias
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.schemes import parse
 from kvcompile.types import Role, SlotSpec
@@ -21,6 +27,32 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def attentions() -> list[Case]:
+    """Every number of bits and group, heads of all sizes, few and many rows, masks, and tables on one side only."""
+    found = []
+    for text in ("beyond", "beyond(bits=2)", "beyond(bits=3)", "beyond(bits=5)", "nf4"):
+        base = Case(text, text, dtype=torch.bfloat16, K=2, D=128, Dv=128, T=1000, splits=1)
+        found += [
+            base, dataclasses.replace(base, T=65, G=7, B=3), dataclasses.replace(base, S=3, B=2, lo=True, keep=True),
+            dataclasses.replace(base, D=64, Dv=64, G=1, dtype=torch.float16), dataclasses.replace(base, D=256, Dv=256, G=2, T=300),
+        ]
+    base = found[0]
+    changes: tuple[dict[str, object], ...] = (
+        {"key": "beyond(group=64)", "value": "beyond(group=128)"}, {"key": "beyond(group=128)", "value": "beyond(group=64)", "G": 8},
+        {"key": "beyond(group=64)", "value": "beyond(group=64)", "D": 256, "Dv": 256, "G": 2, "T": 300},
+        {"D": 96, "Dv": 96, "T": 200}, {"D": 80, "Dv": 80, "T": 200}, {"value": "int4"}, {"key": "kivi", "recent": 40},
+        {"key": "int8", "value": "nf4"}, {"S": 8, "T": 300}, {"S": 15, "T": 300}, {"S": 70, "T": 500}, {"outlier": True},
+        {"magnitude": 1e-4}, {"T": 9000, "sinks": True}, {"bias": Bias.ADDED, "S": 3, "softcap": 20.0}, {"dtype": torch.float32, "T": 200},
+        {"key": "beyond(scale_dtype=bfloat16)", "value": "nf4(scale_dtype=float32)", "T": 200},
+    )
+    return [*found, *(dataclasses.replace(base, **change) for change in changes)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", attentions(), ids=str)
+def test_attention_is_its_body(case: Case) -> None:
+    assert_equals_eager(case, compiled_attend())
 
 
 @pytest.mark.parametrize("count", [1, 77])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.codegen.bit_tricks import fused, looked_up, multiplied, pair_table, scaled_by
+from kvcompile.lowering.codegen.bit_tricks import multiplied, scaled_by
 from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
 from kvcompile.lowering.smartkv.kernels import fields
 from kvcompile.schemes.smartkv import codes
@@ -143,80 +143,6 @@ def test_shifted_values_round_once(scheme: str) -> None:
             # Scales and zero points below float16's normal range lose bits of their own when they are small beside the tile's largest.
             assert np.abs(found / unit - exact).max() <= allowed.max() * 4
             assert (np.abs(found / unit - exact) <= allowed * 1.01 + np.abs(exact).max() * 2.0**-17).all()
-
-
-class Lanes:
-    """The PTX of tables, run by 32 lanes at once: what is loaded from, and what is stored to, shared memory."""
-
-    def __init__(self, memory: np.ndarray) -> None:
-        self.memory, self.shared = memory, np.zeros(256, np.uint32)
-
-    def __call__(self, text: str, constraints: str, operands: list[object], dtype: object, is_pure: bool, pack: int) -> object:
-        """tl.inline_asm_elementwise of a scalar (pack 1) or of blocks of pairs."""
-        results = constraints.count("=")
-        inputs = [np.asarray(one, np.uint64) for one in operands]
-        assert is_pure == (pack == 2) and len(constraints.split(",")) == results + len(inputs)
-        self.registers = {f"${results + index}": one for index, one in enumerate(inputs)}
-        self.registers |= {"%laneid": np.arange(32, dtype=np.uint64), "pairs": np.uint64(0)}
-        for statement in filter(None, (part.strip(" {") for part in text.strip("{} ").split(";"))):
-            name, _, rest = statement.partition(" ")
-            if name not in {".shared", ".reg", "bar.sync"}:
-                self.step(name, [part.strip(" {}[]") for part in rest.replace("{h, g}", "h+g").split(",")])
-        found = [self.registers[f"${index}"] for index in range(results)]
-        return found if results > 1 else found[0]
-
-    def step(self, name: str, words: list[str]) -> None:
-        """One instruction; addresses of floats count bytes from the start of ``memory``."""
-        target, *sources = words
-        if name == "st.shared.b32":
-            base, _, offset = target.partition("+")
-            self.shared[((self.registers[base] + np.uint64(offset)) // 4).astype(int)] = self.registers[sources[0]]
-            return
-        if sources == ["h+g"]:
-            low, high = (self.registers[half].astype(np.float16).view(np.uint16).astype(np.uint64) for half in ("h", "g"))
-            self.registers[target] = low | high << np.uint64(16)
-            return
-        x = [self.registers[word] if word in self.registers else np.uint64(int(word, 0)) for word in sources]
-        self.registers[target] = {
-            "mov.b32": lambda: x[0], "mov.u32": lambda: x[0], "cvt.rn.f16.f32": lambda: x[0].astype(np.float16),
-            "and.b32": lambda: x[0] & x[1], "shl.b32": lambda: (x[0] << x[1]) & np.uint64(0xFFFFFFFF), "shr.u32": lambda: x[0] >> x[1],
-            "shr.b32": lambda: x[0] >> x[1], "mul.lo.u32": lambda: x[0] * x[1], "mul.wide.u32": lambda: x[0] * x[1],
-            "add.u32": lambda: x[0] + x[1], "add.u64": lambda: x[0] + x[1],
-            "ld.global.nc.f32": lambda: self.memory[(x[0] // 4).astype(int)],
-            "ld.shared.b32": lambda: self.shared[(x[0] // 4).astype(int)],
-            "prmt.b32": lambda: permuted(x[0].astype(np.uint32), x[1].astype(np.uint32), int(x[2])),
-        }[name]()
-
-
-@pytest.mark.parametrize("stride", [1, 3])
-def test_both_nibbles_of_every_byte_of_two_words_are_looked_up(stride: int) -> None:
-    """Tables as lanes write them, then every byte of all pairs of words."""
-    memory = np.random.default_rng(2).standard_normal(256).astype(np.float32)
-    low, high = np.int64(4 * 7), np.int64(4 * 100)
-    lanes = Lanes(memory)
-    pointers = types.SimpleNamespace(inline_asm_elementwise=lanes, int32="int32", int64=np.int64, float16="float16")
-    names = {"tl": pointers, "low": Pointer(low), "high": Pointer(high)}
-    eval(pair_table("pairs", "low", "high", str(stride)), names)
-    levels = [memory[start // 4 : start // 4 + 16 * stride : stride].astype(np.float16) for start in (low, high)]
-    words = pairs()
-    for byte in range(2):
-        found = eval(looked_up(byte, "word", "pairs"), {"tl": pointers, "word": words})
-        for part in range(2):
-            index = np.stack([(words >> (16 * word + 8 * byte + 4 * part)) & 15 for word in range(2)], -1)
-            assert np.array_equal(halves(found[part]), levels[part][index])
-
-
-class Pointer(int):
-    """An address that is cast as Triton casts pointers."""
-
-    def to(self, kind: type) -> object:
-        return kind(self)
-
-
-def test_products_and_sums_round_once() -> None:
-    a, b, c = np.float16([1.001, -2.0]), np.float16([1.001, 0.25]), np.float16([-1.002, 3.0])
-    exact = (a.astype(np.float64) * b + c).astype(np.float16)
-    assert np.array_equal(halves(run(fused("a", "b", "c"), a=packed(a), b=packed(b), c=packed(c))), exact)
 
 
 def test_products_are_elementwise() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -176,13 +178,17 @@ def asymmetric_cases(scheme: str) -> list[Case]:
 
 
 def tabled_cases() -> list[Case]:
-    """Tables of every number of bits, words of five segments among them, and tables beside a scheme without one."""
+    """Tables of every number of bits, words of five bytes among them, rows held twice and once, and tables beside a scheme without one."""
     two, three, four, five = (f"beyond(bits={bits})" for bits in (2, 3, 4, 5))
+    twice = Tile(32, 8, True, copies=2)
     return [
-        Case(four, four, T=100, B=3), Case(five, five, T=70, D=128, Dv=64, K=2), Case(three, two, T=90, S=3, B=2, lo=True, keep=True),
-        Case(two, five, T=65, dtype=torch.float32), Case("beyond(group=64)", "beyond(group=128)", T=130, D=128, Dv=128),
-        Case("int4", five, T=100, recent=33), Case(four, "kivi", T=100, recent=40),
-        Case(five, three, S=20, T=100, tile=Tile(32, 32, False)),
+        Case(four, four, T=100, B=3, tile=twice), Case(five, five, T=70, D=128, Dv=64, K=2, tile=twice),
+        Case(three, two, T=90, S=3, B=2, D=128, lo=True, keep=True, tile=Tile(32, 16, True)), Case(two, five, T=65, dtype=torch.float32),
+        Case("beyond(group=64)", "beyond(group=128)", T=130, D=128, Dv=128, G=8), Case("int4", five, T=100, Dv=128, recent=33),
+        Case(four, "kivi", T=100, recent=40, tile=twice), Case(five, three, S=20, T=100, tile=Tile(32, 32, False)),
+        Case("nf4", "nf4", T=130, D=96, Dv=96, K=2, dtype=torch.bfloat16, magnitude=30.0, tile=twice, sinks=True, softcap=5.0),
+        Case("nf4", four, T=200, B=2, D=80, Dv=64, G=3, bias=Bias.ADDED, tile=twice),
+        Case(three, five, T=70, D=256, Dv=256, G=2, tile=Tile(16, 8, True, copies=2)), Case(two, two, T=65, outlier=True, tile=twice),
     ]
 
 
@@ -350,8 +356,10 @@ def scale_pack(planes: list[torch.Tensor], fmt: KernelFormat) -> int:
     return scales if scales in {2, 4} else 1
 
 
-def run_kernel(case: Case, args: dict, launch: object = None) -> torch.Tensor:
-    """The rendered kernel and a merge in eager torch."""
+def run_kernel(
+    case: Case, args: dict, launch: Callable[[Any, tuple, list[torch.Tensor]], None] | None = None, packed: bool = False
+) -> torch.Tensor:
+    """The rendered kernel, launched by ``launch`` (kernel, grid, tensors) or as Triton does it, and a merge in eager torch."""
     q, keys, values = args["q"], args["keys"], args["values"]
     masks = Masks(
         lo=case.lo, keep=case.keep, bias=case.bias, sinks=case.sinks, bias_per_head=case.bias is Bias.BOOLEAN,
@@ -366,7 +374,7 @@ def run_kernel(case: Case, args: dict, launch: object = None) -> torch.Tensor:
         args["key_scheme"], args["value_scheme"], case.D, case.Dv, case.K, case.G, case.dtype, keys[0].dtype, values[0].dtype,
         args["scale"], case.softcap, case.S == 1, masks,
         Beside(case.recent > 0, True, case.rotary, case.interleaved, False, case.early, case.early_at is not None),
-        keys[0].shape[3], not case.plain, case.splits, case.shares, case.direct, wide_keys=True, wide_values=True, packed=False,
+        keys[0].shape[3], not case.plain, case.splits, case.shares, case.direct, wide_keys=True, wide_values=True, packed=packed,
         key_scale_pack=scale_pack(keys, formats[0]), value_scale_pack=scale_pack(values, formats[1]),
         key_generic=not half[0], value_generic=not half[1], tile=case.tile,
     )
@@ -386,8 +394,12 @@ def run_kernel(case: Case, args: dict, launch: object = None) -> torch.Tensor:
     )
     source = offline.render(config, {n: offline.Operand.of(t) for n, t in inputs.items()}, offline.Operand.of(out))
     kernel = getattr(offline.load_module(source), offline.KERNEL)
-    tiles = -(-case.S * case.G // case.tile.block_r)
-    kernel[(tiles, case.B * case.K, case.splits)](*inputs.values(), out)
+    tiles = -(-case.S * case.G // case.tile.rows)
+    grid = (tiles, case.B * case.K, case.splits)
+    if launch is None:
+        kernel[grid](*inputs.values(), out)
+    else:
+        launch(kernel, grid, [*inputs.values(), out])
     if case.direct:
         return out
     acc, m, l = out[..., :-2], out[..., -2:-1], out[..., -1:]
@@ -477,8 +489,8 @@ COMPILED = [
     ("kivi", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(recent=True)}),
     ("kivi(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2), "beside": Beside(recent=True, rotary_dim=128)}),
     ("normed", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(recent=True, early=4), "value_scheme": "kivi"}),
-    ("beyond", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "value_scale_pack": 4, "key_scale_pack": 4}),
-    ("beyond(bits=5)", "sm_90", {"tile": Tile(32, 8, True, 4, 2)}), ("beyond(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2)}),
+    ("beyond", "sm_80", {"tile": Tile(32, 8, True, 1, 3, 2, 1), "value_scale_pack": 4, "key_scale_pack": 4}),
+    ("beyond(bits=3)", "sm_100", {"tile": Tile(32, 8, True, 1, 3), "value_scale_pack": 4, "key_scale_pack": 4}),
     ("lookup", "sm_100", {"tile": Tile(32, 16, True, 4, 2), "one_query": False, "beside": Beside(rotary_dim=64, interleaved=True)}),
 ]
 
@@ -492,6 +504,27 @@ def test_compiles_offline(scheme: str, arch: str, changes: dict) -> None:
     # Whatever is decoded in float32 costs more than what the tensor cores take as it is.
     assert 0.5 < count.per_element < (40 if config.plans[0].elements else 8), count
     assert PAGE == config.page_rows
+
+
+TABLE_COSTS = {"beyond": 4.1, "nf4": 3.9, "beyond(bits=3)": 5.8}
+"""Issued instructions of a step per key and value element, of a token's scales as one word, four query heads a kv head."""
+
+
+@pytest.mark.parametrize("scheme", TABLE_COSTS)
+def test_levels_are_looked_up_where_the_tensor_cores_want_them(scheme: str) -> None:
+    """What is chosen without tuning: no change of layout but that of the probabilities, and few instructions an element."""
+    from kvcompile.lowering.decode.tiles import choose_tiles
+    from kvcompile.lowering.site_kernel import SHARED_MEMORY
+
+    groups = 128 // schemes.parse(scheme).format(SlotSpec(8, 128, torch.bfloat16, Role.KEY)).group
+    base = config_of(scheme, value_scale_pack=groups, key_scale_pack=groups)
+    (chosen,) = choose_tiles(base, 4, PAGE, tuned=False, shared_memory=SHARED_MEMORY["sm_90"])
+    key, value = chosen.plans
+    assert key.picked and value.paired and chosen.tile.copies == 2 and chosen.tile.num_warps == 1
+    built = offline.compile_offline(offline.attend_source(chosen), chosen)
+    count = offline.instructions_per_element(chosen, built["cubin"])
+    assert count.per_element < TABLE_COSTS[scheme], count
+    assert count.opcodes.get("STS", 0) <= 1 and count.opcodes.get("BAR", 0) <= 3, count
 
 
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 32), (2, 64)])

@@ -133,47 +133,6 @@ def scaled_by(values: str, factor: str, octaves: int = 0) -> str:
     return _assembly(f".reg .b32 t; mul.rn.f16x2 $0, $1, $2;{more}", [values, factor], "tl.float16")
 
 
-def fused(value: str, scale: str, zero: str) -> str:
-    """value * scale + zero of float16 blocks of one shape: one instruction on two elements."""
-    return _assembly("fma.rn.f16x2 $0, $1, $2, $3;", [value, scale, zero], "tl.float16")
-
-
-def pair_table(name: str, low: str, high: str, stride: str) -> str:
-    """Fills shared memory ``name`` with 256 pairs of float16: what the low and the high nibble of every byte stand for.
-
-    ``low`` and ``high`` point to 16 float32 each, ``stride`` apart. A scalar to Triton, so every lane of every warp runs it: a lane
-    has one low nibble and every second high one. Warps of one program write the same. One load from the table gives two values,
-    and random bytes meet in a bank about as often as in any table of 32 banks: 3 to 4 times a warp.
-
-    The name is the function's, not the block's: who looks up has no operand for where the table is. With one, a scalar, Triton does
-    not move the lookups behind its change to the tensor cores' layout, and all that was looked up goes through shared memory.
-    """
-    fill = " ".join(
-        f"ld.global.nc.f32 f, [b]; cvt.rn.f16.f32 g, f; mov.b32 m, {{h, g}}; st.shared.b32 [n+{128 * step}], m; add.u64 b, b, c;"
-        for step in range(8)
-    )
-    body = (
-        f".shared .align 16 .b8 {name}[1024]; {{ .reg .b32 n, m, s; .reg .b64 a, b, c; .reg .f32 f; .reg .b16 h, g; "
-        f"mov.b32 s, {stride}; mov.u32 n, %laneid; and.b32 m, n, 15; mul.lo.u32 m, m, s; mul.wide.u32 a, m, 4; add.u64 a, a, $1; "
-        "ld.global.nc.f32 f, [a]; cvt.rn.f16.f32 h, f; shr.u32 m, n, 4; mul.lo.u32 m, m, s; mul.wide.u32 b, m, 4; add.u64 b, b, $2; "
-        f"mul.wide.u32 c, s, 8; mov.u32 m, {name}; shl.b32 n, n, 2; add.u32 n, n, m; {fill} bar.sync 0; mov.b32 $0, 0; }}"
-    )
-    operands = f"{low}.to(tl.int64), {high}.to(tl.int64)"
-    return f"tl.inline_asm_elementwise('{body}', '=r,l,l', [{operands}], dtype=tl.int32, is_pure=False, pack=1)"
-
-
-def looked_up(byte: int, word: str, name: str) -> str:
-    """Byte ``byte`` of two uint16 words by a ``pair_table``: a float16 block of what low nibbles stand for, and one of high nibbles."""
-    # Four bytes a pair.
-    moves = (f"{'shr' if place > 2 else 'shl'}.b32 u, $2, {abs(place - 2)}" for place in (8 * byte, 16 + 8 * byte))
-    first, second = (f"{move}; and.b32 u, u, 0x3fc; add.u32 u, u, n;" for move in moves)
-    body = (
-        f".reg .b32 n, u, v, w; mov.u32 n, {name}; {first} ld.shared.b32 v, [u]; {second} ld.shared.b32 w, [u]; "
-        "prmt.b32 $0, v, w, 0x5410; prmt.b32 $1, v, w, 0x7632;"
-    )
-    return f"tl.inline_asm_elementwise('{{ {body} }}', '=&r,=&r,r', [{word}], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)"
-
-
 def _assembly(body: str, operands: list[str], dtype: str) -> str:
     constraints = ",".join(["=r", *("r" for _ in operands)])
     return (

@@ -64,13 +64,24 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the work is cut: tokens and rows a tile, warps, pipeline stages, which side tokens lie on."""
+    """How the work is cut: tokens and rows a tile, warps, pipeline stages, which side tokens lie on.
+
+    ``copies``: 2 where a tile holds each row twice, PICKED keys by queries in two columns; half as many rows are a tile's then.
+    ``picked``: of how many scales PAIRED values are picked in registers instead.
+    """
 
     block_t: int = PAGE
     block_r: int = 8
     tokens_first: bool = True
     num_warps: int = 1
     num_stages: int = 2
+    copies: int = 1
+    picked: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Different rows of a tile."""
+        return self.block_r // self.copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +144,7 @@ class AttendConfig:
             # A tile of tokens that are not encoded takes many registers, and what one split takes all have to.
             "BLOCK_N": min(tile.block_t, 16 * tile.num_warps),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
-            "TALL": tile.block_t if tile.tokens_first else 0,
+            "PICKED_SCALES": tile.picked, "COPIES": tile.copies, "TALL": tile.block_t if tile.tokens_first else 0,
         }
 
     def with_splits(self, splits: int, direct: bool, shares: int = 0) -> AttendConfig:

@@ -16,14 +16,13 @@ import sympy
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.codegen.bit_tricks import looked_up, multiplied, pair_table, scaled_by
-from kvcompile.lowering.codegen.template_sizes import GLOBALS
 from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, plane_names, plans
-from kvcompile.lowering.decode.template import LOG2E, SOURCE
+from kvcompile.lowering.decode.template import GLOBALS, LOG2E, SOURCE
 from kvcompile.lowering.decode.tiles import ONE_PASS, choose_tiles, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
 from kvcompile.lowering.host.inductor_api import SymbolicGridFn, TritonTemplate, autotuned, ir, lowerings
 from kvcompile.lowering.host.inductor_api import config as inductor_config
+from kvcompile.lowering.host.triton_api import lays_out_as_known
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import Role, SlotSpec
 
@@ -32,14 +31,12 @@ aten, prims = torch.ops.aten, torch.ops.prims
 @SymbolicGridFn
 def attend_grid(batch: Any, kv_heads: Any, rows: Any, meta: dict[str, Any], *, cdiv: Callable[[Any, Any], Any]) -> tuple:
     """(tiles of rows, batch times kv heads, splits)."""
-    return (cdiv(rows, meta["BLOCK_R"]), batch * kv_heads, meta["SPLITS"])
+    return (cdiv(rows, meta["BLOCK_R"] // meta.get("COPIES", 1)), batch * kv_heads, meta["SPLITS"])
 
 
 attend_template = TritonTemplate(name="kvcompile_attend", grid=attend_grid, source=SOURCE)
 # The template asks for both slots' plans while it is rendered.
-attend_template.template.globals |= GLOBALS | {
-    "plans": plans, "looked_up": looked_up, "multiplied": multiplied, "pair_table": pair_table, "scaled_by": scaled_by,
-}
+attend_template.template.globals |= {**GLOBALS, "plans": plans}
 
 
 def lower_decode(operands: AttendOperands[Any]) -> Any:
@@ -110,8 +107,8 @@ def _nodes_and_config(
         float(operands.scale), float(operands.softcap), equals(nodes["Q"].get_size()[2], 1), _masks(operands), beside, page_rows, paged,
         wide_keys=multiple(nodes["K_WORDS"], 2), wide_values=multiple(nodes["V_WORDS"], 2),
         key_scale_pack=packs[0], value_scale_pack=packs[1],
-        key_generic=not formats[0].symmetric and not _paired(nodes),
-        value_generic=not formats[1].symmetric and not _half(nodes, "V"),
+        key_generic=not formats[0].symmetric and not (_looks_up(nodes, "K") if formats[0].levels else _paired(nodes)),
+        value_generic=not formats[1].symmetric and not (_looks_up(nodes, "V") if formats[1].levels else _half(nodes, "V")),
         packed=torch.version.hip is None,  # Packed unpacking is PTX.
     )
     return nodes, config
@@ -172,6 +169,11 @@ def _half(nodes: dict[str, Any], letter: str) -> list[Any]:
     """The scales and zero points of a slot where all of them are float16, as the packed ways of decoding need them."""
     found = [nodes[name] for name in (f"{letter}_SCALES", f"{letter}_ZEROS") if name in nodes]
     return found if all(node.get_dtype() == torch.float16 for node in found) else []
+
+
+def _looks_up(nodes: dict[str, Any], letter: str) -> bool:
+    """Whether assembly may look a slot's levels up. Beside first tokens it was never run: elements are decoded there."""
+    return bool(_half(nodes, letter)) and "EARLY_K" not in nodes and lays_out_as_known()
 
 
 def _paired(nodes: dict[str, Any]) -> bool:

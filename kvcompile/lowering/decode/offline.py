@@ -24,12 +24,10 @@ from typing import Any
 import torch
 
 from kvcompile.errors import CompileError
-from kvcompile.lowering.codegen.bit_tricks import looked_up, multiplied, pair_table, scaled_by
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
-from kvcompile.lowering.codegen.template_sizes import GLOBALS
 from kvcompile.lowering.decode.config import AttendConfig, plans
 from kvcompile.lowering.decode.slot_plan import SlotPlan
-from kvcompile.lowering.decode.template import SOURCE
+from kvcompile.lowering.decode.template import GLOBALS, SOURCE
 from kvcompile.lowering.host.triton_api import compile_for
 
 KERNEL = "kvcompile_attend"
@@ -151,8 +149,7 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
         return f"tl.store(OUT + ({at}), ({value}).to({TRITON_TYPES[out.dtype]}), mask={mask})"
 
     text = template(SOURCE).render(
-        plans=plans, looked_up=looked_up, multiplied=multiplied, pair_table=pair_table, scaled_by=scaled_by, def_kernel=def_kernel,
-        size=size, stride=stride, store_output=store_output, **config.options(),
+        plans=plans, def_kernel=def_kernel, size=size, stride=stride, store_output=store_output, **config.options(),
     )
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 

@@ -21,9 +21,13 @@ import functools
 import torch
 
 from kvcompile import schemes
-from kvcompile.lowering.codegen.bit_tricks import find_trick, fused
+from kvcompile.lowering.codegen.bit_tricks import find_trick, multiplied
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES, triton_expression
+from kvcompile.lowering.codegen.picked_keys import RUN, Codes, picked_word
 from kvcompile.types import KernelFormat, Role, SlotSpec
+
+INDEX_BITS = (2, 3, 4, 5)
+"""Bits of indices into tables that have ways of their own."""
 
 MIN_CHUNK = 16
 """The narrowest side of a dot along channels; shorter chunks are padded with masked columns."""
@@ -36,7 +40,8 @@ class Decode(enum.Enum):
     SCALED = "a token's scales multiply the results of its sub-dots, or its value elements"
     FOLDED = "keys: the scales of a block of tokens multiply the queries, its zero points add one number a block to the score"
     SHIFTED = "values: code * scale + zero point is one fused multiply-add in float16, two elements at a time"
-    TABLED = "bytes are looked up in tables of pairs in shared memory; then as SCALED keys, or as SHIFTED values"
+    PICKED = "keys: levels as integers, picked in registers by the codes; integer products with queries in two parts, which scales multiply"
+    PAIRED = "values: codes of two tokens are looked up in a table of pairs in shared memory and scaled; zero points have their own dot"
     ELEMENTS = "every element is decoded in float32 and rounded to the queries' dtype: whatever else a format says"
 
 
@@ -59,7 +64,7 @@ class Chunk:
 class Piece:
     """One part of a chunk: column j is channel ``first + step * j``; ``expression`` unpacks ``{word}``.
 
-    value = unpacked * 2**power - offset, where the offset is not subtracted already.
+    value = unpacked * 2**power - offset, where the offset is not subtracted already. ``sides``: of PICKED keys, where codes come from.
     """
 
     name: str
@@ -70,11 +75,20 @@ class Piece:
     power: int
     expression: str
     offset: int = 0
+    sides: tuple[Codes, Codes] | None = None
 
     @property
     def channels(self) -> range:
-        """The channels in the order of their columns."""
+        """The channels, in the order of their words."""
         return range(self.first, self.first + self.step * self.chunk.count, self.step)
+
+    def word(self, column: str) -> str:
+        """Which word of the chunk a column is of, as a Triton expression."""
+        return picked_word(column) if self.sides else column
+
+    def channel(self, column: str) -> str:
+        """The channel of a column, as a Triton expression."""
+        return f"({self.first} + {self.step} * {self.word(column)})"
 
     @property
     def block(self) -> int:
@@ -120,6 +134,7 @@ class SlotPlan:
     norms: bool
     chunks: tuple[Chunk, ...]
     pieces: tuple[Piece, ...]
+    row_words: int
 
     @property
     def dot_type(self) -> str:
@@ -144,7 +159,7 @@ class SlotPlan:
     @property
     def by_token(self) -> bool:
         """Whether a token's scales are applied to sub-dots or to lifted elements."""
-        return self.decode is Decode.SCALED or (self.tabled and self.role is Role.KEY)
+        return self.decode is Decode.SCALED
 
     @property
     def folded(self) -> bool:
@@ -154,12 +169,22 @@ class SlotPlan:
     @property
     def shifted(self) -> bool:
         """Whether elements are decoded in float16, scale and zero point at once."""
-        return self.decode is Decode.SHIFTED or (self.tabled and self.role is Role.VALUE)
+        return self.decode is Decode.SHIFTED
 
     @property
-    def tabled(self) -> bool:
-        """Whether codes are looked up."""
-        return self.decode is Decode.TABLED
+    def picked(self) -> bool:
+        """Whether levels are picked as integers."""
+        return self.decode is Decode.PICKED
+
+    @property
+    def paired(self) -> bool:
+        """Whether codes of two tokens are looked up at once."""
+        return self.decode is Decode.PAIRED
+
+    @property
+    def bits(self) -> int:
+        """Bits of an index into a table."""
+        return (self.levels - 1).bit_length()
 
     @property
     def elements(self) -> bool:
@@ -172,19 +197,19 @@ class SlotPlan:
         return tuple(_chunks([self.dim]))
 
     @property
-    def row_words(self) -> int:
-        """Stored words of one segment of a row."""
-        return sum(chunk.count for chunk in self.chunks) * self.words_per_view
+    def byte_runs(self) -> tuple[Chunk, ...]:
+        """The bytes of a row, cut into what PICKED keys load."""
+        if self.segments == 1:
+            return self.chunks
+        whole, rest = divmod(self.row_words * self.segments, RUN)
+        return tuple(Chunk(f"r{at}", at * RUN, RUN if at < whole else rest, RUN) for at in range(whole + bool(rest)))
 
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Return the scales of TABLED codes for the two parts of every chunk: one table of pairs each."""
-        return tuple(dict.fromkeys(self.pair_of(chunk) for chunk in self.chunks))
-
-    def pair_of(self, chunk: Chunk) -> tuple[int, int]:
-        """The scales of a chunk's first and second part."""
-        first, second = (piece.scale for piece in self.pieces if piece.chunk == chunk and piece.first % 2 == 0)
-        return first, second
+    def place(self, channel: str) -> tuple[str, str]:
+        """The piece and the word of it, before ``picked_word``'s order, that a channel of PICKED keys is, as Triton expressions."""
+        part, word, count = f"({channel} // {self.row_words})", f"({channel} % {self.row_words})", self.pieces[0].chunk.count
+        if self.row_words < RUN and self.segments > 1:
+            return f"({channel} // {RUN})", f"({channel} % {RUN})"
+        return f"({word} // {count} * {len(self.pieces) // len(self.chunks)} + {part})", f"({word} % {count})"
 
     def of_scale(self, scale: int) -> tuple[Piece, ...]:
         """The pieces that share one scale."""
@@ -223,6 +248,9 @@ def dot_dtype(fmt: KernelFormat, query: torch.dtype) -> torch.dtype:
         return query
     if not fmt.coded:
         return torch.promote_types(fmt.word_dtype, query)
+    if fmt.segments > 1:
+        # Integers of at most eight bits.
+        return torch.float16
     words = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.word_dtype)
     for part in range(fmt.parts):
         values = fmt.unpack(words, part)
@@ -244,12 +272,14 @@ def slot_plan(
     of a tile where they lie on the tall side, else 0: scales go into few queries, not into many, once a block of tokens.
     """
     fmt = schemes.parse(scheme).format(SlotSpec(1, dim, word_dtype, role))
-    dtype = query if fmt.segments > 1 else dot_dtype(fmt, query)
+    dtype = dot_dtype(fmt, query)
     words = dim // fmt.parts
-    decode = _decode(fmt, role, dim, dtype, wide and packed if fmt.levels else wide, generic, tall)
+    decode = _decode(fmt, role, dim, dtype, wide, generic, tall)
     if decode is Decode.ELEMENTS:
         return _elements(fmt, role, dim, query)
-    grouped = decode in {Decode.SCALED, Decode.SHIFTED, Decode.TABLED}
+    if decode is Decode.PICKED:
+        return _picked(fmt, dim)
+    grouped = decode in {Decode.SCALED, Decode.SHIFTED, Decode.PAIRED}
     edges = _edges(fmt, words) if grouped else [words]
     pair = wide and fmt.coded and dtype == torch.float16 and all(edge % 2 == 0 for edge in edges)
     per = 2 if pair else 1
@@ -263,10 +293,10 @@ def slot_plan(
             for byte in range(per):
                 first = part * words + chunk.first * per + byte
                 name = f"{chunk.name}_{part * per + byte}"
-                if decode is Decode.TABLED:
-                    # Both parts of a byte are looked up at once, before. Values come out halved, as what they are multiplied by.
+                if decode is Decode.PAIRED:
+                    # Looked up before. Values come out halved, as what they are multiplied by.
                     text = f"{{word}}_{part}_{byte}"
-                    unpacked = fused(text, "{scale}", "{zero}") if centered else text, int(centered), 0
+                    unpacked = multiplied(text, "{scale}") if packed else text, 1, 0
                 elif decode is Decode.SHIFTED:
                     trick = find_trick(fmt, part, byte)
                     assert trick is not None
@@ -281,7 +311,7 @@ def slot_plan(
     return SlotPlan(
         role, dim, dtype, torch.uint16 if pair else fmt.word_dtype, per, decode, fmt.coded and dtype == torch.float16,
         fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, max(piece.power for piece in pieces), pieces[0].offset, lifted,
-        fmt.group, fmt.block, fmt.levels, 1, fmt.static, fmt.norms, tuple(chunks), tuple(pieces),
+        fmt.group, fmt.block, fmt.levels, fmt.segments, fmt.static, fmt.norms, tuple(chunks), tuple(pieces), words,
     )
 
 
@@ -289,13 +319,20 @@ def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: b
     """The cheapest way that gives the format's values."""
     if not fmt.scaled and not fmt.levels:
         return Decode.ELEMENTS if generic else Decode.PLAIN
-    if generic or fmt.segments > 1:
+    if generic or (fmt.segments > 1 and not fmt.levels):
         return Decode.ELEMENTS
+    words = dim // fmt.parts
     if fmt.levels:
-        return Decode.TABLED if _nibbles(fmt, dim, dtype, wide and tall > 0) else Decode.ELEMENTS
+        edges = _edges(fmt, words)
+        if not (tall > 0 and dtype == torch.float16 and _indices(fmt)) or min(_runs(edges)) < MIN_CHUNK:
+            return Decode.ELEMENTS
+        if role is Role.KEY:
+            # Pieces are alike in shape, each of 32 channels of one scale.
+            alike = len(set(_runs(edges))) == 1 if fmt.segments == 1 else words == MIN_CHUNK or words % RUN == 0
+            return Decode.PICKED if alike else Decode.ELEMENTS
+        return Decode.PAIRED if wide and all(edge % 2 == 0 for edge in edges) else Decode.ELEMENTS
     if fmt.symmetric:
         return Decode.SCALED
-    words = dim // fmt.parts
     pairs = tall > 0 and wide and dtype == torch.float16 and words % 2 == 0
     places = [(part, byte) for part in range(fmt.parts) for byte in range(2)]
     tricks = [find_trick(fmt, *place) for place in places]
@@ -308,13 +345,47 @@ def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: b
     return Decode.ELEMENTS
 
 
-def _nibbles(fmt: KernelFormat, dim: int, dtype: torch.dtype, wide: bool) -> bool:
-    """Whether part i of a byte is its i-th nibble as a plain index into 16 levels, scales lying by token and group."""
-    if not (wide and dtype == torch.float16 and fmt.levels == 16 and fmt.parts == 2 and fmt.scaled and fmt.zeros and fmt.block == 1):
+def _indices(fmt: KernelFormat) -> bool:
+    """Whether part i of a word is plainly its i-th field as an index, of a width that is known, scales lying by token and group."""
+    bits = (fmt.levels - 1).bit_length()
+    if bits not in INDEX_BITS or fmt.levels != 1 << bits or fmt.parts * bits != 8 * fmt.segments or not fmt.scaled or fmt.block > 1:
         return False
-    words = torch.arange(256, dtype=torch.int32)
-    plain = all(torch.equal(fmt.unpack(words.to(fmt.word_dtype), part), ((words >> (4 * part)) & 15).float()) for part in range(2))
-    return plain and all(edge % 2 == 0 for edge in _edges(fmt, dim // 2))
+    words = torch.randint(0, 1 << (8 * fmt.segments), (4096,), generator=torch.Generator().manual_seed(0))
+    given = words.to(fmt.whole_dtype if fmt.segments > 1 else fmt.word_dtype)
+    fields = ((words >> (bits * part)) & (fmt.levels - 1) for part in range(fmt.parts))
+    return all(torch.equal(fmt.unpack(given, part), field.float()) for part, field in enumerate(fields))
+
+
+def _runs(edges: list[int]) -> list[int]:
+    """The lengths between edges."""
+    return [edge - start for start, edge in zip([0, *edges], edges, strict=False)]
+
+
+def _picked(fmt: KernelFormat, dim: int) -> SlotPlan:
+    """The plan of PICKED keys: runs of a row's bytes; pieces of 32 channels, columns of integers in the order of ``picked_word``.
+
+    Two sides of a piece are words 0 .. 15 and 16 .. 31 of a chunk, or where a row has no more than 16 words, two parts of these.
+    """
+    words = dim // fmt.parts
+    narrow = fmt.segments > 1 and words < RUN
+    chunks = [Chunk("c0", 0, RUN, RUN)] if narrow else _chunks(_edges(fmt, words), RUN, RUN)
+    pieces = []
+    for chunk in chunks:
+        for part in range(0, fmt.parts, 2 if narrow else 1):
+            # Bytes ``segment`` of the words of either side: the run of the row that they are in, and which half of it.
+            starts = [(segment * words + chunk.first) // MIN_CHUNK for segment in range(fmt.segments)]
+            if narrow:
+                sides = [Codes(part + side, tuple((start // 2, start % 2) for start in starts)) for side in range(2)]
+            elif fmt.segments == 1:
+                sides = [Codes(part, ((chunks.index(chunk), side),)) for side in range(2)]
+            else:
+                sides = [Codes(part, tuple((start // 2, side) for start in starts)) for side in range(2)]
+            first = part * words + chunk.first
+            pieces.append(Piece(f"{chunk.name}_{part}", chunk, first, 1, first // fmt.group, 0, "", sides=(sides[0], sides[1])))
+    return SlotPlan(
+        Role.KEY, dim, torch.float16, fmt.word_dtype, 1, Decode.PICKED, True, True, fmt.zeros, dim // fmt.group, 0, 0, False, fmt.group,
+        1, fmt.levels, fmt.segments, False, tuple(chunks), tuple(pieces), words,
+    )
 
 
 def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> SlotPlan:
@@ -327,7 +398,7 @@ def _elements(fmt: KernelFormat, role: Role, dim: int, query: torch.dtype) -> Sl
     )
     return SlotPlan(
         role, dim, query, fmt.word_dtype, 1, Decode.ELEMENTS, False, fmt.scaled, fmt.zeros, dim // fmt.group if fmt.scaled else 1, 0, 0,
-        False, fmt.group, fmt.block, fmt.levels, fmt.segments, fmt.static, fmt.norms, tuple(chunks), pieces,
+        False, fmt.group, fmt.block, fmt.levels, fmt.segments, fmt.static, fmt.norms, tuple(chunks), pieces, words,
     )
 
 
@@ -339,15 +410,15 @@ def _edges(fmt: KernelFormat, words: int) -> list[int]:
     return sorted(edges)
 
 
-def _chunks(edges: list[int]) -> list[Chunk]:
-    """Power-of-two runs between the edges, longest first; the last one of a run may be padded."""
+def _chunks(edges: list[int], least: int = MIN_CHUNK, most: int = 1 << 30) -> list[Chunk]:
+    """Power-of-two runs between the edges, longest first, none longer than ``most``; the last one of a run may be padded."""
     chunks: list[Chunk] = []
     start = 0
     for edge in edges:
         while start < edge:
             left = edge - start
-            count = left if left <= MIN_CHUNK else 1 << (left.bit_length() - 1)
-            block = max(MIN_CHUNK, 1 << (count - 1).bit_length())
+            count = min(most, left if left <= least else 1 << (left.bit_length() - 1))
+            block = max(least, 1 << (count - 1).bit_length())
             chunks.append(Chunk(f"c{len(chunks)}", start, count, block))
             start += count
     return chunks

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvcompile.lowering.codegen.paired_values import pair_bytes
+from kvcompile.lowering.codegen.picked_keys import RUN
+from kvcompile.lowering.codegen.shared_tables import plane_bytes
 from kvcompile.lowering.decode.config import AttendConfig, Tile
 
 DECODE_ROWS = 32
@@ -20,6 +23,15 @@ PROGRAMS_PER_MULTIPROCESSOR = {4: 4, 2: 8, 1: 8}
 
 SHIFTED_PROGRAMS = 12
 """The same where values are decoded by one multiply-add: tiles of 32 tokens hold 168 registers a thread."""
+
+PICKED = 1
+"""Scales of a token whose 4-bit values are picked in registers, out of four: by count, what keeps loads and integer units equally busy."""
+
+LOOKUP_ROWS = 16
+"""Rows of a tile that looks levels up: with more, sums and queries are in local memory."""
+
+UNASKED = 48 << 10
+"""Bytes of shared memory that a launch may have without asking for more, and who asks counts none that assembly declares."""
 
 LATENT = 256
 """Channels above which a tile of tokens is no head's but a latent's, and shared memory decides alone (compiled, never timed)."""
@@ -39,7 +51,12 @@ MAX_SPLITS = {4: ONE_PASS, 2: ONE_PASS, 1: 2 * ONE_PASS}
 
 def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bool, shared_memory: int) -> list[AttendConfig]:
     """``base`` with each tile worth trying for ``rows`` rows that fits ``shared_memory`` bytes; only the first unless ``tuned``."""
-    tiles = _decode_tiles(base, rows) if rows <= DECODE_ROWS else _extend_tiles(base, rows)
+    # What looks levels up is made for few rows: many take turns.
+    tiles = _lookup_tiles(base, min(rows, LOOKUP_ROWS)) if looks_up(base) else []
+    tiles = [tile for tile in tiles if declared(base, tile) + needed(base, tile) <= UNASKED]
+    if not tiles:
+        base = dataclasses.replace(base, key_generic=True, value_generic=True) if looks_up(base) else base
+        tiles = _decode_tiles(base, rows) if rows <= DECODE_ROWS else _extend_tiles(base, rows)
     block = base.fold_block
     if block:
         # A fold serves one block of tokens.
@@ -51,6 +68,12 @@ def choose_tiles(base: AttendConfig, rows: int, page_rows: int | None, tuned: bo
     return [dataclasses.replace(base, tile=tile) for tile in (fitting if tuned else fitting[:1])]
 
 
+def looks_up(base: AttendConfig) -> bool:
+    """Whether keys or values are looked up in tables by more than a load from memory for each."""
+    plain = max(base.key_dim, base.value_dim) > LATENT or base.dtype.itemsize > 2
+    return not plain and any(plan.picked or plan.paired for plan in dataclasses.replace(base, tile=Tile(16, 8, True)).plans)
+
+
 def needed(base: AttendConfig, tile: Tile) -> int:
     """Bytes of shared memory of one program at most: words in flight, the wider tile decoded, queries, scores, and reductions."""
     itemsize, row = base.dtype.itemsize, max(base.key_dim, base.value_dim)
@@ -59,6 +82,28 @@ def needed(base: AttendConfig, tile: Tile) -> int:
         words = max(words, (base.key_dim + base.value_dim) * itemsize)
     scores = 2 * tile.block_t * tile.block_r * 4
     return tile.block_t * (max(1, tile.num_stages - 1) * words + row * itemsize) + tile.block_r * base.key_dim * itemsize + scores
+
+
+def _lookup_tiles(base: AttendConfig, rows: int) -> list[Tile]:
+    """One warp, since each would look up the same values; as many tokens as its registers hold."""
+    block_r = max(8, 1 << (rows - 1).bit_length())
+    key, value = dataclasses.replace(base, tile=Tile(16, block_r, True)).plans
+    copies = 2 if key.picked and 2 * rows <= block_r else 1
+    tile = Tile(32 if max(base.key_dim, base.value_dim) <= 128 else 16, block_r, True, 1, 3, copies)
+    few = [tile, dataclasses.replace(tile, num_stages=2)]
+    return [dataclasses.replace(tile, picked=PICKED), *few] if value.paired and value.bits == 4 else few
+
+
+def declared(base: AttendConfig, tile: Tile) -> int:
+    """Bytes of shared memory that assembly declares for tables and integer queries at most, which Triton does not count."""
+    key, value = dataclasses.replace(base, tile=tile).plans
+    size = 0
+    if key.picked:
+        statistics = max(RUN, 2 * (1 + key.zeros) * key.scales)
+        size += key.scales * plane_bytes(key.bits) + 2 * tile.rows * (len(key.pieces) * RUN + statistics) + 2 * RUN
+    if value.paired:
+        size += value.scales * max(plane_bytes(value.bits), pair_bytes(value.bits))
+    return size
 
 
 def _decode_tiles(base: AttendConfig, rows: int) -> list[Tile]:
@@ -111,7 +156,7 @@ def splits_for(config: AttendConfig, rows: int, pairs: int, multiprocessors: int
     split without tokens costs its launch and a row of neutral numbers, so a cache that was short when compiled
     (``tokens``, a hint) gets fewer: 10% faster there, 8% slower once it has grown to 128K.
     """
-    programs = -(-rows // config.tile.block_r) * pairs
+    programs = -(-rows // config.tile.rows) * pairs
     # Tokens that are not encoded are a split of their own.
     own = int(config.beside.tail)
     if rows > DECODE_ROWS and programs >= multiprocessors:

@@ -1,0 +1,107 @@
+"""Levels of values, two tokens at a time: one load from a table of all pairs, or bytes picked in registers.
+
+A register holds the same pair of bytes of two tokens. One multiplication brings a code of each side by side, and what they stand for is
+one load from a table of pairs: the very register that the tensor cores take. Random pairs of 4-bit codes meet in a bank three times a warp,
+so that loads are what binds; as many scales as keep the integer units equally busy are picked in registers, three instructions a code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvcompile.lowering.codegen.shared_tables import LANES, assembly, eight_levels, moved, plane_registers, statement
+
+HALF = 16
+"""Bits of one of the two words in a register."""
+
+BY_HALF = "mul.f32 {to}, {to}, 0f3F000000;"
+"""Levels are stored halved: a value may be twice the largest scale's number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A code of ``bits`` bits that stands ``place`` bits up in a 16-bit word, two of which are in a register."""
+
+    bits: int
+    place: int
+
+    @property
+    def mask(self) -> int:
+        """The field in both words of a register."""
+        return (((1 << self.bits) - 1) << self.place) * 0x10001
+
+    @property
+    def index(self) -> int:
+        """The place of the pair's index in the product: the first token's code, and the second's above it."""
+        return max(HALF, HALF + self.place - self.bits)
+
+    @property
+    def factor(self) -> int:
+        """The number that brings both codes of the masked register there; all else in the product is below, or lost above bit 31."""
+        return (1 << (self.index - self.place)) + (1 << (self.index + self.bits - HALF - self.place))
+
+
+def pair_bytes(bits: int) -> int:
+    """Bytes of a table of pairs."""
+    return 4 << (2 * bits)
+
+
+def fill_pairs(bits: int, name: str, levels: str, stride: str) -> str:
+    """Fills shared memory ``name`` with all pairs of halved levels in float16, the first of a pair in the lower bits of its index.
+
+    ``levels`` points to 2^bits float32, ``stride`` apart. A scalar to Triton, so every lane of every warp runs it; warps of one program
+    write the same.
+    """
+    count = 1 << bits
+    load = f"ld.global.nc.f32 f, [{{at}}]; {BY_HALF.format(to='f')} cvt.rn.f16.f32 {{to}}, f;"
+    fill = " ".join(
+        f"{load.format(at='b', to='g')} mov.b32 m, {{h, g}}; st.shared.b32 [n+{4 * LANES * step}], m; add.u64 b, b, c;"
+        for step in range(max(1, count * count // LANES))
+    )
+    body = (
+        "{ .reg .b32 n, m, s; .reg .b64 a, b, c; .reg .f32 f; .reg .b16 h, g; "
+        f"mov.b32 s, {stride}; mov.u32 n, %laneid; and.b32 n, n, {min(LANES, count * count) - 1}; and.b32 m, n, {count - 1}; "
+        f"mul.lo.u32 m, m, s; mul.wide.u32 a, m, 4; add.u64 a, a, $1; {load.format(at='a', to='h')} "
+        f"shr.u32 m, n, {bits}; mul.lo.u32 m, m, s; mul.wide.u32 b, m, 4; add.u64 b, b, $1; "
+        f"mul.wide.u32 c, s, {4 * max(1, LANES >> bits)}; mov.u32 m, {name}; shl.b32 n, n, 2; add.u32 n, n, m; {fill} }}"
+    )
+    return statement(body, "l", [f"{levels}.to(tl.int64)"])
+
+
+def looked_up(bits: int, part: int, byte: int, words: list[str], name: str) -> str:
+    """Half of what part ``part`` of byte ``byte`` of words of two tokens stands for: a float16 block.
+
+    ``words``: uint16, pairs of bytes, one block for each byte of a word. ``name``: the shared memory that has the pairs.
+    """
+    segment, place = divmod(bits * part, 8)
+    if place + bits <= 8:
+        used, field = words[segment : segment + 1], Field(bits, 8 * byte + place)
+        found = f"and.b32 u, $1, 0x{field.mask:08x};"
+    else:
+        used, field = words[segment : segment + 2], Field(bits, 0)
+        lower = ((1 << (8 - place)) - 1) * 0x10001
+        found = moved("u", "$1", 8 * byte + place) + moved("v", "$2", 8 * byte + place - 8)
+        found += f"lop3.b32 u, u, v, 0x{lower:08x}, 0xe4; and.b32 u, u, 0x{field.mask:08x};"
+    body = (
+        f".reg .b32 n, u, v; {found} mul.lo.u32 u, u, 0x{field.factor:08x}; shr.u32 u, u, {field.index - 2}; mov.u32 n, {name}; "
+        "add.u32 u, u, n; ld.shared.b32 $0, [u];"
+    )
+    return assembly(body, ["=r"], ["r"] * len(used), used, ["tl.float16"], 2)
+
+
+def picked_pairs(part: int, word: str, name: str, at: int) -> str:
+    """Part ``part`` of both bytes of uint16 words of 4-bit codes, by a table of float16 in two planes: a float16 block for each byte."""
+    bits = 4
+    lines = [plane_registers(bits, name, at), ".reg .b32 s, t, m, a, b, c;", moved("s", "$4", 4 * part), moved("t", "$5", 4 * part - 4)]
+    # Of each byte, a code of the first two tokens in the lower half and of the other two in the upper; bytes 0 side by side, then bytes 1.
+    lines.append("lop3.b32 s, s, t, 0x0f0f0f0f, 0xe4; prmt.b32 s, s, 0, 0x3120;")
+    # Bit 3 of a code picks one of two blocks of eight levels, by another ``prmt``.
+    lines.append("shr.u32 m, s, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xea; and.b32 s, s, 0x77777777;")
+    for byte in range(2):
+        if byte:
+            lines.append("shr.u32 s, s, 16; shr.u32 m, m, 16;")
+        for plane, to in ((1, "a"), (0, "c")):
+            one, other = (eight_levels(bits, plane, block) for block in range(2))
+            lines.append(f"prmt.b32 {to}, {one}, s; prmt.b32 b, {other}, s; prmt.b32 {to}, {to}, b, m;")
+        lines.append(f"prmt.b32 ${2 * byte}, a, c, 0x6240; prmt.b32 ${2 * byte + 1}, a, c, 0x7351;")
+    return assembly(" ".join(lines), ["=&r"] * 4, ["r"] * 2, [word], ["tl.float16"] * 2, 4)
