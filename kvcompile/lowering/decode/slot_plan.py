@@ -348,7 +348,9 @@ def _decode(fmt: KernelFormat, role: Role, dim: int, dtype: torch.dtype, wide: b
 def _indices(fmt: KernelFormat) -> bool:
     """Whether part i of a word is plainly its i-th field as an index, of a width that is known, scales lying by token and group."""
     bits = (fmt.levels - 1).bit_length()
-    if bits not in INDEX_BITS or fmt.levels != 1 << bits or fmt.parts * bits != 8 * fmt.segments or not fmt.scaled or fmt.block > 1:
+    if bits not in INDEX_BITS or fmt.levels != 1 << bits or fmt.parts * bits != 8 * fmt.segments:
+        return False
+    if not fmt.scaled or fmt.block > 1 or fmt.norms:
         return False
     words = torch.randint(0, 1 << (8 * fmt.segments), (4096,), generator=torch.Generator().manual_seed(0))
     given = words.to(fmt.whole_dtype if fmt.segments > 1 else fmt.word_dtype)
@@ -384,7 +386,7 @@ def _picked(fmt: KernelFormat, dim: int) -> SlotPlan:
             pieces.append(Piece(f"{chunk.name}_{part}", chunk, first, 1, first // fmt.group, 0, "", sides=(sides[0], sides[1])))
     return SlotPlan(
         Role.KEY, dim, torch.float16, fmt.word_dtype, 1, Decode.PICKED, True, True, fmt.zeros, dim // fmt.group, 0, 0, False, fmt.group,
-        1, fmt.levels, fmt.segments, False, tuple(chunks), tuple(pieces), words,
+        1, fmt.levels, fmt.segments, False, False, tuple(chunks), tuple(pieces), words,
     )
 
 

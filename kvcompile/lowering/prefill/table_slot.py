@@ -54,7 +54,7 @@ def table_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query
     """The slot, or None where it has no table, or chunks are not for its shape or its queries."""
     fmt = schemes.parse(scheme).of(role).format(SlotSpec(1, dim, word_dtype, role))
     row = dim // fmt.parts
-    if not fmt.levels or not fmt.scaled or fmt.block > 1 or fmt.word_dtype.itemsize != 1:
+    if not fmt.levels or not fmt.scaled or fmt.norms or fmt.block > 1 or fmt.word_dtype.itemsize != 1:
         return None
     if query not in {torch.float16, torch.bfloat16} or dim & (dim - 1) or not 32 <= dim <= 256:
         return None
