@@ -41,7 +41,7 @@ def bad_values(default: Any) -> list[Any]:
 
 GOOD = {
     "scratch": (0,), "value_scratch": (0,), "order": (0,), "sinks": (0, 7),
-    "protect_first": (0, 7), "protect_last": (0, 7), "checks": (7,), "interval": (7,), "threshold": (0, 7),
+    "protect_first": (0, 7), "protect_last": (0, 7), "interval": (7,), "threshold": (0, 7),
     "layer_weights": ("",),
 }
 """Values that an option of this name may have, though others with such a default may not."""
