@@ -22,6 +22,7 @@ import os
 import pathlib
 import statistics
 import sys
+from typing import NamedTuple
 
 import torch
 
@@ -104,6 +105,22 @@ def sdpa_ms(batch: int, tokens: int, backend) -> float | None:
         return None
 
 
+class Asked(NamedTuple):
+    """Operands of one attention; ``plane``: what a scheme adds to its basis."""
+
+    scheme: str
+    spell: str
+    q: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    hi: torch.Tensor
+    recent: list[torch.Tensor] | None = None
+    base: torch.Tensor | None = None
+    early: list[torch.Tensor] | None = None
+    early_at: torch.Tensor | None = None
+    plane: torch.Tensor | None = None
+
+
 def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
     """A compiled attend over a fresh store, its operands, and the bytes that it must read.
 
@@ -135,8 +152,8 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
 
     run = torch.compile(attend, fullgraph=True, mode=mode)
     size = sum(item.numel() * item.element_size() for item in (*keys, *values, *(recent or ()), *(early or ())))
-    operands = q, keys, values, hi, recent, base, early, early_at, plane
-    return (lambda: run(*operands)), (scheme, spell, *operands), size
+    asked = Asked(scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane)
+    return (lambda: run(*asked[2:])), asked, size
 
 
 def turned(scheme: str, role: Role, x: torch.Tensor, plane: torch.Tensor, back: bool) -> torch.Tensor:
@@ -145,9 +162,9 @@ def turned(scheme: str, role: Role, x: torch.Tensor, plane: torch.Tensor, back: 
     return x if basis is None else change_basis_body(x, basis.order, plane if basis.plane else None, back)
 
 
-def relative_error(out: torch.Tensor, operands: tuple) -> float:
+def relative_error(out: torch.Tensor, asked: Asked) -> float:
     """Distance from the same codes' attention in float32; rows one after the other, as decoded tokens are many."""
-    scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane = operands
+    scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane = asked
     wrong = right = 0.0
     for row in range(q.shape[0]):
         one = slice(row, row + 1)
@@ -214,7 +231,7 @@ def measure_extend() -> None:
             run = torch.compile(lambda: torch.ops.kvcompile.attend(
                 q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D
             ))
-            error = relative_error(run(), (scheme, spell, q, keys, values, hi, None, None, None, None, None))
+            error = relative_error(run(), Asked(scheme, spell, q, keys, values, hi))
             ms = graph_ms(run, 3, 5)
             print(f"S={new} T={tokens} {scheme}: {ms:.4f} ms, SDPA without a mask {dense:.4f} ms, error {error:.1e}", flush=True)
     for tokens in (2048, 8192):
@@ -377,7 +394,7 @@ def sweep(groups: list[list[Job]]) -> list[dict]:
             fmt = schemes.parse(scheme).format(SlotSpec(K, D, torch.bfloat16, role))
             tensors |= plane_names(letter, planes, fmt)
         # What many rows attend to is masked otherwise than here.
-        operands = (scheme, scheme, tensors["Q"], keys, values, tensors["HI"][:1], *[None] * 5) if queries == 1 else None
+        operands = Asked(scheme, scheme, tensors["Q"], keys, values, tensors["HI"][:1]) if queries == 1 else None
         found = []
         for job in jobs:
             config = job.config

@@ -27,7 +27,8 @@ SHAPES = "1x131072,16x32768,1x32768,1x8192,1x1024"
 
 def measure(scheme: str, batch: int, tokens: int, dense: float) -> str:
     """One row of the table."""
-    call, (q, keys, values, hi, spelled, recent, base), size = bench.attend_call(scheme, batch, tokens, None)
+    call, asked, size = bench.attend_call(scheme, batch, tokens, None)
+    _, spelled, q, keys, values, hi, recent, base, *_ = asked
     given = (q, keys, values, hi, None, None, None, spelled, spelled, bench.D**-0.5, bench.D, recent, base)
 
     def gluon() -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from benchmarks.attention import BANDWIDTH, D, H, graph_ms, relative_error, store
+from benchmarks.attention import BANDWIDTH, Asked, D, H, graph_ms, relative_error, store
 from benchmarks.graphs import compiled
 from kvcompile import schemes
 from kvcompile.lowering.decode import lower as triton_attend
@@ -75,7 +75,7 @@ def measure(scheme: str) -> list[dict[str, Any]]:
         for balanced, call in calls.items():
             for row in (0, 15):
                 kept = [[plane[:, row : row + 1] for plane in slot] for slot in planes]
-                error = relative_error(call()[row : row + 1], (q[row : row + 1], *kept, hi[row : row + 1], spell, None, None))
+                error = relative_error(call()[row : row + 1], Asked(scheme, spell, q[row : row + 1], *kept, hi[row : row + 1]))
                 if not error < 1e-2:
                     raise SystemExit(f"{scheme}, {name}, row {row} is wrong: relative error {error:.3g}; no times")
             found[balanced] = graph_ms(call)
