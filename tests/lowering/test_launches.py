@@ -15,7 +15,7 @@ import torch
 from kernel_writes import stand_in_for_a_device, written_by
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kvcompile import schemes
@@ -23,6 +23,9 @@ from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.certified.site_op import SiteOperands, certified_site, site_by_kernels
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.host.launches import KernelLaunch, NotRecorded, OnlyRoom, OperatorCall, Recorder
+from kvcompile.lowering.ops.operands import attend_operands, named
+from kvcompile.lowering.smartkv.attend import smartkv_attend
+from kvcompile.lowering.smartkv.decode_step import Step, step_by_kernels, step_gap
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
 from kvcompile.schemes.certified import PLACES, SCRATCH
 from kvcompile.settings import Settings
@@ -91,6 +94,26 @@ def site_body(recorder: Any, *operands: Any) -> list[torch.Tensor]:
     return [site_by_kernels(recorder, SiteOperands.of(operands, {}))]
 
 
+def smartkv_operands() -> list[Any]:
+    """Return the operands of ``kvcompile::smartkv_attend``."""
+    keys, values = (planes_of("smartkv", role) for role in Role)
+    scheme = schemes.make("smartkv")
+    count = scheme.of(Role.KEY).planes_read(SlotSpec(K, D, torch.bfloat16, Role.KEY))
+    importance, _, heads, _ = keys[count:]
+    return [
+        torch.zeros(1, K * G, 1, D, dtype=torch.bfloat16), keys[:count], values, torch.zeros(1, 1, dtype=torch.int64), None, None, None,
+        None, *(scheme.of(role).spell() for role in Role), 0.125, 0.0, D, importance, heads,
+    ]
+
+
+def smartkv_body(recorder: Any, *operands: Any) -> list[torch.Tensor]:
+    """The kernels of a step, from the operands of ``kvcompile::smartkv_attend``."""
+    given = named(smartkv_attend, operands, {})
+    step = Step(attend_operands(given), given["importance"], given["heads"])
+    assert step_gap(step) is None
+    return [step_by_kernels(recorder, step)]
+
+
 CASES: dict[str, tuple[Any, Callable[..., Any], Callable[[], list[Any]]]] = {
     "certified": (certified_site, site_body, site_operands),
     "certified, all options": (
@@ -120,6 +143,9 @@ CASES: dict[str, tuple[Any, Callable[..., Any], Callable[[], list[Any]]]] = {
     "squat, many": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("squat", 40)),
 }
 each_case = pytest.mark.parametrize("case", CASES)
+
+# What torch derives of smartkv's first kernel is more than it writes: it takes a plane that a loop searches in for written.
+STORES = {**CASES, "smartkv": (smartkv_attend, smartkv_body, smartkv_operands)}
 
 
 def faked(operands: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
@@ -244,6 +270,32 @@ def test_a_compiled_operator_is_its_launches_and_nothing_is_derived(case: str, m
     own = [line.removesuffix(".run") for line in started if not line.startswith(("cpp_fused", "triton_"))]
     assert [name.rsplit("_", 1)[0] if "torch.ops" not in name else name for name in own] == wanted
     assert "copy_" not in code
+
+
+def growing(mode: FakeTensorMode, x: torch.Tensor) -> torch.Tensor:
+    """A fake of x, whose pages are a symbol where it is a plane of them."""
+    dynamic = [DimDynamic.DYNAMIC if x.dim() == 5 and at == 0 and size == PAGES else DimDynamic.STATIC for at, size in enumerate(x.shape)]
+    return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+
+
+@pytest.mark.parametrize("case", STORES)
+@pytest.mark.timeout(300)
+def test_stores_may_have_any_number_of_pages(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grids over planes of a symbol of pages are those over planes of as many, and computed from it without fixing it."""
+    stand_in_for_a_device(monkeypatch)
+    _, body, make = STORES[case]
+    fixed, grown = Recorder(), Recorder()
+    with FakeTensorMode() as mode:
+        body(fixed, *faked(make(), mode))
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes) as mode:
+        body(grown, *tree_map_only(torch.Tensor, lambda x: growing(mode, x), make()))
+    grids = [
+        [[size.node.require_hint() if isinstance(size, torch.SymInt) else size for size in step.grid] for step in recorder.steps
+         if isinstance(step, KernelLaunch)] for recorder in (fixed, grown)
+    ]
+    assert grids[0] == grids[1]
+    assert not shapes.replacements, "pages are fixed"
 
 
 def test_what_computes_between_kernels_is_refused() -> None:

@@ -99,7 +99,8 @@ def step_by_kernels(launcher: Launcher, step: Step, tells: bool = True) -> torch
         # instructions of a warp group, which nobody has seen right here.
         warps=4 if wide else 1 if columns * R <= 128 else 2,
     )
-    programs = K * triton.cdiv(D * G * S, ELEMENTS.value) + ((slots + CHUNK.value - 1) // CHUNK.value + 1) * tells
+    telling = (slots + CHUNK.value - 1) // CHUNK.value + 1 if tells else 0
+    programs = K * triton.cdiv(D * G * S, ELEMENTS.value) + telling
     launcher.kernel(
         finish, (programs, B), parts, stats, scores, weights, q if operands.sinks is None else operands.sinks, keys.first, keys.where,
         masks[0], out, step.heads, step.importance, pages, B, slots, *masks[4:6], **shape, D=D, KV=triton.next_power_of_2(K),
