@@ -143,12 +143,15 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
     early_at = torch.zeros(1, batch, 1, 1, 1, dtype=torch.int64, device="cuda") if first and not newest else None
     plane = torch.randn(1, 1, K, D, D, device="cuda") / D**0.5
 
+    # Found here: torch 2.11 does not trace through the parsing of a scheme.
+    bases = [basis_of(scheme, role) for role in Role]
+
     def attend(q, keys, values, hi, recent, base, early, early_at, plane):
         out = torch.ops.kvcompile.attend(
-            turned(scheme, Role.KEY, q, plane, False), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent,
-            base, early=early, early_at=early_at,
+            turned(bases[0], q, plane, False), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent, base,
+            early=early, early_at=early_at,
         )
-        return turned(scheme, Role.VALUE, out, plane, True)
+        return turned(bases[1], out, plane, True)
 
     run = torch.compile(attend, fullgraph=True, mode=mode)
     size = sum(item.numel() * item.element_size() for item in (*keys, *values, *(recent or ()), *(early or ())))
@@ -156,10 +159,15 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
     return (lambda: run(*asked[2:])), asked, size
 
 
-def turned(scheme: str, role: Role, x: torch.Tensor, plane: torch.Tensor, back: bool) -> torch.Tensor:
-    """Queries in the basis of a scheme's keys, or results ``back`` from that of its values."""
+def basis_of(scheme: str, role: Role) -> tuple[int, bool] | None:
+    """The order of a half's basis, and whether a plane adds to it; None where channels stay as they are."""
     basis = schemes.parse(scheme).of(role).basis(SlotSpec(K, D, torch.bfloat16, role))
-    return x if basis is None else change_basis_body(x, basis.order, plane if basis.plane else None, back)
+    return None if basis is None else (basis.order, basis.plane is not None)
+
+
+def turned(basis: tuple[int, bool] | None, x: torch.Tensor, plane: torch.Tensor | None, back: bool) -> torch.Tensor:
+    """Queries in the basis of a scheme's keys, or results ``back`` from that of its values."""
+    return x if basis is None else change_basis_body(x, basis[0], plane if basis[1] else None, back)
 
 
 def relative_error(out: torch.Tensor, asked: Asked) -> float:
@@ -175,11 +183,12 @@ def relative_error(out: torch.Tensor, asked: Asked) -> float:
         newest = [x[one] for x in recent] if recent else None
         basis = None if plane is None else plane[:, one] if plane.shape[1] > 1 else plane
         at = early_at[:, one] if early_at is not None and early_at.shape[1] > 1 else early_at
+        queries = turned(basis_of(scheme, Role.KEY), q[one].float(), basis, False)
         exact = attend_body(AttendOperands(
-            turned(scheme, Role.KEY, q[one].float(), basis, False), of(keys), of(values), hi, None, None, None, None, spell, spell, D**-0.5,
-            0.0, D, newest, base, early=of(early), early_at=at,
+            queries, of(keys), of(values), hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, newest, base, early=of(early),
+            early_at=at,
         ))
-        exact = turned(scheme, Role.VALUE, exact, basis, True)
+        exact = turned(basis_of(scheme, Role.VALUE), exact, basis, True)
         wrong += (out[one].float() - exact).square().sum().item()
         right += exact.square().sum().item()
     return (wrong / right) ** 0.5
