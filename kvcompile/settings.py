@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from kvcompile.errors import BadSetting
 
 
-class Inner(enum.Enum):
+class OneOf(enum.Enum):
+    """A setting that has one of a few names; its class is named for the setting."""
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """From a member or its name; raises BadSetting."""
+        try:
+            return cls(value)
+        except ValueError:
+            expected = " or ".join(repr(item.value) for item in cls)
+            raise BadSetting(setting=cls.__name__.lower(), expected=expected, found=value) from None
+
+
+class Inner(OneOf):
     """The inner compiler of the rewritten graph."""
 
     INDUCTOR = "inductor"
     AOT_EAGER = "aot_eager"
     EAGER = "eager"
 
-    @classmethod
-    def of(cls, value: object) -> Inner:
-        """From a member or its name; raises BadSetting."""
-        try:
-            return cls(value)
-        except ValueError:
-            raise BadSetting(setting="inner", expected=" or ".join(repr(item.value) for item in cls), found=value) from None
 
-
-class Gluon(enum.Enum):
+class Gluon(OneOf):
     """Which attentions of one new token the Gluon kernel runs on CUDA; the Triton template runs the others."""
 
     MEASURED = "measured"
@@ -33,14 +38,6 @@ class Gluon(enum.Enum):
     ALWAYS = "always"
     """Those, and on devices that were not measured, and launched by Python where there are no CUDA graphs."""
     NEVER = "never"
-
-    @classmethod
-    def of(cls, value: object) -> Gluon:
-        """From a member or its name; raises BadSetting."""
-        try:
-            return cls(value)
-        except ValueError:
-            raise BadSetting(setting="gluon", expected=" or ".join(repr(item.value) for item in cls), found=value) from None
 
 
 @dataclass(frozen=True)
