@@ -20,8 +20,7 @@ from kvcompile.lowering.gluon.plan import NoFragments, cut_of
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill.decode_chunk import TOKENS
-from kvcompile.lowering.prefill.slot import tile_slot
-from kvcompile.lowering.prefill.table_slot import table_slot
+from kvcompile.lowering.prefill.table_slot import chunk_slot
 from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
 from kvcompile.lowering.rooms import rooms
 from kvcompile.types import PAGE, QUERY_GROUP, QUERY_ROWS, Role, SlotSpec
@@ -124,8 +123,7 @@ def _decodes_chunks(facts: AttendFacts) -> bool:
     """Whether chunks of both slots can be decoded, which is how many rows attend to what stands in tables."""
     slots = zip(Role, facts.slots, strict=True)
     shapes = [(text, role, slot.head_dim, schemes.parse(text).format(slot).word_dtype, facts.dtype) for role, (text, slot) in slots]
-    known = all(table_slot(*shape) is not None or tile_slot(*shape, True) is not None for shape in shapes)
-    return known and facts.page_rows % TOKENS == 0
+    return all(chunk_slot(*shape) is not None for shape in shapes) and facts.page_rows % TOKENS == 0
 
 
 def _cpu_gap(facts: AttendFacts) -> str | None:

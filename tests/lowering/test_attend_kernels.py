@@ -144,6 +144,13 @@ def test_many_rows_over_tables_are_attended_to_by_decoded_chunks(text: str, dim:
     assert found == ((PREFILL, None) if knows else (DECODE, "tables of levels that no chunk is decoded by"))
 
 
+@pytest.mark.parametrize("pair", [("beyond", "dense"), ("dense", "nf4")])
+def test_tables_beside_dense_tokens_are_no_chunks(pair: tuple[str, str]) -> None:
+    """The lowering decodes chunks of both halves or of none, and the kernel that is named must be the one that runs."""
+    slots = tuple((parse(text).spell(), SlotSpec(2, 128, torch.bfloat16, role)) for text, role in zip(pair, Role, strict=True))
+    assert choose(AttendFacts("cuda", slots, torch.bfloat16, rows=512)) == (DECODE, "tables of levels that no chunk is decoded by")
+
+
 @pytest.mark.parametrize("given", [{}, {"recent": [1, 2], "base": 3}, {"interleaved": True, "more_dim": 4}])
 def test_operands_are_those_of_the_schema(given: dict[str, Any]) -> None:
     names = names_of(ops.attend)

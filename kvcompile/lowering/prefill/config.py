@@ -9,7 +9,7 @@ import torch
 from kvcompile.lowering.decode.config import Bias, Masks, Tile
 from kvcompile.lowering.decode.template import LOG2E
 from kvcompile.lowering.prefill.slot import TileSlot, tile_slot
-from kvcompile.lowering.prefill.table_slot import TableSlot, table_slot
+from kvcompile.lowering.prefill.table_slot import TableSlot, chunk_slot
 from kvcompile.types import PAGE, Role
 
 RAISED = 15
@@ -79,10 +79,9 @@ class PrefillConfig:
         )
 
     def _decoded(self) -> tuple[TileSlot | TableSlot | None, TileSlot | TableSlot | None]:
-        key, value = self._slots()
         return (
-            key or table_slot(self.key_scheme, Role.KEY, self.key_dim, self.key_word, self.dtype),
-            value or table_slot(self.value_scheme, Role.VALUE, self.value_dim, self.value_word, self.dtype),
+            chunk_slot(self.key_scheme, Role.KEY, self.key_dim, self.key_word, self.dtype, self.packed),
+            chunk_slot(self.value_scheme, Role.VALUE, self.value_dim, self.value_word, self.dtype, self.packed),
         )
 
     @property
@@ -96,8 +95,7 @@ class PrefillConfig:
     @property
     def chunks(self) -> bool:
         """Whether chunks of both slots can be decoded, which lie in pages: codes that unpack, or indices into tables."""
-        coded = (slot is not None and (isinstance(slot, TableSlot) or slot.scaled) for slot in self._decoded())
-        return self.paged and self.masks.bias is Bias.NONE and all(coded)
+        return self.paged and self.masks.bias is Bias.NONE and None not in self._decoded()
 
     @property
     def fits(self) -> bool:

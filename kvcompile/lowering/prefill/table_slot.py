@@ -12,6 +12,7 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES, triton_expression
+from kvcompile.lowering.prefill.slot import TileSlot, tile_slot
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
 
@@ -60,3 +61,11 @@ def table_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query
         return None
     even = row % fmt.group == 0 or fmt.group % row == 0
     return TableSlot(dim, fmt) if even else None
+
+
+def chunk_slot(
+    scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype, packed: bool = True
+) -> TileSlot | TableSlot | None:
+    """How a chunk of a slot is decoded, from codes that unpack or by a table; None where it is not, as of dense tokens."""
+    coded = tile_slot(scheme, role, dim, word_dtype, query, packed)
+    return coded if coded is not None and coded.scaled else table_slot(scheme, role, dim, word_dtype, query)
