@@ -148,7 +148,7 @@ def phases(call: Any, steps: int = 10) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Where tier 2 is, how values are stored, blocks of the scratches, how much of a query the next one has."""
+    """A row of the table: the place of tier 2, the form of values, blocks of both scratches, what a query keeps of the one before."""
 
     tier2: str
     values: Values
@@ -205,7 +205,7 @@ def measure(tokens: int, policy: Certify, variant: Variant, sharp: float, dense_
 
 
 def variants(options: argparse.Namespace) -> Iterator[Variant]:
-    """What is asked for; queries go on only where there is a scratch."""
+    """Variants of the command's options; queries drift only where there is a scratch."""
     for tier2 in options.tier2.split(","):
         for values in map(Values, options.values.split(",")):
             for slots in map(int, options.scratch.split(",")) if tier2 == "host" else (0,):

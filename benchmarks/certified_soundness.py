@@ -376,7 +376,7 @@ SETTINGS: dict[str, tuple[Certify, Values]] = {
     **{name: (policy, Values.INT4) for name, policy in POLICIES.items()},
     **{f"{name}, full values": (POLICIES[name], Values.FULL) for name in ("default", "few keys", "explore")},
 }
-"""What trials run with: every policy, and some over values that are no codes."""
+"""Policies of trials by name, each with the form of the stored values: all with int4, some in full precision."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

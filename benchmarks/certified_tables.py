@@ -109,7 +109,7 @@ def table_12(found: Sequence[Quality]) -> Table:
 
 
 def layouts(scheme: Certified, heads: int = K) -> tuple[Layout, Layout]:
-    """Of keys and of values at the source's shape."""
+    """Layouts of the key and the value slot at the source's shape."""
     made = (scheme.of(role).layout(SlotSpec(heads, D, torch.bfloat16, role)) for role in (Role.KEY, Role.VALUE))
     keys, values = made
     return keys, values

@@ -33,7 +33,7 @@ from kvcompile.schemes import parse
 from kvcompile.settings import Inner
 
 LAYERS = 32
-"""Of the model whose shape this is."""
+"""Layers of the model whose shape is measured."""
 
 
 @dataclass(frozen=True)

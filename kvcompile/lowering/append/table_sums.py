@@ -25,7 +25,7 @@ PROGRAMS = 64
 """Programs of a group at most; partial sums are as many."""
 
 STORED = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-"""What scales and zero points are rounded to."""
+"""Triton's types of the dtypes that scales and zero points are stored in."""
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from kvcompile.schemes.certificate.telemetry import (
 )
 
 QUANTILES = (0.5, 0.95)
-"""Those that are printed."""
+"""Quantiles over head-steps that a report prints."""
 
 
 @dataclass(frozen=True)

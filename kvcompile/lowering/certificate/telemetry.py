@@ -117,7 +117,7 @@ def _sums(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _bins(figures: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Where in the histograms each row [B, K, rows, ...] counts, int64 [B, K, rows, BINNED]."""
+    """Index of the bin that each row [B, K, rows, ...] counts in, int64 [B, K, rows, BINNED]."""
     columns = [
         (figures[..., each] if isinstance(each, Figure) else counts[..., each]).to(torch.float32) + torch.zeros_like(figures[..., 0])
         for each in BINNED
