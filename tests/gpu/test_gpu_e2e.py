@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from gpu_llama import DIM, HEADS, KV, LAYERS, gpu_config, gpu_model
 
 import kvcompile
 from kvcompile.lowering.ops.operations import calibrate_body
@@ -19,21 +20,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LAYERS, HEADS, KV, DIM = 2, 8, 2, 128
-
 
 @pytest.fixture(scope="module")
 def config() -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(
-        hidden_size=512, intermediate_size=512, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV,
-        head_dim=DIM, vocab_size=512, max_position_embeddings=65536,
-    )
+    return gpu_config()
 
 
 @pytest.fixture(scope="module")
 def model(config: transformers.LlamaConfig) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    return gpu_model(config)
 
 
 def _cache(kind: str, config: transformers.LlamaConfig, capacity: int = 1024) -> object:

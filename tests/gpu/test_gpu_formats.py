@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from gpu_llama import gpu_config, gpu_model
 from test_gpu_attend import assert_equals_eager, compiled
 from test_triton_attend import Case, early_cases, normed_cases
 
@@ -19,8 +20,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-LAYERS, HEADS, KV, DIM = 2, 8, 2, 128
 
 
 def cases() -> list[Case]:
@@ -63,16 +62,12 @@ def test_first_tokens_are_kept_as_on_a_cpu() -> None:
 
 @pytest.fixture(scope="module")
 def config() -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(
-        hidden_size=512, intermediate_size=512, num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV,
-        head_dim=DIM, vocab_size=512, max_position_embeddings=65536,
-    )
+    return gpu_config()
 
 
 @pytest.fixture(scope="module")
 def model(config: transformers.LlamaConfig) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    return gpu_model(config)
 
 
 MODELS = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_llama import gpu_config, gpu_model
 from test_gluon_kernel import CASES, case_of
 from test_gpu_attend import moved
 from test_triton_attend import Case, check, operands
@@ -46,12 +47,7 @@ def test_the_operation_equals_the_definition(case: Case) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
-        vocab_size=512, max_position_embeddings=65536,
-    )
-    return transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    return gpu_model(gpu_config())
 
 
 def logits(model: torch.nn.Module, scheme: str, mode: str, kind: str, gluon: str) -> tuple[torch.Tensor, str]:
