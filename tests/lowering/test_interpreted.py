@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import interpreted as support
 import pytest
 import torch
 from interpreted import interpreted
@@ -48,3 +51,16 @@ def test_an_access_outside_of_the_tensors_of_a_launch_is_a_failure() -> None:
     for sizes in ((19, 20), (20, 19)):
         with pytest.raises(AssertionError, match="1 of 20 addresses"):
             interpreted(copy_rows, *sizes, guarded=True)
+
+
+def test_two_threads_that_start_it_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # Undone in any case.
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(support.forkserver, "ensure_running", lambda: time.sleep(0.3))
+    support.started.cache_clear()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda _: support.interpreting(), range(2)))
+    finally:
+        support.started.cache_clear()
+    assert "TRITON_INTERPRET" not in os.environ

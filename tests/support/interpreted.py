@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -20,10 +21,22 @@ from unittest import mock
 import numpy as np
 import torch
 
+STARTING = threading.Lock()
+
+
+def interpreting() -> Any:
+    """What starts processes with the interpreter; what takes seconds to import is imported once for all of them.
+
+    One thread at a time: of two that change the environment together the second puts back what the first had set, and from then on
+    this process would define kernels for the interpreter.
+    """
+    with STARTING:
+        return started()
+
 
 @functools.cache
-def interpreting() -> Any:
-    """What starts processes with the interpreter; what takes seconds to import is imported once for all of them."""
+def started() -> Any:
+    """The context of processes whose server runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "triton", "kvcompile"])
     paths = os.pathsep.join(filter(None, sys.path))
