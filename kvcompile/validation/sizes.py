@@ -84,17 +84,37 @@ def hints(part: Cut) -> Values:
 
 
 def captured_values(part: Cut) -> Values:
-    """Return small values for all symbols, those of the capture where they are small; raises NotApart where the guards allow none."""
-    env, known = part.captured.fake_mode.shape_env, hints(part)
-    free = [symbol for symbol, value in known.items() if value > SMALL]
-    ranges = [env.var_to_range.get(symbol) for symbol in free] if env is not None else []
-    least = [_least(bounds, part.number) if bounds is not None else 2 for bounds in ranges]
-    tried = [dict.fromkeys((*TRIED, low, low + 5)) for low in least]
-    for choice in itertools.islice(itertools.product(*tried), 2000):
-        values = {**known, **dict(zip(free, choice, strict=True))}
-        if len(set(choice)) == len(choice) and allowed(part, values):
+    """Return small values for all symbols, those of the capture where they are small; raises NotApart where the guards allow none.
+
+    A guard may tie a large size to small ones, as a mask's length to those of a cache and a piece of a prompt, or make two sizes equal.
+    """
+    known = hints(part)
+    large = [symbol for symbol, value in known.items() if value > SMALL]
+    chosen = (_chosen(part, known, group) for group in ([[each] for each in large], _alike(known, large), _alike(known, list(known))))
+    for values in chosen:
+        if values is not None:
             return values
     raise NotApart("no small sizes fit its guards")
+
+
+def _alike(known: Values, symbols: list[Any]) -> list[list[Any]]:
+    """Symbols that had one value when the graph was captured, together."""
+    return [[symbol for symbol in symbols if known[symbol] == value] for value in dict.fromkeys(known[symbol] for symbol in symbols)]
+
+
+def _chosen(part: Cut, known: Values, groups: list[list[Any]]) -> Values | None:
+    """Values that the guards allow: one for each group of symbols, no two alike, and the others' own; None where none was found."""
+    env = part.captured.fake_mode.shape_env
+    tried = []
+    for group in groups:
+        ranges = [env.var_to_range.get(symbol) for symbol in group] if env is not None else [None]
+        least = max(_least(bounds, part.number) if bounds is not None else 2 for bounds in ranges)
+        tried.append(dict.fromkeys((*TRIED, least, least + 5)))
+    for choice in itertools.islice(itertools.product(*tried), 2000):
+        values = {**known, **{symbol: value for group, value in zip(groups, choice, strict=True) for symbol in group}}
+        if len(set(choice)) == len(choice) and allowed(part, values):
+            return values
+    return None
 
 
 def loose(part: Cut) -> set[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from e2e_models import Attention, Buffered, by_position, inputs, visible
 from hostile_modules import HOSTILE, Hostile, Parts
 
@@ -306,3 +307,26 @@ def test_a_wrong_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(refusal.stage is Stage.VALIDATE for refusal in report.refusals)
 
 
+
+
+@pytest.mark.parametrize("pieces", [(30, 40), (20, 300), (70, 70, 70)], ids=str)
+def test_prompts_in_pieces_behind_padding_are_tried(pieces: tuple[int, ...]) -> None:
+    """The mask is as long as the cache and the piece together: sizes cannot be chosen one by one."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    owner = kvcompile.backend("int8", inner="eager", strict=True)
+    compiled, cache = torch.compile(model, backend=owner), transformers.DynamicCache(config=config)
+    mask = torch.ones(2, sum(pieces), dtype=torch.long)
+    mask[1, :11] = 0
+    end = 0
+    with torch.no_grad():
+        for piece in (*pieces, 1):
+            end += piece
+            shown = torch.nn.functional.pad(mask, (0, 1), value=1)[:, :end]
+            compiled(torch.randint(0, 64, (2, piece)), attention_mask=shown, past_key_values=cache)
+    report = owner.report()
+    assert report.sites == len(report.graphs) > 1
+    assert not any(graph.unvalidated for graph in report.graphs)
