@@ -558,6 +558,24 @@ def test_rows_of_one_length_keep_their_splits() -> None:
         assert ragged_splits(other, splits, batch) == (splits, 0)
 
 
+@pytest.mark.parametrize("scheme", ["dense", "int8", "int4", "kivi", "kivi(bits=4)", "normed", "beyond", "squat"])
+@pytest.mark.parametrize("tokens", [90, 40_000])
+def test_the_merge_has_few_terms(scheme: str, tokens: int) -> None:
+    """A merge of 127 splits that were folded one by one, as of two padded rows of kivi, took Triton longer than two minutes to compile."""
+    from kvcompile.lowering.decode.tiles import ONE_PASS, choose_tiles, folds, ragged_splits, splits_for
+    from kvcompile.lowering.site_kernel import SHARED_MEMORY
+
+    window = schemes.parse(scheme).window > 0
+    counts = set()
+    for beside in (Beside(recent=window), Beside(recent=window, early=4)):
+        config = choose_tiles(config_of(scheme, masks=Masks(lo_per_batch=False), beside=beside), 4, PAGE, False, SHARED_MEMORY["sm_90"])[0]
+        for batch, heads, multiprocessors in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 8, 32), (108, 132, 148)):
+            counts.add(ragged_splits(config, splits_for(config, 4, batch * heads, multiprocessors, tokens), batch)[0])
+    assert len(counts) > 3
+    for splits in counts:
+        assert splits % folds(splits) == 0 and splits // folds(splits) <= ONE_PASS and folds(splits) <= 2, splits
+
+
 @pytest.mark.parametrize("scheme", ["kivi", "squat"])
 def test_queries_wider_than_the_newest_tokens_compile(scheme: str) -> None:
     """GPT-J and CodeGen attend in float32 over a cache in bfloat16: the newest tokens are brought to the queries' type."""

@@ -18,7 +18,7 @@ import torch
 from kvcompile import schemes
 from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, plane_names, plans
 from kvcompile.lowering.decode.template import GLOBALS, LOG2E, SOURCE
-from kvcompile.lowering.decode.tiles import ONE_PASS, choose_tiles, ragged_splits, splits_for, writes_directly
+from kvcompile.lowering.decode.tiles import choose_tiles, folds, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
 from kvcompile.lowering.host.inductor_api import SymbolicGridFn, TritonTemplate, autotuned, ir, lowerings
 from kvcompile.lowering.host.inductor_api import config as inductor_config
@@ -126,7 +126,8 @@ def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype, more: tu
     """
     do = _Lowered()
     splits = int(partial.get_size()[0])
-    fold = next(count for count in range(1, splits + 1) if splits % count == 0 and splits // count <= ONE_PASS)
+    fold = folds(splits)
+    assert splits % fold == 0, f"{splits} splits do not fold onto {fold} equal parts"
     parts = [do(aten.slice.Tensor, partial, 0, i * (splits // fold), (i + 1) * (splits // fold)) for i in range(fold)]
     shape = [splits // fold, *partial.get_size()[1:-1], value_dim]
 

@@ -167,8 +167,17 @@ def splits_for(config: AttendConfig, rows: int, pairs: int, multiprocessors: int
     wanted = multiprocessors * resident // programs
     most = ONE_PASS if tokens <= SHORT else MAX_SPLITS.get(config.tile.num_warps, ONE_PASS)
     splits = max(1 + own, min(most, wanted + own))
-    # The merge folds whole halves.
-    return splits if splits <= ONE_PASS else splits - splits % 2
+    return foldable(splits)
+
+
+def folds(splits: int) -> int:
+    """How many parts of equal length, of at most ``ONE_PASS`` splits each, the merge folds onto each other."""
+    return -(-splits // ONE_PASS)
+
+
+def foldable(splits: int) -> int:
+    """The most splits, of at most ``splits``, that fold: the merge has a term for each part, and a prime number a part for each split."""
+    return splits - splits % folds(splits)
 
 
 def ragged_splits(config: AttendConfig, splits: int, batch: int) -> tuple[int, int]:
@@ -183,5 +192,5 @@ def ragged_splits(config: AttendConfig, splits: int, batch: int) -> tuple[int, i
     if not config.one_query or mean < 2 or batch < 2 or not (masks.hi_per_batch or (masks.lo_per_batch and masks.lo)):
         return splits, 0
     most = ONE_PASS if 2 * mean <= ONE_PASS else 2 * ONE_PASS
-    wanted = min(mean * min(batch, RAGGED) + own, most)
+    wanted = foldable(min(mean * min(batch, RAGGED) + own, most))
     return (wanted, mean) if wanted > splits else (splits, 0)
