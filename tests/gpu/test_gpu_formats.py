@@ -57,7 +57,9 @@ def test_first_tokens_are_kept_as_on_a_cpu() -> None:
         pos = torch.arange(start, stop)[None]
         keep_first_body(x[:, :, start:stop], planes, pos, origin)
         run(x[:, :, start:stop].cuda(), moved, pos.cuda(), origin.cuda())
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(planes, moved, strict=True))
+    for a, b in zip(planes, moved, strict=True):
+        # Places that no token has are NaN in both.
+        torch.testing.assert_close(b.cpu(), a, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture(scope="module")
@@ -116,5 +118,6 @@ def test_prompts_and_steps_of_a_model(
                 compiled_model(token, past_key_values=cache)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len(owner.graphs) == seen <= graphs + 2
+    # A cache that grows from nothing is a graph without tokens, one for a single token, and one for all other lengths.
+    assert len(owner.graphs) == seen <= graphs + 3
     assert owner.report().allocated == owner.report().announced > 0

@@ -53,19 +53,12 @@ def test_it_is_chosen_where_it_was_measured(scheme: str) -> None:
         (facts(one=dataclasses.replace(ONE, capability=(8, 0))), "capability 8.0"),
         (facts(one=dataclasses.replace(ONE, capability=(7, 5), measured=False)), "capability 7.5"),
         (facts(one=dataclasses.replace(ONE, capability=None)), "capability none"),
+        (facts(early=True), "first tokens"), (facts("normed", recent=True), "norms of tokens"),
     ],
 )
 def test_gaps_leave_it_to_the_template(given: AttendFacts, found: str) -> None:
     kernel, why = choose(given)
     assert kernel is DECODE and why is not None and found in why and why.startswith("not in Gluon: ")
-
-
-@pytest.mark.parametrize(("given", "found"), [(facts(early=True), "first tokens"), (facts("normed", recent=True), "norms of tokens")])
-def test_it_knows_neither_first_tokens_nor_norms(given: AttendFacts, found: str) -> None:
-    """Whatever the template behind it knows of them: it would give numbers without them."""
-    why = GLUON.gap(given)
-    assert why is not None and found in why
-    assert choose(given)[0] not in {GLUON, DECODE}
 
 
 def test_a_triton_without_it_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
