@@ -136,7 +136,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _level_mapped(
     x: torch.Tensor, levels: torch.Tensor, thresholds: torch.Tensor, bits: int, scale_dtype: torch.dtype
 ) -> torch.Tensor:
-    return _code(level_mapped, x.device.type)(x, levels, thresholds, Rule(bits, scale_dtype, 0.0))
+    # Compiled graphs count on the strides of the meta function.
+    return _code(level_mapped, x.device.type)(x, levels, thresholds, Rule(bits, scale_dtype, 0.0)).contiguous()
 
 
 def _table_gradients(

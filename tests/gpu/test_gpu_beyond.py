@@ -100,7 +100,7 @@ def test_compiled_gradients_are_those_of_tensor_code(bits: int) -> None:
     rule = Rule(bits, torch.float16, 0.009 * (2**bits - 1))
     found = torch.ops.kvcompile.table_gradients(grad, x, levels, edges, bits, torch.float16, rule.window)
     for mine, wanted in zip(found, table_gradients(grad, x, levels, edges, rule), strict=True):
-        assert torch.allclose(mine, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+        assert mine.is_contiguous() and torch.allclose(mine, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
     scheme = parse(f"beyond(bits={bits},trained=True)").spell()
     mapped = torch.ops.kvcompile.level_mapped(x, levels, edges, bits, torch.float16)
     # A product and a sum may be one instruction; codes are those of eager code.

@@ -219,3 +219,15 @@ def test_projection_is_feasible_nearest_and_leaves_the_feasible_alone() -> None:
     for _ in range(20):
         other = ordered(found + torch.randn(found.shape, generator=generator) * 0.05, 15.0, 0.01)
         assert ((found - y).square().sum(-1) <= (other - y).square().sum(-1) + 1e-4).all()
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_operations_are_what_compiled_graphs_are_told(groups: int) -> None:
+    """Of tokens as a projection leaves them: graphs of training read results by the strides that the meta functions give."""
+    x, grad = (torch.randn(2, 5, 3, 16).transpose(1, 2) for _ in range(2))
+    table = random_table(2, 3, groups, 7)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.kvcompile.level_mapped, (x, table.levels, table.thresholds, 2, torch.float16), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.kvcompile.table_gradients, (grad, x, table.levels, table.thresholds, 2, torch.float16, 0.05), test_utils=tests,
+    )

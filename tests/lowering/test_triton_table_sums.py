@@ -36,6 +36,7 @@ def compare() -> None:
             jumps = levels.diff(dim=-1)
             found = by_level, -jumps * left, -jumps * right
             for mine, wanted in zip(found, table_gradients(grad, x, levels, thresholds, rule), strict=True):
+                assert mine.is_contiguous() and mine.dtype == wanted.dtype
                 torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4 * float(wanted.nan_to_num().abs().max()), equal_nan=True)
         assert bool(by_level.isnan().any()) == (bits == 4)
 

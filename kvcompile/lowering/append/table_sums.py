@@ -95,4 +95,5 @@ def sums(
         STORED=STORED[scale_dtype], ROWS=rows,
     )
     by_level, left, right = out.sum(0).unbind(2)
-    return by_level, left[..., :-1], right[..., :-1]
+    # Compiled graphs count on the strides of the meta function.
+    return by_level.contiguous(), left[..., :-1].contiguous(), right[..., :-1].contiguous()
