@@ -119,12 +119,12 @@ class Data:
         parts = {name: batches(windows(text), TOKENS, ROWS) for name, text in texts.items() if name != "training"}
         return Data(windows(texts["training"]), parts["validation"], {name: parts[name] for name in MEASURED}, told)
 
-    def order(self, seed: int) -> list[dict[str, torch.Tensor]]:
-        """The training batches in a seed's order, gone through as often as it takes for 500 steps."""
+    def order(self, seed: int, sequences: int) -> list[dict[str, torch.Tensor]]:
+        """The training batches in a seed's order, gone through as often as it takes for so many sequences."""
         runs = list(self.training)
         random.Random(seed).shuffle(runs)
         once = batches(runs, TOKENS, ROWS)
-        return once * (1 + 500 // max(1, len(once)))
+        return once * -(-sequences // max(1, ROWS * len(once)))
 
 
 class Study:
@@ -171,7 +171,8 @@ class Study:
         found: list[Learned] = []
         torch._dynamo.reset()
         kvcompile.learn(
-            self.model, self.data.order(seed), scheme, validation=self.data.validation, settings=settings, told=found.append, quiet=True
+            self.model, self.data.order(seed, settings.steps * settings.batch), scheme, validation=self.data.validation, settings=settings,
+            told=found.append, quiet=True,
         )
         return found[0]
 
