@@ -32,8 +32,8 @@ from kvcompile.cli.subjects import tinylm
 from kvcompile.evaluation.bench import Bench, Effort, labels
 from kvcompile.evaluation.machine import machine
 from kvcompile.evaluation.measures import Measured, mean
-from kvcompile.evaluation.results import Results
-from kvcompile.evaluation.statistics import Mean, Paired, bootstrap
+from kvcompile.evaluation.results import Beside, Results
+from kvcompile.evaluation.statistics import bootstrap
 from kvcompile.schemes import SETTINGS
 
 LAMS, RANKS = (1e-4, 5e-4, 1e-3, 1e-2, 1e-1), (5, 10, 20, 40, 60)
@@ -55,22 +55,6 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """One setting beside kivi: KL in nats a token, the difference in pairs of texts, outcomes of the same questions."""
-
-    kl: Mean
-    more: Mean
-    answers: Paired
-
-    @classmethod
-    def of(cls, row: Measured, base: Measured) -> Beside:
-        """From the records of both."""
-        mine, theirs = ([value for text in each.texts for value in text.kl] for each in (row, base))
-        right = [[answer.right for answer in each.answers] for each in (base, row)]
-        return cls(bootstrap(mine), bootstrap([a - b for a, b in zip(mine, theirs, strict=True)]), Paired.of(right[0], right[1]))
-
-
 def table_of(rows: Sequence[Measured], base: Measured, title: str) -> Table:
     """Settings one under the other."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -78,12 +62,12 @@ def table_of(rows: Sequence[Measured], base: Measured, title: str) -> Table:
         table.add_column(name, justify="left" if name == "setting" else "right")
     for row in rows:
         found, share = Beside.of(row, base), row.share()
-        more = found.answers.difference
+        kl, pairs = bootstrap([value for text in row.texts for value in text.kl]), found.paired["all"]
         table.add_row(
-            row.scheme, f"{found.kl.value:.4f} ({found.kl.low:.4f} to {found.kl.high:.4f})",
-            f"{found.more.value:+.4f} ({found.more.low:+.4f} to {found.more.high:+.4f})", f"{row.bits_per_byte:.3f}",
-            f"{share.hits}/{share.trials}", f"{found.answers.lost}, {found.answers.won}", f"{found.answers.p:.2g}",
-            f"{more.value:+.1%} ({more.low:+.0%} to {more.high:+.0%})",
+            row.scheme, f"{kl.value:.4f} ({kl.low:.4f} to {kl.high:.4f})",
+            f"{found.kl.value:+.4f} ({found.kl.low:+.4f} to {found.kl.high:+.4f})", f"{row.bits_per_byte:.3f}",
+            f"{share.hits}/{share.trials}", f"{pairs.lost}, {pairs.won}", f"{pairs.p:.2g}",
+            f"{pairs.difference.value:+.1%} ({pairs.difference.low:+.0%} to {pairs.difference.high:+.0%})",
         )
     return table
 

@@ -21,13 +21,13 @@ from rich.console import Console
 from kvcompile.cli.plan import console, positive
 from kvcompile.cli.subjects import SHIPPED, checkpoint, tinylm
 from kvcompile.errors import BadEvaluation
-from kvcompile.evaluation.bench import QUICK, Bench, Effort, labels
+from kvcompile.evaluation.bench import DENSE, QUICK, Bench, Effort, labels
 from kvcompile.evaluation.machine import machine
 from kvcompile.evaluation.measures import Measured
 from kvcompile.evaluation.plots import draw
 from kvcompile.evaluation.results import Results
 from kvcompile.evaluation.subject import Subject
-from kvcompile.evaluation.tables import heatmap, layer_table, paired_table, summary_table, telemetry_table
+from kvcompile.evaluation.tables import beside_table, heatmap, layer_table, paired_table, summary_table, telemetry_table
 from kvcompile.evaluation.tasks import TASKS
 
 SCHEMES = "dense,int8,fp8,int4"
@@ -58,6 +58,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1: tinylm is too small for more)")
     parser.add_argument("--jobs", type=positive, default=1, help="schemes measured side by side, each in a process of its own (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of questions and of bootstrap intervals")
+    parser.add_argument("--beside", metavar="SCHEME", help="also compare the others with this one, on the same questions")
+    parser.add_argument("--read", type=Path, metavar="DIR", help="print the run of an earlier --out in place of measuring")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV, pictures, settings and machine into a folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--heatmaps", action="store_true", help="also print right answers by depth and length, of each task and scheme")
@@ -67,10 +69,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write after every scheme, print."""
-    wanted, effort = labels(arguments.schemes), effort_of(arguments)
-    torch.set_num_threads(arguments.threads)
     if arguments.out is not None and (arguments.out / "results.json").exists():
         raise BadEvaluation(setting="--out", expected="a folder without a run", found=arguments.out, todo="name a new one")
+    base = None if arguments.beside is None else labels([arguments.beside])[0][1]
+    if arguments.read is not None:
+        results = Results.load(arguments.read / "results.json")
+        if arguments.out is not None:
+            results.save(arguments.out)
+            draw(results, arguments.out)
+        show(results, arguments, base)
+        return 0
+    wanted, effort = labels(arguments.schemes), effort_of(arguments)
+    if base is not None:
+        # Before anything is measured.
+        Results({}, {}, Measured(DENSE), tuple(Measured(label) for _, label in wanted)).named(base)
+    torch.set_num_threads(arguments.threads)
     subject = subject_of(arguments)
     done: dict[str, Measured] = {}
     with Console(stderr=True).status(f"{subject.name}: building questions") as status:
@@ -85,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
                 results.save(arguments.out)
     if arguments.out is not None:
         draw(results, arguments.out)
-    show(results, arguments)
+    show(results, arguments, base)
     return 0
 
 
@@ -107,14 +120,19 @@ def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> M
     return Bench(subject_of(arguments), effort_of(arguments)).measure(scheme, label)
 
 
-def show(results: Results, arguments: argparse.Namespace) -> None:
-    """Print what was asked for."""
+def show(results: Results, arguments: argparse.Namespace, base: str | None) -> None:
+    """Print what was asked for; ``base``: the scheme that the others are compared with."""
     shown = console()
+    other = None if base is None else results.named(base)
     if arguments.json:
-        shown.file.write(json.dumps(results.plain(), indent=2) + "\n")
+        others = {} if other is None else {row.scheme: results.beside(row, other).plain() for row in results.schemes if row is not other}
+        more = {} if other is None else {"beside": {"scheme": base, "others": others}}
+        shown.file.write(json.dumps(results.plain() | more, indent=2) + "\n")
         return
     shown.print(summary_table(results))
     shown.print(paired_table(results))
+    if other is not None:
+        shown.print(beside_table(results, other))
     if any(row.layers for row in results.schemes):
         shown.print(layer_table(results.schemes))
     if arguments.heatmaps:

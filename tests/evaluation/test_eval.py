@@ -97,6 +97,12 @@ def test_a_checkpoint_with_a_tokenizer(
     assert 1 < results.reference.bits_per_byte < 9
     assert main([*asked, *SMALL]) == 2
     assert "a folder without a run" in capsys.readouterr().err
+    assert main(["eval", "--read", str(out), "--beside", "dense", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["schemes"] == json.loads((out / "results.json").read_text())["schemes"] and read["beside"]["scheme"] == "dense"
+    assert read["beside"]["others"]["int4"]["paired"] == read["schemes"][1]["compared"]["paired"], "dense said what the model said"
+    assert main(["eval", "--read", str(out), "--beside", "dense"]) == 0
+    assert "dense beside each other scheme" in capsys.readouterr().out
 
 
 def test_tinylm_as_json_names_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +126,8 @@ def test_tinylm_as_json_names_what_differs(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(("argv", "says"), [
     (["--schemes", "int5"], "expected one of the schemes"), (["--lengths", "many"], "--lengths"), (["--depths", "x"], "--depths"),
     (["no/such/folder", "--data", "x"], "there is no such folder"), (["--data", "no_such_file.txt"], "expects --data to be text in UTF-8"),
-    (["--tasks", "niah"], "names among needle"),
+    (["--tasks", "niah"], "names among needle"), (["--schemes", "int8", "--beside", "int4"], "a scheme of the run (int8)"),
+    (["--read", "no_such_run"], "no_such_run"),
 ])
 def test_errors_come_before_anything_is_measured(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--quick", *argv]) == 2
