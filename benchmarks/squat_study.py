@@ -13,6 +13,7 @@ texts, of answers by resampling questions and McNemar's exact test. Run again wi
     normalised   lam times the mean over queries, for both
     blocks       channels that are quantized at a time
     presets      the settings that the source names, as they are
+    figures      Figures 2 and 5, alone and with a FILE of its own: ``benchmarks/squat_figures.py``; ``--plot PICTURE`` draws them
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import squat_figures
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvcompile.cli.subjects import tinylm
+from kvcompile.cli.subjects import SHIPPED, tinylm
 from kvcompile.evaluation.bench import Bench, Effort, labels
 from kvcompile.evaluation.machine import machine
 from kvcompile.evaluation.measures import Measured, mean
-from kvcompile.evaluation.results import Results
-from kvcompile.evaluation.statistics import Mean, Paired, bootstrap
+from kvcompile.evaluation.results import Beside, Results
+from kvcompile.evaluation.statistics import bootstrap
 from kvcompile.schemes import SETTINGS
 
+ROOT = Path(__file__).resolve().parent.parent
 LAMS, RANKS = (1e-4, 5e-4, 1e-3, 1e-2, 1e-1), (5, 10, 20, 40, 60)
 MEAN_LAMS, MEAN_RANKS = (0.1, 1.0, 10.0), (5, 20, 60)
 BASE = "kivi"
@@ -55,22 +58,6 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """One setting beside kivi: KL in nats a token, the difference in pairs of texts, outcomes of the same questions."""
-
-    kl: Mean
-    more: Mean
-    answers: Paired
-
-    @classmethod
-    def of(cls, row: Measured, base: Measured) -> Beside:
-        """From the records of both."""
-        mine, theirs = ([value for text in each.texts for value in text.kl] for each in (row, base))
-        right = [[answer.right for answer in each.answers] for each in (base, row)]
-        return cls(bootstrap(mine), bootstrap([a - b for a, b in zip(mine, theirs, strict=True)]), Paired.of(right[0], right[1]))
-
-
 def table_of(rows: Sequence[Measured], base: Measured, title: str) -> Table:
     """Settings one under the other."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -78,12 +65,12 @@ def table_of(rows: Sequence[Measured], base: Measured, title: str) -> Table:
         table.add_column(name, justify="left" if name == "setting" else "right")
     for row in rows:
         found, share = Beside.of(row, base), row.share()
-        more = found.answers.difference
+        kl, pairs = bootstrap([value for text in row.texts for value in text.kl]), found.paired["all"]
         table.add_row(
-            row.scheme, f"{found.kl.value:.4f} ({found.kl.low:.4f} to {found.kl.high:.4f})",
-            f"{found.more.value:+.4f} ({found.more.low:+.4f} to {found.more.high:+.4f})", f"{row.bits_per_byte:.3f}",
-            f"{share.hits}/{share.trials}", f"{found.answers.lost}, {found.answers.won}", f"{found.answers.p:.2g}",
-            f"{more.value:+.1%} ({more.low:+.0%} to {more.high:+.0%})",
+            row.scheme, f"{kl.value:.4f} ({kl.low:.4f} to {kl.high:.4f})",
+            f"{found.kl.value:+.4f} ({found.kl.low:+.4f} to {found.kl.high:+.4f})", f"{row.bits_per_byte:.3f}",
+            f"{share.hits}/{share.trials}", f"{pairs.lost}, {pairs.won}", f"{pairs.p:.2g}",
+            f"{pairs.difference.value:+.1%} ({pairs.difference.low:+.0%} to {pairs.difference.high:+.0%})",
         )
     return table
 
@@ -95,15 +82,22 @@ def main() -> int:
     parser.add_argument("--parts", default="table3,table3-pre,normalised,blocks,presets")
     parser.add_argument("--schemes", help="others than the parts', with semicolons between them")
     parser.add_argument("--lengths", default="1600", help="bytes of prompts")
-    parser.add_argument("--tail", type=int, default=32, help="bytes decoded of each text")
-    parser.add_argument("--rows", type=int, default=24, help="texts, and questions at a time")
+    parser.add_argument("--tail", type=int, help="bytes decoded of each text (default 32; figures 400)")
+    parser.add_argument("--rows", type=int, help="texts, and questions at a time (default 24; figures 8)")
     parser.add_argument("--questions", type=int, default=24, help="a task")
     parser.add_argument("--tasks", default="needle,multikey,variable")
     parser.add_argument("--inner", default="eager", choices=("inductor", "aot_eager", "eager"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--print", action="store_true", help="only print what FILE holds")
+    parser.add_argument("--model", default="tinylm", choices=sorted(SHIPPED), help="of figures")
+    parser.add_argument("--other", type=Path, default=ROOT / "LICENSE", help="figures: text of another kind (default: LICENSE)")
+    parser.add_argument("--plot", type=Path, metavar="PICTURE", help="figures: draw them")
     options = parser.parse_args()
+    figures = options.parts == "figures"
+    options.tail, options.rows = options.tail or (400 if figures else 32), options.rows or (8 if figures else 24)
     torch.set_num_threads(options.threads)
+    if figures:
+        return squat_figures.run(options)
     names = options.schemes.split(";") if options.schemes else [name for part in options.parts.split(",") for name in PARTS[part]]
     wanted = labels([BASE, *names])
     results = Results.load(options.json) if options.json.exists() else None

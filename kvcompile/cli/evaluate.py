@@ -2,6 +2,8 @@
 
     kvcompile eval --quick
     kvcompile eval ./checkpoint --data book.txt --schemes dense,int8,int4 --tasks needle,variable,frequent --lengths 4096,16384 --out run
+    kvcompile eval ./checkpoint --data book.txt --schemes int8,scales.safetensors       # what calibrate or learn wrote
+    kvcompile eval --read run --beside int4                                             # another comparison of the same run
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ from rich.console import Console
 from kvcompile.cli.plan import console, positive
 from kvcompile.cli.subjects import SHIPPED, checkpoint, tinylm
 from kvcompile.errors import BadEvaluation
-from kvcompile.evaluation.bench import QUICK, Bench, Effort, labels
+from kvcompile.evaluation.bench import DENSE, QUICK, Bench, Effort, labels
 from kvcompile.evaluation.machine import machine
 from kvcompile.evaluation.measures import Measured
 from kvcompile.evaluation.plots import draw
 from kvcompile.evaluation.results import Results
 from kvcompile.evaluation.subject import Subject
-from kvcompile.evaluation.tables import heatmap, layer_table, paired_table, summary_table, telemetry_table
+from kvcompile.evaluation.tables import beside_table, heatmap, layer_table, paired_table, summary_table, telemetry_table
 from kvcompile.evaluation.tasks import TASKS
+from kvcompile.schemes.beyond.storage import FILE as TABLES
+from kvcompile.schemes.beyond.storage import load_tables
+from kvcompile.schemes.calibrated.storage import load_scales
 
 SCHEMES = "dense,int8,fp8,int4"
+FILE = ".safetensors"
 CHECKPOINT = Effort(lengths=(4096,), tail=64, questions=20, batch=1)
 """Of a checkpoint with a tokenizer, unless told: a large model's prompts go one by one."""
 
@@ -39,7 +45,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
     """Add the command; ``split`` is that of the other commands."""
     parser = commands.add_parser("eval", help="quality of schemes on tinylm or a checkpoint, decoding through the compiled cache")
     parser.add_argument("target", nargs="?", metavar="MODEL", help="a local checkpoint folder, or tinylm (the default), or tinylm-16k")
-    parser.add_argument("--schemes", type=split, default=split(SCHEMES), metavar="A,B", help=f"(default {SCHEMES})")
+    parser.add_argument("--schemes", type=split, default=split(SCHEMES), metavar="A,B", help=f"or .safetensors files (default {SCHEMES})")
     parser.add_argument("--tasks", type=split, metavar="A,B", help=f"among {', '.join(TASKS)} (default: trained ones, else RULER's)")
     parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="text for prompts (tinylm: its held-out text)")
     parser.add_argument("--lengths", "--context", type=split, metavar="N,M", help="of prompts (default 2000; quick 600; checkpoint 4096)")
@@ -58,6 +64,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
     parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1: tinylm is too small for more)")
     parser.add_argument("--jobs", type=positive, default=1, help="schemes measured side by side, each in a process of its own (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of questions and of bootstrap intervals")
+    parser.add_argument("--beside", metavar="SCHEME", help="also compare the others with this one, on the same questions")
+    parser.add_argument("--read", type=Path, metavar="DIR", help="print the run of an earlier --out in place of measuring")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV, pictures, settings and machine into a folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--heatmaps", action="store_true", help="also print right answers by depth and length, of each task and scheme")
@@ -67,11 +75,25 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write after every scheme, print."""
-    wanted, effort = labels(arguments.schemes), effort_of(arguments)
-    torch.set_num_threads(arguments.threads)
     if arguments.out is not None and (arguments.out / "results.json").exists():
         raise BadEvaluation(setting="--out", expected="a folder without a run", found=arguments.out, todo="name a new one")
+    base = None if arguments.beside is None else labelled([arguments.beside])[0][1]
+    if arguments.read is not None:
+        results = Results.load(arguments.read / "results.json")
+        if arguments.out is not None:
+            results.save(arguments.out)
+            draw(results, arguments.out)
+        show(results, arguments, base)
+        return 0
+    wanted, effort = labelled(arguments.schemes), effort_of(arguments)
+    if base is not None:
+        # Before anything is measured.
+        Results({}, {}, Measured(DENSE), tuple(Measured(label) for _, label in wanted)).named(base)
+    torch.set_num_threads(arguments.threads)
     subject = subject_of(arguments)
+    for name, _ in wanted:
+        # What is wrong with a file is said before anything is measured.
+        scheme_of(name, subject)
     done: dict[str, Measured] = {}
     with Console(stderr=True).status(f"{subject.name}: building questions") as status:
         bench = Bench(subject, effort, lambda what: status.update(f"{what} ({len(done)} of {len(wanted)} schemes done)"))
@@ -85,14 +107,14 @@ def run(arguments: argparse.Namespace) -> int:
                 results.save(arguments.out)
     if arguments.out is not None:
         draw(results, arguments.out)
-    show(results, arguments)
+    show(results, arguments, base)
     return 0
 
 
 def measured(bench: Bench, arguments: argparse.Namespace, wanted: Sequence[tuple[str, str]]) -> Iterator[Measured]:
     """Measure (scheme, label) pairs, one after the other in this process or side by side in ``--jobs`` of them."""
     if arguments.jobs == 1:
-        yield from (bench.measure(scheme, label) for scheme, label in wanted)
+        yield from (bench.measure(scheme_of(scheme, bench.subject), label) for scheme, label in wanted)
         return
     plain = argparse.Namespace(**{name: value for name, value in vars(arguments).items() if name != "run"})
     # Forked processes could not use the GPU that this one has opened.
@@ -104,17 +126,35 @@ def measured(bench: Bench, arguments: argparse.Namespace, wanted: Sequence[tuple
 def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> Measured:
     """Measure one scheme in a process that has nothing else."""
     torch.set_num_threads(arguments.threads)
-    return Bench(subject_of(arguments), effort_of(arguments)).measure(scheme, label)
+    subject = subject_of(arguments)
+    return Bench(subject, effort_of(arguments)).measure(scheme_of(scheme, subject), label)
 
 
-def show(results: Results, arguments: argparse.Namespace) -> None:
-    """Print what was asked for."""
+def labelled(names: Sequence[str]) -> list[tuple[str, str]]:
+    """(scheme, label) of each name; a file is called as it is written."""
+    return [(name, name) if name.endswith(FILE) else labels([name])[0] for name in names]
+
+
+def scheme_of(name: str, subject: Subject) -> object:
+    """The name of a scheme as it is, or what a file of measured scales or learned tables holds for the subject's model."""
+    if not name.endswith(FILE):
+        return name
+    return load_tables(name, subject.model) if TABLES.marks(name) else load_scales(name, subject.model)
+
+
+def show(results: Results, arguments: argparse.Namespace, base: str | None) -> None:
+    """Print what was asked for; ``base``: the scheme that the others are compared with."""
     shown = console()
+    other = None if base is None else results.named(base)
     if arguments.json:
-        shown.file.write(json.dumps(results.plain(), indent=2) + "\n")
+        others = {} if other is None else {row.scheme: results.beside(row, other).plain() for row in results.schemes if row is not other}
+        more = {} if other is None else {"beside": {"scheme": base, "others": others}}
+        shown.file.write(json.dumps(results.plain() | more, indent=2) + "\n")
         return
     shown.print(summary_table(results))
     shown.print(paired_table(results))
+    if other is not None:
+        shown.print(beside_table(results, other))
     if any(row.layers for row in results.schemes):
         shown.print(layer_table(results.schemes))
     if arguments.heatmaps:

@@ -110,8 +110,14 @@ def console() -> Console:
 
 def _policies(asked: Sequence[str]) -> list[tuple[str, Policy]]:
     """The schemes to plan with their labels: those asked for, else all with their defaults, named settings and settings with figures."""
-    names = list(asked) or [*(kind.name for kind in registered()), *SETTINGS, *figures().labels]
-    return list({label: (label, policy_of(name)) for name in names for label in [short_scheme(parse(name))]}.values())
+    known = figures().labels
+    names = list(asked) or [*(kind.name for kind in registered()), *SETTINGS, *known]
+    # A setting's own name says more than its options, by which figures are found.
+    found: dict[str, tuple[str, Policy]] = {}
+    for name in names:
+        short = short_scheme(parse(name))
+        found.setdefault(short, (name if name in SETTINGS and short not in known else short, policy_of(name)))
+    return list(found.values())
 
 
 def _weights(text: str, model: Model) -> int:

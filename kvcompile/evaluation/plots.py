@@ -24,6 +24,15 @@ def draw(results: Results, folder: Path) -> list[Path]:
     return [folder / name for name in pictures]
 
 
+MARKERS = "os^DvPX"
+"""Of the points of ten schemes each, as colours come again after ten."""
+
+
+def style(number: int) -> dict[str, str]:
+    """Colour and marker of the scheme of that number, no two alike among 70."""
+    return {"color": f"C{number % 10}", "marker": MARKERS[number // 10 % len(MARKERS)]}
+
+
 def _axes(columns: int) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
@@ -40,18 +49,19 @@ def by_bytes(results: Results, to: Path) -> None:
     """Draw KL, and right answers where questions were asked, against the share of the dense bytes that the longest caches hold."""
     asked = bool(results.reference.tasks)
     figure, axes = _axes(2 if asked else 1)
-    for row in results.schemes:
+    for number, row in enumerate(results.schemes):
         if not row.dense_bytes:
             continue
+        point = {"linestyle": "none", **style(number)}
         held = 100 * row.cache_bytes / row.dense_bytes
         kl = results.compared(row).kl
         # A logarithmic axis holds no zero.
         value, low, high = (max(1e-9, item) for item in (kl.value, kl.low, kl.high))
-        axes[0].errorbar([held], [value], yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], fmt="o", label=row.scheme)
+        axes[0].errorbar([held], [value], yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], label=row.scheme, **point)
         if asked:
             share = row.share()
             below, above = max(0.0, share.value - share.interval[0]), max(0.0, share.interval[1] - share.value)
-            axes[1].errorbar([held], [share.value], yerr=[[below], [above]], fmt="o", label=row.scheme)
+            axes[1].errorbar([held], [share.value], yerr=[[below], [above]], label=row.scheme, **point)
     axes[0].set(xlabel="bytes held, % of dense", ylabel="KL, nats a token", yscale="log")
     if asked:
         axes[1].axhline(accuracy(results.reference), linestyle=":", color="gray", label="uncompressed")
@@ -64,10 +74,11 @@ def by_length(results: Results, to: Path) -> None:
     """Draw KL and right answers against the length of prompts."""
     asked = bool(results.reference.tasks)
     figure, axes = _axes(2 if asked else 1)
-    for row in results.schemes:
-        axes[0].plot(results.lengths, [max(1e-9, mean(text.kl)) for text in row.texts], "o-", label=row.scheme)
+    for number, row in enumerate(results.schemes):
+        line = {"label": row.scheme, **style(number)}
+        axes[0].plot(results.lengths, [max(1e-9, mean(text.kl)) for text in row.texts], **line)
         if asked:
-            axes[1].plot(results.lengths, [accuracy(row, length) for length in results.lengths], "o-", label=row.scheme)
+            axes[1].plot(results.lengths, [accuracy(row, length) for length in results.lengths], **line)
     axes[0].set(xlabel=f"{results.config['unit']} of prompt", ylabel="KL, nats a token", yscale="log")
     if asked:
         dense = [accuracy(results.reference, length) for length in results.lengths]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcompile.errors import ResultsUnread
+from kvcompile.errors import BadEvaluation, ResultsUnread
 from kvcompile.evaluation.measures import Answer, Held, Layer, Measured, Text, plain
 from kvcompile.evaluation.statistics import Mean, Paired, bootstrap
 
@@ -41,6 +41,40 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """One scheme beside another on the same texts and questions.
+
+    ``kl``, ``bits``: the scheme's less the other's, nats a token and bits per byte, means over texts with bootstrap intervals.
+    ``paired``: outcomes by task, and ``all`` of them; lost are those that the other alone had right.
+    """
+
+    kl: Mean
+    bits: Mean
+    paired: dict[str, Paired]
+
+    @classmethod
+    def of(cls, scheme: Measured, other: Measured, seed: int = 0) -> Beside:
+        """From the records of both; intervals by resampling texts and questions from a seed."""
+        pairs = list(zip(other.answers, scheme.answers, strict=True))
+        groups = {"all": pairs} | {task: [pair for pair in pairs if pair[0].task == task] for task in scheme.tasks}
+        more = {
+            name: [
+                ours - theirs for mine, their in zip(scheme.texts, other.texts, strict=True)
+                for ours, theirs in zip(getattr(mine, name), getattr(their, name), strict=True)
+            ] for name in ("kl", "bits")
+        }
+        paired = {name: Paired.of([one.right for one, _ in held], [two.right for _, two in held], seed) for name, held in groups.items()}
+        return cls(bootstrap(more["kl"], seed), bootstrap(more["bits"], seed), paired)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "kl_more": self.kl.plain(), "bits_per_byte_more": self.bits.plain(),
+            "paired": {name: item.plain() for name, item in self.paired.items()},
+        }
+
+
+@dataclass(frozen=True)
 class Results:
     """Settings and machine of a run, the reference, and every scheme."""
 
@@ -56,16 +90,22 @@ class Results:
 
     def compared(self, scheme: Measured) -> Compared:
         """The scheme beside the reference; intervals by resampling texts and questions from the run's seed."""
-        seed = int(self.config.get("seed", 0))
-        pairs = list(zip(self.reference.answers, scheme.answers, strict=True))
-        groups = {"all": pairs} | {task: [pair for pair in pairs if pair[0].task == task] for task in scheme.tasks}
-        more = [
-            ours - theirs for mine, plain_text in zip(scheme.texts, self.reference.texts, strict=True)
-            for ours, theirs in zip(mine.bits, plain_text.bits, strict=True)
-        ]
-        paired = {name: Paired.of([one.right for one, _ in held], [two.right for _, two in held], seed) for name, held in groups.items()}
-        kl = bootstrap([value for text in scheme.texts for value in text.kl], seed)
-        return Compared(kl, bootstrap(more, seed), paired, tuple(discordant(pairs)))
+        # The reference has a KL of zero, so that a difference from it is a scheme's own.
+        found = self.beside(scheme, self.reference)
+        differing = discordant(list(zip(self.reference.answers, scheme.answers, strict=True)))
+        return Compared(found.kl, found.bits, found.paired, tuple(differing))
+
+    def beside(self, scheme: Measured, other: Measured) -> Beside:
+        """The scheme beside another one of the run."""
+        return Beside.of(scheme, other, int(self.config.get("seed", 0)))
+
+    def named(self, label: str) -> Measured:
+        """The scheme of that label; raises BadEvaluation."""
+        for row in self.schemes:
+            if row.scheme == label:
+                return row
+        held = ", ".join(row.scheme for row in self.schemes)
+        raise BadEvaluation(setting="--beside", expected=f"a scheme of the run ({held})", found=label, todo="add it to --schemes")
 
     def plain(self) -> dict[str, Any]:
         """For JSON: each scheme's summary first, then all records."""

@@ -11,12 +11,16 @@ from rich.text import Text
 
 from kvcompile.evaluation.measures import Measured, mean
 from kvcompile.evaluation.results import Results
-from kvcompile.evaluation.statistics import Share
+from kvcompile.evaluation.statistics import Mean, Share
 from kvcompile.report import size_text
 from kvcompile.schemes.certificate.telemetry import COLUMNS
 
 BANDS = ((0.95, "on green"), (0.8, "on dark_green"), (0.5, "on dark_goldenrod"), (0.2, "on dark_orange3"), (0.0, "on red"))
 """Colours of cells by the least share of right answers."""
+TESTED = (
+    "p: McNemar's exact test, two-sided, not corrected for the\nnumber of comparisons; difference of accuracy with its 95% bootstrap "
+    "interval over questions"
+)
 
 
 def _table(title: str, caption: str) -> Table:
@@ -108,8 +112,7 @@ def paired_table(results: Results) -> Table:
     """Outcomes of the same questions under the uncompressed model and each scheme, by task."""
     table = _table(
         "paired questions: the uncompressed model beside each scheme",
-        "lost: the uncompressed model alone was right; won: the scheme alone; p: McNemar's exact test, two-sided, not corrected for the\n"
-        "number of comparisons; difference of accuracy with its 95% bootstrap interval over questions",
+        f"lost: the uncompressed model alone was right; won: the scheme alone; {TESTED}",
     )
     table.add_column("scheme")
     for name in ("task", "both", "lost", "won", "neither", "p", "difference"):
@@ -122,6 +125,33 @@ def paired_table(results: Results) -> Table:
                 f"{paired.p:.2g}", f"{more.value:+.1%} [dim]{more.low:+.1%} to {more.high:+.1%}[/]",
             )
     return table
+
+
+def beside_table(results: Results, base: Measured) -> Table:
+    """Every other scheme beside ``base``: differences of KL and bits per byte over texts, outcomes of the same questions."""
+    name = escape(base.scheme)
+    table = _table(
+        f"paired texts and questions: {base.scheme} beside each other scheme",
+        f"less: the scheme's less that of {name}, nats a token and bits per byte, 95% bootstrap intervals over texts\n"
+        f"lost: {name} alone was right; won: the scheme alone; {TESTED}",
+    )
+    table.add_column("scheme")
+    for column in ("of its bytes", "KL less", "bits less", "both", "lost", "won", "neither", "p", "difference"):
+        table.add_column(column, justify="right")
+    for row in results.schemes:
+        if row is not base:
+            found = results.beside(row, base)
+            pairs = found.paired["all"]
+            table.add_row(
+                escape(row.scheme), f"{row.cache_bytes / base.cache_bytes:.1%}" if base.cache_bytes else "", _more(found.kl, "+.2g"),
+                _more(found.bits, "+.3f"), *map(str, (pairs.both, pairs.lost, pairs.won, pairs.neither)), f"{pairs.p:.2g}",
+                _more(pairs.difference, "+.1%"),
+            )
+    return table
+
+
+def _more(mean: Mean, form: str) -> str:
+    return f"{mean.value:{form}}\n[dim]{mean.low:{form}} to {mean.high:{form}}[/]"
 
 
 def telemetry_table(rows: Sequence[Measured]) -> Table:

@@ -80,6 +80,14 @@ class ModelFile:
             found = f"{path}, which cannot be read ({type(error).__name__}: {error})"
             raise self.error(expected=f"a whole file of {self.holds}", found=found, todo=self.todo) from error
 
+    def marks(self, path: str | Path) -> bool:
+        """Whether a file can be opened and is of this kind."""
+        try:
+            with self.reading(path):
+                return True
+        except SchemeError:
+            return False
+
     def require_model(self, path: str | Path, held: str, model: torch.nn.Module) -> None:
         """Raise the kind's error where a file's fingerprint is not that of a model."""
         if (found := fingerprint(model)) != held:

@@ -93,7 +93,7 @@ def test_a_configuration_as_json(config: Callable[..., str], capsys: pytest.Capt
 def test_tables_and_formulas(config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", config(), "--context", "64", "--schemes", "dense,int8,squat-pre", "--symbolic", "--gpu", "sm_80"]) == 0
     text = capsys.readouterr().out
-    for words in ("4 cache slots", "largest", "recommended: dense", "int8: 266240*B*N", "pages of 64 tokens", "squat(pre_rope=True)"):
+    for words in ("4 cache slots", "largest", "recommended: dense", "int8: 266240*B*N", "pages of 64 tokens", "squat-pre:"):
         assert words in text
 
 

@@ -97,6 +97,12 @@ def test_a_checkpoint_with_a_tokenizer(
     assert 1 < results.reference.bits_per_byte < 9
     assert main([*asked, *SMALL]) == 2
     assert "a folder without a run" in capsys.readouterr().err
+    assert main(["eval", "--read", str(out), "--beside", "dense", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["schemes"] == json.loads((out / "results.json").read_text())["schemes"] and read["beside"]["scheme"] == "dense"
+    assert read["beside"]["others"]["int4"]["paired"] == read["schemes"][1]["compared"]["paired"], "dense said what the model said"
+    assert main(["eval", "--read", str(out), "--beside", "dense"]) == 0
+    assert "dense beside each other scheme" in capsys.readouterr().out
 
 
 def test_tinylm_as_json_names_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,12 +126,35 @@ def test_tinylm_as_json_names_what_differs(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(("argv", "says"), [
     (["--schemes", "int5"], "expected one of the schemes"), (["--lengths", "many"], "--lengths"), (["--depths", "x"], "--depths"),
     (["no/such/folder", "--data", "x"], "there is no such folder"), (["--data", "no_such_file.txt"], "expects --data to be text in UTF-8"),
-    (["--tasks", "niah"], "names among needle"),
+    (["--tasks", "niah"], "names among needle"), (["--schemes", "int8", "--beside", "int4"], "a scheme of the run (int8)"),
+    (["--read", "no_such_run"], "no_such_run"), (["--schemes", "no_such.safetensors"], "expected a whole file of static scales"),
 ])
 def test_errors_come_before_anything_is_measured(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--quick", *argv]) == 2
     caught = capsys.readouterr()
     assert says in caught.err and not caught.out
+
+
+def test_files_of_scales_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured scales and learned tables do what they do through the library; a file for another model is refused."""
+    monkeypatch.chdir(tmp_path)
+    subject = tinylm()
+    ids = subject.texts(200, 6, 2)
+    scales = kvcompile.calibrate(subject.model, [ids], "int8", granularity="head")
+    kvcompile.save_scales(scales, "scales.safetensors")
+    learned = kvcompile.learn(subject.model, [ids], kvcompile.Beyond(bits=4), settings=kvcompile.LearnSettings(steps=1))
+    kvcompile.save_tables(learned, "tables.safetensors")
+    asked = ("--tasks", "needle", "--lengths", "200", "--schemes", "scales.safetensors,tables.safetensors")
+    assert main(["eval", "--quick", *SMALL, *asked, "--beside", "scales.safetensors", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert [row["scheme"] for row in read["schemes"]] == ["scales.safetensors", "tables.safetensors"] == [
+        read["beside"]["scheme"], *read["beside"]["others"],
+    ]
+    bench = Bench(tinylm(), replace(QUICK, lengths=(200,), tail=6, questions=3, batch=2, tasks=("needle",)))
+    for row, scheme in zip(read["schemes"], (scales, learned), strict=True):
+        assert row["kl"] == bench.measure(scheme).kl > 0 and not row["refusals"]
+    assert main(["eval", "tinylm-16k", *SMALL, "--schemes", "tables.safetensors"]) == 2
+    assert "tables for this model" in capsys.readouterr().err
 
 
 def test_every_prediction_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

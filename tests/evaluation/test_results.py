@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from kvcompile.errors import ResultsUnread
+from kvcompile.errors import BadEvaluation, ResultsUnread
 from kvcompile.evaluation.measures import Answer, Held, Layer, Measured, Text
-from kvcompile.evaluation.plots import draw
+from kvcompile.evaluation.plots import draw, style
 from kvcompile.evaluation.results import Results
 from kvcompile.evaluation.statistics import Share
-from kvcompile.evaluation.tables import cell, heatmap, layer_table, paired_table, summary_table
+from kvcompile.evaluation.tables import beside_table, cell, heatmap, layer_table, paired_table, summary_table
 
 
 def answer(number: int, right: bool, length: int = 600, depth: float = 0.0, said: str = "7\n") -> Answer:
@@ -80,6 +80,25 @@ def test_pairs_and_what_differs(results: Results) -> None:
     assert found.kl.value == pytest.approx(0.02) and found.bits.value == 0.0
 
 
+def test_schemes_beside_each_other(results: Results) -> None:
+    """Lost and won change sides with the base; KL is a difference in pairs of texts."""
+    int4 = results.schemes[0]
+    other = measured("kivi", [True, True, False, True, False, False, False, False], 150)
+    other = replace(other, texts=tuple(replace(text, kl=(0.04, 0.05), bits=(1.0, 1.3)) for text in other.texts))
+    both = replace(results, schemes=(int4, other))
+    found, back = both.beside(other, int4), both.beside(int4, other)
+    paired = found.paired["all"]
+    assert (paired.both, paired.lost, paired.won, paired.neither) == (2, 3, 1, 2)
+    assert (back.paired["needle"].lost, back.paired["needle"].won) == (1, 3)
+    assert found.kl.value == pytest.approx(0.025) == -back.kl.value and found.kl.low >= 0.02 and found.kl.high <= 0.03
+    assert found.bits.value == pytest.approx(0.15)
+    row = next(line.split() for line in printed(beside_table(both, int4)).splitlines() if line.strip().startswith("kivi"))
+    assert row[:8] == ["kivi", "50.0%", "+0.025", "+0.150", "2", "3", "1", "2"]
+    assert both.named("kivi") is other
+    with pytest.raises(BadEvaluation, match="int4"):
+        both.named("int8")
+
+
 def test_summary_is_over_lengths_and_bytes_are_those_of_the_longest(results: Results) -> None:
     row = results.schemes[0]
     assert (row.cache_bytes, row.dense_bytes) == (600, 2000)
@@ -109,3 +128,4 @@ def test_pictures(results: Results, tmp_path: Path) -> None:
     assert [path.name for path in drawn] == ["bytes.png", "length.png", "heatmaps.png"]
     assert all(path.stat().st_size > 5_000 for path in drawn)
     assert draw(replace(results, schemes=()), tmp_path) == []
+    assert len({tuple(style(number).values()) for number in range(70)}) == 70
