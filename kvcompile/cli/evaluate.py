@@ -1,6 +1,7 @@
 """``kvcompile eval``: quality of schemes on tinylm or a checkpoint, decoding through the compiled cache.
 
     kvcompile eval --quick
+    kvcompile eval tinylm --schemes 'smartkv(budget=0.3)' --plot widths.png
     kvcompile eval ./checkpoint --data book.txt --schemes dense,int8,int4 --tasks needle,variable,frequent --lengths 4096,16384 --out run
 """
 
@@ -18,17 +19,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from kvcompile import schemes
 from kvcompile.cli.plan import console, positive
 from kvcompile.cli.subjects import SHIPPED, checkpoint, tinylm
 from kvcompile.errors import BadEvaluation
+from kvcompile.evaluation import plots
 from kvcompile.evaluation.bench import QUICK, Bench, Effort, labels
 from kvcompile.evaluation.machine import machine
 from kvcompile.evaluation.measures import Measured
-from kvcompile.evaluation.plots import draw
 from kvcompile.evaluation.results import Results
 from kvcompile.evaluation.subject import Subject
 from kvcompile.evaluation.tables import heatmap, layer_table, paired_table, summary_table, telemetry_table
 from kvcompile.evaluation.tasks import TASKS
+from kvcompile.evaluation.width_plots import constant
+from kvcompile.schemes import Adaptive
 
 SCHEMES = "dense,int8,fp8,int4"
 CHECKPOINT = Effort(lengths=(4096,), tail=64, questions=20, batch=1)
@@ -59,6 +63,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
     parser.add_argument("--jobs", type=positive, default=1, help="schemes measured side by side, each in a process of its own (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of questions and of bootstrap intervals")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV, pictures, settings and machine into a folder")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw what adaptive schemes did with tokens: a file (.png), or a folder")
+    parser.add_argument("--redraw", type=Path, metavar="DIR", help="measure nothing: print and draw what an earlier run's --out DIR has")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--heatmaps", action="store_true", help="also print right answers by depth and length, of each task and scheme")
     parser.add_argument("--telemetry", action="store_true", help="also print what certified attention did, bounds and fallbacks")
@@ -67,7 +73,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write after every scheme, print."""
+    if arguments.plot is not None:
+        plots.check(arguments.plot)
+    if arguments.redraw is not None:
+        return _redraw(arguments)
     wanted, effort = labels(arguments.schemes), effort_of(arguments)
+    if arguments.plot is not None and not any(isinstance(schemes.parse(name), Adaptive) for name, _ in wanted):
+        raise BadEvaluation(
+            setting="--plot", expected="asked for with an adaptive scheme among --schemes, as other schemes give all tokens the same bits",
+            found=", ".join(label for _, label in wanted), todo="add one, as --schemes 'smartkv(budget=0.3)'",
+        )
     torch.set_num_threads(arguments.threads)
     if arguments.out is not None and (arguments.out / "results.json").exists():
         raise BadEvaluation(setting="--out", expected="a folder without a run", found=arguments.out, todo="name a new one")
@@ -84,7 +99,16 @@ def run(arguments: argparse.Namespace) -> int:
                 # What was measured stays even where the command is stopped.
                 results.save(arguments.out)
     if arguments.out is not None:
-        draw(results, arguments.out)
+        plots.draw(results, arguments.out)
+    show(results, arguments)
+    return 0
+
+
+def _redraw(arguments: argparse.Namespace) -> int:
+    """Print and draw an earlier run again."""
+    results = Results.load(arguments.redraw / "results.json")
+    if arguments.plot is None:
+        plots.draw(results, arguments.redraw)
     show(results, arguments)
     return 0
 
@@ -108,8 +132,8 @@ def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> M
 
 
 def show(results: Results, arguments: argparse.Namespace) -> None:
-    """Print what was asked for."""
-    shown = console()
+    """Print what was asked for, and draw it into ``--plot``."""
+    shown, drawn = console(), None if arguments.plot is None else plots.draw_file(results, arguments.plot)
     if arguments.json:
         shown.file.write(json.dumps(results.plain(), indent=2) + "\n")
         return
@@ -122,6 +146,11 @@ def show(results: Results, arguments: argparse.Namespace) -> None:
             shown.print(heatmap((results.reference, *results.schemes), task, results.config["unit"]))
     if arguments.telemetry:
         shown.print(telemetry_table(results.schemes))
+    if arguments.plot is not None:
+        for name in constant(results):
+            shown.print(f"{name}: all tokens have the same bits, so --plot has no picture of it", markup=False, style="dim")
+        told = f"widths and importance are drawn in {drawn}" if drawn else "nothing is drawn: no token of a cache changed its width"
+        shown.print(told, markup=False)
     for row in results.schemes:
         if not row.dense_bytes:
             shown.print(f"{row.scheme}: no attention over a cache was rewritten, so nothing was compressed", markup=False, style="yellow")

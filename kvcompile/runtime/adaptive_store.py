@@ -14,7 +14,7 @@ import torch
 from kvcompile.errors import Unsupported
 from kvcompile.runtime.rope import Rope
 from kvcompile.runtime.store import Store, StoreSpec, ordinary
-from kvcompile.schemes import Adaptive, Churn, Due
+from kvcompile.schemes import Adaptive, Churn, Due, StoredTokens
 from kvcompile.schemes.adaptive import EARLY
 from kvcompile.types import PAGE, pages_for
 
@@ -70,6 +70,10 @@ class AdaptiveStore(Store):
     def histogram(self, tokens: int) -> dict[int, int]:
         """Count the tokens of all rows by their bits, ``tokens`` of each row. Waits for the device."""
         return self.scheme.histogram(tuple(self.planes), self.spec.slot, self._first, tokens)
+
+    def tokens(self, count: int, path: str) -> StoredTokens:
+        """The first ``count`` tokens of each row, as they are until the next step; ``path``: the module path that reads them."""
+        return StoredTokens(self.scheme, tuple(self.planes), self.spec.slot, self._first, count, path, self.churn)
 
     def reserve(self, pages: int, tokens: int | None = None) -> None:
         with ordinary():

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvcompile.schemes.base import Planes, Scheme
-from kvcompile.types import SlotSpec
+from kvcompile.types import Role, SlotSpec
 
 EARLY, SPREAD = 2, 8
 """Steps between a decision and the first move that it leads to, by when it has been made beside the steps' own work; the most steps that
@@ -84,6 +84,39 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class StoredTokens:
+    """The tokens of one live store, ``count`` of each row; the next step changes its planes, so read it before that.
+
+    ``first``: the position where planes that grow begin. ``path``: the module path of an attention that reads it. ``churn``: what
+    reallocations changed, counted with keys.
+    """
+
+    scheme: Adaptive
+    planes: Planes
+    slot: SlotSpec
+    first: int
+    count: int
+    path: str
+    churn: Churn
+
+    @property
+    def role(self) -> Role:
+        """Whether they are keys or values."""
+        return self.slot.role
+
+    @property
+    def bits(self) -> torch.Tensor:
+        """Bits a channel of each token, int64 [B, T] on the host. Waits for the device."""
+        return self.scheme.token_bits(self.planes, self.slot, self.first, self.count).cpu()
+
+    @property
+    def attended(self) -> torch.Tensor | None:
+        """What attention gave to each token, float32 [B, T] on the host; None where another store knows it. Waits for the device."""
+        found = self.scheme.attended(self.planes, self.slot, self.count)
+        return None if found is None else found.cpu()
+
+
+@dataclass(frozen=True)
 class Reallocated:
     """The planes of keys and values after a reallocation, and what it changed."""
 
@@ -146,6 +179,14 @@ class Adaptive(Scheme):
 
         ``first``: the position where planes that grow begin.
         """
+
+    @abc.abstractmethod
+    def token_bits(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> torch.Tensor:
+        """Bits a channel of each of the first ``count`` tokens, int64 [B, T]. Waits for the device."""
+
+    @abc.abstractmethod
+    def attended(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor | None:
+        """What attention gave to each of the first ``count`` tokens as decisions weigh it, float32 [B, T]; None for planes without it."""
 
     @abc.abstractmethod
     def quiet(self, first: int, count: int) -> bool:

@@ -37,13 +37,13 @@ import torch
 from kvcompile.errors import BadOption, HalvesDiffer
 from kvcompile.schemes.adaptive import EARLY, SPREAD, Adaptive, Due, Reallocated, Stored
 from kvcompile.schemes.base import Planes, Scheme, require, require_divides
-from kvcompile.schemes.smartkv import buckets, clock, codes, reallocation
-from kvcompile.schemes.smartkv.allocation import Terms
+from kvcompile.schemes.smartkv import buckets, clock, codes, moves, reallocation
+from kvcompile.schemes.smartkv.allocation import Terms, looked_up
 from kvcompile.schemes.smartkv.buckets import Buckets, Form
 from kvcompile.schemes.smartkv.budget import Cost, Halves, Phases, layer_budgets
 from kvcompile.schemes.smartkv.codes import ENTERING, Frame
 from kvcompile.schemes.smartkv.hysteresis import MOST_AWAY, Sticking
-from kvcompile.schemes.smartkv.importance import Measure
+from kvcompile.schemes.smartkv.importance import Measure, blended
 from kvcompile.schemes.smartkv.ladder import Ladder, Taste, ladder
 from kvcompile.schemes.smartkv.reallocation import Kept
 from kvcompile.schemes.symmetric import SCALE_DTYPES
@@ -341,6 +341,20 @@ class Smartkv(Adaptive):
 
     def histogram(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> dict[int, int]:
         return self._split(planes)[0].histogram(count, first)
+
+    def token_bits(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> torch.Tensor:
+        half = self._split(planes)[0]
+        # A cache that went back forgets tokens when the next ones come.
+        levels = moves.movement(half.ends.device).levels(half, max(first, count))[:, :count]
+        return looked_up([0, *half.widths, ENTERING], levels, torch.int64)
+
+    def attended(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor | None:
+        kept = self._split(planes)[1]
+        if kept is None:
+            return None
+        # Plain and weighted, as they are blended before ages are weighed.
+        plain, weighted = reallocation.by_position(kept.importance, count).unbind(-1)
+        return blended(plain, weighted, self.head_share, plain > 0)
 
     def quiet(self, first: int, count: int) -> bool:
         since = count - first
