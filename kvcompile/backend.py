@@ -69,6 +69,7 @@ class Backend:
                 report.announced += store.announced(tokens)
                 if isinstance(store, AdaptiveStore):
                     report.count_widths(slot.role, store.histogram(tokens), store.churn)
+                    report.originals += store.original_nbytes
                 report.dense += tokens * store.batch * slot.heads * slot.head_dim * slot.dtype.itemsize
                 if tokens and store.never_calibrated:
                     report.never_calibrated.append(store.spec.scheme.uncalibrated)

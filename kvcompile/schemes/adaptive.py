@@ -9,6 +9,7 @@ planes goes in, and nothing but planes and numbers comes out.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
@@ -62,14 +63,19 @@ class Look:
 
 @dataclass(frozen=True)
 class Churn:
-    """Counts of reallocations: how many, settled tokens whose keys or values changed width, promotions that codes could not give."""
+    """Counts of reallocations: how many, settled tokens whose keys or values changed width, promotions that codes could not give.
+
+    ``promoted``: of the settled tokens that changed, those that became wider.
+    """
 
     allocations: int = 0
     moved: int = 0
     refused: int = 0
+    promoted: int = 0
 
     def __add__(self, other: Churn) -> Churn:
-        return Churn(self.allocations + other.allocations, self.moved + other.moved, self.refused + other.refused)
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Churn(*(ours + theirs for ours, theirs in pairs))
 
 
 @dataclass(frozen=True)
@@ -146,9 +152,13 @@ class Adaptive(Scheme):
         """The largest budget at any number of tokens."""
 
     def bits_per_value(self, slot: SlotSpec) -> float:
-        """Bits per original value that the budget allows, everything included."""
+        """Bits per original value that the budget allows, and those of originals that are kept beside it."""
+        return 16 * self.announced + 8 * self.original_bytes(slot) / slot.head_dim
+
+    def original_bytes(self, slot: SlotSpec) -> int:
+        """Bytes of a token's original, of one head, which the scheme keeps beside its budget; 0 where it keeps none."""
         del slot
-        return 16 * self.announced
+        return 0
 
     @abc.abstractmethod
     def with_room(self, planes: Planes, first: int, tokens: int) -> Planes:
