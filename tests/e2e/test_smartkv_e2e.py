@@ -273,13 +273,14 @@ def test_promotions_through_inductor(kind: str) -> None:
         some = logits(run, cache, ids[:, :150], 140, mask[:, :150])
         graphs = len(backend.graphs)
         with torch.no_grad():
-            more = [run(ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=cache).logits[:, -1] for at in range(150, 230)]
+            # To the last one but one: there a mask is as long as rows of tokens are apart, for which Dynamo compiles anew.
+            steps = [run(ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=cache) for at in range(150, 229)]
         assert len(backend.graphs) == graphs
         assert store_of(cache).churn.promoted > 0 and store_of(cache).churn.refused == 0
         worst, settled = originals_differ(cache)
         assert worst == 0 and settled > 2 * 2 * LAYERS * 140
-        found[inner] = torch.cat([some, torch.stack(more, 1)], 1)
-    plain = logits(model, cache_of(model, kind), ids, 140, mask)
+        found[inner] = torch.cat([some, torch.stack([step.logits[:, -1] for step in steps], 1)], 1)
+    plain = logits(model, cache_of(model, kind), ids[:, :229], 140, mask[:, :229])
     assert divergence(found["inductor"], found["eager"]) < 1e-5
     assert 0 < divergence(found["inductor"], plain) < 1e-3
 
