@@ -10,10 +10,10 @@ ablation   smartkv with one option changed, at the first length, with the budget
 tier2      smartkv of three budgets without and with originals kept (``tier2=device``), at the first length; not among the usual parts
 tasks      exact answers, decoded greedily, to questions about lines that were planted in the prompt, at the first length
 
-Bytes held: the mean over decode steps of what ``report()`` says, without originals that are kept, of the tokens' bytes in 16 bits. The model runs in float32 on a CPU,
-so windows of tokens in full precision, which kivi has, are counted as 16 bits. A seed is a draw of texts and questions: there is one
-trained model, and nothing else is random. Prompts longer than 2,048 bytes are fewer and have a shorter tail, and those that tinylm was
-not trained for run with stretched positions. What FILE holds already is not measured again.
+Bytes held: the mean over decode steps of what ``report()`` says, without originals that are kept, of the tokens' bytes in 16 bits. The
+model runs in float32 on a CPU, so windows of tokens in full precision, which kivi has, are counted as 16 bits. A seed is a draw of texts
+and questions: there is one trained model, and nothing else is random. Prompts longer than 2,048 bytes are fewer and have a shorter tail,
+and those that tinylm was not trained for run with stretched positions. What FILE holds already is not measured again.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ def decoded(model: Any, owner: Any, texts: Texts, ids: torch.Tensor) -> tuple[to
 def measured(texts: Texts, choice: Any) -> dict[str, Any]:
     """KL, bits per byte and the share of equal next bytes of every text, and bytes held."""
     model, owner = compiled(texts.model, choice)
-    row: dict[str, Any] = {"kl": [], "bits": [], "same": [], "seed": [], "held": [], "held_most": 0.0, "allocations": 0, "moved": 0, "promoted": 0}
+    row: dict[str, Any] = {"kl": [], "bits": [], "same": [], "seed": [], "held": [], "held_most": 0.0}
+    row |= {"allocations": 0, "moved": 0, "promoted": 0}
     for seed, ids in enumerate(texts.ids):
         found, shares, churn = decoded(model, owner, texts, ids)
         reference = texts.reference[seed]
