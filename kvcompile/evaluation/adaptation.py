@@ -93,7 +93,7 @@ class Watch:
         self.importance.append(tuple(float(f"{float(each.mean()):.4g}") for each in spans))
 
     def adaptation(self) -> Adaptation | None:
-        """What was seen, with the widths that tokens have now; None where no store's tokens change theirs."""
+        """Return what was seen, with the widths that tokens have now; None where no store's tokens change theirs."""
         held = [item for item in self.owner.stored_tokens() if item.count]
         if not held or not self.steps:
             return None

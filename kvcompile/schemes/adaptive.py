@@ -117,7 +117,7 @@ class StoredTokens:
 
     @property
     def attended(self) -> torch.Tensor | None:
-        """What attention gave to each token, float32 [B, T] on the host; None where another store knows it. Waits for the device."""
+        """The importance of each token, float32 [B, T] on the host; None where another store knows it. Waits for the device."""
         found = self.scheme.attended(self.planes, self.slot, self.count)
         return None if found is None else found.cpu()
 
@@ -196,7 +196,7 @@ class Adaptive(Scheme):
 
     @abc.abstractmethod
     def attended(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor | None:
-        """What attention gave to each of the first ``count`` tokens as decisions weigh it, float32 [B, T]; None for planes without it."""
+        """The importance of each of the first ``count`` tokens, as attention gave it, float32 [B, T]; None for planes without it."""
 
     @abc.abstractmethod
     def quiet(self, first: int, count: int) -> bool:
