@@ -7,12 +7,13 @@ texts      a prompt goes through the compiled model, then the bytes that follow 
            the uncompressed model, bits per byte and bytes held, of uniform schemes, of kivi, of kivi with the bits of each layer by
            what it does there alone (found on other texts), and of smartkv with the budget at which it holds as many bytes
 ablation   smartkv with one option changed, at the first length, with the budget at which it holds as many bytes as int4
+tier2      smartkv of three budgets without and with originals kept (``tier2=device``), at the first length; not among the usual parts
 tasks      exact answers, decoded greedily, to questions about lines that were planted in the prompt, at the first length
 
-Bytes held: the mean over decode steps of what ``report()`` says, of the tokens' bytes in 16 bits. The model runs in float32 on a CPU,
-so windows of tokens in full precision, which kivi has, are counted as 16 bits. A seed is a draw of texts and questions: there is one
-trained model, and nothing else is random. Prompts longer than 2,048 bytes are fewer and have a shorter tail, and those that tinylm was
-not trained for run with stretched positions. What FILE holds already is not measured again.
+Bytes held: the mean over decode steps of what ``report()`` says, without originals that are kept, of the tokens' bytes in 16 bits. The
+model runs in float32 on a CPU, so windows of tokens in full precision, which kivi has, are counted as 16 bits. A seed is a draw of texts
+and questions: there is one trained model, and nothing else is random. Prompts longer than 2,048 bytes are fewer and have a shorter tail,
+and those that tinylm was not trained for run with stretched positions. What FILE holds already is not measured again.
 """
 
 from __future__ import annotations
@@ -157,11 +158,11 @@ def held(owner: Any) -> float:
         plane.nbytes * (1 - 2 / plane.itemsize) for store in stores
         for plane, spec in zip(store.planes, store.spec.layout.planes, strict=True) if spec.name == "window"
     )
-    return (report.allocated - wide) / (report.dense * 2 / 4)
+    return (report.allocated - report.originals - wide) / (report.dense * 2 / 4)
 
 
-def decoded(model: Any, owner: Any, texts: Texts, ids: torch.Tensor) -> tuple[torch.Tensor, list[float], int]:
-    """Log-probabilities of the bytes behind the prompts, the bytes held after every step, and how often a layer's widths were decided."""
+def decoded(model: Any, owner: Any, texts: Texts, ids: torch.Tensor) -> tuple[torch.Tensor, list[float], kvcompile.schemes.Churn]:
+    """Log-probabilities of the bytes behind the prompts, the bytes held after every step, and what deciding widths changed."""
     gc.collect()
     cache, steps, shares = texts.cache(), [], []
     first, last = texts.length + 1, ids.shape[1] - 1
@@ -171,15 +172,16 @@ def decoded(model: Any, owner: Any, texts: Texts, ids: torch.Tensor) -> tuple[to
             steps.append(logits[:, -1:].float().log_softmax(-1))
             if stop > first:
                 shares.append(held(owner))
-    return torch.cat(steps, 1), shares, owner.report().churn.allocations
+    return torch.cat(steps, 1), shares, owner.report().churn
 
 
 def measured(texts: Texts, choice: Any) -> dict[str, Any]:
     """KL, bits per byte and the share of equal next bytes of every text, and bytes held."""
     model, owner = compiled(texts.model, choice)
-    row: dict[str, Any] = {"kl": [], "bits": [], "same": [], "seed": [], "held": [], "held_most": 0.0, "allocations": 0}
+    row: dict[str, Any] = {"kl": [], "bits": [], "same": [], "seed": [], "held": [], "held_most": 0.0}
+    row |= {"allocations": 0, "moved": 0, "promoted": 0}
     for seed, ids in enumerate(texts.ids):
-        found, shares, allocations = decoded(model, owner, texts, ids)
+        found, shares, churn = decoded(model, owner, texts, ids)
         reference = texts.reference[seed]
         row["kl"] += torch.nn.functional.kl_div(found, reference, log_target=True, reduction="none").sum(-1).mean(-1).tolist()
         row["same"] += (found.argmax(-1) == reference.argmax(-1)).float().mean(-1).tolist()
@@ -187,7 +189,8 @@ def measured(texts: Texts, choice: Any) -> dict[str, Any]:
         row["seed"] += [seed] * len(ids)
         row["held"].append(figures.mean(shares))
         row["held_most"] = max(row["held_most"], *shares)
-        row["allocations"] += allocations
+        for name in ("allocations", "moved", "promoted"):
+            row[name] += getattr(churn, name)
     row["held"] = figures.mean(row["held"])
     return row
 
@@ -351,6 +354,13 @@ def ablation(study: Study) -> None:
         study.text(Subject(spelled.replace(")", f",{extra})") if extra else spelled, "smartkv"), "ablation")
 
 
+def tier2_part(study: Study) -> None:
+    """smartkv of three budgets without promotions, and with them."""
+    for budget in (0.25, 0.3, 0.4):
+        for extra in ("", ",tier2=device"):
+            study.text(Subject(f"smartkv(budget={budget}{extra})", "smartkv"), "tier2")
+
+
 def tasks_part(study: Study) -> None:
     """Answers by the uncompressed model, fixed schemes, a mixture, and smartkv in the bytes of the mixture and of int4."""
     study.answered(Subject("uncompressed", "uncompressed", "none"), 1.0)
@@ -372,11 +382,14 @@ def printed(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield "| prompt bytes | as trained | stretched |\n|---|---|---|\n" + "\n".join(
             f"| {row['length']:,} | {row['trained']:.3f} | {row['stretched']:.3f} |" for row in told
         )
-    for part in ("texts", "ablation", "tasks"):
+    for part in ("texts", "ablation", "tier2", "tasks"):
         for length in sorted({row["length"] for row in rows if row["part"] == part}):
             some = [row for row in rows if (row["part"], row["length"]) == (part, length)]
             some = some if part == "ablation" else sorted(some, key=lambda row: row["held"])
-            versus = figures.changes(some) if part == "ablation" else figures.pairs(some)
+            if part == "tier2":
+                versus = {row["label"]: [row["label"].replace(",tier2=device", "")] for row in some if "tier2" in row["label"]}
+            else:
+                versus = figures.changes(some) if part == "ablation" else figures.pairs(some)
             table = figures.task_table(some) if part == "tasks" else figures.text_table(some, versus)
             yield f"\n{part}, {length:,} bytes of prompt\n\n{table}"
 
@@ -413,6 +426,8 @@ def main() -> int:
             texts_part(study, not number)
         if "ablation" in parts and not number:
             ablation(Study(rows, options, study.length, options.ablation_tail, options.far_texts))
+        if "tier2" in parts and not number:
+            tier2_part(Study(rows, options, study.length, options.ablation_tail, options.far_texts))
         if "tasks" in parts and not number:
             tasks_part(study)
     for text in printed(rows.rows):

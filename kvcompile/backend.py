@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from kvcompile.compilation import Compilation, Memory
-from kvcompile.lowering.certificate.summary import HeadCertificate, HeadTelemetry, Telemetry, certificates_of, of_heads
+from kvcompile.lowering.certificate.summary import HeadCertificate, HeadTelemetry, Telemetry, certificates_of, of_heads, ordered
 from kvcompile.lowering.certificate.telemetry import added_up
 from kvcompile.lowering.remembered import Remembered
 from kvcompile.lowering.rooms import rooms
@@ -22,7 +22,7 @@ from kvcompile.report import GraphReport, Report
 from kvcompile.runtime.adaptive_store import AdaptiveStore
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
-from kvcompile.schemes import Certify
+from kvcompile.schemes import Certify, StoredTokens
 from kvcompile.settings import Gluon, Inner, Settings
 from kvcompile.validation.known import Known
 
@@ -69,10 +69,19 @@ class Backend:
                 report.announced += store.announced(tokens)
                 if isinstance(store, AdaptiveStore):
                     report.count_widths(slot.role, store.histogram(tokens), store.churn)
+                    report.originals += store.original_nbytes
                 report.dense += tokens * store.batch * slot.heads * slot.head_dim * slot.dtype.itemsize
                 if tokens and store.never_calibrated:
                     report.never_calibrated.append(store.spec.scheme.uncalibrated)
         return report
+
+    def stored_tokens(self) -> list[StoredTokens]:
+        """Return the tokens of live caches of adaptive schemes, by module path; read them before the next step, which changes them."""
+        found = [
+            store.tokens(state.length, state.path) for state in self.memory.live for store in state.stores.values()
+            if isinstance(store, AdaptiveStore)
+        ]
+        return sorted(found, key=lambda item: ordered(item.path))
 
     def telemetry(self) -> Telemetry:
         """Return what attention with a certificate did, and others reported, in all caches and layers so far; waits for the device."""

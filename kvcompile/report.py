@@ -84,7 +84,8 @@ class Report:
 
     ``hosted``: of the bytes allocated, those in pinned host memory. ``never_calibrated``: of each live store that holds tokens
     without the calibration by queries that its scheme has, how it encodes keys. ``widths``: tokens of live caches by their bits a channel,
-    for keys and for values, over rows and layers, where a scheme gives tokens widths of their own; ``churn``: what changing them took.
+    for keys and for values, over rows and layers, where a scheme gives tokens widths of their own; ``churn``: what changing them took;
+    ``originals``: of the bytes allocated, those of originals that such a scheme keeps beside its budget.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -96,6 +97,7 @@ class Report:
     tokens: int | None = None
     widths: dict[Role, dict[int, int]] = field(default_factory=dict)
     churn: Churn = field(default_factory=Churn)
+    originals: int = 0
 
     def count_widths(self, role: Role, histogram: Mapping[int, int], churn: Churn) -> None:
         """Add one live store's tokens by bits, and what its reallocations changed."""
@@ -263,6 +265,13 @@ def _footer(report: Report) -> Text:
             f"\nlive caches: {size_text(report.allocated)} allocated{hosted}, {size_text(report.announced)} announced, in place of "
             f"{size_text(report.dense)} dense{ratio}", style="not bold",
         )
+    if report.originals:
+        read = report.allocated - report.originals
+        ratio = f" ({read / report.dense:.1%} of dense)" if report.dense else ""
+        text.append(
+            f"\ntier 2: {size_text(report.originals)} of that are originals, which steps do not read; the rest is {size_text(read)}{ratio}",
+            style="not bold",
+        )
     for role, histogram in report.widths.items():
         total = sum(histogram.values())
         listed = ", ".join(f"{bits} bits {count / total:.1%}" for bits, count in sorted(histogram.items()))
@@ -270,8 +279,8 @@ def _footer(report: Report) -> Text:
     if report.churn.allocations:
         churn = report.churn
         text.append(
-            f"\nwidths: {count_text(churn.allocations, 'reallocation')}, {churn.moved} widths of settled tokens changed, {churn.refused} "
-            "promotions refused", style="not bold",
+            f"\nwidths: {count_text(churn.allocations, 'reallocation')}, {churn.moved} widths of settled tokens changed, {churn.promoted} "
+            f"of them promotions, {churn.refused} promotions refused", style="not bold",
         )
     if report.never_calibrated:
         text.append(

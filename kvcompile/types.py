@@ -73,7 +73,7 @@ class PlaneSpec:
     ``rows`` rows cover one page of tokens; a plane that does not grow (N = 1: the window, a codebook, a query
     subspace) has as many rows as it needs, and B = 1 where one serves all batch rows. ``host``: in pinned host
     memory where the store is on a CUDA device, which reads and writes it there. ``tally``: attention writes it, and no
-    append takes it; such planes are the last of a layout. ``originals``: holds every token as the model made it.
+    append takes it; such planes are the last of a layout. ``originals``: holds tokens as the model made them.
     ``placed``: says where in this very store something is, so a store whose tokens are moved begins it anew. ``constant``: holds
     what its scheme's ``constants`` says, in every store, and no append takes it but behind a window; such planes follow those that grow.
     ``shared``: one for all heads, K = 1. ``pooled``: B = 1, tokens of all rows behind each other. ``first``: holds the position of the

@@ -1,6 +1,7 @@
 """``kvcompile eval``: quality of schemes on tinylm or a checkpoint, decoding through the compiled cache.
 
     kvcompile eval --quick
+    kvcompile eval tinylm --schemes 'smartkv(budget=0.3)' --plot widths.png
     kvcompile eval ./checkpoint --data book.txt --schemes dense,int8,int4 --tasks needle,variable,frequent --lengths 4096,16384 --out run
     kvcompile eval ./checkpoint --data book.txt --schemes int8,scales.safetensors       # what calibrate or learn wrote
     kvcompile eval --read run --beside int4                                             # another comparison of the same run
@@ -20,17 +21,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from kvcompile import schemes
 from kvcompile.cli.plan import console, positive
 from kvcompile.cli.subjects import SHIPPED, checkpoint, tinylm
 from kvcompile.errors import BadEvaluation
+from kvcompile.evaluation import plots
 from kvcompile.evaluation.bench import DENSE, QUICK, Bench, Effort, labels
 from kvcompile.evaluation.machine import machine
 from kvcompile.evaluation.measures import Measured
-from kvcompile.evaluation.plots import draw
 from kvcompile.evaluation.results import Results
 from kvcompile.evaluation.subject import Subject
 from kvcompile.evaluation.tables import beside_table, heatmap, layer_table, paired_table, summary_table, telemetry_table
 from kvcompile.evaluation.tasks import TASKS
+from kvcompile.evaluation.width_plots import constant
+from kvcompile.schemes import Adaptive
 from kvcompile.schemes.beyond.storage import FILE as TABLES
 from kvcompile.schemes.beyond.storage import load_tables
 from kvcompile.schemes.calibrated.storage import load_scales
@@ -67,6 +71,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
     parser.add_argument("--beside", metavar="SCHEME", help="also compare the others with this one, on the same questions")
     parser.add_argument("--read", type=Path, metavar="DIR", help="print the run of an earlier --out in place of measuring")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV, pictures, settings and machine into a folder")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw what adaptive schemes did with tokens: a file (.png), or a folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--heatmaps", action="store_true", help="also print right answers by depth and length, of each task and scheme")
     parser.add_argument("--telemetry", action="store_true", help="also print what certified attention did, bounds and fallbacks")
@@ -75,6 +80,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Ca
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write after every scheme, print."""
+    if arguments.plot is not None:
+        plots.check(arguments.plot)
     if arguments.out is not None and (arguments.out / "results.json").exists():
         raise BadEvaluation(setting="--out", expected="a folder without a run", found=arguments.out, todo="name a new one")
     base = None if arguments.beside is None else labelled([arguments.beside])[0][1]
@@ -82,13 +89,18 @@ def run(arguments: argparse.Namespace) -> int:
         results = Results.load(arguments.read / "results.json")
         if arguments.out is not None:
             results.save(arguments.out)
-            draw(results, arguments.out)
+            plots.draw(results, arguments.out)
         show(results, arguments, base)
         return 0
     wanted, effort = labelled(arguments.schemes), effort_of(arguments)
     if base is not None:
         # Before anything is measured.
         Results({}, {}, Measured(DENSE), tuple(Measured(label) for _, label in wanted)).named(base)
+    if arguments.plot is not None and not any(_adaptive(name) for name, _ in wanted):
+        raise BadEvaluation(
+            setting="--plot", expected="asked for with an adaptive scheme among --schemes, as other schemes give all tokens the same bits",
+            found=", ".join(label for _, label in wanted), todo="add one, as --schemes 'smartkv(budget=0.3)'",
+        )
     torch.set_num_threads(arguments.threads)
     subject = subject_of(arguments)
     for name, _ in wanted:
@@ -106,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
                 # What was measured stays even where the command is stopped.
                 results.save(arguments.out)
     if arguments.out is not None:
-        draw(results, arguments.out)
+        plots.draw(results, arguments.out)
     show(results, arguments, base)
     return 0
 
@@ -135,6 +147,11 @@ def labelled(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, name) if name.endswith(FILE) else labels([name])[0] for name in names]
 
 
+def _adaptive(name: str) -> bool:
+    """Whether the scheme of a name changes the widths of its tokens; what files hold does not."""
+    return not name.endswith(FILE) and isinstance(schemes.parse(name), Adaptive)
+
+
 def scheme_of(name: str, subject: Subject) -> object:
     """The name of a scheme as it is, or what a file of measured scales or learned tables holds for the subject's model."""
     if not name.endswith(FILE):
@@ -143,8 +160,8 @@ def scheme_of(name: str, subject: Subject) -> object:
 
 
 def show(results: Results, arguments: argparse.Namespace, base: str | None) -> None:
-    """Print what was asked for; ``base``: the scheme that the others are compared with."""
-    shown = console()
+    """Print what was asked for, and draw it into ``--plot``; ``base``: the scheme that the others are compared with."""
+    shown, drawn = console(), None if arguments.plot is None else plots.draw_file(results, arguments.plot)
     other = None if base is None else results.named(base)
     if arguments.json:
         others = {} if other is None else {row.scheme: results.beside(row, other).plain() for row in results.schemes if row is not other}
@@ -162,6 +179,11 @@ def show(results: Results, arguments: argparse.Namespace, base: str | None) -> N
             shown.print(heatmap((results.reference, *results.schemes), task, results.config["unit"]))
     if arguments.telemetry:
         shown.print(telemetry_table(results.schemes))
+    if arguments.plot is not None:
+        for name in constant(results):
+            shown.print(f"{name}: all tokens have the same bits, so --plot has no picture of it", markup=False, style="dim")
+        told = f"widths and importance are drawn in {drawn}" if drawn else "nothing is drawn: no token of a cache changed its width"
+        shown.print(told, markup=False)
     for row in results.schemes:
         if not row.dense_bytes:
             shown.print(f"{row.scheme}: no attention over a cache was rewritten, so nothing was compressed", markup=False, style="yellow")

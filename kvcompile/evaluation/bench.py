@@ -19,6 +19,7 @@ import torch
 
 from kvcompile.backend import Backend, backend
 from kvcompile.errors import BadEvaluation
+from kvcompile.evaluation.adaptation import Adaptation, Watch
 from kvcompile.evaluation.decoding import answers, forced, last_only
 from kvcompile.evaluation.fidelity import attention_errors
 from kvcompile.evaluation.measures import Answer, Held, Layer, Measured, Text
@@ -114,7 +115,8 @@ class Bench:
         owner = backend(scheme, inner=self.effort.inner)
         with many_versions(MOST_GRAPHS):
             compiled = torch.compile(self.subject.model, backend=owner, dynamic=False)
-            texts, held = zip(*(self._decoded(compiled, owner, length, label) for length in self.effort.lengths), strict=True)
+            decoded = [self._decoded(compiled, owner, length, label) for length in self.effort.lengths]
+            texts, held, seen = zip(*decoded, strict=True)
             telemetry = owner.telemetry()
             said = tuple(item for length in self.effort.lengths for item in self._answers(compiled, length, label))
             asked = owner.telemetry().since(telemetry)
@@ -124,17 +126,20 @@ class Bench:
         return Measured(
             label, texts, layers, said, held, time.perf_counter() - started, len(report.graphs),
             tuple(dict.fromkeys(item.reason for item in report.refusals)), telemetry.plain(), asked.plain(),
+            tuple(each for each in seen if each is not None),
         )
 
-    def _decoded(self, model: Any, owner: Backend, length: int, label: str) -> tuple[Text, Held]:
-        """The figures of one length's texts, and the bytes of their cache once they were decoded."""
+    def _decoded(self, model: Any, owner: Backend, length: int, label: str) -> tuple[Text, Held, Adaptation | None]:
+        """The figures of one length's texts, the bytes of their cache once they were decoded, and what an adaptive scheme did with it."""
         self.told(f"{label}: texts of {length:,} {self.subject.unit}")
         # A cache that nobody holds, but that waits for the collector, would be counted too.
         gc.collect()
         cache = self.subject.cache(self.capacity)
-        text = self._text(length, forced(model, self.ids[length], len(self.subject.start) + length, cache, self.options))
+        prompt = len(self.subject.start) + length
+        watch = Watch(owner, length, prompt, self.effort.tail)
+        text = self._text(length, watch.over(forced(model, self.ids[length], prompt, cache, self.options)))
         live = owner.report()
-        return text, Held(length, live.allocated, live.dense)
+        return text, Held(length, live.allocated, live.dense), watch.adaptation()
 
     def _text(self, length: int, steps: Any) -> Text:
         """Figures of a tail's logits [B, V], a step each."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcompile.evaluation.adaptation import Adaptation
 from kvcompile.evaluation.statistics import Share
 
 
@@ -62,7 +63,8 @@ class Held:
 class Measured:
     """All figures of one scheme, or of the uncompressed model.
 
-    ``telemetry``: of certified attention while texts were decoded. ``asked``: the same while questions were answered.
+    ``telemetry``: of certified attention while texts were decoded. ``asked``: the same while questions were answered. ``adaptation``: of
+    schemes whose tokens change their widths, by length.
     """
 
     scheme: str
@@ -75,6 +77,7 @@ class Measured:
     refusals: tuple[str, ...] = ()
     telemetry: dict[str, float] = field(default_factory=dict)
     asked: dict[str, float] = field(default_factory=dict)
+    adaptation: tuple[Adaptation, ...] = ()
 
     @property
     def bits_per_byte(self) -> float:

@@ -1,4 +1,4 @@
-"""Pictures of results: quality against bytes held, against length, and heatmaps by depth and length. Needs matplotlib."""
+"""Pictures of results: quality against bytes held and length, heatmaps, widths of adaptive schemes. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,18 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcompile.errors import BadEvaluation
 from kvcompile.evaluation.measures import Measured, mean
 from kvcompile.evaluation.results import Results
 from kvcompile.evaluation.tables import grid
+from kvcompile.evaluation.width_plots import NAME, draw_widths, rows_of
+
+SUFFIXES = (".png", ".svg", ".pdf")
+"""Formats of ``--plot``."""
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
     """Draw all pictures into a folder; none where matplotlib is missing or there is nothing to show."""
-    if importlib.util.find_spec("matplotlib") is None or not results.schemes:
+    if not can_draw() or not results.schemes:
         return []
     pictures: dict[str, Callable[[Results, Path], None]] = {"bytes.png": by_bytes, "length.png": by_length}
     if results.reference.tasks:
         pictures["heatmaps.png"] = heatmaps
+    if rows_of(results):
+        pictures[NAME] = draw_widths
     for name, make in pictures.items():
         make(results, folder / name)
     return [folder / name for name in pictures]
@@ -31,6 +43,26 @@ MARKERS = "os^DvPX"
 def style(number: int) -> dict[str, str]:
     """Colour and marker of the scheme of that number, no two alike among 70."""
     return {"color": f"C{number % 10}", "marker": MARKERS[number // 10 % len(MARKERS)]}
+
+
+def check(to: Path) -> None:
+    """Raise BadEvaluation where pictures cannot be drawn into a file or folder."""
+    if not can_draw():
+        raise BadEvaluation(
+            setting="--plot", expected="drawn by matplotlib", found="that it is not installed", todo="pip install 'kvcompile[plots]'",
+        )
+    if to.suffix and not to.is_dir() and to.suffix.lower() not in SUFFIXES:
+        raise BadEvaluation(setting="--plot", expected=f"a folder or a file of {', '.join(SUFFIXES)}", found=to, todo="name one of these")
+
+
+def draw_file(results: Results, to: Path) -> Path | None:
+    """Draw what adaptive schemes did into a file, or into a folder under its usual name; None where there is nothing to show."""
+    if not rows_of(results):
+        return None
+    file = to if to.suffix.lower() in SUFFIXES and not to.is_dir() else to / NAME
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draw_widths(results, file)
+    return file
 
 
 def _axes(columns: int) -> tuple[Any, list[Any]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.errors import BadEvaluation, ResultsUnread
+from kvcompile.evaluation.adaptation import Adaptation
 from kvcompile.evaluation.measures import Answer, Held, Layer, Measured, Text, plain
 from kvcompile.evaluation.statistics import Mean, Paired, bootstrap
 
@@ -193,6 +194,7 @@ def measured_plain(item: Measured) -> dict[str, Any]:
     return summarised(item) | {
         "texts": [plain(text) for text in item.texts], "held": [plain(held) for held in item.held],
         "layers": [plain(layer) for layer in item.layers], "answers": [plain(answer) for answer in item.answers],
+        "adaptation": [plain(each) for each in item.adaptation],
     }
 
 
@@ -202,7 +204,7 @@ def measured_read(read: dict[str, Any]) -> Measured:
         read["scheme"], tuple(map(text_read, read["texts"])),
         tuple(Layer(**item) for item in read["layers"]), tuple(Answer(**item) for item in read["answers"]),
         tuple(Held(**item) for item in read["held"]), read["seconds"], read["graphs"], tuple(read["refusals"]), read["telemetry"],
-        read.get("asked", {}),
+        read.get("asked", {}), tuple(map(Adaptation.read, read.get("adaptation", []))),
     )
 
 

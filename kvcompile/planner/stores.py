@@ -100,7 +100,9 @@ class Stored:
         values = self.slot.heads * self.slot.head_dim
         if self.scheme is None:
             return values * self.slot.dtype.itemsize
-        return 2 * values * self.scheme.announced if isinstance(self.scheme, Adaptive) else self.layout.bytes_per_token(self.slot.heads)
+        if isinstance(self.scheme, Adaptive):
+            return 2 * values * self.scheme.announced + self.slot.heads * self.scheme.original_bytes(self.slot)
+        return self.layout.bytes_per_token(self.slot.heads)
 
     def dense(self, batch: int, tokens: int) -> int:
         """Bytes of the tokens as the model makes them."""
@@ -114,6 +116,8 @@ class Stored:
         elif isinstance(self.scheme, Adaptive):
             values = batch * tokens * self.slot.heads * self.slot.head_dim
             yield Share.CODES, False, math.ceil(self.scheme.announced * 2 * values)
+            if kept := self.scheme.original_bytes(self.slot):
+                yield Share.TIER2, any(plane.host for plane in self.layout.planes), batch * tokens * self.slot.heads * kept
         else:
             rows, pages = 1 if self.pooled else batch, self.pages(tokens)
             for index, plane in enumerate(self.layout.planes):
@@ -131,7 +135,9 @@ class Stored:
             tokens = TOKENS if self.end is None else sympy.Min(TOKENS, self.end)
             return values * (sympy.Integer(self.end or 0) if self.pooled else tokens) * self.slot.dtype.itemsize
         if isinstance(self.scheme, Adaptive):
-            return sympy.ceiling(self.scheme.announced * 2 * values * TOKENS)
+            return sympy.ceiling(self.scheme.announced * 2 * values * TOKENS) + rows * self.slot.heads * TOKENS * (
+                self.scheme.original_bytes(self.slot)
+            )
         return self.layout.nbytes(pages, rows, self.slot.heads)
 
 

@@ -6,17 +6,22 @@ position of the first token in the planes that grow, so that no decode step asks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvcompile.errors import Unsupported
+from kvcompile.runtime.pinned import host_plane
 from kvcompile.runtime.rope import Rope
 from kvcompile.runtime.store import Store, StoreSpec, ordinary
-from kvcompile.schemes import Adaptive, Churn, Due
+from kvcompile.schemes import Adaptive, Churn, Due, StoredTokens
 from kvcompile.schemes.adaptive import EARLY
-from kvcompile.types import PAGE, pages_for
+from kvcompile.types import PAGE, Extent, PlaneSpec, pages_for
+
+PAGES_BEHIND = 16
+"""Originals have room for a 16th more pages than they needed when they were made."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,48 @@ class AdaptiveStore(Store):
 
     def announced(self, tokens: int) -> int:
         slot = self.spec.slot
-        return int(self.scheme.share(tokens) * tokens * self.batch * slot.heads * slot.head_dim * 2)
+        of_budget = int(self.scheme.share(tokens) * tokens * self.batch * slot.heads * slot.head_dim * 2)
+        return of_budget + tokens * self.batch * slot.heads * self.scheme.original_bytes(slot)
+
+    @property
+    def original_nbytes(self) -> int:
+        """Count the bytes of originals, which are kept beside the scheme's budget."""
+        return sum(plane.untyped_storage().nbytes() for plane, spec in self.described() if spec.originals)
+
+    def keep(self, tokens: int) -> None:
+        """Have room for the originals of ``tokens`` settled tokens, where the scheme keeps any, and a little more."""
+        for index, (plane, spec) in enumerate(self.described()):
+            pages, held = pages_for(tokens), plane.shape[0]
+            if not spec.originals or spec.extent is not Extent.STORE or pages <= held:
+                continue
+            grown = self._made(spec, pages + pages // PAGES_BEHIND)
+            grown[:held].copy_(plane)
+            self.planes[index] = grown
+
+    def _made(self, spec: PlaneSpec, pages: int) -> torch.Tensor:
+        """Make an empty plane of ``pages`` pages where it belongs."""
+        shape = spec.shape_of(pages, self.batch, self.spec.slot.heads)
+        with ordinary():
+            if spec.host and self.device.type == "cuda":
+                return host_plane(shape, spec.dtype, self.device)
+            return torch.zeros(shape, dtype=spec.dtype, device=self.device)
+
+    def _in_place(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Planes of copies, with those of the host where they belong."""
+        if self.device.type != "cuda":
+            return list(planes)
+        return [
+            host_plane(tuple(plane.shape), plane.dtype, self.device).copy_(plane) if spec.host else plane
+            for plane, spec in zip(planes, self.spec.layout.planes, strict=True)
+        ]
 
     def histogram(self, tokens: int) -> dict[int, int]:
         """Count the tokens of all rows by their bits, ``tokens`` of each row. Waits for the device."""
         return self.scheme.histogram(tuple(self.planes), self.spec.slot, self._first, tokens)
+
+    def tokens(self, count: int, path: str) -> StoredTokens:
+        """The first ``count`` tokens of each row, as they are until the next step; ``path``: the module path that reads them."""
+        return StoredTokens(self.scheme, tuple(self.planes), self.spec.slot, self._first, count, path, self.churn)
 
     def reserve(self, pages: int, tokens: int | None = None) -> None:
         with ordinary():
@@ -116,7 +158,7 @@ class AdaptiveStore(Store):
 
     def clone(self) -> AdaptiveStore:
         with ordinary():
-            made = self._copied([plane.clone() for plane in self.planes])
+            made = self._copied(self._in_place([plane.clone() for plane in self.planes]))
         # What was asked for holds of both.
         made.decision, made.look = self.decision, self.look
         return made
@@ -125,7 +167,7 @@ class AdaptiveStore(Store):
         with ordinary():
             planes = self.scheme.of_rows(tuple(self.planes), self.spec.slot, rows.to(self.device))
             fixed = {index for index, spec in enumerate(self.spec.layout.planes) if spec.first}
-            return self._copied([plane.clone() if index in fixed else plane for index, plane in enumerate(planes)])
+            return self._copied(self._in_place([plane.clone() if index in fixed else plane for index, plane in enumerate(planes)]))
 
     def gathered(self, first: int, count: int, slots: int | None) -> Store:
         raise Unsupported(

@@ -73,6 +73,8 @@ class _Held:
         asked = self.keys.decision
         assert asked is not None
         decision, count = asked.asked
+        for store in (self.keys, self.values):
+            store.keep(count)
         made = self.keys.scheme.move(self.stored, decision, asked.number, self.count)
         self.keys.exchange(made.keys, count, made.churn)
         self.values.exchange(made.values, count)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvcompile.errors import BadOption, BadScheme, UnknownOption, UnknownScheme
-from kvcompile.schemes.adaptive import Adaptive, Churn, Due, Look, Stored
+from kvcompile.schemes.adaptive import Adaptive, Churn, Due, Look, Stored, StoredTokens
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
 from kvcompile.schemes.beyond.scheme import Beyond
@@ -138,6 +138,6 @@ def parse(text: str) -> Scheme:
 
 __all__ = [
     "AMAX", "BY_NAME", "SCHEMES", "SETTINGS", "SPREAD", "Adaptive", "Beyond", "Certified", "Certify", "Churn", "Dense", "Due", "Fp8",
-    "Int4", "Int8", "Kivi", "Look", "Nf4", "Normed", "Planes", "Scheme", "Smartkv", "Squat", "StaticFp8", "StaticInt8", "Stored", "make",
-    "parse", "register", "registered",
+    "Int4", "Int8", "Kivi", "Look", "Nf4", "Normed", "Planes", "Scheme", "Smartkv", "Squat", "StaticFp8", "StaticInt8", "Stored",
+    "StoredTokens", "make", "parse", "register", "registered",
 ]

@@ -9,6 +9,7 @@ planes goes in, and nothing but planes and numbers comes out.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvcompile.schemes.base import Planes, Scheme
-from kvcompile.types import SlotSpec
+from kvcompile.types import Role, SlotSpec
 
 EARLY, SPREAD = 2, 8
 """Steps between a decision and the first move that it leads to, by when it has been made beside the steps' own work; the most steps that
@@ -62,14 +63,19 @@ class Look:
 
 @dataclass(frozen=True)
 class Churn:
-    """Counts of reallocations: how many, settled tokens whose keys or values changed width, promotions that codes could not give."""
+    """Counts of reallocations: how many, settled tokens whose keys or values changed width, promotions that codes could not give.
+
+    ``promoted``: of the settled tokens that changed, those that became wider.
+    """
 
     allocations: int = 0
     moved: int = 0
     refused: int = 0
+    promoted: int = 0
 
     def __add__(self, other: Churn) -> Churn:
-        return Churn(self.allocations + other.allocations, self.moved + other.moved, self.refused + other.refused)
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Churn(*(ours + theirs for ours, theirs in pairs))
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,39 @@ class Stored:
     slots: tuple[SlotSpec, SlotSpec]
     layer: int
     first: int
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """The tokens of one live store, ``count`` of each row; the next step changes its planes, so read it before that.
+
+    ``first``: the position where planes that grow begin. ``path``: the module path of an attention that reads it. ``churn``: what
+    reallocations changed, counted with keys.
+    """
+
+    scheme: Adaptive
+    planes: Planes
+    slot: SlotSpec
+    first: int
+    count: int
+    path: str
+    churn: Churn
+
+    @property
+    def role(self) -> Role:
+        """Whether they are keys or values."""
+        return self.slot.role
+
+    @property
+    def bits(self) -> torch.Tensor:
+        """Bits a channel of each token, int64 [B, T] on the host. Waits for the device."""
+        return self.scheme.token_bits(self.planes, self.slot, self.first, self.count).cpu()
+
+    @property
+    def attended(self) -> torch.Tensor | None:
+        """The importance of each token, float32 [B, T] on the host; None where another store knows it. Waits for the device."""
+        found = self.scheme.attended(self.planes, self.slot, self.count)
+        return None if found is None else found.cpu()
 
 
 @dataclass(frozen=True)
@@ -113,9 +152,13 @@ class Adaptive(Scheme):
         """The largest budget at any number of tokens."""
 
     def bits_per_value(self, slot: SlotSpec) -> float:
-        """Bits per original value that the budget allows, everything included."""
+        """Bits per original value that the budget allows, and those of originals that are kept beside it."""
+        return 16 * self.announced + 8 * self.original_bytes(slot) / slot.head_dim
+
+    def original_bytes(self, slot: SlotSpec) -> int:
+        """Bytes of a token's original, of one head, which the scheme keeps beside its budget; 0 where it keeps none."""
         del slot
-        return 16 * self.announced
+        return 0
 
     @abc.abstractmethod
     def with_room(self, planes: Planes, first: int, tokens: int) -> Planes:
@@ -146,6 +189,14 @@ class Adaptive(Scheme):
 
         ``first``: the position where planes that grow begin.
         """
+
+    @abc.abstractmethod
+    def token_bits(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> torch.Tensor:
+        """Bits a channel of each of the first ``count`` tokens, int64 [B, T]. Waits for the device."""
+
+    @abc.abstractmethod
+    def attended(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor | None:
+        """The importance of each of the first ``count`` tokens, as attention gave it, float32 [B, T]; None for planes without it."""
 
     @abc.abstractmethod
     def quiet(self, first: int, count: int) -> bool:

@@ -234,3 +234,81 @@ def test_weights_of_layers() -> None:
     logits(run, cache, ids, 700)
     held = [sum(store_of(cache, layer, keys).nbytes for keys in (True, False)) / (700 * 2 * 2 * D * 2) for layer in range(LAYERS)]
     assert held[0] > 1.3 * held[1] and sum(held) / 2 <= 0.4
+
+
+# --- originals kept ----------------------------------------------------------------------------------
+
+KEPT = "smartkv(budget=0.6,tau=1e-6,checks=1,moved=0.02,tier2=device)"
+
+
+def originals_differ(cache: Any) -> tuple[float, int]:
+    """The largest difference of narrow codes' values from their originals' codes, over layers and halves; how many tokens are settled."""
+    worst, settled = 0.0, 0
+    for layer in range(LAYERS):
+        for keys in (True, False):
+            store = store_of(cache, layer, keys)
+            half = Buckets.of(tuple(store.planes), store.scheme.form)  # type: ignore[attr-defined]
+            plane = store.plane("originals")
+            assert plane is not None
+            for part in half.parts:
+                x = plane[part.position // 64, part.row, :, part.position % 64].transpose(0, 1)
+                wanted = half.plain(half.coded(x, part.bits, part.row), part.bits, part.row)
+                found = half.plain(part.coded(), part.bits, part.row)
+                worst = max(worst, float((found - wanted).abs().amax()) if found.numel() else 0.0)
+                settled += len(part.position)
+    return worst, settled
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", KINDS)
+def test_promotions_through_inductor(kind: str) -> None:
+    """Tokens are promoted between steps of compiled code, padded rows too, and nothing is compiled for that."""
+    model, ids, mask = llama(), words(2, 230), torch.ones(2, 230, dtype=torch.long)
+    mask[0, :9] = 0
+    found, graphs = {}, 0
+    for inner in ("eager", "inductor"):
+        torch._dynamo.reset()
+        backend, run = compiled(model, KEPT, inner)
+        cache = cache_of(model, kind)
+        some = logits(run, cache, ids[:, :150], 140, mask[:, :150])
+        graphs = len(backend.graphs)
+        with torch.no_grad():
+            # To the last one but one: there a mask is as long as rows of tokens are apart, for which Dynamo compiles anew.
+            steps = [run(ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=cache) for at in range(150, 229)]
+        assert len(backend.graphs) == graphs
+        assert store_of(cache).churn.promoted > 0 and store_of(cache).churn.refused == 0
+        worst, settled = originals_differ(cache)
+        assert worst == 0 and settled > 2 * 2 * LAYERS * 140
+        found[inner] = torch.cat([some, torch.stack([step.logits[:, -1] for step in steps], 1)], 1)
+    plain = logits(model, cache_of(model, kind), ids[:, :229], 140, mask[:, :229])
+    assert divergence(found["inductor"], found["eager"]) < 1e-5
+    assert 0 < divergence(found["inductor"], plain) < 1e-3
+
+
+@each_kind
+def test_generate_and_changes_of_a_cache_with_originals(kind: str) -> None:
+    model, ids = llama(), words(2, 150)
+    backend = kvcompile.backend(KEPT, inner="eager", strict=True)
+    run = torch.compile(model.forward, backend=backend)
+    model.forward, plain = run, model.forward
+    try:
+        caches = [cache_of(model, kind) for _ in range(2)]
+        out = [model.generate(ids, past_key_values=cache, max_new_tokens=60, do_sample=False, pad_token_id=0) for cache in caches]
+    finally:
+        model.forward = plain
+    assert out[0].shape == (2, 210) and torch.equal(*out)
+    assert originals_differ(caches[0])[0] == 0 and store_of(caches[0]).churn.promoted > 0
+    if kind == "static":
+        return
+    cache = caches[0]
+    for change in (
+        lambda: cache.reorder_cache(torch.tensor([1, 1])), lambda: cache.batch_repeat_interleave(2), lambda: cache.crop(-5),
+        lambda: cache.batch_select_indices(torch.tensor([3, 0])), lambda: cache.crop(-60),
+    ):
+        change()
+        rows = store_of(cache).batch
+        with torch.no_grad():
+            for at in range(40):
+                run(ids[:1, at : at + 1].expand(rows, -1), past_key_values=cache)
+        worst, settled = originals_differ(cache)
+        assert worst == 0 and settled > 0

@@ -111,10 +111,11 @@ def test_levels_are_chosen_as_the_definition_chooses_them(tokens: int) -> None:
         assert torch.equal(found.cpu(), by_sorting(*given)), (tokens, halves)
 
 
-def test_no_step_waits_for_the_device() -> None:
+@pytest.mark.parametrize("extra", ["", ",tier2=device", ",tier2=host"])
+def test_no_step_waits_for_the_device(extra: str) -> None:
     """Nor one that asks for a decision, nor one that carries it out, but for what was asked a step before."""
     model = llama()
-    compiled = torch.compile(model, backend=kvcompile.backend(SCHEME, strict=True))
+    compiled = torch.compile(model, backend=kvcompile.backend(SCHEME.replace(")", f"{extra})"), strict=True))
     words = torch.randint(0, 97, (2, 400), generator=torch.Generator().manual_seed(3)).cuda()
     cache = e2e_models.cache_of(model, "static", capacity=512)
     with torch.no_grad():
@@ -218,3 +219,45 @@ def test_generate_twice(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> No
         wanted = generated(None, "eager")
     assert torch.equal(mine[0], mine[1]) and torch.equal(wanted[0], wanted[1])
     assert float((mine[0] == wanted[0]).float().mean()) >= 0.9
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_promoted_tokens_have_the_codes_of_their_originals(kind: str, where: str) -> None:
+    """Kernels move, operators code again what changed its width."""
+    model = llama()
+    compiled = torch.compile(model, backend=kvcompile.backend(
+        f"smartkv(budget=0.6,tau=1e-6,checks=1,moved=0.02,tier2={where})", strict=True,
+    ))
+    words = torch.randint(0, 97, (2, 420), generator=torch.Generator().manual_seed(3)).cuda()
+    cache = e2e_models.cache_of(model, kind, capacity=512)
+    with torch.no_grad():
+        for start, stop in ((0, 300), *((at, at + 1) for at in range(300, 420))):
+            compiled(words[:, start:stop], past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            store = next(iter(tensor._kv.stores.values()))
+            plane = store.plane("originals")
+            half = Buckets.of(tuple(store.planes), store.scheme.form)
+            assert (store.host_nbytes > 0) == (where == "host") and store.original_nbytes >= plane.numel() * plane.element_size()
+            for part in half.parts:
+                x = plane[part.position // 64, part.row, :, part.position % 64].transpose(0, 1)
+                wanted, mine = half.coded(x, part.bits, part.row), part.coded()
+                assert torch.equal(mine[0], wanted[0]) and torch.equal(mine[1], wanted[1]), part.bits
+        assert next(iter(layer.keys._kv.stores.values())).churn.promoted > 0
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_copy_keeps_its_originals_where_they_belong(where: str) -> None:
+    model = llama()
+    compiled = torch.compile(model, backend=kvcompile.backend(f"smartkv(budget=0.6,tier2={where})", strict=True))
+    words = torch.randint(0, 97, (2, 300), generator=torch.Generator().manual_seed(3)).cuda()
+    cache = e2e_models.cache_of(model, "dynamic", capacity=512)
+    with torch.no_grad():
+        compiled(words, past_key_values=cache, use_cache=True)
+    store = next(iter(cache.layers[0].keys._kv.stores.values()))
+    for made in (store.clone(), store.select_rows(torch.tensor([1, 0]))):
+        plane, original = made.plane("originals"), store.plane("originals")
+        assert (made.host_nbytes == plane.untyped_storage().nbytes() > 0) == (where == "host")
+        assert plane.data_ptr() != original.data_ptr()
+    assert torch.equal(store.clone().plane("originals"), store.plane("originals"))

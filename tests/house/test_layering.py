@@ -99,7 +99,7 @@ ROOMS = {
         "call", "codec", "dense_layout", "groups", "handle", "sight", "state", "steady", "token_slots",
     ),
     "kvcompile.runtime.store": ("pinned", "rope", "telemetry"),
-    "kvcompile.runtime.adaptive_store": ("rope", "store"),
+    "kvcompile.runtime.adaptive_store": ("pinned", "rope", "store"),
     "kvcompile.runtime.exact_window": ("store",),
     "kvcompile.runtime.codec": ("store", "exact_window"),
     "kvcompile.runtime.state": ("adaptive_store", "store", "exact_window", "codec", "dense_layout", "growth", "telemetry"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kvcompile.lowering.host.launches import Direct, KernelLaunch, Recorder
 from kvcompile.lowering.smartkv import movement
 from kvcompile.lowering.smartkv.kernels.moves import move_tokens
 from kvcompile.lowering.smartkv.movement import Kernels
-from kvcompile.schemes.smartkv import buckets, codes, moves
+from kvcompile.schemes.smartkv import buckets, codes, moves, originals
 from kvcompile.schemes.smartkv.buckets import Buckets, Form, Room
 from kvcompile.schemes.smartkv.codes import Frame
 from kvcompile.types import PAGE, Role, SlotSpec, pages_for
@@ -103,6 +104,69 @@ def assert_moved_alike(ours: Buckets, other: Buckets) -> None:
 
 def test_kernels_move_as_the_definition_does() -> None:
     interpreted(compare)
+
+
+def with_originals(form: Form, dim: int, dtype: torch.dtype, tokens: int, more: int) -> tuple[Buckets, torch.Tensor]:
+    """Buckets as ``case`` makes them, with tier 2 of the same tokens, and these [B, K, T, D]; none of them is NaN."""
+    seed = torch.Generator().manual_seed(tokens + dim)
+    x = torch.randn(B, K, tokens + more, dim, generator=seed)
+    specs = buckets.plane_specs(SlotSpec(K, dim, torch.float32, Role.VALUE), form, dtype)
+    half = Buckets.of(tuple(torch.zeros(spec.shape(0, B, K), dtype=spec.dtype) for spec in specs), form)
+    if half.mean is not None:
+        half.mean.normal_(generator=seed)
+    assert half.originals is not None
+    half = replace(half, originals=half.originals.new_full((pages_for(tokens + more), B, K, PAGE, dim), float("nan")))
+    at = torch.arange(tokens)
+    assert half.originals is not None
+    half.originals[at // PAGE, :, :, at % PAGE] = x[:, :, :tokens].permute(2, 0, 1, 3)
+    half = moves.settled(entered(half, x[:, :, :tokens]), by_chance(form, B, tokens))
+    half = entered(half, x[:, :, tokens:])
+    at = torch.arange(more)
+    assert half.entered is not None
+    half.entered.fill_(float("nan"))
+    half.entered[at // PAGE, :, :, at % PAGE] = x[:, :, tokens:].permute(2, 0, 1, 3)
+    return half, x
+
+
+def compare_promotions() -> None:
+    """Moves with tier 2 over levels by chance, up and down: kernels and operators together, in planes that stay and in new ones."""
+    allow_ranges_over_scalars()
+    movement.WIDE = 64
+    for plain, dim, dtype, tokens, more in CASES:
+        form = replace(plain, kept=True)
+        for stays in (False, True):
+            found = []
+            for way in (moves.Definition(), Kernels(Direct(cuda=False))):
+                moves.MOVEMENTS["cpu"] = way
+                half, x = with_originals(form, dim, dtype, max(tokens, 20), more)
+                count, first = x.shape[2] - (more > 1), int(half.first)
+                wanted = by_chance(form, B, count).flip(-1)
+                before = buckets.levels(half, count)
+                assert len(form.widths) == 1 or (wanted > before).any()
+                counts = originals.counted(originals.changed(form.widths, before, wanted), wanted, len(form.widths))
+                again = originals.again(form.widths, before, wanted, tuple(map(tuple, counts.tolist())))
+                order = replace(moves.order_of(wanted, half), again=again)
+                room = Room.of(order.counts, half)
+                if stays:
+                    half = replace(half, **{
+                        name: torch.nn.functional.pad(getattr(half, name), (0,) * 9 + (size,)) for name, size in (
+                            ("pool", room.rows), ("scales", room.tokens), ("where", room.tokens),
+                        )
+                    })
+                found.append(moves.moved(half, order, first, x.shape[2], None if stays else room))
+            # Planes that stay have room behind their tokens, which nobody writes.
+            assert_moved_alike(*(replace(each, where=each.where[: B * count]) for each in reversed(found)))
+            # Of what changed its width codes and scales are equal: operators made both.
+            for part in found[1].parts:
+                changed = (part.position < first) & (torch.tensor([*form.widths, 8])[before[part.row, part.position].long()] != part.bits)
+                values = x[part.row][:, part.position[changed]]
+                words, scales = found[1].coded(values, part.bits, part.row)
+                mine = part.coded(index=changed.nonzero().flatten())
+                assert torch.equal(mine[0], words) and torch.equal(mine[1], scales), (form, part.bits)
+
+
+def test_promotions_beside_kernels() -> None:
+    interpreted(compare_promotions)
 
 
 def recorded(form: Form, dim: int, dtype: torch.dtype) -> Iterator[KernelLaunch]:

@@ -82,9 +82,13 @@ class SlotPlan:
 
     @property
     def bytes_after(self) -> sympy.Expr:
-        """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages; the budget where a scheme keeps to one."""
+        """Bytes of the planes for ``BATCH`` rows and ``TOKENS`` tokens in use, whole pages.
+
+        Where a scheme keeps to a budget, that, and what it keeps of originals beside it.
+        """
         if isinstance(self.scheme, Adaptive):
-            return sympy.ceiling(self.scheme.announced * self._rows * self._tokens * self.spec.heads * self.spec.head_dim * 2)
+            token = self.spec.head_dim * 2 * self.scheme.announced + self.scheme.original_bytes(self.spec)
+            return sympy.ceiling(token * self._rows * self._tokens * self.spec.heads)
         return self.layout.nbytes(sympy.ceiling(self._tokens / PAGE), self._rows, self.spec.heads)
 
     @property

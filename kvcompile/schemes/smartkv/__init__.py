@@ -9,6 +9,8 @@
 ``hysteresis``    which tokens may change their width at all
 ``clock``         when to allocate again
 ``buckets``       the stored tokens of a layer's keys or values, those of equal width together
+``moves``         tokens go to the buckets of their new widths
+``originals``     tier 2: codes of a token whose width changes come from its original
 ``reallocation``  importance becomes new widths, and new buckets
 ``scheme``        the scheme: options, layout, and what the runtime asks of it
 

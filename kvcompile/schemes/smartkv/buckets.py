@@ -10,6 +10,8 @@
     pool       [P, 1, 1, 1, 16] uint8                                      codes of all buckets
     mean       bfloat16 [1, B, K, 1, D], keys in a frame of their own      what is added to narrow keys
 
+With tier 2 there are two planes more, ``entered`` behind the entering scales and ``originals`` behind the mean (``originals``).
+
 Places number the settled tokens: those of batch row 0, from the lowest level up, each by position; then row 1. Keys and values have the
 same places. A bucket of n tokens from place p on has the scales [K, n] at K p, and in the pool its codes, head by head: [K, n, bytes] for
 each part that its width has in memory (``codes.parts_of``), from a whole row on. So a head's tokens of a bucket are one piece of memory.
@@ -30,11 +32,12 @@ import torch
 from kvcompile.schemes.adaptive import on_device
 from kvcompile.schemes.base import Planes
 from kvcompile.schemes.smartkv import codes as coder
+from kvcompile.schemes.smartkv import originals
 from kvcompile.schemes.smartkv.codes import ENTERING, Frame
 from kvcompile.types import Extent, PlaneSpec, SlotSpec
 
 CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, POOL, MEAN = range(8)
-"""The index of each plane in a layout; only keys in a frame of their own have the last."""
+"""The index of each plane in a layout without tier 2; only keys in a frame of their own have the last."""
 
 ROW = 16
 """Bytes of a row of the pool."""
@@ -45,31 +48,39 @@ MEAN_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a half's codes: the bits of each level, the frame of narrow ones, and whether they are keys."""
+    """The form of a half's codes: the bits of each level, the frame of narrow ones, whether they are keys, and have originals kept."""
 
     widths: tuple[int, ...]
     frame: Frame = Frame.TURNED
     keys: bool = False
+    kept: bool = False
 
     @property
     def turned(self) -> bool:
         """Whether narrow codes are less a mean and turned."""
         return self.keys and self.frame is Frame.TURNED
 
+    @property
+    def read(self) -> int:
+        """How many planes attention is given, the first ones."""
+        return MEAN + self.turned + self.kept
 
-def plane_specs(slot: SlotSpec, form: Form, scale_dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
-    """The planes of one half, in the order of ``Buckets``."""
+
+def plane_specs(slot: SlotSpec, form: Form, scale_dtype: torch.dtype, host: bool = False) -> tuple[PlaneSpec, ...]:
+    """The planes of one half, in the order of ``Buckets``; ``host``: originals of settled tokens lie in pinned host memory."""
     own = Extent.STORE
     mean = (PlaneSpec("mean", MEAN_DTYPE, slot.head_dim, 1, Extent.ROW, tally=True),) if form.turned else ()
     return (
         PlaneSpec("codes", torch.uint8, slot.head_dim),
         PlaneSpec("scales", scale_dtype, 1),
+        *((originals.entered_spec(slot),) if form.kept else ()),
         PlaneSpec("first", torch.int64, 1, 1, Extent.BATCH, tally=True, shared=True, first=True),
         PlaneSpec("ends", torch.int32, 2 * len(form.widths), 1, Extent.ROW, tally=True, shared=True),
         PlaneSpec("settled_scales", scale_dtype, 1, 1, own, tally=True, pooled=True),
         PlaneSpec("where", torch.int32, 1, 1, own, tally=True, shared=True, pooled=True),
         PlaneSpec("pool", torch.uint8, ROW, 1, own, tally=True, shared=True, pooled=True),
         *mean,
+        *((originals.originals_spec(slot, host),) if form.kept else ()),
     )
 
 
@@ -108,7 +119,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The planes of one half as the module says; ``mean`` is None where narrow codes are not turned."""
+    """The planes of one half as the module says; ``mean`` is None where narrow codes are not turned, the last two without tier 2.
+
+    ``originals`` is None too where attention has the planes.
+    """
 
     entering: coder.Coded
     first: torch.Tensor
@@ -118,12 +132,17 @@ class Buckets:
     pool: torch.Tensor
     mean: torch.Tensor | None
     form: Form
+    entered: torch.Tensor | None = None
+    originals: torch.Tensor | None = None
 
     @staticmethod
     def of(planes: Planes, form: Form) -> Buckets:
         """The record of a half's planes; those behind them are left alone."""
-        codes, scales, first, ends, settled_scales, where, pool = planes[:MEAN]
-        return Buckets((codes, scales), first, ends, settled_scales, where, pool, planes[MEAN] if form.turned else None, form)
+        read = form.read
+        mean, kept = planes[read - 1] if form.turned else None, planes[read] if form.kept and len(planes) > read else None
+        entered = planes[FIRST] if form.kept else None
+        codes, scales, first, ends, settled_scales, where, pool = (*planes[:FIRST], *planes[FIRST + form.kept : MEAN + form.kept])
+        return Buckets((codes, scales), first, ends, settled_scales, where, pool, mean, form, entered, kept)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -133,8 +152,18 @@ class Buckets:
     @property
     def planes(self) -> Planes:
         """The planes in the order of the layout."""
-        own = (*self.entering, self.first, self.ends, self.scales, self.where, self.pool)
-        return own if self.mean is None else (*own, self.mean)
+        own = (*self.growing, self.first, self.ends, self.scales, self.where, self.pool)
+        return (*own, *(plane for plane in (self.mean, self.originals) if plane is not None))
+
+    @property
+    def growing(self) -> Planes:
+        """The planes of entering tokens."""
+        return self.entering if self.entered is None else (*self.entering, self.entered)
+
+    def entered_as(self, growing: Planes) -> Buckets:
+        """The half with other planes of entering tokens."""
+        codes, scales, *kept = growing
+        return replace(self, entering=(codes, scales), entered=kept[0] if kept else None)
 
     @property
     def rows(self) -> int:
@@ -161,10 +190,14 @@ class Buckets:
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """The buckets, row by row. Waits for the device."""
+        return self.parts_of(self.counts)
+
+    def parts_of(self, counts: Sequence[Sequence[int]]) -> tuple[Part, ...]:
+        """The buckets, row by row, from the tokens of each level of each row, without a wait."""
         found, place = [], 0
         codes, scales, where = self.pool.flatten(), self.scales.flatten(), self.where.flatten()
-        begins = iter(pool_rows(self.counts, self.widths, self.heads, self.head_dim))
-        for row, of_row in enumerate(self.counts):
+        begins = iter(pool_rows(counts, self.widths, self.heads, self.head_dim))
+        for row, of_row in enumerate(counts):
             for level, (bits, count) in enumerate(zip(self.widths, of_row, strict=True)):
                 at, words = next(begins) * ROW, []
                 for width in coder.parts_of(bits, self.head_dim):
@@ -262,19 +295,18 @@ def levels(half: Buckets, count: int) -> torch.Tensor:
     return found
 
 
-def empty(half: Buckets, pages: int) -> coder.Coded:
+def empty(half: Buckets, pages: int) -> Planes:
     """Planes for ``pages`` pages of entering tokens."""
-    made = [plane.new_zeros(pages, *plane.shape[1:]) for plane in half.entering]
-    return made[0], made[1]
+    return tuple(plane.new_zeros(pages, *plane.shape[1:]) for plane in half.growing)
 
 
 def with_room(half: Buckets, pages: int) -> Buckets:
     """Have ``pages`` pages for entering tokens, or twice as many as there were if that is more: few steps change the planes."""
-    codes, scales = half.entering
-    if pages <= codes.shape[0]:
+    held = half.entering[0].shape[0]
+    if pages <= held:
         return half
-    pages = max(pages, 2 * codes.shape[0])
-    return replace(half, entering=(grown(codes, pages), grown(scales, pages)))
+    pages = max(pages, 2 * held)
+    return half.entered_as(tuple(grown(plane, pages) for plane in half.growing))
 
 
 def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
@@ -291,7 +323,7 @@ def pages_by_position(pages: int) -> int:
 def made(half: Buckets, ends: torch.Tensor, first: torch.Tensor, room: Room) -> Buckets:
     """Buckets with room for some tokens, none of them written, and no entering token; ``ends``: the plane of that name."""
     return replace(
-        half, entering=empty(half, 0), first=first, ends=ends.clone(),
+        half.entered_as(empty(half, 0)), first=first, ends=ends.clone(),
         scales=half.scales.new_zeros(room.tokens, *half.scales.shape[1:]), where=half.where.new_zeros(room.tokens, *half.where.shape[1:]),
         pool=half.pool.new_zeros(room.rows, *half.pool.shape[1:]),
     )
@@ -314,9 +346,9 @@ def of_rows(half: Buckets, rows: torch.Tensor) -> Buckets:
         [(part, torch.arange(part.scales.shape[1], device=rows.device)) for part in half.parts[row * number : (row + 1) * number]]
         for row in rows.tolist()
     ]
-    words, scales = (plane.index_select(1, rows) for plane in half.entering)
-    mean = None if half.mean is None else half.mean.index_select(1, rows)
-    return replace(_chosen(half, picked, half.first.clone()), entering=(words, scales), mean=mean)
+    chosen = _chosen(half, picked, half.first.clone()).entered_as(tuple(plane.index_select(1, rows) for plane in half.growing))
+    mean, kept = (None if plane is None else plane.index_select(1, rows) for plane in (half.mean, half.originals))
+    return replace(chosen, mean=mean, originals=kept)
 
 
 def _chosen(half: Buckets, picked: list[list[tuple[Part, torch.Tensor]]], first: torch.Tensor) -> Buckets:

@@ -1,6 +1,7 @@
 """Moves: tokens go to the buckets of their new levels, into planes that stay where they are as long as there is room.
 
-What becomes narrower is coded again from its codes, the rest is moved as it is. A move reads the old planes and writes new ones of the same
+What becomes narrower is coded again from its codes, the rest is moved as it is; with tier 2 what changes its width is coded from its
+original (``originals``). A move reads the old planes and writes new ones of the same
 length, which are then copied over the old ones: a graph that was recorded with them finds them where they were. Planes get a little more
 room than their tokens need, so that few moves make others.
 """
@@ -13,10 +14,12 @@ from typing import Protocol
 
 import torch
 
-from kvcompile.schemes.smartkv import buckets
+from kvcompile.schemes.base import Planes
+from kvcompile.schemes.smartkv import buckets, originals
 from kvcompile.schemes.smartkv import codes as coder
 from kvcompile.schemes.smartkv.buckets import Buckets, Room
 from kvcompile.schemes.smartkv.codes import ENTERING
+from kvcompile.schemes.smartkv.originals import Again
 from kvcompile.types import PAGE, pages_for
 
 SLACK = 128
@@ -43,13 +46,14 @@ def held_bytes(half: Buckets, room: Room | None = None) -> int:
 class Order:
     """New places of a half's tokens: levels int8 [B, T], places int32 [B, T], the plane ``ends``.
 
-    ``counts``: tokens of each level of each row, on the host.
+    ``counts``: tokens of each level of each row, on the host. ``again``: those that are coded from their originals, with tier 2.
     """
 
     levels: torch.Tensor
     place: torch.Tensor
     ends: torch.Tensor
     counts: tuple[tuple[int, ...], ...]
+    again: Again | None = None
 
 
 def placed(levels_LBT: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +91,8 @@ class Movement(Protocol):
     def move(self, half: Buckets, order: Order, first: int, into: Buckets) -> None:
         """Write codes, scales and positions of all tokens below T into the planes of ``into``, in ``order``.
 
-        ``first``: what the half's plane of that name holds. A token never becomes wider.
+        ``first``: what the half's plane of that name holds. A token never becomes wider, unless ``order.again`` has it: what is written
+        of those makes no difference.
         """
 
 
@@ -104,6 +109,8 @@ class Definition:
         for bits, row, take, position in _sources(half, order.levels.shape[1], first):
             wanted, place = order.levels[row, position], order.place[row, position]
             for part in into.parts[row * number : (row + 1) * number]:
+                if order.again is not None and part.bits != bits:
+                    continue
                 chosen = (wanted == part.level).nonzero().flatten()
                 if len(chosen):
                     coded = take(chosen)
@@ -165,25 +172,28 @@ def moved(half: Buckets, order: Order, first: int, held: int, room: Room | None)
     else:
         into = buckets.made(half, order.ends, torch.full_like(half.first, count), room)
     movement(half.ends.device).move(half, order, first, into)
+    if order.again is not None:
+        originals.settle(half, first, count)
+        originals.code_again(half, order.again, order.place, into, order.counts)
     entering = _left(half, count - first, held - count)
     if room is not None:
-        return replace(into, entering=entering)
+        return into.entered_as(entering)
     half.first.fill_(count)
     for name in ("ends", "scales", "where", "pool"):
         getattr(half, name).copy_(getattr(into, name))
-    return replace(half, entering=entering)
+    return half.entered_as(entering)
 
 
-def _left(half: Buckets, start: int, count: int) -> coder.Coded:
+def _left(half: Buckets, start: int, count: int) -> Planes:
     """The entering planes with the ``count`` tokens from number ``start`` on at their beginning; the very tensors where of that size."""
     codes, scales = half.entering
     if codes.shape[0] == 1 and count <= PAGE:
-        for plane in half.entering if count else ():
+        for plane in half.growing if count else ():
             plane[:, :, :, :count] = plane[:, :, :, start : start + count].clone()
         scales[:, :, :, count:].zero_()
-        return half.entering
+        return half.growing
     number = start + torch.arange(count, device=codes.device)
-    kept = [plane[number // PAGE, :, :, number % PAGE] for plane in half.entering] if count else []
+    kept = [plane[number // PAGE, :, :, number % PAGE] for plane in half.growing] if count else []
     made = buckets.empty(half, max(1, pages_for(count)))
     place = torch.arange(count, device=codes.device)
     for plane, rows in zip(made, kept, strict=False):

@@ -25,13 +25,14 @@ import torch
 
 from kvcompile.schemes.adaptive import Churn, Look, Reallocated, on_device
 from kvcompile.schemes.base import Planes
-from kvcompile.schemes.smartkv import buckets, clock, moves
+from kvcompile.schemes.smartkv import buckets, clock, moves, originals
 from kvcompile.schemes.smartkv.allocation import allocate
 from kvcompile.schemes.smartkv.buckets import Buckets, Room
 from kvcompile.schemes.smartkv.codes import ENTERING
 from kvcompile.schemes.smartkv.hysteresis import Bounds, Decided, decide
 from kvcompile.schemes.smartkv.importance import blended, recent
 from kvcompile.schemes.smartkv.moves import SLACK, Order
+from kvcompile.schemes.smartkv.originals import Again
 from kvcompile.types import PAGE, SlotSpec, pages_for
 
 if TYPE_CHECKING:
@@ -169,10 +170,12 @@ def of_layers(layers: Sequence[Kept], count: int) -> torch.Tensor:
 class _Some:
     """The decision of some layers: levels int8, places int32 [L, B, T]; planes ``ends`` of both halves, rows of ``before`` and ``decided``.
 
-    ``numbers`` [L, n]: settled tokens that change, promotions that codes cannot give, and where buckets end, row by row.
+    ``numbers`` [L, n]: settled tokens that change, those among them that become wider, promotions that codes cannot give, and where
+    buckets end, row by row; with tier 2 also how many tokens of each half are coded again, by row and level. ``before``: levels until now.
     """
 
     levels: torch.Tensor
+    before: torch.Tensor
     place: torch.Tensor
     ends: tuple[torch.Tensor, torch.Tensor]
     plain: torch.Tensor
@@ -215,7 +218,8 @@ def _some(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_L
     now = torch.cat([reader.levels(layer.keys, count) for layer in layers])
     before = now.clamp(max=top)
     protected = there & ((there.cumsum(-1) <= scheme.protect_first) | (places >= count - scheme.protect_last))
-    high = torch.where(there, before, -1)
+    full = torch.where(there, top, -1).to(torch.int8)
+    high = full if scheme.keeps_originals else torch.where(there, before, -1)
     low = torch.where(protected, high, torch.where(there, 0, -1).to(torch.int8))
     hidden = (~there).sum(-1) * terms.costs[0]
     budgets = [
@@ -226,18 +230,24 @@ def _some(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_L
     found, after = decide(value, spend, terms, levels, scheme.taste, before, told, Bounds(low, high), scheme.sticking)
     old = places < on_device([layer.first for layer in layers for _ in range(rows)], device).unsqueeze(-1)
     new = found.clamp(min=0)
-    changed = ((new != before) & old).sum(-1)
+    changed, promoted = (((new != before) & old).sum(-1), (new > before).sum(-1))
     # Promotions, which codes cannot give.
-    full = torch.where(there, top, -1).to(torch.int8)
-    refused = (allocate(value, spend, terms, torch.where(protected, full, low), full) > high).sum(-1)
+    refused = torch.zeros_like(changed)
+    if not scheme.keeps_originals:
+        refused = (allocate(value, spend, terms, torch.where(protected, full, low), full) > high).sum(-1)
     shape = (len(layers), rows, count)
     place, ends = moves.placed(new.view(shape), len(levels))
-    numbers = torch.cat([torch.stack([changed, refused], -1).view(*shape[:2], 2).sum(1), ends.flatten(1)], -1)
+    told_of = [torch.stack([changed, promoted, refused], -1).view(*shape[:2], 3).sum(1), ends.flatten(1)]
+    told_of += [
+        originals.counted(originals.changed(widths, now, new), new, len(levels)).view(len(layers), -1)
+        for widths in ((levels.keys, levels.values) if scheme.keeps_originals else ())
+    ]
+    numbers = torch.cat(told_of, -1)
     stored = torch.where(after.rank.isnan(), 0, 1 + RANKS * after.away + ((RANKS - 1) * after.rank.nan_to_num()).to(torch.int16))
     planes = [buckets.with_pool_rows(ends, half.widths, half.heads, half.head_dim) for half in layers[0].halves]
     return _Some(
-        new.view(shape), place, (planes[0], planes[1]), plain.view(shape), stored.to(torch.int16).view(shape), there.view(shape),
-        Look(numbers),
+        new.view(shape), now.view(shape), place, (planes[0], planes[1]), plain.view(shape), stored.to(torch.int16).view(shape),
+        there.view(shape), Look(numbers),
     )
 
 
@@ -247,9 +257,13 @@ def moved(scheme: Smartkv, layer: Layer, slot: SlotSpec, decision: Decision, num
     Planes stay where they are as long as they have room and are within the budget. Waits for the decision.
     """
     some, at = decision.some[number // decision.together], number % decision.together
-    changed, refused, *ends = some.numbers.numbers[at]
-    counts = moves.counts_of(ends, len(scheme.levels))
-    orders = [Order(some.levels[at], some.place[at], plane[at], counts) for plane in some.ends]
+    changed, promoted, refused, *rest = some.numbers.numbers[at]
+    width = len(scheme.levels)
+    counts = moves.counts_of(rest[: layer.keys.rows * width], width)
+    orders = [
+        Order(some.levels[at], some.place[at], plane[at], counts, _again(some, at, rest, half, number))
+        for number, (plane, half) in enumerate(zip(some.ends, layer.halves, strict=True), 1)
+    ]
     rows, count = layer.keys.rows, decision.count
     rooms = _rooms(
         layer, [Room.of(counts, half) for half in layer.halves],
@@ -262,7 +276,17 @@ def moved(scheme: Smartkv, layer: Layer, slot: SlotSpec, decision: Decision, num
     )
     _write(layer.kept.before, some.plain[at])
     _write(layer.kept.decided, some.told[at])
-    return Reallocated((*keys.planes, *layer.kept.planes), values.planes, Churn(1, changed, refused))
+    return Reallocated((*keys.planes, *layer.kept.planes), values.planes, Churn(1, changed, refused, promoted))
+
+
+def _again(some: _Some, at: int, numbers: Sequence[int], half: Buckets, number: int) -> Again | None:
+    """The tokens that a half, the first or second of a layer, codes again; None without tier 2. ``numbers``: from buckets' ends on."""
+    if half.originals is None:
+        return None
+    size, width = half.rows * len(half.widths), len(half.widths)
+    own = numbers[number * size : (number + 1) * size]
+    counts = tuple(tuple(own[row : row + width]) for row in range(0, size, width))
+    return originals.again(half.widths, some.before[at], some.levels[at], counts)
 
 
 def _rooms(layer: Layer, needs: Sequence[Room], most: int) -> Sequence[Room | None]:

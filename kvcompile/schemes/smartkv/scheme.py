@@ -19,8 +19,10 @@ What differs from the source, beside what ``importance``, ``hysteresis`` and ``a
 * Importance is each layer's own unless ``scope`` is model.
 * Codes use all of their levels, and narrow keys lie in a frame of their own (``codes``); ``frame=source`` codes as the source does.
 * Keys and values of a token widen in one order (``ladder``).
-* Learned importance (10.3) and training with codes in the loop (10.4) are out, and so are promotions: a token's codes cannot give it more
-  bits, and its original is not kept. They are counted.
+* A token's codes cannot give it more bits, so promotions are refused and counted, unless ``tier2`` keeps its original: on the ``device``,
+  or on the ``host`` in pinned memory, which a move reads where it is. Every width that a token gets then comes from its original. Tier 2
+  takes what the dense cache takes, beside the budget, which is of what attention reads.
+* Learned importance (10.3) and training with codes in the loop (10.4) are out.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer
 from kvcompile.schemes.adaptive import EARLY, SPREAD, Adaptive, Due, Reallocated, Stored
-from kvcompile.schemes.base import Planes, Scheme, require, require_divides
-from kvcompile.schemes.smartkv import buckets, clock, codes, reallocation
-from kvcompile.schemes.smartkv.allocation import Terms
+from kvcompile.schemes.base import QUIET, Planes, Scheme, require, require_divides
+from kvcompile.schemes.smartkv import buckets, clock, codes, moves, reallocation
+from kvcompile.schemes.smartkv.allocation import Terms, looked_up
 from kvcompile.schemes.smartkv.buckets import Buckets, Form
 from kvcompile.schemes.smartkv.budget import Cost, Halves, Phases, layer_budgets
 from kvcompile.schemes.smartkv.codes import ENTERING, Frame
 from kvcompile.schemes.smartkv.hysteresis import MOST_AWAY, Sticking
-from kvcompile.schemes.smartkv.importance import Measure
+from kvcompile.schemes.smartkv.importance import Measure, blended
 from kvcompile.schemes.smartkv.ladder import Ladder, Taste, ladder
 from kvcompile.schemes.smartkv.reallocation import Kept
 from kvcompile.schemes.symmetric import SCALE_DTYPES
@@ -55,6 +57,14 @@ class Scope(enum.Enum):
 
     LAYER = "layer"
     MODEL = "model"
+
+
+class Tier2(enum.Enum):
+    """Where originals are kept: nowhere, beside the codes, or in pinned host memory (elsewhere than on CUDA that is the same)."""
+
+    OFF = "off"
+    DEVICE = "device"
+    HOST = "host"
 
 
 def _signed(words: torch.Tensor, part: int) -> torch.Tensor:
@@ -102,6 +112,7 @@ class Smartkv(Adaptive):
     frame: Frame = Frame.TURNED
     scale_dtype: torch.dtype = torch.float16
     half: Half = Half.AUTO
+    tier2: Tier2 = dataclasses.field(default=Tier2.OFF, metadata=QUIET)
 
     name: ClassVar[str] = "smartkv"
     source: ClassVar[str] = "SmartKV: Attention-Guided Adaptive Precision KV-Cache Compression, sections 2 to 6, 9, 10.1, 10.2 and 10.6"
@@ -143,6 +154,7 @@ class Smartkv(Adaptive):
         require(isinstance(self.measure, Measure), self.name, "measure", "peak, entropy, off-sinks or mean", self.measure, "peak is usual")
         require(isinstance(self.scope, Scope), self.name, "scope", "layer or model", self.scope, "layer is usual; the source's is model")
         require(isinstance(self.frame, Frame), self.name, "frame", "turned or source", self.frame, "turned is usual")
+        require(isinstance(self.tier2, Tier2), self.name, "tier2", "off, device or host", self.tier2, "off is usual")
         require(isinstance(self.half, Half), self.name, "half", "auto, key or value", self.half, "auto takes it from the slot")
         require(
             self.scale_dtype in SCALE_DTYPES, self.name, "scale_dtype", "float16, bfloat16 or float32", self.scale_dtype,
@@ -194,7 +206,15 @@ class Smartkv(Adaptive):
         """The form of this half's codes."""
         assert self.half is not Half.AUTO, "the role is not known here: call of(role) first"
         keys = self.half is Half.KEY
-        return Form(self.levels.keys if keys else self.levels.values, self.frame, keys)
+        return Form(self.levels.keys if keys else self.levels.values, self.frame, keys, self.keeps_originals)
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether tokens may become wider."""
+        return self.tier2 is not Tier2.OFF
+
+    def original_bytes(self, slot: SlotSpec) -> int:
+        return slot.head_dim * slot.dtype.itemsize if self.keeps_originals else 0
 
     def terms(self, slot: SlotSpec) -> Terms:
         """The terms of a decision."""
@@ -235,7 +255,7 @@ class Smartkv(Adaptive):
     @classmethod
     def variants(cls) -> tuple[Scheme, ...]:
         changes: tuple[dict[str, Any], ...] = (
-            {"keys": "4/8", "values": "2/4", "budget": 0.6}, {"scale_dtype": torch.float32, "budget": 0.7},
+            {"keys": "4/8", "values": "2/4", "budget": 0.6}, {"scale_dtype": torch.float32, "budget": 0.7}, {"tier2": Tier2.DEVICE},
         )
         return (cls(), *(cls(**change) for change in changes))
 
@@ -265,7 +285,7 @@ class Smartkv(Adaptive):
 
     def layout(self, slot: SlotSpec) -> Layout:
         made = self.of(slot.role)
-        planes = buckets.plane_specs(slot, made.form, self.scale_dtype)
+        planes = buckets.plane_specs(slot, made.form, self.scale_dtype, self.tier2 is Tier2.HOST)
         if made.half is Half.VALUE:
             return Layout(planes)
         return Layout((
@@ -276,18 +296,19 @@ class Smartkv(Adaptive):
         ))
 
     def planes_read(self, slot: SlotSpec) -> int:
-        return buckets.MEAN + self.of(slot.role).form.turned
+        return self.of(slot.role).form.read
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         """How a kernel reads tokens that entered lately."""
         return KernelFormat(torch.uint8, 1, slot.head_dim, True, _signed)
 
     def absmax(self, head_dim: int) -> AbsMax | None:
-        return AbsMax(ENTERING, 1, head_dim, codes.largest_code(ENTERING), False)
+        return None if self.keeps_originals else AbsMax(ENTERING, 1, head_dim, codes.largest_code(ENTERING), False)
 
     def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
         del fixed
-        return codes.encode(x_BKSD, ENTERING, self.scale_dtype)
+        coded = codes.encode(x_BKSD, ENTERING, self.scale_dtype)
+        return (*coded, x_BKSD) if self.keeps_originals else coded
 
     def bound(self, slot: SlotSpec) -> sympy.Expr | None:
         """None: what a token decodes to depends on the width that it has by then."""
@@ -342,6 +363,20 @@ class Smartkv(Adaptive):
     def histogram(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> dict[int, int]:
         return self._split(planes)[0].histogram(count, first)
 
+    def token_bits(self, planes: Planes, slot: SlotSpec, first: int, count: int) -> torch.Tensor:
+        half = self._split(planes)[0]
+        # A cache that went back forgets tokens when the next ones come.
+        levels = moves.movement(half.ends.device).levels(half, max(first, count))[:, :count]
+        return looked_up([0, *half.widths, ENTERING], levels, torch.int64)
+
+    def attended(self, planes: Planes, slot: SlotSpec, count: int) -> torch.Tensor | None:
+        kept = self._split(planes)[1]
+        if kept is None:
+            return None
+        # Plain and weighted, as they are blended before ages are weighed.
+        plain, weighted = reallocation.by_position(kept.importance, count).unbind(-1)
+        return blended(plain, weighted, self.head_share, plain > 0)
+
     def quiet(self, first: int, count: int) -> bool:
         since = count - first
         # The clock's least interval, but for tokens that the budget has room for only until then.
@@ -350,7 +385,7 @@ class Smartkv(Adaptive):
     def due(self, keys: Planes, slot: SlotSpec, first: int, count: int, layer: int, early: int = EARLY) -> Due:
         if self._exempt(keys, slot, count, layer):
             return Due.NOT
-        rows, since = keys[buckets.ENDS].shape[1], count - first
+        rows, since = keys[buckets.CODES].shape[1], count - first
         left = (reallocation.interval(self, slot, rows, first, layer) if first else clock.interval(0, 0, self.interval)) - since
         return Due.NOW if left <= 0 else Due.SOON if left <= early and first else Due.NOT
 
@@ -359,7 +394,7 @@ class Smartkv(Adaptive):
 
     def _exempt(self, keys: Planes, slot: SlotSpec, count: int, layer: int) -> bool:
         """Whether tokens are too few to decide anything."""
-        return count < EXEMPT and not reallocation.can_be_met(self, slot, keys[buckets.ENDS].shape[1], count, layer)
+        return count < EXEMPT and not reallocation.can_be_met(self, slot, keys[buckets.CODES].shape[1], count, layer)
 
     def importance(self, layers: Sequence[Planes], count: int, among: Sequence[Planes]) -> torch.Tensor:
         found = reallocation.of_layers([self._kept(keys) for keys in layers], count)
