@@ -241,5 +241,5 @@ def attend(
             halves = halves + (low, high)
     WRITTEN: gl.constexpr = len(VALUE.written)
     for at in gl.static_range(WRITTEN):
-        write_channels(SUMS, here, halves, VALUE.written[at][0], VALUE.written[at][1], VALUE.written[at][2], VALUE, C)
+        write_channels(SUMS, here, halves, at, VALUE, C)
     write_slot(TOPS, pair * slots + split * C.warps, m, l, C)

@@ -35,13 +35,14 @@ def wait_for_last():
 
 
 @gluon.jit
-def write_channels(
-    SUMS, here, halves, rows: gl.constexpr, low: gl.constexpr, high: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr,
-):
-    """Write sums of eight runs of neighboring channels to slots ``here`` [WARPS]: ``rows`` of ``halves``, each [WARPS, 8, 8].
+def write_channels(SUMS, here, halves, each: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr):
+    """Write sums of eight runs of neighboring channels, ``VALUE.written[each]``, to slots ``here`` [WARPS]; ``halves``: [WARPS, 8, 8] each.
 
-    A thread has a whole run, so one store writes it. The first run begins at channel ``low``, that of columns 4 to 7 at ``high``.
+    A thread has a whole run, so one store writes it.
     """
+    rows: gl.constexpr = VALUE.written[each][0]
+    low: gl.constexpr = VALUE.written[each][1]
+    high: gl.constexpr = VALUE.written[each][2]
     layout: gl.constexpr = several(C.warps, VALUE.word)
     shape: gl.constexpr = [C.warps, 8, 8, VALUE.word]
     if VALUE.word == 4:
@@ -52,7 +53,7 @@ def write_channels(
     run = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))[None, :, None, None]
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[None, None, :, None]
     channel = gl.arange(0, VALUE.word, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
-    at = here.to(gl.int64)[:, None, None, None] * (C.kept * C.dim) + (column % C.rows * C.dim + gl.where(column < 4, low, high))
+    at = here.to(gl.int64)[:, None, None, None] * (C.kept * C.dim) + (column % C.rows * C.dim + low + column // 4 * (high - low))
     # Columns that are the same queries write the same to the same place only where they have channels of their own.
     inside = column % C.rows < C.kept if VALUE.halves == 2 else column < C.kept
     gl.store(SUMS + at + run * VALUE.word + channel, x, mask=inside.broadcast_to(shape))
