@@ -37,7 +37,7 @@ UNBOUNDED = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What launches depend on: multiprocessors, and whether a launch can begin before the one ahead of it has ended."""
+    """A device as launches need to know it: its multiprocessors, and whether a launch can begin before the one ahead of it has ended."""
 
     multiprocessors: int
     overlaps: bool
@@ -153,7 +153,7 @@ def _step(x: torch.Tensor | None) -> int:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """What launches on a CUDA device depend on."""
+    """Describe a CUDA device to launches."""
     properties: Any = torch.cuda.get_device_properties(device)
     return Device(int(properties.multi_processor_count), (properties.major, properties.minor) >= OVERLAPPING)
 
