@@ -14,7 +14,7 @@ from test_triton_attend import Case, check, operands
 
 import kvcompile
 from kvcompile.lowering.gluon.choice import LEAST, MEASURED_ON, available
-from kvcompile.lowering.gluon.launch import launches
+from kvcompile.lowering.gluon.launch import device_of, launches
 from kvcompile.lowering.ops.operands import AttendOperands
 
 transformers = pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ def test_the_operation_equals_the_definition(case: Case) -> None:
     """Twice over: partial sums of the first call are what the second one's memory begins with."""
     args = moved(operands(case))
     for _ in range(2):
-        out, found = launches(AttendOperands(**args), multiprocessors=132)
+        out, found = launches(AttendOperands(**args), device_of(args["q"].device))
         for written in (out, *found[0].arguments[13:15]):
             written.fill_(float("nan"))
         for launch in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -11,18 +12,18 @@ from launched import compile_launch, run_launch
 from test_triton_attend import Case, check, operands
 
 from kvcompile.lowering.decode.offline import hot_way
-from kvcompile.lowering.gluon.config import Cut, ragged_splits, splits_for
-from kvcompile.lowering.gluon.launch import launches
+from kvcompile.lowering.gluon.config import Cut, Merge, ragged_splits, splits_for
+from kvcompile.lowering.gluon.launch import Device, launches
 from kvcompile.lowering.gluon.plan import MEASURED, NoFragments, cut_of, key_plan, value_plan
 from kvcompile.lowering.ops.operands import AttendOperands
 
-MULTIPROCESSORS = 132
+HOPPER = Device(132, True)
 
 
-def run(args: dict[str, Any], most: int | None = 3) -> torch.Tensor:
+def run(args: dict[str, Any], most: int | None = 3, merging: Merge | None = None) -> torch.Tensor:
     """What the launches of the operation write; results and partial sums begin as NaN, and so does shared memory."""
     given = AttendOperands(**args)
-    out, found = launches(given, MULTIPROCESSORS, most)
+    out, found = launches(given, HOPPER, most, merging)
     sums, tops = found[0].arguments[13:15]
     for written in (out, sums, tops):
         written.fill_(float("nan"))
@@ -55,6 +56,39 @@ def test_the_kernel_equals_the_definition(case: Case) -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("merging", [Merge(8, 8, 8, overlap=True), Merge(4, 32, 64, overlap=False)], ids=str)
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_splits_are_merged_alike_by_every_program(merging: Merge, group: int) -> None:
+    """Sixteen splits, in two goes and in one; of groups whose rows a warp or several have."""
+    case = case_of("int4", T=500, G=group)
+    args = operands(case)
+    failure = check(case, run(args, None, merging), args)
+    assert failure is None, failure
+
+
+@pytest.mark.compile
+def test_the_merge_begins_early_and_waits_before_it_reads_what_splits_write() -> None:
+    """Ahead of the wait it loads the position alone; where launches do not overlap nothing waits."""
+    args = AttendOperands(**operands(case_of("int4")))
+    _, (attend, merge) = launches(args, HOPPER)
+    assert merge.early and not attend.early
+    assert compile_launch(attend)[0]["ptx"].count("griddepcontrol.launch_dependents") == 1
+    before, after = compile_launch(merge)[0]["ptx"].split("griddepcontrol.wait;")
+    assert before.count("ld.global") == 1 and "st.global" not in before and "ld.global" in after
+    _, found = launches(args, dataclasses.replace(HOPPER, overlaps=False))
+    assert not any(launch.early or "griddepcontrol" in compile_launch(launch)[0]["ptx"] for launch in found)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("scheme", ["int4", "kivi"])
+def test_partial_sums_are_written_sixteen_bytes_a_thread(scheme: str) -> None:
+    """Four channels of each store; four bytes each were 32 stores of sixteen sectors."""
+    _, (attend, _) = launches(AttendOperands(**operands(case_of(scheme))), HOPPER)
+    stores = re.findall(r"^.*?(st\.global\S*)", compile_launch(attend)[0]["ptx"], re.MULTILINE)
+    assert stores.count("st.global.v4.b32") == 4 and len(stores) == 6, stores
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("scheme", ["int4", "kivi"])
 def test_what_is_no_number_stays_none(scheme: str) -> None:
     """A query of NaN gives NaN, and others what they gave; codes of a place that nobody attends to do not show."""
@@ -73,7 +107,7 @@ def test_what_is_no_number_stays_none(scheme: str) -> None:
 def test_instructions_of_the_hot_loop(scheme: str, most: float) -> None:
     """The Triton template issues 2.8 a K or V element; loads and products of the loop are what is expected, and nothing spills."""
     case = case_of(scheme, recent=33 if scheme == "kivi" else 0)
-    _, (attend, _) = launches(AttendOperands(**operands(case)), MULTIPROCESSORS)
+    _, (attend, _) = launches(AttendOperands(**operands(case)), HOPPER)
     made, _ = compile_launch(attend)
     body = hot_way(made["cubin"])
     issued = len(body) * 32 / (cut_of(scheme, scheme).tokens * 2 * case.D)
@@ -99,5 +133,21 @@ def test_splits_follow_the_capacity_and_the_device() -> None:
     assert splits_for(int4, 128, 132, 32768) == 8 and splits_for(kivi, 128, 132, 32768) == 3
     assert splits_for(int4, 8, 132, 8192) == 32 and splits_for(int4, 8, 132, 1024) == 16
     assert splits_for(int4, 8, 132, 64) == 2 and splits_for(int4, 4096, 132, 131072) == 1
+    assert splits_for(kivi, 8, 132, 131072, recent=True) == 48 and splits_for(kivi, 128, 132, 32768, recent=True) == 3
     assert ragged_splits(8, 1) == 8 and ragged_splits(8, 4) == 32 and ragged_splits(132, 16) == 256
     assert all(cut.tile == cut.warps * cut.tokens and 64 % cut.tokens == 0 for cut in (int4, kivi, Cut(1, 32, 3, 8)))
+
+
+def test_the_merge_follows_the_pairs_and_not_the_capacity() -> None:
+    """Few pairs: programs of eight channels, enough for every multiprocessor."""
+
+    def chosen(scheme: str, pairs_of: dict[str, int], pages: int = 2) -> Merge:
+        case = case_of(scheme, T=100 * pages, recent=33 if scheme == "kivi" else 0, **pairs_of)
+        made = operands(case)
+        made["hi"] = made["hi"][:1]
+        return launches(AttendOperands(**made), HOPPER)[1][1].arguments[-1]
+
+    assert chosen("int4", {"K": 8}) == chosen("int4", {"K": 8}, 4) == Merge(8, 8, 256, overlap=True)
+    assert chosen("kivi", {"K": 8}) == Merge(8, 8, 256, overlap=True)
+    assert chosen("int4", {"K": 8, "B": 4}) == Merge(4, 32, 64, overlap=True)
+    assert chosen("int4", {"K": 8, "B": 16}) == Merge(4, 32, 16, overlap=True)

@@ -196,3 +196,14 @@ def test_the_kernels_compile_offline(capability: int, bits: int, dim: int, windo
     second = offline(roll_two, both(*copies), capability)
     assert second.asm["cubin"]
     assert not spilled(second)
+
+
+@pytest.mark.parametrize(("block", "most"), [(32, 48), (1, 32)])
+def test_words_move_between_threads_four_at_a_time(block: int, most: int) -> None:
+    """Shuffles of all 32 elements of a thread, 2 bits: 112 and 88 where each word's parts moved alone and NaN was looked for."""
+    pytest.importorskip("triton")
+    from kvcompile.lowering.append.window_blocks import append_blocks_one
+    from kvcompile.lowering.decode.offline import sass
+
+    made = offline(append_blocks_one, constants_of(2, 128, 32, block), 90)
+    assert 0 < sass(made.asm["cubin"]).count("SHFL") <= most

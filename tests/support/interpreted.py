@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -94,6 +94,29 @@ def skip_what_nobody_reads() -> None:
     interpreter._get_np_dtype = remembered
 
 
+def combine_whole_slices() -> None:
+    """Let reductions by a function of the kernel's own combine slices along the axis, in their order, instead of single elements.
+
+    The interpreter calls the function for each element, which takes minutes a launch; such functions work on blocks as well.
+    """
+    from triton.runtime import interpreter
+
+    def reduced(self: Any, given: Sequence[Any]) -> list[Any]:
+        slices = [np.moveaxis(arg.handle.data, self.axis, 0) for arg in given]
+        kinds = [arg.dtype for arg in given]
+        found = tuple(map(self.to_tensor, (x[0] for x in slices), kinds))
+        for at in range(1, slices[0].shape[0]):
+            found = self.combine_fn.fn(*found, *map(self.to_tensor, (x[at] for x in slices), kinds))
+            found = found if isinstance(found, tuple) else (found,)
+        results = [x.handle.data.reshape(slices[0].shape[1:]) for x in found]
+        if self.keep_dims:
+            results = [np.expand_dims(x, self.axis) for x in results]
+        return list(map(self.to_tensor, results, kinds))
+
+    plain = interpreter.ReduceOps.generic_reduce
+    interpreter.ReduceOps.generic_reduce = lambda self, given: plain(self, given) if self.axis is None else reduced(self, given)
+
+
 class Guarded:
     """The interpreter's loads, stores and atomics, which raise where an address is in none of the launch's tensors.
 
@@ -157,6 +180,7 @@ def attempt(to: Connection, guarded: bool, function: Callable[..., object], *arg
     assert knobs.runtime.interpret, "a process that was started before the interpreter was chosen"
     patch_language_once_a_launch()
     skip_what_nobody_reads()
+    combine_whole_slices()
     if guarded:
         guard_accesses()
     try:

@@ -673,6 +673,8 @@ class Translator:
         """Programs run one after the other."""
 
     op_membar = op_fence
+    # Launches run one after the other, so nothing is to be waited for.
+    op_griddepcontrol = op_fence
 
 
 def translate(ptx: str) -> Program:

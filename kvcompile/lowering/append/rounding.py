@@ -22,6 +22,29 @@ MAGIC = tl.constexpr(12582912.0)
 
 
 @triton.jit
+def lesser(a, b):
+    """The smaller of two numbers, NaN where one is; ``tl.min`` passes over NaN, and to look for it costs three instructions an element."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def greater(a, b):
+    """The larger of two numbers, NaN where one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def quads_of_words(codes, BITS: tl.constexpr, PARTS: tl.constexpr):
+    """Codes int32 [n, D] as words of a byte, four neighbors in an int32: [n, D / PARTS / 4]. ``schemes.asymmetric.pack``.
+
+    Neighbors are one thread's, so the parts of a word, which are not, move between threads four words at a time.
+    """
+    four: tl.constexpr = codes.shape[1] // PARTS // 4
+    neighbors = tl.reshape(codes, [codes.shape[0], PARTS, four, 4]) << (8 * tl.arange(0, 4))[None, None, None, :]
+    return tl.sum(tl.sum(neighbors, 3) << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
+
+
+@triton.jit
 def rounded_down(x, DTYPE: tl.constexpr):
     """The largest number of a 16-bit dtype that is not above x; ``schemes.asymmetric.rounded_down``."""
     near = x.to(DTYPE)

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcompile.lowering.append.rounding import quads_of_words
 from kvcompile.lowering.append.window_token import NORMED, Slot, corrected, known, minmax_codes, normed, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 
@@ -79,10 +80,19 @@ def _append_blocks(
     begin = (start & (-ROWS)) + tile * ROWS
     stand = tl.minimum(tl.maximum(begin, 0), room - ROWS)
     t = stand + i
-    x, poisoned = _new(t - start, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
-    if begin == stand:
+    if (begin == stand) & (begin >= start) & (begin + ROWS <= start + count):
+        # All are tokens of the call that have room: nothing is masked, and no row is compared but for its position.
+        s = begin - start
+        poisoned = (tl.load(positions + s * pos_s + i * pos_s) != first + s + i) | (ordered == 0)
+        x = tl.load(source + s * x_s + i[:, None] * x_s + d[None, :] * x_d)
+        to = recent + (W + s) * D + i[:, None] * D + d[None, :]
+        tl.store(to, x, mask=(poisoned == 0)[:, None])
+        tl.store(to, tl.full(x.shape, float("nan"), tl.float32).to(x.dtype), mask=poisoned[:, None])
+    elif begin == stand:
+        x, poisoned = _new(t - start, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
         _give(recent, t - start, x, poisoned, count, W, D)
     else:
+        x, poisoned = _new(t - start, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
         s = begin - start + i
         other, outside = _new(s, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
         _give(recent, s, other, outside, count, W, D)
@@ -98,8 +108,10 @@ def _append_blocks(
     # Blocks that the call touches, of which there is always one.
     last = tl.minimum(tl.maximum(start + (count - 1), 0), room - 1) // BLOCK
     lowest = tl.minimum(tl.maximum(start, 0) // BLOCK, last)
-    block = stand // BLOCK + i // BLOCK
-    touched = (block >= lowest) & (block <= last)
+    # As blocks of the tile, in 32 bits.
+    since = tl.minimum(tl.maximum(lowest - stand // BLOCK, 0), ROWS).to(tl.int32)
+    until = tl.minimum(tl.maximum(last - stand // BLOCK, -1), ROWS).to(tl.int32)
+    touched = (i // BLOCK >= since) & (i // BLOCK <= until)
     content = tl.where(poisoned[:, None], float("nan"), x.to(tl.float32))
     if stand < start:
         before = t < start
@@ -118,18 +130,23 @@ def _append_blocks(
         grouped = tl.reshape(content, [ROWS * (D // GROUP), GROUP, 1])
     codes, scale, zero = minmax_codes(grouped, SCALES.dtype.element_ty, BITS, ULP, TINY)
 
-    planar = tl.reshape(codes, [ROWS, PARTS, D // PARTS])
-    words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
     page, row = stand // PAGE, (stand % PAGE).to(tl.int32)
-    to = CODES + page * codes_n + b * codes_b + h * codes_h + (row + i)[:, None] * (SEGMENTS * (D // PARTS))
-    w = tl.arange(0, D // PARTS)
-    for byte in tl.static_range(SEGMENTS):
-        tl.store(to + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(tl.uint8), mask=touched[:, None])
+    codes = tl.reshape(codes, [ROWS, D])
+    if (SEGMENTS == 1) & (D // PARTS >= 4):
+        to = (CODES + page * codes_n + b * codes_b + h * codes_h).to(tl.pointer_type(tl.int32), bitcast=True)
+        to += (row + i)[:, None] * (D // PARTS // 4) + tl.arange(0, D // PARTS // 4)[None, :]
+        tl.store(to, quads_of_words(codes, BITS, PARTS), mask=touched[:, None])
+    else:
+        planar = tl.reshape(codes, [ROWS, PARTS, D // PARTS])
+        words = tl.sum(planar << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
+        to = CODES + page * codes_n + b * codes_b + h * codes_h + (row + i)[:, None] * (SEGMENTS * (D // PARTS))
+        w = tl.arange(0, D // PARTS)
+        for byte in tl.static_range(SEGMENTS):
+            tl.store(to + byte * (D // PARTS) + w[None, :], ((words >> (8 * byte)) & 255).to(tl.uint8), mask=touched[:, None])
     WIDTH: tl.constexpr = D if BLOCK > 1 else D // GROUP
     i = tl.arange(0, ROWS // BLOCK)
-    block = stand // BLOCK + i
     at = page * scales_n + b * scales_b + h * scales_h + (row // BLOCK + i)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    touched = ((block >= lowest) & (block <= last))[:, None]
+    touched = ((i >= since) & (i <= until))[:, None]
     tl.store(SCALES + at, tl.reshape(scale, [ROWS // BLOCK, WIDTH]), mask=touched)
     tl.store(ZEROS + at, tl.reshape(zero, [ROWS // BLOCK, WIDTH]), mask=touched)
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from kvcompile import schemes
-from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_down, rounded_up
+from kvcompile.lowering.append.rounding import MAGIC, greater, lesser, quotient, rounded_down, rounded_up
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded, one_token
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
@@ -35,9 +35,8 @@ NORMED = tl.constexpr(-1)
 @triton.jit
 def minmax_codes(grouped, stored: tl.constexpr, BITS: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr):
     """Codes int32 of float32 [n, group, m], and scales and zero points [n, 1, m] in ``stored``; ``schemes.asymmetric``."""
-    nans = tl.max((grouped != grouped).to(tl.int32), 1, keep_dims=True) != 0
-    low = tl.where(nans, float("nan"), tl.min(grouped, 1, keep_dims=True))
-    high = tl.where(nans, float("nan"), tl.max(grouped, 1, keep_dims=True))
+    low = tl.reduce(grouped, 1, lesser, keep_dims=True)
+    high = tl.reduce(grouped, 1, greater, keep_dims=True)
     zero = low if stored == tl.float32 else rounded_down(low, stored)
     spread = high - zero.to(tl.float32)
     scale = rounded_up(spread * (1 / (2**BITS - 1)), ULP, TINY, stored)

@@ -23,10 +23,11 @@ from kvcompile.lowering.gluon.layouts import (
     of_rows,
     operand,
     products,
+    several,
     value_scales,
     value_words,
 )
-from kvcompile.lowering.gluon.merge import LOWEST, write_slot
+from kvcompile.lowering.gluon.merge import LOWEST, let_next_begin, write_channels, write_slot
 from kvcompile.lowering.gluon.recent import attend_recent
 from kvcompile.lowering.gluon.rings import allocated, fetch
 from kvcompile.lowering.gluon.scores import folded_scores, offset_scores, queries_of, scaled_scores
@@ -65,6 +66,8 @@ def attend(
     PRODUCTS: gl.constexpr = len(VALUE.products)
     CHUNKS: gl.constexpr = VALUE.chunks
     SETS: gl.constexpr = VALUE.sets
+    if C.overlap:
+        let_next_begin()
     split, pair = gl.program_id(0), gl.program_id(1)
     batch_row, head = pair // C.kv_heads, pair % C.kv_heads
     capacity = pages * C.page_rows
@@ -219,17 +222,24 @@ def attend(
         async_copy.commit_group()
         slot = (slot + 1) % C.stages
 
-    # Each thread writes what it has: rows are channels, columns heads.
-    r16 = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, products(C.warps))))[None, :, None]
-    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, products(C.warps))))[None, None, :]
-    warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, products(C.warps))))[:, None, None]
-    upper = r16 // 8
-    here = (pair * slots + split * C.warps + warp).to(gl.int64) * (C.kept * C.dim) + column % C.rows * C.dim
+    results: gl.constexpr = by_thread(C.warps)
+    upper = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, products(C.warps))))[None, :, None] // 8
+    second = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, results)))[None, None, :] // 4 == 1
+    warp = gl.arange(0, C.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, several(C.warps, VALUE.word)))))
+    here = pair * slots + split * C.warps + warp
+    halves = ()
     for at in gl.static_range(PRODUCTS):
         x = sums[at] * gl.where(upper == 0, VALUE.units[at][0], VALUE.units[at][1])
         if VALUE.shifted:
             x += shifts[VALUE.set_of[at]] * (1.0 if VALUE.zeros else -VALUE.offset)
-        channel = r16 % 8 * VALUE.word + gl.where(upper == 0, VALUE.firsts[at][0], VALUE.firsts[at][1])
-        inside = (column // C.rows == (upper if VALUE.halves == 2 else 0)) & (column % C.rows < C.kept)
-        gl.store(SUMS + here + channel, x, mask=inside & (warp >= 0))
+        low, high = gl.split(x.reshape([C.warps, 2, 8, 8]).permute([0, 2, 3, 1]))
+        low = gl.convert_layout(low, results, assert_trivial=True)
+        high = gl.convert_layout(high, results, assert_trivial=True)
+        if VALUE.halves == 2:
+            halves = halves + (gl.where(second, high, low),)
+        else:
+            halves = halves + (low, high)
+    WRITTEN: gl.constexpr = len(VALUE.written)
+    for at in gl.static_range(WRITTEN):
+        write_channels(SUMS, here, halves, at, VALUE, C)
     write_slot(TOPS, pair * slots + split * C.warps, m, l, C)

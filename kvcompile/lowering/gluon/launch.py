@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.lowering.gluon.config import Cut, GluonConfig, ragged_splits, splits_for
+from kvcompile.lowering.gluon.config import Cut, GluonConfig, Merge, merge_for, ragged_splits, splits_for
 from kvcompile.lowering.gluon.plan import KeyPlan, ValuePlan, cut_of, key_plan, value_plan
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
@@ -28,6 +28,21 @@ LIBRARY.define(
 )
 
 
+OVERLAPPING = (9, 0)
+"""The first CUDA capability whose launches can begin before the one ahead has ended."""
+
+UNBOUNDED = 1 << 30
+"""A capacity beyond all stores."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device as launches need to know it: its multiprocessors, and whether a launch can begin before the one ahead of it has ended."""
+
+    multiprocessors: int
+    overlaps: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """One call of a kernel; ``arguments`` in the order of its parameters, constants among them."""
@@ -36,15 +51,20 @@ class Launch:
     grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
     warps: int
+    early: bool = False
+    """Whether it may begin before the launch ahead of it has ended, since it waits by itself."""
 
     def run(self) -> None:
         """Start the kernel on the current device."""
-        self.kernel[self.grid](*self.arguments, num_warps=self.warps)
+        self.kernel[self.grid](*self.arguments, num_warps=self.warps, **self._options())
 
     def compile(self) -> None:
         """Compile the kernel for the current device, with dtypes in place of tensors."""
         given = (item.dtype if isinstance(item, torch.Tensor) else item for item in self.arguments)
-        self.kernel.warmup(*given, grid=self.grid, num_warps=self.warps)
+        self.kernel.warmup(*given, grid=self.grid, num_warps=self.warps, **self._options())
+
+    def _options(self) -> dict[str, bool]:
+        return {"launch_pdl": True} if self.early else {}
 
 
 @functools.lru_cache(maxsize=64)
@@ -58,23 +78,24 @@ def plans(
 
 @functools.lru_cache(maxsize=64)
 def constants(
-    cut: Cut, dim: int, kv_heads: int, group: int, page_rows: int, lo: bool, keep: bool, sinks: bool, recent: bool, ragged: bool
-) -> tuple[GluonConfig, GluonConfig]:
-    """The constants of the kernel, and those of the merge of its slots."""
-    from kvcompile.lowering.gluon import merge
-
+    cut: Cut, dim: int, kv_heads: int, group: int, page_rows: int, lo: bool, keep: bool, sinks: bool, recent: bool, ragged: bool,
+    overlap: bool,
+) -> GluonConfig:
+    """The constants of the kernel."""
     rows = 4 if group <= 4 else 8
-    config = GluonConfig(
+    return GluonConfig(
         dim, kv_heads, group, rows, 1 << (group - 1).bit_length(), cut.warps, cut.tokens, cut.stages, page_rows, lo, keep, sinks, recent,
-        ragged,
+        ragged, overlap,
     )
-    return config, dataclasses.replace(config, warps=merge.WARPS, channels=merge.CHANNELS)
 
 
 def launches(
-    operands: AttendOperands[torch.Tensor], multiprocessors: int, most: int | None = None
+    operands: AttendOperands[torch.Tensor], device: Device, most: int | None = None, merging: Merge | None = None
 ) -> tuple[torch.Tensor, tuple[Launch, Launch]]:
-    """The result's tensor and what fills it, in order; ``most``: a limit on the number of splits."""
+    """The result's tensor and what fills it, in order.
+
+    ``most``: a limit on the number of splits; ``merging``: how they are merged, where a benchmark or a test says so.
+    """
     from kvcompile.lowering.gluon import kernel, merge
 
     q, hi, lo, keep, base, recent = _dense(operands.q), operands.hi, operands.lo, operands.keep, operands.base, operands.recent or ()
@@ -85,11 +106,18 @@ def launches(
     group = H // K
     cut, key, value = plans(operands.key_scheme, operands.value_scheme, D, (keys[0].dtype, values[0].dtype), group <= 4)
     ragged = B > 1 and (hi.shape[0] > 1 or (lo is not None and lo.shape[0] > 1))
-    config, merging = constants(cut, D, K, group, page_rows, lo is not None, keep is not None, sinks is not None, bool(recent), ragged)
-    shares = splits_for(cut, B * K, multiprocessors, pages * page_rows)
-    if most is not None:
-        shares = min(shares, most)
-    splits = (ragged_splits(shares, B) if ragged else shares) + config.recent
+    optional = (lo is not None, keep is not None, sinks is not None, bool(recent))
+    overlap = device.overlaps if merging is None else merging.overlap
+    config = constants(cut, D, K, group, page_rows, *optional, ragged, overlap)
+
+    def splits_of(capacity: int) -> tuple[int, int]:
+        shares = splits_for(cut, B * K, device.multiprocessors, capacity, config.recent)
+        if most is not None:
+            shares = min(shares, most)
+        return shares, (ragged_splits(shares, B) if ragged else shares) + config.recent
+
+    shares, splits = splits_of(pages * page_rows)
+    merging = merging or merge_for(cut, config, B * K, device.multiprocessors, splits_of(UNBOUNDED)[1])
     slots = splits * cut.warps
     out = q.new_empty((B, H, 1, D))
     sums = q.new_empty((B * K, slots, config.kept, D), dtype=torch.float32)
@@ -109,7 +137,7 @@ def launches(
     )
     return out, (
         Launch(kernel.attend, (splits, B * K, 1), attending, cut.warps),
-        Launch(merge.merge, (D // merging.channels, B * K, 1), merged, merging.warps),
+        Launch(merge.merge, (D // merging.channels, B * K, 1), merged, merging.warps, merging.overlap),
     )
 
 
@@ -124,9 +152,10 @@ def _step(x: torch.Tensor | None) -> int:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def device_of(device: torch.device) -> Device:
+    """Describe a CUDA device to launches."""
     properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count)
+    return Device(int(properties.multi_processor_count), (properties.major, properties.minor) >= OVERLAPPING)
 
 
 def record_of(args: Sequence[Any]) -> AttendOperands[torch.Tensor]:
@@ -137,7 +166,7 @@ def record_of(args: Sequence[Any]) -> AttendOperands[torch.Tensor]:
 def _attend_gluon(*args: Any) -> torch.Tensor:
     operands = record_of(args)
     with torch.cuda.device_of(operands.q):
-        out, found = launches(operands, _multiprocessors(operands.q.device))
+        out, found = launches(operands, device_of(operands.q.device))
         for launch in found:
             launch.run()
     return out

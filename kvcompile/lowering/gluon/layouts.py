@@ -63,6 +63,13 @@ def by_thread(warps: Any) -> Any:
 
 
 @gluon.constexpr_function
+def several(warps: Any, word: Any) -> Any:
+    """``word`` results of each place of ``by_thread`` side by side, [WARPS, 8, 8, word]."""
+    registers = [*([0, 0, 0, step] for step in powers(word)), [0, 0, 1, 0]]
+    return linear(registers, [[0, 0, 2, 0], [0, 0, 4, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], warps, [warps, 8, 8, word])
+
+
+@gluon.constexpr_function
 def by_half(warps: Any) -> Any:
     """Results of one fragment's rows with the columns taken apart, [WARPS, 8, 2, 2, 2]."""
     threads = [[0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [0, 4, 0, 0, 0]]

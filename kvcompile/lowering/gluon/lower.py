@@ -84,7 +84,7 @@ def compiles(forms: tuple[Any, ...], device: str) -> bool:
 
     try:
         with torch.cuda.device(device):
-            _, found = launch.launches(AttendOperands(*map(made, forms)), multiprocessors=1)
+            _, found = launch.launches(AttendOperands(*map(made, forms)), launch.device_of(torch.device(device)))
             for each in found:
                 each.compile()
     except Exception:

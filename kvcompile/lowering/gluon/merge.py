@@ -12,7 +12,7 @@ A slot is what one warp of one split writes.
 from __future__ import annotations
 
 from kvcompile.lowering.gluon.extent import extent, visible
-from kvcompile.lowering.gluon.layouts import of_columns
+from kvcompile.lowering.gluon.layouts import of_columns, several
 from kvcompile.lowering.gluon.tiles import exp2
 from kvcompile.lowering.host.gluon_api import gl, gluon
 
@@ -21,11 +21,42 @@ LOWEST = gl.constexpr(-1.0e30)
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
-WARPS = 4
-"""Warps of a program that merges."""
 
-CHANNELS = 32
-"""Channels that it merges."""
+@gluon.jit
+def let_next_begin():
+    """Allow the launch behind this one, if it is one that waits by itself, to begin once all programs of this one have."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_last():
+    """Wait until all that the launch before this one writes is there to read."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def write_channels(SUMS, here, halves, each: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr):
+    """Write sums of eight runs of neighboring channels, ``VALUE.written[each]``, to slots ``here`` [WARPS]; ``halves``: [WARPS, 8, 8] each.
+
+    A thread has a whole run, so one store writes it.
+    """
+    rows: gl.constexpr = VALUE.written[each][0]
+    low: gl.constexpr = VALUE.written[each][1]
+    high: gl.constexpr = VALUE.written[each][2]
+    layout: gl.constexpr = several(C.warps, VALUE.word)
+    shape: gl.constexpr = [C.warps, 8, 8, VALUE.word]
+    if VALUE.word == 4:
+        x = gl.join(gl.join(halves[rows[0]], halves[rows[2]]), gl.join(halves[rows[1]], halves[rows[3]])).reshape(shape)
+    else:
+        x = gl.join(halves[rows[0]], halves[rows[1]])
+    x = gl.convert_layout(x, layout, assert_trivial=True)
+    run = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))[None, :, None, None]
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[None, None, :, None]
+    channel = gl.arange(0, VALUE.word, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
+    at = here.to(gl.int64)[:, None, None, None] * (C.kept * C.dim) + (column % C.rows * C.dim + low + column // 4 * (high - low))
+    # Columns that are the same queries write the same to the same place only where they have channels of their own.
+    inside = column % C.rows < C.kept if VALUE.halves == 2 else column < C.kept
+    gl.store(SUMS + at + run * VALUE.word + channel, x, mask=inside.broadcast_to(shape))
 
 
 @gluon.jit
@@ -44,7 +75,7 @@ def merge(
     HI, LO, SINKS, BASE, SUMS, TOPS, OUT, hi_batch, lo_batch, base_batch, batch, pages, keep_tokens, slots, shares, C: gl.constexpr,
     M: gl.constexpr,
 ):
-    """Merge the splits of one batch row and kv head, some channels a program; ``C``: the configuration of ``attend``, ``M``: of this."""
+    """Merge the splits of one batch row and kv head, some channels a program; ``C``: the constants of ``attend``, ``M``: how it is done."""
     pair = gl.program_id(1)
     batch_row, head = pair // C.kv_heads, pair % C.kv_heads
     capacity = pages * C.page_rows
@@ -57,34 +88,37 @@ def merge(
     )
     count = (active + C.recent) * C.warps
 
+    if C.overlap:
+        wait_for_last()
     across: gl.constexpr = min(32, M.channels // 4)
-    down: gl.constexpr = min(M.warps, max(1, M.kept * across // 32))
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // across, across], [M.warps // down, down, 1], [2, 1, 0])
+    rows: gl.constexpr = min(C.kept, 32 // across)
+    down: gl.constexpr = min(M.warps, C.kept // rows)
+    deep: gl.constexpr = 32 // (across * rows)
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [deep, rows, across], [M.warps // down, down, 1], [2, 1, 0])
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, layout))
-    SLOTS: gl.constexpr = max(M.warps // down, 2048 * M.warps // (M.kept * M.channels))
-    z = gl.arange(0, SLOTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None]
-    r = gl.arange(0, M.kept, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :]
+    z = gl.arange(0, M.slots, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None]
+    r = gl.arange(0, C.kept, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :]
     c = gl.program_id(0) * M.channels + gl.arange(0, M.channels, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    top = gl.full([M.kept], LOWEST, gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    total = gl.full([M.kept], 0.0, gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    sums = gl.full([M.kept, M.channels], 0.0, gl.float32, layout=gl.SliceLayout(0, layout))
-    for begin in range(0, count, SLOTS):
+    top = gl.full([C.kept], LOWEST, gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    total = gl.full([C.kept], 0.0, gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    sums = gl.full([C.kept, M.channels], 0.0, gl.float32, layout=gl.SliceLayout(0, layout))
+    for begin in range(0, count, M.slots):
         there = begin + z < count
         at = (pair * slots + begin + z).to(gl.int64)
         each = gl.load(TOPS + at * 16 + r, mask=there, other=LOWEST)
         totals = gl.load(TOPS + at * 16 + 8 + r, mask=there, other=0.0)
-        parts = gl.load(SUMS + (at * (M.kept * M.dim) + r * M.dim)[:, :, None] + c[None, None, :], mask=there[:, :, None], other=0.0)
+        parts = gl.load(SUMS + (at * (C.kept * C.dim) + r * C.dim)[:, :, None] + c[None, None, :], mask=there[:, :, None], other=0.0)
         raised = gl.maximum(top, gl.max(each, 0))
         weight = exp2(each - raised[None, :])
         lowered = exp2(top - raised)
         total = total * lowered + gl.sum(totals * weight, 0)
         sums = sums * gl.convert_layout(lowered, of_row)[:, None] + gl.sum(parts * weight[:, :, None], 0)
         top = raised
-    row = gl.arange(0, M.kept, layout=of_row)
-    inside = row < M.group
-    row = gl.minimum(row, M.group - 1)
-    if M.sinks:
-        sink = gl.load(SINKS + head * M.group + row).to(gl.float32) * LOG2E
+    row = gl.arange(0, C.kept, layout=of_row)
+    inside = row < C.group
+    row = gl.minimum(row, C.group - 1)
+    if C.sinks:
+        sink = gl.load(SINKS + head * C.group + row).to(gl.float32) * LOG2E
         sink = gl.convert_layout(sink, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
         raised = gl.maximum(top, sink)
         total = total * exp2(top - raised) + exp2(sink - raised)
@@ -93,5 +127,5 @@ def merge(
     # A total that is no number stays; only what had nothing to attend to becomes zero.
     result = gl.where(total == 0.0, 0.0, sums / gl.where(total == 0.0, 1.0, total))
     c = gl.program_id(0) * M.channels + gl.arange(0, M.channels, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    at = (pair * M.group + row).to(gl.int64) * M.dim
+    at = (pair * C.group + row).to(gl.int64) * C.dim
     gl.store(OUT + at[:, None] + c[None, :], result.to(OUT.dtype.element_ty), mask=inside[:, None])

@@ -113,6 +113,22 @@ class ValuePlan:
         )
 
     @property
+    def written(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        """Runs of ``word`` channels that a thread has: which eight rows they are, low and high halves of products behind one another.
+
+        Where ``halves`` is 2 each product is one such half, by its column. Then the channel of row 0, in columns 0 to 3 and 4 to 7.
+        """
+        if self.halves == 2:
+            firsts = list(self.firsts)
+        else:
+            firsts = [(first, first) for pair in self.firsts for first in pair]
+        starts = {pair: at for at, pair in enumerate(firsts)}
+        return tuple(
+            (tuple(starts[low + byte, high + byte] for byte in range(self.word)), low, high)
+            for low, high in starts if low % self.word == 0
+        )
+
+    @property
     def units(self) -> tuple[tuple[float, float], ...]:
         """Factors that rows 0 to 7 and 8 to 15 of each product are multiplied by at the end."""
         return tuple((2.0 ** self.powers[low[0]], 2.0 ** self.powers[high[0]]) for _ in range(self.chunks) for low, high in self.tiles)
