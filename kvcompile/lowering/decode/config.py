@@ -114,6 +114,7 @@ class AttendConfig:
     wide_keys: bool = True
     wide_values: bool = True
     packed: bool = True
+    norm_pairs: bool = True
     key_scale_pack: int = 1
     value_scale_pack: int = 1
     key_generic: bool = False
@@ -141,6 +142,7 @@ class AttendConfig:
             "HAS_RECENT": int(beside.recent), "BASE_B": int(beside.base_per_batch), "ROTARY_DIM": beside.rotary_dim,
             "EARLY": beside.early, "EARLY_MOVED": int(beside.early_at), "HAS_TAIL": int(beside.tail),
             "INTERLEAVED": int(beside.interleaved), "ROTATION_B": int(beside.rotation_per_batch),
+            "NORM_PAIRS": int(self.norm_pairs and self.paged and 2 <= tile.block_t <= self.page_rows),
             # A tile of tokens that are not encoded takes many registers, and what one split takes all have to.
             "BLOCK_N": min(tile.block_t, 16 * tile.num_warps),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),

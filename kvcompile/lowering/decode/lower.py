@@ -19,7 +19,7 @@ from kvcompile import schemes
 from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, plane_names, plans
 from kvcompile.lowering.decode.template import GLOBALS, LOG2E, SOURCE
 from kvcompile.lowering.decode.tiles import choose_tiles, folds, ragged_splits, splits_for, writes_directly
-from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
+from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, pairs_of_rows, realize, static, varies
 from kvcompile.lowering.host.inductor_api import SymbolicGridFn, TritonTemplate, autotuned, ir, lowerings
 from kvcompile.lowering.host.inductor_api import config as inductor_config
 from kvcompile.lowering.host.triton_api import lays_out_as_known
@@ -110,6 +110,7 @@ def _nodes_and_config(
         key_generic=not formats[0].symmetric and not (_looks_up(nodes, "K") if formats[0].levels else _paired(nodes)),
         value_generic=not formats[1].symmetric and not (_looks_up(nodes, "V") if formats[1].levels else _half(nodes, "V")),
         packed=torch.version.hip is None,  # Packed unpacking is PTX.
+        norm_pairs="K_NORMS" in nodes and pairs_of_rows(nodes["K_NORMS"]),
     )
     return nodes, config
 

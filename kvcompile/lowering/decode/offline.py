@@ -129,7 +129,10 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
         {e for operand in (*operands.values(), out) for e in (*operand.size, *operand.stride) if isinstance(e, str)}
     )
 
+    begun: list[str] = []
+
     def def_kernel(*names: str) -> str:
+        begun.extend(names)
         arguments = ", ".join((*names, "OUT", *named))
         constants = {**config.options(), "INDEX_DTYPE": "tl.int64"}
         lines = [f"    {name}: tl.constexpr = {value}" for name, value in constants.items()]
@@ -138,9 +141,11 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
         ])
 
     def size(name: str, axis: int) -> str:
+        assert name in begun, f"{name} is asked for before def_kernel, where Inductor knows no operand"
         return str(operands[name].size[axis])
 
     def stride(name: str, axis: int) -> str:
+        assert name in begun, f"{name} is asked for before def_kernel, where Inductor knows no operand"
         return str(operands[name].stride[axis])
 
     def store_output(indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:

@@ -49,6 +49,15 @@ def multiple(node: Any, count: int) -> bool:
     return equals(inner, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, count) for x in every)
 
 
+def pairs_of_rows(node: Any) -> bool:
+    """Whether two neighboring rows, of one number each, may be loaded as one word: side by side, at even offsets."""
+    *outer, row, _ = node.get_stride()
+    every = (node.get_size()[-2], node.get_layout().offset, *outer)
+    return (
+        equals(node.get_size()[-1], 1) and equals(row, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, 2) for x in every)
+    )
+
+
 def varies(node: Any, axis: int = 0) -> bool:
     """Whether an operand is there and not broadcast along an axis."""
     return node is not None and not equals(node.get_size()[axis], 1)
