@@ -1,0 +1,97 @@
+"""Inductor writes the decode template's kernel for CUDA on a machine without a device, from operands that are fakes.
+
+The offline renderer has stand-ins for Inductor's hooks; here the hooks are Inductor's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kernel_writes import stand_in_for_a_device
+from test_triton_attend import Case, early_cases, normed_cases, operands
+from torch._inductor import select_algorithm
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from kvcompile.lowering import inductor
+from kvcompile.lowering.ops.operands import AttendOperands
+
+HALF: dict[str, Any] = {"dtype": torch.bfloat16, "D": 128, "Dv": 128, "K": 2}
+CASES = [
+    Case("int4", "int4", T=200, **HALF), Case("kivi", "kivi", T=200, recent=40, **HALF), Case("beyond", "beyond", T=200, **HALF),
+    dataclasses.replace(normed_cases()[0], **HALF), dataclasses.replace(early_cases()[1], **HALF),
+]
+
+
+@contextlib.contextmanager
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
+    """Let Inductor lower for an H100 that is not there."""
+    memory = SimpleNamespace(shared_memory_per_block_optin=232448, multi_processor_count=132, major=9, minor=0, gcnArchName="")
+    known = DeviceProperties(
+        type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048, warp_size=32,
+    )
+    stand_in_for_a_device(monkeypatch)
+    answers = {"get_device_properties": memory, "is_available": True, "current_device": 0, "get_device_capability": (9, 0)}
+    for name, value in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(DeviceProperties, "create", classmethod(lambda cls, device: known))
+    inductor.install()
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+def rendered(case: Case) -> int:
+    """How many kernels Inductor makes of the template for an attention."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return _rendered(case, monkeypatch)
+
+
+def _rendered(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
+    made: list[Any] = []
+    generate = select_algorithm.TritonTemplate.generate
+
+    def watched(self: Any, *args: Any, **more: Any) -> Any:
+        made.append(generate(self, *args, **more))
+        return made[-1]
+
+    monkeypatch.setattr(select_algorithm.TritonTemplate, "generate", watched)
+    leaves, spec = pytree.tree_flatten(AttendOperands(**operands(case)).arguments())
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    with hopper(monkeypatch) as mode:
+        given = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda") for each in tensors]
+
+        def call(*fakes: torch.Tensor) -> tuple[torch.Tensor]:
+            each = iter(fakes)
+            filled = [next(each) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            return (torch.ops.kvcompile.attend(*pytree.tree_unflatten(filled, spec)),)
+
+        graph = GraphLowering(make_fx(call)(*given), example_inputs=given)
+    with V.set_graph_handler(graph), V.set_fake_mode(mode):
+        graph.run(*given)
+    return sum(kernel is not None for kernel in made)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """A process of its own: torch remembers for good whether there was a device."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_inductor_renders_the_decode_template(case: Case, process: ProcessPoolExecutor) -> None:
+    """Of norms in pairs the template once asked for a stride before Inductor knew the operand, which the offline renderer did not mind."""
+    assert process.submit(rendered, case).result() >= 1
