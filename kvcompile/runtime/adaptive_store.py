@@ -6,7 +6,6 @@ position of the first token in the planes that grow, so that no decode step asks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,15 +95,6 @@ class AdaptiveStore(Store):
                 return host_plane(shape, spec.dtype, self.device)
             return torch.zeros(shape, dtype=spec.dtype, device=self.device)
 
-    def _in_place(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Planes of copies, with those of the host where they belong."""
-        if self.device.type != "cuda":
-            return list(planes)
-        return [
-            host_plane(tuple(plane.shape), plane.dtype, self.device).copy_(plane) if spec.host else plane
-            for plane, spec in zip(planes, self.spec.layout.planes, strict=True)
-        ]
-
     def histogram(self, tokens: int) -> dict[int, int]:
         """Count the tokens of all rows by their bits, ``tokens`` of each row. Waits for the device."""
         return self.scheme.histogram(tuple(self.planes), self.spec.slot, self._first, tokens)
@@ -158,7 +148,7 @@ class AdaptiveStore(Store):
 
     def clone(self) -> AdaptiveStore:
         with ordinary():
-            made = self._copied(self._in_place([plane.clone() for plane in self.planes]))
+            made = self._copied(self._where_they_belong([plane.clone() for plane in self.planes]))
         # What was asked for holds of both.
         made.decision, made.look = self.decision, self.look
         return made
@@ -167,7 +157,7 @@ class AdaptiveStore(Store):
         with ordinary():
             planes = self.scheme.of_rows(tuple(self.planes), self.spec.slot, rows.to(self.device))
             fixed = {index for index, spec in enumerate(self.spec.layout.planes) if spec.first}
-            return self._copied(self._in_place([plane.clone() if index in fixed else plane for index, plane in enumerate(planes)]))
+            return self._copied(self._where_they_belong([plane.clone() if index in fixed else plane for index, plane in enumerate(planes)]))
 
     def gathered(self, first: int, count: int, slots: int | None) -> Store:
         raise Unsupported(

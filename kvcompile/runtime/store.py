@@ -8,7 +8,7 @@ what was never written reads as an untouched dense buffer would.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,15 @@ class Store:
                 shape = plane.shape(pages, self.batch, self.spec.slot.heads)
                 return host_plane(shape, plane.dtype, self.device)
             return self.spec.scheme.empty(plane, self.spec.slot, pages, self.batch, self.device)
+
+    def _where_they_belong(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Move those planes of a copy to pinned host memory that are kept there."""
+        if self.device.type != "cuda":
+            return list(planes)
+        return [
+            host_plane(tuple(plane.shape), plane.dtype, self.device).copy_(plane) if spec.host else plane
+            for plane, spec in zip(planes, self.spec.layout.planes, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -227,15 +236,16 @@ class Store:
     def clone(self) -> Store:
         """Make a new store with the same content."""
         with ordinary():
-            return Store.holding(self.spec, [plane.clone() for plane in self.planes], self.rope)
+            return Store.holding(self.spec, self._where_they_belong([plane.clone() for plane in self.planes]), self.rope)
 
     def select_rows(self, rows: torch.Tensor) -> Store:
         """Make a new store of the given batch rows: codes are copied, never re-encoded."""
         with ordinary():
-            return Store.holding(self.spec, [
+            chosen = [
                 plane.clone() if spec.extent is Extent.BATCH else plane.index_select(1, rows.to(plane.device))
                 for plane, spec in self.described()
-            ], self.rope)
+            ]
+            return Store.holding(self.spec, self._where_they_belong(chosen), self.rope)
 
     def gathered(self, first: int, count: int, slots: int | None) -> Store:
         """Make a new store of the ``count`` tokens from position ``first`` on; here they go around in ``slots`` slots, or in none."""

@@ -21,6 +21,9 @@ from transformers import LlamaForCausalLM
 import kvcompile
 from kvcompile.errors import CacheStale
 from kvcompile.runtime import handle
+from kvcompile.runtime.store import Store, StoreSpec
+from kvcompile.schemes import parse
+from kvcompile.types import Role, SlotSpec
 
 KINDS = ("static", "dynamic")
 WINDOWED = "kivi(group=16,window=64)"
@@ -383,3 +386,27 @@ def test_a_freed_cache_frees_its_stores(model: LlamaForCausalLM, fresh_dynamo: N
     two.cache = None
     gc.collect()
     assert two.backend.report().allocated == 0
+
+
+@pytest.mark.parametrize("copied", [Store.clone, lambda store: store.select_rows(torch.tensor([1, 1, 0]))], ids=["clone", "rows"])
+def test_copies_keep_in_host_memory_what_is_kept_there(copied: Callable[[Store], Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Originals of a copy were on the device, while reports counted them as the host's."""
+    scheme, slot = parse("certified(tier2=host)").of(Role.KEY), SlotSpec(2, 32, torch.float16, Role.KEY)
+    store = Store(StoreSpec(slot, scheme, scheme.layout(slot)), 2, torch.device("cpu"), 2)
+    for plane in store.planes:
+        plane.copy_(torch.arange(plane.numel()).view(plane.shape) % 100)
+    pinned: list[torch.Tensor] = []
+
+    def host_plane(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        pinned.append(torch.zeros(shape, dtype=dtype))
+        return pinned[-1]
+
+    monkeypatch.setattr("kvcompile.runtime.store.host_plane", host_plane)
+    plain = copied(store)
+    assert not pinned
+    # As on a device, of which this machine has none.
+    store.device = torch.device("cuda")
+    made = copied(store)
+    kept = [plane for plane, spec in made.described() if spec.host]
+    assert kept and [id(plane) for plane in kept] == [id(plane) for plane in pinned]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(made.planes, plain.planes, strict=True))
