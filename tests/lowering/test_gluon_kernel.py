@@ -133,7 +133,6 @@ def test_splits_follow_the_capacity_and_the_device() -> None:
     assert splits_for(int4, 128, 132, 32768) == 8 and splits_for(kivi, 128, 132, 32768) == 3
     assert splits_for(int4, 8, 132, 8192) == 32 and splits_for(int4, 8, 132, 1024) == 16
     assert splits_for(int4, 8, 132, 64) == 2 and splits_for(int4, 4096, 132, 131072) == 1
-    assert splits_for(kivi, 8, 132, 131072, recent=True) == 48 and splits_for(kivi, 128, 132, 32768, recent=True) == 3
     assert ragged_splits(8, 1) == 8 and ragged_splits(8, 4) == 32 and ragged_splits(132, 16) == 256
     assert all(cut.tile == cut.warps * cut.tokens and 64 % cut.tokens == 0 for cut in (int4, kivi, Cut(1, 32, 3, 8)))
 

@@ -70,22 +70,13 @@ NUMBERS = 64
 RAGGED = 8
 """How many times as long as the average a row may be and still be cut into pieces of the length that every other row's have."""
 
-MANY_SPLITS = 16
-"""From how many splits on one less costs each other one less than it costs to begin a program late."""
-
 MOST_SPLITS = 256
 """Splits of a row, whatever the device."""
 
 
-def splits_for(cut: Cut, pairs: int, multiprocessors: int, capacity: int, recent: bool = False) -> int:
-    """Into how many programs the tokens of one batch row and kv head are cut; ``pairs``: how many of these there are.
-
-    ``recent``: one more program has the newest tokens. It counts where splits are many: one program more than the device holds at once
-    begins only when another one ends.
-    """
+def splits_for(cut: Cut, pairs: int, multiprocessors: int, capacity: int) -> int:
+    """Into how many programs the tokens of one batch row and kv head are cut; ``pairs``: how many of these there are."""
     wanted = multiprocessors * cut.programs // pairs
-    if recent and wanted >= MANY_SPLITS:
-        wanted -= 1
     enough = max(-(-capacity // TOKENS_A_SPLIT), FEWEST_SPLITS)
     return max(1, min(wanted, enough, -(-capacity // cut.tile), MOST_SPLITS))
 

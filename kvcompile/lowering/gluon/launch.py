@@ -111,7 +111,7 @@ def launches(
     config = constants(cut, D, K, group, page_rows, *optional, ragged, overlap)
 
     def splits_of(capacity: int) -> tuple[int, int]:
-        shares = splits_for(cut, B * K, device.multiprocessors, capacity, config.recent)
+        shares = splits_for(cut, B * K, device.multiprocessors, capacity)
         if most is not None:
             shares = min(shares, most)
         return shares, (ragged_splits(shares, B) if ragged else shares) + config.recent
