@@ -37,7 +37,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 MARKERS = "os^DvPX"
-"""Of the points of ten schemes each, as colours come again after ten."""
+"""Markers of points: ten schemes share one, as there are ten colours."""
 
 
 def style(number: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What is read of adaptive schemes between decode steps, its JSON, and its pictures."""
+"""Widths and importance of tokens are read between decode steps, written as JSON, and drawn."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_is_seen_of_any_adaptive_scheme() -> None:
 
 
 def test_widths_are_those_of_the_stores(one_thread: None, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept beside the report's own histogram, and beside what the stores say when the last step is done."""
+    """The kept histogram and widths equal those of the report and of the stores after the last step."""
     reports, stored = [], []
 
     class Kept(Watch):

@@ -223,7 +223,7 @@ def test_projection_is_feasible_nearest_and_leaves_the_feasible_alone() -> None:
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_operations_are_what_compiled_graphs_are_told(groups: int) -> None:
-    """Of tokens as a projection leaves them: graphs of training read results by the strides that the meta functions give."""
+    """Results have the strides that the meta functions give, for tokens as a projection leaves them: training graphs rely on it."""
     x, grad = (torch.randn(2, 5, 3, 16).transpose(1, 2) for _ in range(2))
     table = random_table(2, 3, groups, 7)
     tests = ("test_schema", "test_faketensor")

@@ -93,5 +93,5 @@ def process() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_inductor_renders_the_decode_template(case: Case, process: ProcessPoolExecutor) -> None:
-    """Of norms in pairs the template once asked for a stride before Inductor knew the operand, which the offline renderer did not mind."""
+    """Inductor knows no operand before ``def_kernel``: the template once asked for the stride of norms there, and failed on CUDA only."""
     assert process.submit(rendered, case).result() >= 1

@@ -163,7 +163,7 @@ def test_attention_reads_what_was_promoted() -> None:
 
 @pytest.mark.parametrize("page", [True, False])
 def test_coding_again_asks_the_device_for_no_number(page: bool) -> None:
-    """What a move reads of tier 2, and writes, is known on the host by then; only the definition of the rest of it waits."""
+    """Tier 2 adds no wait for the device to a move: the host knows by then how many tokens are coded again."""
 
     class Asked(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -140,13 +140,15 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
             "import triton", "import triton.language as tl", "", "", "@triton.jit", f"def {KERNEL}({arguments}):", *lines,
         ])
 
-    def size(name: str, axis: int) -> str:
+    def operand(name: str) -> Operand:
         assert name in begun, f"{name} is asked for before def_kernel, where Inductor knows no operand"
-        return str(operands[name].size[axis])
+        return operands[name]
+
+    def size(name: str, axis: int) -> str:
+        return str(operand(name).size[axis])
 
     def stride(name: str, axis: int) -> str:
-        assert name in begun, f"{name} is asked for before def_kernel, where Inductor knows no operand"
-        return str(operands[name].stride[axis])
+        return str(operand(name).stride[axis])
 
     def store_output(indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:
         del indent_width, val_shape

@@ -52,7 +52,7 @@ class Launch:
     arguments: tuple[Any, ...]
     warps: int
     early: bool = False
-    """Whether it may begin before the launch ahead of it has ended, since it waits by itself."""
+    """Whether the launch may begin before the one ahead of it has ended; its kernel then waits for that one's results."""
 
     def run(self) -> None:
         """Start the kernel on the current device."""

@@ -60,7 +60,7 @@ class Scope(enum.Enum):
 
 
 class Tier2(enum.Enum):
-    """Where originals are kept: nowhere, beside the codes, or in pinned host memory (elsewhere than on CUDA that is the same)."""
+    """Where originals are kept: nowhere, on the device, or in pinned host memory. On a CPU the last two are the same."""
 
     OFF = "off"
     DEVICE = "device"
