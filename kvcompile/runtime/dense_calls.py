@@ -54,9 +54,9 @@ class DenseCalls:
     def results(self, forms: Sequence[CacheForm], call: Call, thawed: Mapping[int, str]) -> tuple[Any, ...] | None:
         """Return the results of a call one of whose caches stays dense, with one warning; None where none does.
 
-        ``thawed``: other arguments that the graph writes.
+        ``thawed``: other arguments that the graph writes. Raises Unsupported without a compiler.
         """
-        for form in forms if self.compile_captured is not None else ():
+        for form in forms:
             if why := stays_dense(form, call):
                 return self._run(forms, call.args, why, form.group.where, thawed)
         return None

@@ -13,6 +13,7 @@ from e2e_models import Attention, buffers, by_position, inputs, visible
 from torch.nn import functional as F
 
 import kvcompile
+from kvcompile.errors import Unsupported
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
@@ -63,6 +64,21 @@ def test_what_was_never_written_reads_back(begin: str, scheme: str, caplog: Any)
         stays = begin == "array" or "kivi" in scheme
         assert isinstance(ours, kvcompile.CompressedCache) != stays
     assert "were not written" in caplog.text or "stays dense" in caplog.text or "leaves an attention" in caplog.text
+
+
+@pytest.mark.parametrize("less", [1, 5])
+def test_a_strict_window_refuses_what_lies_behind_its_tokens(less: int) -> None:
+    """A prompt that was not compiled, then a compiled step further back: in its tokens' places, and what it reads, nothing may change."""
+    torch.manual_seed(0)
+    module = Cached(torch.zeros_like).eval()
+    compiled = torch.compile(module, backend=kvcompile.backend("kivi(group=16,window=64)", inner="eager", strict=True))
+    prompt, step = inputs(module, (7, 1))
+    with torch.no_grad():
+        module(prompt, torch.arange(7))
+        before = [cache.clone() for cache in module.buffers()]
+        with pytest.raises(Unsupported, match="make it of zeros"):
+            compiled(step, torch.tensor([7 - less]))
+        assert all(torch.equal(a, b) for a, b in zip(before, module.buffers(), strict=True))
 
 
 def test_an_array_sees_what_is_written_to_it() -> None:

@@ -85,11 +85,20 @@ class CacheForm(abc.ABC):
         return False
 
     def adopt(self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None]) -> int:
-        """Encode a dense cache tensor into a new state; return how many of its tokens. ``whole`` is called where all of them are."""
+        """Encode a dense cache tensor into a new state; return how many of its tokens. ``whole`` is called where all of them are.
+
+        Raises Unsupported where a window would have to take more than the ``prior`` tokens.
+        """
         places = tensor.shape[self.token_dim]
         capacity = places if self.kind.filled else None
         kept = self.encoded(prior, call)
         if self.holds_more(tensor, kept):
+            if self.windowed:
+                raise Unsupported(
+                    expected="a cache of zeros behind its tokens, as a window takes tokens in their order",
+                    found=f"values behind its first {kept} tokens", where=self.group.where,
+                    todo="make the cache of zeros, or use a scheme without a window for this layer",
+                )
             whole()
             kept = places
         for item in self.group.bindings if kept else ():
