@@ -2,6 +2,9 @@
 
     for c in 600 2000 4000; do kvcompile eval --quick --context $c --schemes SCHEMES --json > eval_$c.json; done
     python benchmarks/plan_figures.py --quality eval_600.json,eval_2000.json,eval_4000.json --speed benchmarks/attention_h200.json
+    python benchmarks/plan_figures.py --run DIR
+
+The first two gather anew, the last adds a run of ``kvcompile eval --out DIR`` of another model, length by length.
 
 Nothing is measured here and nothing is changed: counts and times are those of the files, with the settings that they were made with.
 """
@@ -11,6 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
+
+from kvcompile.evaluation.results import Results
 
 TARGET = Path(__file__).resolve().parent.parent / "kvcompile" / "planner" / "figures.json"
 TASKS = ("needle", "multikey", "variable")
@@ -28,7 +34,28 @@ def quality(path: Path) -> dict[str, object]:
     config, machine = run["config"], run["machine"]
     (length,) = config["lengths"]
     command = f"kvcompile eval --quick --context {length} --questions {config['questions']}"
-    return {"context": length, "device": machine["device"], "torch": machine["versions"]["torch"], "command": command, "rows": rows}
+    about = {"context": length, "model": "tinylm", "device": machine["device"], "torch": machine["versions"]["torch"]}
+    return {**about, "command": command, "rows": rows}
+
+
+def by_length(folder: Path) -> list[dict[str, object]]:
+    """The run of ``kvcompile eval --out FOLDER``: for each length what ``quality`` gives of a run, over the tasks that were asked."""
+    results = Results.load(folder / "results.json")
+    config, machine = results.config, results.machine
+    asked = f"--device {config['device']} --keys {config['keys']} --tasks {','.join(config['tasks'])} --questions {config['questions']}"
+    runs: dict[int, dict[str, dict[str, Any]]] = {length: {} for length in results.lengths}
+    for row in results.summary_rows():
+        if row["scheme"] == results.reference.scheme:
+            continue
+        counts = {name: row[name] for name in ("kl", "same", "predictions")}
+        held = runs[row["length"]].setdefault(row["scheme"], {**counts, "answers": 0, "questions": 0})
+        held["answers"] += row["right"]
+        held["questions"] += row["questions"]
+    about = {"model": config["model"], "device": machine["device"], "torch": machine["versions"]["torch"]}
+    return [
+        {"context": length, **about, "command": f"kvcompile eval {config['model']} --lengths {length} {asked}", "rows": rows}
+        for length, rows in runs.items()
+    ]
 
 
 def speed(path: Path) -> dict[str, object]:
@@ -41,11 +68,19 @@ def speed(path: Path) -> dict[str, object]:
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description="Gather the figures that kvcompile plan recommends by.")
-    parser.add_argument("--quality", required=True, help="JSON files of kvcompile eval, separated by commas")
-    parser.add_argument("--speed", type=Path, required=True, help="JSON of benchmarks/attention.py")
+    parser.add_argument("--quality", default="", help="JSON files of kvcompile eval --json, separated by commas, in place of all runs")
+    parser.add_argument("--speed", type=Path, help="JSON of benchmarks/attention.py, in place of the one before")
+    parser.add_argument("--run", type=Path, help="a folder of kvcompile eval --out, in place of the runs of its model")
     arguments = parser.parse_args()
-    runs = [quality(Path(item)) for item in arguments.quality.split(",")]
-    made = {"quality": sorted(runs, key=lambda run: run["context"]), "speed": speed(arguments.speed)}
+    made = json.loads(TARGET.read_text())
+    if arguments.quality:
+        made["quality"] = [quality(Path(item)) for item in arguments.quality.split(",")]
+    if arguments.speed:
+        made["speed"] = speed(arguments.speed)
+    if arguments.run:
+        runs = by_length(arguments.run)
+        made["quality"] = [run for run in made["quality"] if run["model"] != runs[0]["model"]] + runs
+    made["quality"].sort(key=lambda run: (run["context"], max(row["questions"] for row in run["rows"].values())))
     TARGET.write_text(json.dumps(made, indent=1) + "\n")
 
 

@@ -21,16 +21,20 @@ FILE = Path(__file__).with_name("figures.json")
 class Damage:
     """The harm that one scheme did to tinylm: the largest KL, in nats a byte, of the runs at most as long as the context asked for.
 
-    Counts and ``command`` are those of the longest such run; ``beyond``: whether the context asked for is longer than any.
+    ``noise``: that of ``dense`` in these runs, which is rounding alone. Counts, ``of_dense`` (its answers), ``model`` and ``command`` are
+    those of the longest such run; ``beyond``: whether the context asked for is longer than any.
     """
 
     kl: float
+    noise: float
     same: int
     predictions: int
     answers: int
+    of_dense: int
     questions: int
     measured: int
     beyond: bool
+    model: str
     command: str
 
 
@@ -48,7 +52,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures: quality runs from short to long, and one run of attention."""
+    """All figures: quality runs from short to long, of one length from few to many questions, and one run of attention."""
 
     quality: tuple[dict[str, Any], ...]
     speed: dict[str, Any]
@@ -64,12 +68,13 @@ class Figures:
         if not runs:
             return None
         short = [run for run in runs if run["context"] <= context] or runs[:1]
-        row = short[-1]["rows"][label]
+        last = short[-1]
+        row, dense = last["rows"][label], last["rows"]["dense"]
         # Rounding puts the KL of a scheme that changes nothing on either side of zero.
-        worst = max(0.0, *(run["rows"][label]["kl"] for run in short))
+        worst, noise = (max(0.0, *(run["rows"][name]["kl"] for run in short)) for name in (label, "dense"))
         return Damage(
-            worst, row["same"], row["predictions"], row["answers"], row["questions"], short[-1]["context"], context > runs[-1]["context"],
-            short[-1]["command"],
+            worst, noise, row["same"], row["predictions"], row["answers"], dense["answers"], row["questions"], last["context"],
+            context > runs[-1]["context"], last["model"], last["command"],
         )
 
     def timed(self, label: str, batch: int, context: int) -> Speed | None:

@@ -5,7 +5,8 @@ The rules, after the source's decision guide, with measured figures in place of 
 1. A scheme must fit: so many requests of so many tokens, beside weights, prompts and overhead.
 2. Its damage must have been measured (``figures.json``); nothing is recommended on a promise.
 3. Eight-bit floats are passed over where the hardware converts them in software (before sm_89).
-4. Least damage comes first; of schemes equal in it (``EQUAL`` nats), the one with fewer bytes.
+4. Least damage comes first; of schemes equal in it, the one with fewer bytes. Equal are those that differ by no more than ``dense`` itself
+   differs from the uncompressed model, which is rounding.
 5. Apart from that, the scheme with the largest batch among those whose damage is within a limit that the user sets.
 
 "KV Cache Quantization: FP8, INT8, INT4, ...", Decision Framework, takes FP8, then INT8, then INT4, whichever fits first, and never the
@@ -23,7 +24,7 @@ from kvcompile.planner.figures import Damage, Figures, Speed
 from kvcompile.planner.stores import Stores
 
 EQUAL = 1e-6
-"""KL in nats below which two schemes count as equal: what rounding alone gives a cache that is stored as it is."""
+"""KL in nats below which two schemes count as equal in float32, where rounding is less than can be told."""
 
 
 class Generation(enum.Enum):
@@ -88,20 +89,23 @@ def recommend(options: Sequence[Option], demand: Demand, generation: Generation,
         reasons = [f"no measured scheme fits {demand.batch} x {demand.context:,} tokens: {_most(known)}", *skipped]
         return Recommendation(None, more_label, tuple(reasons))
     least = min(_kl(item) for item in fitting)
-    best = min((item for item in fitting if _kl(item) <= least + EQUAL), key=lambda item: _bytes(item, demand))
+    best = min((item for item in fitting if _kl(item) <= least + _noise(item)), key=lambda item: _bytes(item, demand))
     reasons = [f"{best.label} has the least measured damage of {len(fitting)} schemes that fit: {_harm(best)}"]
     reasons += _unfit(known, best, demand)
     if best.speed is not None and best.speed.ms != best.speed.dense_ms:
         reasons.append(_pace(best.label, best.speed))
-    if more is not None and more_label not in {None, best.label}:
+    if more is None or more.largest_batch < best.largest_batch:
+        more_label = None
+        reasons.append(f"nothing within a KL of {limit:g} nats serves as many requests: {best.largest_batch}")
+    elif more_label != best.label:
         reasons.append(
             f"{more.label} serves the most requests within a KL of {limit:g} nats: {more.largest_batch} where {best.label} serves "
             f"{best.largest_batch}; {_harm(more)}"
         )
     if best.damage is not None and best.damage.beyond:
         reasons.append(
-            f"damage was measured up to prompts of {best.damage.measured:,} bytes of tinylm, a byte-level model of 4.8M parameters: at "
-            f"{demand.context:,} tokens and for this model it is not known; measure it with kvcompile sensitivity"
+            f"damage was measured up to prompts of {best.damage.measured:,} bytes of {best.damage.model}, a byte-level model of 4.8M "
+            f"parameters: at {demand.context:,} tokens and for this model it is not known; measure it with kvcompile sensitivity"
         )
     return Recommendation(best.label, more_label, (*reasons, *skipped))
 
@@ -109,6 +113,11 @@ def recommend(options: Sequence[Option], demand: Demand, generation: Generation,
 def _kl(item: Option) -> float:
     assert item.damage is not None
     return item.damage.kl
+
+
+def _noise(item: Option) -> float:
+    assert item.damage is not None
+    return max(EQUAL, item.damage.noise)
 
 
 def _bytes(item: Option, demand: Demand) -> int:
@@ -119,7 +128,8 @@ def _harm(item: Option) -> str:
     found = item.damage
     assert found is not None
     return (
-        f"KL {found.kl:.2g} nats, same next byte {found.same}/{found.predictions}, answers {found.answers}/{found.questions} "
+        f"KL {found.kl:.2g} nats, same next byte {found.same}/{found.predictions}, answers {found.answers}/{found.questions}, dense "
+        f"{found.of_dense} "
         f"({found.command}; kvcompile/planner/figures.json)"
     )
 
@@ -133,7 +143,7 @@ def _pace(label: str, found: Speed) -> str:
 
 def _unfit(known: Sequence[Option], best: Option, demand: Demand) -> list[str]:
     """Say which schemes with less damage do not fit."""
-    better = [item for item in known if _kl(item) + EQUAL < _kl(best) and not item.fits]
+    better = [item for item in known if _kl(item) + _noise(best) < _kl(best) and not item.fits]
     if not better:
         return []
     listed = ", ".join(f"{item.label} ({demand.needed(item.stores, demand.batch, demand.context) / 1e9:.1f} GB)" for item in better)

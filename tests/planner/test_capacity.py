@@ -25,11 +25,11 @@ def llama_70b(scheme: str) -> Stores:
     return Stores(tuple(Stored("layer", slot, each, each.layout(slot), None, exact=True) for each, slot in made))
 
 
-def option(label: str, kl: float | None, demand: Demand = ROOMY) -> Option:
-    """An option of Llama-2-70B with a damage that is made up."""
+def option(label: str, kl: float | None, demand: Demand = ROOMY, noise: float = 0.0) -> Option:
+    """An option of Llama-2-70B with a damage that is made up, and what rounding does where it was measured."""
     known = Figures((), {"rows": []})
     found = Option.of(label, llama_70b(label), demand, known)
-    damage = None if kl is None else Damage(kl, 1, 1, 1, 1, 4000, False, "a run")
+    damage = None if kl is None else Damage(kl, noise, 1, 1, 1, 1, 1, 4000, False, "tinylm", "a run")
     return Option(**{**vars(found), "damage": damage})
 
 
@@ -111,13 +111,28 @@ def test_equal_damage_takes_fewer_bytes() -> None:
     assert recommend([option("int8", 1e-9), option("int4", 2e-9)], ROOMY, Generation.HOPPER, 0.01).scheme == "int4"
 
 
+def test_what_rounding_does_is_no_damage() -> None:
+    """Of schemes that differ by less than ``dense`` differs from the uncompressed model, in 16 bits, the one with fewer bytes."""
+    damages = {"dense": 2.2e-4, "certified": 2.0e-4, "int8": 4.1e-4, "fp8": 2.7e-3}
+    assert recommend([option(label, kl, noise=2.2e-4) for label, kl in damages.items()], ROOMY, Generation.HOPPER, 0.01).scheme == "int8"
+    assert recommend([option(label, kl, noise=1e-4) for label, kl in damages.items()], ROOMY, Generation.HOPPER, 0.01).scheme == "dense"
+
+
+def test_no_scheme_within_the_limit_serves_as_many() -> None:
+    tight = Demand(**{**vars(ROOMY), "batch": 100})
+    found = recommend([option("int8", 1e-4, tight), option("int4", 0.02, tight)], tight, Generation.HOPPER, 0.01)
+    assert (found.scheme, found.most_requests) == ("int4", None)
+    assert "nothing within a KL of 0.01 nats serves as many requests: 118" in found.reasons
+
+
 def test_figures_are_of_runs_at_most_as_long() -> None:
     known = figures()
     short, long, beyond = (known.damage("int4", context) for context in (600, 4000, 100_000))
     assert short is not None
     assert long is not None
     assert beyond is not None
-    assert (short.measured, long.measured, beyond.measured) == (600, 4000, 4000)
+    assert (short.measured, long.measured, beyond.measured) == (600, 4000, 16_000)
+    assert (short.model, long.model, long.questions) == ("tinylm", "tinylm-16k", 384)
     assert beyond.beyond and not long.beyond
     assert long.kl >= short.kl > 0.01
     assert known.damage("kivi(bits=8)", 600) is None
