@@ -36,7 +36,10 @@ def stays_dense(form: CacheForm, call: Call) -> str:
     if known := getattr(tensor, STAYS_DENSE, ""):
         return str(known)
     if form.kind.in_place and not handles.can_take_over(tensor):
-        return "its memory is not its own: it is a view, a parameter, an array, or something else holds a view of it"
+        return (
+            "its memory is not its own: it is a view, a parameter, an array or loaded from a file, or something else holds a view of it; a "
+            "clone of it can be compressed"
+        )
     if form.windowed and form.holds_more(tensor, form.prior(tensor, call)):
         why = "its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros"
         setattr(tensor, STAYS_DENSE, why)

@@ -100,7 +100,8 @@ class States:
             raise Unsupported(
                 expected="a cache tensor that owns its memory alone, as when this graph was compiled",
                 found="a view, a parameter or a subclass, or one that something else holds a view of", where=form.group.where,
-                todo="keep the cache in a plain tensor or buffer of its own, and no view of it from call to call",
+                todo="keep the cache in a plain tensor or buffer of its own, a clone of what was loaded from a file, and no view of it "
+                "from call to call",
             )
         state = self._made(form, form.batch(tensor.shape), tensor.device, call.args)
         kept = form.adopt(tensor, state, prior, call, functools.partial(whole, form, tensor))
