@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Row:
     pass_s: float = 0.0
     compile_s: float = 0.0
     windows: tuple[float, ...] = ()
+    moving: tuple[bool, ...] = ()
+    """Whether a scheme that gives tokens widths of their own changed any in a window: where it did not, the step is at rest."""
 
 
 def build(layers: int) -> tuple[Any, Any]:
@@ -94,8 +97,10 @@ def clear() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def timed(step: Any, steps: int, warm: int, turns: Path | None = None, windows: int = 1) -> tuple[list[float], float]:
-    """(median ms of each window of steps, warm-up s); times each step from host to host with the device drained.
+def timed(
+    step: Any, steps: int, warm: int, turns: Path | None = None, windows: int = 1, changes: Callable[[], int] = lambda: 0,
+) -> tuple[list[float], list[bool], float]:
+    """(median ms of each window of steps, whether ``changes`` grew in it, warm-up s); times each step from host to host, device drained.
 
     Windows lie a second apart: where another process ran a prompt meanwhile, some are slower, and the least is the step's.
     """
@@ -105,10 +110,10 @@ def timed(step: Any, steps: int, warm: int, turns: Path | None = None, windows: 
     torch.cuda.synchronize()
     warm_s = time.perf_counter() - started
     torch.cuda.reset_peak_memory_stats()
-    medians = []
+    medians, moving = [], []
     for window in range(windows):
         time.sleep(1.0 if window else 0.0)
-        samples = []
+        samples, before = [], changes()
         with turn(turns):
             for _ in range(steps):
                 torch.cuda.synchronize()
@@ -117,7 +122,8 @@ def timed(step: Any, steps: int, warm: int, turns: Path | None = None, windows: 
                 torch.cuda.synchronize()
                 samples.append((time.perf_counter() - begin) * 1e3)
         medians.append(statistics.median(samples))
-    return medians, warm_s
+        moving.append(changes() != before)
+    return medians, moving, warm_s
 
 
 def by_kernel(step: Any, steps: int = 5, most: int = 24) -> str:
@@ -140,7 +146,7 @@ def by_kernel(step: Any, steps: int = 5, most: int = 24) -> str:
 
 def measure(
     model: Any, config: Any, name: str, batch: int, context: int, steps: int, owners: dict[Any, Any], turns: Path | None = None,
-    prompt: str = "filled", windows: int = 1, profiled: bool = False,
+    prompt: str = "filled", windows: int = 1, profiled: bool = False, warm: int = 0,
 ) -> Row:
     """One configuration: ``eager``, ``stock``, ``stock:reduce-overhead``, or ``scheme[+fold][:mode]``."""
     clear()
@@ -169,7 +175,11 @@ def measure(
             torch.compiler.cudagraph_mark_step_begin()
         call(token, past_key_values=cache, use_cache=True)
 
-    medians, warm_s = timed(step, steps, 6 if mode else 4, turns, windows)
+    def changes() -> int:
+        churn = owner.report().churn if owner is not None else None
+        return churn.allocations + churn.moved if churn is not None else 0
+
+    medians, moving, warm_s = timed(step, steps, warm or (6 if mode else 4), turns, windows, changes)
     if profiled:
         with turn(turns):
             print(by_kernel(step))
@@ -178,7 +188,7 @@ def measure(
     held = owner.report().allocated if owner is not None else dense
     return Row(
         name, batch, context, min(medians), (weights + held) / BANDWIDTH * 1e3, held / 1e9, torch.cuda.max_memory_allocated() / 1e9, warm_s,
-        *_compile_share(owner.graphs[before:] if owner is not None else []), tuple(medians),
+        *_compile_share(owner.graphs[before:] if owner is not None else []), tuple(medians), tuple(moving),
     )
 
 
@@ -230,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further configuration starts")
     parser.add_argument("--turns", type=Path, help="a file by whose lock processes that compile side by side take turns to be timed")
     parser.add_argument("--windows", type=int, default=1, help="windows of --steps steps, a second apart; the least median counts")
+    parser.add_argument("--warm", type=int, default=0, help="steps before the first window (default: 4, with CUDA graphs 6)")
     parser.add_argument("--prompt", choices=["filled", "compiled"], default="filled")
     parser.add_argument("--no-gate", action="store_true")
     parser.add_argument("--profile", action="store_true", help="also print the device time of a step by kernel")
@@ -256,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 rows.append(measure(
                     model, config, name, batch, context, options.steps, owners, options.turns, options.prompt, options.windows,
-                    options.profile,
+                    options.profile, options.warm,
                 ))
                 console.print(f"{time.perf_counter() - started:.0f} s: {rows[-1]}")
                 for owner in owners.values():
