@@ -36,7 +36,7 @@ class Gluon(OneOf):
     MEASURED = "measured"
     """Those for which it was measured to be faster: launched from CUDA graphs, on devices and over codes that were measured."""
     ALWAYS = "always"
-    """Those, and on devices that were not measured, and launched by Python where there are no CUDA graphs."""
+    """All that it computes, over other codes, heads and devices too, and launched by Python where there are no CUDA graphs."""
     NEVER = "never"
 
 

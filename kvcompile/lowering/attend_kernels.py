@@ -16,7 +16,7 @@ from torch import fx
 from kvcompile import schemes
 from kvcompile.lowering.certificate.report_op import report_site
 from kvcompile.lowering.gluon.choice import OneToken, one_token
-from kvcompile.lowering.gluon.plan import NoFragments, cut_of
+from kvcompile.lowering.gluon.plan import FEW, NoFragments, key_plan, measured, value_plan
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill.decode_chunk import TOKENS
@@ -89,15 +89,18 @@ def _gluon_gap(facts: AttendFacts) -> str | None:
         "keys stored before RoPE": facts.rotation, "keys in two planes": facts.more, "a mask operand of its own": facts.bias,
         "first tokens in full precision": facts.early,
         f"queries in {facts.dtype}": facts.dtype not in {torch.float16, torch.bfloat16},
-        f"heads of {key.head_dim} and {value.head_dim} channels": (key.head_dim, value.head_dim) != (128, 128),
+        f"heads of {key.head_dim} and {value.head_dim} channels": key.head_dim != value.head_dim,
         f"pages of {facts.page_rows} tokens": facts.page_rows != PAGE,
     }
     unknown = next((what for what, there in given.items() if there), None) or facts.one.gap()
     if unknown is None:
         try:
-            cut_of(key_scheme, value_scheme)
+            key_plan(key_scheme, key.head_dim, key.dtype)
+            value_plan(value_scheme, value.head_dim, value.dtype, facts.one.group <= FEW)
         except NoFragments as gap:
             unknown = str(gap)
+    if unknown is None and facts.one.measured and not measured(key_scheme, value_scheme, key.head_dim):
+        unknown = f"not measured to be faster over these codes, or not with heads of {key.head_dim} channels"
     return f"not in Gluon: {unknown}" if unknown else None
 
 

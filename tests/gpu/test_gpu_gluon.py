@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 LONG = [
-    dataclasses.replace(case, T=T, B=B, K=8) for case in (case_of("int4"), case_of("kivi", recent=33))
+    dataclasses.replace(case, T=T, B=B, K=8) for case in (case_of("int4"), case_of("kivi", recent=33), case_of("int8"), case_of("fp8"))
     for T, B in ((1000, 1), (9000, 3), (20000, 2))
 ]
 
@@ -78,12 +78,14 @@ def logits(model: torch.nn.Module, scheme: str, mode: str, kind: str, gluon: str
 
 @pytest.mark.parametrize(
     ("scheme", "mode", "kind", "most"),
-    [("int4", "default", "dynamic", 0.05), ("int4", "reduce-overhead", "static", 0.05), ("kivi", "reduce-overhead", "static", 0.1)],
+    [("int4", "default", "dynamic", 0.05), ("int4", "reduce-overhead", "static", 0.05), ("kivi", "reduce-overhead", "static", 0.1),
+     ("int8", "reduce-overhead", "static", 0.02), ("fp8", "reduce-overhead", "static", 0.05)],
 )
 def test_compiled_models_give_what_the_template_gives(model: torch.nn.Module, scheme: str, mode: str, kind: str, most: float) -> None:
     """With CUDA graphs by default, without on demand. Both attend to codes of keys that bfloat16 rounds differently from layer to layer."""
     skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
-    measured = mode == "reduce-overhead" and torch.cuda.get_device_capability() == MEASURED_ON
+    alike = scheme in {"int4", "kivi"} and mode == "reduce-overhead"
+    measured = alike and torch.cuda.get_device_capability() == MEASURED_ON
     found, kernels = logits(model, scheme, mode, kind, "measured" if measured else "always")
     wanted, others = logits(model, scheme, mode, kind, "never")
     assert "Gluon kernel for one token" in " ".join(kernels.split()) and "Gluon" not in others

@@ -61,6 +61,19 @@ def test_gaps_leave_it_to_the_template(given: AttendFacts, found: str) -> None:
     assert kernel is DECODE and why is not None and found in why and why.startswith("not in Gluon: ")
 
 
+@pytest.mark.parametrize("given", [facts("int8"), facts("fp8"), facts("kivi(bits=4)", recent=True), facts("int8", dim=64), facts(dim=256)])
+def test_what_did_not_win_is_chosen_on_demand(given: AttendFacts) -> None:
+    kernel, why = choose(given)
+    assert kernel is DECODE and why is not None and "not measured to be faster" in why
+    assert choose(dataclasses.replace(given, one=dataclasses.replace(ONE, measured=False))) == (GLUON, None)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "normed", "int8-static", "dense"])
+def test_what_it_cannot_compute_is_never_chosen(scheme: str) -> None:
+    given = facts(scheme, recent=scheme == "normed", one=dataclasses.replace(ONE, measured=False))
+    assert choose(given)[0] is DECODE
+
+
 def test_a_triton_without_it_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "available", lambda: False)
     assert choose(facts()) == (DECODE, "not in Gluon: this Triton has none")

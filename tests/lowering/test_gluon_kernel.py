@@ -14,7 +14,7 @@ from test_triton_attend import Case, check, operands
 from kvcompile.lowering.decode.offline import hot_way
 from kvcompile.lowering.gluon.config import Cut, Merge, ragged_splits, splits_for
 from kvcompile.lowering.gluon.launch import Device, launches
-from kvcompile.lowering.gluon.plan import MEASURED, NoFragments, cut_of, key_plan, value_plan
+from kvcompile.lowering.gluon.plan import DEFAULT, MEASURED, NoFragments, cut_of, key_plan, measured, value_plan
 from kvcompile.lowering.ops.operands import AttendOperands
 
 HOPPER = Device(132, True)
@@ -44,6 +44,10 @@ CASES = [
     case_of("kivi", recent=33, T=300), case_of("kivi", recent=36, T=20), case_of("kivi", recent=33, magnitude=5000.0),
     case_of("kivi", recent=33, magnitude=1e-3), case_of("kivi", recent=33, equal=True),
     case_of("kivi", T=300, recent=40, B=2, K=1, shares=2, dtype=torch.float16),
+    # What is served on demand: codes that gained little, slots of two formats, other widths.
+    case_of("int8", T=300), case_of("int8", magnitude=5000.0), case_of("fp8", T=300, B=2, K=1, lo=True, keep=True, G=7),
+    case_of("fp8", outlier=True), case_of("kivi(bits=4)", T=300, recent=33, D=256, Dv=256), case_of("int8", value="int4", D=64, Dv=64),
+    case_of("int4", value="fp8", T=300), case_of("kivi(bits=4)", value="kivi", T=300, recent=33), case_of("int8", D=256, Dv=256),
 ]
 
 
@@ -89,7 +93,7 @@ def test_partial_sums_are_written_sixteen_bytes_a_thread(scheme: str) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("scheme", ["int4", "kivi"])
+@pytest.mark.parametrize("scheme", ["int4", "kivi", "int8", "fp8"])
 def test_what_is_no_number_stays_none(scheme: str) -> None:
     """A query of NaN gives NaN, and others what they gave; codes of a place that nobody attends to do not show."""
     case = case_of(scheme, recent=33 if scheme == "kivi" else 0, T=100)
@@ -103,28 +107,30 @@ def test_what_is_no_number_stays_none(scheme: str) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(("scheme", "most"), [("int4", 1.8), ("kivi", 1.95)])
+@pytest.mark.parametrize(("scheme", "most"), [("int4", 1.8), ("kivi", 1.95), ("int8", 2.0), ("fp8", 3.0)])
 def test_instructions_of_the_hot_loop(scheme: str, most: float) -> None:
     """The Triton template issues 2.8 a K or V element; loads and products of the loop are what is expected, and nothing spills."""
     case = case_of(scheme, recent=33 if scheme == "kivi" else 0)
     _, (attend, _) = launches(AttendOperands(**operands(case)), HOPPER)
     made, _ = compile_launch(attend)
     body = hot_way(made["cubin"])
-    issued = len(body) * 32 / (cut_of(scheme, scheme).tokens * 2 * case.D)
+    issued = len(body) * 32 / (cut_of(scheme, scheme, case.D).tokens * 2 * case.D)
     assert issued < most, issued
     assert any(line.startswith("HMMA") for line in body) and not any(line.startswith(("LDL", "STL")) for line in body)
 
 
-def test_formats_that_were_not_measured_have_no_kernel() -> None:
-    for scheme in ("int8", "fp8", "kivi(bits=4)", "dense", "nf4"):
-        with pytest.raises(NoFragments):
-            cut_of(scheme, scheme)
-    with pytest.raises(NoFragments):
-        cut_of("int4", "int8")
+def test_what_did_not_win_is_told_from_what_has_no_fragments() -> None:
+    assert measured("int4", "int4", 128) and measured("kivi", "kivi", 128)
+    for pair in (("int8", "int8"), ("fp8", "fp8"), ("kivi(bits=4)", "kivi(bits=4)"), ("int4", "int8")):
+        assert not measured(*pair, 128) and cut_of(*pair, 128) == DEFAULT
+    assert not measured("int4", "int4", 64) and cut_of("int8", "int8", 256).programs == DEFAULT.programs // 2
     with pytest.raises(NoFragments, match="32 tokens"):
         key_plan("kivi(group=16,window=16)", 128, torch.uint8)
     with pytest.raises(NoFragments, match="channels"):
         value_plan("int4", 96, torch.uint8, True)
+    for scheme in ("dense", "nf4", "int8-static", "normed"):
+        with pytest.raises(NoFragments):
+            key_plan(scheme, 128, torch.bfloat16)
 
 
 def test_splits_follow_the_capacity_and_the_device() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvcompile.lowering.gluon.config import Cut, GluonConfig, Merge, merge_for, ragged_splits, splits_for
-from kvcompile.lowering.gluon.plan import KeyPlan, ValuePlan, cut_of, key_plan, value_plan
+from kvcompile.lowering.gluon.plan import FEW, KeyPlan, ValuePlan, cut_of, key_plan, value_plan
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 
@@ -73,7 +73,7 @@ def plans(
 ) -> tuple[Cut, KeyPlan, ValuePlan]:
     """The cut and the fragments of both slots; ``few``: there are at most four query heads a kv head. Raises NoFragments."""
     key, value = key_plan(key_scheme, dim, words[0]), value_plan(value_scheme, dim, words[1], few)
-    return cut_of(key_scheme, value_scheme), key, value
+    return cut_of(key_scheme, value_scheme, dim), key, value
 
 
 @functools.lru_cache(maxsize=64)
@@ -82,7 +82,7 @@ def constants(
     overlap: bool,
 ) -> GluonConfig:
     """The constants of the kernel."""
-    rows = 4 if group <= 4 else 8
+    rows = FEW if group <= FEW else 8
     return GluonConfig(
         dim, kv_heads, group, rows, 1 << (group - 1).bit_length(), cut.warps, cut.tokens, cut.stages, page_rows, lo, keep, sinks, recent,
         ragged, overlap,
@@ -104,7 +104,7 @@ def launches(
     B, H, _, D = q.shape
     pages, _, K, page_rows, _ = keys[0].shape
     group = H // K
-    cut, key, value = plans(operands.key_scheme, operands.value_scheme, D, (keys[0].dtype, values[0].dtype), group <= 4)
+    cut, key, value = plans(operands.key_scheme, operands.value_scheme, D, (keys[0].dtype, values[0].dtype), group <= FEW)
     ragged = B > 1 and (hi.shape[0] > 1 or (lo is not None and lo.shape[0] > 1))
     optional = (lo is not None, keep is not None, sinks is not None, bool(recent))
     overlap = device.overlaps if merging is None else merging.overlap

@@ -21,6 +21,10 @@ SIZES = (64, 128, 256)
 """Channels of a head that are known: powers of two."""
 
 
+FEW = 4
+"""Query heads of a kv head that stand twice in a product's columns."""
+
+
 class NoFragments(Exception):
     """A format that the kernel has no fragments for; the text says what of it."""
 
@@ -142,21 +146,34 @@ class ValuePlan:
 MEASURED = {(True, 2): Cut(1, 32, 3, 8), (False, 4): Cut(4, 32, 3, 3)}
 """Cuts of formats that were measured to win, by (symmetric, codes of a byte): symmetric 4 bits; 2 bits with zero points."""
 
+MEASURED_CHANNELS = 128
+"""Channels of the heads that were measured."""
+
+DEFAULT = Cut(1, 32, 3, 8)
+"""The cut of all else; rings of wider heads leave room for half as many programs."""
+
 
 @functools.lru_cache(maxsize=128)
-def cut_of(key_scheme: str, value_scheme: str) -> Cut:
-    """Return how the attention over two slots is cut; raises NoFragments where it was not measured to be faster."""
+def _kinds(key_scheme: str, value_scheme: str) -> frozenset[tuple[bool, int]]:
+    """The formats of both slots, as ``MEASURED`` has them."""
     formats = [
-        schemes.parse(text).format(SlotSpec(1, SIZES[1], torch.bfloat16, role))
+        schemes.parse(text).format(SlotSpec(1, MEASURED_CHANNELS, torch.bfloat16, role))
         for text, role in ((key_scheme, Role.KEY), (value_scheme, Role.VALUE))
     ]
-    if any(fmt.norms for fmt in formats):
-        raise NoFragments("norms of tokens")
-    found = {(fmt.symmetric, fmt.parts) for fmt in formats}
-    (kind,) = found if len(found) == 1 else (None,)
-    if kind not in MEASURED:
-        raise NoFragments("codes for which it was not measured to be faster")
-    return MEASURED[kind]
+    return frozenset((fmt.symmetric, fmt.parts) for fmt in formats)
+
+
+def measured(key_scheme: str, value_scheme: str, dim: int) -> bool:
+    """Whether attention over two slots was measured to be faster: both have one of ``MEASURED``'s formats, and heads are as wide."""
+    kinds = _kinds(key_scheme, value_scheme)
+    return dim == MEASURED_CHANNELS and len(kinds) == 1 and kinds <= MEASURED.keys()
+
+
+def cut_of(key_scheme: str, value_scheme: str, dim: int) -> Cut:
+    """Return how the attention over two slots is cut."""
+    kind, *others = _kinds(key_scheme, value_scheme)
+    found = DEFAULT if others else MEASURED.get(kind, DEFAULT)
+    return found if dim <= MEASURED_CHANNELS else dataclasses.replace(found, programs=-(-found.programs // 2))
 
 
 @functools.lru_cache(maxsize=128)
