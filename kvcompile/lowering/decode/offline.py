@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,32 +123,45 @@ def template(source: str) -> Any:
     return environment.from_string(source)
 
 
+class Definition:
+    """What a template asks about its kernel's arguments: operands, ``OUT``, and the sizes ``named`` of both.
+
+    As in Inductor nothing is known of an operand ahead of ``def_kernel``.
+    """
+
+    def __init__(self, operands: Mapping[str, Operand], named: Sequence[str], options: Mapping[str, Any]) -> None:
+        self.operands, self.named, self.options = operands, named, options
+        self.begun: tuple[str, ...] = ()
+
+    def def_kernel(self, *names: str) -> str:
+        """Return the lines down to the function's body, with all options in it."""
+        self.begun = names
+        arguments = ", ".join((*names, "OUT", *self.named))
+        constants = {**self.options, "INDEX_DTYPE": "tl.int64"}
+        lines = [f"    {name}: tl.constexpr = {value}" for name, value in constants.items()]
+        return "\n".join(["import triton", "import triton.language as tl", "", "", "@triton.jit", f"def {KERNEL}({arguments}):", *lines])
+
+    def size(self, name: str, axis: int) -> str:
+        """Return the text of an operand's size."""
+        return str(self._operand(name).size[axis])
+
+    def stride(self, name: str, axis: int) -> str:
+        """Return the text of an operand's stride."""
+        return str(self._operand(name).stride[axis])
+
+    def _operand(self, name: str) -> Operand:
+        assert name in self.begun, f"{name} is asked for before def_kernel, where Inductor knows no operand"
+        return self.operands[name]
+
+
+def named_sizes(operands: Iterable[Operand]) -> list[str]:
+    """Return the names of sizes and strides that are arguments at run time."""
+    return sorted({each for operand in operands for each in (*operand.size, *operand.stride) if isinstance(each, str)})
+
+
 def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) -> str:
     """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
-    named = sorted(
-        {e for operand in (*operands.values(), out) for e in (*operand.size, *operand.stride) if isinstance(e, str)}
-    )
-
-    begun: list[str] = []
-
-    def def_kernel(*names: str) -> str:
-        begun.extend(names)
-        arguments = ", ".join((*names, "OUT", *named))
-        constants = {**config.options(), "INDEX_DTYPE": "tl.int64"}
-        lines = [f"    {name}: tl.constexpr = {value}" for name, value in constants.items()]
-        return "\n".join([
-            "import triton", "import triton.language as tl", "", "", "@triton.jit", f"def {KERNEL}({arguments}):", *lines,
-        ])
-
-    def operand(name: str) -> Operand:
-        assert name in begun, f"{name} is asked for before def_kernel, where Inductor knows no operand"
-        return operands[name]
-
-    def size(name: str, axis: int) -> str:
-        return str(operand(name).size[axis])
-
-    def stride(name: str, axis: int) -> str:
-        return str(operand(name).stride[axis])
+    made = Definition(operands, named_sizes((*operands.values(), out)), config.options())
 
     def store_output(indices: Sequence[str], value: str, mask: str, indent_width: int = 4, val_shape: object = None) -> str:
         del indent_width, val_shape
@@ -156,7 +169,7 @@ def render(config: AttendConfig, operands: Mapping[str, Operand], out: Operand) 
         return f"tl.store(OUT + ({at}), ({value}).to({TRITON_TYPES[out.dtype]}), mask={mask})"
 
     text = template(SOURCE).render(
-        plans=plans, def_kernel=def_kernel, size=size, stride=stride, store_output=store_output, **config.options(),
+        plans=plans, def_kernel=made.def_kernel, size=made.size, stride=made.stride, store_output=store_output, **config.options(),
     )
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 

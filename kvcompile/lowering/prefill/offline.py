@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
-from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Operand, load_module, template
+from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Definition, Operand, load_module, named_sizes, template
 from kvcompile.lowering.host.triton_api import compile_for
 from kvcompile.lowering.prefill.config import PrefillConfig, slots
 from kvcompile.lowering.prefill.template import SOURCE
@@ -58,21 +58,8 @@ def output_for(config: PrefillConfig, batch: int = 1, queries: int = 512) -> Ope
 
 def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand) -> str:
     """A standalone ``@triton.jit`` module; arguments are the operands, the output, then named sizes."""
-    named = sorted({e for operand in (*operands.values(), out) for e in (*operand.size, *operand.stride) if isinstance(e, str)})
-    named += ["CAPACITY", "FIRST"] if config.chunk else []
-
-    begun: list[str] = []
-
-    def def_kernel(*names: str) -> str:
-        begun.extend(names)
-        arguments = ", ".join((*names, "OUT", *named))
-        constants = {**config.options(), "INDEX_DTYPE": "tl.int64"}
-        lines = [f"    {name}: tl.constexpr = {value}" for name, value in constants.items()]
-        return "\n".join(["import triton", "import triton.language as tl", "", "", "@triton.jit", f"def {KERNEL}({arguments}):", *lines])
-
-    def number(numbers: Sequence[int | str], name: str, axis: int) -> str:
-        assert name in begun, f"{name} is asked for before def_kernel, where Inductor knows no operand"
-        return str(numbers[axis])
+    named = named_sizes((*operands.values(), out)) + (["CAPACITY", "FIRST"] if config.chunk else [])
+    made = Definition(operands, named, config.options())
 
     def store_output(indices: Sequence[str], value: str, mask: str, val_shape: object = None) -> str:
         del val_shape
@@ -87,8 +74,7 @@ def render(config: PrefillConfig, operands: Mapping[str, Operand], out: Operand)
         return " + ".join([f"({indices[0]}).to(tl.int64) * {out.stride[0]}" if config.chunk else outer, *inner])
 
     text = template(SOURCE).render(
-        slots=slots, def_kernel=def_kernel, size=lambda name, axis: number(operands[name].size, name, axis),
-        stride=lambda name, axis: number(operands[name].stride, name, axis), store_output=store_output, load_output=load_output,
+        slots=slots, def_kernel=made.def_kernel, size=made.size, stride=made.stride, store_output=store_output, load_output=load_output,
         **config.options(),
     )
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
