@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import unittest.mock
 
 import pytest
@@ -13,7 +12,7 @@ from learned_tables import llama_paths, random_table, random_tables
 from registry import normal
 
 import kvcompile
-from kvcompile.errors import BadTables, SchemeChanged, SiteRefused, TablesMissing
+from kvcompile.errors import BadTables, TablesMissing
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import append_body, read_back_body
 from kvcompile.lowering.ops.sliding import unroll_body
@@ -226,29 +225,3 @@ def test_in_every_form_of_cache(form: str) -> None:
     assert wanted < error(site(random_table(4, heads, groups, 0))) < 1
 
 
-def test_equal_layers_share_code_whatever_their_tables() -> None:
-    """Tables are no part of what is compiled: two models' schemes spell alike, and so do all of their layers."""
-    one, other = random_tables(llama_paths(2)), random_tables(llama_paths(2), seed=9)
-    assert one.spell() == other.spell() and one.at(llama_paths(2)[0]) != one.at(llama_paths(2)[1])
-    assert len({scheme.at(path).spell() for scheme, path in itertools.product((one, other), llama_paths(2))}) == 1
-
-
-def test_a_cache_of_other_tables_is_refused() -> None:
-    model = llama(head_dim=32)
-    cache, words = cache_of(model, "static"), torch.ones(1, 3, dtype=torch.long)
-    owners = [kvcompile.backend(random_tables(llama_paths(2), seed=seed), inner="eager", strict=True) for seed in (0, 5)]
-    first, second = (torch.compile(model, backend=owner) for owner in owners)
-    with torch.no_grad():
-        first(words, past_key_values=cache)
-        torch._dynamo.reset()
-        with pytest.raises(SchemeChanged, match="with tables"):
-            second(words[:, :1], past_key_values=cache)
-
-
-@pytest.mark.parametrize("scheme", [random_tables(llama_paths(1)), random_tables(llama_paths(2), heads=4)], ids=["a layer short", "heads"])
-def test_tables_of_another_model_are_refused_before_anything_is_compiled(scheme: Beyond) -> None:
-    model = llama(head_dim=32)
-    compiled = torch.compile(model, backend=kvcompile.backend(scheme, inner="eager", strict=True))
-    with pytest.raises(Exception, match="expected (learned )?tables") as caught, torch.no_grad():
-        compiled(torch.ones(1, 3, dtype=torch.long), past_key_values=cache_of(model, "static"))
-    assert SiteRefused.__name__ in str(caught.value)

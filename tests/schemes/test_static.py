@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from registry import bound_of, normal
 from static_scales import random_scales, random_slot
 
 import kvcompile
-from kvcompile.errors import BadScales, ScalesMissing, SchemeChanged, SiteRefused
+from kvcompile.errors import BadScales, ScalesMissing
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.gather import gather_body
 from kvcompile.lowering.ops.operations import append_body, decodable
@@ -257,33 +256,6 @@ def test_in_every_form_of_cache(form: str) -> None:
         wanted = error(kind())
         assert error(site(kind, Scales(kind().guessed()))) == wanted < 0.2
         assert error(site(kind, Scales(torch.tensor([1e-3])))) > wanted, "clipped to next to nothing"
-
-
-def test_equal_layers_share_code_whatever_their_scales() -> None:
-    one, other = random_scales(llama_paths(2)), random_scales(llama_paths(2), seed=9)
-    assert one.spell() == other.spell() and one.at(llama_paths(2)[0]) != one.at(llama_paths(2)[1])
-    assert len({scheme.at(path).spell() for scheme, path in itertools.product((one, other), llama_paths(2))}) == 1
-
-
-def test_a_cache_of_other_scales_is_refused() -> None:
-    model = llama(head_dim=32)
-    cache, words = cache_of(model, "static"), torch.ones(1, 3, dtype=torch.long)
-    owners = [kvcompile.backend(random_scales(llama_paths(2), seed=seed), inner="eager", strict=True) for seed in (0, 5)]
-    first, second = (torch.compile(model, backend=owner) for owner in owners)
-    with torch.no_grad():
-        first(words, past_key_values=cache)
-        torch._dynamo.reset()
-        with pytest.raises(SchemeChanged, match="with scales"):
-            second(words[:, :1], past_key_values=cache)
-
-
-@pytest.mark.parametrize("scheme", [random_scales(llama_paths(1)), random_scales(llama_paths(2), heads=4)], ids=["a layer short", "heads"])
-def test_scales_of_another_model_are_refused_before_anything_is_compiled(scheme: Calibrated) -> None:
-    model = llama(head_dim=32)
-    compiled = torch.compile(model, backend=kvcompile.backend(scheme, inner="eager", strict=True))
-    with pytest.raises(Exception, match="expected (static|one) scale") as caught, torch.no_grad():
-        compiled(torch.ones(1, 3, dtype=torch.long), past_key_values=cache_of(model, "static"))
-    assert SiteRefused.__name__ in str(caught.value)
 
 
 def test_a_latent_has_no_measured_scales() -> None:

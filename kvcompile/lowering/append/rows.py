@@ -139,6 +139,18 @@ def places(x: torch.Tensor, pos: torch.Tensor, codes: torch.Tensor, scales: torc
     )
 
 
+def tokens_of(x: torch.Tensor, columns: int, tile: int) -> int:
+    """Return the tokens of a program: as many of ``columns`` as fill a tile, or the one of a decode step."""
+    return 1 if isinstance(x.shape[2], int) and x.shape[2] == 1 else max(1, tile // columns)
+
+
+def launch(kernel: Any, slot: Any, launcher: Launcher | None) -> None:
+    """Start a kernel of one slot, [B, K, S, D] by ``slot.rows`` tokens; None launches at once."""
+    launcher = launcher or Direct(slot.x.device.type == "cuda")
+    grid = ((slot.x.shape[2] + slot.rows - 1) // slot.rows * slot.x.shape[1], slot.x.shape[0])
+    launcher.kernel(kernel, grid, *slot.operands(), warps=1 if slot.rows == 1 else None, **slot.constants())
+
+
 def converts(device: torch.device) -> bool:
     """Whether a device converts to e4m3 by itself."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -162,11 +174,9 @@ class Rows(NamedTuple):
     @property
     def rows(self) -> int:
         """Tokens of a program: as many as fill a tile, or the one of a decode step."""
-        if isinstance(self.x.shape[2], int) and self.x.shape[2] == 1:
-            return 1
         rule = self.rule
         width = self.x.shape[3] // rule.parts
-        return max(1, TILE // (triton.next_power_of_2(width // rule.group) * triton.next_power_of_2(rule.group)))
+        return tokens_of(self.x, triton.next_power_of_2(width // rule.group) * triton.next_power_of_2(rule.group), TILE)
 
     @property
     def programs(self) -> int:

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import MAGIC, quotient
-from kvcompile.lowering.append.rows import _e4m3, converts
-from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.lowering.append.rows import _e4m3, converts, launch, tokens_of
+from kvcompile.lowering.host.launches import Launcher
 from kvcompile.types import Static
 
 TILE = 4096
@@ -85,9 +85,7 @@ class StaticRows(NamedTuple):
     @property
     def rows(self) -> int:
         """Tokens of a program: as many as fill a tile, or the one of a decode step."""
-        if isinstance(self.x.shape[2], int) and self.x.shape[2] == 1:
-            return 1
-        return max(1, TILE // self.columns)
+        return tokens_of(self.x, self.columns, TILE)
 
     def operands(self) -> tuple[object, ...]:
         """Arguments of the kernel, in their order: whole planes, no views."""
@@ -118,6 +116,4 @@ def fits(slot: StaticRows) -> bool:
 
 def append_static_rows(slot: StaticRows, launcher: Launcher | None = None) -> None:
     """``append_body`` of one slot in one launch; for what ``fits``. None launches at once."""
-    launcher = launcher or Direct(slot.x.device.type == "cuda")
-    grid = ((slot.x.shape[2] + slot.rows - 1) // slot.rows * slot.x.shape[1], slot.x.shape[0])
-    launcher.kernel(append_static, grid, *slot.operands(), warps=1 if slot.rows == 1 else None, **slot.constants())
+    launch(append_static, slot, launcher)

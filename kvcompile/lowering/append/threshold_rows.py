@@ -18,8 +18,8 @@ import triton.language as tl
 
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import in_scales, stored_range
-from kvcompile.lowering.append.rows import places
-from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.lowering.append.rows import launch, places, tokens_of
+from kvcompile.lowering.host.launches import Launcher
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import Bins
 
@@ -92,9 +92,7 @@ class ThresholdRows(NamedTuple):
     @property
     def rows(self) -> int:
         """Tokens of a program: as many as fill a tile, or the one of a decode step."""
-        if isinstance(self.x.shape[2], int) and self.x.shape[2] == 1:
-            return 1
-        return max(1, TILE // self.x.shape[3])
+        return tokens_of(self.x, self.x.shape[3], TILE)
 
     def operands(self) -> tuple[object, ...]:
         """Arguments of the kernel, in their order: whole planes, no views."""
@@ -125,6 +123,4 @@ def fits(slot: ThresholdRows) -> bool:
 
 def append_threshold_rows(slot: ThresholdRows, launcher: Launcher | None = None) -> None:
     """``append_body`` of one slot in one launch; for what ``fits``. None launches at once."""
-    launcher = launcher or Direct(slot.x.device.type == "cuda")
-    grid = ((slot.x.shape[2] + slot.rows - 1) // slot.rows * slot.x.shape[1], slot.x.shape[0])
-    launcher.kernel(append_thresholds, grid, *slot.operands(), warps=1 if slot.rows == 1 else None, **slot.constants())
+    launch(append_thresholds, slot, launcher)
