@@ -91,7 +91,8 @@ def test_a_checkpoint_with_a_tokenizer(
     assert len(int4.answers) == 2 * 2 * 3 and int4.cache_bytes < 0.4 * int4.dense_bytes
     assert {item.path for item in int4.layers} == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
     assert int4.graphs == 3, "a prompt's graph for each length, one for all steps"
-    assert results.machine["versions"]["torch"] == torch.__version__
+    # An installed CUDA build does not say in its package's version what it is a build for.
+    assert results.machine["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert {"results.json", "config.json", "summary.csv", "answers.csv"} <= {path.name for path in out.iterdir()}
     # The uniform model of 400 ids needs log2(400) bits a token, whose bytes are counted.
     assert 1 < results.reference.bits_per_byte < 9
