@@ -128,9 +128,8 @@ def _harm(item: Option) -> str:
     found = item.damage
     assert found is not None
     return (
-        f"KL {found.kl:.2g} nats, same next byte {found.same}/{found.predictions}, answers {found.answers}/{found.questions}, dense "
-        f"{found.of_dense} "
-        f"({found.command}; kvcompile/planner/figures.json)"
+        f"KL {found.kl:.2g} nats, same next byte {found.same}/{found.predictions}, answers {found.answers}/{found.questions} where dense "
+        f"has {found.of_dense} ({found.command}; kvcompile/planner/figures.json)"
     )
 
 

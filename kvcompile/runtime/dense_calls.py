@@ -28,8 +28,8 @@ STAYS_DENSE = "_kvcompile_stays_dense"
 """The attribute of a cache tensor that stays dense: the reason."""
 
 
-def stays_dense(form: CacheForm, call: Call) -> str:
-    """Say why a cache tensor of a call stays dense, "" where it does not."""
+def stays_dense(form: CacheForm, call: Call, remembered: bool) -> str:
+    """Say why a cache tensor of a call stays dense, "" where it does not; ``remembered``: its places are looked at once."""
     tensor = call.args[form.group.argument] if form.group.argument is not None else None
     if not form.kind.filled or not isinstance(tensor, torch.Tensor) or handles.is_handle(tensor):
         return ""
@@ -42,7 +42,8 @@ def stays_dense(form: CacheForm, call: Call) -> str:
         )
     if form.windowed and form.holds_more(tensor, form.prior(tensor, call)):
         why = "its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros"
-        setattr(tensor, STAYS_DENSE, why)
+        if remembered:
+            setattr(tensor, STAYS_DENSE, why)
         return why
     return ""
 
@@ -60,7 +61,8 @@ class DenseCalls:
         ``thawed``: other arguments that the graph writes. Raises Unsupported without a compiler.
         """
         for form in forms:
-            if why := stays_dense(form, call):
+            # A call that is refused may come again with a cache that was emptied.
+            if why := stays_dense(form, call, remembered=self.compile_captured is not None):
                 return self._run(forms, call.args, why, form.group.where, thawed)
         return None
 

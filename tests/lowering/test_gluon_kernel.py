@@ -124,6 +124,7 @@ def test_what_did_not_win_is_told_from_what_has_no_fragments() -> None:
     for pair in (("int8", "int8"), ("fp8", "fp8"), ("kivi(bits=4)", "kivi(bits=4)"), ("int4", "int8")):
         assert not measured(*pair, 128) and cut_of(*pair, 128) == DEFAULT
     assert not measured("int4", "int4", 64) and cut_of("int8", "int8", 256).programs == DEFAULT.programs // 2
+    assert not measured("int4(group=256)", "int4", 256), "groups that heads of 128 do not have"
     with pytest.raises(NoFragments, match="32 tokens"):
         key_plan("kivi(group=16,window=16)", 128, torch.uint8)
     with pytest.raises(NoFragments, match="channels"):

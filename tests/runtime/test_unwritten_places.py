@@ -79,6 +79,10 @@ def test_a_strict_window_refuses_what_lies_behind_its_tokens(less: int) -> None:
         with pytest.raises(Unsupported, match="make it of zeros"):
             compiled(step, torch.tensor([7 - less]))
         assert all(torch.equal(a, b) for a, b in zip(before, module.buffers(), strict=True))
+        for cache in module.buffers():
+            cache.zero_()
+        compiled(prompt, torch.arange(7))
+        assert all(isinstance(cache, kvcompile.CompressedCache) for cache in module.buffers())
 
 
 def test_an_array_sees_what_is_written_to_it() -> None:

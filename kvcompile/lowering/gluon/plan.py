@@ -154,10 +154,10 @@ DEFAULT = Cut(1, 32, 3, 8)
 
 
 @functools.lru_cache(maxsize=128)
-def _kinds(key_scheme: str, value_scheme: str) -> frozenset[tuple[bool, int]]:
+def _kinds(key_scheme: str, value_scheme: str, dim: int) -> frozenset[tuple[bool, int]]:
     """The formats of both slots, as ``MEASURED`` has them."""
     formats = [
-        schemes.parse(text).format(SlotSpec(1, MEASURED_CHANNELS, torch.bfloat16, role))
+        schemes.parse(text).format(SlotSpec(1, dim, torch.bfloat16, role))
         for text, role in ((key_scheme, Role.KEY), (value_scheme, Role.VALUE))
     ]
     return frozenset((fmt.symmetric, fmt.parts) for fmt in formats)
@@ -165,13 +165,13 @@ def _kinds(key_scheme: str, value_scheme: str) -> frozenset[tuple[bool, int]]:
 
 def measured(key_scheme: str, value_scheme: str, dim: int) -> bool:
     """Whether attention over two slots was measured to be faster: both have one of ``MEASURED``'s formats, and heads are as wide."""
-    kinds = _kinds(key_scheme, value_scheme)
+    kinds = _kinds(key_scheme, value_scheme, dim)
     return dim == MEASURED_CHANNELS and len(kinds) == 1 and kinds <= MEASURED.keys()
 
 
 def cut_of(key_scheme: str, value_scheme: str, dim: int) -> Cut:
     """Return how the attention over two slots is cut."""
-    kind, *others = _kinds(key_scheme, value_scheme)
+    kind, *others = _kinds(key_scheme, value_scheme, dim)
     found = DEFAULT if others else MEASURED.get(kind, DEFAULT)
     return found if dim <= MEASURED_CHANNELS else dataclasses.replace(found, programs=-(-found.programs // 2))
 
