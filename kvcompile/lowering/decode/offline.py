@@ -124,7 +124,7 @@ def template(source: str) -> Any:
 
 
 class Definition:
-    """What a template asks about its kernel's arguments: operands, ``OUT``, and the sizes ``named`` of both.
+    """A kernel's arguments, as a template asks for them: operands, ``OUT``, and the sizes ``named`` of both.
 
     As in Inductor nothing is known of an operand ahead of ``def_kernel``.
     """
