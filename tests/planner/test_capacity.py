@@ -112,7 +112,7 @@ def test_equal_damage_takes_fewer_bytes() -> None:
 
 
 def test_what_rounding_does_is_no_damage() -> None:
-    """Of schemes that differ by less than ``dense`` differs from the uncompressed model, in 16 bits, the one with fewer bytes."""
+    """Schemes whose KL differs by less than that of ``dense`` count as equal, and the one with fewer bytes is recommended."""
     damages = {"dense": 2.2e-4, "certified": 2.0e-4, "int8": 4.1e-4, "fp8": 2.7e-3}
     assert recommend([option(label, kl, noise=2.2e-4) for label, kl in damages.items()], ROOMY, Generation.HOPPER, 0.01).scheme == "int8"
     assert recommend([option(label, kl, noise=1e-4) for label, kl in damages.items()], ROOMY, Generation.HOPPER, 0.01).scheme == "dense"

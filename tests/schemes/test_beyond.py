@@ -223,5 +223,3 @@ def test_in_every_form_of_cache(form: str) -> None:
     heads, groups = found[0].heads, found[0].head_dim // plain.channels(found[0].head_dim)
     assert error(site(uniform_table(4, heads, groups))) == wanted
     assert wanted < error(site(random_table(4, heads, groups, 0))) < 1
-
-

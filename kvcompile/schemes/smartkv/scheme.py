@@ -60,7 +60,7 @@ class Scope(enum.Enum):
 
 
 class Tier2(enum.Enum):
-    """Where originals are kept: nowhere, on the device, or in pinned host memory. On a CPU the last two are the same."""
+    """Memory that holds the original tokens: none, the device's, or pinned host memory. On a CPU the last two are the same."""
 
     OFF = "off"
     DEVICE = "device"
