@@ -6,7 +6,8 @@
 
 A step here is one piece of a batch, forward and backward, with Adam and the projection: the source's batch of 32 sequences takes as
 much 32 times, but for the last two. Correctness gate: losses and gradients are finite, and every slot of every layer has a gradient.
-Beside it the same model without quantizers and without gradients, forward only: the least that any training of this kind does.
+Beside it the same model without quantizers, compiled by stock torch.compile: forward and backward to the embeddings, which keeps all
+activations, and forward without gradients, the least that any training of this kind does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 import transformers
 from rich.console import Console
+from turns import turn
 
 from kvcompile.evaluation.machine import machine
 from kvcompile.learning.loss import NextToken
@@ -43,6 +45,7 @@ class Measured:
     layers: int
     tokens: int
     step: float
+    both: float
     forward: float
     weights: int
     peak: int
@@ -98,22 +101,30 @@ def measure(layers: int, given: argparse.Namespace, device: str) -> Measured:
         with torch.no_grad():
             trainer.loss(stock, batch)
 
+    def both() -> None:
+        trainer.loss(stock, batch)[0].backward()
+        model.model.embed_tokens.weight.grad = None
+
     stock = torch.compile(model, dynamic=False) if given.inner == "inductor" else model
-    taken = timed(step, given.steps, device)
+    taken = timed(step, given.steps, device, given.turns)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    forward()
-    return Measured(layers, batch.numel(), taken, timed(forward, given.steps, device), weights, peak, compiling)
+    ahead = timed(forward, given.steps, device, given.turns)
+    model.model.embed_tokens.weight.requires_grad_(True)
+    around = timed(both, given.steps, device, given.turns)
+    return Measured(layers, batch.numel(), taken, around, ahead, weights, peak, compiling)
 
 
-def timed(run: Callable[[], None], count: int, device: str) -> float:
-    """The median of ``count`` runs in seconds."""
+def timed(run: Callable[[], None], count: int, device: str, turns: Path | None) -> float:
+    """The median of ``count`` runs in seconds, behind one that is not counted."""
     found = []
-    for _ in range(count):
-        _sync(device)
-        begun = time.perf_counter()
-        run()
-        _sync(device)
-        found.append(time.perf_counter() - begun)
+    run()
+    with turn(turns):
+        for _ in range(count):
+            _sync(device)
+            begun = time.perf_counter()
+            run()
+            _sync(device)
+            found.append(time.perf_counter() - begun)
     return statistics.median(found)
 
 
@@ -142,6 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scheme", default="beyond")
     parser.add_argument("--memory-budget", type=float, default=1.0)
     parser.add_argument("--inner", choices=[item.value for item in Inner], default=Inner.INDUCTOR.value)
+    parser.add_argument("--turns", type=Path, help="a file by whose lock processes that compile side by side take turns to be timed")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(argv)
@@ -155,8 +167,8 @@ def main(argv: list[str] | None = None) -> int:
         found.append(one)
         say(
             f"{layers} layers, {one.tokens} tokens: step {one.step:.3f} s, {one.tokens / one.step:,.0f} tokens/s, forward without "
-            f"quantizers {one.forward:.3f} s, weights {one.weights / 1e9:.2f} GB, peak {one.peak / 1e9:.2f} GB, "
-            f"first step {one.compiling:.1f} s"
+            f"quantizers {one.forward:.3f} s, forward and backward {one.both:.3f} s, weights {one.weights / 1e9:.2f} GB, "
+            f"peak {one.peak / 1e9:.2f} GB, first step {one.compiling:.1f} s"
         )
     if len(found) > 1 and LAYERS not in given.layers:
         step, peak = reckoned(found[0], found[-1])

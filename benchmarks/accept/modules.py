@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from benchmarks.accept.axes import Case
+from benchmarks.accept.oracles import round_trip
 from benchmarks.accept.subjects import LONG, ROOM, STEPS, Call, wide
 from kvcompile.schemes import Scheme
-from kvcompile.types import Role, SlotSpec
+from kvcompile.types import Role
 
 SUPPORT = Path(__file__).resolve().parents[2] / "tests/support"
 GAIN = 3.0
@@ -163,7 +164,9 @@ class Module:
     def _rounding(self, scheme: Scheme, role: Role) -> Callable[..., torch.Tensor]:
         def hook(module: Any, args: Any, x: torch.Tensor) -> torch.Tensor:
             heads = x.unflatten(-1, (self.model.kv, -1)).transpose(1, 2)
-            back = scheme.decode(scheme.encode(heads), SlotSpec(heads.shape[1], heads.shape[3], x.dtype, role))
-            return back.to(x.dtype).transpose(1, 2).flatten(2)
+            back = round_trip(scheme, heads, role)
+            # Prompts begin at place 0, and steps come behind the first tokens.
+            exact = scheme.sinks if heads.shape[2] > 1 else 0
+            return torch.cat([heads[:, :, :exact], back[:, :, exact:]], 2).transpose(1, 2).flatten(2)
 
         return hook

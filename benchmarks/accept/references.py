@@ -67,7 +67,8 @@ class Verdict:
 
 def reference_of(case: Case) -> Reference:
     """Return what a case is held to."""
-    if case.scheme is Scheme.CERTIFIED:
+    # Whether a layer that keeps its newest tokens can hold first ones is seen graph by graph: a prompt's may be stored, then dense again.
+    if case.scheme is Scheme.CERTIFIED or (case.scheme is Scheme.FIRST and Trait.SLIDING in case.architecture.traits):
         return Reference.BOUNDED
     # What it stores depends on attention, so ``encode`` and ``decode`` are no reference.
     if case.scheme is Scheme.SMARTKV or (case.scheme.windowed and Trait.MODULE in case.architecture.traits):

@@ -23,8 +23,8 @@ class Magnitudes:
     """
 
     counted: bool = False
-    amax: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    histogram: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    amax: torch.Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"))
+    histogram: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
     values: int = 0
     finite: bool = True
 
@@ -33,8 +33,8 @@ class Magnitudes:
         size = tokens_nKD.detach().to(torch.float32).abs()
         heads = size.shape[1]
         if not self.values:
-            self.amax = torch.zeros(heads)
-            self.histogram = torch.zeros(heads, BINS, dtype=torch.int64) if self.counted else self.histogram
+            self.amax = torch.zeros(heads, device="cpu")
+            self.histogram = torch.zeros(heads, BINS, dtype=torch.int64, device="cpu") if self.counted else self.histogram
         if not size.numel():
             return
         self.finite = self.finite and bool(size.isfinite().all())
@@ -50,7 +50,7 @@ class Magnitudes:
         if percentile >= 100:
             return amax
         counts = self.histogram if extent is Extent.HEAD else self.histogram.sum(0, keepdim=True)
-        rank = torch.tensor([math.ceil(percentile * int(row.sum()) / 100 - 1e-6) for row in counts])
+        rank = torch.tensor([math.ceil(percentile * int(row.sum()) / 100 - 1e-6) for row in counts], device="cpu")
         first = torch.searchsorted(counts.cumsum(1), rank[:, None].contiguous())
         edge = ((first + 1) << BITS).to(torch.int32).view(torch.float32).reshape(-1)
         return torch.minimum(edge, amax)

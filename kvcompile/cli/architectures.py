@@ -66,7 +66,7 @@ class Subject:
         from transformers.modeling_outputs import MoEModelOutput
 
         generator = torch.Generator().manual_seed(seed)
-        states = torch.randn(tokens.shape[0], SOURCE_TOKENS, self._encoder_width(), generator=generator)
+        states = torch.randn(tokens.shape[0], SOURCE_TOKENS, self._encoder_width(), generator=generator, device="cpu")
         given: dict[str, Any] = {"decoder_input_ids": tokens, "encoder_outputs": MoEModelOutput(last_hidden_state=states)}
         return given | ({"decoder_attention_mask": mask} if mask is not None else {})
 
@@ -150,4 +150,4 @@ def _stir(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dim() == 1:
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+            parameter.add_(torch.randn(parameter.shape, generator=generator, device="cpu"), alpha=0.05)

@@ -74,7 +74,7 @@ def _hollow(text: str, config: Any, context: int, prompt: int, dtype: torch.dtyp
         raise TargetError(found=text, why=why) from error
     hollow(model)
     inputs = {
-        "input_ids": torch.zeros(1, prompt, dtype=torch.long), "use_cache": True, "logits_to_keep": 1,
+        "input_ids": torch.zeros(1, prompt, dtype=torch.long, device="cpu"), "use_cache": True, "logits_to_keep": 1,
         "past_key_values": StaticCache(config=config, max_cache_len=capacity),
     }
     with torch.no_grad(), quiet():

@@ -139,7 +139,7 @@ def _language_model(text: str, model: Any, options: Options) -> Target:
     model = model.eval().to(options.device)
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(3, vocab - 1), vocab, (1, PROMPT_TOKENS), generator=generator).to(options.device)
+    ids = torch.randint(min(3, vocab - 1), vocab, (1, PROMPT_TOKENS), generator=generator, device="cpu").to(options.device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True}
     if options.cache is CacheKind.STATIC:
         inputs["past_key_values"] = static_cache(model, CAPACITY)

@@ -235,10 +235,10 @@ def run(subject: Subject, call: Callable[..., Any], cache: str, rows: int, setti
     """Prefill and decode; ``compiled`` tells how many graphs there are so far."""
     total = settings.prompt + settings.steps
     generator = torch.Generator().manual_seed(7)
-    words = torch.randint(3, subject.vocabulary, (rows, total), generator=generator)
+    words = torch.randint(3, subject.vocabulary, (rows, total), generator=generator, device="cpu")
     mask = None
     if rows > 1:
-        mask = torch.ones(rows, total, dtype=torch.long)
+        mask = torch.ones(rows, total, dtype=torch.long, device="cpu")
         for row in range(rows):
             mask[row, : PADS[row % len(PADS)]] = 0
     past = subject.static_cache(total + 6) if cache == "static" else subject.dynamic_cache()

@@ -70,7 +70,7 @@ def batches(runs: Sequence[Sequence[int]], tokens: Tokens, rows: int) -> list[di
     """Batches of ``rows`` sequences behind the prefix, whose tokens are no targets; all but the last have as many."""
     made = []
     for at in range(0, len(runs), rows):
-        part = torch.tensor([[*tokens.prefix, *run] for run in runs[at : at + rows]], dtype=torch.int64)
+        part = torch.tensor([[*tokens.prefix, *run] for run in runs[at : at + rows]], dtype=torch.int64, device="cpu")
         mask = torch.ones_like(part, dtype=torch.bool)
         mask[:, : len(tokens.prefix)] = False
         made.append({"input_ids": part, "loss_mask": mask})

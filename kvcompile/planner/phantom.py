@@ -39,7 +39,7 @@ def phantom(like: torch.Tensor) -> torch.Tensor:
     shape, strides = [hint(size) for size in like.shape], [hint(step) for step in like.stride()]
     span = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) if all(shape) else 0
     if not span:
-        return torch.empty(shape, dtype=like.dtype)
+        return torch.empty(shape, dtype=like.dtype, device="cpu")
     return torch.frombuffer(_memory(span * like.dtype.itemsize), dtype=like.dtype, count=span).as_strided(shape, strides)
 
 

@@ -45,7 +45,7 @@ def host_plane(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if not size:
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
-        pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError as error:
         raise HostMemoryFull(expected=size, found=str(error).partition("\n")[0]) from error
     with torch.cuda.device(device):

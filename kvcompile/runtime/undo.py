@@ -61,7 +61,7 @@ class Undo:
                 if state.windowed and (window := store.window) is not None:
                     self._window(window, store.lengths, count)
                 elif state.slots is not None and start + count > state.slots > count:
-                    at = torch.arange(start, start + count) % state.slots
+                    at = torch.arange(start, start + count, device="cpu") % state.slots
                     self.rows += [(plane, taken(plane, at), at.unsqueeze(0)) for plane in store.encoded]
 
     def _window(self, window: torch.Tensor, lengths: torch.Tensor, count: int) -> None:
@@ -70,7 +70,7 @@ class Undo:
         if count >= size:
             self.planes.append((window, window.clone()))
             return
-        at = (held + torch.arange(count)) % size
+        at = (held + torch.arange(count, device="cpu")) % size
         at = at[:, None, :, None].expand(*window.shape[:2], count, window.shape[3])
         self.slots.append((window, window.gather(2, at), at))
 

@@ -36,7 +36,7 @@ class Due(enum.Enum):
 
 def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Return numbers of the host on a device, without a wait for it."""
-    made = torch.tensor(numbers, dtype=dtype)
+    made = torch.tensor(numbers, dtype=dtype, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 

@@ -20,7 +20,7 @@ OFFSET, LARGEST = 0.9677083, 8.0
 def _levels(count: int) -> list[float]:
     """Quantiles above zero in falling order, as float32 in units of the scale."""
     found = [NormalDist().inv_cdf(OFFSET + (0.5 - OFFSET) * step / count) for step in range(count)]
-    return (torch.tensor(found, dtype=torch.float64) * (LARGEST / found[0])).to(torch.float32).tolist()
+    return (torch.tensor(found, dtype=torch.float64, device="cpu") * (LARGEST / found[0])).to(torch.float32).tolist()
 
 
 LEVELS = (*(-level for level in _levels(7)), 0.0, *reversed(_levels(8)))
@@ -46,7 +46,7 @@ class Nf4(Symmetric):
         return Layout((*grown, PlaneSpec("levels", torch.float32, 16, groups, Extent.BATCH, constant=True), *fixed))
 
     def constants(self, slot: SlotSpec) -> dict[str, torch.Tensor]:
-        return {"levels": torch.tensor(LEVELS)}
+        return {"levels": torch.tensor(LEVELS, device="cpu")}
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         return dataclasses.replace(super().format(slot), levels=16)

@@ -49,8 +49,8 @@ class Moment:
     def padding(self, rows: int) -> torch.Tensor:
         """How many tokens on the left of each row are hidden, int64 [rows]."""
         if self.blind:
-            return torch.arange(1, rows + 1) * self.padded // rows
-        return torch.arange(rows) % ((self.padded if self.start > self.padded else 0) + 1)
+            return torch.arange(1, rows + 1, device="cpu") * self.padded // rows
+        return torch.arange(rows, device="cpu") % ((self.padded if self.start > self.padded else 0) + 1)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Arguments:
         if value is None or (value.numel() != 1 and value.shape[-1] != count):
             return False
         rows = value.reshape(-1, value.shape[-1] if value.dim() else 1).to(torch.int64)
-        return torch.equal(rows, (torch.arange(rows.shape[1]) + start).expand(rows.shape))
+        return torch.equal(rows, (torch.arange(rows.shape[1], device="cpu") + start).expand(rows.shape))
 
     # --- sizes of a call --------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Arguments:
         shape, count, keys = self.shape(fake, moment), self.tokens(moment), self.keys(moment)
         start, dtype = moment.start, fake.dtype
         if not shape:
-            return [torch.full((), number, dtype=dtype) for number in (start, start + count, start + count - 1)]
+            return [torch.full((), number, dtype=dtype, device="cpu") for number in (start, start + count, start + count - 1)]
         found: list[torch.Tensor] = []
         wide = shape[-1] == keys and (keys != count or len(shape) > 1 or start == 0) and keys > 1
         if dtype is torch.bool or (dtype.is_floating_point and wide):
@@ -216,46 +216,46 @@ class Arguments:
             example = self.example(index, shape)
             return [*found, *([example] if example is not None else []), self.normal(shape, dtype)]
         if dtype.is_floating_point:
-            where = [(torch.arange(count) + start).expand(shape).to(dtype)] if shape[-1] == count else []
+            where = [(torch.arange(count, device="cpu") + start).expand(shape).to(dtype)] if shape[-1] == count else []
             return [self.normal(shape, dtype), *where]
         if self.pooled and len(shape) == 2 and shape[-1] != count:
-            found.append(torch.randperm(shape[0] * shape[1], generator=self.random).view(shape))
+            found.append(torch.randperm(shape[0] * shape[1], generator=self.random, device="cpu").view(shape))
         if self.part.captured.inputs[index].node not in self.places:
             # Ones where a token counts.
             found += [self.unpadded(shape, moment), self.shown(shape, moment)]
         if shape[-1] == count:
-            found.append((torch.arange(count) + start).expand(shape))
+            found.append((torch.arange(count, device="cpu") + start).expand(shape))
         if shape[0] == count and len(shape) > 1:
-            found.append((torch.arange(count) + start).view(-1, *[1] * (len(shape) - 1)).expand(shape))
+            found.append((torch.arange(count, device="cpu") + start).view(-1, *[1] * (len(shape) - 1)).expand(shape))
         if wide:
             found.append(self.shown(shape, moment).to(dtype))
         if max(shape) == 1 or (len(shape) <= 2 and shape[-1] != keys):
-            found += [torch.full(shape, number) for number in (start, start + count, start + count - 1)]
+            found += [torch.full(shape, number, device="cpu") for number in (start, start + count, start + count - 1)]
         if shape[-1] == keys:
-            found.append(torch.arange(keys).expand(shape))
+            found.append(torch.arange(keys, device="cpu").expand(shape))
         if (example := self.example(index, shape)) is not None:
             found.insert(0 if index not in self.settled and not found else len(found), example)
-        found.append(torch.zeros(shape))
+        found.append(torch.zeros(shape, device="cpu"))
         return [value.to(dtype).clone() for value in found]
 
     def shown(self, shape: tuple[int, ...], moment: Moment) -> torch.Tensor:
         """bool of ``shape`` [..., T]: hides padding on the left and what is not written yet; causal where there is a dim of queries."""
         count, keys, start = self.tokens(moment), shape[-1], moment.start
-        t = torch.arange(keys)
+        t = torch.arange(keys, device="cpu")
         seen = (t < start + count).expand(shape).clone()
         if len(shape) >= 2 and shape[-2] == count and (len(shape) > 2 or count > 1):
-            seen &= t <= start + torch.arange(count)[:, None]
+            seen &= t <= start + torch.arange(count, device="cpu")[:, None]
         if len(shape) >= 2 and (shape[0] > 1 or moment.blind):
             seen &= t >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
         if moment.ahead:
-            seen |= (t >= start + count) & (torch.rand(shape, generator=self.random) < 0.5)
+            seen |= (t >= start + count) & (torch.rand(shape, generator=self.random, device="cpu") < 0.5)
         return seen
 
     def unpadded(self, shape: tuple[int, ...], moment: Moment) -> torch.Tensor:
         """bool of ``shape`` [..., T]: hides padding on the left and nothing else, as masks do that positions are compared beside."""
-        seen = torch.ones(shape, dtype=torch.bool)
+        seen = torch.ones(shape, dtype=torch.bool, device="cpu")
         if len(shape) >= 2 and (shape[0] > 1 or moment.blind):
-            seen &= torch.arange(shape[-1]) >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
+            seen &= torch.arange(shape[-1], device="cpu") >= moment.padding(shape[0]).view(-1, *[1] * (len(shape) - 1))
         return seen
 
     def possible(self, made: list[Any], moment: Moment, strict: bool) -> bool:
@@ -273,7 +273,7 @@ class Arguments:
             # Positions outside of a table, say.
             return False
         count = self.tokens(moment)
-        wanted = torch.arange(moment.start, moment.start + count)
+        wanted = torch.arange(moment.start, moment.start + count, device="cpu")
         if not all(self.in_order(value, wanted) for value in values[: len(self.indices)]):
             return False
         return not strict or all(

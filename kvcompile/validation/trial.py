@@ -121,7 +121,7 @@ class _Session:
         if not {"B", "S"} <= set(roles) or not compared(expected[0], found[0]):
             return False
         both = [item.movedim((roles.index("B"), roles.index("S")), (0, 1)) for item in (expected[0], found[0])]
-        padding = torch.arange(both[0].shape[1]) + moment.start < moment.padding(both[0].shape[0])[:, None]
+        padding = torch.arange(both[0].shape[1], device="cpu") + moment.start < moment.padding(both[0].shape[0])[:, None]
         if difference := compared(both[0][~padding], both[1][~padding]):
             raise NotApart(f"with padding among the new tokens its result {difference}")
         return True
@@ -159,8 +159,8 @@ def compared(expected: Any, found: Any) -> str:
     odd = ~expected.isfinite()
     if not torch.equal(odd, ~found.isfinite()):
         return "is NaN or infinite in other places"
-    error = (expected - found).masked_fill(odd, 0).abs().max() if expected.numel() else torch.zeros(())
-    scale = expected.masked_fill(odd, 0).abs().max().clamp(min=1e-3) if expected.numel() else torch.ones(())
+    error = (expected - found).masked_fill(odd, 0).abs().max() if expected.numel() else torch.zeros((), device="cpu")
+    scale = expected.masked_fill(odd, 0).abs().max().clamp(min=1e-3) if expected.numel() else torch.ones((), device="cpu")
     return f"differs by {float(error / scale):.1e} of its largest value" if float(error) > allowance * float(scale) else ""
 
 

@@ -31,6 +31,26 @@ def names_of(template: str) -> list[str]:
     return [name for _, name, _, _ in string.Formatter().parse(template) if name]
 
 
+FACTORIES = {"tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace", "rand", "randn", "randint", "randperm"}
+
+
+def is_factory(node: ast.AST) -> bool:
+    """Whether a node calls one of torch's functions that make a tensor on the default device."""
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
+        and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+    )
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    """A user's default device must not move what the package makes for itself."""
+    unnamed = [
+        f"{path.relative_to(ROOT)}:{node.lineno}" for path in MODULES for node in ast.walk(ast.parse(path.read_text()))
+        if is_factory(node) and not any(keyword.arg in {"device", None} for keyword in node.keywords)
+    ]
+    assert not unnamed
+
+
 @each_error
 def test_error_says_what_was_expected_and_found_and_what_to_do(error: type[KvcompileError]) -> None:
     facts = {name: f"<{name}>" for name in names_of(error.template)}

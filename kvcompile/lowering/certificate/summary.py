@@ -208,4 +208,5 @@ def quantiles(heads: Sequence[HeadTelemetry], figure: Figure, shares: Sequence[f
     means = [item.telemetry.mean(figure) for item in heads if item.telemetry["head_steps"]]
     if not means:
         return (float("nan"),) * len(shares)
-    return tuple(torch.tensor(means, dtype=torch.float64).quantile(torch.tensor(shares, dtype=torch.float64)).tolist())
+    found, at = (torch.tensor(numbers, dtype=torch.float64, device="cpu") for numbers in (means, shares))
+    return tuple(found.quantile(at).tolist())

@@ -57,7 +57,7 @@ class BitTrick:
     @property
     def bias_bits(self) -> int:
         """The float16 bits of what ``centered`` subtracts, before the power of two."""
-        bias = torch.tensor(self.offset * 2.0**-self.power, dtype=torch.float16)
+        bias = torch.tensor(self.offset * 2.0**-self.power, dtype=torch.float16, device="cpu")
         return int(bias.view(torch.int16).item()) & 0xFFFF
 
     def triton(self, word: str, centered: bool) -> str:
@@ -190,7 +190,7 @@ def find_trick(fmt: KernelFormat, part: int, byte: int) -> BitTrick | None:
     """A trick that equals ``unpack(word, part)`` for all 256 words in byte ``byte``, or None."""
     if fmt.word_dtype.itemsize != 1 or fmt.word_dtype.is_floating_point:
         return None
-    words = torch.arange(256, dtype=torch.int32)
+    words = torch.arange(256, dtype=torch.int32, device="cpu")
     eager = fmt.unpack(words.to(torch.uint8).view(fmt.word_dtype), part).to(torch.float32)
     finite = eager.isfinite()
     # The other byte of the word must not show: it is filled with both extremes.

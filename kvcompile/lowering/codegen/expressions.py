@@ -84,7 +84,7 @@ def trace_unpack(fmt: KernelFormat, part: int) -> tuple[torch.fx.Graph, dict[str
     try:
         graph = torch.fx.Tracer().trace(_unary(fmt, part))
         probe = _Dtypes(torch.fx.GraphModule(torch.nn.Module(), graph))
-        probe.run(torch.zeros(1, dtype=fmt.word_dtype))
+        probe.run(torch.zeros(1, dtype=fmt.word_dtype, device="cpu"))
     except (torch.fx.proxy.TraceError, TypeError, RuntimeError, ValueError) as error:
         raise UnprintableUnpack(found=f"a function that cannot be traced ({error})") from error
     return graph, probe.dtypes

@@ -21,6 +21,6 @@ def unpacks_to_bfloat16(fmt: KernelFormat) -> bool:
         return fmt.word_dtype == torch.bfloat16
     if fmt.word_dtype.itemsize > 1:
         return False
-    words = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.word_dtype)
+    words = torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(fmt.word_dtype)
     values = torch.stack([fmt.unpack(words, part) for part in range(fmt.parts)])
     return torch.equal(values.nan_to_num(), values.nan_to_num().to(torch.bfloat16).to(torch.float32))

@@ -251,7 +251,7 @@ def dot_dtype(fmt: KernelFormat, query: torch.dtype) -> torch.dtype:
     if fmt.segments > 1:
         # Integers of at most eight bits.
         return torch.float16
-    words = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.word_dtype)
+    words = torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(fmt.word_dtype)
     for part in range(fmt.parts):
         values = fmt.unpack(words, part)
         values = values[values.isfinite()]
@@ -352,7 +352,7 @@ def _indices(fmt: KernelFormat) -> bool:
         return False
     if not fmt.scaled or fmt.block > 1 or fmt.norms:
         return False
-    words = torch.randint(0, 1 << (8 * fmt.segments), (4096,), generator=torch.Generator().manual_seed(0))
+    words = torch.randint(0, 1 << (8 * fmt.segments), (4096,), generator=torch.Generator().manual_seed(0), device="cpu")
     given = words.to(fmt.whole_dtype if fmt.segments > 1 else fmt.word_dtype)
     fields = ((words >> (bits * part)) & (fmt.levels - 1) for part in range(fmt.parts))
     return all(torch.equal(fmt.unpack(given, part), field.float()) for part, field in enumerate(fields))

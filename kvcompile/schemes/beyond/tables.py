@@ -21,7 +21,7 @@ from kvcompile.types import Role
 
 def uniform_levels(bits: int) -> torch.Tensor:
     """The levels of plain asymmetric codes, float32 [2^bits], in scales (the source's Eq. 3)."""
-    return torch.arange(2**bits, dtype=torch.float32)
+    return torch.arange(2**bits, dtype=torch.float32, device="cpu")
 
 
 def uniform_thresholds(bits: int) -> torch.Tensor:
@@ -30,9 +30,9 @@ def uniform_thresholds(bits: int) -> torch.Tensor:
     A value on a threshold has the code above it, where rounding to nearest takes the even one of both: behind an even code
     the threshold is the next float32 after the middle, so that codes equal ``round`` in every case.
     """
-    middle = torch.arange(2**bits - 1, dtype=torch.float32) + 0.5
+    middle = torch.arange(2**bits - 1, dtype=torch.float32, device="cpu") + 0.5
     above = torch.nextafter(middle, torch.full_like(middle, float("inf")))
-    return torch.where(torch.arange(2**bits - 1) % 2 == 0, above, middle)
+    return torch.where(torch.arange(2**bits - 1, device="cpu") % 2 == 0, above, middle)
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,7 +120,7 @@ class Calibrated(Scheme):
 
     def guessed(self) -> torch.Tensor:
         """The scale [1] where none was measured."""
-        return stored_scale(torch.tensor([self.amax]), self.qmax, torch.float32)
+        return stored_scale(torch.tensor([self.amax], device="cpu"), self.qmax, torch.float32)
 
     @property
     def word_dtype(self) -> torch.dtype:
