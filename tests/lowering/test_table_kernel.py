@@ -17,7 +17,7 @@ from test_triton_attend import Case, check, config_of, operands, run_kernel
 
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
-from kvcompile.lowering.decode.config import AttendConfig, Tile
+from kvcompile.lowering.decode.config import AttendConfig, Bias, Masks, Tile
 from kvcompile.lowering.decode.tiles import UNASKED, choose_tiles, declared
 from kvcompile.lowering.host.triton_api import built_for
 from kvcompile.lowering.site_kernel import SHARED_MEMORY
@@ -37,7 +37,7 @@ def chosen(case: Case) -> AttendConfig:
     packs = [count if count in {2, 4} else 1 for count in scales]
     base = config_of(
         case.key, value_scheme=case.value, key_dim=case.D, value_dim=case.Dv, dtype=case.dtype, key_scale_pack=packs[0],
-        value_scale_pack=packs[1], group=case.G, one_query=case.S == 1,
+        value_scale_pack=packs[1], group=case.G, one_query=case.S == 1, masks=Masks(lo=case.lo, keep=case.keep, bias=case.bias),
     )
     return choose_tiles(base, case.S * case.G, PAGE, tuned=False, shared_memory=SHARED_MEMORY["sm_90"])[0]
 
@@ -61,6 +61,9 @@ CASES = [
     dataclasses.replace(BASE, B=3), dataclasses.replace(BASE, S=8, lo=True, keep=True),
     dataclasses.replace(BASE, key="beyond(bits=3)", value="beyond(bits=5)", G=2, recent=20, splits=2),
     dataclasses.replace(BASE, key="beyond(group=64)", value="beyond(group=64)", D=256, Dv=256, G=2, T=40),
+    # Tiles of 16 tokens, whose masks are bytes.
+    dataclasses.replace(BASE, key="nf4", value="nf4", D=256, Dv=256, G=2, T=40, keep=True),
+    dataclasses.replace(BASE, key="nf4", value="nf4", D=256, Dv=256, G=2, T=40, bias=Bias.BOOLEAN),
 ]
 
 

@@ -13,7 +13,7 @@ import dataclasses
 from kvcompile.lowering.codegen.paired_values import pair_bytes
 from kvcompile.lowering.codegen.picked_keys import RUN
 from kvcompile.lowering.codegen.shared_tables import plane_bytes
-from kvcompile.lowering.decode.config import AttendConfig, Tile
+from kvcompile.lowering.decode.config import AttendConfig, Bias, Tile
 
 DECODE_ROWS = 32
 """Up to this many rows the tokens lie on the tall side."""
@@ -88,8 +88,12 @@ def _lookup_tiles(base: AttendConfig, rows: int) -> list[Tile]:
     """One warp, since each would look up the same values; as many tokens as its registers hold."""
     block_r = max(8, 1 << (rows - 1).bit_length())
     key, value = dataclasses.replace(base, tile=Tile(16, block_r, True)).plans
-    copies = 2 if key.picked and 2 * rows <= block_r else 1
-    tile = Tile(32 if max(base.key_dim, base.value_dim) <= 128 else 16, block_r, True, 1, 3, copies)
+    block_t = 32 if max(base.key_dim, base.value_dim) <= 128 else 16
+    # Triton takes probabilities that come of joined columns and of bytes of a mask for numbers of 4 bits: an operand of 16 tokens is
+    # then cut as one of 32, and half of the tokens count twice, the others never.
+    cut_wide = block_t < 32 and (base.masks.keep or base.masks.bias is Bias.BOOLEAN)
+    copies = 2 if key.picked and 2 * rows <= block_r and not cut_wide else 1
+    tile = Tile(block_t, block_r, True, 1, 3, copies)
     few = [tile, dataclasses.replace(tile, num_stages=2)]
     return [dataclasses.replace(tile, picked=PICKED), *few] if value.paired and value.bits == 4 else few
 

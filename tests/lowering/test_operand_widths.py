@@ -1,0 +1,27 @@
+"""The law that ``conftest`` holds every compiled kernel to, on one that breaks it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from operand_widths import too_wide
+from test_table_kernel import Case, chosen, launcher
+from test_triton_attend import operands, run_kernel
+
+TILED = Case("nf4", "nf4", D=256, Dv=256, G=2, T=40, splits=1, keep=True)
+OPERAND = "tensor<{m}x{k}xf16, #ttg.dot_op<{{opIdx = {index}, parent = #mma, kWidth = {width}}}>>"
+
+
+@pytest.mark.parametrize(("inner", "width", "narrow"), [(16, 2, True), (16, 4, True), (16, 8, False), (32, 8, True), (32, 16, False)])
+def test_four_threads_share_the_inner_dim(inner: int, width: int, narrow: bool) -> None:
+    left, right = OPERAND.format(m=32, k=inner, index=0, width=width), OPERAND.format(m=inner, k=8, index=1, width=width)
+    assert (not too_wide(f"  %3 = tt.dot %0, %1, %2 : {left} * {right} -> tensor<32x8xf32, #mma>\n")) is narrow
+
+
+@pytest.mark.compile
+def test_two_columns_of_a_row_beside_bytes_of_a_mask_are_noticed() -> None:
+    """What was wrong on the device: half of the tokens of a tile counted twice. If this passes, Triton cuts such operands as they are."""
+    case = dataclasses.replace(TILED, tile=dataclasses.replace(chosen(TILED).tile, copies=2))
+    with pytest.raises(AssertionError, match="kWidth = 8"):
+        run_kernel(case, operands(case), launcher(case.tile), packed=True)
