@@ -18,13 +18,14 @@ from benchmarks.accept import drive, references, stock, traces
 from benchmarks.accept.architectures import ARCHITECTURES
 from benchmarks.accept.axes import AXES, SPREAD, Batch, Caching, Case, Dtype, Family, HeadDim, Mode, Prompt, Scheme, Trait
 from benchmarks.accept.cases import all_cases, by_id, cpu_slice, invalid, pairs, witnesses
-from benchmarks.accept.modules import RECIPES
-from benchmarks.accept.oracles import Oracle
+from benchmarks.accept.modules import RECIPES, Module
+from benchmarks.accept.oracles import Oracle, scheme_of
 from benchmarks.accept.outcomes import Outcome, Result
 from benchmarks.accept.run import ASK, Pool, _Worker
 from benchmarks.accept.subjects import Words
 from benchmarks.accept.table import as_json, markdown, summary
 from kvcompile.schemes import SCHEMES
+from kvcompile.types import Role
 
 CPU = torch.device("cpu")
 FAMILIES = [next(item for item in ARCHITECTURES if item.family is family and Trait.MODULE not in item.traits)
@@ -135,6 +136,22 @@ def test_the_error_of_quantization_is_no_allowance(scheme: Scheme, one_thread: N
     with Oracle(subject.case).on(subject.model):
         codes = traces.uncompiled(subject, requests)
     assert references.verdict_on(subject, requests, traces.Trace(codes)).right
+
+
+@pytest.mark.parametrize("scheme", ["int4-rotated", "int8-sinks"])
+def test_references_of_modules_know_rotation_and_first_tokens(scheme: str) -> None:
+    """Keys [3, S, K * D] behind the reference's hooks: first tokens of a prompt as they are, all others as their codes, turned back."""
+    case = by_id(f"per-row-{scheme}-static-compiled-default-d64-padded-float32")
+    subject = Module.build(case, CPU)
+    request = subject.request(1, 13, 1)
+    plain = subject.model.k(request.x)
+    with subject.rounded(lambda role: scheme_of(case, role)):
+        found = subject.model.k(request.x)
+    exact = scheme_of(case, Role.KEY).sinks
+    assert torch.equal(found[:, :exact], plain[:, :exact])
+    away = (found[:, exact:] - plain[:, exact:]).norm() / plain[:, exact:].norm()
+    # The rounding of four bits and of eight; what is not turned back is 1.4 away.
+    assert 1e-4 < float(away) < 0.15
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
