@@ -19,13 +19,13 @@ from benchmarks.accept.architectures import ARCHITECTURES
 from benchmarks.accept.axes import AXES, SPREAD, Batch, Caching, Case, Dtype, Family, HeadDim, Mode, Prompt, Scheme, Trait
 from benchmarks.accept.cases import all_cases, by_id, cpu_slice, invalid, pairs, witnesses
 from benchmarks.accept.modules import RECIPES, Module
-from benchmarks.accept.oracles import Oracle, scheme_of
+from benchmarks.accept.oracles import Oracle, round_trip, scheme_of
 from benchmarks.accept.outcomes import Outcome, Result
 from benchmarks.accept.run import ASK, Pool, _Worker
 from benchmarks.accept.subjects import Words
 from benchmarks.accept.table import as_json, markdown, summary
 from kvcompile.schemes import SCHEMES
-from kvcompile.types import Role
+from kvcompile.types import Role, SlotSpec
 
 CPU = torch.device("cpu")
 FAMILIES = [next(item for item in ARCHITECTURES if item.family is family and Trait.MODULE not in item.traits)
@@ -147,11 +147,13 @@ def test_references_of_modules_know_rotation_and_first_tokens(scheme: str) -> No
     plain = subject.model.k(request.x)
     with subject.rounded(lambda role: scheme_of(case, role)):
         found = subject.model.k(request.x)
-    exact = scheme_of(case, Role.KEY).sinks
-    assert torch.equal(found[:, :exact], plain[:, :exact])
-    away = (found[:, exact:] - plain[:, exact:]).norm() / plain[:, exact:].norm()
-    # The rounding of four bits and of eight; what is not turned back is 1.4 away.
-    assert 1e-4 < float(away) < 0.15
+    keys = scheme_of(case, Role.KEY)
+    heads = plain.unflatten(-1, (subject.model.kv, -1)).transpose(1, 2)
+    codes = round_trip(keys, heads, Role.KEY)
+    unturned = keys.decode(keys.encode(heads), SlotSpec(heads.shape[1], heads.shape[3], heads.dtype, Role.KEY))
+    assert torch.equal(codes, unturned) is (scheme == "int8-sinks")
+    assert torch.equal(found[:, : keys.sinks], plain[:, : keys.sinks])
+    assert torch.equal(found[:, keys.sinks :], codes.transpose(1, 2).flatten(2)[:, keys.sinks :])
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
