@@ -91,6 +91,14 @@ def test_declared_shared_memory_is_counted(bits: int, dim: int) -> None:
         assert sum(-(-int(size) // 16) * 16 for size in sizes) <= declared(config, config.tile) <= UNASKED
 
 
+@pytest.mark.parametrize(("key", "value"), [("nf4", "beyond(bits=3)"), ("beyond(bits=3)", "nf4")])
+def test_tiles_of_16_tokens_look_up_both_halves_or_none(key: str, value: str) -> None:
+    """Heads of 256 beside heads of 64, whose three bits are decoded one by one: wrong where the others are looked up in such a tile."""
+    for dims in ((256, 64), (64, 256)):
+        config = chosen(dataclasses.replace(BASE, key=key, value=value, D=dims[0], Dv=dims[1], G=2))
+        assert config.tile.block_t >= 32 or not any(plan.elements for plan in config.plans) or all(plan.elements for plan in config.plans)
+
+
 def test_levels_are_not_looked_up_beyond_what_a_launch_may_have() -> None:
     base = config_of("beyond(bits=5)", key_dim=256, value_dim=256)
     (config,) = choose_tiles(base, 2, PAGE, tuned=False, shared_memory=SHARED_MEMORY["sm_90"])
