@@ -13,9 +13,11 @@ TILED = Case("nf4", "nf4", D=256, Dv=256, G=2, T=40, splits=1, keep=True)
 OPERAND = "tensor<{m}x{k}xf16, #ttg.dot_op<{{opIdx = {index}, parent = #mma, kWidth = {width}}}>>"
 
 
+@pytest.mark.parametrize("batch", ["", "1x"])
 @pytest.mark.parametrize(("inner", "width", "narrow"), [(16, 2, True), (16, 4, True), (16, 8, False), (32, 8, True), (32, 16, False)])
-def test_four_threads_share_the_inner_dim(inner: int, width: int, narrow: bool) -> None:
-    left, right = OPERAND.format(m=32, k=inner, index=0, width=width), OPERAND.format(m=inner, k=8, index=1, width=width)
+def test_four_threads_share_the_inner_dim(inner: int, width: int, narrow: bool, batch: str) -> None:
+    left = OPERAND.format(m=f"{batch}16", k=inner, index=0, width=width)
+    right = OPERAND.format(m=f"{batch}{inner}", k=8, index=1, width=width)
     assert (not too_wide(f"  %3 = tt.dot %0, %1, %2 : {left} * {right} -> tensor<32x8xf32, #mma>\n")) is narrow
 
 

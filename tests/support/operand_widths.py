@@ -7,7 +7,8 @@ import re
 LANES = 4
 """Threads that share the inner dim of an operand of the tensor cores."""
 PRODUCT = re.compile(
-    r"tt\.dot .*? : tensor<\d+x(?P<inner>\d+)x\S+ #ttg\.dot_op<\{opIdx = 0, [^>]*?kWidth = (?P<width>\d+)\}>> \* (?P<other>.*?) ->"
+    r"tt\.dot .*? : tensor<(?:\d+x)+(?P<inner>\d+)x[a-z]\S* #ttg\.dot_op<\{opIdx = 0, [^>]*?kWidth = (?P<width>\d+)\}>>"
+    r" \* (?P<other>.*?) ->"
 )
 WIDTH = re.compile(r"kWidth = (\d+)")
 
