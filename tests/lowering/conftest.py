@@ -1,4 +1,4 @@
-"""What every kernel that these tests compile is held to."""
+"""Checks the layouts of every Triton kernel that these tests compile: an operand of a product is no wider than its inner dim."""
 
 from __future__ import annotations
 

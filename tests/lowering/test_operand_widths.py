@@ -1,4 +1,4 @@
-"""The law that ``conftest`` holds every compiled kernel to, on one that breaks it."""
+"""The check that ``conftest`` makes of every compiled kernel notices a kernel that fails it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def test_four_threads_share_the_inner_dim(inner: int, width: int, narrow: bool, 
 
 @pytest.mark.compile
 def test_two_columns_of_a_row_beside_bytes_of_a_mask_are_noticed() -> None:
-    """What was wrong on the device: half of the tokens of a tile counted twice. If this passes, Triton cuts such operands as they are."""
+    """The kernel that counted half of a tile's tokens twice on the GPU fails the check.
+
+    If this test fails, Triton cuts such operands as they are, and tiles of 16 tokens may hold each row twice again.
+    """
     case = dataclasses.replace(TILED, tile=dataclasses.replace(chosen(TILED).tile, copies=2))
     with pytest.raises(AssertionError, match="kWidth = 8"):
         run_kernel(case, operands(case), launcher(case.tile), packed=True)
