@@ -115,9 +115,16 @@ class Variants:
         return self._compiled[variant]
 
     def _compile(self, variant: Variant) -> Code:
+        try:
+            return self._code_of(variant, *self._described(variant))
+        finally:
+            # Whatever looks at the inputs may guard on them: the checks, a kernel's choice, compiling, also where it fails.
+            forget_guards(self.captured, {symbol for _, symbols in self._inputs.values() for symbol in symbols})
+
+    def _code_of(self, variant: Variant, fakes: tuple[Any, ...], symbols: dict[Any, str]) -> Code:
+        """Code of a variant whose inputs are like ``fakes``: that of an equal graph, or compiled now."""
         report, settings, started = self.inner.report, self.inner.settings, time.perf_counter()
         rewritten = self.rewritten(variant)
-        fakes, symbols = self._described(variant)
         mark_inputs(self.captured, rewritten, steady_inputs(self.captured, self.effects))
         if settings.verify:
             verify(rewritten, self.captured, fakes)
@@ -132,7 +139,6 @@ class Variants:
         if code is None:
             with compiling():
                 code = self.inner(rewritten.module, fakes, self.captured.fake_mode, key, replayed=replayed)
-            forget_guards(self.captured, symbols)
             if print_key is not None:
                 self.known[print_key] = code
         report.variants = (*report.variants, variant.value)

@@ -9,6 +9,9 @@ import torch
 from torch._dynamo.utils import counters
 
 import kvcompile
+from kvcompile import variants
+from kvcompile.errors import NotCompiled
+from kvcompile.passes.verify import verify
 from kvcompile.runtime.guards import Expected
 from kvcompile.runtime.handle import CompressedCache
 
@@ -78,3 +81,39 @@ def test_what_is_accepted() -> None:
     assert [name for name, value in refused.items() if expected.accepts(value)] == []
     with torch.inference_mode():
         assert not expected.accepts(torch.zeros(1, 2, 8, 4))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fails", [False, True], ids=["a compiler that compiles", "a compiler that fails"])
+def test_no_guard_on_pages_reaches_dynamo(model: Any, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Whatever looks at the planes may guard on their pages, of which Dynamo knows nothing, whatever comes of it."""
+    seen = []
+
+    def looks(rewritten: Any, captured: Any, fakes: tuple[Any, ...]) -> None:
+        seen.append(bool(fakes[len(rewritten.kept)].shape[0] % 7 == 3))
+        verify(rewritten, captured, fakes)
+
+    monkeypatch.setattr(variants, "verify", looks)
+    if fails:
+        monkeypatch.setattr(variants, "compile_graph", compile_but(variants.compile_graph))
+    owner = kvcompile.backend("int8", inner="aot_eager")
+    compiled = torch.compile(model, backend=owner)
+    ids = torch.randint(0, 64, (1, 24), generator=torch.Generator().manual_seed(1))
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :7], past_key_values=cache)
+        for at in range(7, 12):
+            compiled(ids[:, at : at + 1], past_key_values=cache)
+    assert len(seen) >= 2
+    refused = [str(refusal) for graph in owner.graphs for refusal in graph.refusals]
+    assert any("this compiler fails" in text for text in refused) == fails, refused
+
+
+def compile_but(compile_graph: Any) -> Any:
+    """An inner compiler that fails over codes and compiles what has none."""
+    def compiled(module: Any, *args: Any, **settings: Any) -> Any:
+        if any("kvcompile" in str(node.target) for node in module.graph.nodes):
+            raise NotCompiled(error="this compiler fails")
+        return compile_graph(module, *args, **settings)
+
+    return compiled
