@@ -89,10 +89,6 @@ def _lookup_tiles(base: AttendConfig, rows: int) -> list[Tile]:
     block_r = max(8, 1 << (rows - 1).bit_length())
     key, value = dataclasses.replace(base, tile=Tile(16, block_r, True)).plans
     block_t = 32 if max(base.key_dim, base.value_dim) <= 128 else 16
-    # Beside elements that are decoded one by one, tiles of 16 tokens gave other results than the definition (PTX run in numpy); it is not
-    # known why.
-    if block_t < 32 and (key.elements or value.elements):
-        return []
     # Triton takes probabilities that come of joined columns and of bytes of a mask for numbers of 4 bits: an operand of 16 tokens is
     # then cut as one of 32, and half of the tokens count twice, the others never.
     cut_wide = block_t < 32 and (base.masks.keep or base.masks.bias is Bias.BOOLEAN)
