@@ -100,13 +100,16 @@ CACHEABLE = "unsafe_marked_cacheable_functions"
 """Inductor's option that names functions which AOTAutograd may find in a graph that it caches on disk, and a key for each."""
 
 
-def own_functions(graph: fx.Graph) -> set[str]:
-    """The names of this package's functions that a graph calls: AOTAutograd traces through them, and caches what came of it."""
+def own_functions(graph: fx.Graph) -> tuple[str, ...]:
+    """The names of this package's functions that a graph calls: AOTAutograd traces through them, and caches what came of it.
+
+    In an order that every process has: they are part of the key on disk.
+    """
     targets = {node.target for node in graph.nodes if node.op == "call_function"}
-    return {
+    return tuple(sorted(
         f"{target.__module__}.{target.__name__}" for target in targets
         if not isinstance(target, OpOverload) and str(getattr(target, "__module__", "")).startswith("kvcompile.")
-    }
+    ))
 
 
 def inductor_patches(

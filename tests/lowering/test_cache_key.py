@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -21,7 +22,9 @@ from kvcompile import schemes
 from kvcompile.errors import BadScheme
 from kvcompile.lowering import cache_key
 from kvcompile.lowering.cache_key import PACKAGE, SALTED, CacheKey, sources_hash
-from kvcompile.lowering.compile import inductor_patches
+from kvcompile.lowering.compile import inductor_patches, own_functions
+from kvcompile.lowering.ops import operations
+from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.schemes import Int4
 from kvcompile.settings import Settings
 
@@ -133,6 +136,16 @@ def compiled_step() -> tuple[int, int]:
     with torch.no_grad():
         step(torch.ones(1, 1, 1, 16), torch.tensor([0]))
     return lookups()
+
+
+def test_functions_of_a_graph_have_one_order() -> None:
+    """Their names are part of the key on disk; in the order of a set every second process would compile what another one has."""
+    graph = fx.Graph()
+    bodies = (operations.change_basis_body, append_window_body, operations.append_body, operations.attend_body)
+    for body in bodies:
+        graph.call_function(body)
+    names = [f"{body.__module__}.{body.__name__}" for body in bodies]
+    assert own_functions(graph) == tuple(sorted(names)) != tuple(names)
 
 
 @pytest.mark.compile
