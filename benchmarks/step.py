@@ -100,7 +100,7 @@ def clear() -> None:
 def timed(
     step: Any, steps: int, warm: int, turns: Path | None = None, windows: int = 1, changes: Callable[[], int] = lambda: 0,
 ) -> tuple[list[float], list[bool], float]:
-    """(median ms of each window of steps, whether ``changes`` grew in it, warm-up s); times each step from host to host, its stream drained.
+    """(median ms of each window of steps, whether ``changes`` grew in it, warm-up s); each step from host to host, its stream drained.
 
     Windows lie a second apart: where another process ran a prompt meanwhile, some are slower, and the least is the step's.
     """

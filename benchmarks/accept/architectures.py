@@ -13,7 +13,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *_of(Family.GROUPED, "llama qwen2 qwen3 phi3 granite olmo2 cohere glm"),
     *_of(Family.UNGROUPED, "gpt2 opt gpt_neox phi biogpt"),
     *_of(Family.LATENT, "deepseek_v2 deepseek_v3 glm4_moe_lite", Trait.LATENT, Trait.EXPERTS),
-    *_of(Family.PRODUCTS, "gptj codegen gpt_neo", attention="eager"),
+    *_of(Family.PRODUCTS, "gptj codegen", attention="eager"), *_of(Family.PRODUCTS, "gpt_neo", Trait.FROM_THE_END, attention="eager"),
     *_of(Family.PRODUCTS, "roformer", Trait.NO_STATIC, attention="eager"),
     *_of(Family.PRODUCTS, "xglm", Trait.FLOAT32, attention="eager"),
     *_of(Family.GROUPED_PRODUCTS, "llama stablelm nemotron", attention="eager"),

@@ -64,8 +64,9 @@ def refusal(case: Case) -> str | None:
     traits = case.architecture.traits
     if Trait.CROSS in traits and case.prompt is Prompt.EAGER:
         return "a cache that is only read is stored compressed where a compiled call has filled it"
-    if Trait.SPLIT_STATIC in traits and not case.caching.grows:
-        return Trait.SPLIT_STATIC.value
+    for trait in (Trait.SPLIT_STATIC, Trait.FROM_THE_END):
+        if trait in traits and not case.caching.grows:
+            return trait.value
     if case.scheme.plain:
         return None
     if Trait.SLIDING in traits:
