@@ -65,6 +65,7 @@ def fits(case: Case) -> bool:
     return all(dim % group == 0 for group, dim in groups)
 
 
+@pytest.mark.timeout(300 + 60 * EXAMPLES)
 @given(case=attentions())
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_ptx_of_random_attentions_is_the_body(case: Case) -> None:
