@@ -15,8 +15,8 @@ import triton.language as tl
 from kvcompile.lowering.smartkv.kernels.attend import LIFT, LOG2E, STEP, share_of
 from kvcompile.lowering.smartkv.kernels.tokens import PAGE
 
-CHUNK = tl.constexpr(256)
-"""Tokens of a program, all at once: a multiple of ``STEP``, which has one reference."""
+CHUNK = tl.constexpr(512)
+"""Tokens of a program."""
 ELEMENTS = tl.constexpr(32)
 """Entries of the result that a program merges."""
 
@@ -117,29 +117,27 @@ def finish(
                 lift = tl.where((total > 0) & (total < float("inf")), lift, float("-inf"))
                 lifts, weights = lifts + (lift,), weights + (heads,)
             share = share_of(count, SPLITS)
-            place = begin + tl.arange(0, CHUNK // STEP) * STEP
-            i = place[:, None] + tl.arange(0, STEP)[None, :]
-            ok = i < count
-            slot = tl.where(settled, i, first + i)
-            position = tl.where(settled, tl.load(WHERE + b * first + i, mask=ok & settled, other=0), slot)
-            at = IMPORTANCE + (((position // PAGE) * rows + b).to(tl.int64) * PAGE + position % PAGE) * 2
-            plain, weighted = tl.load(at, mask=ok, other=0.0), tl.load(at + 1, mask=ok, other=0.0)
-            seen = tl.zeros([CHUNK // STEP, STEP], tl.float32)
-            of_split = tl.minimum(place // share, SPLITS - 1)[:, None]
-            head_at = ((b * K + k).to(tl.int64) * slots * (G * S) + g)[None, None, :]
-            for query in tl.static_range(S):
-                reference = tl.load(STATS + rows_at[None, :] + (3 * R + query * G) * SPLITS + of_split, mask=there[None, :], other=0.0)
-                lift = tl.where(reference == float("-inf"), 0.0, reference) + lifts[query][None, :]
-                x = tl.load(
-                    SCORES + head_at + (slot * (G * S))[:, :, None] + query * G, mask=ok[:, :, None] & there[None, None, :],
-                    other=float("-inf"),
-                ).to(tl.float32)
-                given = tl.exp2(x + lift[:, None, :])
-                # NaN is not above 0.
-                given = tl.where(given > 0, given, 0.0)
-                mass = tl.sum(given, 2)
-                seen += mass
-                plain = DECAY * plain + (1 - DECAY) / (K * G) * mass
-                weighted = DECAY * weighted + (1 - DECAY) / (K * G) * tl.sum(given * weights[query][None, None, :], 2)
-            tl.store(at, tl.where(seen > 0, tl.maximum(plain, LEAST), plain), mask=ok)
-            tl.store(at + 1, weighted, mask=ok)
+            for place in range(begin, tl.minimum(begin + CHUNK, count), STEP):
+                i = place + tl.arange(0, STEP)
+                ok = i < count
+                slot = tl.where(settled, i, first + i)
+                position = tl.where(settled, tl.load(WHERE + b * first + i, mask=ok & settled, other=0), slot)
+                at = IMPORTANCE + (((position // PAGE) * rows + b).to(tl.int64) * PAGE + position % PAGE) * 2
+                plain, weighted = tl.load(at, mask=ok, other=0.0), tl.load(at + 1, mask=ok, other=0.0)
+                seen = tl.zeros([STEP], tl.float32)
+                for query in tl.static_range(S):
+                    reference = tl.load(STATS + rows_at + (3 * R + query * G) * SPLITS + place // share, mask=there, other=0.0)
+                    lift = tl.where(reference == float("-inf"), 0.0, reference) + lifts[query]
+                    x = tl.load(
+                        SCORES + (((b * K + k).to(tl.int64) * slots)[None, :] + slot[:, None]) * (G * S) + (query * G + g)[None, :],
+                        mask=ok[:, None] & there[None, :], other=float("-inf"),
+                    ).to(tl.float32)
+                    given = tl.exp2(x + lift[None, :])
+                    # NaN is not above 0.
+                    given = tl.where(given > 0, given, 0.0)
+                    mass = tl.sum(given, 1)
+                    seen += mass
+                    plain = DECAY * plain + (1 - DECAY) / (K * G) * mass
+                    weighted = DECAY * weighted + (1 - DECAY) / (K * G) * tl.sum(given * weights[query][None, :], 1)
+                tl.store(at, tl.where(seen > 0, tl.maximum(plain, LEAST), plain), mask=ok)
+                tl.store(at + 1, weighted, mask=ok)
