@@ -7,6 +7,7 @@ is computed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +17,12 @@ import ptx_words
 from ptx_words import HALVES, LANES, SIGNS, known
 
 LABEL = re.compile(r"^(\$L__BB\d+_\d+):")
-BITS = {"pred": bool, "b8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 SIGNED = {"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64}
 FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 INTEGERS = ("s16", "u16", "b16", "s32", "u32", "b32", "s64", "u64", "b64")
 SIZES = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64}
 WIDTHS = {"%p": "bool_", "%rs": "uint16", "%r": "uint32", "%rd": "uint64"}
-"""What registers hold, by their names."""
+"""The NumPy dtype of a register, by the beginning of its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +145,8 @@ class Translator:
             known(kind, INTEGERS)
             self.assign(guard, ops[0], f"everywhere({a}) {sign} everywhere({b})")
 
-    def op_add(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
-        self._binary(guard, parts, ops, "+")
-
-    def op_sub(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
-        self._binary(guard, parts, ops, "-")
+    op_add = functools.partialmethod(_binary, sign="+")
+    op_sub = functools.partialmethod(_binary, sign="-")
 
     def op_mul(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         if "wide" in parts:
@@ -221,11 +218,8 @@ class Translator:
             known(kind, ("u16", "u32", "u64"))
             self.assign(guard, ops[0], f"np.{name}(everywhere({a}), everywhere({b}))")
 
-    def op_max(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
-        self._extreme(guard, parts, ops, "maximum")
-
-    def op_min(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
-        self._extreme(guard, parts, ops, "minimum")
+    op_max = functools.partialmethod(_extreme, name="maximum")
+    op_min = functools.partialmethod(_extreme, name="minimum")
 
     def op_abs(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         kind = known(parts[-1], SIGNS)
@@ -236,18 +230,13 @@ class Translator:
         a = f"everywhere({literal(ops[1], kind)})"
         self.assign(guard, ops[0], f"{a} ^ SIGNS[{kind!r}]" if kind in SIGNS else f"~{a} + {a}.dtype.type(1)")
 
-    def op_and(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
-        self._bitwise(guard, parts, ops, "&")
-
-    def op_or(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
-        self._bitwise(guard, parts, ops, "|")
-
-    def op_xor(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
-        self._bitwise(guard, parts, ops, "^")
-
     def _bitwise(self, guard: str | None, parts: list[str], ops: list[str], sign: str) -> None:
         a, b = (literal(op, parts[-1]) for op in ops[1:3])
         self.assign(guard, ops[0], f"everywhere({a}) {sign} everywhere({b})")
+
+    op_and = functools.partialmethod(_bitwise, sign="&")
+    op_or = functools.partialmethod(_bitwise, sign="|")
+    op_xor = functools.partialmethod(_bitwise, sign="^")
 
     def op_not(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         self.assign(guard, ops[0], f"~everywhere({literal(ops[1], parts[-1])})")
