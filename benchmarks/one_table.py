@@ -35,7 +35,7 @@ STARTS = 2
 
 
 class Kind(enum.Enum):
-    """What a process measures, and the shapes that ``step.py`` gets for it; starts have none."""
+    """The kind of a measurement. The value lists the shapes that ``step.py`` times; ``START`` runs ``startup.py``, which has no shapes."""
 
     NARROW = "1x32768,1x131072"
     WIDE = "8x32768"
@@ -87,7 +87,7 @@ class Running:
 
 
 def jobs_of(schemes: Sequence[str], held: dict[str, Any]) -> list[Job]:
-    """What is to be measured yet, in the order in which it begins."""
+    """The jobs whose rows ``held`` lacks, in the order in which they start."""
     wanted = [Job(STOCK, Kind.START)]
     wanted += [Job(scheme, kind) for kind in (Kind.NARROW, Kind.WIDE, Kind.START) for scheme in schemes]
     return [job for job in wanted if job.name not in held or len(held[job.name]) < len(job.kind.value.split(","))]

@@ -42,7 +42,7 @@ def attentions(draw: st.DrawFn) -> Case:
     value = key if key in VALUES and draw(st.booleans()) else draw(st.sampled_from(VALUES))
     windowed = any(text.startswith(("kivi", "normed")) for text in (key, value))
     dim = draw(st.sampled_from(WIDE))
-    given: dict[str, Any] = {
+    shape: dict[str, Any] = {
         "D": dim, "Dv": draw(st.sampled_from((dim, dim, dim, *WIDE))), "S": draw(st.sampled_from((1, 1, 1, 2, 5, 8))),
         "B": draw(st.integers(1, 3)), "G": draw(st.sampled_from((1, 2, 3, 4, 7, 8))), "K": draw(st.integers(1, 2)),
         "T": draw(st.sampled_from((8, 40, 65, 100, 130, 200))), "dtype": draw(st.sampled_from((torch.bfloat16, torch.float16))),
@@ -52,10 +52,10 @@ def attentions(draw: st.DrawFn) -> Case:
         "recent": draw(st.sampled_from((0, 20, 40, 100))) if windowed else 0, "rotary": draw(st.sampled_from((0, 0, 0, 32, 64))),
         "interleaved": draw(st.booleans()), "early": draw(st.sampled_from((0, 0, 1, 4, 40))),
     }
-    if given["early"] and not windowed:
-        given["early_at"] = draw(st.sampled_from((0, 3, -2, 10)))
+    if shape["early"] and not windowed:
+        shape["early_at"] = draw(st.sampled_from((0, 3, -2, 10)))
     # What is not encoded has a split of its own.
-    return Case(key, value, splits=draw(st.integers(2 if given["recent"] or given["early"] else 1, 3)), **given)
+    return Case(key, value, splits=draw(st.integers(2 if shape["recent"] or shape["early"] else 1, 3)), **shape)
 
 
 def fits(case: Case) -> bool:
