@@ -1,17 +1,18 @@
 """One table of all schemes, from one run: steps of the 8B shape behind compiled prompts, peak memory, cold and warm starts.
 
-    python benchmarks/one_table.py --json FILE [--seconds 1100] [--schemes "dense;int8;int4"] [--gpus 2] [--lanes 2]
+    python benchmarks/one_table.py --json FILE [--seconds 1100] [--schemes "dense;int8;int4"] [--gpus 0,1] [--lanes 2]
 
 A scheme is a process of ``step.py`` for one row of 32K and of 128K tokens, one for eight rows of 32K, and one of ``startup.py`` beside
 them; each has caches of its own on disk. A GPU has ``--lanes`` places; eight rows, and schemes that keep originals, take all of them.
 Processes of one GPU take turns to be timed. Nothing is begun that has no time to end in ``--seconds``, and what FILE holds already is not
-measured again, so that several runs make one table. Prints it as Markdown.
+measured again, so that several runs make one table; each row names its run, and each run its machine. Prints it as Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import enum
 import json
 import os
@@ -23,6 +24,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from kvcompile.evaluation.machine import machine
 
 HERE = Path(__file__).resolve().parent
 SCHEMES = (
@@ -93,12 +98,12 @@ def jobs_of(schemes: Sequence[str], held: dict[str, Any]) -> list[Job]:
     return [job for job in wanted if job.name not in held or len(held[job.name]) < len(job.kind.value.split(","))]
 
 
-def place(job: Job, running: Sequence[Running], gpus: int, lanes: int) -> int | None:
+def place(job: Job, running: Sequence[Running], gpus: Sequence[int], lanes: int) -> int | None:
     """The GPU with the most free places that has those of a job; None where it must wait."""
     if job.kind is Kind.START:
-        return gpus - 1 if sum(item.job.kind is Kind.START for item in running) < STARTS else None
-    free = [lanes - sum(item.job.lanes(lanes) for item in running if item.gpu == gpu) for gpu in range(gpus)]
-    best = max(range(gpus), key=lambda gpu: free[gpu])
+        return gpus[-1] if sum(item.job.kind is Kind.START for item in running) < STARTS else None
+    free = {gpu: lanes - sum(item.job.lanes(lanes) for item in running if item.gpu == gpu) for gpu in gpus}
+    best = max(gpus, key=lambda gpu: free[gpu])
     return best if free[best] >= job.lanes(lanes) else None
 
 
@@ -108,8 +113,11 @@ class Run:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder, self.begun = options, folder, time.monotonic()
         path = options.json
-        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"commands": [], "rows": {}}
-        self.content["commands"] = [*self.content["commands"], " ".join(sys.argv[1:])]
+        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": [], "rows": {}}
+        self.content["runs"].append({
+            "command": " ".join(sys.argv[1:]), "date": datetime.date.today().isoformat(),
+            "machine": machine("cuda" if torch.cuda.is_available() else "cpu"),
+        })
         self.running: list[Running] = []
 
     @property
@@ -132,7 +140,7 @@ class Run:
     def take(self, item: Running) -> None:
         """Keep the rows of a process that has ended, and what it said last where it has none."""
         found = json.loads(item.into.read_text()) if item.into.exists() else []
-        rows = [row | {"gpu": item.gpu} for row in found]
+        rows = [row | {"gpu": item.gpu, "run": len(self.content["runs"]) - 1} for row in found]
         if rows:
             self.content["rows"][item.job.name] = rows
         else:
@@ -187,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--schemes", default=";".join(SCHEMES), help="separated by semicolons, the most wanted first")
     parser.add_argument("--seconds", type=float, default=1100)
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=lambda text: tuple(map(int, text.split(","))), default=(0,), help="the numbers of cards")
     parser.add_argument("--lanes", type=int, default=2, help="processes of one row side by side on a GPU; one takes up to 45 GB")
     parser.add_argument("--logs", type=Path, help="a folder for logs and caches (default: one that is removed)")
     options = parser.parse_args(argv)

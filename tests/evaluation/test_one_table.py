@@ -19,13 +19,13 @@ def running(*jobs: tuple[Job, int]) -> list[Running]:
 
 def test_eight_rows_have_a_gpu_to_themselves() -> None:
     narrow, wide, start = (Job("int4", kind) for kind in (Kind.NARROW, Kind.WIDE, Kind.START))
-    assert place(narrow, running((narrow, 0)), gpus=1, lanes=2) == 0
-    assert place(wide, running((narrow, 0)), gpus=1, lanes=2) is None
-    assert place(wide, running((narrow, 0)), gpus=2, lanes=2) == 1
-    assert place(narrow, running((wide, 0)), gpus=1, lanes=2) is None
-    assert place(Job("certified", Kind.NARROW), running((narrow, 0)), gpus=1, lanes=2) is None
-    assert place(start, running((wide, 0), (start, 0)), gpus=1, lanes=2) == 0
-    assert place(start, running((start, 0), (start, 0)), gpus=1, lanes=2) is None
+    assert place(narrow, running((narrow, 0)), gpus=(0,), lanes=2) == 0
+    assert place(wide, running((narrow, 0)), gpus=(0,), lanes=2) is None
+    assert place(wide, running((narrow, 0)), gpus=(0, 1), lanes=2) == 1
+    assert place(narrow, running((wide, 0)), gpus=(0,), lanes=2) is None
+    assert place(Job("certified", Kind.NARROW), running((narrow, 0)), gpus=(0,), lanes=2) is None
+    assert place(start, running((wide, 0), (start, 0)), gpus=(0,), lanes=2) == 0
+    assert place(start, running((start, 0), (start, 0)), gpus=(0,), lanes=2) is None
 
 
 def test_what_is_held_is_not_measured_again() -> None:
@@ -52,6 +52,9 @@ def test_rows_are_kept_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "broken, start: nothing measured, status -2" in said
     held = json.loads(path.read_text())["rows"]
     assert set(held) == {"stockstart", "int4narrow", "int4wide", "int4start"}
+    runs = json.loads(path.read_text())["runs"]
+    assert [row["run"] for rows in held.values() for row in rows] == [0] * 4
+    assert "torch" in runs[0]["machine"]["versions"]
     monkeypatch.setattr(Kind, "least", 1e9)
     assert main(["--json", str(path), "--schemes", "int4;fp8", "--seconds", "6"]) == 0
     assert set(json.loads(path.read_text())["rows"]) == set(held), "nothing is begun that has no time to end"
