@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
+import datetime as dt
 import enum
 import json
 import os
@@ -115,7 +115,7 @@ class Run:
         path = options.json
         self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": [], "rows": {}}
         self.content["runs"].append({
-            "command": " ".join(sys.argv[1:]), "date": datetime.date.today().isoformat(),
+            "command": " ".join(sys.argv[1:]), "date": dt.date.today().isoformat(),
             "machine": machine("cuda" if torch.cuda.is_available() else "cpu"),
         })
         self.running: list[Running] = []

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hopper import compiled_for_hopper
 from interpreted import interpreted
+from launched import OnPtx
 from test_smartkv_attend import Case, masks
 from test_triton_attend import allow_ranges_over_scalars
 from torch._subclasses import FakeTensorMode
 
-from kvcompile.lowering.host.launches import Direct, KernelLaunch, OnlyRoom, Recorder
+from kvcompile.lowering.host.launches import Direct, KernelLaunch, Launcher, OnlyRoom, Recorder
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.smartkv import decode_step
 from kvcompile.lowering.smartkv.attend import attend_by_definition, smartkv_attend
@@ -46,7 +47,7 @@ def body(step: Step) -> tuple[torch.Tensor, Step]:
     return attend_by_definition(after), after
 
 
-def differences(step: Step, launcher: Direct | None = None) -> dict[str, float]:
+def differences(step: Step, launcher: Launcher | None = None) -> dict[str, float]:
     """The largest differences of result and planes between kernels and body, after two steps; NaN where only one is NaN."""
     launcher = launcher or Direct(cuda=step.attend.q.is_cuda)
     expected, after = body(step)
@@ -132,6 +133,16 @@ def recorded(scheme: Smartkv, dtype: torch.dtype, D: int, queries: int = 1, keep
             step_by_kernels(recorder, step)
     assert all(isinstance(launch, KernelLaunch) for launch in recorder.steps)
     return recorder.steps  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("keys", "values", "queries", "heads"), [("4", "4", 1, 4), ("3", "2", 1, 4), ("8", "4", 3, 2)])
+def test_ptx_gives_what_the_body_gives(keys: str, values: str, queries: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter does not see: codes as float16 numbers, scores of two rows in one word, or of an odd number of rows."""
+    monkeypatch.setattr(decode_step, "PROGRAMS", 12)
+    case = Case(queries, Smartkv(keys=keys, values=values), heads=heads)
+    case.q = case.q.half()
+    found = differences(step_of(case), OnPtx())
+    assert all(value <= 2e-3 for value in found.values()), found
 
 
 @pytest.mark.parametrize(("scheme", "dtype", "D", "queries"), [

@@ -8,9 +8,11 @@ from typing import Any
 
 import ptx
 import torch
+from hopper import compiled_for_hopper
 
 from kvcompile.lowering.gluon.launch import Launch
 from kvcompile.lowering.host.gluon_api import compile_for
+from kvcompile.lowering.host.launches import KernelLaunch
 
 POINTERS = {
     torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16",
@@ -57,3 +59,26 @@ def run_launch(launch: Launch) -> None:
     for name, tensor in tensors.items():
         if tensor.is_contiguous():
             tensor.copy_(memory.read(name, tensor))
+
+
+class OnPtx:
+    """A launcher that runs Triton kernels as the PTX that they are on Hopper, in numpy."""
+
+    cuda = True
+
+    def kernel(self, kernel: Any, grid: tuple[Any, ...], *operands: Any, warps: int | None = None, **constants: Any) -> None:
+        """Run all programs of a kernel; contiguous operands hold afterwards what was written."""
+        arguments = {**dict(zip(kernel.arg_names, operands, strict=False)), **constants}
+        launch = KernelLaunch(kernel, (*grid, 1, 1)[:3], {name: arguments[name] for name in kernel.arg_names}, warps or 4)
+        made = compiled_for_hopper(launch, aligned=True)
+        tensors = {name: item for name, item in launch.arguments.items() if isinstance(item, torch.Tensor)}
+        memory = ptx.Memory(tensors)
+        bits = [memory.address(name) if name in tensors else item for name, item in launch.arguments.items() if name not in constants]
+        ptx.run(ptx.translate(made.asm["ptx"]), made.metadata.shared, warps or 4, launch.grid, memory, bits)
+        for name, tensor in tensors.items():
+            if tensor.is_contiguous():
+                tensor.copy_(memory.read(name, tensor))
+
+    def operator(self, target: Any, *operands: Any) -> None:
+        """Run an operator."""
+        target(*operands)

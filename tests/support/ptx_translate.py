@@ -365,15 +365,19 @@ class Translator:
     def op_ld(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         kind = SIZES[re.sub(r"\D", "", parts[-1])].__name__
         if parts[1] == "param":
-            self.assign(guard, ops[0], f"np.full(LANES, w.params[{ops[1].strip('[]')!r}], np.{kind})")
+            self._loaded(guard, ops[0], parts[-1], kind, f"np.full(LANES, w.params[{ops[1].strip('[]')!r}], np.{kind})")
             return
         targets = self._vector(ops[0])
         space = "shared" if "shared" in parts[1] else "global"
         self.lines.append(f"found = w.load({space!r}, {self._address(ops[1])}, np.{kind}, {len(targets)}, {self._mask(guard)})")
         for index, target in enumerate(targets):
-            width = WIDTHS.get(target.rstrip("0123456789"), kind)
-            signed = f".view(np.{kind[1:]}).astype(np.{width[1:]})" if parts[-1] in SIGNED else ""
-            self.assign(guard, target, f"found[{index}]{signed}.astype(np.{width})")
+            self._loaded(guard, target, parts[-1], kind, f"found[{index}]")
+
+    def _loaded(self, guard: str | None, target: str, spelled: str, kind: str, value: str) -> None:
+        """A value of ``kind`` in its register, which may be wider: signs are extended."""
+        width = WIDTHS.get(target.rstrip("0123456789"), kind)
+        signed = f".view(np.{kind[1:]}).astype(np.{width[1:]})" if spelled in SIGNED else ""
+        self.assign(guard, target, f"{value}{signed}.astype(np.{width})")
 
     def op_st(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         kind = SIZES[re.sub(r"\D", "", parts[-1])].__name__

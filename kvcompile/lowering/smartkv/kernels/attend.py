@@ -137,6 +137,13 @@ def _masked(x, position, ok, rows, b, masks, HAS_LO: tl.constexpr, HAS_KEEP: tl.
 
 
 @triton.jit
+def _pairs(x):
+    """Float32 [tokens, rows] as float16, two rows in 32 bits: [tokens, rows / 2]."""
+    low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $2;", "=r,r,r", [high, low], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _attended(
     state, query, keys, values, places, rows, b, masks, SCORES, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, ROWS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, IN_FRAME: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
@@ -175,16 +182,35 @@ def _attended(
         key_at, value_at = pointers(key_words, key_rest, KEY_BITS, C), pointers(value_words, value_rest, VALUE_BITS, C)
         in_upper_k, in_upper_v = tl.broadcast_to(second[None, :], [TILE, COLUMNS]), tl.broadcast_to(second[:, None], [COLUMNS, TILE])
         key_scale_at, value_scale_at = keys[1] + number, values[1] + number
-        score_at = SCORES + i[:, None] * ROWS + r[None, :]
+        score_at = SCORES + first * ROWS
+        if PACKED and ROWS % 2 == 0:
+            # What holds two rows' scores side by side is in one thread behind the products, and stays there.
+            pair = tl.arange(0, R // 2) ^ (stop >> 31)
+            score_at = score_at.to(tl.pointer_type(tl.uint32))
+            score_to = tl.arange(0, TILE)[:, None] * (ROWS // 2) + pair[None, :]
+            score_in = pair < ROWS // 2
+        else:
+            score_to = tl.arange(0, TILE)[:, None] * ROWS + r[None, :]
+            score_in = there
+        score_step: tl.constexpr = TILE * ROWS // 2 if PACKED and ROWS % 2 == 0 else TILE * ROWS
         position_at = where + i
+        # Two bytes a thread are too few for asynchronous copies: scales come a tile ahead.
+        next_key_scale = tl.load(key_scale_at, mask=i < stop, other=0.0)
+        next_value_scale = tl.load(value_scale_at, mask=i < stop, other=0.0)
         for t in tl.range(first, stop, TILE, num_stages=STAGES):
             i = t + tl.arange(0, TILE)
             ok = i < stop
             in_keys, in_values = ok[:, None], ok[None, :]
             if C != COLUMNS:
                 in_keys, in_values = in_keys & (column < C)[None, :], in_values & (column < C)[:, None]
-            key_scale = tl.load(key_scale_at, mask=ok, other=0.0).to(tl.float32)
-            value_scale = tl.load(value_scale_at, mask=ok, other=0.0).to(tl.float32)
+            step = begin * 0 + TILE
+            if not SETTLED:
+                # From the first half of a page to the second one, and on to the next page.
+                step = tl.where(t // TILE % 2 == 0, step, whole - TILE)
+            key_scale, value_scale = next_key_scale.to(tl.float32), next_value_scale.to(tl.float32)
+            key_scale_at, value_scale_at = key_scale_at + step, value_scale_at + step
+            next_key_scale = tl.load(key_scale_at, mask=i + TILE < stop, other=0.0)
+            next_value_scale = tl.load(value_scale_at, mask=i + TILE < stop, other=0.0)
             if SETTLED:
                 position = tl.load(position_at, mask=ok & asks, other=0)
             else:
@@ -207,7 +233,12 @@ def _attended(
             reference = tl.where(reference == float("-inf"), high, reference)
             less = tl.where(reference == float("-inf"), 0.0, reference)
             if TELLS:
-                tl.store(score_at, (x - less[None, :]).to(SCORES.dtype.element_ty), mask=ok[:, None] & there[None, :])
+                told = x - less[None, :]
+                if PACKED and ROWS % 2 == 0:
+                    told = _pairs(told)
+                else:
+                    told = told.to(SCORES.dtype.element_ty)
+                tl.store(score_at + score_to, told, mask=ok[:, None] & score_in[None, :])
 
             # What no row sees may be anything, and 0 * NaN is NaN.
             if HAS_LO or HAS_KEEP or BIAS_KIND > 0:
@@ -227,12 +258,8 @@ def _attended(
                 codes = field(words[run], VALUE_BITS, run, True, PACKED, DOT)
                 found = found + (tl.dot(codes, weight, sums[run] * fewer[None, :], input_precision="ieee"),)
             sums, top, total, peak = found, higher, total * fewer + tl.sum(share, 0), tl.maximum(peak, high)
-            step = begin * 0 + TILE
-            if not SETTLED:
-                # From the first half of a page to the second one, and on to the next page.
-                step = tl.where(t // TILE % 2 == 0, step, whole - TILE)
             key_at, value_at = advanced(key_at, step, KEY_BITS, C), advanced(value_at, step, VALUE_BITS, C)
-            key_scale_at, value_scale_at, score_at = key_scale_at + step, value_scale_at + step, score_at + TILE * ROWS
+            score_at += score_step
             position_at += TILE
         state = _rescaled(sums, VALUE_BITS, True, PACKED), top, total, peak, reference
     return state
