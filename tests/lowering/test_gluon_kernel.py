@@ -44,6 +44,9 @@ CASES = [
     case_of("kivi", recent=33, T=300), case_of("kivi", recent=36, T=20), case_of("kivi", recent=33, magnitude=5000.0),
     case_of("kivi", recent=33, magnitude=1e-3), case_of("kivi", recent=33, equal=True),
     case_of("kivi", T=300, recent=40, B=2, K=1, shares=2, dtype=torch.float16),
+    # Padding in front: in some splits, all of a row but its newest token, none of a row but a few tokens of its middle.
+    case_of("int4", T=900, B=2, K=1, fronts=(899, 100)), case_of("int4", T=900, B=2, K=1, fronts=(0, 0)),
+    case_of("kivi", T=900, B=2, K=1, recent=33, fronts=(520, 20)),
     # What is served on demand: codes that gained little, slots of two formats, other widths.
     case_of("int8", T=300), case_of("int8", magnitude=5000.0), case_of("fp8", T=300, B=2, K=1, lo=True, keep=True, G=7),
     case_of("fp8", outlier=True), case_of("kivi(bits=4)", T=300, recent=33, D=256, Dv=256), case_of("int8", value="int4", D=64, Dv=64),

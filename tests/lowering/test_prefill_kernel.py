@@ -129,7 +129,7 @@ def windowed(case: Case, seed: int = 0) -> dict[str, Any]:
     keep = torch.rand(case.B, case.T + 3, generator=g) > 0.3 if case.keep else None
     if keep is not None:
         keep[:, :9] = False
-        poison_rejected([p for p in keys if p.shape[3] == 64], values, keep)
+        poison_rejected([p for p in keys if p.shape[3] == 64], values, 9)
     return dict(
         q=randn(case.B, case.S, case.K * case.G, case.D).transpose(1, 2) / case.magnitude, keys=keys, values=values, hi=hi,
         lo=(hi - 66) if case.lo else None, keep=keep, bias=None, sinks=None, key_scheme=schemes.parse(case.key).of(Role.KEY).spell(),

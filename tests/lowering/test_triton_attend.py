@@ -19,7 +19,7 @@ from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.asymmetric import UNPACK
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role, SlotSpec, pages_for
 
-SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "lookup", "beyond", "int8-static", "fp8-static", "early", "normed")
+SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "lookup", "beyond", "int8-static", "fp8-static", "early", "normed", "padded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     lo: bool = False
     keep: bool = False
+    fronts: tuple[int, ...] = ()
     bias: Bias = Bias.NONE
     sinks: bool = False
     softcap: float = 0.0
@@ -99,8 +100,8 @@ def cases(scheme: str) -> list[Case]:
         return asymmetric_cases(scheme)
     if scheme == "beyond":
         return tabled_cases()
-    if scheme in {"early", "normed"}:
-        return early_cases() if scheme == "early" else normed_cases()
+    if scheme in OPTIONS:
+        return OPTIONS[scheme]()
     base = Case(scheme, scheme)
     wide = Tile(block_t=128, block_r=16, tokens_first=False)
     found = [dataclasses.replace(base, T=T, B=B) for T, B in ((1, 1), (63, 3), (64, 1), (200, 3))]
@@ -225,6 +226,25 @@ def normed_cases() -> list[Case]:
     ]
 
 
+def padded_cases() -> list[Case]:
+    """Padding in front of rows, where tiles that hide nothing have a loop of their own: whole splits of it, all of a row, or none."""
+    fine = Tile(block_t=32)
+    kivi = Case("kivi", "kivi", T=300, B=2, fronts=(170, 33), recent=40, tile=fine)
+    return [
+        kivi, dataclasses.replace(kivi, fronts=(0, 999)), dataclasses.replace(kivi, S=4, fronts=(64, 1)),
+        dataclasses.replace(kivi, S=20, fronts=(64, 1), tile=Tile(32, 32, False)), dataclasses.replace(kivi, splits=9, T=600, fronts=(500, 0)),
+        dataclasses.replace(kivi, key="normed", fronts=(5, 290)), dataclasses.replace(kivi, T=40, fronts=(7, 0)),
+        *(dataclasses.replace(kivi, early=early, fronts=(90, 3)) for early in (4, 50)),
+        Case("nf4", "beyond", T=300, B=2, fronts=(100, 201), tile=fine), Case("nf4", "nf4", T=300, B=2, fronts=(250, 0), splits=1, tile=fine),
+        Case("nf4", "beyond", T=200, B=2, fronts=(60, 60), early=5, early_at=60, tile=fine),
+        Case("nf4", "nf4", T=600, B=3, fronts=(1, 100, 0), splits=9, shares=2, tile=fine),
+    ]
+
+
+OPTIONS = {"early": early_cases, "normed": normed_cases, "padded": padded_cases}
+"""Cases of what schemes share, by their names among the schemes."""
+
+
 def encoded(name: str, x: torch.Tensor, role: Role, generator: torch.Generator) -> list[torch.Tensor]:
     """Rows [B, K, n, width] of every plane for whole pages of tokens x, and its tables or static scales."""
     made = schemes.parse(name)
@@ -294,10 +314,16 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
         hi[-1] = -1
     lo = (hi - 66) if case.lo else None
     keep = torch.rand(case.B, case.T + 3, generator=g) > 0.3 if case.keep else None
-    if keep is not None:
+    if case.fronts:
+        # Padding in front, and a few tokens that are hidden behind the middle of the second row.
+        keep = torch.arange(case.T + 3)[None] >= torch.tensor(case.fronts)[:, None]
+        keep[1, case.T // 2 : case.T // 2 + 3] = False
+    elif keep is not None:
         keep[:, :9] = False
-        poison_rejected(keys, values, keep)
-        poison_codes(case, keys, values)
+    if keep is not None:
+        unseen = int((keep.cumsum(1) == 0).all(0).sum().clamp(max=9))
+        poison_rejected(keys, values, unseen)
+        poison_codes(case, unseen, keys, values)
     bias = None
     if case.bias is Bias.ADDED:
         bias = torch.randn(case.B, 1, case.S, case.T, generator=g).to(case.dtype)
@@ -335,19 +361,19 @@ def poison_first(early_at: torch.Tensor | None, count: int, *stores: list[torch.
                         plane[t // PAGE, row, :, t % PAGE] = float("nan")
 
 
-def poison_rejected(keys: list[torch.Tensor], values: list[torch.Tensor], keep: torch.Tensor) -> None:
-    """NaN in every float plane at the first, never kept, tokens."""
+def poison_rejected(keys: list[torch.Tensor], values: list[torch.Tensor], unseen: int) -> None:
+    """NaN in every float plane at the first tokens, which no row keeps."""
     for plane in (*keys, *values):
         if plane.dtype.is_floating_point and plane.shape[3] == keys[0].shape[3]:
-            plane[0, :, :, :9] = float("nan")
+            plane[0, :, :, :unseen] = float("nan")
 
 
-def poison_codes(case: Case, *stores: list[torch.Tensor]) -> None:
-    """The code of NaN at the first, never kept, tokens of schemes whose codes hold it."""
+def poison_codes(case: Case, unseen: int, *stores: list[torch.Tensor]) -> None:
+    """The code of NaN at the first tokens, which no row keeps, of schemes whose codes hold it."""
     for name, planes in zip((case.key, case.value), stores, strict=True):
         scheme = schemes.parse(name)
         if scheme.format(SlotSpec(case.K, case.D, case.dtype, Role.KEY)).static:
-            planes[0][0, :, :, :9] = scheme.spoiled(1, 1)[0][0, 0, 0, 0]
+            planes[0][0, :, :, :unseen] = scheme.spoiled(1, 1)[0][0, 0, 0, 0]
 
 
 def scale_pack(planes: list[torch.Tensor], fmt: KernelFormat) -> int:
@@ -362,7 +388,7 @@ def run_kernel(
     """The rendered kernel, launched by ``launch`` (kernel, grid, tensors) or as Triton does it, and a merge in eager torch."""
     q, keys, values = args["q"], args["keys"], args["values"]
     masks = Masks(
-        lo=case.lo, keep=case.keep, bias=case.bias, sinks=case.sinks, bias_per_head=case.bias is Bias.BOOLEAN,
+        lo=case.lo, keep=case.keep or bool(case.fronts), bias=case.bias, sinks=case.sinks, bias_per_head=case.bias is Bias.BOOLEAN,
         bias_per_query=case.bias is Bias.ADDED,
     )
     formats = [
@@ -464,7 +490,7 @@ def compare_nan() -> None:
     """A query of NaN, which a rewritten graph makes of one that sees places behind its store, gives NaN, and others what they gave."""
     allow_ranges_over_scalars()
     for scheme in SCHEMES:
-        tabled = scheme in {"kivi", "lookup", "beyond", "early", "normed"}
+        tabled = scheme in {"kivi", "lookup", "beyond", "early", "normed", "padded"}
         case = dataclasses.replace(cases(scheme)[0] if tabled else Case(scheme, scheme), B=2, T=100)
         args = operands(case)
         plain = run_kernel(case, args)

@@ -44,6 +44,19 @@ def tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity
 
 
 @gluon.jit
+def behind_hidden(KEEP, first, stop, WARPS: gl.constexpr):
+    """The token behind the last one of ``first`` to ``stop`` - 1 that a row's mask KEEP hides; 0 where it hides none."""
+    SIZE: gl.constexpr = 512 * WARPS
+    layout: gl.constexpr = gl.BlockedLayout([16], [32], [WARPS], [0])
+    last = gl.full([SIZE], -1, gl.int32, layout=layout)
+    for begin in range(first, stop, SIZE):
+        token = begin + gl.arange(0, SIZE, layout=layout)
+        kept = gl.load(KEEP + token, mask=token < stop, other=1) != 0
+        last = gl.maximum(last, gl.where(kept, -1, token))
+    return gl.max(last, 0) + 1
+
+
+@gluon.jit
 def extent(
     HI, LO, BASE, batch_row, start, stop, batch, hi_batch, lo_batch, base_batch, capacity, splits, shares, WARPS: gl.constexpr,
     C: gl.constexpr,

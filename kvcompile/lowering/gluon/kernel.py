@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from kvcompile.lowering.gluon.extent import extent, visible
+from kvcompile.lowering.gluon.extent import behind_hidden, extent, visible
 from kvcompile.lowering.gluon.layouts import (
     by_thread,
     key_scales,
@@ -101,6 +101,11 @@ def attend(
         if begin + ahead < end:
             fetch(ahead, first + (begin + ahead) * size, pair, pages, planes, rings, KEY, VALUE, C)
         async_copy.commit_group()
+    # Padding is in front: tiles behind the last token that is hidden mask nothing.
+    clear = start
+    if C.keep:
+        hidden = behind_hidden(KEEP + batch_row * keep_batch, first + begin * size, gl.minimum(first + end * size, until), C.warps)
+        clear = gl.maximum(start, hidden)
     qs, shrunk = queries_of(Q, q_head, KEY, C)
     scale = shrunk * (scale * 2.0 ** KEY.unit)
     starts = ()
@@ -139,7 +144,7 @@ def attend(
             scores = scaled_scores(words, taken_apart(scales, KEY.scales), qs, starts, KEY, C)
         within: gl.constexpr = value_scales(C.warps, C.tokens, VALUE.halves, VALUE.sets)
         form: gl.constexpr = [C.warps, C.tokens, VALUE.halves, VALUE.sets]
-        if C.keep or (t0 + size > until) or (t0 < start):
+        if (t0 + size > until) or (t0 < clear):
             token = first_tokens(t0, C.warps, C.tokens)[:, None] + row[None, :]
             valid = (token >= start) & (token < until)
             if C.keep:

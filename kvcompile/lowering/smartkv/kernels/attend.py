@@ -92,15 +92,16 @@ def _operands(runs, BITS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr)
     """Queries as codes of BITS multiply them, in DOT, and what each row's products have too much."""
     POWERS: tl.constexpr = POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2
     found = ()
-    excess = tl.zeros([runs[0].shape[1]], tl.float32)
+    together = tl.zeros([16, runs[0].shape[1]], tl.float32)
     for run in tl.static_range(8):
         if PACKED:
             q = (runs[run] * 2.0 ** -((POWERS >> (4 * run)) & 15)).to(DOT)
-            excess += tl.sum(q.to(tl.float32), 0) * 2.0 ** (BITS - 25 + ((POWERS >> (4 * run)) & 15))
+            ones = tl.full([16, q.shape[0]], 2.0 ** (BITS - 25 + ((POWERS >> (4 * run)) & 15)), DOT)
+            together = tl.dot(ones, q, together)
         else:
             q = runs[run].to(DOT)
         found = found + (q,)
-    return found, excess
+    return found, tl.max(together, 0)
 
 
 @triton.jit
