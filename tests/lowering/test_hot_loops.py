@@ -40,7 +40,7 @@ def waits(body: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("scheme", ["dense", "int4", "kivi", "kivi(bits=4)", "normed", "nf4", "beyond"])
+@pytest.mark.parametrize("scheme", ["dense", "int4", "int4(group=64)", "kivi", "kivi(bits=4)", "normed", "nf4", "beyond"])
 def test_no_load_of_a_whole_tile_is_waited_for(scheme: str, dim: int) -> None:
     """The first loop is that of tiles which every row sees whole, where there are two."""
     case = dataclasses.replace(BASE, key=scheme, value=scheme, D=dim, Dv=dim, G=4)

@@ -232,10 +232,12 @@ def padded_cases() -> list[Case]:
     kivi = Case("kivi", "kivi", T=300, B=2, fronts=(170, 33), recent=40, tile=fine)
     return [
         kivi, dataclasses.replace(kivi, fronts=(0, 999)), dataclasses.replace(kivi, S=4, fronts=(64, 1)),
-        dataclasses.replace(kivi, S=20, fronts=(64, 1), tile=Tile(32, 32, False)), dataclasses.replace(kivi, splits=9, T=600, fronts=(500, 0)),
+        dataclasses.replace(kivi, S=20, fronts=(64, 1), tile=Tile(32, 32, False)),
+        dataclasses.replace(kivi, splits=9, T=600, fronts=(500, 0)),
         dataclasses.replace(kivi, key="normed", fronts=(5, 290)), dataclasses.replace(kivi, T=40, fronts=(7, 0)),
         *(dataclasses.replace(kivi, early=early, fronts=(90, 3)) for early in (4, 50)),
-        Case("nf4", "beyond", T=300, B=2, fronts=(100, 201), tile=fine), Case("nf4", "nf4", T=300, B=2, fronts=(250, 0), splits=1, tile=fine),
+        Case("nf4", "beyond", T=300, B=2, fronts=(100, 201), tile=fine),
+        Case("nf4", "nf4", T=300, B=2, fronts=(250, 0), splits=1, tile=fine),
         Case("nf4", "beyond", T=200, B=2, fronts=(60, 60), early=5, early_at=60, tile=fine),
         Case("nf4", "nf4", T=600, B=3, fronts=(1, 100, 0), splits=9, shares=2, tile=fine),
     ]

@@ -110,7 +110,8 @@ def _nodes_and_config(
         key_generic=not formats[0].symmetric and not (_looks_up(nodes, "K") if formats[0].levels else _paired(nodes)),
         value_generic=not formats[1].symmetric and not (_looks_up(nodes, "V") if formats[1].levels else _half(nodes, "V")),
         packed=torch.version.hip is None,  # Packed unpacking is PTX.
-        norm_pairs="K_NORMS" in nodes and pairs_of_rows(nodes["K_NORMS"]),
+        norm_pairs=_in_pairs(nodes, "K_NORMS"), key_scale_pairs=_in_pairs(nodes, "K_SCALES"),
+        value_scale_pairs=_in_pairs(nodes, "V_SCALES"),
     )
     return nodes, config
 
@@ -165,6 +166,11 @@ class _Lowered:
 
     def __call__(self, op: Any, *args: Any) -> Any:
         return lowerings[op](*args)
+
+
+def _in_pairs(nodes: dict[str, Any], name: str) -> bool:
+    """Whether an operand is there whose numbers of two neighboring tokens may be loaded as one word."""
+    return name in nodes and pairs_of_rows(nodes[name])
 
 
 def _half(nodes: dict[str, Any], letter: str) -> list[Any]:

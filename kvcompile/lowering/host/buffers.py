@@ -50,12 +50,11 @@ def multiple(node: Any, count: int) -> bool:
 
 
 def pairs_of_rows(node: Any) -> bool:
-    """Whether two neighboring rows, of one number each, may be loaded as one word: side by side, at even offsets."""
+    """Whether two neighboring rows, of one float16 each, may be loaded as one word: side by side, at even offsets."""
     *outer, row, _ = node.get_stride()
     every = (node.get_size()[-2], node.get_layout().offset, *outer)
-    return (
-        equals(node.get_size()[-1], 1) and equals(row, 1) and all(V.graph.sizevars.statically_known_multiple_of(x, 2) for x in every)
-    )
+    alone = node.get_dtype() == torch.float16 and equals(node.get_size()[-1], 1) and equals(row, 1)
+    return alone and all(V.graph.sizevars.statically_known_multiple_of(x, 2) for x in every)
 
 
 def varies(node: Any, axis: int = 0) -> bool:
