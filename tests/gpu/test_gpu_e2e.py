@@ -154,8 +154,8 @@ def test_memory_of_a_decode_is_what_was_announced(
         for layer in cache.layers:  # type: ignore[attr-defined]
             like = torch.empty(batch, KV, 1, DIM, device="cuda", dtype=torch.bfloat16)
             layer.lazy_initialization(like, like)
-            layer.keys.normal_()
-            layer.values.normal_()
+            layer.keys[:, :, :length].normal_()
+            layer.values[:, :, :length].normal_()
             layer.cumulative_length.fill_(length)
         gc.collect()
         torch.cuda.synchronize()
