@@ -42,12 +42,17 @@ def compiled_for_hopper(launch: KernelLaunch, capability: int = 90, aligned: boo
     )
 
 
-def resources(compiled: Any) -> dict[str, int]:
-    """Registers a thread, bytes of stack and of shared memory of a compiled kernel, as ``cuobjdump`` reads them."""
+def usage(cubin: Any) -> dict[str, int]:
+    """What ``cuobjdump`` reads of a kernel: registers of a thread (REG), bytes of its stack (STACK), of static shared memory (SHARED)."""
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
         said = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", said))
-    return {"registers": int(found["REG"]), "stack": int(found["STACK"]), "shared": int(compiled.metadata.shared)}
+    return {name: int(count) for name, count in re.findall(r"(REG|STACK|SHARED):(\d+)", said)}
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers a thread, bytes of stack and of shared memory of a compiled kernel."""
+    found = usage(compiled.asm["cubin"])
+    return {"registers": found["REG"], "stack": found["STACK"], "shared": int(compiled.metadata.shared)}
