@@ -38,7 +38,7 @@ def cases(scheme: str) -> list[Prefill]:
         found = [
             base, dataclasses.replace(base, S=70, T=70, B=2, splits=1), dataclasses.replace(base, lo=True, T=500),
             dataclasses.replace(base, keep=True, B=2), dataclasses.replace(base, D=128, Dv=64, G=7, T=400, splits=1),
-            dataclasses.replace(base, S=3, T=161, magnitude=1e-3, outlier=True),
+            dataclasses.replace(base, S=3, T=161, magnitude=1e-3, outlier=True), dataclasses.replace(base, B=2, fronts=(170, 5)),
         ]
         return [Prefill(case, recent=schemes.parse(scheme).window) for case in (found if scheme == "kivi" else found[:2])]
     found = [
@@ -48,6 +48,7 @@ def cases(scheme: str) -> list[Prefill]:
         dataclasses.replace(base, lo=True, B=2, T=460), dataclasses.replace(base, lo=True, S=150, T=400, G=1, splits=2),
         dataclasses.replace(base, keep=True, B=3, splits=1), dataclasses.replace(base, keep=True, lo=True, T=500, tile=LARGE),
         dataclasses.replace(base, scale=-0.2), dataclasses.replace(base, magnitude=1e-4), dataclasses.replace(base, outlier=True, T=150),
+        dataclasses.replace(base, B=2, fronts=(200, 90)), dataclasses.replace(base, T=500, S=150, B=2, fronts=(999, 260), splits=2),
     ]
     if scheme == "int4":
         found += [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import interpreted
-from test_triton_attend import Case, allow_ranges_over_scalars, check, operands, poison_rejected
+from test_triton_attend import Case, allow_ranges_over_scalars, check, kept_tokens, operands, poison_rejected
 
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
@@ -52,6 +52,7 @@ def cases(scheme: str) -> list[Prefill]:
             dataclasses.replace(base, D=128, Dv=64), dataclasses.replace(base, lo=True, T=300),
             dataclasses.replace(base, keep=True, B=2), dataclasses.replace(base, tile=LARGE, T=330),
             dataclasses.replace(base, magnitude=1e-3, outlier=True), dataclasses.replace(base, S=3, T=600, splits=5),
+            dataclasses.replace(base, T=330, B=2, fronts=(150, 3)),
         ]
         found = found[:3] if scheme in SHORT else found
         return [Prefill(case, recent=schemes.parse(scheme).window) for case in found]
@@ -66,6 +67,9 @@ def cases(scheme: str) -> list[Prefill]:
         dataclasses.replace(base, keep=True, lo=True, tile=LARGE, T=300), dataclasses.replace(base, softcap=5.0, sinks=True),
         dataclasses.replace(base, scale=-0.2), dataclasses.replace(base, magnitude=1e-4), dataclasses.replace(base, outlier=True),
         dataclasses.replace(base, tile=dataclasses.replace(TILE, block_r=64), S=70, T=300),
+        # Padding: whole splits of it, all of a row, and rows before the first token that is kept.
+        dataclasses.replace(base, T=300, B=2, fronts=(170, 999)), dataclasses.replace(base, T=300, S=200, B=2, fronts=(130, 70), lo=True),
+        dataclasses.replace(base, T=70, S=70, B=2, fronts=(40, 1), splits=1, direct=True, tile=LARGE),
         # Beyond what float16 holds.
         dataclasses.replace(base, dtype=torch.bfloat16, magnitude=6e4), dataclasses.replace(base, dtype=torch.bfloat16, magnitude=1e-12),
     ]
@@ -126,9 +130,8 @@ def windowed(case: Case, seed: int = 0) -> dict[str, Any]:
         found.append((planes[: fmt.planes], recent))
     (keys, recent_k), (values, recent_v) = found
     hi = torch.arange(case.T - case.S, case.T).unsqueeze(0).repeat(case.B, 1)
-    keep = torch.rand(case.B, case.T + 3, generator=g) > 0.3 if case.keep else None
-    if keep is not None:
-        keep[:, :9] = False
+    keep = kept_tokens(case, g)
+    if case.keep:
         poison_rejected([p for p in keys if p.shape[3] == 64], values, 9)
     return dict(
         q=randn(case.B, case.S, case.K * case.G, case.D).transpose(1, 2) / case.magnitude, keys=keys, values=values, hi=hi,

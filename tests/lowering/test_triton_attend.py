@@ -315,13 +315,7 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
     elif case.B > 2:
         hi[-1] = -1
     lo = (hi - 66) if case.lo else None
-    keep = torch.rand(case.B, case.T + 3, generator=g) > 0.3 if case.keep else None
-    if case.fronts:
-        # Padding in front, and a few tokens that are hidden behind the middle of the second row.
-        keep = torch.arange(case.T + 3)[None] >= torch.tensor(case.fronts)[:, None]
-        keep[1, case.T // 2 : case.T // 2 + 3] = False
-    elif keep is not None:
-        keep[:, :9] = False
+    keep = kept_tokens(case, g)
     if keep is not None:
         unseen = int((keep.cumsum(1) == 0).all(0).sum().clamp(max=9))
         poison_rejected(keys, values, unseen)
@@ -361,6 +355,19 @@ def poison_first(early_at: torch.Tensor | None, count: int, *stores: list[torch.
                     first = 0 if early_at is None else int(early_at[0, row])
                     for t in range(max(first, 0), min(first + count, plane.shape[0] * PAGE)):
                         plane[t // PAGE, row, :, t % PAGE] = float("nan")
+
+
+def kept_tokens(case: Case, g: torch.Generator) -> torch.Tensor | None:
+    """A mask of tokens [B, T + 3]: what is hidden by chance and in front, or padding in front and three tokens in the middle of a row."""
+    if case.fronts:
+        keep = torch.arange(case.T + 3)[None] >= torch.tensor(case.fronts)[:, None]
+        keep[1, case.T // 2 : case.T // 2 + 3] = False
+        return keep
+    if not case.keep:
+        return None
+    keep = torch.rand(case.B, case.T + 3, generator=g) > 0.3
+    keep[:, :9] = False
+    return keep
 
 
 def poison_rejected(keys: list[torch.Tensor], values: list[torch.Tensor], unseen: int) -> None:
