@@ -18,18 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcompile.lowering.smartkv.kernels.fields import (
-    POWERS_2,
-    POWERS_3,
-    POWERS_4,
-    POWERS_8,
-    advanced,
-    field,
-    load_words,
-    pointers,
-)
+from kvcompile.lowering.smartkv.kernels.fields import advanced, field, load_words, pointers
+from kvcompile.lowering.smartkv.kernels.runs import apart, channels_of, operands_of, queries_of, rescaled, together, turned
 from kvcompile.lowering.smartkv.kernels.tokens import PAGE, end_of, pool_of
-from kvcompile.lowering.smartkv.kernels.turning import across, of_run
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LIFT = tl.constexpr(14.0)
@@ -44,77 +35,6 @@ STEP = tl.constexpr(128)
 def share_of(tokens, SPLITS: tl.constexpr):
     """How many of ``tokens`` tokens each split has."""
     return tl.cdiv(tl.cdiv(tokens, SPLITS), STEP) * STEP
-
-
-@triton.jit
-def _channels(C: tl.constexpr, COLUMNS: tl.constexpr):
-    """The channel of each column of each run, [COLUMNS, 1, 8], and whether there is one; runs are last, as ``_apart`` takes them."""
-    run, column = tl.arange(0, 8)[None, None, :], tl.arange(0, COLUMNS)[:, None, None]
-    return 2 * C * (run // 2) + 2 * column + run % 2, (column < C) & (run >= 0)
-
-
-@triton.jit
-def _apart(x):
-    """The eight runs of [COLUMNS, rows, 8]."""
-    odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2, 2]))
-    two, three = tl.split(odd[0]), tl.split(odd[1])
-    a, b, c, d = tl.split(two[0]), tl.split(two[1]), tl.split(three[0]), tl.split(three[1])
-    return (a[0], c[0], b[0], d[0], a[1], c[1], b[1], d[1])
-
-
-@triton.jit
-def _together(runs):
-    """Eight runs as [COLUMNS, rows, 8]."""
-    even = tl.join(tl.join(runs[0], runs[4]), tl.join(runs[2], runs[6]))
-    odd = tl.join(tl.join(runs[1], runs[5]), tl.join(runs[3], runs[7]))
-    return tl.reshape(tl.join(even, odd), [runs[0].shape[0], runs[0].shape[1], 8])
-
-
-@triton.jit
-def _queries(Q, at, there, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """The queries that begin at Q + ``at``, float32 [COLUMNS, rows, 8]."""
-    channel, inside = _channels(C, COLUMNS)
-    return tl.load(Q + at[None, :, None] + channel, mask=there[None, :, None] & inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _turned(runs, C: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr):
-    """The queries in the frame of narrow keys; those that come are exact in DOT."""
-    matrix = of_run(C, COLUMNS).to(DOT)
-    within = ()
-    for run in tl.static_range(8):
-        within = within + (tl.dot(matrix, runs[run].to(DOT), input_precision="ieee"),)
-    return across(within, (8 * (C & -C)) ** -0.5)
-
-
-@triton.jit
-def _operands(runs, BITS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr):
-    """Queries as codes of BITS multiply them, in DOT, and what each row's products have too much."""
-    POWERS: tl.constexpr = POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2
-    found = ()
-    together = tl.zeros([16, runs[0].shape[1]], tl.float32)
-    for run in tl.static_range(8):
-        if PACKED:
-            q = (runs[run] * 2.0 ** -((POWERS >> (4 * run)) & 15)).to(DOT)
-            ones = tl.full([16, q.shape[0]], 2.0 ** (BITS - 25 + ((POWERS >> (4 * run)) & 15)), DOT)
-            together = tl.dot(ones, q, together)
-        else:
-            q = runs[run].to(DOT)
-        found = found + (q,)
-    return found, tl.max(together, 0)
-
-
-@triton.jit
-def _rescaled(sums, BITS: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr):
-    """Sums in the units of a width's fields; BACK: in one unit again."""
-    POWERS: tl.constexpr = POWERS_8 if BITS == 8 else POWERS_4 if BITS == 4 else POWERS_3 if BITS == 3 else POWERS_2
-    if not PACKED:
-        return sums
-    else:
-        found = ()
-        for run in tl.static_range(8):
-            found = found + (sums[run] * 2.0 ** (-((POWERS >> (4 * run)) & 15) if BACK else (POWERS >> (4 * run)) & 15),)
-        return found
 
 
 @triton.jit
@@ -164,7 +84,7 @@ def _attended(
         there, limits = rows[2], rows[3]
         column, r = tl.arange(0, COLUMNS), tl.arange(0, R)
         sums, top, total, peak, reference = state
-        sums = _rescaled(sums, VALUE_BITS, False, PACKED)
+        sums = rescaled(sums, VALUE_BITS, False, PACKED)
         last = tl.max(limits, 0)
         i = first + tl.arange(0, TILE)
         if SETTLED:
@@ -185,7 +105,8 @@ def _attended(
         key_scale_at, value_scale_at = keys[1] + number, values[1] + number
         score_at = SCORES + first * ROWS
         if PACKED and ROWS % 2 == 0:
-            # What holds two rows' scores side by side is in one thread behind the products, and stays there.
+            # Scores of two rows are in one thread behind the products, and stay there: a contiguity that Triton saw would have them moved
+            # between threads before they are stored, so it sees none.
             pair = tl.arange(0, R // 2) ^ (stop >> 31)
             score_at = score_at.to(tl.pointer_type(tl.uint32))
             score_to = tl.arange(0, TILE)[:, None] * (ROWS // 2) + pair[None, :]
@@ -262,7 +183,7 @@ def _attended(
             key_at, value_at = advanced(key_at, step, KEY_BITS, C), advanced(value_at, step, VALUE_BITS, C)
             score_at += score_step
             position_at += TILE
-        state = _rescaled(sums, VALUE_BITS, True, PACKED), top, total, peak, reference
+        state = rescaled(sums, VALUE_BITS, True, PACKED), top, total, peak, reference
     return state
 
 
@@ -279,10 +200,10 @@ def _of_width(
     if FROM < UNTIL:
         if (lower < end_of(KEY_ENDS, b, first, UNTIL - 1, LEVELS)) & (upper > end_of(KEY_ENDS, b, first, FROM - 1, LEVELS)):
             Q, at, shrink, unit, added = query
-            runs = _apart(_queries(Q, at, rows[2], C, COLUMNS) * shrink[None, :, None])
+            runs = apart(queries_of(Q, at, rows[2], C, COLUMNS) * shrink[None, :, None])
             if IN_FRAME:
-                runs = _turned(runs, C, COLUMNS, DOT)
-            q, excess = _operands(runs, KEY_BITS, PACKED, DOT)
+                runs = turned(runs, C, COLUMNS, DOT)
+            q, excess = operands_of(runs, KEY_BITS, PACKED, DOT)
             for level in tl.static_range(FROM, UNTIL):
                 start, end = end_of(KEY_ENDS, b, first, level - 1, LEVELS), end_of(KEY_ENDS, b, first, level, LEVELS)
                 held, scale = end - start, (b * first + start).to(tl.int64) * K
@@ -329,10 +250,10 @@ def attend_tokens(
     asks = (HAS_LO or HAS_KEEP or BIAS_KIND > 0) | (tl.min(tl.where(there, limits, 2147483647), 0) < first - 1)
 
     unit = tl.full([R], SCALE * (1.0 if SOFTCAP > 0 else LOG2E), tl.float32)
-    queries = _queries(Q, at, there, C, COLUMNS)
+    queries = queries_of(Q, at, there, C, COLUMNS)
     added = tl.zeros([R], tl.float32)
     if TURNED:
-        channel, inside = _channels(C, COLUMNS)
+        channel, inside = channels_of(C, COLUMNS)
         mean = tl.load(MEAN + tl.program_id(1) * (8 * C) + channel, mask=inside, other=0.0).to(tl.float32)
         added = tl.sum(tl.sum(queries * mean, 2), 0) * unit
     shrink = tl.full([R], 1.0, tl.float32)
@@ -373,7 +294,7 @@ def attend_tokens(
         PACKED, DOT, SOFTCAP, HAS_LO, HAS_KEEP, BIAS_KIND, TELLS,
     )
     # Those that entered come last, as keys and values of eight bits.
-    q, excess = _operands(_apart(queries * shrink[None, :, None]), 8, PACKED, DOT)
+    q, excess = operands_of(apart(queries * shrink[None, :, None]), 8, PACKED, DOT)
     count = tl.minimum(pages * PAGE, tl.minimum(slots, last + 1) - first)
     of_split = share_of(count, SPLITS)
     places = split * of_split, tl.minimum((split + 1) * of_split, count), pair * PAGE, pair * 0 + rows * (K * PAGE), first, asks
@@ -384,8 +305,8 @@ def attend_tokens(
     )
     sums, top, total, peak, reference = state
     mine = pair * SPLITS + split
-    channel, inside = _channels(C, COLUMNS)
-    parts = _together(sums) * (2.0**24 if PACKED else 1.0)
+    channel, inside = channels_of(C, COLUMNS)
+    parts = together(sums) * (2.0**24 if PACKED else 1.0)
     tl.store(PARTS + (mine * (8 * C) + channel) * (G * S) + r[None, :, None], parts, mask=inside & there[None, :, None])
     stats = STATS + (pair * (4 * R) + r) * SPLITS + split
     tl.store(stats, peak)
