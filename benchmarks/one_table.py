@@ -11,6 +11,7 @@ measured again, so that several runs make one table; each row names its run, and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime as dt
 import enum
@@ -150,8 +151,21 @@ class Run:
         self.options.json.write_text(json.dumps(self.content, indent=1) + "\n")
 
     def go(self) -> None:
-        """Measure what is left."""
-        waiting = jobs_of(self.options.schemes.split(";"), self.content["rows"])
+        """Measure what is left; whoever interrupts it gets what was measured until then."""
+        with contextlib.suppress(KeyboardInterrupt):
+            self._measure(jobs_of(self.options.schemes.split(";"), self.content["rows"]))
+        for item in self.running:
+            os.killpg(item.process.pid, signal.SIGINT)
+        for item in self.running:
+            try:
+                item.process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(item.process.pid, signal.SIGKILL)
+                item.process.wait()
+            self.take(item)
+
+    def _measure(self, waiting: list[Job]) -> None:
+        """Begin jobs where there is room and keep the rows of those that end, until none is left or the time is over."""
         while (waiting or self.running) and self.left > 0:
             for item in [item for item in self.running if item.process.poll() is not None]:
                 self.running.remove(item)
@@ -163,15 +177,6 @@ class Run:
                     waiting.remove(job)
                     self.begin(job, gpu)
             time.sleep(0.2)
-        for item in self.running:
-            os.killpg(item.process.pid, signal.SIGINT)
-        for item in self.running:
-            try:
-                item.process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(item.process.pid, signal.SIGKILL)
-                item.process.wait()
-            self.take(item)
 
 
 def table(rows: dict[str, list[dict[str, Any]]], schemes: Sequence[str]) -> str:

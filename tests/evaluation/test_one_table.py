@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import one_table
 from benchmarks.one_table import Job, Kind, Running, jobs_of, main, place
 
 ROW = {"batch": 1, "context": 32768, "ms": 8.25, "peak_gb": 17.31}
@@ -55,6 +57,16 @@ def test_rows_are_kept_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     runs = json.loads(path.read_text())["runs"]
     assert [row["run"] for rows in held.values() for row in rows] == [0] * 4
     assert "torch" in runs[0]["machine"]["versions"]
+    waits = itertools.count()
+
+    def interrupted(_: float) -> None:
+        if next(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(one_table.time, "sleep", interrupted)
+    assert main(["--json", str(path), "--schemes", "int4;broken", "--seconds", "600"]) == 0
+    assert "nothing measured" in capsys.readouterr().out, "what runs is ended, what is held is printed"
+    monkeypatch.undo()
     monkeypatch.setattr(Kind, "least", 1e9)
     assert main(["--json", str(path), "--schemes", "int4;fp8", "--seconds", "6"]) == 0
     assert set(json.loads(path.read_text())["rows"]) == set(held), "nothing is begun that has no time to end"
