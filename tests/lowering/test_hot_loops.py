@@ -85,9 +85,12 @@ def test_padding_leaves_the_prompts_hot_loop_as_it_is(scheme: str) -> None:
     assert not waits(padded)
 
 
-def test_smartkv_waits_for_no_codes() -> None:
+def test_smartkv_uses_no_scale_in_the_tile_that_loads_it() -> None:
     """Scales of buckets, which begin anywhere, come into registers a tile ahead; no other load is there."""
     launch = recorded_smartkv(Smartkv(keys="4", values="4"), BASE.dtype, 128)[0]
     hot, *others = loops(str(compiled_for_hopper(launch, aligned=True).asm["ttgir"]))
     assert others
     assert [re.findall(r"x(f\d+|!tt.ptr<f\d+>)", kind) for kind in waits(hot)] == [["!tt.ptr<f16>"]] * 2
+    loaded = [line.split("=")[0].strip() for line in hot if LOAD.search(line)]
+    uses = [line for line in hot for name in loaded if re.search(rf"{re.escape(name)}\b(?! =)", line)]
+    assert uses and all(line.strip().startswith("scf.yield") for line in uses), uses
