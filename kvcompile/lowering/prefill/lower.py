@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 
+from kvcompile.lowering.codegen.padding import skip_padding
 from kvcompile.lowering.codegen.template_sizes import GLOBALS
 from kvcompile.lowering.decode.config import Bias, Masks
 from kvcompile.lowering.decode.lower import attend_grid, merge
@@ -32,7 +33,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 prefill_template = TritonTemplate(name="kvcompile_prefill", grid=attend_grid, source=SOURCE)
 # The template asks for both slots while it is rendered.
-prefill_template.template.globals |= GLOBALS | {"slots": slots}
+prefill_template.template.globals |= GLOBALS | {"slots": slots, "skip_padding": skip_padding}
 
 
 def many_rows(operands: AttendOperands[Any]) -> int | None:
