@@ -43,7 +43,7 @@ def loops(ttgir: str) -> Iterator[list[str]]:
 
 
 def waits(body: list[str]) -> list[str]:
-    """What a loop loads into registers: the types of its loads that are no asynchronous copies."""
+    """Return the types of the tensors that a loop loads into registers, without its asynchronous copies."""
     return [found[1] for found in map(LOAD.search, body) if found]
 
 

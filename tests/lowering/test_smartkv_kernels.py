@@ -137,7 +137,7 @@ def recorded(scheme: Smartkv, dtype: torch.dtype, D: int, queries: int = 1, keep
 
 @pytest.mark.parametrize(("keys", "values", "queries", "heads"), [("4", "4", 1, 4), ("3", "2", 1, 4), ("8", "4", 3, 2)])
 def test_ptx_gives_what_the_body_gives(keys: str, values: str, queries: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the interpreter does not see: codes as float16 numbers, scores of two rows in one word, or of an odd number of rows."""
+    """The kernels decode by PTX on a GPU alone, and store two rows' scores as one word where the number of rows is even."""
     monkeypatch.setattr(decode_step, "PROGRAMS", 12)
     case = Case(queries, Smartkv(keys=keys, values=values), heads=heads)
     case.q = case.q.half()

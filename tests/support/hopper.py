@@ -43,7 +43,7 @@ def compiled_for_hopper(launch: KernelLaunch, capability: int = 90, aligned: boo
 
 
 def usage(cubin: Any) -> dict[str, int]:
-    """What ``cuobjdump`` reads of a kernel: registers of a thread (REG), bytes of its stack (STACK), of static shared memory (SHARED)."""
+    """Return what ``cuobjdump`` prints of a kernel: registers a thread (REG), bytes of stack (STACK) and of shared memory (SHARED)."""
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

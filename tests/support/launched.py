@@ -45,17 +45,19 @@ def compile_launch(launch: Launch) -> tuple[dict[str, Any], ptx.Program]:
 def run_launch(launch: Launch) -> None:
     """Run all programs of a launch; tensors among its arguments hold afterwards what was written."""
     made, program = compile_launch(launch)
-    tensors = {name: item for name, item in zip(launch.kernel.arg_names, launch.arguments, strict=True) if isinstance(item, torch.Tensor)}
+    given = {name: item for name, item in zip(launch.kernel.arg_names, launch.arguments, strict=True) if _type(item) != "constexpr"}
+    _run(program, made["shared"], launch.warps, launch.grid, given)
+
+
+def _run(program: ptx.Program, shared: int, warps: int, grid: tuple[int, int, int], given: dict[str, Any]) -> None:
+    """Run a grid with the arguments that are no constants; contiguous tensors among them hold afterwards what was written."""
+    tensors = {name: item for name, item in given.items() if isinstance(item, torch.Tensor)}
     memory = ptx.Memory(tensors)
-    bits = []
-    for name, item in zip(launch.kernel.arg_names, launch.arguments, strict=True):
-        if name in tensors:
-            bits.append(memory.address(name))
-        elif isinstance(item, float):
-            bits.append(struct.unpack("I", struct.pack("f", item))[0])
-        elif type(item) is int:
-            bits.append(item)
-    ptx.run(program, made["shared"], launch.warps, launch.grid, memory, bits)
+    bits = [
+        memory.address(name) if name in tensors else struct.unpack("I", struct.pack("f", item))[0] if isinstance(item, float) else item
+        for name, item in given.items()
+    ]
+    ptx.run(program, shared, warps, grid, memory, bits)
     for name, tensor in tensors.items():
         if tensor.is_contiguous():
             tensor.copy_(memory.read(name, tensor))
@@ -71,13 +73,8 @@ class OnPtx:
         arguments = {**dict(zip(kernel.arg_names, operands, strict=False)), **constants}
         launch = KernelLaunch(kernel, (*grid, 1, 1)[:3], {name: arguments[name] for name in kernel.arg_names}, warps or 4)
         made = compiled_for_hopper(launch, aligned=True)
-        tensors = {name: item for name, item in launch.arguments.items() if isinstance(item, torch.Tensor)}
-        memory = ptx.Memory(tensors)
-        bits = [memory.address(name) if name in tensors else item for name, item in launch.arguments.items() if name not in constants]
-        ptx.run(ptx.translate(made.asm["ptx"]), made.metadata.shared, warps or 4, launch.grid, memory, bits)
-        for name, tensor in tensors.items():
-            if tensor.is_contiguous():
-                tensor.copy_(memory.read(name, tensor))
+        given = {name: item for name, item in launch.arguments.items() if name not in constants}
+        _run(ptx.translate(made.asm["ptx"]), made.metadata.shared, warps or 4, launch.grid, given)
 
     def operator(self, target: Any, *operands: Any) -> None:
         """Run an operator."""
