@@ -322,7 +322,7 @@ def decode_jobs(scheme: str, batch: int, tokens: int) -> list[Job]:
     programs: tuple[int, ...] = (4, 8, 16)
     if scheme in {"int8", "fp8"}:
         tiles, programs = [(32, 1, 2), (32, 1, 3), (32, 1, 4), (64, 1, 2), (64, 1, 3), (64, 2, 3), (64, 4, 3)], (4, 8, 12, 16)
-    if scheme not in {"dense", "int8", "fp8"}:
+    elif scheme != "dense":
         tiles = [(32, 1, 2), (32, 1, 3), (32, 1, 4), (32, 2, 3), (32, 4, 3)]
     made = [Tile(block, 8, True, warps, stages) for block, warps, stages in tiles]
     if scheme in TABLES:
