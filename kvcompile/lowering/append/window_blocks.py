@@ -28,10 +28,13 @@ from kvcompile.lowering.append.window_token import NORMED, Slot, corrected, know
 from kvcompile.lowering.host.launches import Direct, Launcher
 
 TILE = 4096
-"""Elements of a program, where a block is not larger: 32 for each of 128 threads, in four loads of 16 bytes."""
+"""Elements of a program, where a block is not larger."""
+
+PART = tl.constexpr(8)
+"""Tokens that a program gives at once where they have no place, so that it needs no registers for more."""
 
 MOST = 8192
-"""Elements of a program that 128 threads hold in registers."""
+"""Elements of a program that its threads hold in registers."""
 
 
 @triton.jit
@@ -79,23 +82,11 @@ def _append_blocks(
 
     begin = (start & (-ROWS)) + tile * ROWS
     stand = tl.minimum(tl.maximum(begin, 0), room - ROWS)
-    t = stand + i
-    if (begin == stand) & (begin >= start) & (begin + ROWS <= start + count):
-        # All are tokens of the call that have room: nothing is masked, and no row is compared but for its position.
-        s = begin - start
-        poisoned = (tl.load(positions + s * pos_s + i * pos_s) != first + s + i) | (ordered == 0)
-        x = tl.load(source + s * x_s + i[:, None] * x_s + d[None, :] * x_d)
-        to = recent + (W + s) * D + i[:, None] * D + d[None, :]
-        tl.store(to, x, mask=(poisoned == 0)[:, None])
-        tl.store(to, tl.full(x.shape, float("nan"), tl.float32).to(x.dtype), mask=poisoned[:, None])
-    elif begin == stand:
-        x, poisoned = _new(t - start, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
-        _give(recent, t - start, x, poisoned, count, W, D)
-    else:
-        x, poisoned = _new(t - start, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
-        s = begin - start + i
-        other, outside = _new(s, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
-        _give(recent, s, other, outside, count, W, D)
+    if begin != stand:
+        for part in range(0, ROWS, PART):
+            s = begin - start + part + tl.arange(0, PART)
+            other, outside = _new(s, source, positions, first, used, ordered, count, room, x_s, x_d, pos_s, D)
+            _give(recent, s, other, outside, count, W, D)
 
     # Row j of the newest tokens is token start - W + j, which lies in slot (start + j) % W.
     COPY: tl.constexpr = W if W < ROWS else ROWS  # noqa: FURB136 - of tensors, to Triton
@@ -112,11 +103,20 @@ def _append_blocks(
     since = tl.minimum(tl.maximum(lowest - stand // BLOCK, 0), ROWS).to(tl.int32)
     until = tl.minimum(tl.maximum(last - stand // BLOCK, -1), ROWS).to(tl.int32)
     touched = (i // BLOCK >= since) & (i // BLOCK <= until)
-    content = tl.where(poisoned[:, None], float("nan"), x.to(tl.float32))
-    if stand < start:
-        before = t < start
-        old = tl.load(ring + (t & (W - 1))[:, None] * D + d[None, :], mask=(before & touched)[:, None], other=0.0)
-        content = tl.where(before[:, None], old.to(tl.float32), content)
+
+    # Each row from where it stands: tokens of the call from x, those before them in a block that it touches from the window.
+    s = stand - start
+    new = (s + i >= 0) & (s + i < count)
+    before = (s + i < 0) & touched
+    said = tl.load(positions + s * pos_s + i * pos_s, mask=new, other=0)
+    poisoned = new & ((ordered & (said == first + s + i) & (said - used < room)) == 0)
+    rows = tl.where(before, ring + ((stand + i) & (W - 1)) * D, source + s * x_s + i * x_s)
+    at = rows[:, None] + d[None, :] * (x_d + before.to(tl.int32) * (1 - x_d))[:, None]
+    x = tl.load(at, mask=(new | before)[:, None], other=0.0)
+    if tl.max(poisoned.to(tl.int32), 0) > 0:
+        x = tl.where(poisoned[:, None], tl.full(x.shape, float("nan"), tl.float32).to(x.dtype), x)
+    tl.store(recent + (W + s) * D + i[:, None] * D + d[None, :], x, mask=(new & (begin == stand))[:, None])
+    content = x.to(tl.float32)
     if SUB > 0:
         content = corrected(content, OWN + b * own_b + h * own_h, SCALES.dtype.element_ty, BLOCK, SUB, BITS, ULP, TINY)
     if SUB == NORMED:
@@ -255,6 +255,13 @@ class Blocks(NamedTuple):
         return rows_of(self.slot)
 
     @property
+    def warps(self) -> int:
+        """Warps of a program, a thread for 128 bytes of tokens; what moves channels or divides tokens holds more beside them."""
+        if self.slot.constants()["SUB"]:
+            return 4
+        return max(1, self.rows * self.slot.x.shape[3] * self.slot.x.element_size() // (32 * 128))
+
+    @property
     def copied(self) -> int:
         """Tokens of the window that a program of the second launch copies."""
         return min(self.slot.window.shape[3], self.rows)
@@ -313,7 +320,7 @@ def rows_of(slot: Slot) -> int:
 def fits(slot: Slot) -> bool:
     """Whether the kernels know this append: many tokens, or a symbol of them, of what is ``known``, in tiles that fit a program."""
     S, D = slot.x.shape[2:]
-    if (isinstance(S, int) and S < 2) or not known(slot) or D > TILE:
+    if (isinstance(S, int) and S < 2) or not known(slot) or D > TILE or slot.window.dtype != slot.x.dtype:
         return False
     rows, page = rows_of(slot), slot.planes[0].shape[3]
     return rows * D <= MOST and page % rows == 0 and (slot.origin is None or slot.origin.is_contiguous())
@@ -331,11 +338,12 @@ def append_window_blocks(slots: Sequence[Slot], launcher: Launcher | None = None
     rolled = [operand for blocks in work for operand in blocks.roll_operands()]
     grids = (sum(blocks.programs for blocks in work), batch), (sum(blocks.rolls for blocks in work), batch)
     one, *others = work
+    warps = max(blocks.warps for blocks in work)
     if not others:
-        launcher.kernel(append_blocks_one, grids[0], *operands, **one.constants())
+        launcher.kernel(append_blocks_one, grids[0], *operands, warps=warps, **one.constants())
         launcher.kernel(roll_one, grids[1], *rolled, **one.roll_constants())
     else:
         two = others[0]
-        launcher.kernel(append_blocks_two, grids[0], one.programs, *operands, **one.constants(), **two.constants("_2"))
+        launcher.kernel(append_blocks_two, grids[0], one.programs, *operands, warps=warps, **one.constants(), **two.constants("_2"))
         launcher.kernel(roll_two, grids[1], one.rolls, *rolled, **one.roll_constants(), **two.roll_constants("_2"))
     return [blocks.recent for blocks in work]
