@@ -85,6 +85,12 @@ def test_tokens_that_the_graph_makes(text: str, dim: int, dtype: torch.dtype) ->
     assert_same(found, wanted, (text, dim, dtype))
 
 
+def taken(rest: tuple[torch.Tensor, ...], planes: list[list[torch.Tensor]]) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """The planes of keys, those of values, and what is behind them; a slot may have more of them than the other."""
+    keys, both = len(planes[0]), len(planes[0]) + len(planes[1])
+    return rest[:keys], rest[keys:both], rest[both:]
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("text", "dim"), [
     ("kivi", 128), ("kivi(bits=3)", 128), ("kivi(bits=4,group=16,scale_dtype=float32)", 64), ("kivi(window=64)", 64), ("kivi", 96),
@@ -105,9 +111,9 @@ def test_one_token_into_a_window(text: str, dim: int, padded: bool) -> None:
     found = [[plane.clone() for plane in planes] for planes in wanted]
 
     def run(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
-        planes, given = rest[: 2 * len(wanted[0])], rest[2 * len(wanted[0]) :]
+        keys, values, given = taken(rest, wanted)
         results = []
-        for x, half, scheme in zip((k, v), (planes[: len(planes) // 2], planes[len(planes) // 2 :]), halves, strict=True):
+        for x, half, scheme in zip((k, v), (keys, values), halves, strict=True):
             results += ops.append_window(x, list(half), pos, given[0] if given else None, scheme.spell())
         return results
 
@@ -147,9 +153,9 @@ def test_blocks_into_a_window(
     wanted, found = (empty(text, dim, dtype, pages, "cuda") for _ in range(2))
 
     def run(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
-        planes, one = rest[: 2 * len(found[0])], rest[2 * len(found[0]) :]
+        keys, values, one = taken(rest, found)
         results = []
-        for x, half, scheme in zip((k, v), (planes[: len(planes) // 2], planes[len(planes) // 2 :]), halves, strict=True):
+        for x, half, scheme in zip((k, v), (keys, values), halves, strict=True):
             results += ops.append_window(x, list(half), pos, one[0] if one else None, scheme)
         return results
 
