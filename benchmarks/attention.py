@@ -1,11 +1,13 @@
 """One new token over a long past: attend by scheme against SDPA, correctness first.
 
     python benchmarks/attention.py [--json FILE] [--quick] [--twins] [--shapes 1x8192,..] [--sweep decode|extend] [--extend] [--profile T]
+        [--padding N]
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16. Times are medians over CUDA-graph replays, so launches are
 not counted against anybody. "Roof" is the time that the scheme's bytes need at 4.3 TB/s, the copy bandwidth of
 an H200. ``--twins`` times formats beside the schemes that they are options of: rotated channels, with the change of basis of queries and
-results, first tokens kept exact, keys without their norms. ``--sweep`` times the bare kernel over tiles and splits (what
+results, first tokens kept exact, keys without their norms. ``--padding``: a mask hides the first 1 to N tokens of the rows,
+more of each row than of the one before; SDPA has none. ``--sweep`` times the bare kernel over tiles and splits (what
 ``lowering/decode/tiles.py`` was chosen by).
 """
 
@@ -106,7 +108,7 @@ def sdpa_ms(batch: int, tokens: int, backend) -> float | None:
 
 
 class Asked(NamedTuple):
-    """Operands of one attention; ``plane``: what a scheme adds to its basis."""
+    """Operands of one attention; ``plane``: what a scheme adds to its basis; ``keep`` [B, T]: which are no padding."""
 
     scheme: str
     spell: str
@@ -119,9 +121,10 @@ class Asked(NamedTuple):
     early: list[torch.Tensor] | None = None
     early_at: torch.Tensor | None = None
     plane: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
 
 
-def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
+def attend_call(scheme: str, batch: int, tokens: int, mode: str | None, padding: int = 0):
     """A compiled attend over a fresh store, its operands, and the bytes that it must read.
 
     A scheme with a window reads its newest tokens from there: the window and the token of this step.
@@ -142,20 +145,22 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None):
     early = [torch.randn(1, batch, K, first, D, device="cuda").to(torch.bfloat16) for _ in range(2)] if first else None
     early_at = torch.zeros(1, batch, 1, 1, 1, dtype=torch.int64, device="cuda") if first and not newest else None
     plane = torch.randn(1, 1, K, D, D, device="cuda") / D**0.5
+    hidden = torch.arange(1, batch + 1, device="cuda") * padding // batch
+    keep = torch.arange(tokens, device="cuda") >= hidden[:, None] if padding else None
 
     # Found here: torch 2.11 does not trace through the parsing of a scheme.
     bases = [basis_of(scheme, role) for role in Role]
 
-    def attend(q, keys, values, hi, recent, base, early, early_at, plane):
+    def attend(q, keys, values, hi, recent, base, early, early_at, plane, keep):
         out = torch.ops.kvcompile.attend(
-            turned(bases[0], q, plane, False), keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, recent, base,
+            turned(bases[0], q, plane, False), keys, values, hi, None, keep, None, None, spell, spell, D**-0.5, 0.0, D, recent, base,
             early=early, early_at=early_at,
         )
         return turned(bases[1], out, plane, True)
 
     run = torch.compile(attend, fullgraph=True, mode=mode)
     size = sum(item.numel() * item.element_size() for item in (*keys, *values, *(recent or ()), *(early or ())))
-    asked = Asked(scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane)
+    asked = Asked(scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane, keep)
     return (lambda: run(*asked[2:])), asked, size
 
 
@@ -172,7 +177,7 @@ def turned(basis: tuple[int, bool] | None, x: torch.Tensor, plane: torch.Tensor 
 
 def relative_error(out: torch.Tensor, asked: Asked) -> float:
     """Distance from the same codes' attention in float32; rows one after the other, as decoded tokens are many."""
-    scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane = asked
+    scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane, keep = asked
     wrong = right = 0.0
     for row in range(q.shape[0]):
         one = slice(row, row + 1)
@@ -185,8 +190,8 @@ def relative_error(out: torch.Tensor, asked: Asked) -> float:
         at = early_at[:, one] if early_at is not None and early_at.shape[1] > 1 else early_at
         queries = turned(basis_of(scheme, Role.KEY), q[one].float(), basis, False)
         exact = attend_body(AttendOperands(
-            queries, of(keys), of(values), hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D, newest, base, early=of(early),
-            early_at=at,
+            queries, of(keys), of(values), hi, None, None if keep is None else keep[one], None, None, spell, spell, D**-0.5, 0.0, D, newest,
+            base, early=of(early), early_at=at,
         ))
         exact = turned(basis_of(scheme, Role.VALUE), exact, basis, True)
         wrong += (out[one].float() - exact).square().sum().item()
@@ -194,7 +199,7 @@ def relative_error(out: torch.Tensor, asked: Asked) -> float:
     return (wrong / right) ** 0.5
 
 
-def measure(shapes, names: list[str], mode: str | None) -> list[dict]:
+def measure(shapes, names: list[str], mode: str | None, padding: int = 0) -> list[dict]:
     from torch.nn.attention import SDPBackend
 
     rows = []
@@ -203,7 +208,7 @@ def measure(shapes, names: list[str], mode: str | None) -> list[dict]:
         for scheme in names:
             torch._dynamo.reset()
             try:
-                call, operands, size = attend_call(scheme, batch, tokens, mode)
+                call, operands, size = attend_call(scheme, batch, tokens, mode, padding)
                 error = relative_error(call(), operands)
                 if not error < 1e-2:
                     print(f"{scheme} at B={batch} T={tokens} is wrong: relative error {error:.3g}; no times", file=sys.stderr)
@@ -455,6 +460,7 @@ def main() -> None:
     parser.add_argument("--twins", action="store_true", help="formats beside the schemes that they are options of")
     parser.add_argument("--mode", default=None, help="torch.compile's mode, e.g. max-autotune-no-cudagraphs")
     parser.add_argument("--extend", action="store_true", help="several new tokens, and prefill")
+    parser.add_argument("--padding", type=int, default=0, help="tokens that a mask hides in the last row, fewer in each one before")
     parser.add_argument("--profile", type=int, help="kernel times at this many tokens")
     options = parser.parse_args()
     names = list(TWINS) if options.twins else options.schemes.split(";")
@@ -473,7 +479,7 @@ def main() -> None:
         pasts = itertools.product(((512, 32768), (16, 32768)), ("dense", "int8", "int4"))
         rows = sweep([*(extend_jobs(scheme, *past) for past, scheme in pasts), extend_jobs("dense", 8192, 8192)])
     else:
-        rows = measure(shapes, names, options.mode)
+        rows = measure(shapes, names, options.mode, options.padding)
     if options.json:
         text = json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1)
         pathlib.Path(options.json).write_text(text)

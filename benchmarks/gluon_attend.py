@@ -1,10 +1,10 @@
 """One new token over a long past in the Gluon kernel, beside the Triton template and SDPA; correctness first.
 
-    python benchmarks/gluon_attend.py [--schemes "int4;kivi(bits=2)"] [--shapes 1x131072,16x32768] [--limit SECONDS]
+    python benchmarks/gluon_attend.py [--schemes "int4;kivi(bits=2)"] [--shapes 1x131072,16x32768] [--limit SECONDS] [--padding N]
         [--merges 4x32x64,8x8x256+] [--splits 132,198]
 
 ``--merges``: both launches with other merges, each WARPSxCHANNELSxSLOTS, + where it overlaps the kernel. ``--splits``: with other
-numbers of splits of codes.
+numbers of splits of codes. ``--padding``: as in ``attention.py``.
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16; medians over CUDA-graph replays, so launches are not counted.
 """
@@ -25,6 +25,7 @@ import attention as bench
 
 from kvcompile.lowering.gluon.config import Merge
 from kvcompile.lowering.gluon.launch import Launch, device_of, launches, operation
+from kvcompile.lowering.ops.kept_tokens import kept_tokens
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 
@@ -55,19 +56,23 @@ def both_ms(found: tuple[Launch, Launch]) -> float:
     return bench.graph_ms(run)
 
 
-def measure(scheme: str, batch: int, tokens: int, dense: float, merges: list[str], splits: list[int]) -> str:
+def measure(scheme: str, batch: int, tokens: int, dense: float, merges: list[str], splits: list[int], padding: int) -> str:
     """One row of the table, and one for each merge and number of splits."""
-    call, asked, size = bench.attend_call(scheme, batch, tokens, None)
-    _, spelled, q, keys, values, hi, recent, base, *_ = asked
-    given = (q, keys, values, hi, None, None, None, spelled, spelled, bench.D**-0.5, bench.D, recent, base)
+    call, asked, size = bench.attend_call(scheme, batch, tokens, None, padding)
+    _, spelled, q, keys, values, hi, recent, base, *_, keep = asked
+    given = (q, keys, values, hi, None, keep, None, spelled, spelled, bench.D**-0.5, bench.D, recent, base)
+    # A graph counts what its mask keeps once for all layers.
+    kept = None if keep is None else kept_tokens(keep)
 
     def gluon() -> torch.Tensor:
-        return operation(*given)
+        return operation(*given, kept)
 
     found, template = gluon(), call()
     wanted = template.float()
     if batch * tokens <= 131072:
-        exact = AttendOperands(q.float(), keys, values, hi, *[None] * 4, spelled, spelled, bench.D**-0.5, 0.0, bench.D, recent, base)
+        exact = AttendOperands(
+            q.float(), keys, values, hi, None, keep, None, None, spelled, spelled, bench.D**-0.5, 0.0, bench.D, recent, base
+        )
         wanted = attend_body(exact)
     error = error_of(found, wanted)
     if not error < 1e-2:
@@ -75,7 +80,7 @@ def measure(scheme: str, batch: int, tokens: int, dense: float, merges: list[str
     whole, other = bench.graph_ms(gluon), bench.graph_ms(call)
     exact = AttendOperands(*given[:6], None, None, spelled, spelled, bench.D**-0.5, 0.0, bench.D, recent, base)
     device = device_of(q.device)
-    _, (attend, _) = launches(exact, device)
+    _, (attend, _) = launches(exact, device, kept=kept)
     alone = bench.graph_ms(attend.run)
     rows = []
     for name in merges:
@@ -100,6 +105,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--merges", default="")
     parser.add_argument("--splits", default="")
+    parser.add_argument("--padding", type=int, default=0, help="tokens that a mask hides in the last row, fewer in each one before")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which nothing new is begun")
     options = parser.parse_args()
     merges, splits = (list(filter(None, text.split(","))) for text in (options.merges, options.splits))
@@ -115,7 +121,7 @@ def main() -> None:
             if time.time() - started > options.limit:
                 return
             try:
-                print(measure(scheme, batch, tokens, dense, merges, [*map(int, splits)]), flush=True)
+                print(measure(scheme, batch, tokens, dense, merges, [*map(int, splits)], options.padding), flush=True)
             except Exception as error:
                 print(f"  {scheme} FAILED {type(error).__name__} {str(error)[:300]}", flush=True)
             torch._dynamo.reset()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import compile_launch, run_launch
+from launched import argument, compile_launch, run_launch
 from test_triton_attend import Case, check, operands
 
 from kvcompile.lowering.decode.offline import hot_way
@@ -24,8 +24,7 @@ def run(args: dict[str, Any], most: int | None = 3, merging: Merge | None = None
     """What the launches of the operation write; results and partial sums begin as NaN, and so does shared memory."""
     given = AttendOperands(**args)
     out, found = launches(given, HOPPER, most, merging)
-    sums, tops = found[0].arguments[13:15]
-    for written in (out, sums, tops):
+    for written in (out, argument(found[0], "SUMS"), argument(found[0], "TOPS")):
         written.fill_(float("nan"))
     for launch in found:
         run_launch(launch)

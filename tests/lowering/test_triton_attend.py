@@ -14,6 +14,7 @@ from interpreted import interpreted
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import AttendConfig, Beside, Bias, Masks, Tile
+from kvcompile.lowering.ops.kept_tokens import kept_tokens as kept_of_runs
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.schemes.asymmetric import UNPACK
@@ -415,9 +416,9 @@ def run_kernel(
     )
     recent, rotation = args["recent"] or [None] * 2, args["rotation"] or [None] * 2
     tensors = {"Q": q, "HI": args["hi"], "K_WORDS": keys[0], "V_WORDS": values[0], "LO": args["lo"], "KEEP": args["keep"],
-               "BIAS": args["bias"], "SINKS": args["sinks"], "RECENT_K": recent[0], "RECENT_V": recent[1], "BASE": args["base"],
-               "COS": rotation[0], "SIN": rotation[1], "EARLY_AT": args["early_at"],
-               **dict(zip(("EARLY_K", "EARLY_V"), args["early"] or (), strict=False))}
+               "KEPT": None if args["keep"] is None else kept_of_runs(args["keep"]), "BIAS": args["bias"], "SINKS": args["sinks"],
+               "RECENT_K": recent[0], "RECENT_V": recent[1], "BASE": args["base"], "COS": rotation[0], "SIN": rotation[1],
+               "EARLY_AT": args["early_at"], **dict(zip(("EARLY_K", "EARLY_V"), args["early"] or (), strict=False))}
     for letter, planes, fmt in zip("KV", (keys, values), formats, strict=True):
         tensors |= {f"{letter}_SCALES": planes[min(1, len(planes) - 1)], f"{letter}_ZEROS": planes[2] if fmt.zeros else None,
                     f"{letter}_TABLE": planes[fmt.planes - 1], f"{letter}_STATIC": planes[fmt.planes - 1],

@@ -15,8 +15,8 @@ from kvcompile.lowering.host.gluon_api import compile_for
 from kvcompile.lowering.host.launches import KernelLaunch
 
 POINTERS = {
-    torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
+    torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
 }
 
 
@@ -40,6 +40,11 @@ def compile_launch(launch: Launch) -> tuple[dict[str, Any], ptx.Program]:
     types = tuple(map(_type, launch.arguments))
     named = zip(launch.kernel.arg_names, launch.arguments, types, strict=True)
     return compiled(launch.kernel, types, tuple((name, item) for name, item, kind in named if kind == "constexpr"), launch.warps)
+
+
+def argument(launch: Launch, name: str) -> Any:
+    """An argument of a launch by its parameter's name."""
+    return launch.arguments[launch.kernel.arg_names.index(name)]
 
 
 def run_launch(launch: Launch) -> None:

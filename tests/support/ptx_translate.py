@@ -266,12 +266,13 @@ class Translator:
         self.lines.append(f"trapped({guard or 'True'})")
 
     def op_bfe(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
-        a, first, count = literal(ops[1], "b32"), int(ops[2], 0), int(ops[3], 0)
-        if parts[-1] == "u32":
-            self.assign(guard, ops[0], f"(everywhere({a}) >> np.uint32({first})) & np.uint32({(1 << count) - 1})")
+        kind = known(parts[-1], ("u32", "s32", "u64", "s64"))
+        a, first, count, width = literal(ops[1], f"b{kind[1:]}"), int(ops[2], 0), int(ops[3], 0), int(kind[1:])
+        if kind.startswith("u"):
+            self.assign(guard, ops[0], f"(everywhere({a}) >> np.uint{width}({first})) & np.uint{width}({(1 << count) - 1})")
         else:
-            raised = f"as_signed(everywhere({a}) << np.uint32({32 - first - count}))"
-            self.assign(guard, ops[0], f"({raised} >> np.int32({32 - count})).view(np.uint32)")
+            raised = f"as_signed(everywhere({a}) << np.uint{width}({width - first - count}), np.int{width})"
+            self.assign(guard, ops[0], f"({raised} >> np.int{width}({width - count})).view(np.uint{width})")
 
     def op_prmt(self, guard: str | None, parts: list[str], ops: list[str]) -> None:
         a, b = (literal(op, "b32") for op in ops[1:3])

@@ -22,7 +22,9 @@ from kvcompile.lowering.decode.tiles import choose_tiles, folds, ragged_splits, 
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, pairs_of_rows, realize, static, varies
 from kvcompile.lowering.host.inductor_api import SymbolicGridFn, TritonTemplate, autotuned, ir, lowerings
 from kvcompile.lowering.host.inductor_api import config as inductor_config
+from kvcompile.lowering.host.kept_tokens import kept_tokens
 from kvcompile.lowering.host.triton_api import lays_out_as_known
+from kvcompile.lowering.ops.kept_tokens import RUN
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.types import Role, SlotSpec
 
@@ -61,6 +63,8 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
     layout = ir.FixedLayout(
         device, q.get_dtype() if direct else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size))
     )
+    if any("KEPT" in tiled.operands for tiled in configs):
+        nodes["KEPT"] = realize(kept_tokens(nodes["KEEP"], RUN))
     choices: list[Any] = []
     for tiled in configs:
         config = tiled.with_splits(splits, direct, shares)
@@ -70,7 +74,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
             num_warps=config.tile.num_warps, num_stages=config.tile.num_stages, **config.options(),
         )
     # Every position in use, so that choices differ by the work they do.
-    in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "BASE": tokens_hint - 1, "EARLY_AT": 0}
+    in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "KEPT": RUN, "BASE": tokens_hint - 1, "EARLY_AT": 0}
     partial = autotuned("kvcompile_attend", choices, inputs, layout, examples(config.operands, in_use))
     return partial if direct else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
 

@@ -90,7 +90,7 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
         "K_TABLE": table(key), "V_TABLE": table(value), "K_STATIC": heads_scales, "V_STATIC": heads_scales,
         "K_NORMS": plane(1, torch.float16),
         "LO": Operand.contiguous((batch if masks.lo_per_batch else 1, queries), torch.int64),
-        "KEEP": Operand((batch, "TOKENS"), ("TOKENS", 1), torch.bool),
+        "KEEP": Operand((batch, "TOKENS"), ("TOKENS", 1), torch.bool), "KEPT": Operand((batch, "RUNS"), ("RUNS", 1), torch.int32),
         "BIAS": Operand((batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1), torch.bool if masks.bias == 2 else config.dtype),
         "SINKS": Operand.contiguous((heads,), torch.float32),
         "RECENT_K": dataclasses.replace(recent, stride=("RECENT_HEADS", "RECENT_HEAD", config.key_dim, 1)),
@@ -210,7 +210,7 @@ def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batc
 
 
 def _pointer(dtype: torch.dtype) -> str:
-    names = {torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int64: "i64", torch.float16: "fp16",
+    names = {torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.float16: "fp16",
              torch.bfloat16: "bf16", torch.float32: "fp32"}
     return "*" + names[dtype]
 

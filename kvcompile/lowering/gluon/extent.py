@@ -9,6 +9,12 @@ Only the device knows positions, so programs find out for themselves what there 
 from __future__ import annotations
 
 from kvcompile.lowering.host.gluon_api import gl, gluon
+from kvcompile.lowering.ops import kept_tokens
+
+RUN = gl.constexpr(kept_tokens.RUN)
+
+NOWHERE = gl.constexpr(1073741824)
+"""Behind every token."""
 
 LOWEST_BASE = gl.constexpr(-1073741824)
 """Positions fit 32 bits; a base far below zero is as good as one just below it."""
@@ -44,16 +50,23 @@ def tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity
 
 
 @gluon.jit
-def behind_hidden(KEEP, first, stop, WARPS: gl.constexpr):
-    """The token behind the last one of ``first`` to ``stop`` - 1 that a row's mask KEEP hides; 0 where it hides none."""
-    SIZE: gl.constexpr = 512 * WARPS
-    layout: gl.constexpr = gl.BlockedLayout([16], [32], [WARPS], [0])
+def kept_extent(KEPT, first, stop, WARPS: gl.constexpr):
+    """The first token of the first run of ``first`` to ``stop`` - 1 that keeps one, and the one behind the last whole run that hides one.
+
+    KEPT: a row's counts (``ops.kept_tokens``). Beyond ``stop`` where no run keeps one, 0 where none hides one. A run that ``stop`` cuts is
+    masked anyway.
+    """
+    SIZE: gl.constexpr = 128 * WARPS
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    lowest = gl.full([SIZE], NOWHERE, gl.int32, layout=layout)
     last = gl.full([SIZE], -1, gl.int32, layout=layout)
-    for begin in range(first, stop, SIZE):
-        token = begin + gl.arange(0, SIZE, layout=layout)
-        kept = gl.load(KEEP + token, mask=token < stop, other=1) != 0
-        last = gl.maximum(last, gl.where(kept, -1, token))
-    return gl.max(last, 0) + 1
+    until = gl.cdiv(stop, RUN)
+    for begin in range(first // RUN, until, SIZE):
+        run = begin + gl.arange(0, SIZE, layout=layout)
+        kept = gl.load(KEPT + run, mask=run < until, other=0)
+        lowest = gl.minimum(lowest, gl.where(kept > 0, run * RUN, NOWHERE))
+        last = gl.maximum(last, gl.where((kept < RUN) & (run < stop // RUN), run * RUN + RUN - 1, -1))
+    return gl.min(lowest, 0), gl.max(last, 0) + 1
 
 
 @gluon.jit

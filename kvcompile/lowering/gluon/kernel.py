@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from kvcompile.lowering.gluon.extent import behind_hidden, extent, visible
+from kvcompile.lowering.gluon.extent import extent, kept_extent, visible
 from kvcompile.lowering.gluon.layouts import (
     by_thread,
     key_scales,
@@ -54,13 +54,13 @@ RAISED = gl.constexpr(11.0)
 
 @gluon.jit(
     do_not_specialize=[
-        "hi_batch", "lo_batch", "keep_batch", "base_batch", "recent_rows", "batch", "pages", "keep_tokens", "shares",
+        "hi_batch", "lo_batch", "keep_batch", "kept_batch", "base_batch", "recent_rows", "batch", "pages", "keep_tokens", "shares",
     ]
 )
 def attend(
-    Q, HI, LO, KEEP, K_WORDS, K_SCALES, K_ZEROS, V_WORDS, V_SCALES, V_ZEROS, RECENT_K, RECENT_V, BASE, SUMS, TOPS,
-    q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, hi_batch, lo_batch, keep_batch, base_batch, recent_rows, batch, pages,
-    keep_tokens, shares, scale, KEY: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr,
+    Q, HI, LO, KEEP, KEPT, K_WORDS, K_SCALES, K_ZEROS, V_WORDS, V_SCALES, V_ZEROS, RECENT_K, RECENT_V, BASE, SUMS, TOPS,
+    q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, hi_batch, lo_batch, keep_batch, kept_batch, base_batch, recent_rows,
+    batch, pages, keep_tokens, shares, scale, KEY: gl.constexpr, VALUE: gl.constexpr, C: gl.constexpr,
 ):
     """One program; see the module. ``pages`` of planes [pages, batch, kv heads, rows, width], contiguous; ``scale`` in base 2."""
     PRODUCTS: gl.constexpr = len(VALUE.products)
@@ -97,15 +97,16 @@ def attend(
     rings = allocated(KEY, VALUE, C)
     begin = split * tiles // active
     end = (split + 1) * tiles // active
+    clear = start
+    if C.keep:
+        # Padding is in front: tiles of nothing else are left out, and none behind it masks anything.
+        kept = kept_extent(KEPT + batch_row * kept_batch, first + begin * size, gl.minimum(first + end * size, until), C.warps)
+        begin = gl.minimum(gl.maximum(begin, (kept[0] - first) // size), end)
+        clear = gl.maximum(start, kept[1])
     for ahead in gl.static_range(C.stages - 1):
         if begin + ahead < end:
             fetch(ahead, first + (begin + ahead) * size, pair, pages, planes, rings, KEY, VALUE, C)
         async_copy.commit_group()
-    # Padding is in front: tiles behind the last token that is hidden mask nothing.
-    clear = start
-    if C.keep:
-        hidden = behind_hidden(KEEP + batch_row * keep_batch, first + begin * size, gl.minimum(first + end * size, until), C.warps)
-        clear = gl.maximum(start, hidden)
     qs, shrunk = queries_of(Q, q_head, KEY, C)
     scale = shrunk * (scale * 2.0 ** KEY.unit)
     starts = ()

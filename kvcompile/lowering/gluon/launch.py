@@ -17,6 +17,7 @@ import torch
 
 from kvcompile.lowering.gluon.config import Cut, GluonConfig, Merge, merge_for, ragged_splits, splits_for
 from kvcompile.lowering.gluon.plan import FEW, KeyPlan, ValuePlan, cut_of, key_plan, value_plan
+from kvcompile.lowering.ops.kept_tokens import kept_tokens
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 
@@ -24,7 +25,8 @@ LOG2E = 1.4426950408889634
 
 LIBRARY.define(
     "attend_gluon(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? sinks, str key_scheme,"
-    " str value_scheme, float scale, int value_dim, Tensor[]? recent, Tensor? base) -> Tensor"
+    " str value_scheme, float scale, int value_dim, Tensor[]? recent, Tensor? base, Tensor? kept=None)"
+    " -> Tensor"
 )
 
 
@@ -90,17 +92,21 @@ def constants(
 
 
 def launches(
-    operands: AttendOperands[torch.Tensor], device: Device, most: int | None = None, merging: Merge | None = None
+    operands: AttendOperands[torch.Tensor], device: Device, most: int | None = None, merging: Merge | None = None,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[Launch, Launch]]:
     """The result's tensor and what fills it, in order.
 
-    ``most``: a limit on the number of splits; ``merging``: how they are merged, where a benchmark or a test says so.
+    ``kept``: the mask's counts (``ops.kept_tokens``), made here where they are not given; ``most``: a limit on the number of
+    splits; ``merging``: how they are merged, where a benchmark or a test says so.
     """
     from kvcompile.lowering.gluon import kernel, merge
 
     q, hi, lo, keep, base, recent = _dense(operands.q), operands.hi, operands.lo, operands.keep, operands.base, operands.recent or ()
     keys, values = operands.keys, operands.values
     keep, sinks = (None if x is None else _dense(x) for x in (keep, operands.sinks))
+    if keep is not None and kept is None:
+        kept = kept_tokens(keep)
     B, H, _, D = q.shape
     pages, _, K, page_rows, _ = keys[0].shape
     group = H // K
@@ -125,12 +131,12 @@ def launches(
     newest = [_dense(x) for x in recent]
     steps = [*newest[0].stride()[:3], *newest[1].stride()[:3]] if recent else [0] * 6
     k_zeros, v_zeros = keys[2] if key.block else None, values[2] if value.zeros else None
-    hi_batch, lo_batch, keep_batch, base_batch = (_step(x) for x in (hi, lo, keep, base))
+    hi_batch, lo_batch, keep_batch, kept_batch, base_batch = (_step(x) for x in (hi, lo, keep, kept, base))
     keep_tokens = 0 if keep is None else keep.shape[1]
     attending = (
-        q, hi, lo, keep, keys[0], keys[1], k_zeros, values[0], values[1], v_zeros, *(newest or (None, None)), base, sums, tops,
-        q.stride(0), q.stride(1), *steps, hi_batch, lo_batch, keep_batch, base_batch, newest[0].shape[2] if recent else 0, B, pages,
-        keep_tokens, shares, operands.scale * LOG2E, key, value, config,
+        q, hi, lo, keep, kept, keys[0], keys[1], k_zeros, values[0], values[1], v_zeros, *(newest or (None, None)), base, sums, tops,
+        q.stride(0), q.stride(1), *steps, hi_batch, lo_batch, keep_batch, kept_batch, base_batch,
+        newest[0].shape[2] if recent else 0, B, pages, keep_tokens, shares, operands.scale * LOG2E, key, value, config,
     )
     merged = (
         hi, lo, sinks, base, sums, tops, out, hi_batch, lo_batch, base_batch, B, pages, keep_tokens, slots, shares, config, merging,
@@ -159,14 +165,16 @@ def device_of(device: torch.device) -> Device:
 
 
 def record_of(args: Sequence[Any]) -> AttendOperands[torch.Tensor]:
-    """The operands of a call of the operation."""
-    return attend_operands({**named(operation, args, {}), "bias": None, "softcap": 0.0})
+    """The operands of a call of the operation, but for the counts of its mask."""
+    given = named(operation, args, {})
+    given.pop("kept", None)
+    return attend_operands({**given, "bias": None, "softcap": 0.0})
 
 
 def _attend_gluon(*args: Any) -> torch.Tensor:
     operands = record_of(args)
     with torch.cuda.device_of(operands.q):
-        out, found = launches(operands, device_of(operands.q.device))
+        out, found = launches(operands, device_of(operands.q.device), kept=named(operation, args, {}).get("kept"))
         for launch in found:
             launch.run()
     return out

@@ -17,6 +17,8 @@ import torch
 from kvcompile.lowering.gluon import launch
 from kvcompile.lowering.host.buffers import equals, hint, realize
 from kvcompile.lowering.host.inductor_api import fallback_handler, ir
+from kvcompile.lowering.host.kept_tokens import kept_tokens
+from kvcompile.lowering.ops.kept_tokens import RUN
 from kvcompile.lowering.ops.operands import AttendOperands
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ def lower_gluon(operands: AttendOperands[Any]) -> Any | None:
     return fallback_handler(launch.operation)(
         q, list(operands.keys), list(operands.values), operands.hi, operands.lo, operands.keep, operands.sinks, operands.key_scheme,
         operands.value_scheme, float(operands.scale), int(operands.value_dim), list(recent) if recent else None, operands.base,
+        None if operands.keep is None else kept_tokens(operands.keep, RUN),
     )
 
 

@@ -1,0 +1,44 @@
+"""The counts of ``ops.kept_tokens`` as a buffer of Inductor's graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+
+from kvcompile.lowering.host.buffers import realize
+from kvcompile.lowering.host.inductor_api import V, ir, virtual_ops
+
+
+def kept_tokens(keep: Any, run: int) -> Any:
+    """The counts of a mask, bool [B, T], int32 [B, ceil(T / run)]: one buffer for all layers of a graph that have the mask."""
+    node = realize(keep)
+    known: dict[tuple[str, str, int], Any] = V.graph.__dict__.setdefault("_kvcompile_kept_tokens", {})
+    key = (node.get_name(), str(node.get_layout()), run)
+    if key not in known:
+        known[key] = _counted(node, run)
+        known[key].realize()
+    return known[key]
+
+
+def _counted(node: Any, run: int) -> Any:
+    rows, tokens = node.get_size()
+    load = node.make_loader()
+    whole = V.graph.sizevars.statically_known_multiple_of(tokens, run)
+
+    def count(index: Any, reduced: Any) -> Any:
+        token = index[1] * run + reduced[0]
+
+        def kept() -> Any:
+            return virtual_ops.to_dtype(load([index[0], token]), torch.int32)
+
+        if whole:
+            return kept()
+        there = virtual_ops.lt(virtual_ops.index_expr(token, torch.int64), virtual_ops.index_expr(tokens, torch.int64))
+        return virtual_ops.masked(there, kept, 0)
+
+    return ir.Reduction.create(
+        device=node.get_device(), dst_dtype=torch.int32, src_dtype=torch.int32, inner_fn=count,
+        ranges=[rows, (tokens + run - 1) // run], reduction_ranges=[sympy.Integer(run)], reduction_type="sum",
+    )
