@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make accept: each does its whole set-up on a fresh machine, and does it again only
+# make demo | make test | make slow | make lint | make accept: each does its whole set-up on a fresh machine, and does it again only
 # when pyproject.toml changed. Torch goes in first and pinned, so that nothing else chooses it.
 
 TORCH ?= torch==2.13.0
@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 MODERN := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test suite oldest lint accept clean
+.PHONY: demo test suite slow oldest lint accept clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -20,12 +20,16 @@ PARALLEL = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo '-n auto 
 test: lint suite
 
 suite: $(READY)
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
 
-# The suite with the oldest versions that pyproject.toml admits; takes several GB, as that torch comes with CUDA alone.
+# What tests/slow.txt lists and what is marked so: a third of all the time.
+slow: $(READY)
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
+
+# All tests with the oldest versions that pyproject.toml admits; takes several GB, as that torch comes with CUDA alone.
 # Its Triton's interpreter does not run with a newer numpy.
 oldest:
-	$(MAKE) suite VENV=.venv-oldest TORCH='torch==2.11.0' PINS='transformers==5.17.0 numpy~=2.3.0'
+	$(MAKE) suite slow VENV=.venv-oldest TORCH='torch==2.11.0' PINS='transformers==5.17.0 numpy~=2.3.0'
 
 # The real thing on a GPU, or slowly on a CPU: benchmarks/ACCEPT.md says what runs. make accept ARGS='--only llama' for a part.
 accept: $(READY)

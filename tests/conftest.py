@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,9 @@ def _roomy(run: Callable[[pytest.Function], object]) -> Callable[[pytest.Functio
 
 pytest.Function.runtest = _roomy(pytest.Function.runtest)  # type: ignore[method-assign, assignment]
 
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
+"""Identifiers of tests that are marked ``slow`` by that list."""
+
 FIRST = ("certified", "triton", "prefill", "chunked", "cpp", "inductor")
 """Parts of the names of tests that compile kernels or interpret them: tens of seconds, so they do not come last."""
 
@@ -123,8 +127,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take long come first; those marked ``gpu`` are skipped, with the reason, where there is no device."""
+    """Tests that take long come first; ``SLOW`` ones are marked so; without a device those marked ``gpu`` are skipped, with the reason."""
     items.sort(key=lambda item: not any(part in item.nodeid for part in FIRST))
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
