@@ -134,7 +134,9 @@ def in_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     calls: list[int] = []
 
     def run(*args: Any) -> torch.Tensor:
-        out, found = launch.launches(launch.record_of(args), launch.Device(132, overlaps=True), most=3)
+        operands, kept = launch.given_to(args)
+        assert (kept is None) == (operands.keep is None), "a graph counts what its mask keeps"
+        out, found = launch.launches(operands, launch.Device(132, overlaps=True), most=3, kept=kept)
         for each in found:
             run_launch(each)
         calls.append(found[0].grid[0])
@@ -176,3 +178,38 @@ def test_a_compiled_model_calls_it(in_numpy: list[int]) -> None:
     assert len(owner.graphs) == graphs and len(in_numpy) == 5
     # One split of codes for every 128 tokens of room, and one of newest tokens.
     assert in_numpy[0] == 2 and in_numpy[-1] > 2
+
+
+@pytest.mark.compile
+def test_layers_share_the_counts_of_their_mask(in_numpy: list[int]) -> None:
+    """Rows with padding on their left, of which one has more than a program's tokens, beside the definition."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=128,
+        vocab_size=64,
+    )
+    model = transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    tokens, mask = torch.randint(0, 64, (2, 300)), torch.ones(2, 303, dtype=torch.int64)
+    mask[0, :5] = mask[1, :260] = 0
+
+    def steps(inner: str) -> tuple[list[torch.Tensor], str]:
+        torch._dynamo.reset()
+        cache = transformers.StaticCache(config, max_cache_len=320)
+        run = torch.compile(model, backend=kvcompile.backend("int4", strict=True, inner=inner), fullgraph=True)
+        model(tokens, past_key_values=cache, attention_mask=mask[:, :300])
+
+        def step(at: int) -> torch.Tensor:
+            return run(tokens[:, at : at + 1], past_key_values=cache, attention_mask=mask[:, : 301 + at]).logits
+
+        first, code = run_and_get_code(step, 0)
+        return [first, step(1)], "\n".join(code)
+
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        found, code = steps("inductor")
+        wanted, _ = steps("eager")
+    torch.testing.assert_close(found, wanted, atol=3e-2, rtol=3e-2)
+    assert len(in_numpy) == 4
+    calls = [line for line in code.splitlines() if "torch.ops.kvcompile.attend_gluon.default(" in line]
+    assert len(calls) == 2
+    assert len({line.rsplit(",", 1)[1] for line in calls}) == 1

@@ -164,24 +164,24 @@ def device_of(device: torch.device) -> Device:
     return Device(int(properties.multi_processor_count), (properties.major, properties.minor) >= OVERLAPPING)
 
 
-def record_of(args: Sequence[Any]) -> AttendOperands[torch.Tensor]:
-    """The operands of a call of the operation, but for the counts of its mask."""
+def given_to(args: Sequence[Any]) -> tuple[AttendOperands[torch.Tensor], torch.Tensor | None]:
+    """The operands of a call of the operation, and the counts of its mask where the call has them."""
     given = named(operation, args, {})
-    given.pop("kept", None)
-    return attend_operands({**given, "bias": None, "softcap": 0.0})
+    kept = given.pop("kept", None)
+    return attend_operands({**given, "bias": None, "softcap": 0.0}), kept
 
 
 def _attend_gluon(*args: Any) -> torch.Tensor:
-    operands = record_of(args)
+    operands, kept = given_to(args)
     with torch.cuda.device_of(operands.q):
-        out, found = launches(operands, device_of(operands.q.device), kept=named(operation, args, {}).get("kept"))
+        out, found = launches(operands, device_of(operands.q.device), kept=kept)
         for launch in found:
             launch.run()
     return out
 
 
 def _attend_gluon_meta(*args: Any) -> torch.Tensor:
-    operands = record_of(args)
+    operands, _ = given_to(args)
     return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
 
 
