@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +62,23 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def joined(device: str) -> str:
-    """The device of this process, which joins the others where ``torchrun`` started it."""
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[str]:
+    """The device of this process, which is with the others while ``torchrun`` started it, and leaves them when all have got here."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return device
+        yield device
+        return
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return device
+    if torch.distributed.is_initialized():
+        yield device
+        return
+    torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    yield device
+    # Nobody goes while another is at work: seen once of many runs, a process ended by an abort where nobody had left the group.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,7 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
         steps=arguments.steps, batch=arguments.batch, rate=arguments.rate, inner=Inner.of(arguments.inner),
         memory_budget=arguments.memory_budget,
     )
-    device = joined(arguments.device)
+    with joined(arguments.device) as device:
+        return _learn(arguments, scheme, settings, device)
+
+
+def _learn(arguments: argparse.Namespace, scheme: Beyond, settings: LearnSettings, device: str) -> int:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     model = resolve(arguments.target, Options(dtype=dtype, device=device)).model
     tokens = tokens_of(arguments, model)
