@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from kvcompile.lowering.ops.kept_tokens import RUN, kept_tokens
@@ -18,12 +20,14 @@ LIBRARY.impl("kept", kept_tokens, "CompositeExplicitAutograd")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lowered() -> None:
-    """The lowering of an operator of this file's own, as those of kernels ask for the counts on CUDA alone."""
+def lowered() -> Iterator[None]:
+    """The lowering of an operator of this file's own, as those of kernels ask for the counts on CUDA alone; no cache knows of it."""
     from kvcompile.lowering.host.inductor_api import register_lowering
     from kvcompile.lowering.host.kept_tokens import kept_tokens as counted
 
     register_lowering(torch.ops.kvcompile_kept.kept.default, type_promotion_kind=None)(lambda keep: counted(keep, RUN))
+    with inductor_config.patch(force_disable_caches=True):
+        yield
 
 
 def layers(mask: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,3 +51,18 @@ def test_counts_are_the_definitions_and_made_once(tokens: int, dynamic: bool, fr
     assert "kvcompile_kept" not in codes[0]
     made = re.findall(r"= empty_strided_cpu\(.*torch\.int32\)", codes[0])
     assert len(made) == 3, "the counts and both results"
+
+
+def changing(mask: torch.Tensor, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two layers, and between them a change of the mask where it lies."""
+    first = torch.ops.kvcompile_kept.kept(mask) + 1
+    mask[:, which] = False
+    return first, torch.ops.kvcompile_kept.kept(mask) * 2
+
+
+def test_a_mask_that_a_graph_changes_is_counted_again(fresh_dynamo: None) -> None:
+    mask, which = torch.ones(2, 70, dtype=torch.bool), torch.arange(5)
+    wanted = changing(mask.clone(), which)
+    assert not torch.equal(wanted[0] - 1, wanted[1] // 2)
+    torch.testing.assert_close(torch.compile(changing, fullgraph=True)(mask, which), wanted, rtol=0, atol=0)
+    assert not mask[:, :5].any()

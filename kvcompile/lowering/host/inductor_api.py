@@ -6,6 +6,7 @@
     ``register_lowering``, ``fallback_handler``, ``lowerings``  give an operator a lowering, call it as it is, call another one's
     ``ir``, ``V``             nodes of the graph that is lowered, and the graph and its sizes as the lowering of the moment has them
     ``virtual_ops``           what a node computes of an element, as nodes of our own say it
+    ``ceildiv``               a quotient of sizes, rounded up
     ``convert_shape_to_symint``  sizes of a node as sizes of a fake tensor
     ``TritonTemplate``, ``SymbolicGridFn``  a Triton kernel from a template, with its grid
     ``autotune_select_algorithm``  chooses among configurations (``autotuned``); 2.12 began to return the choice beside the node
@@ -31,14 +32,14 @@ from torch._inductor.codegen.cpp_utils import cexpr_index
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.runtime_utils import cache_dir
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
-from torch._inductor.utils import Placeholder, convert_shape_to_symint, parallel_num_threads
+from torch._inductor.utils import Placeholder, ceildiv, convert_shape_to_symint, parallel_num_threads
 from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as virtual_ops
 
 __all__ = [
     "CppTemplate", "CppTemplateKernel", "CustomGraphPass", "Placeholder", "SymbolicGridFn", "TritonTemplate", "V",
-    "autotune_select_algorithm", "autotuned", "cache_dir", "cexpr_index", "compile_by_inductor", "config", "convert_shape_to_symint",
-    "fallback_handler", "ir", "list_mode_options", "lowerings", "parallel_num_threads", "register_lowering",
+    "autotune_select_algorithm", "autotuned", "cache_dir", "ceildiv", "cexpr_index", "compile_by_inductor", "config",
+    "convert_shape_to_symint", "fallback_handler", "ir", "list_mode_options", "lowerings", "parallel_num_threads", "register_lowering",
     "virtual_ops", "written_modules",
 ]
 

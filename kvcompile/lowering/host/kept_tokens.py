@@ -8,15 +8,18 @@ import sympy
 import torch
 
 from kvcompile.lowering.host.buffers import realize
-from kvcompile.lowering.host.inductor_api import V, ir, virtual_ops
+from kvcompile.lowering.host.inductor_api import V, ceildiv, ir, virtual_ops
 
 
 def kept_tokens(keep: Any, run: int) -> Any:
-    """The counts of a mask, bool [B, T], int32 [B, ceil(T / run)]: one buffer for all layers of a graph that have the mask."""
+    """The counts of a mask, bool [B, T], int32 [B, ceil(T / run)]: one buffer for all layers of a graph that have the mask.
+
+    A mask that a graph changes, where it lies, has a name for two contents: it is counted whenever it is asked for.
+    """
     node = realize(keep)
     known: dict[tuple[str, str, int], Any] = V.graph.__dict__.setdefault("_kvcompile_kept_tokens", {})
     key = (node.get_name(), str(node.get_layout()), run)
-    if key not in known:
+    if key not in known or node.get_name() in V.graph.mutated_buffers:
         known[key] = _counted(node, run)
         known[key].realize()
     return known[key]
@@ -40,5 +43,5 @@ def _counted(node: Any, run: int) -> Any:
 
     return ir.Reduction.create(
         device=node.get_device(), dst_dtype=torch.int32, src_dtype=torch.int32, inner_fn=count,
-        ranges=[rows, (tokens + run - 1) // run], reduction_ranges=[sympy.Integer(run)], reduction_type="sum",
+        ranges=[rows, ceildiv(tokens, run)], reduction_ranges=[sympy.Integer(run)], reduction_type="sum",
     )
