@@ -155,10 +155,10 @@ def test_generate(kind: str) -> None:
     backend = kvcompile.backend(SCHEME, inner="eager", strict=True)
     run = torch.compile(model.forward, backend=backend)
     model.forward, plain = run, model.forward
+    # A report is of the caches that are still there.
+    caches = [cache_of(model, kind) for _ in range(2)]
     try:
-        out = [
-            model.generate(ids, past_key_values=cache_of(model, kind), max_new_tokens=40, do_sample=False, pad_token_id=0) for _ in range(2)
-        ]
+        out = [model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False, pad_token_id=0) for cache in caches]
     finally:
         model.forward = plain
     assert out[0].shape == (2, 190) and torch.equal(*out)
