@@ -11,6 +11,7 @@ from test_triton_append import assert_same, fuse
 
 from kvcompile import schemes
 from kvcompile.lowering.host.launches import KernelLaunch, Recorder
+from kvcompile.lowering.host.triton_api import POINTERS
 from kvcompile.lowering.ops import append_window as windows
 from kvcompile.schemes.certified import BLOCK
 from kvcompile.types import PAGE, Role, SlotSpec
@@ -87,13 +88,6 @@ def test_the_kernel_is_the_body(text: str, dtype: torch.dtype, before: int, page
     interpreted(compare, text, dtype, before, pages)
 
 
-def pointer(tensor: torch.Tensor) -> str:
-    """How triton names a pointer to a tensor's elements."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32",
-             torch.int8: "i8", torch.uint8: "u8"}
-    return "*" + names[tensor.dtype]
-
-
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("text", ["certified(values=full)", "certified(tier2=host)"])
 def test_the_kernel_compiles_offline(text: str, capability: int) -> None:
@@ -113,7 +107,7 @@ def test_the_kernel_compiles_offline(text: str, capability: int) -> None:
     assert isinstance(launch, KernelLaunch)
     constants = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
     signature = {
-        name: "constexpr" if name in constants else pointer(value) if isinstance(value, torch.Tensor) else "i32"
+        name: "constexpr" if name in constants else POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
         for name, value in launch.arguments.items()
     }
     fixed = {(index,): launch.arguments[name] for index, name in enumerate(launch.arguments) if name in constants}

@@ -19,13 +19,11 @@ from kvcompile import schemes
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import AttendConfig, Bias, Masks, Tile
 from kvcompile.lowering.decode.tiles import UNASKED, choose_tiles, declared
-from kvcompile.lowering.host.triton_api import built_for
+from kvcompile.lowering.host.triton_api import POINTERS, built_for
 from kvcompile.lowering.site_kernel import SHARED_MEMORY
 from kvcompile.types import PAGE, Role, SlotSpec
 
 pytestmark = pytest.mark.compile
-
-NAMES = {torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 BASE = Case("beyond", "beyond", dtype=torch.bfloat16, D=128, Dv=128, T=100, splits=1)
 
@@ -47,7 +45,7 @@ def launcher(tile: Tile) -> Callable[[Any, tuple, list[torch.Tensor]], None]:
 
     def launch(kernel: Any, grid: tuple, tensors: list[torch.Tensor]) -> None:
         names = kernel.arg_names
-        signature = {name: "*" + NAMES.get(tensor.dtype, "fp32") for name, tensor in zip(names, tensors, strict=True)}
+        signature = {name: POINTERS[tensor.dtype] for name, tensor in zip(names, tensors, strict=True)}
         made = built_for(kernel, signature, names, 90, tile.num_warps, tile.num_stages)
         memory = ptx.Memory(dict(zip(names, tensors, strict=True)))
         program = ptx.translate(made.asm["ptx"])
@@ -63,6 +61,9 @@ CASES = [
     dataclasses.replace(BASE, key="beyond(group=64)", value="beyond(group=64)", D=256, Dv=256, G=2, T=40),
     # Tiles of 16 tokens, whose masks are bytes.
     dataclasses.replace(BASE, key="nf4", value="nf4", D=256, Dv=256, G=2, T=40, keep=True),
+    # Two of them are a run whose kept tokens are counted, and the last token cuts one.
+    dataclasses.replace(BASE, key="nf4", value="nf4", D=256, Dv=256, G=2, T=60, keep=True),
+    dataclasses.replace(BASE, key="nf4", value="nf4", D=256, Dv=256, G=2, T=170, splits=3, keep=True),
     dataclasses.replace(BASE, key="nf4", value="nf4", D=256, Dv=256, G=2, T=40, bias=Bias.BOOLEAN),
 ]
 BESIDE = [

@@ -14,11 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcompile.lowering.host.launches import KernelLaunch
-
-NAMES = {
-    torch.bool: "i1", torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.float16: "fp16",
-    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-}
+from kvcompile.lowering.host.triton_api import POINTERS
 
 
 def compiled_for_hopper(launch: KernelLaunch, capability: int = 90, aligned: bool = False) -> Any:
@@ -28,7 +24,7 @@ def compiled_for_hopper(launch: KernelLaunch, capability: int = 90, aligned: boo
     """
     constants = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
     signature = {
-        name: "constexpr" if name in constants else "*" + NAMES[item.dtype] if isinstance(item, torch.Tensor)
+        name: "constexpr" if name in constants else POINTERS[item.dtype] if isinstance(item, torch.Tensor)
         else "fp32" if isinstance(item, float) else "i32"
         for name, item in launch.arguments.items()
     }

@@ -13,11 +13,7 @@ from hopper import compiled_for_hopper
 from kvcompile.lowering.gluon.launch import Launch
 from kvcompile.lowering.host.gluon_api import compile_for
 from kvcompile.lowering.host.launches import KernelLaunch
-
-POINTERS = {
-    torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",
-    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
-}
+from kvcompile.lowering.host.triton_api import POINTERS
 
 
 def _type(argument: Any) -> str:

@@ -28,7 +28,7 @@ from kvcompile.lowering.codegen.expressions import TRITON_TYPES
 from kvcompile.lowering.decode.config import AttendConfig, plans
 from kvcompile.lowering.decode.slot_plan import SlotPlan
 from kvcompile.lowering.decode.template import GLOBALS, SOURCE
-from kvcompile.lowering.host.triton_api import compile_for
+from kvcompile.lowering.host.triton_api import POINTERS, compile_for
 
 KERNEL = "kvcompile_attend"
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
@@ -205,14 +205,8 @@ def compile_offline(source: str, config: AttendConfig, arch: str = "sm_90", batc
     kernel = getattr(load_module(source), KERNEL)
     operands = operands_for(config, batch)
     pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": output_for(config).dtype}
-    signature = {name: _pointer(pointers[name]) if name in pointers else "i32" for name in kernel.arg_names}
+    signature = {name: POINTERS[pointers[name]] if name in pointers else "i32" for name in kernel.arg_names}
     return compile_for(kernel, signature, pointers, ARCHITECTURES[arch], config.tile.num_warps, config.tile.num_stages)
-
-
-def _pointer(dtype: torch.dtype) -> str:
-    names = {torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.float16: "fp16",
-             torch.bfloat16: "bf16", torch.float32: "fp32"}
-    return "*" + names[dtype]
 
 
 def sass(cubin: bytes) -> str:

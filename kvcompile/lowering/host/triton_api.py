@@ -9,6 +9,16 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
+
+POINTERS = {
+    dtype: f"*{name}" for dtype, name in (
+        (torch.bool, "i1"), (torch.uint8, "u8"), (torch.int8, "i8"), (torch.int32, "i32"), (torch.int64, "i64"), (torch.float16, "fp16"),
+        (torch.bfloat16, "bf16"), (torch.float32, "fp32"), (torch.float64, "fp64"),
+    )
+}
+"""The types of pointers to elements, as Triton's signatures have them."""
+
 KNOWN_LAYOUTS = ("3.6", "3.7")
 """Versions whose PTX of tables was run (``tests/lowering/test_table_kernel.py``): assembly relies on what a thread has of a block."""
 

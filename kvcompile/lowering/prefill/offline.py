@@ -8,14 +8,9 @@ import torch
 
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
 from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Definition, Operand, load_module, named_sizes, template
-from kvcompile.lowering.host.triton_api import compile_for
+from kvcompile.lowering.host.triton_api import POINTERS, compile_for
 from kvcompile.lowering.prefill.config import PrefillConfig, slots
 from kvcompile.lowering.prefill.template import SOURCE
-
-POINTERS = {
-    torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int64: "i64", torch.float16: "fp16", torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-}
 
 
 def operands_for(config: PrefillConfig, batch: int = 1, queries: int = 512, recent_rows: int = 544) -> dict[str, Operand]:
@@ -90,5 +85,5 @@ def compile_offline(source: str, config: PrefillConfig, arch: str = "sm_90", bat
     kernel = getattr(load_module(source), KERNEL)
     operands = operands_for(config, batch, queries)
     pointers = {**{name: operand.dtype for name, operand in operands.items()}, "OUT": output_for(config, batch, queries).dtype}
-    signature = {name: "*" + POINTERS[pointers[name]] if name in pointers else "i32" for name in kernel.arg_names}
+    signature = {name: POINTERS[pointers[name]] if name in pointers else "i32" for name in kernel.arg_names}
     return compile_for(kernel, signature, pointers, ARCHITECTURES[arch], config.tile.num_warps, config.tile.num_stages)
