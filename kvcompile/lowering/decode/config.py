@@ -172,12 +172,6 @@ class AttendConfig:
         return key.token_block if key.folded else 0
 
     @property
-    def clear(self) -> bool:
-        """Whether tiles that are attended to whole have a loop of their own."""
-        value = self.plans[1]
-        return not (self.masks.lo or self.masks.bias is not Bias.NONE or value.by_token or value.plain)
-
-    @property
     def operands(self) -> tuple[str, ...]:
         """The template's inputs, in order."""
         key, value = self.plans
@@ -186,7 +180,7 @@ class AttendConfig:
             (True, "Q"), (True, "HI"), (True, "K_WORDS"), (True, "V_WORDS"), (key.scaled, "K_SCALES"), (value.scaled, "V_SCALES"),
             (key.zeros, "K_ZEROS"), (value.zeros, "V_ZEROS"), (key.levels > 0, "K_TABLE"), (value.levels > 0, "V_TABLE"),
             (key.static, "K_STATIC"), (value.static, "V_STATIC"), (key.norms, "K_NORMS"),
-            (self.masks.lo, "LO"), (self.masks.keep, "KEEP"), (self.masks.keep and self.clear, "KEPT"),
+            (self.masks.lo, "LO"), (self.masks.keep, "KEEP"), (self.masks.keep and value.clear(self.masks.lo, self.masks.bias), "KEPT"),
             (self.masks.bias is not Bias.NONE, "BIAS"),
             (self.direct and self.masks.sinks, "SINKS"), (beside.recent, "RECENT_K"), (beside.recent, "RECENT_V"),
             (beside.recent, "BASE"), (beside.early > 0, "EARLY_K"), (beside.early > 0, "EARLY_V"), (beside.early_at, "EARLY_AT"),

@@ -161,6 +161,13 @@ class SlotPlan:
         """Whether a token's scales are applied to sub-dots or to lifted elements."""
         return self.decode is Decode.SCALED
 
+    def clear(self, lo: int, bias: int) -> bool:
+        """Whether tiles that are attended to whole have a loop of their own, beside these values, a lowest token and a bias.
+
+        Where a token has scales of its own, the layout that masks bring with them is the better one; the hardware masks plain loads.
+        """
+        return not (lo or bias or self.by_token or self.plain)
+
     @property
     def folded(self) -> bool:
         """Whether the queries take the scales."""

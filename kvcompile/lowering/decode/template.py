@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvcompile.lowering.codegen import paired_values, picked_keys, scale_words, shared_tables
 from kvcompile.lowering.codegen.bit_tricks import multiplied, scaled_by
-from kvcompile.lowering.codegen.padding import skip_padding, skip_runs
+from kvcompile.lowering.codegen.padding import skip_padding
 from kvcompile.lowering.codegen.template_files import joined
 from kvcompile.lowering.codegen.template_sizes import GLOBALS as SIZES
 from kvcompile.lowering.ops.kept_tokens import RUN
@@ -17,7 +17,7 @@ LOG2E = 1.4426950408889634
 SOURCE = joined(__file__, "operands", "loads", "tables", "scores", "values", "kernel")
 
 PRINTERS = (
-    multiplied, scaled_by, skip_padding, skip_runs, shared_tables.declared, shared_tables.filled, shared_tables.kept, shared_tables.taken,
+    multiplied, scaled_by, skip_padding, shared_tables.declared, shared_tables.filled, shared_tables.kept, shared_tables.taken,
     shared_tables.plane_bytes, shared_tables.store_planes, picked_keys.picked, picked_keys.picked_blocks, picked_keys.picked_names,
     picked_keys.picked_column, paired_values.pair_bytes, paired_values.fill_pairs, paired_values.looked_up, paired_values.picked_pairs,
     scale_words.widened, scale_words.beside, scale_words.statistics, scale_words.by_row,
