@@ -38,13 +38,18 @@ MOST = 8192
 
 
 @triton.jit
+def _refused(there, said, s, first, used, ordered, room):
+    """Which tokens s of the call are out of order or have no room, of those that are ``there``; ``said``: their positions."""
+    return there & ((ordered & (said == first + s) & (said - used < room)) == 0)
+
+
+@triton.jit
 def _new(s, SOURCE, POSITIONS, first, used, ordered, count, room, x_s, x_d, pos_s, D: tl.constexpr):
     """Tokens s [n] of the call, [n, D], 0 where there are none, and which of them are out of order or have no room: those are NaN."""
     there = (s >= 0) & (s < count)
-    at = tl.load(POSITIONS + s * pos_s, mask=there, other=0)
-    good = ordered & (at == first + s) & (at - used < room)
+    said = tl.load(POSITIONS + s * pos_s, mask=there, other=0)
     x = tl.load(SOURCE + s[:, None] * x_s + tl.arange(0, D)[None, :] * x_d, mask=there[:, None], other=0.0)
-    return x, there & (good == 0)
+    return x, _refused(there, said, s, first, used, ordered, room)
 
 
 @triton.jit
@@ -109,7 +114,7 @@ def _append_blocks(
     new = (s + i >= 0) & (s + i < count)
     before = (s + i < 0) & touched
     said = tl.load(positions + s * pos_s + i * pos_s, mask=new, other=0)
-    poisoned = new & ((ordered & (said == first + s + i) & (said - used < room)) == 0)
+    poisoned = _refused(new, said, s + i, first, used, ordered, room)
     rows = tl.where(before, ring + ((stand + i) & (W - 1)) * D, source + s * x_s + i * x_s)
     at = rows[:, None] + d[None, :] * (x_d + before.to(tl.int32) * (1 - x_d))[:, None]
     x = tl.load(at, mask=(new | before)[:, None], other=0.0)

@@ -17,7 +17,7 @@ import torch
 
 from kvcompile.lowering.gluon.config import Cut, GluonConfig, Merge, merge_for, ragged_splits, splits_for
 from kvcompile.lowering.gluon.plan import FEW, KeyPlan, ValuePlan, cut_of, key_plan, value_plan
-from kvcompile.lowering.ops.kept_tokens import kept_tokens
+from kvcompile.lowering.ops.kept_tokens import RUN, kept_tokens
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 
@@ -25,8 +25,7 @@ LOG2E = 1.4426950408889634
 
 LIBRARY.define(
     "attend_gluon(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? sinks, str key_scheme,"
-    " str value_scheme, float scale, int value_dim, Tensor[]? recent, Tensor? base, Tensor? kept=None)"
-    " -> Tensor"
+    " str value_scheme, float scale, int value_dim, Tensor[]? recent, Tensor? base, Tensor? kept=None) -> Tensor"
 )
 
 
@@ -111,6 +110,7 @@ def launches(
     pages, _, K, page_rows, _ = keys[0].shape
     group = H // K
     cut, key, value = plans(operands.key_scheme, operands.value_scheme, D, (keys[0].dtype, values[0].dtype), group <= FEW)
+    assert cut.tokens % RUN == 0, "a tile would have a part of a run that nobody looks at"
     ragged = B > 1 and (hi.shape[0] > 1 or (lo is not None and lo.shape[0] > 1))
     optional = (lo is not None, keep is not None, sinks is not None, bool(recent))
     overlap = device.overlaps if merging is None else merging.overlap
