@@ -635,11 +635,11 @@ def test_queries_wider_than_the_newest_tokens_compile(scheme: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcompile.lowering.prefill.offline import POINTERS
+    from kvcompile.lowering.host.triton_api import POINTERS
 
     signature = dict.fromkeys(kernel.arg_names, "i32")
     for name, operand in operands.items():
         dtype = torch.bfloat16 if name.startswith("RECENT") else operand.dtype
-        signature[name] = "*" + POINTERS[dtype]
+        signature[name] = POINTERS[dtype]
     signature["OUT"] = "*fp32"
     assert triton.compile(ASTSource(kernel, signature, {}), target=GPUTarget("cuda", 90, 32)).asm["cubin"]

@@ -23,12 +23,12 @@ import torch
 
 from kvcompile.lowering.decode.config import Bias, Masks, Tile
 from kvcompile.lowering.decode.offline import ARCHITECTURES, KERNEL, Operand, load_module
-from kvcompile.lowering.host.triton_api import compile_for
+from kvcompile.lowering.host.triton_api import POINTERS, compile_for
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.lowering.prefill import decode_chunk as decode_source
 from kvcompile.lowering.prefill.config import PrefillConfig
-from kvcompile.lowering.prefill.offline import POINTERS, render
+from kvcompile.lowering.prefill.offline import render
 
 LIBRARY.define(
     "attend_chunks(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, str key_scheme, str value_scheme,"
@@ -49,7 +49,7 @@ class ChunkKernel:
     def compiled(self, arch: str) -> dict[str, str | bytes]:
         """``ttgir``, ``ptx`` and ``cubin`` for an architecture, without a device; strides count as multiples of 16."""
         kernel = getattr(load_module(self.source, "chunked"), self.name)
-        signature = {name: "*" + POINTERS[self.pointers[name]] if name in self.pointers else "i32" for name in kernel.arg_names}
+        signature = {name: POINTERS[self.pointers[name]] if name in self.pointers else "i32" for name in kernel.arg_names}
         return compile_for(kernel, signature, set(signature) - LOOSE, ARCHITECTURES[arch], self.warps, self.stages)
 
 
