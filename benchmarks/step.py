@@ -2,9 +2,9 @@
 
 Stock eager, stock torch.compile (default, reduce-overhead) and kvcompile's schemes in one run. ``--prompt compiled`` runs
 a prompt of random tokens through the compiled model into an empty cache, as a user does (kvcompile only: stock's mask of the whole
-prompt does not fit at 128K); ``--prompt filled`` begins with a cache of random keys and values. The floor is weights plus cache
-bytes once at the bandwidth given. Correctness gate before anything is timed: ``dense``
-is at most twice as far from stock eager as stock torch.compile is, plus half a percent.
+prompt does not fit at 128K); ``--prompt filled`` begins with a cache of random keys and values. ``--padding N``: a mask hides the
+first tokens of the rows, N of the last one. The floor is weights plus cache bytes once at the bandwidth given. Correctness gate
+before anything is timed: ``dense`` is at most twice as far from stock eager as stock torch.compile is, plus half a percent.
 """
 
 from __future__ import annotations
@@ -89,6 +89,12 @@ def filled(config: Any, batch: int, context: int, capacity: int) -> Any:
     return cache
 
 
+def padded(batch: int, capacity: int, padding: int) -> torch.Tensor | None:
+    """A mask [B, capacity] int64 that hides the first ``padding`` tokens of the last row and fewer of each one before; None hides none."""
+    hidden = torch.arange(1, batch + 1, device="cuda") * padding // batch
+    return (torch.arange(capacity, device="cuda") >= hidden[:, None]).long() if padding else None
+
+
 def clear() -> None:
     """Free what the last configuration left."""
     torch._dynamo.reset()
@@ -147,7 +153,7 @@ def by_kernel(step: Any, steps: int = 5, most: int = 24) -> str:
 
 def measure(
     model: Any, config: Any, name: str, batch: int, context: int, steps: int, owners: dict[Any, Any], turns: Path | None = None,
-    prompt: str = "filled", windows: int = 1, profiled: bool = False, warm: int = 0,
+    prompt: str = "filled", windows: int = 1, profiled: bool = False, warm: int = 0, padding: int = 0,
 ) -> Row:
     """One configuration: ``eager``, ``stock``, ``stock:reduce-overhead``, or ``scheme[+fold][:mode]``."""
     clear()
@@ -165,16 +171,17 @@ def measure(
         owner = owners.setdefault((kind, mode), kvcompile.backend(scheme, strict=True, fold=bool(fold)))
         call = torch.compile(model, backend=owner, mode=mode or None, fullgraph=True)
     before = len(owner.graphs) if owner is not None else 0
-    token = torch.randint(0, 1000, (batch, 1), device="cuda")
+    token, mask = torch.randint(0, 1000, (batch, 1), device="cuda"), padded(batch, capacity, padding)
     if compiled_prompt:
+        tokens = torch.randint(0, 1000, (batch, context), device="cuda")
         with torch.no_grad():
-            call(torch.randint(0, 1000, (batch, context), device="cuda"), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            call(tokens, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     @torch.no_grad()
     def step() -> None:
         if mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
-        call(token, past_key_values=cache, use_cache=True)
+        call(token, attention_mask=mask, past_key_values=cache, use_cache=True)
 
     def changes() -> int:
         churn = owner.report().churn if owner is not None else None
@@ -243,6 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=1, help="windows of --steps steps, a second apart; the least median counts")
     parser.add_argument("--warm", type=int, default=0, help="steps before the first window (default: 4, with CUDA graphs 6)")
     parser.add_argument("--prompt", choices=["filled", "compiled"], default="filled")
+    parser.add_argument("--padding", type=int, default=0, help="tokens that a mask hides in the last row, fewer in each one before")
     parser.add_argument("--no-gate", action="store_true")
     parser.add_argument("--profile", action="store_true", help="also print the device time of a step by kernel")
     parser.add_argument("--json", type=Path)
@@ -268,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 rows.append(measure(
                     model, config, name, batch, context, options.steps, owners, options.turns, options.prompt, options.windows,
-                    options.profile, options.warm,
+                    options.profile, options.warm, options.padding,
                 ))
                 console.print(f"{time.perf_counter() - started:.0f} s: {rows[-1]}")
                 for owner in owners.values():
