@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.lowering.host.torch_api import DisableTorchFunctionSubclass, FakeTensor
+from kvcompile.lowering.host.torch_api import DisableTorchFunctionSubclass, FakeTensor, is_wrapper
 from kvcompile.lowering.ops import operations as ops  # noqa: F401 - defines the operation named next
 
 EXPOSE = torch.ops.kvcompile.expose
@@ -37,7 +37,7 @@ def _describe(value: Any, pages: Mapping[Any, str]) -> str | None:
             texts.append(pages[next(iter(own))])
         else:
             return None
-    return f"{value.dtype}{value.device}[{','.join(texts)}]"
+    return f"{value.dtype}{value.device}[{','.join(texts)}]{_parts(value)}"
 
 
 def call_key(gm: fx.GraphModule, examples: Sequence[Any], is_handle: Callable[[object], bool], key: str) -> str | None:
@@ -64,8 +64,21 @@ def call_key(gm: fx.GraphModule, examples: Sequence[Any], is_handle: Callable[[o
                 digest.update(repr(value).encode())
                 continue
             stride = torch.empty(value.shape, device="meta").stride() if is_handle(value) else value.stride()
-            digest.update(f"{value.dtype}{value.device}{tuple(value.shape)}{stride}{_identity(value)}\n".encode())
+            digest.update(f"{value.dtype}{value.device}{tuple(value.shape)}{stride}{_identity(value)}{_parts(value)}\n".encode())
     return digest.hexdigest()
+
+
+def _parts(value: torch.Tensor) -> str:
+    """Text of what a tensor that is made of others (sharded, quantized) says of itself beyond its sizes; nothing of a plain one."""
+    if not is_wrapper(value) or isinstance(value, FakeTensor):
+        return ""
+    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    # A part may be no tensor: a mesh of devices is one of DTensor's.
+    parts = [getattr(value, name) for name in names]
+    inner = [
+        (part.dtype, tuple(part.shape), part.stride(), _parts(part)) if isinstance(part, torch.Tensor) else repr(part) for part in parts
+    ]
+    return f"{type(value).__qualname__}{context!r}{inner}"
 
 
 def _identity(value: torch.Tensor) -> str:

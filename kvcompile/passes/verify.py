@@ -124,10 +124,11 @@ class _Changed(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """The value of one node."""
         known = n.meta.get("val")
-        if n.op == "call_function" and known is not None and self.other.isdisjoint(n.all_input_nodes):
+        called = n.op in {"call_function", "call_method"}
+        if called and known is not None and self.other.isdisjoint(n.all_input_nodes):
             return known
         value = super().run_node(n)
-        if n.op == "call_function" and not _alike(value, known):
+        if called and not _alike(value, known):
             self.other.add(n)
         return value
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from kvcompile.passes.capture.capture import Captured, Input
 from kvcompile.passes.graph.effects import Effects, analyse
-from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
+from kvcompile.passes.graph.shapes import AS_WRITTEN, is_tensor, op_name, value_of
 from kvcompile.passes.match.sites import Attention, Site
 
 SYMBOL = re.compile(r"\b[su]\d+\b")
@@ -32,6 +32,10 @@ MANY = 1 << 12
 """Elements of a constant above which another constant is another program."""
 
 Number = Callable[[int], int]
+
+
+COLLECTIVE = ("_c10d_functional", "c10d", "_dtensor")
+"""Namespaces of operators in which processes wait for one another."""
 
 
 def same(number: int) -> int:
@@ -160,6 +164,9 @@ def cut(whole: Outline, number: Number = same) -> Cut:
     ``number`` says what each int of what was understood of the sites becomes, where the program is to be made smaller.
     """
     captured = whole.captured
+    if any(_shared(node) for node in whole.inside):
+        # Another process may know the verdict already, and would not come.
+        raise NotApart("its mask or its positions are made of what other processes give, or of a tensor that is made of others")
     graph, env = fx.Graph(), {}
     given: set[int] = set()
     sources: dict[int, int] = {}
@@ -187,6 +194,11 @@ def cut(whole: Outline, number: Number = same) -> Cut:
     told = _Translation(env, places, number)
     sites = tuple(told.of(site) for site in whole.sites)
     return Cut(apart, analyse(graph), sites, frozenset(given), sources, len(whole.outputs), number)
+
+
+def _shared(node: fx.Node) -> bool:
+    """Whether a node is a call on tensors that are made of others, or waits for other processes."""
+    return AS_WRITTEN in node.meta or getattr(node.target, "namespace", "") in COLLECTIVE
 
 
 def _name_symbols(captured: Captured, graph: fx.Graph, entries: list[Input], given: set[int]) -> None:

@@ -7,6 +7,7 @@
     ``OpOverload``            the type of ``torch.ops.namespace.name.default``
     ``FakeTensor``, ``FakeTensorMode``  values of a graph's nodes before there are any
     ``OrderedSet``            the type of sets that Inductor's nodes return
+    ``is_wrapper``            whether a value is a tensor that is made of others: a sharded or a quantized weight
     ``TorchDispatchMode``     sees every operator that a function calls, to find what is no kernel of ours
     ``tree_map``              over nested lists and dictionaries of operands
 """
@@ -21,9 +22,10 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._pytree import tree_map
 
 __all__ = [
     "BackendCompilerFailed", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "OpOverload", "OrderedSet",
-    "TorchDispatchMode", "TorchDynamoException", "TracingContext", "lookup_backend", "tracing", "tree_map",
+    "TorchDispatchMode", "TorchDynamoException", "TracingContext", "is_wrapper", "lookup_backend", "tracing", "tree_map",
 ]

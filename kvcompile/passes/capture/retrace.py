@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import flex
 from kvcompile.passes.capture.memo import Memo
+from kvcompile.passes.capture.subclasses import calls_on_composed, record_as_written
 from kvcompile.passes.capture.vmap import Region, regions
+from kvcompile.passes.graph.shapes import source_line
 
 SHAPED: dict[Any, Callable[..., torch.Tensor]] = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.full_like: torch.full}
 """Makers of a tensor of another's sizes, and those that take sizes."""
@@ -36,6 +39,7 @@ class Retrace(fx.Interpreter):
         self.spell_out = spell_out and any(flex.is_flex(node.target) for node in module.graph.nodes)
         self.left_out = unread(module.graph, found) if self.spell_out else set()
         self.used: set[int] = set()
+        self.as_written = calls_on_composed(module.graph)
         # Traced here: no other trace may be going on.
         self.mapped: dict[fx.Node, tuple[Region, fx.GraphModule]] = {}
         for region in found:
@@ -56,6 +60,13 @@ class Retrace(fx.Interpreter):
             return self.results.pop(n, None)
         if self.spell_out and flex.is_flex(n.target):
             self.used = {int(user.args[1]) for user in n.users if user not in self.left_out}  # type: ignore[arg-type]
+        if n in self.as_written:
+            if _writes(n):
+                raise Unsupported(
+                    expected="calls on tensors that are made of others (sharded, quantized) to write to none in place",
+                    found=str(n.target), where=source_line(n), todo="compute a new tensor there",
+                )
+            return record_as_written(self, n)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

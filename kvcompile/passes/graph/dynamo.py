@@ -14,6 +14,7 @@ Tracing
     ``functorch_interpreters``  the transforms around a call: what ``vmap`` regions are found by
     ``ProxyTensor``, ``get_proxy_mode``, ``get_proxy_slot``, ``set_proxy_slot``  the nodes that values of a trace stand for
     ``no_modes``            runs a computation on real values in the middle of a trace
+    ``no_proxies``, ``track_values``    runs a computation on a trace's values without recording it, and says what node it stands for
     ``no_python_dispatcher``, ``python_dispatcher``  shape functions for symbolic sizes, off and on
 Values
     ``OpOverload``, ``OpOverloadPacket``, ``HigherOrderOperator``  the classes of ATen's operators and of Dynamo's regions
@@ -21,11 +22,12 @@ Values
     ``DisableTorchFunction``, ``DisableTorchFunctionSubclass``  look at a tensor without calling what its class overrides
     ``dispatch_keys``       the keys of a tensor, for what Dynamo guards on
     ``leave_vmap``          undoes one level of ``vmap`` that a failed call left entered
+    ``is_wrapper``          whether a value is a tensor that is made of others: a sharded or a quantized weight
     ``parse_to``            the arguments of ``Tensor.to`` as dtype and device
     ``shares_memory``       whether two tensors have one storage
     ``storage_uses``        how many hold a storage: a cache tensor is taken over only where nobody else does
     ``safe_softmax``        softmax with zeros for a row that hides everything, as flex attention has it
-    ``tree_map``, ``tree_map_only``  a function over nested arguments
+    ``tree_leaves``, ``tree_map``, ``tree_map_only``  nested arguments in one list, a function over them
 """
 
 from __future__ import annotations
@@ -49,9 +51,12 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import _ProxyTensor as ProxyTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as no_proxies
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import track_tensor_tree as track_values
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 
 safe_softmax = torch._safe_softmax
@@ -65,9 +70,9 @@ __all__ = [
     "CleanDiv", "ConstantSource", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "FloorDiv",
     "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload", "OpOverloadPacket", "ProxyTensor", "PythonMod", "TracingContext",
     "compile_lock", "detect_fake_mode", "dispatch_keys", "functorch_interpreters", "get_proxy_mode", "get_proxy_slot",
-    "in_kernel_invocation_manager", "leave_vmap", "lookup_backend", "many_versions", "mark_dynamic", "no_dynamo", "no_modes",
-    "no_python_dispatcher", "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot", "shares_memory", "storage_uses",
-    "tree_map", "tree_map_only",
+    "in_kernel_invocation_manager", "is_wrapper", "leave_vmap", "lookup_backend", "many_versions", "mark_dynamic", "no_dynamo", "no_modes",
+    "no_proxies", "no_python_dispatcher", "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot", "shares_memory",
+    "storage_uses", "track_values", "tree_leaves", "tree_map", "tree_map_only",
 ]
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from kvcompile.passes.graph.dynamo import OpOverload, shares_memory
+from kvcompile.passes.graph.dynamo import OpOverload, is_wrapper, shares_memory
 from kvcompile.passes.graph.operators import COPIES, SIZES, SPLITS
 from kvcompile.passes.graph.pullback import STEPS
-from kvcompile.passes.graph.shapes import is_tensor, op_name
+from kvcompile.passes.graph.shapes import AS_WRITTEN, is_tensor, op_name, value_of
 
 
 def _schema(node: fx.Node) -> torch.FunctionSchema | None:
@@ -42,6 +42,8 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def view_parent(node: fx.Node) -> fx.Node | None:
     """The tensor that ``node`` is a view of, or a copy that stands for the same elements."""
+    if AS_WRITTEN in node.meta:
+        return next((item for item in node.all_input_nodes if _share_memory(item, node)), None)
     if node.op != "call_function" or not node.args:
         return None
     name = op_name(node)
@@ -61,6 +63,19 @@ def view_parent(node: fx.Node) -> fx.Node | None:
     if out is not None and into is not None and out.before_set & into.before_set:
         return first
     return None
+
+
+def _parts(value: object) -> list[torch.Tensor]:
+    """The plain tensors that a value holds: itself, or what it is made of."""
+    if not is_wrapper(value):
+        return [value] if isinstance(value, torch.Tensor) else []
+    names = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return [part for name in names for part in _parts(getattr(value, name))]
+
+
+def _share_memory(a: fx.Node, b: fx.Node) -> bool:
+    """Whether the tensors of two nodes, or any that they are made of, have one storage."""
+    return any(shares_memory(one, other) for one in _parts(value_of(a)) for other in _parts(value_of(b)))
 
 
 def same_memory(a: fx.Node, b: fx.Node) -> bool:

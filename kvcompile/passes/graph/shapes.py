@@ -57,9 +57,13 @@ def size_along(node: fx.Node, roles: tuple[str, ...], role: str, folded: int = 1
     return found[0] // folded if found else 1
 
 
+AS_WRITTEN = "as_written"
+"""The key of a node's metadata that marks a call on tensors that are made of others: no operator's name says what it does."""
+
+
 def op_name(node: object) -> str:
     """``aten.add.Tensor`` is ``add``: the packet's bare name, empty for what is no ATen call."""
-    if not isinstance(node, fx.Node) or node.op != "call_function":
+    if not isinstance(node, fx.Node) or node.op != "call_function" or AS_WRITTEN in node.meta:
         return ""
     target = node.target
     if isinstance(target, OpOverload):

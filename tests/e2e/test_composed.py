@@ -1,0 +1,109 @@
+"""Tensors that are made of others, sharded or quantized weights: calls on them stay, attention beside them is rewritten."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from composed_modules import Indexed, Parted, SeenTwice, ShardedBias, ShardedCache, WrittenInPlace, mesh, quantize, shard
+from e2e_models import Case, by_position, inputs
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import kvcompile
+from kvcompile.lowering.reuse import call_key
+
+
+@pytest.fixture(autouse=True)
+def _fresh(one_thread: None, fresh_dynamo: None) -> Iterator[None]:
+    """Small tensors on one thread, nothing compiled before, a group of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+CASES = (
+    Case("sharded", lambda **given: shard(Indexed(**given)), by_position),
+    Case("quantized", lambda **given: quantize(Indexed(**given)), by_position),
+    Case("sharded-bias", ShardedBias, by_position),
+    Case("sharded-cache", ShardedCache, by_position, refused="another operation than a view"),
+    Case("seen-twice", SeenTwice, by_position, refused="changed in place"),
+    Case("written-in-place", WrittenInPlace, by_position, refused="to write to none in place"),
+)
+
+
+REWRITTEN = [
+    pytest.param(case, id=case.name, marks=[pytest.mark.unvalidated] if case.name == "sharded-bias" else []) for case in CASES
+    if not case.refused
+]
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_dense_equals_the_module(case: Case, inner: str) -> None:
+    backend = kvcompile.backend("dense", inner=inner, strict=True)
+    assert case.error(backend) <= 2e-6
+    assert backend.report().sites == len(backend.graphs)
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+def test_int8_is_near_the_module(case: Case) -> None:
+    assert 0 < case.error(kvcompile.backend("int8", strict=True)) <= 0.01
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=str)
+def test_refused_for_its_reason_and_right(case: Case) -> None:
+    backend = kvcompile.backend("int8")
+    assert case.error(backend) <= 2e-6
+    report = backend.report()
+    assert report.sites == 0 and report.allocated == 0
+    assert any(case.refused in item.reason for item in report.refusals), [str(item) for item in report.refusals]
+
+
+@pytest.mark.unvalidated
+def test_no_process_validates_what_others_take_part_in() -> None:
+    """A process that knows the verdict from before would not come, and the others would wait."""
+    backend = kvcompile.backend("int8", inner="eager")
+    CASES[2].error(backend)
+    assert all("other processes" in text for graph in backend.graphs for text in graph.unvalidated)
+    assert all(graph.unvalidated for graph in backend.graphs)
+
+
+def test_a_second_request_compiles_nothing() -> None:
+    module = shard(Indexed())
+    backend = kvcompile.backend("int8", strict=True)
+    call = torch.compile(module, backend=backend, fullgraph=True)
+    given = inputs(module)
+    with torch.no_grad():
+        first = by_position(module, call, given)
+        graphs = len(backend.graphs)
+        second = by_position(module, call, given)
+    assert len(backend.graphs) == graphs
+    assert all(torch.equal(a, b) for a, b in zip(first[1:], second[1:], strict=True))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: [distribute_tensor(torch.zeros(4), mesh(), [kind]) for kind in (Shard(0), Replicate())],
+    lambda: [Parted(torch.zeros(4, 4, dtype=dtype), torch.ones(4, 1)) for dtype in (torch.int8, torch.int16)],
+], ids=["placements", "parts"])
+def test_code_is_not_shared_by_tensors_of_other_parts(make: Callable[[], list[torch.Tensor]]) -> None:
+    """Their sizes are the same; what is compiled for one is wrong for the other."""
+    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    one, other = (call_key(graph, [value], lambda value: False, "") for value in make())
+    assert one is not None and other is not None and one != other
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives() -> None:
+    """``torchrun``, a model of four layers, each process with half of the heads: prompt, steps, two requests, both kinds of cache."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29518"]
+    script = Path(__file__).parents[1] / "support" / "sharded_model.py"
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("right") == 2, done.stdout
