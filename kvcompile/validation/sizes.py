@@ -63,9 +63,16 @@ def allowed(part: Cut, values: Values) -> bool:
         bounds = env.var_to_range.get(symbol)
         if bounds is not None and not _least(bounds, part.number) <= value <= bounds.upper:
             return False
-    return all(
-        _told(guard.expr, part.number).xreplace(values) != sympy.false for guard in env.guards if guard.expr.free_symbols <= set(values)
-    )
+    guards = [guard.expr for guard in env.guards if guard.expr.free_symbols <= set(values)]
+    return all(_holds(_told(guard, part.number), values) for guard in guards)
+
+
+def _holds(guard: Any, values: Values) -> bool:
+    """Whether a guard is not false for some values; one that divides by zero there was made for others."""
+    try:
+        return bool(guard.xreplace(values) != sympy.false)
+    except ZeroDivisionError:
+        return False
 
 
 def _least(bounds: Any, number: Number) -> int:

@@ -10,14 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import transformers
 from e2e_models import Attention, Buffered, by_position, inputs, visible
 from hostile_modules import HOSTILE, Hostile, Parts
 
 import kvcompile
+from kvcompile.passes.graph.dynamo import Mod
 from kvcompile.passes.match.sites import LimitKind, Site, Stage
-from kvcompile.validation.sizes import LONG, _smaller
+from kvcompile.validation.sizes import LONG, _holds, _smaller
 
 CHUNKS = (5, 1, 3)
 compilation = sys.modules["kvcompile.compilation"]
@@ -91,6 +93,14 @@ def test_long_caches_are_tried_at_smaller_sizes(name: str, refused: bool, monkey
     assert bool(report.refusals) is refused
     assert largest and max(largest) < 1000
     assert not any(graph.unvalidated for graph in report.graphs)
+
+
+def test_a_guard_that_divides_by_zero_does_not_hold() -> None:
+    """Small sizes in place of the captured ones may divide by zero in a guard: other sizes are tried then."""
+    size, other = sympy.symbols("s0 s1", integer=True)
+    guard = sympy.Eq(Mod(size, other - 5), 0)
+    held = [_holds(guard, {size: sympy.Integer(8), other: sympy.Integer(value)}) for value in (5, 8, 9)]
+    assert held == [False, False, True]
 
 
 def test_numbers_become_smaller_in_their_order() -> None:
