@@ -47,7 +47,7 @@ def test_rows_are_kept_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Job, "command", command)
     monkeypatch.setattr(Kind, "least", 0.0)
     path = tmp_path / "table.json"
-    assert main(["--json", str(path), "--schemes", "int4;broken", "--seconds", "6"]) == 0
+    assert main(["--json", str(path), "--schemes", "int4;broken", "--seconds", "12"]) == 0
     said = capsys.readouterr().out
     assert "| `int4` | 8.2, 17.3 |  | 11.4, 17.3 | 60, 15 |" in said
     assert "broken, narrow: nothing measured, status 1: no such scheme" in said
