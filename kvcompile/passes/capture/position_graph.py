@@ -7,6 +7,7 @@ when an empty one is first written. In a decode step it never runs.
 from __future__ import annotations
 
 import networkx as nx
+import torch
 from torch import fx
 
 from kvcompile.passes.capture.capture import Captured
@@ -26,16 +27,28 @@ def dataflow(captured: Captured, effects: Effects) -> nx.DiGraph:
 
 
 def extract(captured: Captured, wanted: tuple[fx.Node, ...], effects: Effects) -> tuple[fx.GraphModule, tuple[int, ...], bool]:
-    """(module, arguments it takes, whether it writes to any of them) computing ``wanted`` as the graph would."""
+    """(module, arguments it takes, whether it writes to any of them) computing ``wanted`` as the graph would.
+
+    Each as it is where the graph makes it: a view of a counter is not what the counter becomes behind the write.
+    """
     flow = dataflow(captured, effects)
     needed = set(wanted).union(*(nx.ancestors(flow, node) for node in wanted))
     last = max((effects.order[node] for node in wanted), default=0)
     ordered = [node for node in captured.graph.nodes if node in needed and effects.order[node] <= last]
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
+    results: dict[fx.Node, fx.Node] = {}
     for node in ordered:
-        env[node] = graph.node_copy(node, lambda item: env[item])
-    graph.output(tuple(env[node] for node in wanted))
+        env[node] = results[node] = graph.node_copy(node, lambda item: env[item])
+        if node in wanted and _changes(node, ordered, effects):
+            results[node] = graph.call_function(torch.ops.aten.clone.default, (env[node],))
+    graph.output(tuple(results[node] for node in wanted))
     taken = tuple(entry.index for entry in captured.inputs if entry.node in needed)
     writes = any(written_arguments(node) for node in ordered)
     return fx.GraphModule(captured.module, graph), taken, writes
+
+
+def _changes(node: fx.Node, ordered: list[fx.Node], effects: Effects) -> bool:
+    """Whether what a node gives is written to later: a view of a counter that the graph advances behind its write."""
+    writes = effects.writes.get(effects.root.get(node, node), ())
+    return any(effects.order[write] > effects.order[node] for write in writes if write in ordered)

@@ -47,7 +47,7 @@ class Appends:
 
     def __init__(self, context: Context, planes: Planes, rope: RopeTables, sliding: SlidingCaches, paged: PagedCaches) -> None:
         self.context, self.planes, self.rope, self.sliding, self.paged = context, planes, rope, sliding, paged
-        self.positions = NewPositions(context.variant)
+        self.positions = NewPositions(context.variant, context.effects)
         self.tokens: dict[Part, fx.Node] = {}
         self.recent: dict[Part, Recent] = {}
         self._origins: dict[Any, fx.Node] = {}

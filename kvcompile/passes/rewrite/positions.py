@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.sites import Position
@@ -24,8 +25,8 @@ class NewPositions:
         any write into an empty cache (FRESH)     ->  append(k, planes, arange(S))
     """
 
-    def __init__(self, variant: Variant) -> None:
-        self.variant = variant
+    def __init__(self, variant: Variant, effects: Effects) -> None:
+        self.variant, self.effects = variant, effects
         self._made: dict[Any, fx.Node] = {}
 
     def of(self, emit: Emitter, slot: SlotPlan) -> fx.Node:
@@ -53,11 +54,17 @@ class NewPositions:
         if self.variant is Variant.FRESH:
             return emit.positions(write.count, 0, device)
         if where.index is not None:
-            return indexed(emit, where)
+            found = indexed(emit, where)
+            # Attention counts from them too, behind what advances a counter that they are a view of.
+            advanced = any(self.effects.order[write] > self.effects.order[where.index] for write in self._writes(where.index))
+            return emit.call(aten.clone.default, found) if advanced else found
         if where.past is not None:
             return emit.positions(write.count, emit.size(value_of(where.past).shape[write.token_dim]), device)
         offset = emit.copies[where.offset] if isinstance(where.offset, fx.Node) else emit.size(where.offset)
         return emit.positions(write.count, offset, device)
+
+    def _writes(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        return self.effects.writes.get(self.effects.root.get(node, node), ())
 
 
 def indexed(emit: Emitter, where: Position) -> fx.Node:

@@ -23,6 +23,7 @@ from kvcompile.passes.rewrite.cleanup import detach_sizes, drop_outputs, erase_c
 from kvcompile.passes.rewrite.context import Context
 from kvcompile.passes.rewrite.paged import PagedCaches
 from kvcompile.passes.rewrite.planes import Planes
+from kvcompile.passes.rewrite.reads import check_reads
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.passes.rewrite.rope import RopeTables
 from kvcompile.passes.rewrite.sliding import SlidingCaches
@@ -51,6 +52,7 @@ def rewrite(captured: Captured, plan: Plan, variant: Variant, effects: Effects) 
     sizes = context.symbols.settle()
     module = fx.GraphModule(captured.module, context.graph)
     context.graph.lint()
+    check_reads(context.graph)
     return Rewritten(module, variant, kept, tuple(planes.bindings), dropped, results, cursors, sizes)
 
 
