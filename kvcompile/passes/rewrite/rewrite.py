@@ -52,7 +52,7 @@ def rewrite(captured: Captured, plan: Plan, variant: Variant, effects: Effects) 
     sizes = context.symbols.settle()
     module = fx.GraphModule(captured.module, context.graph)
     context.graph.lint()
-    check_reads(context.graph)
+    check_reads(context)
     return Rewritten(module, variant, kept, tuple(planes.bindings), dropped, results, cursors, sizes)
 
 
