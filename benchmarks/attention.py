@@ -30,6 +30,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from benchmarks.padding import shown
 from kvcompile import schemes
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import AttendConfig, Tile, plane_names
@@ -145,8 +146,7 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None, padding:
     early = [torch.randn(1, batch, K, first, D, device="cuda").to(torch.bfloat16) for _ in range(2)] if first else None
     early_at = torch.zeros(1, batch, 1, 1, 1, dtype=torch.int64, device="cuda") if first and not newest else None
     plane = torch.randn(1, 1, K, D, D, device="cuda") / D**0.5
-    hidden = torch.arange(1, batch + 1, device="cuda") * padding // batch
-    keep = torch.arange(tokens, device="cuda") >= hidden[:, None] if padding else None
+    keep = shown(batch, tokens, padding)
 
     # Found here: torch 2.11 does not trace through the parsing of a scheme.
     bases = [basis_of(scheme, role) for role in Role]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from padding import shown
 from rich.console import Console
 from rich.table import Table
 from turns import turn
@@ -87,12 +88,6 @@ def filled(config: Any, batch: int, context: int, capacity: int) -> Any:
         layer.values[:, :, :context].normal_(generator=generator)
         layer.cumulative_length.fill_(context)
     return cache
-
-
-def padded(batch: int, capacity: int, padding: int) -> torch.Tensor | None:
-    """A mask [B, capacity] int64 that hides the first ``padding`` tokens of the last row and fewer of each one before; None hides none."""
-    hidden = torch.arange(1, batch + 1, device="cuda") * padding // batch
-    return (torch.arange(capacity, device="cuda") >= hidden[:, None]).long() if padding else None
 
 
 def clear() -> None:
@@ -171,7 +166,8 @@ def measure(
         owner = owners.setdefault((kind, mode), kvcompile.backend(scheme, strict=True, fold=bool(fold)))
         call = torch.compile(model, backend=owner, mode=mode or None, fullgraph=True)
     before = len(owner.graphs) if owner is not None else 0
-    token, mask = torch.randint(0, 1000, (batch, 1), device="cuda"), padded(batch, capacity, padding)
+    token, keep = torch.randint(0, 1000, (batch, 1), device="cuda"), shown(batch, capacity, padding)
+    mask = None if keep is None else keep.long()
     if compiled_prompt:
         tokens = torch.randint(0, 1000, (batch, context), device="cuda")
         with torch.no_grad():

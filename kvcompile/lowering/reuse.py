@@ -70,7 +70,7 @@ def call_key(gm: fx.GraphModule, examples: Sequence[Any], is_handle: Callable[[o
 
 def _parts(value: torch.Tensor) -> str:
     """Text of what a tensor that is made of others (sharded, quantized) says of itself beyond its sizes; nothing of a plain one."""
-    if not is_wrapper(value) or isinstance(value, FakeTensor):
+    if not is_wrapper(value):
         return ""
     names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
     # A part may be no tensor: a mesh of devices is one of DTensor's.

@@ -31,11 +31,10 @@ SYMBOL = re.compile(r"\b[su]\d+\b")
 MANY = 1 << 12
 """Elements of a constant above which another constant is another program."""
 
-Number = Callable[[int], int]
-
-
 COLLECTIVE = ("_c10d_functional", "c10d", "_dtensor")
 """Namespaces of operators in which processes wait for one another."""
+
+Number = Callable[[int], int]
 
 
 def same(number: int) -> int:
@@ -107,7 +106,7 @@ def _needed(captured: Captured, effects: Effects, wanted: Iterable[fx.Node], bor
             continue
         queue += node.all_input_nodes
         if is_tensor(node):
-            queue += effects.writes.get(effects.root.get(node, node), ())
+            queue += effects.writes_to(node)
     return found
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import in_two_processes
 
 from kvcompile.cli import main
 from kvcompile.cli.targets import Options, resolve
@@ -87,13 +85,7 @@ def test_two_processes_learn_what_one_does(data: Path) -> None:
     common = ["learn", "examples/tinylm", "--data", str(data), *SMALL, "--validation", "4", "--device", "cpu"]
     alone, together = data.with_name("one.safetensors"), data.with_name("two.safetensors")
     assert main([*common, "--out", str(alone), "--folder", str(data.with_name("run1"))]) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517", "-m", "kvcompile"]
-    given = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *common, "--out", str(together), "--folder", str(data.with_name("run2"))], capture_output=True, text=True, env=given,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    in_two_processes("-m", "kvcompile", *common, "--out", str(together), "--folder", str(data.with_name("run2")), port=29517)
     losses = [
         [line["loss"] for line in map(json.loads, (data.with_name(run) / "log.jsonl").read_text().splitlines()) if "loss" in line]
         for run in ("run1", "run2")

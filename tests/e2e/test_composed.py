@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 from composed_modules import Indexed, Parted, SeenTwice, ShardedBias, ShardedCache, WrittenInPlace, mesh, quantize, shard
 from e2e_models import Case, by_position, inputs
+from processes import in_two_processes
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import kvcompile
@@ -34,8 +32,6 @@ CASES = (
     Case("seen-twice", SeenTwice, by_position, refused="changed in place"),
     Case("written-in-place", WrittenInPlace, by_position, refused="to write to none in place"),
 )
-
-
 REWRITTEN = [
     pytest.param(case, id=case.name, marks=[pytest.mark.unvalidated] if case.name == "sharded-bias" else []) for case in CASES
     if not case.refused
@@ -100,10 +96,6 @@ def test_code_is_not_shared_by_tensors_of_other_parts(make: Callable[[], list[to
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives() -> None:
     """``torchrun``, a model of four layers, each process with half of the heads: prompt, steps, two requests, both kinds of cache."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29518"]
     script = Path(__file__).parents[1] / "support" / "sharded_model.py"
-    done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("right") == 2, done.stdout
+    said = in_two_processes(str(script), port=29518)
+    assert said.count("right") == 2, said

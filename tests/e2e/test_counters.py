@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from e2e_models import Buffered, inputs
+from e2e_models import Buffered, inputs, visible
 from torch import nn
 
 import kvcompile
@@ -29,9 +29,6 @@ class Counting(Buffered):
         self.when = when
         self.register_buffer("counter", torch.arange(self.capacity), persistent=False)
 
-    def visible(self, pos: torch.Tensor) -> torch.Tensor:
-        return torch.arange(self.capacity) <= pos[:, None]
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.heads_first(x)
         count, pos = x.shape[1], self.counter[: x.shape[1]]
@@ -41,11 +38,11 @@ class Counting(Buffered):
         self.k_cache[:, :, pos] = k
         self.v_cache[:, :, pos] = v
         if self.when in {"ahead", "end", "behind the mask"}:
-            mask = self.visible(pos)
+            mask = visible(pos, self.capacity)
         if self.when in {"behind the writes", "behind the mask"}:
             self.counter.add_(count)
         if self.when == "behind the writes":
-            mask = self.visible(self.counter[:count] - count)
+            mask = visible(self.counter[:count] - count, self.capacity)
         y = F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=mask)
         if self.when == "end":
             self.counter.add_(count)
@@ -82,8 +79,8 @@ def test_a_window_holds_the_newest_tokens(when: str, inner: str) -> None:
 
 
 def test_what_is_read_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the rewrite keeps no copy of the counter, it says so itself."""
-    monkeypatch.setattr(positions.NewPositions, "_writes", lambda self, node: ())
+    """A rewrite that takes positions as they are, a view of the counter, is refused: ``check_reads`` finds the write to the counter."""
+    monkeypatch.setattr(positions.NewPositions, "_emit", lambda self, emit, slot: positions.indexed(emit, slot.slot.write.position))
     module = Counting("behind the mask").eval()
     plain, chunks = copy.deepcopy(module), inputs(module, (20, 1, 1, 3))
     backend = kvcompile.backend("kivi", inner="eager")

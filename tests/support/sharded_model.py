@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import DynamicCache, StaticCache
 
 import kvcompile
 
 sys.path.insert(0, str(Path(__file__).parent / "models"))
+from composed_modules import mesh  # noqa: E402
 from e2e_models import llama  # noqa: E402
 
 CASES = (("int8", "static", 0.05), ("int8", "growing", 0.05), ("kivi(bits=4,group=16,window=16)", "growing", 0.2))
@@ -44,9 +44,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     whole = llama(layers=4).eval()
     sharded = copy.deepcopy(whole)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    processes = mesh()
     for layer in sharded.model.layers:
-        parallelize_module(layer, mesh, PLAN)
+        parallelize_module(layer, processes, PLAN)
     makers = {"static": lambda: StaticCache(whole.config, 64), "growing": lambda: DynamicCache(config=whole.config)}
     for scheme, kind, allowed in CASES:
         torch._dynamo.reset()

@@ -22,7 +22,7 @@ def dataflow(captured: Captured, effects: Effects) -> nx.DiGraph:
         flow.add_node(node)
         flow.add_edges_from((operand, node) for operand in node.all_input_nodes)
         if is_tensor(node):
-            flow.add_edges_from((write, node) for write in effects.writes.get(effects.root.get(node, node), ()) if write is not node)
+            flow.add_edges_from((write, node) for write in effects.writes_to(node) if write is not node)
     return flow
 
 
@@ -40,15 +40,9 @@ def extract(captured: Captured, wanted: tuple[fx.Node, ...], effects: Effects) -
     results: dict[fx.Node, fx.Node] = {}
     for node in ordered:
         env[node] = results[node] = graph.node_copy(node, lambda item: env[item])
-        if node in wanted and _changes(node, ordered, effects):
+        if node in wanted and effects.writes_after(node):
             results[node] = graph.call_function(torch.ops.aten.clone.default, (env[node],))
     graph.output(tuple(results[node] for node in wanted))
     taken = tuple(entry.index for entry in captured.inputs if entry.node in needed)
     writes = any(written_arguments(node) for node in ordered)
     return fx.GraphModule(captured.module, graph), taken, writes
-
-
-def _changes(node: fx.Node, ordered: list[fx.Node], effects: Effects) -> bool:
-    """Whether what a node gives is written to later: a view of a counter that the graph advances behind its write."""
-    writes = effects.writes.get(effects.root.get(node, node), ())
-    return any(effects.order[write] > effects.order[node] for write in writes if write in ordered)

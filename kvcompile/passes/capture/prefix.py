@@ -66,7 +66,7 @@ def _turn(graph: fx.Graph, join: fx.Node, write: fx.Node, effects: Effects) -> b
     place, past = write.args[0], bind(join)["tensors"][0]
     root, end, dim = bind(past)["self"], bind(place)["end"], bind(past)["dim"]  # type: ignore[arg-type]
     first, last = sorted((join, write), key=effects.order.__getitem__)
-    if effects.writes_between(bind(join)["tensors"][1], first, last) or effects.writes.get(effects.root.get(join, join)):
+    if effects.writes_between(bind(join)["tensors"][1], first, last) or effects.writes_to(join):
         # What was written and what was joined are not the same tokens, or what was joined is changed and the buffer is not.
         return False
     others = {user for view in effects.family(root) for user in view.users} - {join, write, past, place}

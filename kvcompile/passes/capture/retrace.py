@@ -4,7 +4,7 @@ Four things are said otherwise than Dynamo has them, each with the same result: 
 ``expose``, so that aliases are seen; flex attention as plain operations; regions under ``vmap`` as ATen; and
 ``zeros_like(scores)`` and its kin by their sizes, since what only asks for a shape reads nothing.
 
-What made a block mask that is then not read is left out.
+Calls on tensors that are made of others stay calls of Dynamo's. What made a block mask that is then not read is left out.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def join_stacked(graph: fx.Graph) -> None:
             (item.past, item.dim, item.index, item.token_dim) for item in grown if item is not None
         ] != [(first.past, dim, at, first.token_dim) for at in range(len(parts))] or sizes(first.past)[dim] != len(parts):
             continue
-        if any(effects.writes.get(effects.root.get(item, item)) for item in (first.past, *parts)):
+        if any(effects.writes_to(item) for item in (first.past, *parts)):
             # A view of the whole would see changes that a copy did not.
             continue
         last = max(parts, key=effects.order.__getitem__)

@@ -56,13 +56,16 @@ def view_parent(node: fx.Node) -> fx.Node | None:
         return None
     if name in STEPS or name in COPIES:
         return first
+    return first if gives_view(node) else None
+
+
+def gives_view(node: fx.Node) -> bool:
+    """Whether an operator's schema lets its result lie in the memory of its first argument."""
     schema = _schema(node)
     if schema is None or not schema.returns or not schema.arguments:
-        return None
+        return False
     out, into = schema.returns[0].alias_info, schema.arguments[0].alias_info
-    if out is not None and into is not None and out.before_set & into.before_set:
-        return first
-    return None
+    return out is not None and into is not None and bool(out.before_set & into.before_set)
 
 
 def _parts(value: object) -> list[torch.Tensor]:
@@ -107,10 +110,18 @@ class Effects:
                 found.add(user)
         return found
 
+    def writes_to(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The writes to the memory of ``node``, in order."""
+        return self.writes.get(self.root.get(node, node), ())
+
     def writes_between(self, node: fx.Node, after: fx.Node, before: fx.Node) -> tuple[fx.Node, ...]:
         """The writes to the memory of ``node`` that stand behind ``after`` and ahead of ``before``."""
         first, last = self.order[after], self.order[before]
-        return tuple(write for write in self.writes.get(self.root.get(node, node), ()) if first < self.order[write] < last)
+        return tuple(write for write in self.writes_to(node) if first < self.order[write] < last)
+
+    def writes_after(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The writes to the memory of ``node`` that stand behind it: what it gives is something else from then on."""
+        return tuple(write for write in self.writes_to(node) if self.order[write] > self.order[node])
 
     def outputs_of(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         """The output positions at which one of ``nodes`` is returned."""

@@ -73,7 +73,7 @@ def private(attention: Attention, effects: Effects) -> None:
                     f"the scores or weights of the attention are also read by {op_name(user) or user.op}", user,
                     advice="compute what is read beside the attention from the queries, or leave it out when decoding",
                 )
-        for write in effects.writes.get(effects.root.get(node, node), ()):
+        for write in effects.writes_to(node):
             if write not in nodes and is_tensor(node):
                 raise Miss(
                     f"the scores or weights of the attention are changed in place by {op_name(write)}", write,

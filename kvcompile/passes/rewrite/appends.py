@@ -76,7 +76,7 @@ class Appends:
         position = self.positions.of(emit, slot)
         if late is not None:
             # The written tokens are those that stood there at the write.
-            changes = self.context.effects.writes.get(self.context.effects.root.get(write.values, write.values))
+            changes = self.context.effects.writes_to(write.values)
             tokens, emit = emit.call(aten.clone.default, tokens) if changes else tokens, late
         self._encode(emit, slot, tokens, position)
         return tokens

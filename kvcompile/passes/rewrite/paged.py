@@ -141,7 +141,7 @@ class PagedCaches:
 
     def _key(self, places: Places, user: fx.Node) -> tuple[Any, ...]:
         """Equal for reads and writes at the same places; those by an index that is written to are shared by nobody."""
-        changing = any(self.effects.writes.get(self.effects.root.get(item.node, item.node)) for item in places.picked)
+        changing = any(self.effects.writes_to(item.node) for item in places.picked)
         return (places, user) if changing else (places,)
 
     def _checked(self, emit: Emitter, item: Picked) -> fx.Node:

@@ -56,15 +56,11 @@ class NewPositions:
         if where.index is not None:
             found = indexed(emit, where)
             # Attention counts from them too, behind what advances a counter that they are a view of.
-            advanced = any(self.effects.order[write] > self.effects.order[where.index] for write in self._writes(where.index))
-            return emit.call(aten.clone.default, found) if advanced else found
+            return emit.call(aten.clone.default, found) if self.effects.writes_after(where.index) else found
         if where.past is not None:
             return emit.positions(write.count, emit.size(value_of(where.past).shape[write.token_dim]), device)
         offset = emit.copies[where.offset] if isinstance(where.offset, fx.Node) else emit.size(where.offset)
         return emit.positions(write.count, offset, device)
-
-    def _writes(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        return self.effects.writes.get(self.effects.root.get(node, node), ())
 
 
 def indexed(emit: Emitter, where: Position) -> fx.Node:

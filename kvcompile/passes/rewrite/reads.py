@@ -10,13 +10,13 @@ from __future__ import annotations
 from torch import fx
 
 from kvcompile.errors import Unsupported
-from kvcompile.passes.graph.effects import view_parent
+from kvcompile.passes.graph.effects import gives_view, view_parent, written_arguments
 from kvcompile.passes.graph.shapes import op_name, source_line
 from kvcompile.passes.rewrite.context import Context
 
 
 def check_reads(context: Context) -> None:
-    """Raise Unsupported where a node that the rewrite added reads a value of the model behind a write that the model reads it ahead of."""
+    """Raise Unsupported where a node that the rewrite added reads a value behind a write to it, and the model only ahead of that write."""
     effects = context.effects
     captured = {new: old for old, new in context.copies.items()}
     place = {node: index for index, node in enumerate(context.graph.nodes)}
@@ -28,38 +28,23 @@ def check_reads(context: Context) -> None:
             origin = captured.get(item, origins.get(item))
             if origin is None:
                 continue
-            writes = effects.writes.get(effects.root.get(origin, origin), ())
-            later = [write for write in writes if effects.order[write] > max(effects.order[origin], _last_read(origin, effects.order))]
-            changed = [write for write in later if place.get(context.copies[write], len(place)) < place[node]]
+            ahead = [write for write in effects.writes_after(origin) if place.get(context.copies[write], len(place)) < place[node]]
+            changed = [write for write in ahead if effects.order[write] > _last_read(origin, effects.order)]
             if changed:
                 raise Unsupported(
                     expected="what an attention reads to stay as it was", found=f"{op_name(changed[0])} on {origin.name} before it is read",
                     where=source_line(changed[0]), todo="change a copy (x = x + 1 rather than x += 1)",
                 )
-            if _may_share(node, item):
+            if node.args[:1] == (item,) and gives_view(node):
                 origins[node] = origin
 
 
 def _last_read(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Where in the model a value, or a view of it, is read last; a write to it is no reading."""
+    """The place in ``order`` of the last node that reads a value or a view of it, -1 where none does; writes to it do not count."""
     last = -1
     for user in node.users:
         if view_parent(user) is node:
-            last = max(last, order[user] if not _writes(user) else -1, _last_read(user, order))
+            last = max(last, -1 if written_arguments(user) else order[user], _last_read(user, order))
         elif user.op != "output":
             last = max(last, order[user])
     return last
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
-
-
-def _may_share(node: fx.Node, item: fx.Node) -> bool:
-    """Whether a call's result may lie in the memory of its first operand ``item``."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns or not schema.arguments or not node.args or node.args[0] is not item:
-        return False
-    out, into = schema.returns[0].alias_info, schema.arguments[0].alias_info
-    return out is not None and into is not None and bool(out.before_set & into.before_set)

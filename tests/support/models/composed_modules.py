@@ -71,13 +71,17 @@ def quantize(module: nn.Module) -> nn.Module:
 class Indexed(Buffered):
     """An ordinary attention over two buffers."""
 
-    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    def written(self, x: torch.Tensor, pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, and the caches with the new tokens in them."""
         q, k, v = self.heads_first(x)
-        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        return q, self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, keys, values = self.written(x, pos)
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
 
 
-class ShardedBias(Buffered):
+class ShardedBias(Indexed):
     """A bias by distance from a table that all processes share."""
 
     def __init__(self, **sizes: int) -> None:
@@ -85,8 +89,7 @@ class ShardedBias(Buffered):
         self.table = nn.Parameter(distribute_tensor(torch.linspace(-1, 1, 32)[:, None].repeat(1, self.heads), mesh(), [Replicate()]))
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.heads_first(x)
-        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        q, keys, values = self.written(x, pos)
         far = (pos[:, None] - torch.arange(self.capacity)).clamp(0, 31)
         bias = self.table.to_local()[far].permute(2, 0, 1)[None]
         mask = torch.where(visible(pos, self.capacity), bias, float("-inf"))
@@ -110,7 +113,7 @@ class ShardedCache(Attention):
         return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity)))
 
 
-class SeenTwice(Buffered):
+class SeenTwice(Indexed):
     """The queries change in place between scores and weights, through a tensor that only shares their memory: scores count twice."""
 
     def __init__(self, **sizes: int) -> None:
@@ -124,8 +127,7 @@ class SeenTwice(Buffered):
         return other
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.heads_first(x)
-        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
+        q, keys, values = self.written(x, pos)
         again = DTensor.from_local(q, self.mesh[0], [Replicate()]).to_local()
         scores = q @ keys.mT
         again.mul_(0.0)
@@ -133,7 +135,7 @@ class SeenTwice(Buffered):
         return self.close(weights @ values + q)
 
 
-class WrittenInPlace(Buffered):
+class WrittenInPlace(Indexed):
     """A sharded table changes in every call."""
 
     def __init__(self, **sizes: int) -> None:
@@ -142,7 +144,4 @@ class WrittenInPlace(Buffered):
 
     def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         self.count.add_(1.0)
-        q, k, v = self.heads_first(x)
-        keys, values = self.k_cache.index_copy_(2, pos, k), self.v_cache.index_copy_(2, pos, v)
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible(pos, self.capacity))
-        return self.close(y) * self.count.to_local()
+        return super().forward(x, pos) * self.count.to_local()

@@ -21,7 +21,7 @@ def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) ->
     if "T" not in roles:
         raise Miss("what the attention's weights are multiplied with has no dim of tokens", operand)
     whole = trace(operand, lambda node: False, scales=True)
-    if effects.writes.get(effects.root.get(whole.base, whole.base)):
+    if effects.writes_to(whole.base):
         raise Miss("keys or values are read from a tensor that is written to in place", whole.base, advice="make it without such writes")
     missed: list[Miss] = []
     for root in (whole.base, *reversed(whole.path)):

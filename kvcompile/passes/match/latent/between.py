@@ -36,7 +36,7 @@ def between(operands: tuple[fx.Node, ...], cached: set[fx.Node], effects: Effect
         if node in behind:
             continue
         behind.add(node)
-        writes = effects.writes.get(effects.root.get(node, node), ()) if is_tensor(node) else ()
+        writes = effects.writes_to(node) if is_tensor(node) else ()
         stack += [item for item in (*node.all_input_nodes, *writes) if item not in cached]
     carrying: set[fx.Node] = set()
     roots: set[fx.Node] = set()

@@ -145,7 +145,7 @@ def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str,
     if expr.origin is None:
         raise _Carried
     node, coords = expr.origin
-    if not isinstance(value_of(node), torch.Tensor) or effects.writes.get(effects.root.get(node, node)):
+    if not isinstance(value_of(node), torch.Tensor) or effects.writes_to(node):
         raise _Carried
     roles = []
     for coord in coords:

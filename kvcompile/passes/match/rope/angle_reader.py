@@ -84,7 +84,7 @@ class Reader:
         return self.read(*moved, rows, part)
 
     def _unwritten(self, node: fx.Node) -> None:
-        if self.effects.writes.get(self.effects.root.get(node, node)):
+        if self.effects.writes_to(node):
             raise changed("they are updated in place, as frequencies that follow the length are", node)
 
     # --- integers --------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class _Expansion:
     def forward(self, piece: _Piece) -> list[_Piece] | None:
         """One step upstream through what only moves, negates or casts elements; None where values are made."""
         node, coords, rows, part, sign = piece.node, piece.coords, piece.rows, piece.part, piece.sign
-        if self.effects.writes.get(self.effects.root.get(node, node)):
+        if self.effects.writes_to(node):
             raise Miss("keys are written in place on their way to the cache", node)
         name = op_name(node)
         if name in JOINS:
