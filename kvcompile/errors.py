@@ -17,6 +17,12 @@ class KvcompileError(Exception):
         super().__init__(self.template.format(**facts))
 
 
+class FileUnfit(KvcompileError, ValueError):
+    """Raised by the readers of ``kvcompile.files``; whoever reads a kind of file raises that kind's own error from it, with what to do."""
+
+    template = "expected {expected} in {where}, found {found}"
+
+
 class SchemeError(KvcompileError, ValueError):
     """Base of the errors in the choice or the options of a scheme; raised before anything is compiled."""
 

@@ -26,7 +26,7 @@ from kvcompile.backend import Backend, backend
 from kvcompile.cli import bench, calibrate, evaluate, learn, plan, sensitivity
 from kvcompile.cli.scheme_table import scheme_table
 from kvcompile.cli.targets import CacheKind, Options, Target, resolve
-from kvcompile.errors import KvcompileError, TargetError
+from kvcompile.errors import FileUnfit, KvcompileError, TargetError
 from kvcompile.explain import described, observe
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.passes.rewrite.rewritten import Variant
@@ -242,7 +242,7 @@ def _known_cases(path: str) -> list[Any]:
 
     try:
         return read_cases(Path(path))
-    except (OSError, ValueError, TypeError) as error:
+    except FileUnfit as error:
         raise TargetError(found=path, why=f"it is no JSON of an earlier survey: {error}") from error
 
 

@@ -6,14 +6,14 @@ machine. It is traced with a static cache, which shows sliding windows, latents 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvcompile.cli.targets import Options, quiet, require_transformers, resolve
-from kvcompile.errors import TargetError
+from kvcompile.errors import FileUnfit, TargetError
+from kvcompile.files.json_file import read_json
 from kvcompile.planner.model import Model, traced
 from kvcompile.planner.phantom import hollow
 
@@ -42,11 +42,11 @@ def _configuration(text: str) -> Any:
         if not path.is_file():
             raise TargetError(found=text, why="there is no such config.json, and no such folder with one")
         try:
-            settings = json.loads(path.read_text())
-        except ValueError as error:
-            raise TargetError(found=text, why=f"it is no JSON: {error}") from error
-        kind = settings.get("model_type", "") if isinstance(settings, dict) else ""
-    if kind not in CONFIG_MAPPING:
+            settings = read_json(path, dict[str, Any])
+        except FileUnfit as error:
+            raise TargetError(found=text, why=f"it is no configuration: {error}") from error
+        kind = settings.get("model_type", "")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise TargetError(found=text, why=f"transformers has no model type {kind!r}; plan for a factory, file.py:factory, instead")
     # Weights as a checkpoint stores them are not built; --weights says how they are stored.
     settings.pop("quantization_config", None)

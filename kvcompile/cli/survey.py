@@ -6,7 +6,6 @@ done; one that crashes or outlasts its time loses only the cases that it had not
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.cli.trial import Case, Outcome, Settings, cases
+from kvcompile.files.json_file import read_json
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class _Job:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """The cases that an earlier survey wrote as JSON; raises OSError, ValueError or TypeError where the file holds none."""
-    return [Case(**row) for row in json.loads(path.read_text())]
+    """Read the cases that an earlier survey wrote as JSON; raises FileUnfit."""
+    found: list[Case] = read_json(path, list[Case])
+    return found
 
 
 def untried(

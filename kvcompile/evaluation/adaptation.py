@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -44,18 +44,9 @@ class Adaptation:
     importance: tuple[tuple[float, ...], ...]
     decided: tuple[int, ...]
 
-    @staticmethod
-    def read(read: dict[str, Any]) -> Adaptation:
-        """The record from JSON."""
-        return Adaptation(**{name: _tuples(value) for name, value in read.items()})
-
     def bits(self, role: str) -> list[list[int]]:
         """Bits of each token by layer, of ``keys`` or ``values``."""
         return [[DIGITS.index(digit) for digit in row] for row in getattr(self, role)]
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class Watch:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcompile.errors import BadEvaluation, ResultsUnread
-from kvcompile.evaluation.adaptation import Adaptation
-from kvcompile.evaluation.measures import Answer, Held, Layer, Measured, Text, plain
+from kvcompile.errors import BadEvaluation, FileUnfit, ResultsUnread
+from kvcompile.evaluation.measures import Answer, Held, Measured, plain
 from kvcompile.evaluation.statistics import Mean, Paired, bootstrap
+from kvcompile.files.declared import as_declared
+from kvcompile.files.json_file import read_json
 
 FORMAT = 1
 
@@ -128,12 +130,15 @@ class Results:
     def load(path: Path) -> Results:
         """Read results.json; raises ResultsUnread."""
         try:
-            read = json.loads(path.read_text())
-            if read["format"] != FORMAT:
-                raise ResultsUnread(path=path, found=f"format {read['format']}, not {FORMAT}")
-            return Results(read["config"], read["machine"], measured_read(read["reference"]), tuple(map(measured_read, read["schemes"])))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ResultsUnread(path=path, found=f"{type(error).__name__}: {error}") from error
+            read = read_json(path, dict[str, Any])
+            if read.get("format") != FORMAT:
+                raise ResultsUnread(path=path, found=f"format {read.get('format')}, not {FORMAT}")
+            return as_declared(Results, {
+                "config": read.get("config"), "machine": read.get("machine"), "reference": _known(read.get("reference")),
+                "schemes": [_known(row) for row in as_declared(list[Any], read.get("schemes"), "schemes")],
+            }, path.name)
+        except FileUnfit as error:
+            raise ResultsUnread(path=path, found=str(error)) from error
 
     def summary_rows(self) -> Iterator[dict[str, Any]]:
         """A row for each scheme, length and task."""
@@ -198,16 +203,7 @@ def measured_plain(item: Measured) -> dict[str, Any]:
     }
 
 
-def measured_read(read: dict[str, Any]) -> Measured:
-    """One scheme from JSON."""
-    return Measured(
-        read["scheme"], tuple(map(text_read, read["texts"])),
-        tuple(Layer(**item) for item in read["layers"]), tuple(Answer(**item) for item in read["answers"]),
-        tuple(Held(**item) for item in read["held"]), read["seconds"], read["graphs"], tuple(read["refusals"]), read["telemetry"],
-        read.get("asked", {}), tuple(map(Adaptation.read, read.get("adaptation", []))),
-    )
-
-
-def text_read(read: dict[str, Any]) -> Text:
-    """One length's predictions from JSON."""
-    return Text(read["length"], tuple(read["bits"]), tuple(read["kl"]), tuple(read["same"]), read["predictions"])
+def _known(row: Any) -> Any:
+    """Return a row of the file without the summaries that ``Results.plain`` adds to a record for readers of the JSON."""
+    names = {field.name for field in dataclasses.fields(Measured)}
+    return {name: value for name, value in row.items() if name in names} if isinstance(row, dict) else row

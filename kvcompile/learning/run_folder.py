@@ -11,29 +11,34 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from kvcompile.errors import BadRun
+from kvcompile.errors import BadRun, FileUnfit
+from kvcompile.files.declared import Range
+from kvcompile.files.json_file import parsed, read_json
+from kvcompile.files.tensor_file import Entry, read_tensors
 from kvcompile.learning.parameters import Parameters
 from kvcompile.learning.trainer import Trainer
 from kvcompile.schemes import Beyond
 from kvcompile.schemes.beyond.storage import save_tables
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
+Count = Annotated[int, Range(0)]
+Loss = Annotated[float, Range()]
 
 
 @dataclasses.dataclass
 class Progress:
     """Progress of one run: pieces of batches used, validations as (step, loss), the best one, and how many rose in a row."""
 
-    pieces: int = 0
-    validations: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    best: float | None = None
-    best_step: int = 0
-    rises: int = 0
+    pieces: Count = 0
+    validations: list[tuple[Count, Loss]] = dataclasses.field(default_factory=list)
+    losses: list[tuple[Count, Loss]] = dataclasses.field(default_factory=list)
+    best: Loss | None = None
+    best_step: Count = 0
+    rises: Count = 0
 
 
 class RunFolder:
@@ -54,8 +59,8 @@ class RunFolder:
 
     def _check(self, known: Path) -> None:
         try:
-            found = json.loads(known.read_text())
-        except (OSError, ValueError) as error:
+            found = read_json(known, dict[str, Any])
+        except FileUnfit as error:
             raise BadRun(expected="config.json", folder=self.folder, found=f"none that can be read ({error})", todo="begin anew") from error
         changed = [name for name in {*found, *self.config} if found.get(name) != self.config.get(name)]
         if changed:
@@ -97,29 +102,26 @@ class RunFolder:
         half.replace(self.folder / "checkpoint.safetensors")
 
     def load(self, trainer: Trainer) -> Progress:
-        """Bring a trainer that has met its attentions to where the checkpoint was."""
-        from safetensors import SafetensorError, safe_open
-
+        """Bring a trainer that has met its attentions to where the checkpoint was; raises BadRun, and changes nothing then."""
+        named = _named(trainer.parameters)
         try:
-            with safe_open(str(self.folder / "checkpoint.safetensors"), "pt") as opened:
-                metadata, held = opened.metadata(), set(opened.keys())
-                with torch.no_grad():
-                    for name, tensor in _named(trainer.parameters).items():
-                        tensor.copy_(opened.get_tensor(name))
-                        if trainer.adam is not None and f"adam.{name}.step" in held:
-                            state = {key: opened.get_tensor(f"adam.{name}.{key}") for key in STATE}
-                            trainer.adam.state[tensor] = {
-                                key: value if key == "step" else value.to(tensor.device) for key, value in state.items()
-                            }
-            trainer.steps = int(metadata["steps"])
-            told = json.loads(metadata["progress"])
-        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            tensors, metadata = read_tensors(
+                self.folder / "checkpoint.safetensors", lambda metadata, names: _declared(named, names)
+            )
+            steps = parsed(metadata.get("steps", ""), Count, "steps")
+            progress: Progress = parsed(metadata.get("progress", ""), Progress, "progress")
+        except FileUnfit as error:
             raise BadRun(
-                expected="a whole checkpoint.safetensors", folder=self.folder, found=f"{type(error).__name__}: {error}", todo="begin anew",
+                expected="a whole checkpoint.safetensors", folder=self.folder, found=f"one that does not fit: {error}", todo="begin anew",
             ) from error
-        for name in ("validations", "losses"):
-            told[name] = [(int(step), float(loss)) for step, loss in told[name]]
-        return Progress(**told)
+        with torch.no_grad():
+            for name, tensor in named.items():
+                tensor.copy_(tensors[name])
+                if trainer.adam is not None and f"adam.{name}.step" in tensors:
+                    state = {key: tensors[f"adam.{name}.{key}"] for key in STATE}
+                    trainer.adam.state[tensor] = {key: value if key == "step" else value.to(tensor.device) for key, value in state.items()}
+        trainer.steps = steps
+        return progress
 
     # --- pictures --------------------------------------------------------------------------------
 
@@ -141,3 +143,14 @@ def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
     }
 
 
+def _declared(named: dict[str, torch.Tensor], names: frozenset[str]) -> dict[str, Entry]:
+    """Declare the learned tensors, and Adam's state of those whose steps the file counts."""
+    found = {name: Entry(tuple(tensor.shape), tensor.dtype, rising=name.endswith("thresholds")) for name, tensor in named.items()}
+    for name, tensor in named.items():
+        if f"adam.{name}.step" in names:
+            shape = tuple(tensor.shape)
+            found |= {
+                f"adam.{name}.exp_avg": Entry(shape, tensor.dtype), f"adam.{name}.exp_avg_sq": Entry(shape, tensor.dtype, least=0.0),
+                f"adam.{name}.step": Entry((), least=0.0),
+            }
+    return found

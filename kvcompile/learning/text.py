@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kvcompile.errors import BadBatch
+from kvcompile.errors import BadBatch, FileUnfit
+from kvcompile.files.declared import as_declared
+from kvcompile.files.json_file import parsed
 
 CHAT_PROMPT = "Continue the following text."
 """The user's message that plain text is the answer to, for models that were trained on chats."""
@@ -32,9 +34,10 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
             if path.suffix != ".jsonl":
                 yield content
                 continue
-            for line in filter(str.strip, content.splitlines()):
-                yield str(json.loads(line)["text"])
-        except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+            # Other ends of lines than this one may stand inside a JSON text.
+            for line in filter(str.strip, content.split("\n")):
+                yield as_declared(str, parsed(line, dict[str, Any], path.name).get("text"), f"{path.name}.text")
+        except (OSError, UnicodeDecodeError, FileUnfit) as error:
             found = f"{path}: {type(error).__name__}: {error}"
             raise BadBatch(expected="text in UTF-8, or lines of JSON with a text", found=found, todo="correct the file") from error
 

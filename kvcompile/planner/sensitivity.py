@@ -13,12 +13,14 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from kvcompile.backend import backend
-from kvcompile.errors import NotPlanned, SensitivityUnread, SiteRefused
+from kvcompile.errors import FileUnfit, NotPlanned, SensitivityUnread, SiteRefused
+from kvcompile.files.declared import Range
+from kvcompile.files.json_file import read_json
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.planner.model import Model
 from kvcompile.planner.stores import DENSE
@@ -57,7 +59,7 @@ class Damage:
     path: str
     half: Half
     scheme: str
-    kl: float
+    kl: Annotated[float, Range()]
 
 
 @dataclass(frozen=True)
@@ -98,22 +100,52 @@ class Sensitivity:
     def load(path: Path) -> Sensitivity:
         """Read what ``save`` wrote; raises SensitivityUnread."""
         try:
-            read = json.loads(path.read_text())
-            if read["format"] != FORMAT:
-                raise SensitivityUnread(path=path, found=f"format {read['format']}, not {FORMAT}")
-            layers = tuple(
-                Layer(item["path"], tuple(_slot(slot) for slot in item["slots"]), item["end"], tuple(Half(half) for half in item["halves"]))
-                for item in read["layers"]
-            )
-            damages = tuple(Damage(item["path"], Half(item["half"]), item["scheme"], float(item["kl"])) for item in read["damages"])
-            return Sensitivity(read["model"], layers, damages, read["rows"], read["prompt"], read["steps"], float(read["floor"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SensitivityUnread(path=path, found=f"{type(error).__name__}: {error}") from error
+            read = read_json(path, Saved)
+        except FileUnfit as error:
+            raise SensitivityUnread(path=path, found=str(error)) from error
+        layers = tuple(Layer(item.path, tuple(slot.spec() for slot in item.slots), item.end, item.halves) for item in read.layers)
+        return Sensitivity(read.model, layers, read.damages, read.rows, read.prompt, read.steps, read.floor)
 
 
-def _slot(read: dict[str, Any]) -> SlotSpec:
-    dtype = getattr(torch, read["dtype"])
-    return SlotSpec(read["heads"], read["head_dim"], dtype, Role(read["role"]))
+Size = Annotated[int, Range(1)]
+
+
+@dataclass(frozen=True)
+class SavedSlot:
+    """One slot as the file has it."""
+
+    heads: Size
+    head_dim: Size
+    dtype: torch.dtype
+    role: Role
+
+    def spec(self) -> SlotSpec:
+        """Return the facts that schemes take."""
+        return SlotSpec(self.heads, self.head_dim, self.dtype, self.role)
+
+
+@dataclass(frozen=True)
+class SavedLayer:
+    """One layer as the file has it."""
+
+    path: str
+    end: Size | None
+    halves: tuple[Half, ...]
+    slots: tuple[SavedSlot, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A whole file, as ``Sensitivity.save`` writes it."""
+
+    format: Annotated[int, Range(FORMAT, FORMAT)]
+    model: str
+    rows: Size
+    prompt: Size
+    steps: Size
+    floor: Annotated[float, Range()]
+    layers: tuple[SavedLayer, ...]
+    damages: tuple[Damage, ...]
 
 
 def layers_of(model: Model) -> tuple[Layer, ...]:

@@ -5,17 +5,20 @@ What is truncated, foreign or for another model is refused, by the error of whoe
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
 
-from kvcompile.errors import SchemeError
+from kvcompile.errors import FileUnfit, SchemeError
+from kvcompile.files.declared import AtLeast
+from kvcompile.files.json_file import parsed
+from kvcompile.files.tensor_file import DIGEST, Entry, digest, read_tensors
+from kvcompile.schemes.site_paths import matches, shown
 
 SAMPLES = 64
 """Elements of each parameter that a fingerprint looks at, evenly spread."""
@@ -42,6 +45,10 @@ def fingerprint(model: torch.nn.Module) -> str:
     return found.hexdigest()[:32]
 
 
+Declare = Callable[[Mapping[str, str], list[str]], Mapping[str, Entry]]
+"""Says which tensors a file must hold, from its metadata and its module paths."""
+
+
 @dataclass(frozen=True)
 class ModelFile:
     """One kind of file: its mark, what it holds, the error of a file that is none, and how to get a good one."""
@@ -56,36 +63,46 @@ class ModelFile:
         from safetensors.torch import save_file
 
         path = Path(path)
+        metadata = {**metadata, "format": self.mark}
         half = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            save_file({name: plane.contiguous() for name, plane in tensors.items()}, str(half), {**metadata, "format": self.mark})
+            planes = {name: plane.contiguous() for name, plane in tensors.items()}
+            save_file(planes, str(half), {**metadata, DIGEST: digest(planes, metadata)})
             half.replace(path)
         finally:
             half.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def reading(self, path: str | Path) -> Iterator[tuple[Any, dict[str, str]]]:
-        """Open a file of this kind: what gives tensors by name (``get_tensor``), and its metadata."""
+    def read(self, path: str | Path, declare: Declare) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the tensors and the metadata of a file of this kind; raises the kind's error.
+
+        ``declare`` says from the metadata and the module paths in its entry ``sites`` which tensors the file must hold.
+        """
+
+        def declared(metadata: Mapping[str, str], names: frozenset[str]) -> Mapping[str, Entry]:
+            del names
+            if metadata.get("format") != self.mark:
+                raise self.error(expected=f"a file of {self.holds} ({self.mark})", found=f"{path} without that mark", todo=self.todo)
+            if not isinstance(metadata.get("fingerprint"), str):
+                raise FileUnfit(where="fingerprint", expected="the fingerprint of a model", found="none")
+            return declare(metadata, sites_of(metadata))
+
+        try:
+            return read_tensors(Path(path), declared)
+        except FileUnfit as error:
+            raise self.refused(path, error) from error
+
+    def refused(self, path: str | Path, error: Exception) -> SchemeError:
+        """Return the kind's error for a file that is not as declared."""
+        return self.error(expected=f"a whole file of {self.holds}", found=f"{path}, which cannot be read ({error})", todo=self.todo)
+
+    def marks(self, path: str | Path) -> bool:
+        """Whether a file can be opened and is of this kind."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(str(path), "pt") as opened:
-                metadata = opened.metadata() or {}
-                if metadata.get("format") != self.mark:
-                    raise self.error(expected=f"a file of {self.holds} ({self.mark})", found=f"{path} without that mark", todo=self.todo)
-                yield opened, metadata
-        except SchemeError:
-            raise
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            found = f"{path}, which cannot be read ({type(error).__name__}: {error})"
-            raise self.error(expected=f"a whole file of {self.holds}", found=found, todo=self.todo) from error
-
-    def marks(self, path: str | Path) -> bool:
-        """Whether a file can be opened and is of this kind."""
-        try:
-            with self.reading(path):
-                return True
-        except SchemeError:
+                return (opened.metadata() or {}).get("format") == self.mark
+        except (OSError, SafetensorError):
             return False
 
     def require_model(self, path: str | Path, held: str, model: torch.nn.Module) -> None:
@@ -94,3 +111,22 @@ class ModelFile:
             raise self.error(
                 expected=f"{self.holds} for this model (fingerprint {found})", found=f"{path} for another one ({held})", todo=self.todo
             )
+
+    def require_sites(self, where: str | Path, sites: Iterable[str], model: torch.nn.Module) -> None:
+        """Raise the kind's error where a module path is none of the model's."""
+        modules = [plain_name(name) for name, _ in model.named_modules()]
+        strange = [path for path in sites if path not in modules and not any(matches(path, module) for module in modules if module)]
+        if strange:
+            raise self.error(
+                expected=f"{self.holds} by the module paths of this model", found=f"{len(strange)} others in {where}: {shown(strange)}",
+                todo="pass the model that this file is of",
+            )
+
+
+def sites_of(metadata: Mapping[str, str]) -> list[str]:
+    """Return the module paths in a file's metadata, at least one, each once; raises FileUnfit."""
+    sites: list[str] = parsed(metadata.get("sites", ""), Annotated[list[str], AtLeast(1)], "sites")
+    if len(set(sites)) != len(sites):
+        twice = shown(sorted(path for path in sites if sites.count(path) > 1))
+        raise FileUnfit(where="sites", expected="each module path once", found=twice)
+    return sites

@@ -84,14 +84,15 @@ def test_a_file_with_a_half_missing_or_another_scheme_is_refused(model: torch.nn
 
 @pytest.mark.parametrize("names", [
     ("{path}.k_scale", "{path}.v_scale"), ("{path}.attn.k_scale", "{path}.attn.v_scale"),
-    ("{path}.k_proj.k_scale", "{path}.v_proj.v_scale"), ("{path}.k_proj.output_scale", "{path}.v_proj.output_scale"),
+    ("{path}.k_proj.k_scale", "{path}.v_proj.v_scale"), ("{path}.qkv_proj.k_scale", "{path}.qkv_proj.v_scale"),
+    ("{path}.query_key_value.k_scale", "{path}.query_key_value.v_scale"), ("{path}.k_proj.output_scale", "{path}.v_proj.output_scale"),
     ("module.{path}.k_scale", "module.{path}.v_scale"), ("language_{path}.k_scale", "language_{path}.v_scale"),
 ], ids=lambda names: names[0])
 @pytest.mark.parametrize("kind", [torch.tensor, lambda number: torch.tensor([number]), lambda number: torch.tensor([number]).bfloat16()])
 def test_names_of_other_systems_are_read_exactly(model: torch.nn.Module, names: tuple[str, str], kind: Any) -> None:
     """One number a half and layer: x = code * scale in all of them."""
     if names[0].startswith("language_"):
-        with pytest.raises(BadScales, match="scales by the module paths of this model"):
+        with pytest.raises(BadScales, match="static scales by the module paths of this model"):
             kvcompile.read_scales(spelled(*names, kind), model)
         return
     scheme = kvcompile.read_scales(spelled(*names, kind), model)
@@ -122,9 +123,15 @@ def test_one_scale_for_both_halves_gives_way_to_one_of_a_half(model: torch.nn.Mo
     ({f"{PATHS[0]}.k_scale": torch.tensor(-1.0)}, "expected finite scales above zero"),
     ({f"{PATHS[0]}.k_scale": torch.tensor(float("nan"))}, "expected finite scales above zero"),
     ({f"{PATHS[0]}.k_scale": torch.ones(2, 3)}, r"of one scale, or one for each kv head, found \(2, 3\)"),
+    ({f"{PATHS[0]}.k_scale": "0.5"}, "k_scale as a tensor of numbers, found str"),
+    ({f"{PATHS[0]}.k_scale": torch.tensor(True)}, "k_scale as a tensor of numbers, found torch.bool"),
+    ({f"{PATHS[0]}.k_scale": torch.tensor(2)}, "k_scale as floats, found torch.int64"),
+    ({f"{PATHS[0]}.k_scale": torch.tensor(1e-45)}, "expected finite scales above zero"),
+    ({f"{PATHS[0]}.k_scale": torch.tensor(3e38)}, "expected finite scales above zero"),
+    ({f"{PATHS[0]}.attn.k_scale": torch.tensor(0.9)}, "one scale for the keys of model.layers.0.self_attn, found another one in"),
     ({f"{PATHS[0]}.k_zero_point": torch.tensor(3)}, "symmetric codes, without zero points"),
     ({f"{PATHS[0]}.k_scale": None}, "expected a scale of both halves at model.layers.0.self_attn, found none of its keys"),
-    ({"model.layers.7.self_attn.kv_scale": torch.tensor(1.0)}, "expected scales by the module paths of this model, found 1 others"),
+    ({"model.layers.7.self_attn.kv_scale": torch.tensor(1.0)}, "expected static scales by the module paths of this model, found 1 others"),
 ])
 def test_scales_that_cannot_serve_are_refused(model: torch.nn.Module, change: Mapping[str, Any], sentence: str) -> None:
     given = {**spelled("{path}.k_scale", "{path}.v_scale"), f"{PATHS[0]}.k_zero_point": torch.tensor(0), **change}
@@ -163,6 +170,11 @@ def test_scales_that_do_not_fit_the_heads_are_refused_where_they_would_serve(mod
     ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "INT8"}}, StaticInt8),
     ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "NVFP4"}}, "kv_cache_quant_algo FP8 or INT8"),
     ("config.json", "{", "expected a configuration in JSON"),
+    *(("config.json", text, "expected a configuration in JSON") for text in ("[]", "1", "null", '"x"', "[" * 100_000)),
+    ("config.json", {"quantization_config": []}, "expected a configuration in JSON"),
+    ("config.json", {"quantization_config": {"kv_cache_scheme": "fp8"}}, "expected a configuration in JSON"),
+    ("config.json", {"quantization_config": {"kv_cache_scheme": {"type": "int", "num_bits": 8, "strategy": []}}}, "per tensor or head"),
+    ("config.json", {"quantization_config": None}, StaticFp8),
 ])
 def test_a_folder_says_which_codes_its_scales_are_for(
     model: torch.nn.Module, tmp_path: Path, file: str, content: Any, found: type | str
@@ -178,7 +190,19 @@ def test_a_folder_says_which_codes_its_scales_are_for(
         return
     assert isinstance(kvcompile.read_scales(tmp_path, model), found)
     assert held(kvcompile.read_scales(tmp_path, model)) == [(0.125,), (0.25,), (0.375,), (0.5,)]
-    if content != {"quantization_config": {}}:
+    if content not in ({"quantization_config": {}}, {"quantization_config": None}):
         other = "fp8" if found is StaticInt8 else "int8"
         with pytest.raises(BadScales, match=f"found scheme='{other}'"):
             kvcompile.read_scales(tmp_path, model, other)
+
+
+def test_one_scale_in_two_files_is_one_or_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+    """A folder's files are read in the order of their names; of two values the later was taken."""
+    given = spelled("{path}.k_scale", "{path}.v_scale")
+    name = next(iter(given))
+    save_file(given, str(tmp_path / "model-1.safetensors"))
+    save_file({name: given[name]}, str(tmp_path / "model-2.safetensors"))
+    assert held(kvcompile.read_scales(tmp_path, model)) == [(0.125,), (0.25,), (0.375,), (0.5,)]
+    save_file({name: torch.tensor(0.9)}, str(tmp_path / "model-2.safetensors"))
+    with pytest.raises(BadScales, match=f"expected {name} in one file of .*, found another value in model-2.safetensors"):
+        kvcompile.read_scales(tmp_path, model)

@@ -61,7 +61,8 @@ ALLOWED = {
     "kvcompile.types": (),
     "kvcompile.errors": (),
     "kvcompile.settings": ("kvcompile.errors",),
-    "kvcompile.schemes": ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes"),
+    "kvcompile.files": ("kvcompile.errors", "kvcompile.files"),
+    "kvcompile.schemes": ("kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes"),
     "kvcompile.passes": ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes"),
     "kvcompile.lowering": ("kvcompile.types", "kvcompile.errors", "kvcompile.settings", "kvcompile.schemes", "kvcompile.lowering"),
     "kvcompile.runtime": (
@@ -69,11 +70,13 @@ ALLOWED = {
     ),
     "kvcompile.validation": ("kvcompile.types", "kvcompile.errors", "kvcompile.passes", "kvcompile.runtime", "kvcompile.validation"),
     "kvcompile.planner": (
-        "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.rooms", "kvcompile.runtime",
+        "kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.rooms",
+        "kvcompile.runtime",
         "kvcompile.report", "kvcompile.explain", "kvcompile.backend", "kvcompile.planner",
     ),
     "kvcompile.evaluation": (
-        "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.settings", "kvcompile.passes.graph.dynamo",
+        "kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes", "kvcompile.settings",
+        "kvcompile.passes.graph.dynamo",
         "kvcompile.lowering.certificate.telemetry", "kvcompile.report", "kvcompile.backend", "kvcompile.evaluation",
     ),
     "kvcompile.report": ("kvcompile.types", "kvcompile.passes", "kvcompile.schemes"),

@@ -5,6 +5,7 @@ name of the tensor                              half                      who wr
 ==============================================  ========================  ==================================================
 ``<attention>.k_scale``, ``.attn.k_scale``      keys (v: values)          vLLM's names: one number, or one for each kv head
 ``<attention>.k_proj.k_scale``                  keys (v: values)          NVIDIA ModelOpt
+``<attention>.qkv_proj.k_scale``                keys (v: values)          llm-compressor, of models whose projections are fused
 ``<attention>.k_proj.output_scale``             keys (v: values)          compressed-tensors of old, AMD Quark
 ``<attention>.kv_scale``                        both                      AutoFP8; vLLM copies it to both halves too
 ``layers.N.attention.kv_cache_scaling_factor``  both, of layer N          TensorRT-LLM
@@ -13,12 +14,12 @@ name of the tensor                              half                      who wr
 All of them mean value = code * scale. vLLM writes ``k / k_scale`` and clips to e4m3's 448, and TensorRT-LLM calls its factor the scale
 from quantized to original. A scale of amax / 448 covers amax; calibrations that chose amax / 240 or less of the range are read as
 they are. Refused: scales of channels or tokens, zero points other than 0, scales that are not above zero (vLLM writes -1 where it has
-none), one half without the other, dynamic or asymmetric caches, and a checkpoint that says it is for other codes.
+none), one half without the other, two different scales for one half, dynamic or asymmetric caches, and a checkpoint that says it is for
+other codes.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,17 +27,22 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import BadScales
+from kvcompile.errors import BadScales, FileUnfit
+from kvcompile.files.declared import unfit
+from kvcompile.files.json_file import read_json
 from kvcompile.schemes.calibrated.scales import ModelScales, Scales, SiteScales
 from kvcompile.schemes.calibrated.scheme import Calibrated, static_of, with_scales
+from kvcompile.schemes.calibrated.storage import FILE
 from kvcompile.schemes.model_file import fingerprint, plain_name
-from kvcompile.schemes.site_paths import matches, shown
 from kvcompile.types import Role
 
 Source = Mapping[str, torch.Tensor]
 
 BOTH = (Role.KEY, Role.VALUE)
+FUSED = r"(?:qkv_proj|qkv|Wqkv|query_key_value|c_attn|attn_qkv|kv_proj|in_proj)"
+"""Names of projections that give queries, keys and values at once, or keys and values."""
 SPELLINGS: tuple[tuple[str, tuple[Role, ...]], ...] = (
+    (rf"(?P<path>.+)\.{FUSED}\.k_scale", (Role.KEY,)), (rf"(?P<path>.+)\.{FUSED}\.v_scale", (Role.VALUE,)),
     (r"(?P<path>.+)\.k_proj\.(k_scale|output_scale)", (Role.KEY,)), (r"(?P<path>.+)\.v_proj\.(v_scale|output_scale)", (Role.VALUE,)),
     (r"(?P<path>.+attn|.+attention)\.attn\.k_scale", (Role.KEY,)), (r"(?P<path>.+attn|.+attention)\.attn\.v_scale", (Role.VALUE,)),
     (r"(?P<path>.+attn|.+attention)\.attn\.kv_scale", BOTH),
@@ -69,18 +75,13 @@ def read_scales(source: str | Path | Source, model: torch.nn.Module, scheme: str
     if said is not None and static_of(said) is not kind:
         raise BadScales(expected=f"scales for {said}, as {where} says", found=f"scheme={chosen!r}", todo="leave scheme out")
     sites = _sites(tensors, where)
-    modules = [plain_name(name) for name, _ in model.named_modules()]
-    strange = [path for path in sites if path not in modules and not any(matches(path, module) for module in modules if module)]
-    if strange:
-        raise BadScales(
-            expected="scales by the module paths of this model", found=f"{len(strange)} others in {where}: {shown(strange)}",
-            todo="pass the model that this checkpoint is of",
-        )
+    FILE.require_sites(where, sites, model)
     return with_scales(kind, ModelScales(sites, fingerprint(model)))
 
 
-def _interesting(name: str) -> bool:
-    return _spelling(name) is not None or ZERO_POINTS.fullmatch(name) is not None
+def _interesting(name: object) -> bool:
+    """Whether a tensor of this name is a scale or a zero point of a cache."""
+    return isinstance(name, str) and (_spelling(name) is not None or ZERO_POINTS.fullmatch(name) is not None)
 
 
 def _spelling(name: str) -> tuple[str, tuple[Role, ...]] | None:
@@ -92,20 +93,14 @@ def _spelling(name: str) -> tuple[str, tuple[Role, ...]] | None:
 
 
 def _sites(tensors: Source, where: str) -> dict[str, SiteScales]:
-    """Scales by module path."""
-    held: dict[str, dict[Role, Scales]] = {}
-    for name, value in sorted(tensors.items()):
-        spelled = _spelling(name)
-        if spelled is None:
-            if bool(value.to(torch.float32).any()):
-                raise BadScales(expected="symmetric codes, without zero points", found=f"{name} in {where}", todo=REMEDY)
-            continue
-        path, roles = spelled
-        scales = _scales(name, value, where)
-        for role in roles:
-            # A scale of one half goes before one of both, as in vLLM.
-            if len(roles) == 1 or role not in held.get(path, {}):
-                held.setdefault(path, {})[role] = scales
+    """Return the scales of each module path; raises BadScales."""
+    named = {name: _tensor(name, value, where) for name, value in sorted(tensors.items())}
+    for name, value in named.items():
+        if _spelling(name) is None and bool(value.to(torch.float32).any()):
+            raise BadScales(expected="symmetric codes, without zero points", found=f"{name} in {where}", todo=REMEDY)
+    both, one = _held(named, len(BOTH), where), _held(named, 1, where)
+    # A scale of one half goes before one of both, as in vLLM.
+    held = {path: both.get(path, {}) | one.get(path, {}) for path in {**both, **one}}
     if not held:
         raise BadScales(expected="k_scale and v_scale, or another name that is known", found=f"none in {where}", todo=REMEDY)
     for path, halves in held.items():
@@ -115,10 +110,37 @@ def _sites(tensors: Source, where: str) -> dict[str, SiteScales]:
     return {path: SiteScales(halves[Role.KEY], halves[Role.VALUE]) for path, halves in held.items()}
 
 
+def _held(named: Source, halves: int, where: str) -> dict[str, dict[Role, Scales]]:
+    """Return the scales whose names stand for so many ``halves``, by module path; raises BadScales where two of one half differ."""
+    found: dict[str, dict[Role, Scales]] = {}
+    for name, value in named.items():
+        path, roles = _spelling(name) or ("", ())
+        if len(roles) != halves:
+            continue
+        scales = _scales(name, value, where)
+        for role in roles:
+            if found.setdefault(path, {}).setdefault(role, scales) != scales:
+                raise BadScales(
+                    expected=f"one scale for the {role.value}s of {path}", found=f"another one in {name} of {where}",
+                    todo="leave the one out that the model was not calibrated with",
+                )
+    return found
+
+
+def _tensor(name: str, value: Any, where: str) -> torch.Tensor:
+    """Return a tensor that can hold scales or zero points; raises BadScales."""
+    if isinstance(value, torch.Tensor) and value.dtype != torch.bool and not value.is_complex():
+        return value
+    found = str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+    raise BadScales(expected=f"{name} as a tensor of numbers", found=f"{found} in {where}", todo=REMEDY)
+
+
 def _scales(name: str, value: torch.Tensor, where: str) -> Scales:
     """The scales in a tensor of one number, or of one for each head with any axes of one beside."""
     if sum(size > 1 for size in value.shape) > 1:
         raise BadScales(expected=f"{name} of one scale, or one for each kv head", found=f"{tuple(value.shape)} in {where}", todo=REMEDY)
+    if not value.is_floating_point():
+        raise BadScales(expected=f"{name} as floats", found=f"{value.dtype} in {where}", todo=REMEDY)
     return Scales(value.detach().to("cpu", torch.float32).reshape(-1).clone())
 
 
@@ -133,9 +155,14 @@ def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
     for file in files:
         try:
             with safe_open(str(file), "pt") as opened:
-                found |= {name: opened.get_tensor(name) for name in list(opened.keys()) if _interesting(name)}
+                held = {name: opened.get_tensor(name) for name in list(opened.keys()) if _interesting(name)}
         except (OSError, SafetensorError) as error:
             raise BadScales(expected="whole safetensors", found=f"{file} ({error})", todo="fetch the checkpoint again") from error
+        for name in held.keys() & found.keys():
+            if not torch.equal(held[name], found[name]):
+                todo = "remove the file that is not of this checkpoint"
+                raise BadScales(expected=f"{name} in one file of {folder}", found=f"another value in {file.name}", todo=todo)
+        found |= held
     return found
 
 
@@ -146,8 +173,8 @@ def _said(folder: Path) -> str | None:
         if not path.is_file():
             continue
         try:
-            found = list(read(json.loads(path.read_text()), path))
-        except (ValueError, AttributeError) as error:
+            found = list(read(read_json(path, dict[str, Any]), path))
+        except FileUnfit as error:
             raise BadScales(expected="a configuration in JSON", found=f"{path} ({error})", todo="fetch the checkpoint again") from error
         if found:
             return found[0]
@@ -156,11 +183,11 @@ def _said(folder: Path) -> str | None:
 
 def _of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     """The codes by compressed-tensors' ``kv_cache_scheme``."""
-    given = (config.get("quantization_config") or {}).get("kv_cache_scheme")
-    if not isinstance(given, Mapping):
+    given = _entry(_entry(config, "quantization_config"), "kv_cache_scheme")
+    if not given:
         return
     kind = {"float 8": "fp8", "int 8": "int8"}.get(f"{given.get('type')} {given.get('num_bits')}")
-    if kind is None or given.get("dynamic") or given.get("symmetric") is False or given.get("strategy", "tensor") not in STRATEGIES:
+    if kind is None or given.get("dynamic") or given.get("symmetric") is False or str(given.get("strategy", "tensor")) not in STRATEGIES:
         expected = "a kv_cache_scheme of 8 bits, static and symmetric, per tensor or head"
         raise BadScales(expected=expected, found=f"{dict(given)} in {path}", todo=REMEDY)
     yield kind
@@ -168,7 +195,7 @@ def _of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
 
 def _of_modelopt(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     """The codes by ModelOpt's ``kv_cache_quant_algo``."""
-    given = (config.get("quantization") or {}).get("kv_cache_quant_algo")
+    given = _entry(config, "quantization").get("kv_cache_quant_algo")
     if given is None:
         return
     if str(given).upper() not in {"FP8", "INT8"}:
@@ -176,3 +203,9 @@ def _of_modelopt(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     yield str(given).lower()
 
 
+def _entry(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the mapping under a name of a configuration, empty where there is none or null; raises FileUnfit for anything else."""
+    found = config.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise unfit(name, "a mapping", found)
+    return found or {}

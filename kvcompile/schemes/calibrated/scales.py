@@ -17,6 +17,11 @@ from kvcompile.errors import BadScales, ScalesMissing
 from kvcompile.schemes.site_paths import entry_of, shown
 from kvcompile.types import Role
 
+LEAST = torch.finfo(torch.float32).tiny
+"""The smallest scale: a normal float32 number, so that dividing by it is exact to rounding."""
+MOST = torch.finfo(torch.float32).max / 448
+"""The largest scale: times the largest code (448 of e4m3) it is finite."""
+
 
 class Extent(enum.Enum):
     """The extent of one scale: a slot, or one kv head of it."""
@@ -36,8 +41,9 @@ class Scales:
         if values.dim() != 1 or not values.numel() or values.dtype != torch.float32 or values.device.type != "cpu":
             found = f"{values.dtype} {tuple(values.shape)} on {values.device}"
             raise BadScales(expected="float32 scales [1] or [kv heads] on the CPU", found=found, todo="pass one scale, or one a head")
-        if not bool((values.isfinite() & (values > 0)).all()):
-            raise BadScales(expected="finite scales above zero", found=values.tolist()[:8], todo="calibrate anew, or leave the layer dense")
+        if not bool(((values >= LEAST) & (values <= MOST)).all()):
+            expected = f"finite scales above zero, from {LEAST:.1e} to {MOST:.1e}"
+            raise BadScales(expected=expected, found=values.tolist()[:8], todo="calibrate anew, or leave the layer dense")
 
     @functools.cached_property
     def digest(self) -> str:

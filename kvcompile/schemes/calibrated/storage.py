@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from kvcompile.errors import BadScales
-from kvcompile.schemes.calibrated.scales import ModelScales, Scales, SiteScales
+from kvcompile.files.tensor_file import Entry
+from kvcompile.schemes.calibrated.scales import LEAST, MOST, ModelScales, Scales, SiteScales
 from kvcompile.schemes.calibrated.scheme import Calibrated, static_of, with_scales
-from kvcompile.schemes.model_file import ModelFile
+from kvcompile.schemes.model_file import ModelFile, sites_of
 from kvcompile.types import Role
 
 FILE = ModelFile(
@@ -39,11 +40,18 @@ def save_scales(scheme: Calibrated, path: str | Path, extra: Mapping[str, str] |
 
 def load_scales(path: str | Path, model: torch.nn.Module) -> Calibrated:
     """Read the scheme with scales that were measured on ``model``; raises BadScales where the file is damaged, foreign or another's."""
-    with FILE.reading(path) as (opened, metadata):
-        kind = static_of(metadata["scheme"])
-        if kind is None:
-            raise BadScales(expected="scales of a scheme that has static ones", found=metadata["scheme"], todo=FILE.todo)
-        paths = json.loads(metadata["sites"])
-        sites = {path: SiteScales(*(Scales(opened.get_tensor(f"{path}.{role.value}")) for role in Role)) for path in paths}
-        FILE.require_model(path, metadata["fingerprint"], model)
-        return with_scales(kind, ModelScales(sites, metadata["fingerprint"]))
+    tensors, metadata = FILE.read(path, _declared)
+    kind = static_of(metadata.get("scheme", ""))
+    if kind is None:
+        raise BadScales(expected="scales of a scheme that has static ones", found=metadata.get("scheme"), todo=FILE.todo)
+    FILE.require_model(path, metadata["fingerprint"], model)
+    sites = sites_of(metadata)
+    FILE.require_sites(path, sites, model)
+    scales = {site: SiteScales(*(Scales(tensors[f"{site}.{role.value}"]) for role in Role)) for site in sites}
+    return with_scales(kind, ModelScales(scales, metadata["fingerprint"]))
+
+
+def _declared(metadata: Mapping[str, str], sites: list[str]) -> dict[str, Entry]:
+    """Declare one scale, or one for each kv head, of the keys and the values of every attention."""
+    del metadata
+    return {f"{site}.{role.value}": Entry((None,), least=LEAST, most=MOST) for site in sites for role in Role}
