@@ -46,11 +46,16 @@ class AtLeast:
     items: int
 
 
+@dataclass(frozen=True)
+class Whole:
+    """The mark of an annotated dataclass whose fields must all be given, those with defaults too."""
+
+
 def as_declared(kind: Any, value: Any, where: str = "the file") -> Any:
     """Return plain data as a value of ``kind``; raises FileUnfit with ``where`` as the value's place.
 
     Kinds: str, bool, int, float, None, Any; enums by value, dtypes by name; list, tuple, dict, unions; dataclasses from their fields;
-    ``Annotated`` with ``Range`` or ``AtLeast``.
+    ``Annotated`` with ``Range``, ``AtLeast`` or ``Whole``.
     """
     origin = get_origin(kind)
     if origin is Annotated:
@@ -90,7 +95,7 @@ def _plain(kind: Any, value: Any, where: str) -> Any:
 
 def _annotated(kind: Any, value: Any, where: str) -> Any:
     inner, *marks = get_args(kind)
-    read = as_declared(inner, value, where)
+    read = _record(inner, value, where, whole=True) if Whole() in marks else as_declared(inner, value, where)
     for mark in marks:
         if isinstance(mark, Range) and read is not None and not mark.holds(read):
             raise unfit(where, f"a finite number from {mark.least:g} to {mark.most:g}", value)
@@ -129,14 +134,15 @@ READERS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {list: _list, t
 """Readers of containers by their type."""
 
 
-def _record(kind: Any, value: Any, where: str) -> Any:
-    """Return a dataclass from a mapping of its fields; those without a default must be there, and no others may be."""
+def _record(kind: Any, value: Any, where: str, whole: bool = False) -> Any:
+    """Return a dataclass from a mapping of its fields, all of those that have no default, all of them where it is to be ``whole``."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     given = _plain(dict, value, where)
     if unknown := sorted(map(str, given.keys() - fields.keys())):
         raise unfit(where, f"the fields {', '.join(fields)}", unknown[0])
     missing = dataclasses.MISSING
-    if absent := [name for name, field in fields.items() if name not in given and {field.default, field.default_factory} == {missing}]:
+    needed = [name for name, field in fields.items() if whole or field.default is field.default_factory is missing]
+    if absent := [name for name in needed if name not in given]:
         raise FileUnfit(where=where, expected=f"the field {absent[0]}", found="none")
     kinds = typing.get_type_hints(kind, include_extras=True)
     return kind(**{name: as_declared(kinds[name], item, f"{where}.{name}") for name, item in given.items()})

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 
 from kvcompile.errors import BadRun, FileUnfit
-from kvcompile.files.declared import Range
+from kvcompile.files.declared import Range, Whole
 from kvcompile.files.json_file import parsed, read_json
 from kvcompile.files.tensor_file import Entry, read_tensors
 from kvcompile.learning.parameters import Parameters
@@ -109,7 +109,7 @@ class RunFolder:
                 self.folder / "checkpoint.safetensors", lambda metadata, names: _declared(named, names)
             )
             steps = parsed(metadata.get("steps", ""), Count, "steps")
-            progress: Progress = parsed(metadata.get("progress", ""), Progress, "progress")
+            progress: Progress = parsed(metadata.get("progress", ""), Annotated[Progress, Whole()], "progress")
         except FileUnfit as error:
             raise BadRun(
                 expected="a whole checkpoint.safetensors", folder=self.folder, found=f"one that does not fit: {error}", todo="begin anew",

@@ -70,7 +70,7 @@ def test_tensors_of_another_run_are_refused(tmp_path: Path, change: dict[str, to
 
 @pytest.mark.parametrize("metadata", [
     None, {"progress": STEPS["progress"]}, {**STEPS, "steps": "-5"}, {**STEPS, "steps": "3.5"}, {**STEPS, "steps": "three"}, {"steps": "3"},
-    *({**STEPS, "progress": text} for text in ("[]", "null", "7", "[" * 100_000)),
+    *({**STEPS, "progress": text} for text in ("{}", "[]", "null", "7", "[" * 100_000)),
     *({**STEPS, "progress": json.dumps({**PROGRESS, **change})} for change in (
         {"x": 1}, {"losses": [["a", "b"]]}, {"losses": [[1, None]]}, {"best": "low"}, {"best": float("nan")}, {"best_step": -1},
         {"rises": True},
