@@ -3,6 +3,8 @@
     model.forward = torch.compile(model.forward, backend=kvcompile.backend(scheme="int4"))
 """
 
+# Imported for what it does: torch.load admits compressed caches from here on.
+import kvcompile.runtime.operations  # noqa: F401
 from kvcompile.backend import Backend, backend
 from kvcompile.calibration.calibrate import Calibration, calibrate
 from kvcompile.errors import KvcompileError

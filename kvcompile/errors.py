@@ -20,7 +20,12 @@ class KvcompileError(Exception):
 class FileUnfit(KvcompileError, ValueError):
     """Raised by the readers of ``kvcompile.files``; whoever reads a kind of file raises that kind's own error from it, with what to do."""
 
-    template = "expected {expected} in {where}, found {found}"
+    template = "expected {expected} in {where}, found {found}; restore the file or make it anew"
+
+    @property
+    def fact(self) -> str:
+        """Return what was expected and found where, for a message that has advice of its own."""
+        return str(self).rpartition("; ")[0]
 
 
 class SchemeError(KvcompileError, ValueError):

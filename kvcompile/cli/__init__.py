@@ -243,7 +243,7 @@ def _known_cases(path: str) -> list[Any]:
     try:
         return read_cases(Path(path))
     except FileUnfit as error:
-        raise TargetError(found=path, why=f"it is no JSON of an earlier survey: {error}") from error
+        raise TargetError(found=path, why=f"it is no JSON of an earlier survey: {error.fact}") from error
 
 
 def _split(text: str) -> list[str]:

@@ -44,7 +44,7 @@ def _configuration(text: str) -> Any:
         try:
             settings = read_json(path, dict[str, Any])
         except FileUnfit as error:
-            raise TargetError(found=text, why=f"it is no configuration: {error}") from error
+            raise TargetError(found=text, why=f"it is no configuration: {error.fact}") from error
         kind = settings.get("model_type", "")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise TargetError(found=text, why=f"transformers has no model type {kind!r}; plan for a factory, file.py:factory, instead")

@@ -138,7 +138,7 @@ class Results:
                 "schemes": [_known(row) for row in as_declared(list[Any], read.get("schemes"), "schemes")],
             }, path.name)
         except FileUnfit as error:
-            raise ResultsUnread(path=path, found=str(error)) from error
+            raise ResultsUnread(path=path, found=error.fact) from error
 
     def summary_rows(self) -> Iterator[dict[str, Any]]:
         """A row for each scheme, length and task."""

@@ -102,7 +102,7 @@ class Sensitivity:
         try:
             read = read_json(path, Saved)
         except FileUnfit as error:
-            raise SensitivityUnread(path=path, found=str(error)) from error
+            raise SensitivityUnread(path=path, found=error.fact) from error
         layers = tuple(Layer(item.path, tuple(slot.spec() for slot in item.slots), item.end, item.halves) for item in read.layers)
         return Sensitivity(read.model, layers, read.damages, read.rows, read.prompt, read.steps, read.floor)
 

@@ -10,12 +10,15 @@ import torch
 
 from kvcompile.errors import OtherFormat, WindowPassed
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, mark_dynamic, parse_to
+from kvcompile.passes.match.sites import Axes
 from kvcompile.runtime.adaptive_store import store_class
 from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.handle import CompressedCache, become, decoded, is_handle, make, rebind, resume, shown, tell
 from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.store import StoreSpec
 from kvcompile.runtime.writes import appended
+from kvcompile.schemes.pickled import admit
 
 
 def _derived(
@@ -157,6 +160,9 @@ def rebuild(
     # A cropped tensor of a state that went on: its stores hold more tokens than it shows.
     state.top = state.behind = max(top, length)
     return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
+
+
+admit(rebuild, Axes, StoreSpec)
 
 
 def _repr(handle: CompressedCache, **kwargs: Any) -> str:

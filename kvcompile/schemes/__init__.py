@@ -21,6 +21,7 @@ from kvcompile.schemes.certified import Certified
 from kvcompile.schemes.dense import Dense
 from kvcompile.schemes.nf4 import Nf4
 from kvcompile.schemes.normed import Normed
+from kvcompile.schemes.pickled import admit
 from kvcompile.schemes.smartkv.scheme import Smartkv
 from kvcompile.schemes.squat import LONGBENCH, Squat
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
@@ -42,6 +43,7 @@ SCHEMES: tuple[type[Scheme], ...] = (
 )
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES}
+admit(*SCHEMES)
 
 
 def _changes(scheme: Scheme) -> dict[str, object]:
@@ -76,6 +78,7 @@ def register(scheme: Kind) -> Kind:
         raise BadScheme(expected="a name that no scheme of kvcompile has", found=repr(scheme.name))
     scheme()
     BY_NAME[scheme.name] = scheme
+    admit(scheme)
     parse.cache_clear()
     return scheme
 

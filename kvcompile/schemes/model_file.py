@@ -91,9 +91,9 @@ class ModelFile:
         except FileUnfit as error:
             raise self.refused(path, error) from error
 
-    def refused(self, path: str | Path, error: Exception) -> SchemeError:
+    def refused(self, path: str | Path, error: FileUnfit) -> SchemeError:
         """Return the kind's error for a file that is not as declared."""
-        return self.error(expected=f"a whole file of {self.holds}", found=f"{path}, which cannot be read ({error})", todo=self.todo)
+        return self.error(expected=f"a whole file of {self.holds}", found=f"{path}, which cannot be read ({error.fact})", todo=self.todo)
 
     def marks(self, path: str | Path) -> bool:
         """Whether a file can be opened and is of this kind."""

@@ -175,7 +175,7 @@ def _said(folder: Path) -> str | None:
         try:
             found = list(read(read_json(path, dict[str, Any]), path))
         except FileUnfit as error:
-            raise BadScales(expected="a configuration in JSON", found=f"{path} ({error})", todo="fetch the checkpoint again") from error
+            raise BadScales(expected="a configuration in JSON", found=f"{path} ({error.fact})", todo="fetch the checkpoint again") from error
         if found:
             return found[0]
     return None

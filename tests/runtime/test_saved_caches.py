@@ -1,0 +1,91 @@
+"""Compressed caches through ``torch.save`` and ``torch.load`` as torch has it by default, with ``weights_only``."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from learned_tables import random_tables
+from static_scales import random_scales
+
+import kvcompile
+from kvcompile.schemes import BY_NAME, Int8, parse, registered
+from kvcompile.schemes.beyond.tables import ModelTables
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
+
+CAPACITY, HEAD = 300, 64
+
+
+class Buffers(torch.nn.Module):
+    """One attention over buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.zeros(1, 2, CAPACITY, HEAD))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        """Attend to tokens up to each query's own."""
+        self.k.index_copy_(2, pos, k)
+        self.v.index_copy_(2, pos, v)
+        hidden = torch.arange(CAPACITY) > pos[:, None]
+        return (q @ self.k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ self.v
+
+
+def filled(scheme: Any) -> torch.Tensor:
+    """The compressed keys of 150 random tokens."""
+    model = Buffers()
+    compiled = torch.compile(model, backend=kvcompile.backend(scheme, inner="eager", strict=True))
+    with torch.no_grad():
+        compiled(*(torch.randn(1, 2, 150, HEAD) for _ in "qkv"), torch.arange(150))
+    return model.k
+
+
+def schemes() -> list[Any]:
+    """Every scheme as it is by default, and ones that hold tables or scales of a model or more options."""
+    tables, scales = random_tables([""], groups=2), random_scales([""])
+    assert isinstance(tables.tables, ModelTables)
+    plain = [kind.name for kind in registered() if kind.name != "beyond"]
+    return [*plain, "beyond(trained=False)", tables, scales, "int8(sinks=4)", "kivi(rotate=kv)", "int4(rotate=k)"]
+
+
+@pytest.mark.parametrize("scheme", schemes(), ids=str)
+def test_a_cache_comes_back_from_torch_load(scheme: Any) -> None:
+    keys = filled(scheme)
+    assert type(keys).__name__ == "CompressedCache"
+    file = io.BytesIO()
+    torch.save({"keys": keys}, file)
+    file.seek(0)
+    back = torch.load(file)["keys"]
+    assert type(back).__name__ == "CompressedCache" and repr(back) == repr(keys)
+    assert torch.equal(kvcompile.decoded(back), kvcompile.decoded(keys))
+
+
+def test_a_scheme_from_outside_comes_back_too() -> None:
+    kvcompile.register(Mine)
+    try:
+        test_a_cache_comes_back_from_torch_load("int8-of-mine")
+    finally:
+        del BY_NAME["int8-of-mine"]
+        parse.cache_clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Int8):
+    """Int8 under another name."""
+
+    name: ClassVar[str] = "int8-of-mine"
+
+
+def test_another_process_needs_the_import_alone(tmp_path: Path) -> None:
+    torch.save({"keys": filled("kivi")}, tmp_path / "cache.pt")
+    text = f"import torch, kvcompile; print(torch.load({str(tmp_path / 'cache.pt')!r})['keys'])"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert "CompressedCache(shape=(1, 2, 300, 64), tokens=150, kivi" in done.stdout, done.stderr
