@@ -61,7 +61,8 @@ class RunFolder:
         try:
             found = read_json(known, dict[str, Any])
         except FileUnfit as error:
-            raise BadRun(expected="config.json", folder=self.folder, found=f"none that can be read ({error.fact})", todo="begin anew") from error
+            found = f"none that can be read ({error.fact})"
+            raise BadRun(expected="config.json", folder=self.folder, found=found, todo="begin anew") from error
         changed = [name for name in {*found, *self.config} if found.get(name) != self.config.get(name)]
         if changed:
             name = min(changed)
@@ -112,7 +113,7 @@ class RunFolder:
             progress: Progress = parsed(metadata.get("progress", ""), Annotated[Progress, Whole()], "progress")
         except FileUnfit as error:
             raise BadRun(
-                expected="a whole checkpoint.safetensors", folder=self.folder, found=f"one that does not fit: {error.fact}", todo="begin anew",
+                expected="a whole checkpoint.safetensors", folder=self.folder, found=f"another one ({error.fact})", todo="begin anew",
             ) from error
         with torch.no_grad():
             for name, tensor in named.items():

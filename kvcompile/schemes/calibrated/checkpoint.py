@@ -21,6 +21,7 @@ other codes.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,8 @@ def _said(folder: Path) -> str | None:
         try:
             found = list(read(read_json(path, dict[str, Any]), path))
         except FileUnfit as error:
-            raise BadScales(expected="a configuration in JSON", found=f"{path} ({error.fact})", todo="fetch the checkpoint again") from error
+            todo = "fetch the checkpoint again"
+            raise BadScales(expected="a configuration in JSON", found=f"{path} ({error.fact})", todo=todo) from error
         if found:
             return found[0]
     return None
@@ -189,7 +191,7 @@ def _of_config(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     kind = {"float 8": "fp8", "int 8": "int8"}.get(f"{given.get('type')} {given.get('num_bits')}")
     if kind is None or given.get("dynamic") or given.get("symmetric") is False or str(given.get("strategy", "tensor")) not in STRATEGIES:
         expected = "a kv_cache_scheme of 8 bits, static and symmetric, per tensor or head"
-        raise BadScales(expected=expected, found=f"{dict(given)} in {path}", todo=REMEDY)
+        raise BadScales(expected=expected, found=f"{reprlib.repr(dict(given))} in {path}", todo=REMEDY)
     yield kind
 
 
