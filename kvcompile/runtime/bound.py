@@ -23,6 +23,7 @@ from kvcompile.runtime import handle as handles
 from kvcompile.runtime.calibration import Calibration, calibrated
 from kvcompile.runtime.call import Call, SizeReader
 from kvcompile.runtime.choice import Choice
+from kvcompile.runtime.counters import Moment
 from kvcompile.runtime.dense_calls import DenseCalls, warn_all_encoded
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.groups import Group
@@ -66,10 +67,11 @@ class BoundGraph:
         self.calibration = Calibration()
         self.states = States(captured, forms, growth, live, self.calibration)
         self.ropes = tuple(self.states.ropes.values())
-        # Only buffers written at positions that are not followed on the host step by step: counters of the graph's own,
-        # or positions on a device, which would have to be waited for (see ``Linear.start``).
+        # Only buffers written at positions that are not followed on the host step by step: counters of the graph's own, as long as
+        # nobody else moves them, or positions on a device, which would have to be waited for (see ``Linear.start``).
+        self.counters = positions.counters if positions is not None else ()
         counted = positions is not None and positions.counted
-        self.trusted = all(form.steady(counted) for form in forms)
+        self.trusted = all(form.steady(counted and order.sight.comes_from(form.group, self.counters)) for form in forms)
         self.returned = tuple(
             (output, form.group.argument) for form in forms if form.kind.in_place and form.group.argument is not None
             for output in form.group.outputs
@@ -104,11 +106,12 @@ class BoundGraph:
             args = tuple(handles.in_full(args, self.decode_arguments, self.thawed))
         if not all(reader.unchanged(args) for reader in self.ropes):
             self.steady = None
-        if self.steady is not None and (settled := self.steady.ready(args)) is not None:
+        counters = tuple(args[index] for index in self.counters)
+        if self.steady is not None and (settled := self.steady.ready(args, counters)) is not None:
             return self._steady_step(self.steady, settled, args)
         shapes = [tuple(args[form.group.argument].shape) if form.group.argument is not None else None for form in self.forms]
         positions = self.positions.of_call(args) if self.positions is not None else functools.partial(TokenPositions, {})
-        call = Call(args, self.sizes, positions)
+        call = Call(args, self.sizes, positions, counters=counters)
         if self.dense is not None and (unrewritten := self.dense.results(self.forms, call, self.thawed)) is not None:
             return unrewritten
         step = self._prepare(call)
@@ -139,7 +142,7 @@ class BoundGraph:
                 undo.keep(states, [state.behind for state in states], [row.count for row in steady.rows])
             sizes = [self.sizes.value(size, args) for size in rewritten.sizes]
             results = compiled(*[args[index] for index in rewritten.kept], *planes, *slots, *sizes)
-        steady.commit(states, args)
+        steady.commit(states, args, Moment([args[index] for index in self.counters]))
         self.reallocation.after(states)
         return self._results(results, self._given_back(args), rewritten)
 
@@ -168,7 +171,7 @@ class BoundGraph:
         """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""
         with step.undo:
             for form, state, start in zip(self.forms, step.states, step.starts, strict=True):
-                if start < state.behind:
+                if form.goes_back(state, start, call):
                     step.undo.whole(state)
                     state.rewind(form.rows_start(start, call))
 
@@ -224,10 +227,12 @@ class BoundGraph:
     def _commit(self, step: _Step, call: Call, shapes: list[Any], results: list[Any], rewritten: Rewritten) -> tuple[Any, ...]:
         """Count the new tokens; return the graph's results with the caches among them."""
         made: dict[int, Any] = {}
+        moment = Moment(call.counters)
         for form, state, start, count, shape in zip(self.forms, step.states, step.starts, step.counts, shapes, strict=True):
             if not form.kind.written:
                 continue
             form.commit(state, start, count, call)
+            state.moment = moment
             if form.kind.returned:
                 made.update((output, form.returned(state, shape, call)) for output in form.group.outputs)
         return self._results(results, {**made, **self._given_back(call.args)}, rewritten)

@@ -39,12 +39,14 @@ class Call:
     """The arguments of one call; ``positions`` evaluates the positions of its tokens when it is first asked.
 
     ``ends``: the end of what its masks show, by mask and by cache tensor, as far as anybody has asked (see ``Sight``).
+    ``counters``: those of its arguments that positions come from and the graph itself advances (see ``counters``).
     """
 
     args: tuple[Any, ...]
     sizes: SizeReader
     positions: Callable[[], TokenPositions]
     ends: dict[Any, int | None] = field(default_factory=dict)
+    counters: tuple[torch.Tensor, ...] = ()
 
     def read(self, size: Any) -> int:
         """Return an int or symbolic size as a plain int."""

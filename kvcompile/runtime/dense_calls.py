@@ -40,6 +40,8 @@ def stays_dense(form: CacheForm, call: Call, remembered: bool) -> str:
             "its memory is not its own: it is a view, a parameter, an array or loaded from a file, or something else holds a view of it; a "
             "clone of it can be compressed"
         )
+    if form.windowed and (why := form.disordered(call)):
+        return why
     if form.windowed and form.holds_more(tensor, form.prior(tensor, call)):
         why = "its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros"
         if remembered:

@@ -4,12 +4,17 @@ A window keeps its newest tokens exact and encodes a block once all of it is the
 unwritten before it, and a write in the middle of a buffer loses what lies behind it. Neither matters to a store without a window. A call
 that does the one, or attends to what the other lost (a sliding window that is written by hand as ``position % slots``, say), is served by
 the dense cache.
+
+Rows may have places of their own, where one of them took back tokens that another kept. Each row is asked by itself: its places have to
+be the next ones of that row, one by one, or begin before them, where the window goes back in that row (``BoundGraph``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from kvcompile.errors import Unsupported
 from kvcompile.runtime.call import Call
@@ -42,6 +47,8 @@ class TokenOrder:
             if not (state.windowed and form.ordered):
                 continue
             group, length = form.group, form.length(state, call)
+            if broken := self._misplaced(form, state, call):
+                return broken
             if start > length:
                 why = f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
                 if state.top > length:
@@ -50,7 +57,7 @@ class TokenOrder:
                         where=group.where, todo="write them again, or use a scheme without a window for this layer",
                     )
                 return Broken(group, why, False)
-            following = start >= state.behind
+            following = start >= state.behind and not form.goes_back(state, start, call)
             # A buffer in use is not waited for (see ``Linear.start``).
             end = max(form.reach(call), 0 if length else form.sees(call)) if following else self.sight.end(group.root, call)
             if end > start + count:
@@ -59,3 +66,28 @@ class TokenOrder:
                     + ("has nothing" if following else "forgets what lies") + " behind the tokens that were written last", True,
                 )
         return None
+
+    def _misplaced(self, form: CacheForm, state: CacheState, call: Call) -> Broken | None:
+        """Return why a window cannot take the places that a call's tokens have in their rows, None where it can or nobody looks."""
+        group, places = form.group, form.places(state, call)
+        if places is None:
+            return None
+        first, consecutive = places
+        if not consecutive:
+            return Broken(group, "the tokens of a call are written at places that do not follow one another", False)
+        if state.adaptive and len(first) > 1 and bool((first != first[0]).any()):
+            scheme = group.first.plan.scheme.told()
+            return Broken(group, f"rows go on at places of their own, and {scheme} has one length for all rows", False)
+        ends = state.row_ends()
+        ahead = first > ends
+        if not isinstance(ends, torch.Tensor) or not bool(ahead.any()):
+            return None
+        row = int(ahead.nonzero()[0])
+        found, held = int(first.expand_as(ends)[row]), int(ends[row])
+        why = f"tokens of row {row} are written at position {found} of a cache that holds {held} there, and a window takes tokens in order"
+        if state.tops is not None and bool((ahead & (state.tops > ends)).any()):
+            raise Unsupported(
+                expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
+                where=group.where, todo="write them again, or use a scheme without a window for this layer",
+            )
+        return Broken(group, why, False)

@@ -53,6 +53,12 @@ class TokenPositions:
             for node, value in self.values.items()
         )
 
+    def rows(self, node: fx.Node) -> tuple[torch.Tensor, bool]:
+        """Return the first position of a write in each row, int64 [1 or B], and whether the others of every row follow it one by one."""
+        value = self.values[node]
+        first = value[:, :1]
+        return first[:, 0], bool((value == first + torch.arange(value.shape[1], device=value.device)).all())
+
     def first_written(self, node: fx.Node) -> tuple[int, int, int]:
         """Return (first position of the row that is furthest, smallest, largest) of a write."""
         value = self.values[node]
@@ -69,11 +75,13 @@ class PositionReader:
 
     def __init__(
         self, run: Callable[..., tuple[Any, ...]], nodes: dict[fx.Node, tuple[str, ...]], masks: tuple[fx.Node, ...],
-        counts: dict[fx.Node, Any], counted: bool,
+        counts: dict[fx.Node, Any], counters: tuple[int, ...], counted: bool,
     ) -> None:
         self.run, self.nodes, self.masks, self.counts = run, nodes, masks, counts
+        self.counters = counters
+        """The arguments among those that positions come from which the graph itself advances."""
         self.counted = counted
-        """Whether all positions come from counters that the graph itself advances: then they go on in order by construction."""
+        """Whether positions come from nothing else: then they go on in order as long as nobody else moves these (see ``counters``)."""
 
     def of_call(self, args: tuple[Any, ...]) -> Callable[[], TokenPositions]:
         """Return a function that evaluates a call's positions when it is first asked."""
@@ -153,6 +161,6 @@ def positions_of(captured: Captured, planned: Plan, effects: Effects) -> Positio
         with torch.no_grad():
             return module(*given)
 
-    tensors = [entry.node for entry in captured.inputs if entry.index in taken and isinstance(entry.node.meta["val"], torch.Tensor)]
-    counted = bool(tensors) and all(effects.writes.get(node) for node in tensors)
-    return PositionReader(run, nodes, masks, counts, counted)
+    tensors = [entry for entry in captured.inputs if entry.index in taken and isinstance(entry.node.meta["val"], torch.Tensor)]
+    counters = tuple(entry.index for entry in tensors if effects.writes.get(entry.node))
+    return PositionReader(run, nodes, masks, counts, counters, 0 < len(counters) == len(tensors))

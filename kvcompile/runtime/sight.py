@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import networkx as nx
@@ -16,6 +17,7 @@ from kvcompile.passes.match.mask.masks import hiding, shown_by
 from kvcompile.passes.match.sites import LimitKind, MaskTerm, Site
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.runtime.call import Call
+from kvcompile.runtime.groups import Group
 
 
 class Sight:
@@ -30,6 +32,17 @@ class Sight:
         """Return the end of the tokens that any query of a call may see of the cache tensor ``root``."""
         sites = [site for site in self.sites if any(slot.root is root for slot in site.slots)]
         return max(self._site(site, call) for site in sites)
+
+    def comes_from(self, group: Group, counters: Collection[int]) -> bool:
+        """Whether no argument but ``counters`` says how far a group's attentions see, where positions do not tell."""
+        if not group.unbounded:
+            return True
+        flow = dataflow(self.captured, self.effects)
+        sites = [site for site in self.sites if any(slot.root is group.root for slot in site.slots)]
+        masks = {term.node for site in sites for term in hiding(site.bounds)}
+        behind = masks.union(*(nx.ancestors(flow, node) for node in masks))
+        tensors = [entry for entry in self.captured.inputs if entry.node in behind and isinstance(value_of(entry.node), torch.Tensor)]
+        return all(entry.index in counters for entry in tensors)
 
     def _site(self, site: Site, call: Call) -> int:
         attention = site.attention

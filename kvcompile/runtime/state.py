@@ -15,7 +15,7 @@ the positions; so a rollback asks those lengths and not ``length`` how far it go
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from kvcompile.errors import CacheStale
 from kvcompile.passes.match.sites import Axes
 from kvcompile.runtime.adaptive_store import AdaptiveStore
 from kvcompile.runtime.codec import decode
+from kvcompile.runtime.counters import Moment
 from kvcompile.runtime.dense_layout import put_tokens
 from kvcompile.runtime.exact_window import rewind
 from kvcompile.runtime.growth import Growth
@@ -63,6 +64,10 @@ class CacheState:
         self.stub: torch.Tensor | None = None
         # The graphs whose checks this state has passed; see ``steady``.
         self.settled: set[object] = set()
+        # The position behind the last token that each row ever had, int64 [B], of a state with a window that went back; else None.
+        self.tops: torch.Tensor | None = None
+        # The counters of the compiled call that wrote it last; None where other code wrote it since.
+        self.moment: Moment | None = None
 
     def resume(self, length: int, epoch: int, shown: int = 0) -> None:
         """Continue from a tensor of ``length`` tokens that shows the last ``shown``, seen at ``epoch``; CacheStale if overwritten."""
@@ -91,11 +96,24 @@ class CacheState:
 
     def rewind(self, wanted: int | torch.Tensor) -> None:
         """Bring the stores back to ``wanted`` tokens, of all rows or [B], before others are written behind them; raises WindowPassed."""
+        if isinstance(ends := self.row_ends(), torch.Tensor):
+            self.tops = ends if self.tops is None else torch.maximum(self.tops, ends)
         for store in self.stores.values():
             if isinstance(store, AdaptiveStore):
                 store.cut(wanted)
             else:
                 rewind(store, wanted)
+
+    def followed_by(self, counters: Sequence[torch.Tensor]) -> bool:
+        """Whether a call with these counters goes on where the last one ended: nobody moved them or wrote the cache in between."""
+        return self.moment is not None and self.moment.holds(counters)
+
+    def row_ends(self) -> torch.Tensor | int:
+        """Return where each row goes on, int64 [B] where a window's own lengths say so, else the position behind the last token."""
+        for store in self.stores.values():
+            if store.window is not None:
+                return store.lengths[0, :, 0, 0].sum(-1).clamp(max=self.behind)
+        return self.behind
 
     def make_room(self, tokens: int, capacity: int | None = None) -> None:
         """Have pages for ``tokens`` tokens in all stores, at most those of ``capacity``."""
@@ -105,6 +123,7 @@ class CacheState:
     def clear(self) -> None:
         """Forget all tokens."""
         self.advance(0, 0)
+        self.moment = self.tops = None
         self.top = self.held = 0
         for store in self.stores.values():
             store.clear()
@@ -160,7 +179,10 @@ class CacheState:
         """Make a new state whose stores are ``change(store)``."""
         stores = {part: change(store) for part, store in self.stores.items()}
         made = CacheState(self.axes, stores, self.length, slots=self.slots, growth=self.growth, grown=self.grown, path=self.path)
-        made.top, made.behind, made.held = self.top, self.behind, self.held
+        made.top, made.behind, made.held, made.moment = self.top, self.behind, self.held, self.moment
+        if self.tops is not None:
+            # The rows may be others now.
+            made.tops = self.tops.max(0, keepdim=True).values
         return made
 
     def moved(self, first: int, count: int, slots: int | None) -> CacheState:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvcompile.passes.rewrite.rewritten import Rewritten
+from kvcompile.runtime.counters import Moment
 from kvcompile.runtime.handle import CompressedCache
 from kvcompile.runtime.state import CacheState, Part
 from kvcompile.runtime.token_slots import cursors
@@ -22,12 +23,16 @@ from kvcompile.runtime.token_slots import cursors
 
 @dataclass(frozen=True)
 class Row:
-    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its sliding window, 0 for none."""
+    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its sliding window, 0 for none.
+
+    ``written``: whether the graph writes it, so that the call's counters say where its tokens go.
+    """
 
     argument: int
     capacity: int
     count: int
     slots: int
+    written: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +54,10 @@ class Steady:
         for state in states:
             state.settled.add(self)
 
-    def ready(self, args: tuple[Any, ...]) -> list[CacheState] | None:
+    def ready(self, args: tuple[Any, ...], counters: Sequence[torch.Tensor]) -> list[CacheState] | None:
         """Return the states of a call that needs no check and no room; None where ``BoundGraph`` must look closer."""
         states = []
+        moments: set[Moment | None] = set()
         rooms: dict[int, int] = {}
         cursors: dict[int, int] = {}
         for row in self.rows:
@@ -73,6 +79,10 @@ class Steady:
             elif state.behind + row.count > min(room, row.capacity) or not state.in_order:
                 return None
             states.append(state)
+            if row.written:
+                moments.add(state.moment)
+        if not all(moment is not None and moment.holds(counters) for moment in moments):
+            return None
         if any(states[key].behind != states[value].behind for key, value in self.pairs):
             return None
         return states
@@ -88,9 +98,11 @@ class Steady:
         starts = {row.slots: state.length for row, state in zip(self.rows, states, strict=True)}
         return cursors(sizes, starts, states[0].device)
 
-    def commit(self, states: Sequence[CacheState], args: tuple[Any, ...]) -> None:
-        """Count the new tokens."""
+    def commit(self, states: Sequence[CacheState], args: tuple[Any, ...], moment: Moment) -> None:
+        """Count the new tokens; ``moment``: the call's counters, as it left them."""
         for row, state in zip(self.rows, states, strict=True):
             state.overwrite(state.behind + row.count)
             tensor = args[row.argument]
             tensor._length, tensor._epoch = state.length, state.epoch
+            if row.written:
+                state.moment = moment

@@ -81,6 +81,8 @@ def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown:
         for part, tokens in found.items():
             write_tokens(state.stores[part], tokens.values, tokens.rows, tokens.at, state.length)
     if found:
+        # What is written here need not be where the next call goes on.
+        state.moment = None
         # A window's tokens are written again as far as they go.
         state.overwrite(length if state.windowed else max(int(tokens.at[-1]) + 1 for tokens in found.values()))
 
@@ -138,4 +140,5 @@ def appended(state: CacheState, new: dict[Part, torch.Tensor]) -> bool:
     for store, values in stores:
         write_tokens(store, values, values.new_ones(values.shape[:3], dtype=torch.bool), at, state.length)
     state.advance(state.length, count)
+    state.moment = None
     return True

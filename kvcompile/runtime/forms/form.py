@@ -111,6 +111,11 @@ class CacheForm(abc.ABC):
         state.held = kept
         return kept
 
+    def disordered(self, call: Call) -> str:
+        """Say why a window cannot begin with what a call finds and writes in a dense cache tensor, "" where it can."""
+        del call
+        return ""
+
     # --- a call ----------------------------------------------------------------------------------
 
     def check_layout(self, state: CacheState) -> None:
@@ -139,6 +144,16 @@ class CacheForm(abc.ABC):
     def check_branch(self, state: CacheState, start: int, call: Call) -> None:
         """Raise where an older tensor would see, as unwritten zeros, places that a newer one has written since."""
         del state, start, call
+
+    def places(self, state: CacheState, call: Call) -> tuple[torch.Tensor, bool] | None:
+        """Return each row's first position, int64 [1 or B], and whether its others follow; None where no window asks or nobody looks."""
+        del state, call
+        return None
+
+    def goes_back(self, state: CacheState, start: int, call: Call) -> bool:
+        """Whether a row of this call begins before the end of what a window holds of it."""
+        places = self.places(state, call)
+        return start < state.behind or (places is not None and bool((places[0] < state.row_ends()).any()))
 
     def rows_start(self, start: int, call: Call) -> int | torch.Tensor:
         """Return where this call's tokens go in each row: ``start``, or int64 [B] where rows have positions of their own."""
@@ -198,4 +213,4 @@ class CacheForm(abc.ABC):
 
     def row(self, count: int, call: Call) -> Row:
         """Describe the cache tensor for steady steps of ``count`` tokens."""
-        return Row(self.group.argument or 0, self.capacity(call), count, self.slots or 0)
+        return Row(self.group.argument or 0, self.capacity(call), count, self.slots or 0, self.kind.written)

@@ -46,6 +46,15 @@ class Linear(CacheForm):
         # What the mask lets the new tokens see is there too, even where the write goes somewhere below it.
         return min(max(self._first(call), call.positions().visible(self.group.limits) - self.count(call)), self.capacity(call))
 
+    def disordered(self, call: Call) -> str:
+        if not self.ordered or self.write.position.index is None:
+            return ""
+        first, consecutive = call.positions().rows(self.write.position.index)
+        if not consecutive:
+            return "the tokens of a call are written at places that do not follow one another, and a window takes them in their order"
+        apart = bool((first != first[0]).any())
+        return "its rows go on at places of their own, and a window is made of rows of one length" if apart else ""
+
     def encoded(self, prior: int, call: Call) -> int:
         """Count the tokens before the call, and those behind its own that attention reads, but for a window (see ``TokenOrder``)."""
         if not self.kind.filled or self.windowed:
@@ -71,12 +80,22 @@ class Linear(CacheForm):
         position = self.write.position
         if position.index is None:
             return self._offset(position.offset, call)
-        count = self.count(call)
-        length = state.behind if self.kind.in_place else self.length(state, call)
-        if length and value_of(position.index).device.type != "cpu" and length + count <= self.capacity(call):
-            return length
-        # On a GPU this waits, once the tokens counted fill the cache: it is full, or its caller started again.
-        return self._first(call)
+        length = self._next(state, call)
+        # On a GPU a look waits: once the tokens counted fill the cache (it is full, or its caller started again), or a counter was moved.
+        return self._first(call) if self.looks(state, call) else length
+
+    def looks(self, state: CacheState, call: Call) -> bool:
+        """Whether the host looks at a call's positions: always on a CPU; elsewhere a buffer in use is trusted to be written in order."""
+        if not (self.kind.filled and self.write.position.index is not None) or self.kind.extended:
+            return False
+        if value_of(self.write.position.index).device.type == "cpu" or not state.followed_by(call.counters):
+            return True
+        length = self._next(state, call)
+        return not length or length + self.count(call) > self.capacity(call)
+
+    def _next(self, state: CacheState, call: Call) -> int:
+        """Return the position behind the token that was written last."""
+        return state.behind if self.kind.in_place else self.length(state, call)
 
     def check_branch(self, state: CacheState, start: int, call: Call) -> None:
         if not self.kind.filled or self.kind.in_place:
@@ -84,6 +103,12 @@ class Linear(CacheForm):
         length = self.length(state, call)
         if state.length > length and max(start, self.reach(call)) > length:
             raise CacheStale(length=length)
+
+    def places(self, state: CacheState, call: Call) -> tuple[torch.Tensor, bool] | None:
+        index = self.write.position.index
+        if index is None or not self.ordered or not state.windowed or not self.looks(state, call):
+            return None
+        return call.positions().rows(index)
 
     def rows_start(self, start: int, call: Call) -> int | torch.Tensor:
         position = self.write.position
