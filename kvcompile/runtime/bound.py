@@ -152,7 +152,7 @@ class BoundGraph:
         for form in self.forms:
             state = self.states.find(form, call, self._say_all_encoded)
             start = form.start(state, call)
-            count = form.count(call)
+            count = form.span(state, start, call)
             form.check_branch(state, start, call)
             step.states.append(state)
             step.starts.append(start)
@@ -220,7 +220,7 @@ class BoundGraph:
         if rewritten.variant is not Variant.PAST or not self.trusted:
             return
         if self.steady is None:
-            rows = [form.row(count, call) for form, count in zip(self.forms, step.counts, strict=True)]
+            rows = [form.row(form.count(call), call) for form in self.forms]
             self.steady = Steady.of(rows, [form.group.root for form in self.forms], self.pairs, rewritten)
         self.steady.settle(step.states)
 

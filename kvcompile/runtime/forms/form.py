@@ -145,6 +145,11 @@ class CacheForm(abc.ABC):
         """Raise where an older tensor would see, as unwritten zeros, places that a newer one has written since."""
         del state, start, call
 
+    def span(self, state: CacheState, start: int, call: Call) -> int:
+        """Count the places from ``start`` to the last one that a call writes: its tokens, and gaps between them where the host looks."""
+        del state, start
+        return self.count(call)
+
     def places(self, state: CacheState, call: Call) -> tuple[torch.Tensor, bool] | None:
         """Return each row's first position, int64 [1 or B], and whether its others follow; None where no window asks or nobody looks."""
         del state, call

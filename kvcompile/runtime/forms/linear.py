@@ -104,6 +104,12 @@ class Linear(CacheForm):
         if state.length > length and max(start, self.reach(call)) > length:
             raise CacheStale(length=length)
 
+    def span(self, state: CacheState, start: int, call: Call) -> int:
+        count = self.count(call)
+        if not self.kind.written or not self.looks(state, call):
+            return count
+        return max(count, call.positions().first_written(self.write.position.index)[2] + 1 - start)  # type: ignore[arg-type]
+
     def places(self, state: CacheState, call: Call) -> tuple[torch.Tensor, bool] | None:
         index = self.write.position.index
         if index is None or not self.ordered or not state.windowed or not self.looks(state, call):
