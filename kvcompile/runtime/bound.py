@@ -109,6 +109,9 @@ class BoundGraph:
         counters = tuple(args[index] for index in self.counters)
         if self.steady is not None and (settled := self.steady.ready(args, counters)) is not None:
             return self._steady_step(self.steady, settled, args)
+        for form in self.forms:
+            if form.group.argument is not None:
+                handles.settle(args[form.group.argument])
         shapes = [tuple(args[form.group.argument].shape) if form.group.argument is not None else None for form in self.forms]
         positions = self.positions.of_call(args) if self.positions is not None else functools.partial(TokenPositions, {})
         call = Call(args, self.sizes, positions, counters=counters)

@@ -31,8 +31,10 @@ STAYS_DENSE = "_kvcompile_stays_dense"
 def stays_dense(form: CacheForm, call: Call, remembered: bool) -> str:
     """Say why a cache tensor of a call stays dense, "" where it does not; ``remembered``: its places are looked at once."""
     tensor = call.args[form.group.argument] if form.group.argument is not None else None
-    if not form.kind.filled or not isinstance(tensor, torch.Tensor) or handles.is_handle(tensor):
+    if not form.kind.filled or not isinstance(tensor, torch.Tensor):
         return ""
+    if handles.is_handle(tensor):
+        return "it is a part of another cache, whose memory it would share" if form.kind.in_place and tensor._origin is not None else ""
     if known := getattr(tensor, STAYS_DENSE, ""):
         return str(known)
     if form.kind.in_place and not handles.can_take_over(tensor):

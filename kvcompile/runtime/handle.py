@@ -8,10 +8,10 @@ neither crash nor lie:
 * zero_() (a cache's ``reset``), fill_(0), mul_(0) and [...] = 0 empty it; indexing rows, index_select,
   repeat_interleave (beam search, batch select), [..., :n, :] (crop), clone, deepcopy and pickling act on the
   codes, never on decoded values
-* writes of tokens (index_copy_, slice and index assignment, copy_, index_put_, scatter_), to it or to a view of it, are encoded into
-  the codes, and ``cat`` with new tokens gives a handle of the longer cache, both with one warning (``writes`` says what is sound)
-* any other write turns it back into the dense tensor of what its codes decode to (``thaw``), with one warning: right, at the
-  dense tensor's size, until a compiled call adopts it again
+* all writes go through one ``gate``: those of tokens (index_copy_, slice and index assignment, copy_, index_put_, scatter_), to it or to
+  a view of it, are encoded into the codes, and ``cat`` with new tokens gives a handle of the longer cache, both with one warning
+  (``writes`` says what is sound); any other turns it back into the dense tensor of what its codes decode to (``thaw``), with one warning:
+  right, at the dense tensor's size, until a compiled call adopts it again
 * whoever asks for its address (data_ptr, untyped_storage, dlpack) gets that of the dense tensor, into which it is turned for it;
   numpy() gives decoded values that numpy refuses to write to
 * any other read gives the decoded values, as a view where the dense tensor's result would share its memory
@@ -34,7 +34,7 @@ import torch
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, no_dynamo, storage_uses
 from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.views import name_of
+from kvcompile.runtime.views import REAL, Origin, Place, is_view, name_of, refresh, show
 from kvcompile.runtime.writes import Rejected, encode
 
 log = logging.getLogger(__name__)
@@ -57,10 +57,13 @@ class CompressedCache(torch.Tensor):
     _face: tuple[Any, ...]
     _alone: bool
     """Whether no other handle shows its state, so that a write into its codes changes nothing else."""
-    _slices: list[weakref.ref[Any]]
-    """Handles of parts of it: the dense tensor would share its memory with them."""
-    _origin: tuple[weakref.ref[Any], Callable[[Any], Any]] | None
-    """What it is a part of, and the indexing that made it."""
+    _views: list[weakref.ref[Any]]
+    """Handles of parts of it and decoded views: the dense tensor would share its memory with them."""
+    _origin: Origin | None
+    """What it is a part of, and its place there."""
+    _seen: tuple[Any, ...]
+    """What it saw of that."""
+    real = REAL  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(
@@ -82,6 +85,14 @@ class CompressedCache(torch.Tensor):
 
         return answer(func, name, args, dict(kwargs))
 
+    def remember(self, view: torch.Tensor) -> None:
+        """Note a part or a view of it, to be turned into a view of the dense tensor with it."""
+        self._views = [ref for ref in self._views if ref() is not None] + [weakref.ref(view)]
+
+    def __copy__(self) -> Any:
+        """Return a view of all of it: a shallow copy of a tensor shares its memory."""
+        return torch.ops.aten.alias(self)
+
     # Tensor's own are written in Python: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
@@ -95,6 +106,14 @@ class CompressedCache(torch.Tensor):
         if not torch.compiler.is_dynamo_compiling():
             thaw(self, f"set_ gives it other memory, at {user_line()}")
         return torch.Tensor.set_(self, *args, **kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As ``torch.Tensor.as_subclass``, which asks no ``__torch_function__``."""
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.kvcompile.expose(self).as_subclass(cls)
+        if cls is torch.Tensor:
+            return torch.ops.aten.alias(self)
+        return torch.Tensor.as_subclass(thaw(self, f"{cls} shows its memory, at {user_line()}"), cls)
 
     def unflatten(self, dim: Any, sizes: Any) -> Any:
         """As ``torch.Tensor.unflatten``."""
@@ -175,47 +194,75 @@ def _holders(tensor: torch.Tensor) -> int:
 
 
 def rebind(handle: CompressedCache, state: CacheState, length: int) -> None:
-    """Let a handle show the last of ``length`` tokens of another state, made for it."""
-    _attach(handle, state, length, True)
+    """Let a handle show the last of ``length`` tokens of another state, made for it; its parts and views stay its own."""
+    handle._kv, handle._length, handle._epoch, handle._alone = state, length, state.epoch, True
 
 
 def _attach(handle: CompressedCache, state: CacheState, length: int, alone: bool) -> None:
     handle._kv, handle._length, handle._epoch, handle._alone = state, length, state.epoch, alone
-    handle._slices, handle._origin = [], None
+    handle._views, handle._origin = [], None
 
 
-def thaw(handle: CompressedCache, why: str) -> torch.Tensor:
+def home(value: Any) -> tuple[Any, Place | None]:
+    """Return the cache tensor that a handle, a part or a decoded view is of, and its place there; None for the tensor itself."""
+    origin = value._origin if is_handle(value) or is_view(value) else None
+    return (value, None) if origin is None else (origin.root, origin.place)
+
+
+def retake(part: CompressedCache, made: Any) -> bool:
+    """Let a part of a cache have the codes of the same part ``made`` anew; return False where that is no handle."""
+    if not is_handle(made):
+        return False
+    part._kv, part._length, part._epoch, part._alone = made._kv, made._length, made._epoch, made._alone
+    return True
+
+
+def thaw(value: torch.Tensor, why: str) -> torch.Tensor:
     """Turn a handle back into the dense tensor that it stands for, in place: its identity stays, the bytes it saved are used again.
 
-    Handles of parts of it become views of its memory; a part itself is turned back with what it is a part of. ``why`` is said once
+    Parts and views of it become views of its memory; one of those is turned back with what it is of. ``why`` is said once
     for each reason, unless the cache is empty, which costs nothing but the memory.
     """
-    if handle._origin is not None and is_handle(whole := handle._origin[0]()):
-        thaw(whole, why)
-        return handle
-    if handle._length:
-        _say(why, handle.numel() * handle.element_size())
-    become(handle, decoded(handle).contiguous())
-    for part in [ref() for ref in handle.__dict__.pop("_slices")]:
-        if is_handle(part) and part._origin is not None:
-            become(part, part._origin[1](handle))
-    return handle
+    root, _ = home(value)
+    if not is_handle(root):
+        return value
+    if root._length:
+        _say(why, root.numel() * root.element_size())
+    views = [ref() for ref in root._views]
+    become(root, decoded(root).contiguous())
+    for view in views:
+        if (is_handle(view) or is_view(view)) and view._origin is not None and view._origin.root is root:
+            become(view, view._origin.place.within(root))
+    return value
 
 
-def become(handle: CompressedCache, dense: torch.Tensor) -> None:
-    """Let a handle have the memory of a dense tensor; its state is gone."""
-    with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(handle.is_inference()):
-        handle.__class__ = torch.Tensor  # type: ignore[assignment]
-        del handle._kv
-        handle.set_(dense.untyped_storage(), dense.storage_offset(), dense.shape, dense.stride())
+def become(value: torch.Tensor, dense: torch.Tensor) -> None:
+    """Let a handle or a decoded view have the memory of a dense tensor; its state is gone."""
+    value.__class__ = torch.Tensor  # type: ignore[assignment]
+    for name in ("_kv", "_views", "_origin", "_seen"):
+        value.__dict__.pop(name, None)
+    show(value, dense)
+
+
+def settle(value: Any) -> None:
+    """Have a compiled graph's argument show what the cache that it is a part of holds now; a view of memory where that is not in codes."""
+    if is_handle(value) and value._origin is not None:
+        refresh(value)
+    if is_view(value):
+        thaw(value, "a view of it is an argument of a compiled graph")
+
+
+def same_codes(one: CompressedCache, other: CompressedCache) -> bool:
+    """Whether two handles are compressed in the same way, so that one can have the codes of the other."""
+    ours, theirs = one._kv, other._kv
+    return one.shape == other.shape and ours.axes == theirs.axes and ours.device == theirs.device and all(
+        store.spec == theirs.stores[part].spec for part, store in ours.stores.items()
+    )
 
 
 def put(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]) -> bool:
     """Encode what ``write`` overwrites in a dense tensor into a handle's codes; return False where that made the handle dense."""
     line = user_line()
-    if (handle._origin is not None and handle._origin[0]() is not None) or any(part() is not None for part in handle._slices):
-        thaw(handle, f"{name} writes to it outside of compiled code, at {line}, while there are handles of parts of it")
-        return False
     resume(handle)
     if not handle._alone:
         state = handle._kv.mapped(lambda store: store.clone())
@@ -248,6 +295,10 @@ def _say(why: str, size: int) -> None:
 
 def decoded(value: torch.Tensor) -> torch.Tensor:
     """Return a dense copy of what a compressed cache tensor stands for; any other value as it is."""
+    refresh(value)
+    if is_view(value):
+        with DisableTorchFunctionSubclass():
+            return torch.Tensor.as_subclass(value, torch.Tensor).clone()  # type: ignore[no-any-return]
     if not isinstance(value, CompressedCache):
         return value
     resume(value)

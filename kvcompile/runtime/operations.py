@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +13,10 @@ from kvcompile.passes.match.sites import Axes
 from kvcompile.runtime.adaptive_store import store_class
 from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.dense_layout import tokens_of
-from kvcompile.runtime.handle import CompressedCache, become, decoded, is_handle, make, rebind, resume, shown, tell
+from kvcompile.runtime.handle import CompressedCache, make, resume, shown, tell
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.store import StoreSpec
+from kvcompile.runtime.views import join
 from kvcompile.runtime.writes import appended
 from kvcompile.schemes.pickled import admit
 
@@ -29,8 +29,7 @@ def _derived(
     if state is handle._kv:
         handle._alone = False
     if index is not None:
-        made._origin = weakref.ref(handle), lambda whole: whole[index]
-        handle._slices = [ref for ref in handle._slices if ref() is not None] + [weakref.ref(made)]
+        join(made, handle, index)
     return made
 
 
@@ -47,15 +46,6 @@ def _rows(handle: CompressedCache, rows: torch.Tensor, index: Any = None) -> Com
     shape = list(handle.shape)
     shape[dim] = int(rows.shape[0])  # type: ignore[index]
     return _derived(handle, state, tuple(shape), handle._length, index)
-
-
-def _zero(handle: CompressedCache) -> Any:
-    """Empty a cache: zeros in all places say that none was written, unless each is a token (old transformers reset a DynamicCache so)."""
-    if handle._kv.grown:
-        return NotImplemented
-    handle._kv.clear()
-    handle._length, handle._epoch = 0, handle._kv.epoch
-    return handle
 
 
 def _index_select(handle: CompressedCache, dim: int, index: torch.Tensor) -> Any:
@@ -95,7 +85,7 @@ def _getitem(handle: CompressedCache, index: Any) -> Any:
     axes = next(iter(handle._kv.axes.values()))
     if dim == axes.token_dim and isinstance(item, slice) and not axes.paged:
         start, stop, step = item.indices(handle.shape[dim])
-        if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim]:
+        if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim] and handle._kv.grown:
             resume(handle)
             shape = list(handle.shape)
             shape[dim] = stop
@@ -170,37 +160,6 @@ def _repr(handle: CompressedCache, **kwargs: Any) -> str:
     return f"CompressedCache(shape={tuple(handle.shape)}, tokens={handle._length}, {schemes}, {handle._kv.nbytes} bytes)"
 
 
-def _nought(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and value == 0
-
-
-def _clear_if_nought(handle: CompressedCache, value: Any) -> Any:
-    return _zero(handle) if _nought(value) else NotImplemented
-
-
-def _setitem(handle: CompressedCache, index: Any, value: Any) -> Any:
-    items = index if isinstance(index, tuple) else (index,)
-    if not all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items):
-        return NotImplemented
-    if _nought(value):
-        return NotImplemented if _zero(handle) is NotImplemented else None
-    return None if is_handle(value) and _copy_codes(handle, value) is handle else NotImplemented
-
-
-def _copy_codes(handle: CompressedCache, source: Any, non_blocking: bool = False) -> Any:
-    """Copy the codes of a cache that is compressed in the same way, for ``copy_``."""
-    if not is_handle(source) or source is handle or source.shape != handle.shape or handle._slices or handle._origin is not None:
-        return NotImplemented
-    ours, theirs = handle._kv, source._kv
-    same = ours.axes == theirs.axes and ours.device == theirs.device and all(
-        store.spec == theirs.stores[part].spec for part, store in ours.stores.items()
-    )
-    if not same:
-        return NotImplemented
-    rebind(handle, _copy(source)._kv, source._length)
-    return handle
-
-
 def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
     """Encode new tokens behind a cache, for ``cat``; the codes of a cache that others go on from are copied first."""
     handle, *new = parts
@@ -246,30 +205,13 @@ def _gone_back(state: CacheState, length: int) -> CacheState | None:
     return state
 
 
-def _data(handle: CompressedCache, *value: torch.Tensor) -> Any:
-    """Answer ``.data``: the cache itself, as a detached tensor shares its memory; assigned to, it takes the memory of what is assigned."""
-    if not value:
-        return handle
-    become(handle, decoded(value[0]))
-    return None
-
-
 def _requires_grad(handle: CompressedCache, requires_grad: bool = True) -> Any:
     return NotImplemented if requires_grad else handle
 
 
-def _numpy(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
-    """Return decoded values as an array that refuses to be written to: the cache would know nothing of it."""
-    made = decoded(handle).__array__(*args) if args and not isinstance(args[0], bool) else decoded(handle).numpy(*args, **kwargs)
-    made.flags.writeable = False
-    return made
-
-
 HANDLERS: dict[str, Callable[..., Any]] = {
-    "zero_": _zero, "fill_": _clear_if_nought, "mul_": _clear_if_nought, "__imul__": _clear_if_nought, "__setitem__": _setitem,
     "index_select": _index_select, "repeat_interleave": _repeat_interleave, "__getitem__": _getitem, "clone": _copy,
     "__deepcopy__": _deepcopy, "detach": _same, "contiguous": _same, "to": _to, "__reduce_ex__": _reduce, "__repr__": _repr,
-    "__format__": lambda handle, spec: _repr(handle), "copy_": _copy_codes, "data": _data, "requires_grad_": _requires_grad,
-    "numpy": _numpy, "__array__": _numpy,
+    "__format__": lambda handle, spec: _repr(handle), "data": _same, "requires_grad_": _requires_grad,
 }
-"""What acts on codes, by name; a handler that gives NotImplemented leaves the operation to ``dispatch``."""
+"""What reads or copies codes, by name; a handler that gives NotImplemented leaves the operation to ``dispatch``."""

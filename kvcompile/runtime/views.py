@@ -1,31 +1,31 @@
 """Views: the decoded tensors that indexing or reshaping a compressed cache gives outside of compiled code.
 
-The dense cache would share memory with its views, so a write into one changes the other. Here a view is made of decoded
-values, which are decoded again when the cache has been written since. A write to a view goes into the codes (``writes``); where it
-cannot, the cache becomes dense, and the view one of its memory.
+The dense cache would share memory with its views, so a write into one changes the other. Which results are views is asked of the memory:
+an operation runs on a decoded copy, and what lies in that copy is a view of the cache (``dispatch``). It is made of decoded values, which
+are decoded again when the cache has been written since. A write to a view goes through the gate of its cache (``gate``): into the codes,
+or else the cache becomes dense, and all of its views become views of its memory.
+
+Parts of a cache that are handles themselves (rows, a crop) are views too, with codes in place of decoded values.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, OpOverloadPacket, tree_map, tree_map_only
-from kvcompile.runtime.callers import user_line
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, OpOverloadPacket
 
-VIEWS = {
-    "__getitem__", "narrow", "select", "slice", "transpose", "swapaxes", "swapdims", "permute", "movedim", "view", "view_as", "reshape",
-    "reshape_as", "unsqueeze", "squeeze", "expand", "expand_as", "flatten", "unflatten", "split", "split_with_sizes", "chunk",
-    "tensor_split", "unbind", "detach", "diagonal", "as_strided", "unfold", "T", "mT", "H", "mH", "t", "data", "__iter__",
-}
-"""Operations whose result shares memory with their operand."""
+if TYPE_CHECKING:
+    from kvcompile.runtime.handle import CompressedCache
 
-ASSIGNMENTS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+METADATA_OF_VIEWS = {"shape", "dtype", "device", "layout", "ndim", "size", "dim", "numel", "__len__", "__hash__", "__class__", "stride"}
+
+ASSIGNMENTS = {f"__i{name}__" for name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "div", "and", "or", "xor", "lshift", "rshift", "matmul",
+)} | {"__setitem__"}
 
 
 def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
@@ -35,7 +35,7 @@ def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operation writes to, lists of tensors taken apart; those of a torch operator by its schema."""
+    """Return the arguments that an operation says it writes to, lists of tensors taken apart; those of a torch operator by its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None and isinstance(func, OpOverloadPacket):
         schema = getattr(func, func.overloads()[0])._schema
@@ -43,9 +43,17 @@ def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Ma
     if schema is not None:
         given = {item.name: args[at] if at < len(args) else kwargs.get(item.name) for at, item in enumerate(schema.arguments)}
         found = [given[item.name] for item in schema.arguments if item.is_write]
-    elif writes(name, kwargs):
-        found = [kwargs["out"] if kwargs.get("out") is not None else args[0] if args else None]
+    elif kwargs.get("out") is not None:
+        found = [kwargs["out"]]
+    elif writes(name, kwargs) or is_setter(func):
+        # ``torch.nn.init`` names its only operand.
+        found = [args[0] if args else next(iter(kwargs.values()), None)]
     return [part for item in found for part in (item if isinstance(item, (list, tuple)) else [item])]
+
+
+def is_setter(func: Callable[..., Any]) -> bool:
+    """Whether ``__torch_function__`` was called for an assignment to a property."""
+    return getattr(func, "__name__", "") == "__set__"
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -56,25 +64,53 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a view lies in the memory of a contiguous tensor: dtype, sizes, and strides and offset in elements of that dtype."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(view: torch.Tensor) -> Place:
+        """Return the place of a view."""
+        return Place(view.dtype, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view of another tensor that lies there."""
+        with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(whole.is_inference()):
+            made = torch.empty(0, dtype=self.dtype, device=whole.device)
+            return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
 class Origin:
-    """The origin of a view: the cache tensor ``root``, and the operations that were applied to it, in their order."""
+    """The cache tensor ``root`` that a view is of, and the view's place in it.
 
-    root: torch.Tensor
-    steps: tuple[Callable[[Any], Any], ...] = ()
+    ``index``: what ``root`` was indexed by, of a part whose codes can be taken. The root is held: its views hold a dense tensor's memory.
+    """
 
-    def then(self, func: Callable[..., Any], *rest: Any, **named: Any) -> Origin:
-        """Return the origin of ``func(view, *rest, **named)``."""
-        return Origin(self.root, (*self.steps, lambda view: func(view, *rest, **named)))
-
-    def of(self, tensor: torch.Tensor) -> Any:
-        """Return the result of the same operations on another tensor."""
-        return functools.reduce(lambda value, step: step(value), self.steps, tensor)
+    root: CompressedCache
+    place: Place
+    index: Any = None
 
     @property
     def seen(self) -> tuple[Any, ...]:
         """Return facts of the root that change when it is written to."""
-        root: Any = self.root
-        return (root._kv, root._length, root._epoch) if hasattr(root, "_kv") else ()
+        return self.root._kv, self.root._length, self.root._epoch
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    return torch.real(value)
+
+
+def _set_real(value: torch.Tensor, new: torch.Tensor) -> None:
+    value.copy_(new)
+
+
+REAL = property(_real, _set_real)
+"""``real``, whose assignment asks no ``__torch_function__``."""
 
 
 class DecodedView(torch.Tensor):
@@ -82,105 +118,97 @@ class DecodedView(torch.Tensor):
 
     _origin: Origin
     _seen: tuple[Any, ...]
+    real = REAL  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        from kvcompile.runtime.handle import CompressedCache
-
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        name = name_of(func)
+        if torch.compiler.is_compiling() or (name in METADATA_OF_VIEWS and not is_setter(func)):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if any(issubclass(kind, CompressedCache) for kind in types):
-            # A cache beside its view, or another: the cache's own dispatch knows what to do with it.
-            return NotImplemented
-        name = name_of(func)
-        for target in written(func, name, args, kwargs):
-            if isinstance(target, DecodedView):
-                rest = (args[1:], kwargs) if target is args[0] else None
-                if rest is not None and _encoded(target, func, name, *rest):
-                    return None if name == "__setitem__" else target
-                share(target, f"{name} writes to a view of it outside of compiled code, at {user_line()}")
-        tree_map_only(DecodedView, refresh, (args, kwargs))
-        view = args[0] if name in VIEWS and args else None
-        with DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        return viewed(result, view._origin.then(func, *args[1:], **kwargs)) if isinstance(view, DecodedView) else result
+        from kvcompile.runtime.dispatch import answer
+
+        return answer(func, name, args, dict(kwargs))
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As ``torch.Tensor.as_subclass``, which asks no ``__torch_function__``."""
+        from kvcompile.runtime.handle import thaw
+
+        if cls is torch.Tensor:
+            return torch.ops.aten.alias(self)
+        return torch.Tensor.as_subclass(thaw(self, f"{cls} shows its memory"), cls)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.Tensor.set_``, which asks no ``__torch_function__``."""
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+        return torch.Tensor.set_(self, *args, **kwargs)
 
 
-def _encoded(view: DecodedView, func: Callable[..., Any], name: str, rest: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Encode a write to a view into the codes of its cache; return whether that was possible."""
-    from kvcompile.runtime.handle import CompressedCache, put
-    from kvcompile.runtime.writes import overwrites
-
-    if not isinstance(view._origin.root, CompressedCache) or not overwrites(name, named):
-        return False
-    plain, plain_named = tree_map(plainly, (rest, dict(named)))
-    return put(view._origin.root, name, lambda dense: func(view._origin.of(dense), *plain, **plain_named))
+def is_view(value: object) -> TypeGuard[DecodedView]:
+    """Whether a value is a view of decoded values that no dense cache has taken over."""
+    return type(value) is DecodedView
 
 
-def plainly(value: Any) -> Any:
-    """Return a decoded view as the tensor of the values that it has now; anything else as it is."""
-    if not isinstance(value, DecodedView):
-        return value
-    refresh(value)
-    return value.as_subclass(torch.Tensor)
+def view_of(root: CompressedCache, result: torch.Tensor) -> DecodedView:
+    """Return a result that lies in a decoded copy of ``root``, or in a view of it, as a view of ``root``."""
+    with DisableTorchFunctionSubclass():
+        view = result.as_subclass(DecodedView)
+        _join(view, Origin(root, Place.of(result)))
+    return view
 
 
-def refresh(view: DecodedView) -> None:
-    """Let a view show what its cache holds now."""
-    from kvcompile.runtime.handle import CompressedCache, decoded
+def join(part: CompressedCache, root: CompressedCache, index: Any) -> None:
+    """Let a handle be the part ``[index]`` of another one, or of what that is a part of."""
+    with DisableTorchFunctionSubclass():
+        whole = torch.empty(root.shape, dtype=root.dtype, device="meta")
+        above = root._origin
+        if above is not None:
+            whole = torch.empty(above.root.shape, dtype=root.dtype, device="meta").as_strided(
+                above.place.size, above.place.stride, above.place.offset
+            )
+        place = Place.of(whole[index])
+    # A part of a part is decoded where the codes of the whole cannot be taken again.
+    _join(part, Origin(root, place, index) if above is None else Origin(above.root, place))
 
-    if type(view) is not DecodedView:
+
+def _join(view: Any, origin: Origin) -> None:
+    view._origin, view._seen = origin, origin.seen
+    origin.root.remember(view)
+
+
+def refresh(value: Any) -> None:
+    """Let a view or a part of a cache show what the cache holds now."""
+    from kvcompile.runtime.handle import decoded, is_handle, retake
+
+    origin: Origin | None = value._origin if is_view(value) or is_handle(value) else None
+    if origin is None or value._seen == origin.seen:
         return
-    root = view._origin.root
-    if not isinstance(root, CompressedCache):
-        share(view, "")
-    elif view._origin.seen != view._seen:
-        real = view._origin.of(decoded(root))
-        view._seen = view._origin.seen
-        _show(view, real)
-
-
-def share(view: DecodedView, why: str) -> None:
-    """Turn a view of decoded values into a view of the cache's own memory, in place; a cache that is compressed becomes dense for it."""
-    from kvcompile.runtime.handle import CompressedCache, thaw
-
-    origin = view._origin
-    if isinstance(origin.root, CompressedCache):
-        thaw(origin.root, why)
-    real = origin.of(origin.root)
-    view.__class__ = torch.Tensor  # type: ignore[assignment]
-    _show(view, real)
+    if is_handle(value):
+        if origin.index is not None and retake(value, origin.root[origin.index]):
+            value._seen = origin.seen
+            return
+        del value._kv
+        value.__class__ = DecodedView  # type: ignore[assignment]
+    show(value, origin.place.within(decoded(origin.root)))
+    value._seen = origin.seen
 
 
 def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled graph that may write to decoded views among its arguments: they become views of dense caches first."""
+    from kvcompile.runtime.handle import settle
 
     def run(*args: Any) -> Any:
         for arg in args:
-            if type(arg) is DecodedView:
-                share(arg, "a view of it is an argument of a compiled graph")
+            settle(arg)
         return compiled(*args)
 
     return run
 
 
-def _show(view: torch.Tensor, real: torch.Tensor) -> None:
+def show(view: torch.Tensor, real: torch.Tensor) -> None:
     """Let a tensor have the memory of another."""
     with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
-        view.set_(real.untyped_storage(), real.storage_offset(), real.shape, real.stride())
-
-
-def viewed(result: Any, origin: Origin) -> Any:
-    """Return the tensors of a result as decoded views of an origin."""
-    if isinstance(result, torch.Tensor):
-        with DisableTorchFunctionSubclass():
-            view = result.as_subclass(DecodedView)
-        view._origin, view._seen = origin, origin.seen
-        return view
-    if isinstance(result, (tuple, list)):
-        return type(result)([viewed(item, origin.then(operator.getitem, index)) for index, item in enumerate(result)])
-    return result
+        torch.Tensor.set_(view, real.untyped_storage(), real.storage_offset(), real.shape, real.stride())  # type: ignore[call-overload]

@@ -18,7 +18,7 @@ take no write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +33,21 @@ from kvcompile.runtime.store import Store
 if TYPE_CHECKING:
     from kvcompile.runtime.handle import CompressedCache
 
-OVERWRITES = {"index_copy_", "copy_", "__setitem__", "index_put_", "scatter_", "fill_", "index_fill_", "masked_fill_", "masked_scatter_"}
+OVERWRITES = {"zero_", "index_copy_", "copy_", "__setitem__", "index_put_", "scatter_", "fill_", "index_fill_", "masked_fill_",
+              "masked_scatter_"}
 """Operations after which every place holds what it held, or what was written there, whatever it held."""
 
 UNTOUCHED = {torch.float32: (torch.int32, 0x7FE5A5A5), torch.float16: (torch.int16, 0x7FA5), torch.bfloat16: (torch.int16, 0x7FE5)}
 """Per dtype the integers of its size, and the NaN that marks a place that was not written."""
 
 
-def overwrites(name: str, kwargs: Any) -> bool:
-    """Whether an operation of this name and keywords reads nothing of what it writes to."""
-    return name in OVERWRITES and not kwargs.get("accumulate") and kwargs.get("reduce") is None and kwargs.get("out") is None
+def overwrites(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation of this name, target first among its arguments, reads nothing of what it writes to."""
+    if name == "index_put_" and (kwargs.get("accumulate") or (len(args) > 3 and args[3])):
+        return False
+    if name == "scatter_" and (kwargs.get("reduce") is not None or any(isinstance(arg, str) for arg in args[1:])):
+        return False
+    return name in OVERWRITES and kwargs.get("out") is None
 
 
 @dataclass(frozen=True)
