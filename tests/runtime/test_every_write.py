@@ -252,7 +252,7 @@ def test_a_write_that_no_name_tells_is_kept() -> None:
     def nudge(t: Any) -> Any:
         if torch.overrides.has_torch_function_unary(t):
             return torch.overrides.handle_torch_function(nudge, (t,), t)
-        t.view(-1)[3:5] += 1
+        t[0, 0] += 1
         return t.mean()
 
     caches = Caches("int8", False)
