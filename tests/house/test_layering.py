@@ -105,7 +105,7 @@ ROOMS = {
     "kvcompile.runtime.adaptive_store": ("pinned", "rope", "store"),
     "kvcompile.runtime.exact_window": ("store",),
     "kvcompile.runtime.codec": ("store", "exact_window"),
-    "kvcompile.runtime.state": ("adaptive_store", "store", "exact_window", "codec", "dense_layout", "growth", "telemetry"),
+    "kvcompile.runtime.state": ("adaptive_store", "counters", "store", "exact_window", "codec", "dense_layout", "growth", "telemetry"),
     "kvcompile.evaluation.tasks": (),
     "kvcompile.lowering.ops": (),
     "kvcompile.lowering.codegen": (),
