@@ -68,6 +68,8 @@ class _Session:
         self.part, self.bound, self.arguments = part, bound, arguments
         self.ours: dict[int, Any] = {}
         self.theirs: dict[int, Any] = {}
+        # In double precision an epsilon shows that is below the rounding of the program's own dtype.
+        self.rounding = max(site.attention.rounding for site in part.sites)
         roots = {slot.placeholder for site in part.sites for slot in site.slots}
         effects = part.effects
         # Caches, and counters that the program moves on itself.
@@ -99,7 +101,7 @@ class _Session:
         mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
         expected, found = self._expected(args), self.bound(*mine)
         for index in range(self.part.outputs):
-            difference = compared(expected[index], found[index])
+            difference = compared(expected[index], found[index], self.rounding)
             if difference:
                 return f"the attention's result {difference}"
         return self._caches(moment, expected, found)
@@ -118,11 +120,11 @@ class _Session:
         mine = [self.ours.get(index, item.clone() if isinstance(item, torch.Tensor) else item) for index, item in enumerate(args)]
         expected, found = self._expected(args), self.bound(*mine)
         roles = self.part.sites[0].attention.out_roles
-        if not {"B", "S"} <= set(roles) or not compared(expected[0], found[0]):
+        if not {"B", "S"} <= set(roles) or not compared(expected[0], found[0], self.rounding):
             return False
         both = [item.movedim((roles.index("B"), roles.index("S")), (0, 1)) for item in (expected[0], found[0])]
         padding = torch.arange(both[0].shape[1], device="cpu") + moment.start < moment.padding(both[0].shape[0])[:, None]
-        if difference := compared(both[0][~padding], both[1][~padding]):
+        if difference := compared(both[0][~padding], both[1][~padding], self.rounding):
             raise NotApart(f"with padding among the new tokens its result {difference}")
         return True
 
@@ -148,13 +150,13 @@ class _Session:
         return ""
 
 
-def compared(expected: Any, found: Any) -> str:
-    """Say how two results differ, '' where they are equal to their dtype's rounding."""
+def compared(expected: Any, found: Any, rounding: float = 0.0) -> str:
+    """Say how two results differ, '' where they are equal to their dtype's rounding, or to the program's own."""
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         return ""
     if expected.shape != found.shape:
         return f"has the shape {tuple(found.shape)} in place of {tuple(expected.shape)}"
-    allowance = ALLOWED.get(expected.dtype, ALLOWED[torch.float32])
+    allowance = ALLOWED.get(expected.dtype, ALLOWED[torch.float32]) + rounding
     expected, found = expected.double(), found.double()
     odd = ~expected.isfinite()
     if not torch.equal(odd, ~found.isfinite()):

@@ -200,6 +200,87 @@ def zeroed_twice(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(scores.masked_fill(hidden, -INF).softmax(-1).masked_fill(hidden, 0.0))
 
 
+def zeros_where_hidden(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~mask, -1e9).softmax(-1).masked_fill(~mask, 0.0)
+
+
+def zeros_by_an_equal_mask(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The two masks are two values of the graph."""
+    return scores.masked_fill(torch.logical_not(mask), -INF).softmax(-1) * mask.clone().to(scores.dtype)[None]
+
+
+def zeros_where_nothing_is_seen(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask.any(-1, keepdim=True), scores.masked_fill(~mask, -INF).softmax(-1), 0.0)
+
+
+def zeros_where_all_is_hidden(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~mask, -INF).softmax(-1).masked_fill((~mask).all(-1)[:, None], 0.0)
+
+
+def zeros_where_none_is_counted(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~mask, -INF).softmax(-1) * (mask.sum(-1, keepdim=True) > 0)
+
+
+def zeros_where_scores_are_infinite(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As torch.export decomposes SDPA."""
+    scores = scores + torch.where(mask, 0.0, -INF)
+    weights = scores.softmax(-1)
+    return torch.where(~(~(scores == -INF)).any(-1, True), torch.zeros_like(weights), weights).expand(weights.shape)
+
+
+def zeros_where_the_largest_is_infinite(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = scores.masked_fill(~mask, -INF)
+    return scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True) == -INF, 0.0)
+
+
+def zeros_where_weights_are_nan(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = scores.masked_fill(~mask, -INF).softmax(-1)
+    return weights.masked_fill(weights.isnan(), 0.0)
+
+
+def zeros_for_some_queries(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Queries that see tokens, and give nothing all the same."""
+    return scores.masked_fill(~mask, -INF).softmax(-1) * (torch.arange(scores.shape[-2]) != 1)[:, None]
+
+
+def small_epsilon(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = scores.masked_fill(~mask, -1e9)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp() * mask
+    return weights / (weights.sum(-1, keepdim=True) + 1e-9)
+
+
+def sum_with_a_floor(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = scores.masked_fill(~mask, -1e9).softmax(-1) * mask
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
+def epsilon_beside_any_sum(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = scores.exp() * mask
+    return weights / (weights.sum(-1, keepdim=True) + 1e-9)
+
+
+def large_epsilon(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = scores.masked_fill(~mask, -1e9)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return weights / (weights.sum(-1, keepdim=True) + 1e-5)
+
+
+def epsilon_and_a_maximum_of_all(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The largest score may be a hidden one: the sum of the others is then as small as it likes."""
+    weights = (scores - scores.amax(-1, keepdim=True)).exp() * mask
+    return weights / (weights.sum(-1, keepdim=True) + 1e-9)
+
+
+def zeros_by_another_mask(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~mask, -INF).softmax(-1) * (mask & (torch.arange(mask.shape[-1]) % 2 == 0))
+
+
+def zeros_where_something_is_hidden(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Any for all."""
+    scores = scores.masked_fill(~mask, -INF)
+    return torch.where((scores == -INF).any(-1, True) & (torch.arange(scores.shape[-1]) < 3), 0.0, scores.softmax(-1))
+
+
 def plus_one(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     weights = scores.masked_fill(~mask, -INF).exp()
     return weights / (1 + weights.sum(-1, keepdim=True))
@@ -240,7 +321,10 @@ REWRITTEN: dict[str, tuple[Body, str, int, int]] = {
     "sinks-first": (sinks_first, "bktd", 4, 2),
     "mask-of-queries-alone": (mask_of_queries_alone, "bktd", 4, 2),
     **{item.__name__.replace("_", "-"): (softmaxed(item), "bktd", 4, 2) for item in (
-        exp_less_max, masked_after_exp, renormalised, logarithms, less_logsumexp, zeroed_twice,
+        exp_less_max, masked_after_exp, renormalised, logarithms, less_logsumexp, zeroed_twice, zeros_where_hidden,
+        zeros_by_an_equal_mask, zeros_where_nothing_is_seen, zeros_where_all_is_hidden, zeros_where_none_is_counted,
+        zeros_where_scores_are_infinite, zeros_where_the_largest_is_infinite, zeros_where_weights_are_nan, zeros_for_some_queries,
+        small_epsilon, sum_with_a_floor,
     )},
 }
 REFUSED: dict[str, tuple[Body, str]] = {
@@ -248,6 +332,11 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "sum-of-something-else": (softmaxed(sum_of_something_else), "divided by the sum of something else"),
     "max-of-something-else": (softmaxed(exp_and_max), "something other than their maximum or a mask"),
     "sigmoid": (softmaxed(sigmoid), "no softmax or scaled_dot_product_attention"),
+    "epsilon-beside-any-sum": (softmaxed(epsilon_beside_any_sum), "other than their sum, which 1e-09 may change"),
+    "large-epsilon": (softmaxed(large_epsilon), "other than their sum, which 1e-05 may change"),
+    "epsilon-and-a-maximum-of-all": (softmaxed(epsilon_and_a_maximum_of_all), "that the mask ahead of it lets through"),
+    "zeros-by-another-mask": (softmaxed(zeros_by_another_mask), "that the mask ahead of it lets through"),
+    "zeros-where-something-is-hidden": (softmaxed(zeros_where_something_is_hidden), "that the mask ahead of it lets through"),
     "not-normalised": (softmaxed(no_sum_at_all), "the attention weights pass through mul"),
 }
 

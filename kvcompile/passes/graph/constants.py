@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.dynamo import FakeTensor, no_modes
-from kvcompile.passes.graph.operators import COPIES
+from kvcompile.passes.graph.operators import COPIES, VIEWS
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, value_of
 
 
@@ -32,3 +32,18 @@ def constant(node: Any) -> float | None:
             with no_modes():
                 return float(value.item()) if not isinstance(value, FakeTensor) else None
     return None
+
+
+def filled(node: Any) -> float | None:
+    """The number that every element of a tensor is, of any size; a plain number itself; None where that is not known."""
+    found = constant(node)
+    while found is None and isinstance(node, fx.Node):
+        name = op_name(node)
+        if name in {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"}:
+            return 0.0 if "zeros" in name else 1.0
+        if name in {"full", "full_like", "new_full"}:
+            return constant(bind(node)["fill_value"])
+        if name not in VIEWS | COPIES or not node.args:
+            return None
+        node = node.args[0]
+    return found

@@ -51,6 +51,13 @@ def sizes(node: fx.Node) -> tuple[int, ...]:
     return tuple(hint(size) for size in value_of(node).shape)
 
 
+def same_shape(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two tensor nodes have one shape whatever their symbolic sizes are."""
+    first, second = value_of(node).shape, value_of(other).shape
+    exact = [size.node.expr if isinstance(size, torch.SymInt) else size for size in (*first, *second)]
+    return exact[: len(first)] == exact[len(first) :]
+
+
 def size_along(node: fx.Node, roles: tuple[str, ...], role: str, folded: int = 1) -> Any:
     """The size, an int or a SymInt, of the dim of a tensor node that has ``role`` (``folded`` with others); 1 where none has."""
     found = [size for item, size in zip(roles, value_of(node).shape, strict=True) if role in item]

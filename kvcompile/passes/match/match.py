@@ -25,6 +25,7 @@ from kvcompile.passes.match.cache.advice import made_from
 from kvcompile.passes.match.latent.assembly import assemble
 from kvcompile.passes.match.mask import masks
 from kvcompile.passes.match.mask.reach import reach
+from kvcompile.passes.match.mask.zeroed import without_effect
 from kvcompile.passes.match.sites import Assembly, Attention, Axes, Miss, Refusal, Site, SlidingCache, Slot, Stage
 from kvcompile.passes.match.unmatched import cache_behind, cut_short, unrecognised
 
@@ -158,6 +159,7 @@ def _plain(attention: Attention, effects: Effects) -> tuple[Attention, tuple[Slo
 def _compose(attention: Attention, effects: Effects, index: int) -> Site:
     soundness.private(attention, effects)
     soundness.unchanged_operands(attention, effects)
+    attention = without_effect(attention, effects)
     more: Slot | None = None
     assembly: Assembly | None = None
     try:

@@ -115,6 +115,17 @@ class Beside:
 
 
 @dataclass(frozen=True)
+class Zeroed:
+    """Weights set to zero behind the softmax, where ``term`` hides them.
+
+    ``statistics``: the masked scores and the weights, each with its dims' roles: what tells from these where a query sees nothing.
+    """
+
+    term: MaskTerm
+    statistics: tuple[tuple[fx.Node, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
 class Attention:
     """One attention, whatever spelled it: operands with the role of every dim.
 
@@ -143,6 +154,10 @@ class Attention:
     """Query heads that are flattened into the dim of the new tokens."""
     beside: Beside | None = None
     """More channels of queries and keys: the rotary part, where the author multiplies it apart from the latent."""
+    zeroed: tuple[Zeroed, ...] = ()
+    """What was set to zero behind the softmax: nothing that a query sees, once ``match`` has looked."""
+    rounding: float = 0.0
+    """How much an epsilon in the model's own division changes, as a share of the result: less than its dtype's rounding."""
     others: tuple[Attention, ...] = field(default=(), repr=False)
 
 

@@ -18,6 +18,7 @@ from kvcompile.passes.graph.shapes import hint, module_path, size_along, sizes, 
 from kvcompile.passes.match import soundness
 from kvcompile.passes.match.cache.uncached_tokens import without_cache
 from kvcompile.passes.match.mask import masks
+from kvcompile.passes.match.mask.zeroed import without_effect
 from kvcompile.passes.match.match import ATTENTIONS, failed, refuse
 from kvcompile.passes.match.sites import Attention, LimitKind, Miss, Refusal, Slot, Stage
 
@@ -47,6 +48,7 @@ class Uncached:
 def _site(attention: Attention, effects: Effects) -> UncachedSite:
     soundness.private(attention, effects)
     soundness.unchanged_operands(attention, effects)
+    attention = without_effect(attention, effects)
     if attention.beside is not None:
         raise Miss("the scores are a sum of two products", attention.beside.k, advice="concatenate queries and keys and take one product")
     if attention.k is attention.v:

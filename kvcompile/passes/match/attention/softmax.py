@@ -20,15 +20,15 @@ from dataclasses import replace
 
 from torch import fx
 
-from kvcompile.passes.graph.constants import constant
-from kvcompile.passes.graph.operators import COPIES, TURNS
-from kvcompile.passes.graph.shapes import bind, op_name, sizes
+from kvcompile.passes.graph.operators import COPIES
+from kvcompile.passes.graph.shapes import op_name, sizes
 from kvcompile.passes.match.attention import weights
+from kvcompile.passes.match.attention.behind import Behind, behind, made_of
 from kvcompile.passes.match.attention.products import Product, product
-from kvcompile.passes.match.attention.roles import Dims, Letters, Naming, readings
-from kvcompile.passes.match.attention.steps import STEPS, VIEWS, Scores, Term, scores_operand, viewed
+from kvcompile.passes.match.attention.roles import Letters, Naming, readings
+from kvcompile.passes.match.attention.steps import STEPS, Scores, Term, scores_operand
 from kvcompile.passes.match.attention.sums import beside
-from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss
+from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss, Zeroed
 
 
 def _chain(scores: fx.Node) -> tuple[Product, list[tuple[fx.Node, fx.Node]]]:
@@ -49,57 +49,6 @@ def _chain(scores: fx.Node) -> tuple[Product, list[tuple[fx.Node, fx.Node]]]:
             )
         steps.append((node, carried))
         node = carried
-
-
-def _forward(start: fx.Node, dims: Dims, state: Scores) -> tuple[list[fx.Node], Product, int, Dims]:
-    """From the softmax on to the product with the values: (nodes, product, which operand the weights are, the weights' dims there)."""
-    node = start
-    path: list[fx.Node] = []
-    dropped = state.sinks is None
-    while True:
-        users = [user for user in node.users if op_name(user) not in {"sym_size"}]
-        if len(users) != 1:
-            raise Miss(
-                "the attention weights are read by more than the product with the values", node,
-                advice="do not return or measure the weights when decoding",
-            )
-        found = product(users[0])
-        if found is not None and found.bias is None:
-            sides = [side for side, (item, _) in enumerate(found.operands()) if item is node]
-            if len(sides) == 1:
-                if not dropped:
-                    raise Miss("the sinks' column is not dropped before the values", node, advice="drop it with probs[..., :-1]")
-                return path, found, sides[0], state.letters.settled(dims)
-        node = users[0]
-        name = op_name(node)
-        path.append(node)
-        if name == "slice" and not dropped and _drops_sinks(node, state):
-            dropped = True
-        elif name in VIEWS | TURNS:
-            dims = viewed(state.letters, dims, node)
-        elif name == "dropout" and (node.args[1] == 0.0 or not node.args[2]):
-            continue
-        elif name == "nan_to_num" and not constant(node.args[1] if len(node.args) > 1 and node.args[1] is not None else 0.0):
-            # A query that sees nothing has weights of NaN, which become zeros: what our attention gives it anyway.
-            continue
-        elif name in {"masked_fill", "masked_fill_"} and constant(node.args[2]) == 0.0 and any(
-            term.node is node.args[1] and term.kind is MaskKind.FILL for term in state.masks
-        ):
-            # What the very same mask excluded has weight zero already.
-            continue
-        elif name not in COPIES or name == "dropout":
-            raise Miss(
-                f"the attention weights pass through {name or node.op} before the values", node,
-                advice="multiply the softmax's result with the values as it is",
-            )
-
-
-def _drops_sinks(node: fx.Node, state: Scores) -> bool:
-    arguments = bind(node)
-    before, after = sizes(node.args[0])[-1], sizes(node)[-1]  # type: ignore[arg-type]
-    start = 1 if state.sinks_first else 0
-    last = int(arguments["dim"]) % len(sizes(node)) == len(sizes(node)) - 1
-    return last and after == before - 1 and (arguments.get("start") or 0) == start
 
 
 def recognise(node: fx.Node) -> Attention | None:
@@ -124,28 +73,33 @@ def recognise(node: fx.Node) -> Attention | None:
     tokens = state.dims[found.dim]
     if len(tokens) != 1 or (state.sinks is not None and found.dim != len(state.dims) - 1):
         raise Miss("the softmax is over no single dim of cached tokens", node, advice="take the softmax over the cached tokens, dim=-1")
-    path, last, side, weight_dims = _forward(node, state.dims, state)
+    statistics = ((found.scores, state.dims),)
+    zeroed = [(state.term(mask, kind, state.dims), statistics) for mask, kind in found.zeroed]
+    after = behind(node, state.dims, state)
+    zeroed += [(term, (*statistics, (given, dims))) for term, given, dims in after.zeroed]
     more = state.beside.nodes if state.beside is not None else ()
-    nodes = (first.node, *more, *(step for step, _ in steps), *found.nodes, *path, last.node)
+    nodes = (first.node, *more, *(step for step, _ in steps), *found.nodes, *after.path, after.product.node)
+    nodes = (*nodes, *made_of([item for step in after.path for item in step.all_input_nodes], nodes))
     key, named = readings(first, letters, tokens[0])
-    made = list(_attentions(state, first, key, named, last, side, weight_dims, tuple(dict.fromkeys(nodes))))
+    state.zeroed, state.rounding = zeroed, found.epsilon
+    made = list(_attentions(state, first, key, named, after, tuple(dict.fromkeys(nodes))))
     if state.instead is not None and not state.cap:
         term = replace(state.instead, factor=state.instead.factor * state.scale)
         plain = replace(state, beside=None, masks=[*state.masks, term])
         without = tuple(dict.fromkeys(item for item in nodes if item not in more))
-        made += _attentions(plain, first, key, readings(first, letters, tokens[0])[1], last, side, weight_dims, without)
+        made += _attentions(plain, first, key, readings(first, letters, tokens[0])[1], after, without)
     return replace(made[0], others=tuple(made[1:]))
 
 
 def _attentions(
-    state: Scores, first: Product, key: int, named: Iterator[Naming], last: Product, side: int, weight_dims: Dims,
-    nodes: tuple[fx.Node, ...],
+    state: Scores, first: Product, key: int, named: Iterator[Naming], after: Behind, nodes: tuple[fx.Node, ...],
 ) -> Iterator[Attention]:
     """One attention for every way to name the letters."""
+    last, side = after.product, after.side
     keys, key_letters = first.operands()[key]
     queries, query_letters = first.operands()[1 - key]
     values, value_letters = last.operands()[1 - side]
-    at = dict(zip(last.operands()[side][1], weight_dims, strict=True))
+    at = dict(zip(last.operands()[side][1], after.dims, strict=True))
     fresh = [letter for letter in value_letters if letter and letter not in at]
     if len(fresh) != 1 or any(letter and letter not in at and letter not in fresh for letter in last.letters):
         raise Miss(
@@ -172,6 +126,11 @@ def _attentions(
             naming.roles(placed(last.letters)), state.scale, state.cap, terms, False, state.sinks,
             naming.roles(settle(state.sink_dims)) if state.sinks is not None else (),
             folded, more,
+            tuple(
+                Zeroed(_term(term, naming, settle), tuple((item, naming.roles(settle(dims))) for item, dims in statistics))
+                for term, statistics in state.zeroed
+            ),
+            state.rounding,
         )
 
 

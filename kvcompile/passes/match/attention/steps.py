@@ -48,11 +48,18 @@ class Scores:
     """A second product that is added, relative to the first before any scale: more channels of queries and keys."""
     instead: Term | None = None
     """The same sum read as a mask, where the second product is none with cached keys."""
+    zeroed: list[tuple[Term, tuple[tuple[fx.Node, Dims], ...]]] = field(default_factory=list)
+    """Masks of weights, each with the scores and weights that it may be made from and their dims."""
+    rounding: float = 0.0
 
     def mask(self, node: fx.Node, kind: MaskKind, factor: float = 1.0) -> None:
         """Add one mask operand, its dims aligned right with the scores', times a number where it is added."""
+        self.masks.append(self.term(node, kind, self.dims, factor))
+
+    def term(self, node: fx.Node, kind: MaskKind, masked: Dims, factor: float = 1.0) -> Term:
+        """A mask operand of scores or weights whose dims are ``masked``, its own aligned right with these."""
         shape = sizes(node)
-        aligned = self.dims[len(self.dims) - len(shape) :]
+        aligned = masked[len(masked) - len(shape) :]
         dims = []
         for dim, size in zip(aligned, shape, strict=True):
             whole = 1
@@ -61,7 +68,7 @@ class Scores:
             if size not in {1, whole}:
                 raise Miss("a mask that broadcasts over part of a flattened dim of the scores", node, advice=PLAIN)
             dims.append(dim if size == whole else ())
-        self.masks.append(Term(node, kind, tuple(dims), factor))
+        return Term(node, kind, tuple(dims), factor)
 
 
 def scores_operand(node: fx.Node) -> fx.Node | None:

@@ -5,6 +5,11 @@
 
 What is multiplied by a factor of its own row before it is divided by its sum does not change, so the last
 two are a softmax over what the mask keeps.
+
+    exp(x - max(x)) / (sum(exp(x - max(x))) + 1e-9)                             softmax(x) / sum(softmax(x)).clamp(min=1e-9)
+
+A sum of at least one does not change by an epsilon below its rounding. Nothing else is known to be as large: not the sum of exponentials
+whose maximum was not subtracted, nor one of which a mask left some out that the scores' maximum was taken over.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.constants import constant, filled
 from kvcompile.passes.graph.operators import COPIES, Kind, named
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, sizes, value_of
 from kvcompile.passes.match.sites import MaskKind, Miss
@@ -32,6 +37,10 @@ class Weights:
     dim: int
     nodes: tuple[fx.Node, ...]
     masks: tuple[tuple[fx.Node, MaskKind], ...] = ()
+    zeroed: tuple[tuple[fx.Node, MaskKind], ...] = ()
+    """What was masked after the exponential and must have been masked ahead of it as well."""
+    epsilon: float = 0.0
+    """What was added to a sum of at least one, below its dtype's rounding."""
 
 
 def _same(node: Any) -> Any:
@@ -83,26 +92,77 @@ def _logarithmic(node: fx.Node) -> Weights | None:
 
 def _divided(node: fx.Node) -> Weights | None:
     """``e / e.sum(-1, keepdim=True)`` where ``e`` is an exponential or a softmax, masked or not."""
-    top, bottom = node.args[0], _same(node.args[1])
+    top = node.args[0]
     numerator = _positive(top)
     if numerator is None:
         return None
     scores, dim, nodes, masks = numerator
-    if op_name(bottom) == "unsqueeze":
-        bottom = _same(bottom.args[0])
-    if op_name(bottom) != "sum":
+    total = _total(node.args[1])
+    if total is None:
         if masks or op_name(_same(nodes[-1])) == "exp":
             raise Miss(
                 "exponentials of the scores are divided by something other than their sum", node,
-                advice=SPELL + ", without an epsilon or a one",
+                advice=SPELL + ", without a one; an epsilon is nothing only beside a sum of at least one",
             )
         return None
-    dims = [int(item) % len(sizes(node)) for item in bind(bottom)["dim"] or ()]
-    if _same(bottom.args[0]) is not _same(top):
+    dims = [int(item) % len(sizes(node)) for item in bind(total.sum)["dim"] or ()]
+    if _same(total.sum.args[0]) is not _same(top):
         raise Miss("exponentials of the scores are divided by the sum of something else", node, advice=SPELL)
     if len(dims) != 1 or (dim is not None and dim != dims[0]):
         raise Miss("exponentials of the scores are summed over another dim than one", node, advice=SPELL)
-    return Weights(scores, dims[0], (node, *nodes), masks)
+    nodes = (node, *nodes, *total.nodes)
+    if not total.epsilon and not total.floor:
+        return Weights(scores, dims[0], nodes, masks)
+    dtype = value_of(total.sum).dtype
+    if total.epsilon > torch.finfo(dtype).eps / 2 or total.floor > LEAST or not (dim is not None or _less_maximum(scores)):
+        raise Miss(
+            f"exponentials of the scores are divided by something other than their sum, which {total.epsilon or total.floor:g} may change",
+            node, advice=SPELL + f", or subtract the scores' maximum first and keep the epsilon at {torch.finfo(dtype).eps / 2:.0e} or less",
+        )
+    return Weights(scores, dims[0], nodes, (), masks, total.epsilon)
+
+
+LEAST = 0.5
+"""What a sum of at least one is never below, whatever rounding did to it."""
+
+
+@dataclass(frozen=True)
+class _Total:
+    """A sum as it stands below a division: plus ``epsilon``, or never less than ``floor``; ``nodes`` are the steps behind the sum."""
+
+    sum: fx.Node
+    epsilon: float
+    floor: float
+    nodes: tuple[fx.Node, ...]
+
+
+def _total(node: Any) -> _Total | None:
+    """The sum that something is divided by; None where it is none."""
+    nodes: list[fx.Node] = []
+    epsilon = floor = 0.0
+    while isinstance(node, fx.Node) and (name := op_name(node)) != "sum":
+        nodes.append(node)
+        if name in {"add", "add_"} and is_tensor(node.args[0]) and (value := constant(node.args[1])) is not None and value >= 0.0:
+            epsilon += value * float(bind(node).get("alpha", 1))
+        elif name in {"clamp", "clamp_min", "clamp_", "clamp_min_", "maximum"} and (value := constant(node.args[1])) is not None:
+            if bind(node).get("max") is not None:
+                return None
+            floor = max(floor, value)
+        elif name not in COPIES - {"dropout"} | {"unsqueeze"}:
+            return None
+        node = node.args[0]
+    return _Total(node, epsilon, floor, (*nodes, node)) if isinstance(node, fx.Node) else None
+
+
+def _less_maximum(scores: fx.Node) -> bool:
+    """Whether scores are some less the largest of these: the largest exponential is then one."""
+    base = _same(scores)
+    if op_name(base) not in {"sub", "sub_"} or bind(base).get("alpha", 1) != 1:
+        return False
+    largest = base.args[1]
+    while isinstance(largest, fx.Node) and op_name(largest) in COPIES - {"dropout"} | {"unsqueeze", "getitem"}:
+        largest = largest.args[0]
+    return op_name(largest) in {"amax", "max"} and largest.args[0] is base.args[0]
 
 
 Positive = tuple[fx.Node, int | None, tuple[fx.Node, ...], tuple[tuple[fx.Node, MaskKind], ...]]
@@ -119,10 +179,10 @@ def _positive(node: Any) -> Positive | None:
         return operand(base), _dim(base), (*casts, base), ()
     if name == "exp":
         return operand(base), None, (*casts, base), ()
-    masked = _masked(base)
-    if masked is None:
+    zeros = masked(base)
+    if zeros is None:
         return None
-    inner, mask, kind = masked
+    inner, mask, kind = zeros
     found = _positive(inner)
     if found is None:
         return None
@@ -130,24 +190,24 @@ def _positive(node: Any) -> Positive | None:
     return scores, dim, (*casts, base, *nodes), (*masks, (mask, kind))
 
 
-def _masked(node: Any) -> tuple[fx.Node, fx.Node, MaskKind] | None:
+def masked(node: Any) -> tuple[fx.Node, fx.Node, MaskKind] | None:
     """(what is masked, the mask, what it does) of a step that sets masked weights to zero."""
     name = op_name(node)
     if name in {"masked_fill", "masked_fill_"} and constant(node.args[2]) == 0.0:
         return node.args[0], node.args[1], MaskKind.FILL
     if name == "where" and len(node.args) == 3:
-        if constant(node.args[2]) == 0.0 and is_tensor(node.args[1]):
+        if filled(node.args[2]) == 0.0 and is_tensor(node.args[1]):
             return node.args[1], node.args[0], MaskKind.BOOL
-        if constant(node.args[1]) == 0.0 and is_tensor(node.args[2]):
+        if filled(node.args[1]) == 0.0 and is_tensor(node.args[2]):
             return node.args[2], node.args[0], MaskKind.FILL
     if name in {"mul", "mul_"} and is_tensor(node.args[0]) and is_tensor(node.args[1]):
         for inner, mask in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
-            if _zero_or_one(mask):
+            if zero_or_one(mask):
                 return inner, mask, MaskKind.BOOL
     return None
 
 
-def _zero_or_one(node: Any) -> bool:
+def zero_or_one(node: Any) -> bool:
     """Whether a tensor is a boolean one, or such a one cast to numbers."""
     while isinstance(node, fx.Node):
         if is_tensor(node) and value_of(node).dtype == torch.bool:

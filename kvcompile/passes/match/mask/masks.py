@@ -42,13 +42,13 @@ class _Carried(Exception):
     """A conjunct that is not arithmetic: the term stays a tensor."""
 
 
-def _negate(expr: Expr) -> Expr:
+def negated(expr: Expr) -> Expr:
     if expr.op in NEGATED:
         return Expr(NEGATED[expr.op], expr.args)
     if expr.op == "not":
         return expr.args[0]
     if expr.op == "or":
-        return Expr("and", tuple(_negate(arg) for arg in expr.args))
+        return Expr("and", tuple(negated(arg) for arg in expr.args))
     return Expr("not", (expr,))
 
 
@@ -59,16 +59,16 @@ def _predicate(expr: Expr) -> Expr:
         if yes.op == "num" and yes.number == 0.0 and no.op == "num" and no.number <= VERY_NEGATIVE:
             return condition
         if no.op == "num" and no.number == 0.0 and yes.op == "num" and yes.number <= VERY_NEGATIVE:
-            return _negate(condition)
+            return negated(condition)
         if yes.op == "num" and yes.number <= VERY_NEGATIVE:
-            return Expr("and", (_negate(condition), _predicate(no)))
+            return Expr("and", (negated(condition), _predicate(no)))
         if no.op == "num" and no.number <= VERY_NEGATIVE:
             return Expr("and", (condition, _predicate(yes)))
     if expr.op == "mul" and expr.args[1].op == "num" and expr.args[1].number <= VERY_NEGATIVE:
         kept = expr.args[0]
         if kept.op == "sub" and kept.args[0].op == "num" and kept.args[0].number == 1.0:
             return kept.args[1]
-        return _negate(kept)
+        return negated(kept)
     if expr.op == "add":
         return Expr("and", tuple(_predicate(arg) for arg in expr.args))
     if expr.op == "num" and expr.number == 0.0:
@@ -94,7 +94,7 @@ def _conjuncts(expr: Expr) -> list[Expr]:
     if expr.op in {"and", "mul"}:
         return [item for arg in expr.args for item in _conjuncts(arg)]
     if expr.op == "not":
-        inner = _negate(expr.args[0])
+        inner = negated(expr.args[0])
         return [inner] if inner.op == "not" else _conjuncts(inner)
     if expr.op == "num":
         if expr.number == 0.0:
@@ -190,7 +190,7 @@ def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
     if term.kind is MaskKind.ADD:
         expr = _predicate(_multiplied(expr, term.factor))
     elif term.kind is MaskKind.FILL:
-        expr = _negate(expr)
+        expr = negated(expr)
     found: dict[str, object] = {}
     failed = False
     for conjunct in _conjuncts(expr):
@@ -229,6 +229,25 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
     if hi is None:
         hi = Limit(LimitKind.ALL)
     return Bounds(hi, bounds.get("lo"), bounds.get("keep"), tuple(carried))  # type: ignore[arg-type]
+
+
+def conditions(term: MaskTerm) -> list[Expr] | None:
+    """All that must hold of a token for a mask to let it through, over axes named by roles; None where the mask is a bias."""
+    expr = read(term.node, tuple(Linear(((role, 1),)) if role else Linear() for role in term.roles))
+    try:
+        if term.kind is MaskKind.ADD:
+            expr = _predicate(_multiplied(expr, term.factor))
+    except _Carried:
+        return None
+    return conjuncts(negated(expr) if term.kind is MaskKind.FILL else expr)
+
+
+def conjuncts(expr: Expr) -> list[Expr] | None:
+    """All that must hold for a predicate to hold; None where it never does."""
+    try:
+        return _conjuncts(expr)
+    except _Carried:
+        return None
 
 
 def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:

@@ -1,0 +1,139 @@
+"""Zeros behind the softmax: whether a step that sets weights to zero changes any weight that a query's own mask had not made zero.
+
+A weight is hidden already where its token was hidden ahead of the softmax, and a query that sees no token has zeros for weights in our
+attention. So a step may be left out where all that it asks of a weight holds for every token that is seen:
+
+    softmax(x masked by seen) * seen                       seen is asked of a token, and was asked before
+    where(any(seen, -1), softmax(x masked by seen), 0)     some token is seen wherever one is
+    where(all(x == -inf, -1), 0, softmax(x))               the scores of what is seen are no minus infinity
+
+What is asked of whole rows besides (queries of padding) is a mask like any other: it hides every token. What is asked of single tokens
+besides would leave weights whose sum is not one, which no attention has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.operators import COPIES
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes
+from kvcompile.passes.match.attention.weights import zero_or_one
+from kvcompile.passes.match.mask.expressions import Coords, Expr, Linear, read
+from kvcompile.passes.match.mask.masks import conditions, conjuncts, negated
+from kvcompile.passes.match.sites import Attention, MaskTerm, Miss, Zeroed
+from kvcompile.passes.match.soundness import settled
+
+TOKEN = Linear((("T", 1),))
+ABSENT = frozenset({"isinf", "isneginf", "isnan"})
+"""Tests that no score or weight of a token that is seen passes."""
+
+
+def without_effect(attention: Attention, effects: Effects) -> Attention:
+    """The attention without the zeros behind its softmax; raises Miss where one of them changes what is seen."""
+    if not attention.zeroed:
+        return attention
+    seen = {
+        _bare(item) for term in attention.masks if settled(term.node, attention.output, effects) for item in conditions(term) or ()
+    }
+    rows: list[MaskTerm] = []
+    for zeroed in attention.zeroed:
+        term = zeroed.term
+        asked = conditions(term) if settled(term.node, attention.output, effects) else None
+        if asked is not None and all(_Asked(zeroed, seen).holds(item) for item in asked):
+            continue
+        if "T" in term.roles or term.node in attention.nodes:
+            raise Miss(
+                "weights are set to zero behind the softmax that the mask ahead of it lets through", term.node,
+                advice="mask the scores with the same mask, or divide by the sum of what is left",
+            )
+        rows.append(term)
+    return replace(attention, masks=(*attention.masks, *rows), zeroed=())
+
+
+def _bare(expr: Expr) -> Expr:
+    """An expression without the nodes that hold its value, but for tensors that it loads: equal for equal values."""
+    return replace(expr, args=tuple(_bare(item) for item in expr.args), origin=expr.origin if expr.op == "load" else None)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a step asks of a weight, against what is known of a token that is ``seen``."""
+
+    zeroed: Zeroed
+    seen: set[Expr]
+
+    def holds(self, item: Expr) -> bool:
+        """Whether a condition holds for every token that is seen."""
+        if _bare(item) in self.seen:
+            return True
+        if item.op == "not" and item.args[0].op == "load":
+            return self._load(item.args[0], False)
+        if item.op == "gt" and item.args[0].op == "load" and item.args[1].op == "num" and item.args[1].number == 0.0:
+            return self._load(item.args[0], True)
+        return item.op == "load" and self._load(item, True)
+
+    def _load(self, item: Expr, wanted: bool) -> bool:
+        assert item.origin is not None
+        return self._tensor(*item.origin, wanted)
+
+    def _tensor(self, node: fx.Node, coords: Coords, wanted: bool) -> bool:
+        """Whether an element of a computed tensor is true, or not ``wanted`` false, for every token that is seen."""
+        name = op_name(node)
+        if name in {"any", "all"} or (name in {"sum", "amax"} and wanted and zero_or_one(node.args[0])):
+            inside = _over_tokens(node, coords)
+            return inside is not None and wanted is (name != "all") and self._every(node.args[0], inside, wanted)
+        if name in ABSENT:
+            return not wanted and self._statistic(node.args[0], coords)
+        if name == "isfinite":
+            return wanted and self._statistic(node.args[0], coords)
+        if name in {"eq", "ne"} and wanted is (name == "ne") and constant(node.args[1]) == float("-inf"):
+            return self._statistic(node.args[0], coords)
+        if name in {"eq", "ne"} and wanted is (name == "eq") and node.args[0] is node.args[1]:
+            return self._statistic(node.args[0], coords)
+        return False
+
+    def _every(self, node: object, coords: Coords, wanted: bool) -> bool:
+        """Whether all conditions of a boolean tensor hold, or of its opposite."""
+        if not is_tensor(node):
+            return False
+        expr = read(node, coords)
+        found = conjuncts(expr if wanted else negated(expr))
+        return found is not None and all(self.holds(item) for item in found)
+
+    def _statistic(self, node: object, coords: Coords) -> bool:
+        """Whether a value is the token's own score or weight, or the largest of its query."""
+        while isinstance(node, fx.Node):
+            own = next((roles for item, roles in self.zeroed.statistics if item is node), None)
+            if own is not None:
+                # A dim of size one has one place only, however it is named.
+                wide = [size != 1 for size in sizes(node)]
+                return all(form == Linear(((role, 1),)) for form, role, many in zip(coords, own, wide, strict=True) if many)
+            if op_name(node) == "amax":
+                inside = _over_tokens(node, coords)
+                if inside is None:
+                    return False
+                coords = inside
+            elif op_name(node) not in COPIES - {"dropout"}:
+                return False
+            node = node.args[0]
+        return False
+
+
+def _over_tokens(node: fx.Node, coords: Coords) -> Coords | None:
+    """Coordinates of a reduction's operand where it runs over the tokens alone; None where it does not."""
+    arguments = bind(node)
+    shape = sizes(arguments["self"])
+    dims: Sequence[int] | int | None = arguments.get("dim")
+    given = [dims] if isinstance(dims, int) else list(dims or ())
+    if len(given) != 1:
+        return None
+    dim = int(given[0]) % len(shape)
+    rest = coords if len(coords) < len(shape) else (*coords[:dim], *coords[dim + 1 :])
+    if any(form.of("T") for form in rest):
+        return None
+    return (*rest[:dim], TOKEN if shape[dim] != 1 else Linear(), *rest[dim:])
