@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.passes.capture.flex import Stays
+from kvcompile.passes.capture.in_place import write_in_place
 from kvcompile.passes.capture.memo import Memo
 from kvcompile.passes.capture.prefix import join_prefixes
 from kvcompile.passes.capture.retrace import Retrace
@@ -132,6 +133,8 @@ def capture(
     # What nothing reads is no reader of scores or caches either.
     module.graph.eliminate_dead_code(_stays)
     with mode:
+        write_in_place(module.graph)
+        module.graph.eliminate_dead_code(_stays)
         join_stacked(module.graph)
         join_prefixes(module.graph)
     module.recompile()

@@ -8,7 +8,7 @@ is gone afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import fx
 
@@ -103,12 +103,12 @@ def _inside(user: fx.Node, nodes: set[fx.Node], depth: int = 6) -> bool:
     return all(_inside(item, nodes, depth - 1) for item in user.users)
 
 
-def settled(node: fx.Node, reader: fx.Node, effects: Effects) -> bool:
-    """Whether all that ``node`` is made from was what it is when it was read: no write in place in between."""
+def settled(node: fx.Node, reader: fx.Node, effects: Effects, known: Collection[fx.Node] = ()) -> bool:
+    """Whether all that ``node`` is made from was what it is when it was read: no write in place in between; ``known`` are as they were."""
     stack, seen = [(node, reader)], set()
     while stack:
         item, user = stack.pop()
-        if (item, user) in seen or not is_tensor(item):
+        if (item, user) in seen or not is_tensor(item) or item in known:
             continue
         seen.add((item, user))
         if effects.writes_between(item, item, user):

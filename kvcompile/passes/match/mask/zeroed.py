@@ -40,13 +40,14 @@ def without_effect(attention: Attention, effects: Effects) -> Attention:
     seen = {
         _bare(item) for term in attention.masks if settled(term.node, attention.output, effects) for item in conditions(term) or ()
     }
-    rows: list[MaskTerm] = []
+    # What the attention computes on its way is nobody else's to change (``soundness.private``).
+    inside, rows = set(attention.nodes), list[MaskTerm]()
     for zeroed in attention.zeroed:
         term = zeroed.term
-        asked = conditions(term) if settled(term.node, attention.output, effects) else None
+        asked = conditions(term) if settled(term.node, attention.output, effects, inside) else None
         if asked is not None and all(_Asked(zeroed, seen).holds(item) for item in asked):
             continue
-        if "T" in term.roles or term.node in attention.nodes:
+        if "T" in term.roles or term.node in inside:
             raise Miss(
                 "weights are set to zero behind the softmax that the mask ahead of it lets through", term.node,
                 advice="mask the scores with the same mask, or divide by the sum of what is left",
