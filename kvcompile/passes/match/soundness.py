@@ -85,7 +85,7 @@ def one_sink_a_head(attention: Attention) -> None:
     """Raise Miss where a sink logit depends on the batch row or on the token."""
     if attention.sinks is None:
         return
-    roles = (*attention.sink_roles[len(attention.sink_roles) - len(sizes(attention.sinks)) + 1 :], "")
+    roles = attention.sink_roles
     trail = trace(attention.sinks, lambda node: False)
     heads = [dim for dim, role in enumerate(roles) if role and not set(role) - set("HKG")]
     seen: dict[tuple[int, ...], tuple[int, ...]] = {}

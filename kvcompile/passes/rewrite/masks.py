@@ -74,9 +74,7 @@ def sinks_of(emit: Emitter, item: SitePlan) -> fx.Node | None:
     if item.site.attention.sinks is None:
         return None
     node = emit.copies[item.site.attention.sinks]
-    roles = item.site.attention.sink_roles
-    shape = sizes(item.site.attention.sinks)
-    roles = roles[len(roles) - len(shape) + 1 :]
-    kept = tuple(role if not set(role) - set("HKG") and size != 1 else "" for role, size in zip(roles, shape[:-1], strict=True))
-    node = emit.heads(node, (*kept, ""), (), item.site.heads, item.site.groups)
+    roles, shape = item.site.attention.sink_roles, sizes(item.site.attention.sinks)
+    kept = tuple(role if not set(role) - set("HKG") and size != 1 else "" for role, size in zip(roles, shape, strict=True))
+    node = emit.heads(node, kept, (), item.site.heads, item.site.groups)
     return emit.call(aten.select.int, node, 0, 0)

@@ -24,8 +24,9 @@ from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.shapes import op_name, sizes
 from kvcompile.passes.match.attention import weights
 from kvcompile.passes.match.attention.behind import Behind, behind, made_of
+from kvcompile.passes.match.attention.log_sums import log_sum, rescaled
 from kvcompile.passes.match.attention.products import Product, product
-from kvcompile.passes.match.attention.roles import Letters, Naming, readings
+from kvcompile.passes.match.attention.roles import Dims, Letters, Naming, readings
 from kvcompile.passes.match.attention.steps import STEPS, Scores, Term, scores_operand
 from kvcompile.passes.match.attention.sums import beside
 from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss, Zeroed
@@ -77,22 +78,34 @@ def recognise(node: fx.Node) -> Attention | None:
     zeroed = [(state.term(mask, kind, state.dims), statistics) for mask, kind in found.zeroed]
     after = behind(node, state.dims, state)
     zeroed += [(term, (*statistics, (given, dims))) for term, given, dims in after.zeroed]
+    output = after.product.node
+    log = log_sum(found.scores, found.dim) if state.sinks is None and not found.masks else None
+    scaled = rescaled(log, found.dim, state, output, _result_dims(after, state)) if log is not None else None
+    if scaled is not None:
+        output, state.sinks, state.sink_dims = scaled.output, scaled.sinks, scaled.sink_dims
     more = state.beside.nodes if state.beside is not None else ()
-    nodes = (first.node, *more, *(step for step, _ in steps), *found.nodes, *after.path, after.product.node)
+    behind_product = scaled.nodes if scaled is not None else ()
+    nodes = (first.node, *more, *(step for step, _ in steps), *found.nodes, *after.path, after.product.node, *behind_product)
     nodes = (*nodes, *made_of([item for step in after.path for item in step.all_input_nodes], nodes))
     key, named = readings(first, letters, tokens[0])
     state.zeroed, state.rounding = zeroed, found.epsilon
-    made = list(_attentions(state, first, key, named, after, tuple(dict.fromkeys(nodes))))
+    made = list(_attentions(state, first, key, named, after, output, tuple(dict.fromkeys(nodes))))
     if state.instead is not None and not state.cap:
         term = replace(state.instead, factor=state.instead.factor * state.scale)
         plain = replace(state, beside=None, masks=[*state.masks, term])
         without = tuple(dict.fromkeys(item for item in nodes if item not in more))
-        made += _attentions(plain, first, key, readings(first, letters, tokens[0])[1], after, without)
+        made += _attentions(plain, first, key, readings(first, letters, tokens[0])[1], after, output, without)
     return replace(made[0], others=tuple(made[1:]))
 
 
+def _result_dims(after: Behind, state: Scores) -> Dims:
+    """The dims of the product with the values, by the scores' letters: () for the values' channels."""
+    at = dict(zip(after.product.operands()[after.side][1], after.dims, strict=True))
+    return state.letters.settled(tuple(at.get(letter, ()) for letter in after.product.letters))
+
+
 def _attentions(
-    state: Scores, first: Product, key: int, named: Iterator[Naming], after: Behind, nodes: tuple[fx.Node, ...],
+    state: Scores, first: Product, key: int, named: Iterator[Naming], after: Behind, output: fx.Node, nodes: tuple[fx.Node, ...],
 ) -> Iterator[Attention]:
     """One attention for every way to name the letters."""
     last, side = after.product, after.side
@@ -121,7 +134,7 @@ def _attentions(
         if more is not None and folded > 1:
             raise Miss("a sum of two products over queries whose heads are flattened into the tokens", last.node, advice="keep them apart")
         yield Attention(
-            op_name(first.node) + "-softmax-" + op_name(last.node), last.node, nodes,
+            op_name(first.node) + "-softmax-" + op_name(last.node), output, nodes,
             queries, q_roles, keys, naming.roles(spelled(key_letters)), values, naming.roles(placed(value_letters)),
             naming.roles(placed(last.letters)), state.scale, state.cap, terms, False, state.sinks,
             naming.roles(settle(state.sink_dims)) if state.sinks is not None else (),

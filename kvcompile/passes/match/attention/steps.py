@@ -193,7 +193,7 @@ def _sinks(state: Scores, node: fx.Node, carried: fx.Node) -> None:
             "the scores are concatenated with more than one extra column", node,
             advice="write the new tokens into the cache and attend over it in one product",
         )
-    state.sinks, state.sinks_first, state.sink_dims = other, operands[0] is not carried, state.dims[:-1]
+    state.sinks, state.sinks_first, state.sink_dims = other, operands[0] is not carried, (*state.dims[:-1], ())
 
 
 def _shifted(state: Scores, node: fx.Node, carried: fx.Node) -> None:

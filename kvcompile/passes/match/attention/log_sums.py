@@ -1,0 +1,86 @@
+"""Log-sums of the scores that are read beside their softmax: sinks that stand behind the attention.
+
+    softmax(x) @ v * sigmoid(logsumexp(x) - sink)    is    softmax([x, sink])[..., :-1] @ v
+
+because both are sum(exp(x) v) / (sum(exp(x)) + exp(sink)).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from kvcompile.passes.graph.operators import COPIES, SIZES, TURNS
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, sizes
+from kvcompile.passes.match.attention.roles import Dims
+from kvcompile.passes.match.attention.steps import VIEWS, Scores, viewed
+from kvcompile.passes.match.sites import MaskKind
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    """A result times sigmoid(log-sum - sinks): the product of the two, the sinks with their dims, and all nodes between."""
+
+    output: fx.Node
+    sinks: fx.Node
+    sink_dims: Dims
+    nodes: tuple[fx.Node, ...]
+
+
+def log_sum(scores: fx.Node, dim: int) -> fx.Node | None:
+    """The log-sum of ``scores`` over their dim ``dim``, before or behind a cast; None where there is none."""
+    chain = [scores]
+    while op_name(chain[-1]) in COPIES - {"dropout"} and is_tensor(chain[-1].args[0]):
+        chain.append(operand(chain[-1]))
+    rank = len(sizes(scores))
+    found = [
+        user for node in chain for user in node.users
+        if op_name(user) == "logsumexp" and [int(item) % rank for item in bind(user)["dim"]] == [dim]
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def rescaled(log: fx.Node, dim: int, state: Scores, result: fx.Node, result_dims: Dims) -> Rescaled | None:
+    """The sinks by which a ``result`` of attention, with dims of the scores' letters, is scaled behind it; None where it is not."""
+    dims: Dims = (*state.dims[:dim], *([()] if bind(log)["keepdim"] else []), *state.dims[dim + 1 :])
+    nodes, node = [log], log
+    sinks: fx.Node | None = None
+    sink_dims: Dims = ()
+    done = False
+    while True:
+        users = [user for user in node.users if op_name(user) not in SIZES]
+        if len(users) != 1:
+            return None
+        following, name = users[0], op_name(users[0])
+        if name in COPIES - {"dropout"}:
+            pass
+        elif name in VIEWS | TURNS:
+            dims = viewed(state.letters, dims, following)
+        elif name == "sub" and sinks is None and following.args[0] is node and is_tensor(following.args[1]):
+            if bind(following)["alpha"] != 1 or sizes(following) != sizes(node):
+                return None
+            sinks = following.args[1]
+            sink_dims = state.term(sinks, MaskKind.ADD, dims).dims
+        elif name == "sigmoid" and sinks is not None and not done:
+            done = True
+        elif name == "mul" and done and sinks is not None:
+            path = _to_result(following, node, result)
+            fits = path is not None and state.letters.settled(dims) == result_dims
+            return Rescaled(following, sinks, sink_dims, (*nodes, *path, following)) if fits and path is not None else None
+        else:
+            return None
+        nodes.append(following)
+        node = following
+
+
+def _to_result(scaled: fx.Node, factor: fx.Node, result: fx.Node) -> tuple[fx.Node, ...] | None:
+    """The copies between a result of attention and its multiplication by a factor; None where something else is multiplied."""
+    node = scaled.args[1] if scaled.args[0] is factor else scaled.args[0]
+    nodes: list[fx.Node] = []
+    while isinstance(node, fx.Node) and node is not result:
+        if op_name(node) not in COPIES:
+            return None
+        nodes.append(node)
+        node = node.args[0]
+    return tuple(nodes) if node is result and sizes(scaled) == sizes(result) else None
