@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from kvcompile.passes.capture.combined import combine_behind
 from kvcompile.passes.capture.flex import Stays
 from kvcompile.passes.capture.in_place import write_in_place
 from kvcompile.passes.capture.memo import Memo
@@ -137,6 +138,8 @@ def capture(
         module.graph.eliminate_dead_code(_stays)
         join_stacked(module.graph)
         join_prefixes(module.graph)
+        combine_behind(module.graph)
+    module.graph.eliminate_dead_code(_stays)
     module.recompile()
     for node in module.graph.nodes:
         if node.meta.get("stack_trace"):

@@ -1,0 +1,246 @@
+"""Combinations of attention weights times values, in the form that recognisers know: each softmax times the values by itself.
+
+    (softmax(s1) - lam * softmax(s2)) @ v    is    softmax(s1) @ v - lam * (softmax(s2) @ v)
+
+for factors that are the same for all tokens. Differential attention is written so, and weights that a gate of each query scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvcompile.passes.graph.constants import constant
+from kvcompile.passes.graph.effects import Effects, analyse
+from kvcompile.passes.graph.operators import COPIES, Kind, named
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, same_shape, sizes, value_of
+
+aten = torch.ops.aten
+
+SOFTMAX = named(Kind.SOFTMAX)
+THROUGH = COPIES | {"nan_to_num", "masked_fill", "where", "select", "view", "unsqueeze", "exp"}
+"""What may stand between a softmax and the combination."""
+
+Call = Callable[..., fx.Node]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One softmax of a combination: times ``factors``, tensors or numbers, in the dtypes that it is cast to on its way."""
+
+    weights: fx.Node
+    factors: tuple[tuple[fx.Node | float, bool], ...] = ()
+    """Each with whether it divides."""
+    casts: tuple[torch.dtype, ...] = ()
+
+
+def combine_behind(graph: fx.Graph) -> None:
+    """Turn every product of combined attention weights and values into the combination of products, in place."""
+    products = [node for node in graph.nodes if op_name(node) in {"matmul", "bmm", "einsum"} and _letters(node) is not None]
+    effects = None
+    for node in products:
+        weights = _operands(node)[0]
+        tokens = _letters(node).tokens  # type: ignore[union-attr]
+        parts = _parts(weights, tokens)
+        if parts is None or (len(parts) == 1 and not parts[0].factors):
+            continue
+        effects = effects or analyse(graph)
+        inside = {weights, *_between(weights, parts)}
+        if any(effects.writes_to(item) for item in inside) or any(set(item.users) - inside - {node} for item in inside):
+            continue
+        if any(_depends(item, parts) for part in parts for item, _ in part.factors):
+            continue
+        if any(effects.writes_between(item, item, node) for part in parts for item, _ in part.factors if is_tensor(item)):
+            # A factor is read where the product is, and not where it was.
+            continue
+        _turn(graph, node, parts, effects)
+
+
+# --- what is combined --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Letters:
+    """A product of weights and values: letters of the weights' dims, of the result's, and which of the weights' are the tokens."""
+
+    weights: str
+    result: str
+    tokens: int
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    arguments = bind(node)
+    if op_name(node) == "einsum":
+        first, second = arguments["tensors"]
+        return first, second
+    return node.args[0], node.args[1]  # type: ignore[return-value]
+
+
+def _letters(node: fx.Node) -> _Letters | None:
+    """How the dims of a product's first operand run in its result; None where that is no plain product over one dim."""
+    if op_name(node) != "einsum":
+        first, second = _operands(node)
+        if not is_tensor(first) or not is_tensor(second) or min(len(sizes(first)), len(sizes(second))) < 2:
+            return None
+        rank = len(sizes(first))
+        result = len(sizes(node))
+        names = "abcdefghijkl"[:result]
+        # Dims aligned right; the last one of the weights is summed over, the last one of the result is the values'.
+        return _Letters(names[result - rank : -1] + "z", names, rank - 1) if rank <= result <= 12 else None
+    text = bind(node)["equation"].replace(" ", "")
+    if len(bind(node)["tensors"]) != 2 or "->" not in text or "." in text:
+        return None
+    inputs, result = text.split("->")
+    first, second = inputs.split(",")
+    summed = [letter for letter in first if letter not in result]
+    whole = set(first) - set(summed) <= set(result) and len(set(first)) == len(first) and len(set(result)) == len(result)
+    return _Letters(first, result, first.index(summed[0])) if len(summed) == 1 and summed[0] in second and whole else None
+
+
+def _parts(node: Any, tokens: int) -> list[_Part] | None:
+    """The softmaxes that a value is a combination of; None where it is something else. ``tokens``: the dim of the cached tokens."""
+    name = op_name(node)
+    if not is_tensor(node):
+        return None
+    off = name == "dropout" and (node.args[1] == 0.0 or not node.args[2])
+    if (off or name in COPIES - {"dropout"}) and is_tensor(node.args[0]) and same_shape(node, node.args[0]):
+        found = _parts(node.args[0], tokens)
+        dtype = value_of(node).dtype
+        return None if found is None else [
+            replace(part, casts=(*part.casts, dtype)) if value_of(node.args[0]).dtype is not dtype else part for part in found
+        ]
+    if name in {"add", "sub"} and all(is_tensor(item) and same_shape(item, node) for item in node.args[:2]):
+        first, second = (_parts(item, tokens) for item in node.args[:2])
+        sign = float(bind(node)["alpha"]) * (-1 if name == "sub" else 1)
+        return None if first is None or second is None else [*first, *(_times(part, sign, False) for part in second)]
+    if name == "neg":
+        found = _parts(node.args[0], tokens)
+        return None if found is None else [_times(part, -1.0, False) for part in found]
+    if name in {"mul", "div"} and len(node.args) == 2:
+        sides = [(node.args[0], node.args[1])] + ([(node.args[1], node.args[0])] if name == "mul" else [])
+        for carried, factor in sides:
+            if is_tensor(carried) and same_shape(carried, node) and _is_factor(factor, node, tokens):
+                found = _parts(carried, tokens)
+                if found is not None:
+                    return [_times(part, factor, name == "div") for part in found]
+    return [_Part(node)] if _is_weights(node) else None
+
+
+def _times(part: _Part, factor: Any, divides: bool) -> _Part:
+    return part if factor == 1.0 and not divides else replace(part, factors=(*part.factors, (factor, divides)))
+
+
+def _is_factor(item: Any, node: fx.Node, tokens: int) -> bool:
+    """Whether something is a number, or a tensor that is the same for all cached tokens; no mask."""
+    if constant(item) is not None:
+        return math.isfinite(constant(item) or 0.0)
+    if not is_tensor(item) or not value_of(item).dtype.is_floating_point:
+        return False
+    at = tokens - (len(sizes(node)) - len(sizes(item)))
+    size = value_of(item).shape[at] if at >= 0 else 1
+    return isinstance(size, int) and size == 1
+
+
+def _is_weights(node: Any) -> bool:
+    """Whether a softmax stands behind a value, a few steps away."""
+    for _ in range(8):
+        if op_name(node) in SOFTMAX:
+            return True
+        if op_name(node) == "div":
+            # Exponentials divided by their sum.
+            node = node.args[0]
+            return op_name(node) == "exp" or (op_name(node) in THROUGH | {"mul"} and any(op_name(x) == "exp" for x in node.args))
+        if op_name(node) not in THROUGH:
+            return False
+        carried = [item for item in node.args[:3] if is_tensor(item) and (op_name(node) != "where" or item is not node.args[0])]
+        node = next((item for item in carried if op_name(item) in THROUGH | SOFTMAX), None)
+    return False
+
+
+def _between(node: fx.Node, parts: list[_Part]) -> Iterator[fx.Node]:
+    """The nodes of a combination, without its softmaxes and factors."""
+    leaves = {part.weights for part in parts} | {item for part in parts for item, _ in part.factors if isinstance(item, fx.Node)}
+    stack = [node]
+    while stack:
+        item = stack.pop()
+        if item not in leaves:
+            yield item
+            stack += item.all_input_nodes
+
+
+def _depends(item: object, parts: list[_Part]) -> bool:
+    """Whether a factor is made of the weights themselves, as a sum that they are divided by is."""
+    leaves = {part.weights for part in parts}
+    first, stack, seen = min(leaves), [item], set()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, fx.Node) or node in seen or node < first:
+            continue
+        if node in leaves:
+            return True
+        seen.add(node)
+        stack += node.all_input_nodes
+    return False
+
+
+# --- the combination of products ---------------------------------------------------------------------
+
+
+def _turn(graph: fx.Graph, product: fx.Node, parts: list[_Part], effects: Effects) -> None:
+    def call(target: Any, *args: Any) -> fx.Node:
+        with graph.inserting_before(product):
+            node = graph.call_function(target, args)
+        node.meta = {key: value for key, value in product.meta.items() if key not in {"val", "tensor_meta"}}
+        node.meta["val"] = target(*fx.node.map_arg(args, value_of))
+        effects.order[node] = effects.order[product]
+        return node
+
+    letters = _letters(product)
+    assert letters is not None
+    total: fx.Node | None = None
+    for part in parts:
+        made = part.weights
+        for dtype in part.casts:
+            made = call(aten.to.dtype, made, dtype)
+        made = call(product.target, *_with_first(product, made))
+        for factor, divides in part.factors:
+            lined = factor if not is_tensor(factor) else _lined_up(call, factor, letters)
+            tensor = is_tensor(lined)
+            target = (aten.div.Tensor if tensor else aten.div.Scalar) if divides else aten.mul.Tensor if tensor else aten.mul.Scalar
+            made = call(target, made, lined)
+        total = made if total is None else call(aten.add.Tensor, total, made)
+    assert total is not None
+    if value_of(total).dtype is not value_of(product).dtype:
+        total = call(aten.to.dtype, total, value_of(product).dtype)
+    product.replace_all_uses_with(total)
+    graph.erase_node(product)
+
+
+def _with_first(product: fx.Node, weights: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a product with other weights."""
+    if op_name(product) == "einsum":
+        return (product.args[0], [weights, product.args[1][1]], *product.args[2:])  # type: ignore[index]
+    return (weights, *product.args[1:])
+
+
+def _lined_up(call: Call, factor: fx.Node, letters: _Letters) -> fx.Node:
+    """A factor of the weights, aligned right with these, as one of the result."""
+    names = list(letters.weights[len(letters.weights) - len(sizes(factor)) :])
+    summed = letters.weights[letters.tokens]
+    if summed in names:
+        factor = call(aten.select.int, factor, names.index(summed), 0)
+        names.remove(summed)
+    order = [names.index(letter) for letter in letters.result if letter in names]
+    if order != sorted(order):
+        factor = call(aten.permute.default, factor, order)
+    placed = [letter for letter in letters.result if letter in names]
+    first = letters.result.index(placed[0]) if placed else len(letters.result)
+    for at, letter in enumerate(letters.result[first:]):
+        if letter not in names:
+            factor = call(aten.unsqueeze.default, factor, at)
+    return factor
