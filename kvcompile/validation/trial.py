@@ -144,8 +144,9 @@ class _Session:
                     self.theirs[place], self.ours[place] = expected[slot.outputs[0]], found[slot.outputs[0]]
                 if slot.kind.facts.filled and slot.block_table is None and slot.sliding is None:
                     dim = slot.axes.token_dim
-                    both = self.theirs[place], handles.decoded(self.ours[place])
-                    if difference := compared(*(item.narrow(dim, 0, min(last, item.shape[dim])) for item in both)):
+                    theirs, ours = self.theirs[place], handles.decoded(self.ours[place])
+                    held, stored = (item.narrow(dim, 0, min(last, item.shape[dim])) for item in (theirs, ours))
+                    if difference := compared(held, stored):
                         return f"the cache that it writes {difference}"
         return ""
 

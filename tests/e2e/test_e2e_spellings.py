@@ -165,6 +165,21 @@ def mask_of_queries_alone(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> to
     return m.close(scores.softmax(-1) @ v)
 
 
+def combined_by_an_einsum(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Two softmaxes of one product, and a factor a head and query whose dims the second product takes elsewhere."""
+    q, k, v = m.written(x, pos)
+    factor = torch.tanh(q.mean(-1)).mT[..., None]
+    one, other = (m.masked(torch.einsum("bshd,bktd->bkst".replace("k", "h"), q * sign, k), pos).softmax(-1) for sign in (1.0, -0.5))
+    return m.o(torch.einsum("bhst,bhtd->bshd", (one / 2 - factor * other).to(v.dtype), v).flatten(2))
+
+
+def scaled_by_a_gate(m: Spelling, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """Weights whose sum is not one: the gate of each query goes behind the product."""
+    q, k, v = m.written(x, pos)
+    scores = m.masked(q.transpose(1, 2) @ k.mT, pos)
+    return m.close((scores.softmax(-1) * torch.sigmoid(q.transpose(1, 2).mean(-1, keepdim=True)) * 2.0) @ v)
+
+
 def exp_and_max(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     weights = torch.exp(scores.masked_fill(~mask, -INF) - scores.masked_fill(~mask, -INF).amax(-1, keepdim=True))
     return weights / weights.sum(-1, keepdim=True)
@@ -320,6 +335,8 @@ REWRITTEN: dict[str, tuple[Body, str, int, int]] = {
     "tokens-by-queries": (tokens_by_queries, "bktd", 4, 2),
     "sinks-first": (sinks_first, "bktd", 4, 2),
     "mask-of-queries-alone": (mask_of_queries_alone, "bktd", 4, 2),
+    "combined-by-an-einsum": (combined_by_an_einsum, "bktd", 4, 2),
+    "scaled-by-a-gate": (scaled_by_a_gate, "bktd", 4, 2),
     **{item.__name__.replace("_", "-"): (softmaxed(item), "bktd", 4, 2) for item in (
         exp_less_max, masked_after_exp, renormalised, logarithms, less_logsumexp, zeroed_twice, zeros_where_hidden,
         zeros_by_an_equal_mask, zeros_where_nothing_is_seen, zeros_where_all_is_hidden, zeros_where_none_is_counted,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -59,6 +59,8 @@ def combine_behind(graph: fx.Graph) -> None:
             # A factor is read where the product is, and not where it was.
             continue
         _turn(graph, node, parts, effects)
+        for item in sorted(inside, reverse=True):
+            graph.erase_node(item)
 
 
 # --- what is combined --------------------------------------------------------------------------------
@@ -137,8 +139,8 @@ def _times(part: _Part, factor: Any, divides: bool) -> _Part:
 
 def _is_factor(item: Any, node: fx.Node, tokens: int) -> bool:
     """Whether something is a number, or a tensor that is the same for all cached tokens; no mask."""
-    if constant(item) is not None:
-        return math.isfinite(constant(item) or 0.0)
+    if (value := constant(item)) is not None:
+        return value != 0.0 and math.isfinite(value)
     if not is_tensor(item) or not value_of(item).dtype.is_floating_point:
         return False
     at = tokens - (len(sizes(node)) - len(sizes(item)))
@@ -208,12 +210,16 @@ def _turn(graph: fx.Graph, product: fx.Node, parts: list[_Part], effects: Effect
         for dtype in part.casts:
             made = call(aten.to.dtype, made, dtype)
         made = call(product.target, *_with_first(product, made))
+        number = 1.0
         for factor, divides in part.factors:
-            lined = factor if not is_tensor(factor) else _lined_up(call, factor, letters)
-            tensor = is_tensor(lined)
-            target = (aten.div.Tensor if tensor else aten.div.Scalar) if divides else aten.mul.Tensor if tensor else aten.mul.Scalar
-            made = call(target, made, lined)
-        total = made if total is None else call(aten.add.Tensor, total, made)
+            if (value := constant(factor)) is not None:
+                number = number / value if divides else number * value
+            else:
+                made = call(aten.div.Tensor if divides else aten.mul.Tensor, made, _lined_up(call, cast(fx.Node, factor), letters))
+        joined = aten.sub.Tensor if number < 0.0 and total is not None else aten.add.Tensor
+        number = abs(number) if joined is aten.sub.Tensor else number
+        made = made if number == 1.0 else call(aten.mul.Scalar, made, number)
+        total = made if total is None else call(joined, total, made)
     assert total is not None
     if value_of(total).dtype is not value_of(product).dtype:
         total = call(aten.to.dtype, total, value_of(product).dtype)

@@ -11,6 +11,7 @@ what the cache held before, once it is updated, and nobody else writes to it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import fx
 
 from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.operators import SIZES
-from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, same_shape, value_of
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, same_shape, sizes, value_of
 
 aten = torch.ops.aten
 
@@ -29,6 +30,45 @@ WRITES = {
 """Updates of a whole tensor that have an operator in place with the same operands."""
 PARTS = {"slice_scatter": aten.slice.Tensor, "select_scatter": aten.select.int}
 """Updates of a part of a tensor, and the view of that part."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An update of a part of ``old``: what it becomes, the operator that gives a view of it, and that operator's other operands."""
+
+    old: Any
+    new: Any
+    view: Any
+    where: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+def _part(node: Any) -> _Part | None:
+    """The part that a node updates; None where it updates none."""
+    if op_name(node) in PARTS:
+        return _Part(node.args[0], node.args[1], PARTS[op_name(node)], tuple(node.args[2:]), node.kwargs)
+    return _entry(node) if op_name(node) == "where" and len(node.args) == 3 else None
+
+
+def _entry(node: Any) -> _Part | None:
+    """A select_scatter as it is decomposed: where(arange(n) along a dim == index, the new entry along that dim, old)."""
+    chosen, wide, old = node.args
+    if op_name(chosen) != "eq" or op_name(wide) != "expand" or op_name(wide.args[0]) != "unsqueeze":
+        return None
+    line, index = chosen.args
+    counted = line.args[0] if op_name(line) == "view" else None
+    new, dim = wide.args[0].args
+    rank = len(sizes(node))
+    dim %= rank
+    if op_name(counted) != "arange" or isinstance(index, bool) or not isinstance(index, int) or not is_tensor(old):
+        return None
+    one = [size if at == dim else 1 for at, size in enumerate(sizes(node))]
+    numbers = bind(counted)
+    plain = not numbers.get("start") and (numbers.get("step") or 1) == 1
+    if not plain or list(sizes(line)) != one or not same_shape(old, node) or not 0 <= index < one[dim]:
+        return None
+    return _Part(old, new, aten.select.int, (dim, index), {})
+
 
 Call = Callable[..., fx.Node]
 
@@ -60,10 +100,12 @@ def _updates(made: fx.Node, cache: fx.Node) -> list[fx.Node]:
     """The updates that make a tensor out of the cache, in order; none where it is not made of it by updates alone."""
     found: list[fx.Node] = []
     while made is not cache:
-        if op_name(made) not in WRITES.keys() | PARTS.keys() or not is_tensor(made.args[0]):
+        part = _part(made)
+        old = part.old if part is not None else made.args[0] if op_name(made) in WRITES else None
+        if not is_tensor(old):
             return []
         found.append(made)
-        made = made.args[0]
+        made = old
     return found[::-1]
 
 
@@ -108,14 +150,20 @@ def _write(call: Call, made: fx.Node, place: fx.Node) -> None:
         overload = getattr(WRITES[name], made.target._overloadname)  # type: ignore[union-attr]
         call(overload, place, *made.args[1:], **made.kwargs)
         return
-    old, new, *where = made.args
-    part = call(PARTS[name], place, *where, **made.kwargs)
-    if op_name(new) in WRITES.keys() | PARTS.keys() and _is_part(new.args[0], PARTS[name], old, where, made.kwargs):  # type: ignore[union-attr]
-        _write(call, new, part)  # type: ignore[arg-type]
+    part = _part(made)
+    assert part is not None
+    view = call(part.view, place, *part.where, **part.named)
+    if (op_name(part.new) in WRITES and _is_part(part.new.args[0], part)) or ((inner := _part(part.new)) and _is_part(inner.old, part)):
+        _write(call, part.new, view)
     else:
-        call(aten.copy_.default, part, new)
+        call(aten.copy_.default, view, part.new)
 
 
-def _is_part(node: object, view: Any, old: object, where: list[Any], named: dict[str, Any]) -> bool:
-    """Whether a node is the part of ``old`` that an update replaces."""
-    return isinstance(node, fx.Node) and node.target is view and node.args[0] is old and list(node.args[1:]) == where and node.kwargs == named
+def _is_part(node: Any, part: _Part) -> bool:
+    """Whether a node is what the part held before it was updated."""
+    if not isinstance(node, fx.Node) or node.target is not part.view or node.args[0] is not part.old or node.kwargs != part.named:
+        return False
+    if not part.where or len(node.args) < 2:
+        return tuple(node.args[1:]) == part.where
+    dim, *rest = node.args[1:]
+    return (dim % len(sizes(part.old)), *rest) == (part.where[0] % len(sizes(part.old)), *part.where[1:])

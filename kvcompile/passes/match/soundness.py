@@ -15,7 +15,7 @@ from torch import fx
 from kvcompile.passes.graph.effects import Effects, written_arguments
 from kvcompile.passes.graph.operators import COPIES, SIZES
 from kvcompile.passes.graph.pullback import trace
-from kvcompile.passes.graph.shapes import is_tensor, op_name, sizes
+from kvcompile.passes.graph.shapes import is_tensor, op_name
 from kvcompile.passes.match.sites import Attention, Miss, Write
 
 STATISTICS = COPIES | {"max", "amax", "logsumexp", "getitem", "sum", "unsqueeze", "squeeze"}

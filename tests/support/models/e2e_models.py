@@ -64,6 +64,7 @@ from e2e_layers import (  # noqa: F401 - tests take all models from here
     prompt,
     visible,
 )
+from softmax_models import Differential, DifferentialConcatenated, Safe, Scaled
 from torch import nn
 
 # --- how attention is spelled -------------------------------------------------------------------------
@@ -340,6 +341,14 @@ CASES = (
     spelled("learned-scale", step_learned_scale, refused="multiplied by a tensor"),
     spelled("keys-first", step_keys_first),
     spelled("hand-softmax", step_hand_softmax),
+    Case("zeros-by-the-mask", lambda **given: Safe("by the mask", **given), by_position),
+    Case("zeros-by-the-row", lambda **given: Safe("by the row", **given), by_position),
+    Case("zeros-by-an-epsilon", lambda **given: Safe("by an epsilon", **given), by_position),
+    Case("sinks-behind", Scaled, by_position, sizes={"kv": 2}),
+    Case("differential-channels", lambda **given: Differential("channels", **given), by_position, sizes={"kv": 2}),
+    Case("differential-heads", lambda **given: Differential("heads", **given), by_position),
+    Case("differential-concatenated", DifferentialConcatenated, returned(None)),
+    Case("differential-by-token", lambda **given: DifferentialConcatenated(True, **given), returned(None), refused="pass through"),
     spelled("d80", step_additive, dim=80, kv=2),
     spelled("mqa-repeat", step_additive, kv=1),
 )

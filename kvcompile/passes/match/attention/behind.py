@@ -91,7 +91,7 @@ def _next(node: fx.Node) -> fx.Node:
 def _keeps(node: fx.Node, name: str) -> bool:
     """Whether a step hands weights on: as they are, or with zeros in place of NaN, as a query that sees nothing has."""
     if name == "dropout":
-        return node.args[1] == 0.0 or not node.args[2]
+        return bool(node.args[1] == 0.0 or not node.args[2])
     if name == "nan_to_num":
         return not constant(node.args[1] if len(node.args) > 1 and node.args[1] is not None else 0.0)
     if name in {"expand", "expand_as", "broadcast_to"}:

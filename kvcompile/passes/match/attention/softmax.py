@@ -27,7 +27,7 @@ from kvcompile.passes.match.attention.behind import Behind, behind, made_of
 from kvcompile.passes.match.attention.log_sums import log_sum, rescaled
 from kvcompile.passes.match.attention.products import Product, product
 from kvcompile.passes.match.attention.roles import Dims, Letters, Naming, readings
-from kvcompile.passes.match.attention.steps import STEPS, Scores, Term, scores_operand
+from kvcompile.passes.match.attention.steps import STEPS, Scores, Statistics, Term, scores_operand
 from kvcompile.passes.match.attention.sums import beside
 from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss, Zeroed
 
@@ -74,8 +74,8 @@ def recognise(node: fx.Node) -> Attention | None:
     tokens = state.dims[found.dim]
     if len(tokens) != 1 or (state.sinks is not None and found.dim != len(state.dims) - 1):
         raise Miss("the softmax is over no single dim of cached tokens", node, advice="take the softmax over the cached tokens, dim=-1")
-    statistics = ((found.scores, state.dims),)
-    zeroed = [(state.term(mask, kind, state.dims), statistics) for mask, kind in found.zeroed]
+    statistics: Statistics = ((found.scores, state.dims),)
+    zeroed: list[tuple[Term, Statistics]] = [(state.term(mask, kind, state.dims), statistics) for mask, kind in found.zeroed]
     after = behind(node, state.dims, state)
     zeroed += [(term, (*statistics, (given, dims))) for term, given, dims in after.zeroed]
     output = after.product.node

@@ -30,6 +30,10 @@ class Term:
     factor: float = 1.0
 
 
+Statistics = tuple[tuple[fx.Node, Dims], ...]
+"""Scores and weights that a mask of weights may be made from, each with its dims."""
+
+
 @dataclass
 class Scores:
     """The scores' normal form while the steps are read from the product to the softmax."""
@@ -48,8 +52,8 @@ class Scores:
     """A second product that is added, relative to the first before any scale: more channels of queries and keys."""
     instead: Term | None = None
     """The same sum read as a mask, where the second product is none with cached keys."""
-    zeroed: list[tuple[Term, tuple[tuple[fx.Node, Dims], ...]]] = field(default_factory=list)
-    """Masks of weights, each with the scores and weights that it may be made from and their dims."""
+    zeroed: list[tuple[Term, Statistics]] = field(default_factory=list)
+    """Masks of weights, each with what it may be made from."""
     rounding: float = 0.0
 
     def mask(self, node: fx.Node, kind: MaskKind, factor: float = 1.0) -> None:

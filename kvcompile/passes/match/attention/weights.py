@@ -117,7 +117,7 @@ def _divided(node: fx.Node) -> Weights | None:
     if total.epsilon > torch.finfo(dtype).eps / 2 or total.floor > LEAST or not (dim is not None or _less_maximum(scores)):
         raise Miss(
             f"exponentials of the scores are divided by something other than their sum, which {total.epsilon or total.floor:g} may change",
-            node, advice=SPELL + f", or subtract the scores' maximum first and keep the epsilon at {torch.finfo(dtype).eps / 2:.0e} or less",
+            node, advice=SPELL + f", or subtract the scores' maximum first and add no more than {torch.finfo(dtype).eps / 2:.0e}",
         )
     return Weights(scores, dims[0], nodes, (), masks, total.epsilon)
 
