@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.passes.graph.effects import Effects, analyse
+from kvcompile.passes.graph.dynamo import is_wrapper
+from kvcompile.passes.graph.effects import Effects, analyse, same_memory
 from kvcompile.passes.graph.operators import SIZES
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, same_shape, sizes, value_of
 
@@ -56,7 +57,7 @@ def _entry(node: Any) -> _Part | None:
     if op_name(chosen) != "eq" or op_name(wide) != "expand" or op_name(wide.args[0]) != "unsqueeze":
         return None
     line, index = chosen.args
-    counted = line.args[0] if op_name(line) == "view" else None
+    counted: Any = line.args[0] if op_name(line) == "view" else None
     new, dim = wide.args[0].args
     rank = len(sizes(node))
     dim %= rank
@@ -113,6 +114,9 @@ def _alone(cache: fx.Node, updates: list[fx.Node], copy: fx.Node, effects: Effec
     """Whether nobody but the updates and the copy writes, and nobody reads what one of the updates has replaced."""
     if set(effects.writes_to(cache)) != {copy} or any(effects.writes_to(made) for made in updates):
         return False
+    inputs = (node for node in effects.order if node.op == "placeholder" and node is not cache and is_tensor(node))
+    if any(not is_wrapper(value_of(other)) and same_memory(cache, other) for other in inputs):
+        return False
     for held, following in zip((cache, *updates), (*updates, None), strict=True):
         readers = effects.readers(held) - {copy}
         if effects.output in readers and held is not cache:
@@ -163,7 +167,9 @@ def _is_part(node: Any, part: _Part) -> bool:
     """Whether a node is what the part held before it was updated."""
     if not isinstance(node, fx.Node) or node.target is not part.view or node.args[0] is not part.old or node.kwargs != part.named:
         return False
-    if not part.where or len(node.args) < 2:
-        return tuple(node.args[1:]) == part.where
-    dim, *rest = node.args[1:]
-    return (dim % len(sizes(part.old)), *rest) == (part.where[0] % len(sizes(part.old)), *part.where[1:])
+    given: Any = node.args[1:]
+    if not part.where or not given:
+        return tuple(given) == part.where
+    dim, *rest = given
+    rank = value_of(node.args[0]).dim()  # type: ignore[arg-type]
+    return (dim % rank, *rest) == (part.where[0] % rank, *part.where[1:])
