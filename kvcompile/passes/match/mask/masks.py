@@ -43,6 +43,7 @@ class _Carried(Exception):
 
 
 def negated(expr: Expr) -> Expr:
+    """Return the opposite of a predicate, with comparisons and alternatives turned rather than wrapped."""
     if expr.op in NEGATED:
         return Expr(NEGATED[expr.op], expr.args)
     if expr.op == "not":

@@ -63,7 +63,7 @@ def _bare(expr: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a step asks of a weight, against what is known of a token that is ``seen``."""
+    """The conditions that a step asks of a weight, against those that hold for every token that is ``seen``."""
 
     zeroed: Zeroed
     seen: set[Expr]
