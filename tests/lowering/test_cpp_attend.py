@@ -72,6 +72,7 @@ CASES = {
     # One scale a kv head, codes that hold NaN: by rows of vectors and, with many bfloat16 rows, by matrices.
     "static_g4_d128": Case("int8-static", "fp8-static", torch.bfloat16, 3, 4, 128, 80, "keep", shapes=((1, 1), (2, 70))),
     "static_softcap": Case("fp8-static", "int8-static", torch.float32, 2, 3, 80, 64, "lo bias", 5.0, ((2, 1), (1, 9))),
+    "int8_int4_filled": Case("int8", "int4", torch.float32, 1, 4, 64, 64, "bool fill sinks", shapes=((2, 1), (1, 5))),
     "dense_fp8_half": Case("dense", "fp8(granularity=group)", torch.float16, 1, 4, 64, 96, "lo keep bool headbias", 0.0, ((1, 5),)),
 }
 
@@ -112,16 +113,21 @@ def masks(case: Case, batch: int, queries: int, tokens: int) -> dict[str, torch.
     }
 
 
-def check(got: torch.Tensor, operands: tuple[object, ...]) -> None:
+def check(got: torch.Tensor, operands: tuple[object, ...], fill: float | None = None) -> None:
     """Error at most twice that of the eager float32 body plus one rounding of the result's dtype."""
     wide = (operands[0].double(), *operands[1:])  # type: ignore[attr-defined]
-    exact = ops.attend_body(AttendOperands(*wide), compute=torch.float64)  # type: ignore[arg-type]
-    eager = ops.attend_body(AttendOperands(*operands))  # type: ignore[arg-type]
+    exact = ops.attend_body(AttendOperands(*wide, fill=fill), compute=torch.float64)  # type: ignore[arg-type]
+    eager = ops.attend_body(AttendOperands(*operands, fill=fill))  # type: ignore[arg-type]
     assert got.dtype == eager.dtype and got.shape == eager.shape and got.is_contiguous()
     assert torch.isfinite(got).all()
     allowed = (eager.double() - exact).abs().max() + torch.finfo(got.dtype).eps * exact.abs().max()
     worst = (got.double() - exact).abs().max()
     assert worst <= 2 * allowed, f"error {worst:.3g}, allowed {2 * allowed:.3g}"
+
+
+def fill_of(case: Case) -> float | None:
+    """A score among those of visible tokens, where the mask replaces scores."""
+    return -1.5 if "fill" in case.masks else None
 
 
 def compiled(case: Case) -> Callable[..., torch.Tensor]:
@@ -131,7 +137,8 @@ def compiled(case: Case) -> Callable[..., torch.Tensor]:
         q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], hi: torch.Tensor, lo: torch.Tensor | None,
         keep: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        return ops.attend(q, keys, values, hi, lo, keep, bias, sinks, case.keys, case.values, scale, case.softcap, case.width_v)
+        named = case.keys, case.values, scale, case.softcap, case.width_v
+        return ops.attend(q, keys, values, hi, lo, keep, bias, sinks, *named, fill=fill_of(case))
 
     return torch.compile(run, dynamic=True, fullgraph=True)
 
@@ -149,7 +156,7 @@ def test_matches_float64(name: str) -> None:
             keys, values = store(k, case.keys), store(v, case.values)
             operands = (q, keys, values, *masks(case, batch, queries, tokens).values())
             got = run(*operands)
-            check(got, (*operands, case.keys, case.values, case.width**-0.5, case.softcap, case.width_v))
+            check(got, (*operands, case.keys, case.values, case.width**-0.5, case.softcap, case.width_v), fill_of(case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

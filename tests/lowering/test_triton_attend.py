@@ -22,6 +22,9 @@ from kvcompile.types import PAGE, Extent, KernelFormat, Layout, PlaneSpec, Role,
 
 SCHEMES = ("dense", "int8", "fp8", "int4", "kivi", "lookup", "beyond", "int8-static", "fp8-static", "early", "normed", "padded")
 
+FILL = -1.5
+"""A score among those of visible tokens."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -121,6 +124,7 @@ def cases(scheme: str) -> list[Case]:
         dataclasses.replace(base, keep=True, T=100, B=2),
         dataclasses.replace(base, bias=Bias.ADDED, S=3, T=90, B=2),
         dataclasses.replace(base, bias=Bias.BOOLEAN, T=90, keep=True),
+        dataclasses.replace(base, bias=Bias.REPLACING, T=90, S=2),
         dataclasses.replace(base, sinks=True, softcap=5.0),
         dataclasses.replace(base, S=5, T=150, B=2, lo=True, keep=True),
         dataclasses.replace(base, S=5, T=150, tile=wide, sinks=True),
@@ -324,7 +328,7 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
     bias = None
     if case.bias is Bias.ADDED:
         bias = torch.randn(case.B, 1, case.S, case.T, generator=g).to(case.dtype)
-    if case.bias is Bias.BOOLEAN:
+    if case.bias in {Bias.BOOLEAN, Bias.REPLACING}:
         bias = (torch.rand(1, H, 1, case.T - 5, generator=g) > 0.5).expand(case.B, H, case.S, case.T - 5)
     sinks = torch.randn(H, generator=g) if case.sinks else None
     recent = base = rotation = None
@@ -344,6 +348,7 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
         q=q, keys=keys, values=values, hi=hi, lo=lo, keep=keep, bias=bias, sinks=sinks, key_scheme=schemes.parse(case.key).spell(),
         value_scheme=schemes.parse(case.value).spell(), scale=case.scale / case.magnitude, softcap=case.softcap, value_dim=case.Dv,
         recent=recent, base=base, rotation=rotation, interleaved=case.interleaved, early=early, early_at=early_at,
+        **({"fill": FILL} if case.bias is Bias.REPLACING else {}),
     )
 
 
@@ -398,7 +403,8 @@ def run_kernel(
     """The rendered kernel, launched by ``launch`` (kernel, grid, tensors) or as Triton does it, and a merge in eager torch."""
     q, keys, values = args["q"], args["keys"], args["values"]
     masks = Masks(
-        lo=case.lo, keep=case.keep or bool(case.fronts), bias=case.bias, sinks=case.sinks, bias_per_head=case.bias is Bias.BOOLEAN,
+        lo=case.lo, keep=case.keep or bool(case.fronts), bias=case.bias, sinks=case.sinks,
+        bias_per_head=case.bias in {Bias.BOOLEAN, Bias.REPLACING}, fill=FILL if case.bias is Bias.REPLACING else 0.0,
         bias_per_query=case.bias is Bias.ADDED,
     )
     formats = [

@@ -65,6 +65,7 @@ class Operands:
     sinks: ir.IRNode | None
     scale: float
     softcap: float
+    fill: float | None
 
     def nodes(self) -> list[ir.IRNode]:
         """Every tensor the kernel reads."""
@@ -81,7 +82,7 @@ def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox | None
         keys=_side(given.keys, given.key_scheme, static(head_dim), Role.KEY),
         values=_side(given.values, given.value_scheme, width_v, Role.VALUE),
         hi=realize(given.hi), lo=_maybe(given.lo), keep=_maybe(given.keep), bias=_maybe(given.bias), sinks=_maybe(given.sinks),
-        scale=float(given.scale), softcap=float(given.softcap),
+        scale=float(given.scale), softcap=float(given.softcap), fill=given.fill,
     )
     size = [batch, sympy.Integer(static(heads)), queries, sympy.Integer(width_v)]
     layout = ir.FixedLayout(torch.device("cpu"), given.q.get_dtype(), size)
@@ -154,6 +155,7 @@ class AttendTemplate(CppTemplate):
             has_bias=str(ops.bias is not None).lower(), has_keep=str(ops.keep is not None).lower(),
             tile=TILE, max_rows=MAX_ROWS, min_split=MIN_SPLIT, heads=self.kv_heads, group=self.group,
             scale=_float(ops.scale), softcap=_float(ops.softcap),
+            fills=str(ops.fill is not None).lower(), fill=_float(ops.fill or 0.0),
         )
 
 

@@ -16,6 +16,9 @@ from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
 from kvcompile.lowering.decode.template import LOG2E
 from kvcompile.types import PAGE, KernelFormat, Role
 
+LEAST = torch.finfo(torch.float32).min
+"""The least score in base-2 units."""
+
 
 class Bias(enum.IntEnum):
     """Kinds of mask operand; the numbers are the template's."""
@@ -23,6 +26,7 @@ class Bias(enum.IntEnum):
     NONE = 0
     ADDED = 1
     BOOLEAN = 2
+    REPLACING = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Masks:
     bias_per_batch: bool = True
     bias_per_head: bool = True
     bias_per_query: bool = True
+    fill: float = 0.0
+    """The score of a token for which a mask is False, where ``bias`` is REPLACING."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +159,7 @@ class AttendConfig:
             "BLOCK_N": min(tile.block_t, 16 * tile.num_warps),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
             "PICKED_SCALES": tile.picked, "COPIES": tile.copies, "TALL": tile.block_t if tile.tokens_first else 0,
+            **({"FILL": max(masks.fill * LOG2E, LEAST)} if masks.bias is Bias.REPLACING else {}),
         }
 
     def with_splits(self, splits: int, direct: bool, shares: int = 0) -> AttendConfig:

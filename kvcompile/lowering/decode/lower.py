@@ -207,9 +207,11 @@ def _scale_pack(nodes: dict[str, Any], letter: str) -> int:
 def _masks(operands: AttendOperands[Any]) -> Masks:
     hi, lo, keep, bias = operands.hi, operands.lo, operands.keep, operands.bias
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.get_dtype() == torch.bool else Bias.ADDED
+    if operands.fill is not None:
+        kind = Bias.REPLACING
     return Masks(
         lo is not None, keep is not None, kind, operands.sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
-        varies(bias, 0), varies(bias, 1), varies(bias, 2),
+        varies(bias, 0), varies(bias, 1), varies(bias, 2), float(operands.fill or 0.0),
     )
 
 

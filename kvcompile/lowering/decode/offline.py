@@ -25,7 +25,7 @@ import torch
 
 from kvcompile.errors import CompileError
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES
-from kvcompile.lowering.decode.config import AttendConfig, plans
+from kvcompile.lowering.decode.config import AttendConfig, Bias, plans
 from kvcompile.lowering.decode.slot_plan import SlotPlan
 from kvcompile.lowering.decode.template import GLOBALS, SOURCE
 from kvcompile.lowering.host.triton_api import POINTERS, compile_for
@@ -91,7 +91,9 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
         "K_NORMS": plane(1, torch.float16),
         "LO": Operand.contiguous((batch if masks.lo_per_batch else 1, queries), torch.int64),
         "KEEP": Operand((batch, "TOKENS"), ("TOKENS", 1), torch.bool), "KEPT": Operand((batch, "RUNS"), ("RUNS", 1), torch.int32),
-        "BIAS": Operand((batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1), torch.bool if masks.bias == 2 else config.dtype),
+        "BIAS": Operand(
+            (batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1), config.dtype if masks.bias is Bias.ADDED else torch.bool,
+        ),
         "SINKS": Operand.contiguous((heads,), torch.float32),
         "RECENT_K": dataclasses.replace(recent, stride=("RECENT_HEADS", "RECENT_HEAD", config.key_dim, 1)),
         "RECENT_V": Operand(

@@ -91,7 +91,7 @@ def _lookup_tiles(base: AttendConfig, rows: int) -> list[Tile]:
     block_t = 32 if max(base.key_dim, base.value_dim) <= 128 else 16
     # Triton takes probabilities that come of joined columns and of bytes of a mask for numbers of 4 bits: an operand of 16 tokens is
     # then cut as one of 32, and half of the tokens count twice, the others never.
-    cut_wide = block_t < 32 and (base.masks.keep or base.masks.bias is Bias.BOOLEAN)
+    cut_wide = block_t < 32 and (base.masks.keep or base.masks.bias in {Bias.BOOLEAN, Bias.REPLACING})
     copies = 2 if key.picked and 2 * rows <= block_r and not cut_wide else 1
     tile = Tile(block_t, block_r, True, 1, 3, copies)
     few = [tile, dataclasses.replace(tile, num_stages=2)]

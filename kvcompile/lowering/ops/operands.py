@@ -53,6 +53,7 @@ class AttendOperands(Generic[T]):
     more_dim: Any = 0
     early: Sequence[T] | None = None
     early_at: T | None = None
+    fill: float | None = None
 
     def arguments(self) -> tuple[Any, ...]:
         """The operands in the schema's order, without those at the end that have their defaults."""

@@ -24,7 +24,7 @@ Operands of ``attend``
     lo          int64 [B or 1, S] or None: the first position (sliding window)
     keep        bool [B or 1, T'] or None: positions that may be attended at all (padding); beyond T' none
     bias        float or bool, broadcastable to [B, H, S, T'] and given with 4 dims, or None: any other mask,
-                added to the scores after the softcap (bool: False means minus infinity); beyond T' none
+                added to the scores after the softcap (bool: False means ``fill`` in place of the score); beyond T' none
     sinks       float [H] or None: one extra logit a head that takes mass and has no value
     recent      None or the newest keys and values in full precision, [B, K, R, D] and [B, K, R, Dv]: row j is the
                 token at position base + j, and the planes hold nothing from base on that may be read
@@ -37,6 +37,7 @@ Operands of ``attend``
     early       None or the first tokens in full precision, planes [1, B, K, N, D] and [1, B, K, N, Dv]: row j is the token at position
                 early_at + j, whatever the codes and ``recent`` say of it
     early_at    None for 0, or a plane int64 [1, B, 1, 1, 1]
+    fill        the score of a token for which a bool ``bias`` is False, where a model masks with a number; None for -inf
     scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
     result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do
 
@@ -82,7 +83,7 @@ LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
     " Tensor[]? recent=None, Tensor? base=None, Tensor[]? rotation=None, bool interleaved=False,"
-    " Tensor[]? more=None, str more_scheme='', SymInt more_dim=0, Tensor[]? early=None, Tensor? early_at=None) -> Tensor"
+    " Tensor[]? more=None, str more_scheme='', SymInt more_dim=0, Tensor[]? early=None, Tensor? early_at=None, float? fill=None) -> Tensor"
 )
 
 
@@ -268,15 +269,18 @@ def softmax_parts(
     """Softmax of the query heads of one kv head over keys [B, 1, T, D]: weights [B, G, S, T], their sums with the sinks' [B, G, S, 1],
     and which tokens each query sees, bool [B or 1, 1 or G, S, T].
     """
-    q, bias, sinks, softcap, tokens = operands.q, operands.bias, operands.sinks, operands.softcap, k.shape[2]
+    q, bias, sinks, softcap, fill, tokens = operands.q, operands.bias, operands.sinks, operands.softcap, operands.fill, k.shape[2]
     scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * operands.scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     mask = visible(operands.hi, operands.lo, operands.keep, tokens)
     if bias is not None:
         part = bias[:, heads] if bias.shape[1] == q.shape[1] else bias
-        if part.dtype == torch.bool:
+        if part.dtype == torch.bool and fill is None:
             mask = mask & _padded(part, tokens, False)
+        elif part.dtype == torch.bool and fill is not None:
+            scores = scores.masked_fill(~_padded(part, tokens, True), fill)
+            mask = mask & (torch.arange(tokens, device=q.device) < part.shape[-1])
         else:
             scores = scores + _padded(part.to(compute), tokens, float("-inf"))
     scores = scores.masked_fill(~mask, float("-inf"))
