@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.passes.graph.casts import cast
 from kvcompile.passes.graph.dynamo import FakeTensor, no_modes
 from kvcompile.passes.graph.operators import COPIES, VIEWS
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, value_of
@@ -20,17 +21,19 @@ def constant(node: Any) -> float | None:
         return None
     name = op_name(node)
     if name in COPIES and node.args:
-        return constant(node.args[0])
+        value = constant(node.args[0])
+        return value if value is None or not is_tensor(node) else cast(value, value_of(node).dtype)
     if name in {"full", "scalar_tensor"} and is_tensor(node) and value_of(node).numel() == 1:
         arguments = bind(node)
-        return constant(arguments.get("fill_value", arguments.get("s")))
+        value = constant(arguments.get("fill_value", arguments.get("s")))
+        return None if value is None else cast(value, value_of(node).dtype)
     if node.op == "get_attr":
-        value: Any = node.graph.owning_module
+        held: Any = node.graph.owning_module
         for part in str(node.target).split("."):
-            value = getattr(value, part)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            held = getattr(held, part)
+        if isinstance(held, torch.Tensor) and held.numel() == 1:
             with no_modes():
-                return float(value.item()) if not isinstance(value, FakeTensor) else None
+                return float(held.item()) if not isinstance(held, FakeTensor) else None
     return None
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from kvcompile.passes.graph.casts import holds
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.operators import COPIES, IN_PLACE, JOINS, KINDS, SPLITS, Kind
-from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes
+from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
 
 Coords = np.ndarray
 """int64 [samples, dims]: one row an element of a tensor."""
@@ -230,12 +231,18 @@ def factor(path: Iterable[fx.Node]) -> float:
     return total
 
 
+def _kept(node: fx.Node) -> bool:
+    """Whether a copy has the values of its operand; floating point numbers only up to rounding, which is compared when it is validated."""
+    source, target = value_of(operand(node)).dtype, value_of(node).dtype
+    return holds(source, target) or (source.is_floating_point and target.is_floating_point)
+
+
 def step(node: fx.Node, coords: Coords, through_joins: bool = False, scales: bool = False) -> Step | None:
     """One operator upstream, or None where ``node`` makes new values."""
     name = op_name(node)
     if name in COPIES:
         keeps = name != "dropout" or not (node.args[1] and node.args[2])
-        return (operand(node), coords) if keeps and is_tensor(node.args[0]) else None
+        return (operand(node), coords) if keeps and is_tensor(node.args[0]) and _kept(node) else None
     if scales and (scaled := _scaled(node)) is not None and sizes(scaled[0]) == sizes(node):
         return scaled[0], coords
     if name in JOINS:

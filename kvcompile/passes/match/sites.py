@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from kvcompile.passes.match.paged_places import BlockTable, Places
@@ -101,6 +102,10 @@ class MaskTerm:
     roles: tuple[str, ...]
     factor: float = 1.0
     """What a term that is added is multiplied with first: -1 where it is subtracted."""
+    dtype: torch.dtype = torch.float32
+    """The dtype in which a term is added: only its lowest number, and minus infinity, hide a token whatever the scores are."""
+    fill: float = -math.inf
+    """What the scores that a term excludes are replaced by."""
 
 
 @dataclass(frozen=True)
@@ -339,12 +344,20 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The mask in normal form: arithmetic on positions, and carried tensors for whatever is left."""
+    """The mask in normal form: arithmetic on positions, and carried tensors for whatever is left.
+
+    A term whose ``fill`` is a number is the only one that is carried.
+    """
 
     hi: Limit
     lo: Limit | None = None
     keep: tuple[fx.Node, tuple[str, ...]] | None = None
     carried: tuple[MaskTerm, ...] = ()
+
+    @property
+    def fill(self) -> float:
+        """What the scores become that the carried masks exclude."""
+        return max((term.fill for term in self.carried), default=-math.inf)
 
 
 class LimitKind(enum.Enum):

@@ -7,6 +7,7 @@ that what is announced can be printed, evaluated and held against what was alloc
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from kvcompile.errors import (
 )
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.match import Matched, refuse
 from kvcompile.passes.match.rope.rope import Rotation, recognise
 from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, Stage
@@ -216,6 +218,25 @@ def _check_device(site: Site, pair: Pair) -> None:
             raise DeviceUnsupported(scheme=scheme.name, path=site.path or "*", known=" and ".join(scheme.devices), device=device)
 
 
+def _check_fill(site: Site, pair: Pair) -> None:
+    """Raise Miss where a number that masked scores are replaced by meets what knows hidden tokens only."""
+    fill = site.bounds.fill
+    if fill == -math.inf:
+        return
+    found = None
+    if pair.certify is not None or pair.k.attention != Scheme.attention:
+        found = f"the attention of {pair.k.name} knows only tokens that are hidden"
+    elif site.key.sliding is not None or site.key.block_table is not None:
+        found = "the places of its cache are in another order"
+    elif max(pair.k.window, pair.v.window) and any("B" in role for term in hiding(site.bounds) for role in term.roles):
+        found = "its padding is left out of blocks of tokens"
+    if found is not None:
+        raise Miss(
+            f"masked scores are replaced by {fill:g}, which is seen where all others are lower, and {found}", site.attention.output,
+            advice="fill with -inf or with the lowest number of the scores' dtype (torch.finfo(scores.dtype).min)",
+        )
+
+
 def layer_of(path: str, index: int) -> int:
     """The number of a layer: the first number in its module path, else that of the attention in its graph."""
     found = re.search(r"(?<![A-Za-z_])\d+(?![A-Za-z_])", path)
@@ -242,6 +263,7 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
         scheme.check_pair(pair.k, pair.v, site.assembly is not None, site.path or "*")
     _check_device(site, pair)
     _check_order(site, pair)
+    _check_fill(site, pair)
     rolling = site.key.sliding.slots if site.key.sliding is not None else rolls(site)
     if pair.certify is not None:
         check_site(site, rolling)

@@ -12,6 +12,7 @@ the order in which the store has them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,13 +104,15 @@ def _is_plain_causal(context: Context, item: SitePlan) -> bool:
 
 def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     """Emit the operation that attends over planes, and the report of its error where one is asked for."""
-    operands = _operands(shared, emit, item, source)
+    operands, fill = _operands(shared, emit, item, source), item.site.bounds.fill
+    filled = {"fill": fill} if fill != -math.inf else {}
     if source.fresh is not None:
-        return _with_rows(emit.call(torch.ops.kvcompile.attend.default, *operands), item)
+        return _with_rows(emit.call(torch.ops.kvcompile.attend.default, *operands, **filled), item)
     optional, early, scheme = _optional(shared, emit, item), _early(shared, emit, item), item.key.scheme
     planes, own = shared.planes.named(item.key), shared.planes.named(item.value)
     written = [planes.get(name) for name in scheme.attention_writes] + [own.get(name) for name in scheme.attention_writes_values]
-    out = _with_rows(emit.call(getattr(torch.ops.kvcompile, scheme.attention).default, *operands, *optional, *written, **early), item)
+    operation = getattr(torch.ops.kvcompile, scheme.attention).default
+    out = _with_rows(emit.call(operation, *operands, *optional, *written, **early, **filled), item)
     if item.certify is not None:
         emit.call(
             torch.ops.kvcompile.report_site.default, out, *operands, *(optional or [None, None]), planes[TELEMETRY_PLANE.name],

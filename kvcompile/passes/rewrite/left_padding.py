@@ -14,8 +14,7 @@ from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
-from kvcompile.passes.match.mask.masks import hiding
+from kvcompile.passes.match.mask.masks import hidden_at, hiding
 from kvcompile.passes.match.sites import Bounds, MaskKind, MaskTerm, Site
 from kvcompile.passes.rewrite.visibility import Visibility
 
@@ -33,7 +32,8 @@ def shown(emit: Emitter, term: MaskTerm, site: Site) -> fx.Node:
     """Return which tokens a mask term lets through, bool [B or 1, H or 1, S or 1, T]."""
     node = emit.copies[term.node]
     if term.kind is MaskKind.ADD:
-        node = emit.call(aten.gt.Scalar, node, VERY_NEGATIVE)
+        # Not "greater than": NaN hides nothing.
+        node = emit.call(aten.logical_not.default, emit.call(aten.le.Scalar, node, hidden_at(term)))
     elif value_of(term.node).dtype != torch.bool:
         node = emit.call(aten.ne.Scalar, node, 0)
     if term.kind is MaskKind.FILL:
@@ -43,7 +43,7 @@ def shown(emit: Emitter, term: MaskTerm, site: Site) -> fx.Node:
 
 def padded_rows(emit: Emitter, terms: tuple[MaskTerm, ...], site: Site, made: dict[Any, fx.Node]) -> fx.Node:
     """The first visible position of each row, int64 [B]; one computation for all sites that share their masks."""
-    key = tuple((term.node, term.roles, term.kind) for term in terms)
+    key = terms
     if key in made:
         return made[key]
     found: fx.Node | None = None

@@ -57,7 +57,7 @@ def recognise(node: fx.Node) -> Attention | None:
     if arguments["attn_mask"] is not None:
         mask = arguments["attn_mask"]
         kind = MaskKind.BOOL if value_of(mask).dtype.is_floating_point is False else MaskKind.ADD
-        masks = (MaskTerm(mask, kind, mask_roles(mask, scores, sizes(k)[-2])),)
+        masks = (MaskTerm(mask, kind, mask_roles(mask, scores, sizes(k)[-2]), dtype=value_of(q).dtype),)
     scale = arguments["scale"]
     if scale is None:
         scale = 1 / math.sqrt(hint(value_of(q).shape[-1]))

@@ -21,7 +21,7 @@ from dataclasses import replace
 from torch import fx
 
 from kvcompile.passes.graph.operators import COPIES
-from kvcompile.passes.graph.shapes import op_name, sizes
+from kvcompile.passes.graph.shapes import op_name, sizes, value_of
 from kvcompile.passes.match.attention import weights
 from kvcompile.passes.match.attention.behind import Behind, behind, made_of
 from kvcompile.passes.match.attention.log_sums import log_sum, rescaled
@@ -63,7 +63,7 @@ def recognise(node: fx.Node) -> Attention | None:
         letters.note(item, spelled)
     state = Scores(first, letters, letters.note(first.node, first.letters), scale=first.alpha)
     if first.bias is not None:
-        state.mask(first.bias, MaskKind.ADD)
+        state.mask(first.bias, MaskKind.ADD, dtype=value_of(first.node).dtype)
     for step, carried in steps:
         if op_name(step) not in COPIES:
             STEPS[op_name(step)](state, step, carried)
@@ -148,4 +148,5 @@ def _attentions(
 
 
 def _term(term: Term, naming: Naming, settle: object) -> MaskTerm:
-    return MaskTerm(term.node, term.kind, naming.roles(settle(term.dims)), term.factor)  # type: ignore[operator]
+    factor = term.factor if term.kind is MaskKind.ADD else 1.0
+    return MaskTerm(term.node, term.kind, naming.roles(settle(term.dims)), factor, term.dtype, term.score)  # type: ignore[operator]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
+from kvcompile.passes.graph.casts import cast, lowest
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.operators import COPIES, TURNS, Kind, named
-from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, sizes
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, sizes, value_of
 from kvcompile.passes.match.attention.products import NAMES, Product
 from kvcompile.passes.match.attention.roles import Dims, Letters
 from kvcompile.passes.match.attention.sums import Summand, summand
 from kvcompile.passes.match.sites import MaskKind, Miss
 
 VIEWS = named(Kind.RESHAPE, Kind.UNSQUEEZE)
-VERY_NEGATIVE = -1e4
+LEAST_FACTOR = 0.05
+"""Scores that were masked with the lowest number of their dtype may be multiplied by no less: it would no longer exclude."""
+MASKING = -1e4
+"""Scores that are replaced by more than this are not masked; those replaced by less are scores all the same, where others are lower."""
 PLAIN = "mask with masked_fill(..., -inf), torch.where or an added mask, and scale by a number"
 
 
@@ -28,6 +34,13 @@ class Term:
     kind: MaskKind
     dims: Dims
     factor: float = 1.0
+    dtype: torch.dtype = torch.float32
+    fill: float = -math.inf
+
+    @property
+    def score(self) -> float:
+        """What an excluded token's score is in the end: -inf where it is the lowest number of its dtype, which no other comes near."""
+        return -math.inf if self.fill <= lowest(self.dtype) else self.fill * self.factor
 
 
 Statistics = tuple[tuple[fx.Node, Dims], ...]
@@ -56,11 +69,16 @@ class Scores:
     """Masks of weights, each with what it may be made from."""
     rounding: float = 0.0
 
-    def mask(self, node: fx.Node, kind: MaskKind, factor: float = 1.0) -> None:
-        """Add one mask operand, its dims aligned right with the scores', times a number where it is added."""
-        self.masks.append(self.term(node, kind, self.dims, factor))
+    def mask(
+        self, node: fx.Node, kind: MaskKind, factor: float = 1.0, dtype: torch.dtype = torch.float32, fill: float = -math.inf,
+    ) -> None:
+        """Add one mask operand of the scores, its dims aligned right with theirs.
 
-    def term(self, node: fx.Node, kind: MaskKind, masked: Dims, factor: float = 1.0) -> Term:
+        ``factor``, ``dtype``: what it is multiplied with and the dtype it is added in; ``fill``: what the excluded scores become.
+        """
+        self.masks.append(replace(self.term(node, kind, self.dims), factor=factor, dtype=dtype, fill=fill))
+
+    def term(self, node: fx.Node, kind: MaskKind, masked: Dims) -> Term:
         """A mask operand of scores or weights whose dims are ``masked``, its own aligned right with these."""
         shape = sizes(node)
         aligned = masked[len(masked) - len(shape) :]
@@ -72,7 +90,7 @@ class Scores:
             if size not in {1, whole}:
                 raise Miss("a mask that broadcasts over part of a flattened dim of the scores", node, advice=PLAIN)
             dims.append(dim if size == whole else ())
-        return Term(node, kind, tuple(dims), factor)
+        return Term(node, kind, tuple(dims))
 
 
 def scores_operand(node: fx.Node) -> fx.Node | None:
@@ -119,7 +137,10 @@ def _scaled(state: Scores, node: fx.Node, factor: float) -> None:
         raise Miss("the scores are scaled after a mask by a number that is not positive", node, advice="scale them before masking")
     state.scale *= factor
     for term in state.masks:
-        term.factor *= factor if term.kind is MaskKind.ADD else 1.0
+        # Excluded scores are multiplied too: with the lowest number they keep apart from all others only by a factor that is not small.
+        term.factor *= factor
+        if term.kind is not MaskKind.ADD and term.fill != -math.inf and term.factor < LEAST_FACTOR:
+            raise Miss("masked scores are divided by a large number", node, advice="scale the scores before they are masked")
 
 
 def _other(node: fx.Node, carried: fx.Node) -> object:
@@ -158,12 +179,12 @@ def _add(state: Scores, node: fx.Node, carried: fx.Node) -> None:
     more = summand(other, state.product) if _bare(state) and factor == 1.0 else None
     if more is not None:
         state.beside = replace(more, factor=more.factor / state.scale)
-        state.mask(other, MaskKind.ADD, 1 / state.scale)
+        state.mask(other, MaskKind.ADD, 1 / state.scale, value_of(node).dtype)
         state.instead = state.masks.pop()
         return
     if other is node.args[0] and factor != 1.0:
         raise Miss("the scores are added to a mask times a number", node, advice="scale the scores before they are added")
-    state.mask(other, MaskKind.ADD, factor)
+    state.mask(other, MaskKind.ADD, factor, value_of(node).dtype)
 
 
 def _bare(state: Scores) -> bool:
@@ -174,18 +195,27 @@ def _bare(state: Scores) -> bool:
 
 def _fill(state: Scores, node: fx.Node, carried: fx.Node) -> None:
     del carried
-    value = constant(node.args[2])
-    if value is None or value > VERY_NEGATIVE:
-        raise Miss("masked scores are filled with a value that does not exclude them", node, advice=PLAIN)
-    state.mask(node.args[1], MaskKind.FILL)  # type: ignore[arg-type]
+    state.mask(node.args[1], MaskKind.FILL, 1.0, value_of(node).dtype, _filled(state, node, node.args[2]))  # type: ignore[arg-type]
 
 
 def _where(state: Scores, node: fx.Node, carried: fx.Node) -> None:
     condition, yes, no = node.args[:3]
-    value = constant(no if yes is carried else yes)
-    if value is None or value > VERY_NEGATIVE:
-        raise Miss("masked scores are replaced by a value that does not exclude them", node, advice=PLAIN)
-    state.mask(condition, MaskKind.BOOL if yes is carried else MaskKind.FILL)  # type: ignore[arg-type]
+    kind, value = (MaskKind.BOOL, no) if yes is carried else (MaskKind.FILL, yes)
+    state.mask(condition, kind, 1.0, value_of(node).dtype, _filled(state, node, value))  # type: ignore[arg-type]
+
+
+def _filled(state: Scores, node: fx.Node, item: object) -> float:
+    """What masked scores are replaced by, a number: the lowest one of their dtype excludes them, others are scores as well."""
+    value, dtype = constant(item), value_of(node).dtype
+    if value is None or not value <= MASKING:
+        raise Miss("masked scores are filled with a value that does not exclude them", node, advice=PLAIN)
+    value = cast(value, dtype)
+    if value > lowest(dtype) and state.masks:
+        raise Miss(
+            f"scores are masked a second time, by {value:g}, which is seen where all others are lower", node,
+            advice="mask them once, or fill with -inf or the lowest number of their dtype (torch.finfo(scores.dtype).min)",
+        )
+    return value
 
 
 def _sinks(state: Scores, node: fx.Node, carried: fx.Node) -> None:
@@ -212,15 +242,19 @@ def _shifted(state: Scores, node: fx.Node, carried: fx.Node) -> None:
             "something other than their maximum or a mask is subtracted from the scores", node,
             advice="subtract the maximum of these very scores, or a mask over the tokens",
         )
-    state.mask(term, MaskKind.ADD, -alpha)
+    state.mask(term, MaskKind.ADD, -alpha, value_of(node).dtype)
 
 
 def _floor(state: Scores, node: fx.Node, carried: fx.Node) -> None:
+    """A clamp to what the dtype of the scores holds anyway changes none of them; with any other number it may."""
     del state, carried
-    value = constant(node.args[1])
-    top = bind(node).get("max")
-    if value is None or value > VERY_NEGATIVE or (top is not None and (constant(top) or 0) < -VERY_NEGATIVE):
-        raise Miss("the scores are clamped", node, advice="clamp the queries, or use a softcap: cap * tanh(scores / cap)")
+    arguments, least = bind(node), lowest(value_of(node).dtype)
+    bottom = arguments["min"] if "min" in arguments else node.args[1]
+    limits = (bottom, 1.0), (arguments.get("max"), -1.0)
+    for limit, sign in limits:
+        value = constant(limit)
+        if limit is not None and (value is None or value * sign > least):
+            raise Miss("the scores are clamped", node, advice="clamp the queries, or use a softcap: cap * tanh(scores / cap)")
 
 
 def viewed(letters: Letters, dims: Dims, node: fx.Node) -> Dims:

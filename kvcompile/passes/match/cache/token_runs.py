@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.passes.graph.casts import holds
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.graph.operators import CONCATENATIONS, COPIES
@@ -226,7 +227,7 @@ def _first(index: fx.Node) -> Any:
         arguments = bind(index)
         step = arguments.get("step")
         return _number(arguments.get("start") or 0) if step in {1, None} else None
-    if name in COPIES and is_tensor(index.args[0]):
+    if name in COPIES and is_tensor(index.args[0]) and holds(value_of(index.args[0]).dtype, value_of(index).dtype):
         return _first(index.args[0])
     if sizes(index) != (1,):
         return None

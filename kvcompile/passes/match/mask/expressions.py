@@ -2,11 +2,13 @@
 
 A mask is built from iotas, comparisons, logic and gathers. ``read`` evaluates its graph symbolically at
 coordinates (linear forms of the axes), so that "position <= first new position + query index" is seen
-whatever reshapes and broadcasts spelled it. What is not understood stays a ``Load``, never a guess.
+whatever reshapes and broadcasts spelled it. What is not understood stays a ``Load``, never a guess, and so is what a dtype
+changes: a cast is seen through only where the target holds every value (``graph.casts``), arithmetic only where nothing rounds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.passes.graph.casts import cast, holds
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.operators import COPIES, KINDS, Kind
 from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, sizes, value_of
@@ -83,6 +86,11 @@ LOGIC = {
     "bitwise_not": "not", "logical_not": "not",
 }
 ARITHMETIC = {"add": "add", "sub": "sub", "mul": "mul"}
+COMPUTED: dict[str, Callable[[float, float], float]] = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b}
+TRUTHS = frozenset({*COMPARISONS.values(), "and", "or", "not", "truth"})
+"""Expressions that are zero or one; ``truth`` says whether a number is not zero."""
+WIDE = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
+"""Dtypes whose sums and differences of positions are exact."""
 
 
 def _broadcast(node: fx.Node, coords: Coords) -> Coords:
@@ -115,8 +123,109 @@ class _Unknown(Exception):
     """Raised where a value cannot be expressed; the enclosing node becomes a Load."""
 
 
+def boolean(expr: Expr) -> bool:
+    """Whether a value is zero or one by construction."""
+    if expr.op == "load":
+        assert expr.origin is not None
+        return value_of(expr.origin[0]).dtype is torch.bool
+    if expr.op == "num":
+        return expr.number in {0.0, 1.0}
+    if expr.op == "where":
+        return all(boolean(arg) for arg in expr.args[1:])
+    return expr.op in TRUTHS
+
+
+def _truth(expr: Expr) -> Expr:
+    """Whether a value is not zero."""
+    if boolean(expr):
+        return expr
+    if expr.op == "num":
+        return number(float(expr.number != 0.0))
+    if expr.op == "where":
+        condition, yes, no = expr.args
+        return _choice(condition, _truth(yes), _truth(no))
+    return Expr("truth", (expr,))
+
+
+def _choice(condition: Expr, yes: Expr, no: Expr) -> Expr:
+    """``where(condition, yes, no)``, the condition itself or its opposite where that is one and zero."""
+    if yes.op == no.op == "num" and (yes.number, no.number) in {(1.0, 0.0), (0.0, 1.0)}:
+        return condition if yes.number else Expr("not", (condition,))
+    return Expr("where", (condition, yes, no))
+
+
+def _converted(expr: Expr, source: torch.dtype, target: torch.dtype) -> Expr:
+    """A value of dtype ``source`` cast to ``target``; raises _Unknown where that may change it."""
+    if expr.op == "num":
+        return number(cast(expr.number, target))
+    if boolean(expr) or holds(source, target):
+        return expr
+    if target is torch.bool:
+        return _truth(expr)
+    if expr.op == "where":
+        condition, yes, no = expr.args
+        return _choice(condition, _converted(yes, source, target), _converted(no, source, target))
+    raise _Unknown
+
+
+def _branches(expr: Expr) -> tuple[Expr | None, float, float] | None:
+    """(condition, number where it holds, number elsewhere) of a value that is one of two numbers; without a condition of one number."""
+    if expr.op == "num":
+        return None, expr.number, expr.number
+    if expr.op == "where" and expr.args[1].op == expr.args[2].op == "num":
+        return expr.args[0], expr.args[1].number, expr.args[2].number
+    return (expr, 1.0, 0.0) if boolean(expr) else None
+
+
+def _computed(op: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr | None:
+    """Arithmetic on numbers, or on a choice of two numbers and a number, as ``dtype`` has it; None where it is on something else."""
+    a, b = _branches(left), _branches(right)
+    if a is None or b is None or (a[0] is not None and b[0] is not None):
+        return None
+    results = [COMPUTED[op](x, y) for x, y in zip(a[1:], b[1:], strict=True)]
+    if any(math.isnan(result) for result in results) or (not dtype.is_signed and min(results) < 0):
+        raise _Unknown
+    yes, no = (number(cast(result, dtype)) for result in results)
+    condition = a[0] if a[0] is not None else b[0]
+    return yes if condition is None else _choice(condition, yes, no)
+
+
+def _arithmetic(op: str, node: fx.Node, items: tuple[Any, Any], coords: Coords) -> Expr:
+    """A sum, difference or product of two operands in the dtype of its node."""
+    dtype = value_of(node).dtype
+    left, right = (_exact(item, dtype, coords) for item in items)
+    if dtype is torch.bool:
+        if op == "sub":
+            raise _Unknown
+        return Expr("and" if op == "mul" else "or", (left, right))
+    if op == "mul" and boolean(left) and boolean(right):
+        return Expr("and", (left, right))
+    found = _computed(op, left, right, dtype)
+    if found is not None:
+        return found
+    if dtype not in WIDE:
+        raise _Unknown
+    return _combined(op, left, right)
+
+
+def _exact(item: Any, dtype: torch.dtype, coords: Coords) -> Expr:
+    """An operand as ``dtype``, in which an operator computes; raises _Unknown where that may change it."""
+    expr = _operand(item, coords)
+    if is_tensor(item):
+        return _converted(expr, value_of(item).dtype, dtype)
+    return expr
+
+
+def _compare(node: fx.Node, coords: Coords) -> Expr:
+    """A comparison, where the dtype in which it is made holds both sides."""
+    values = [value_of(item) if is_tensor(item) else item if isinstance(item, (int, float)) else 0 for item in node.args[:2]]
+    dtype = torch.result_type(*values)
+    return Expr(COMPARISONS[op_name(node)], tuple(_exact(item, dtype, coords) for item in node.args[:2]))
+
+
 def _combined(op: str, left: Expr, right: Expr) -> Expr:
-    if left.op in {"idx", "num"} and right.op in {"idx", "num"} and op in {"add", "sub"} and "idx" in {left.op, right.op}:
+    whole = all(side.op == "idx" or (side.op == "num" and side.number.is_integer()) for side in (left, right))
+    if whole and op in {"add", "sub"} and "idx" in {left.op, right.op}:
         a = left.linear if left.op == "idx" else Linear(const=int(left.number))
         b = right.linear if right.op == "idx" else Linear(const=int(right.number))
         return Expr("idx", linear=a.plus(b, 1 if op == "add" else -1))
@@ -208,39 +317,58 @@ def _triangle(node: fx.Node, coords: Coords) -> Expr:
     return Expr("where", (inside, _operand(node.args[0], coords), number(0)))
 
 
+def _counted(node: fx.Node, coords: Coords) -> Expr:
+    arguments = bind(node)
+    start, step = arguments.get("start") or 0, arguments.get("step") or 1
+    if isinstance(step, fx.Node) or step != int(step) or not holds(torch.int64, value_of(node).dtype):
+        raise _Unknown
+    if not isinstance(start, fx.Node) and start != int(start):
+        raise _Unknown
+    return Expr("idx", linear=coords[0].times(int(step)).plus(integer(start)))
+
+
+def _copied(node: fx.Node, coords: Coords) -> Expr:
+    source: Any = node.args[0]
+    if op_name(node) == "dropout" and node.args[1] and node.args[2]:
+        raise _Unknown
+    return _converted(read(source, coords), value_of(source).dtype, value_of(node).dtype)
+
+
+def _chosen(node: fx.Node, condition: Any, yes: Any, no: Any, coords: Coords) -> Expr:
+    """``where`` or ``masked_fill``, whose numbers become those of the result's dtype."""
+    dtype = value_of(node).dtype
+    sides = (_converted(_operand(item, coords), value_of(item).dtype if is_tensor(item) else dtype, dtype) for item in (yes, no))
+    return Expr("where", (_truth(_operand(condition, coords)), *sides))
+
+
 def _compute(node: fx.Node, coords: Coords) -> Expr:
     name = op_name(node)
     if name == "arange":
-        arguments = bind(node)
-        step = arguments.get("step") or 1
-        if isinstance(step, fx.Node):
-            raise _Unknown
-        return Expr("idx", linear=coords[0].times(int(step)).plus(integer(arguments.get("start"))))
-    if name in COPIES and name not in {"detach_"}:
-        return read(node.args[0], coords)  # type: ignore[arg-type]
+        return _counted(node, coords)
+    if name in COPIES and name != "detach_":
+        return _copied(node, coords)
     if (move := MOVES.get(KINDS.get(name))) is not None:  # type: ignore[arg-type]
         return read(node.args[0], move(node, coords))  # type: ignore[arg-type]
     if name in {"full", "ones", "zeros", "new_ones", "new_zeros", "ones_like", "zeros_like", "full_like", "new_full"}:
         value = 1.0 if "ones" in name else 0.0 if "zeros" in name else constant(bind(node)["fill_value"])
         if value is None:
             raise _Unknown
-        return number(value)
+        return number(cast(value, value_of(node).dtype))
     if name in COMPARISONS:
-        return Expr(COMPARISONS[name], (_operand(node.args[0], coords), _operand(node.args[1], coords)))
+        return _compare(node, coords)
     if name in {"eq", "ne"} and constant(node.args[1]) == 0.0:
-        truth = _operand(node.args[0], coords)
+        truth = _truth(_operand(node.args[0], coords))
         return truth if name == "ne" else Expr("not", (truth,))
     if name in LOGIC and (not name.startswith(("bitwise", "__")) or value_of(node).dtype == torch.bool):
-        return Expr(LOGIC[name], tuple(_operand(item, coords) for item in node.args))
+        return Expr(LOGIC[name], tuple(_truth(_operand(item, coords)) for item in node.args))
     if name in ARITHMETIC and bind(node).get("alpha", 1) == 1:
-        return _combined(ARITHMETIC[name], _operand(node.args[0], coords), _operand(node.args[1], coords))
+        return _arithmetic(ARITHMETIC[name], node, (node.args[0], node.args[1]), coords)
     if name == "rsub" and bind(node).get("alpha", 1) == 1:
-        return _combined("sub", _operand(node.args[1], coords), _operand(node.args[0], coords))
+        return _arithmetic("sub", node, (node.args[1], node.args[0]), coords)
     if name == "where" and len(node.args) == 3:
-        return Expr("where", tuple(_operand(item, coords) for item in node.args))
+        return _chosen(node, node.args[0], node.args[1], node.args[2], coords)
     if name == "masked_fill":
-        condition, filled = _operand(node.args[1], coords), _operand(node.args[2], coords)
-        return Expr("where", (condition, filled, _operand(node.args[0], coords)))
+        return _chosen(node, node.args[1], node.args[2], node.args[0], coords)
     if name == "index":
         return _gathered(node, coords)
     if name in {"tril", "triu"}:

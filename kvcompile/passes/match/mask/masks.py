@@ -17,21 +17,21 @@ or the whole term is carried along as a tensor operand: slower to read, never wr
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import fx
 
+from kvcompile.passes.graph.casts import lowest
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import sizes, value_of
-from kvcompile.passes.match.attention.steps import VERY_NEGATIVE
+from kvcompile.passes.match.attention.steps import LEAST_FACTOR
 from kvcompile.passes.match.mask.expressions import Expr, Linear, read
-from kvcompile.passes.match.sites import Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm
+from kvcompile.passes.match.sites import Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm, Miss
 from kvcompile.passes.match.soundness import settled
 
 NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}
-LEAST_FACTOR = 0.05
-"""An added mask times less than this may no longer hide what its very negative numbers hid."""
 UPPER = {
     LimitKind.NODE: "causal by position", LimitKind.OWN: "causal", LimitKind.ALL: "length", LimitKind.CONST: "fixed length",
 }
@@ -53,46 +53,46 @@ def negated(expr: Expr) -> Expr:
     return Expr("not", (expr,))
 
 
-def _predicate(expr: Expr) -> Expr:
-    """The predicate behind an additive mask: zero where attended, very negative elsewhere."""
+def _predicate(expr: Expr, term: MaskTerm) -> Expr:
+    """The predicate behind an additive mask: zero where attended, elsewhere what hides whatever the scores are."""
     if expr.op == "where":
         condition, yes, no = expr.args
-        if yes.op == "num" and yes.number == 0.0 and no.op == "num" and no.number <= VERY_NEGATIVE:
-            return condition
-        if no.op == "num" and no.number == 0.0 and yes.op == "num" and yes.number <= VERY_NEGATIVE:
-            return negated(condition)
-        if yes.op == "num" and yes.number <= VERY_NEGATIVE:
-            return Expr("and", (negated(condition), _predicate(no)))
-        if no.op == "num" and no.number <= VERY_NEGATIVE:
-            return Expr("and", (condition, _predicate(yes)))
-    if expr.op == "mul" and expr.args[1].op == "num" and expr.args[1].number <= VERY_NEGATIVE:
-        kept = expr.args[0]
-        if kept.op == "sub" and kept.args[0].op == "num" and kept.args[0].number == 1.0:
-            return kept.args[1]
-        return negated(kept)
+        if _hides(yes, term):
+            return Expr("and", (negated(condition), _predicate(no, term)))
+        if _hides(no, term):
+            return Expr("and", (condition, _predicate(yes, term)))
     if expr.op == "add":
-        return Expr("and", tuple(_predicate(arg) for arg in expr.args))
+        return Expr("and", tuple(_predicate(arg, term) for arg in expr.args))
     if expr.op == "num" and expr.number == 0.0:
         return Expr("num", number=1.0)
     raise _Carried
 
 
-def _multiplied(expr: Expr, factor: float) -> Expr:
-    """An expression times a plain number, folded into a multiplication that is there already."""
-    if factor == 1.0:
-        return expr
-    if expr.op == "mul" and expr.args[1].op == "num":
-        return Expr("mul", (expr.args[0], Expr("num", number=expr.args[1].number * factor)))
+def _hides(expr: Expr, term: MaskTerm) -> bool:
+    return expr.op == "num" and expr.number * term.factor <= hidden_at(term) * abs(term.factor)
+
+
+def hidden_at(term: MaskTerm) -> float:
+    """What an added mask hides at and below, before its factor: the lowest number of the dtype it is added in, else minus infinity.
+
+    Nothing else hides: a softmax does not see what all scores of a row have in common, so a token at -20000 beside others at -1e9 is
+    seen, and scores may be lower than -10000.
+    """
+    return lowest(term.dtype) if abs(term.factor) >= LEAST_FACTOR else -math.inf
+
+
+def _finite(expr: Expr, term: MaskTerm) -> bool:
+    """Whether an added mask is made of integers and of numbers far from the end of its dtype: it is not known to hide anything."""
+    if expr.op == "load":
+        assert expr.origin is not None
+        return not value_of(expr.origin[0]).dtype.is_floating_point
     if expr.op == "num":
-        return Expr("num", number=expr.number * factor)
-    if expr.op == "where":
-        condition, yes, no = expr.args
-        return Expr("where", (condition, _multiplied(yes, factor), _multiplied(no, factor)))
-    return Expr("mul", (expr, Expr("num", number=factor)))
+        return abs(expr.number) < -lowest(term.dtype) / 2
+    return all(_finite(arg, term) for arg in expr.args)
 
 
 def _conjuncts(expr: Expr) -> list[Expr]:
-    if expr.op in {"and", "mul"}:
+    if expr.op == "and":
         return [item for arg in expr.args for item in _conjuncts(arg)]
     if expr.op == "not":
         inner = negated(expr.args[0])
@@ -109,6 +109,8 @@ def _conjuncts(expr: Expr) -> list[Expr]:
 def _sum(expr: Expr, sign: int, form: Linear, atoms: list[tuple[int, Expr]]) -> Linear:
     """Flatten sums down to what no longer depends on the position; those parts stay whole, as atoms."""
     if expr.op == "num":
+        if not expr.number.is_integer():
+            raise _Carried
         return form.plus(Linear(const=int(expr.number)), sign)
     if expr.op == "idx":
         return form.plus(expr.linear, sign)
@@ -138,6 +140,8 @@ def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int
         raise _Carried
     atom = atoms[0][1]
     node, roles = _plain(atom, "S", effects)
+    if value_of(node).dtype.is_floating_point:
+        raise _Carried
     return Limit(LimitKind.NODE, offset, node, roles, symbols)
 
 
@@ -174,6 +178,8 @@ def _compared(expr: Expr, effects: Effects) -> tuple[bool, Limit]:
 
 
 def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
+    if expr.op == "truth":
+        expr = expr.args[0]
     if expr.op != "load":
         raise _Carried
     node, roles = _plain(expr, "T", effects)
@@ -184,12 +190,17 @@ def _padding(expr: Expr, effects: Effects) -> tuple[object, tuple[str, ...]]:
     return node, tuple(roles)
 
 
+def _function(term: MaskTerm) -> Expr:
+    return read(term.node, tuple(Linear(((role, 1),)) if role else Linear() for role in term.roles))
+
+
 def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
     """Add one term's limits to ``bounds``; raises _Carried where any conjunct is not arithmetic."""
-    coords = tuple(Linear(((role, 1),)) if role else Linear() for role in term.roles)
-    expr = read(term.node, coords)
+    if term.fill != -math.inf:
+        raise _Carried
+    expr = _function(term)
     if term.kind is MaskKind.ADD:
-        expr = _predicate(_multiplied(expr, term.factor))
+        expr = _predicate(expr, term)
     elif term.kind is MaskKind.FILL:
         expr = negated(expr)
     found: dict[str, object] = {}
@@ -214,7 +225,7 @@ def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
 
 
 def normalise(attention: Attention, effects: Effects) -> Bounds:
-    """The mask of an attention in normal form."""
+    """The mask of an attention in normal form. Raises Miss where one replaces scores by a number and another one is carried beside it."""
     bounds: dict[str, object] = {}
     carried = []
     for term in attention.masks:
@@ -224,6 +235,12 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
             _term(term, bounds, effects)
         except _Carried:
             carried.append(term)
+    replaced = next((term for term in carried if term.fill != -math.inf), None)
+    if replaced is not None and len(carried) > 1:
+        raise Miss(
+            f"masked scores are replaced by {replaced.fill:g}, which is seen where all others are lower, beside another mask",
+            replaced.node, advice="fill with -inf or with the lowest number of the scores' dtype (torch.finfo(scores.dtype).min)",
+        )
     hi = bounds.get("hi")
     if attention.causal:
         hi = Limit(LimitKind.OWN)
@@ -233,11 +250,16 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
 
 
 def conditions(term: MaskTerm) -> list[Expr] | None:
-    """All that must hold of a token for a mask to let it through, over axes named by roles; None where the mask is a bias."""
-    expr = read(term.node, tuple(Linear(((role, 1),)) if role else Linear() for role in term.roles))
+    """All that must hold of a token for a mask to let it through, over axes named by roles; None where the mask hides nothing for certain.
+
+    A bias does not, nor does a mask that leaves another number than minus infinity in place of a score.
+    """
+    if term.fill != -math.inf:
+        return None
+    expr = _function(term)
     try:
         if term.kind is MaskKind.ADD:
-            expr = _predicate(_multiplied(expr, term.factor))
+            expr = _predicate(expr, term)
     except _Carried:
         return None
     return conjuncts(negated(expr) if term.kind is MaskKind.FILL else expr)
@@ -253,17 +275,21 @@ def conjuncts(expr: Expr) -> list[Expr] | None:
 
 def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
     """The tensors along the cached tokens that may hide some of them: from these a last visible position can be read."""
-    terms = [term for term in bounds.carried if "T" in term.roles and term.factor >= LEAST_FACTOR]
+    terms = [term for term in bounds.carried if "T" in term.roles and term.fill == -math.inf and _may_hide(term)]
     if bounds.keep is not None:
         node, roles = bounds.keep
         terms.append(MaskTerm(node, MaskKind.BOOL, roles))
     return tuple(terms)
 
 
+def _may_hide(term: MaskTerm) -> bool:
+    return term.kind is not MaskKind.ADD or (term.factor > 0.0 and not _finite(_function(term), term))
+
+
 def shown_by(term: MaskTerm, mask: torch.Tensor) -> torch.Tensor:
     """Return what a mask's value lets through, bool of its shape."""
     if term.kind is MaskKind.ADD:
-        return mask > VERY_NEGATIVE
+        return ~(mask <= hidden_at(term))
     return mask == 0 if term.kind is MaskKind.FILL else mask if mask.dtype is torch.bool else mask != 0
 
 
@@ -277,4 +303,5 @@ def describe(bounds: Bounds) -> str:
     for term in bounds.carried:
         shape = "x".join(str(size) for size in sizes(term.node))
         words += f" + {'bias' if term.kind is MaskKind.ADD else 'mask'} tensor [{shape}]"
+        words += f" that leaves {term.fill:g}" if term.fill != -math.inf else ""
     return words

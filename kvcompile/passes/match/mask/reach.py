@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from kvcompile.passes.graph.casts import holds
 from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.pullback import STEPS
 from kvcompile.passes.graph.shapes import is_tensor, op_name, size_along, value_of
@@ -55,6 +56,6 @@ def exceeds(site: Site) -> bool:
 
 def _base(node: fx.Node) -> fx.Node:
     """The tensor that holds a view's values: a write there is checked against the cache's end, so its positions never lie behind."""
-    while op_name(node) in STEPS.keys() | COPIES and is_tensor(node.args[0]):
+    while op_name(node) in STEPS.keys() | COPIES and is_tensor(node.args[0]) and holds(value_of(node.args[0]).dtype, value_of(node).dtype):
         node = node.args[0]
     return node

@@ -1,0 +1,56 @@
+"""Casts: which numbers a dtype holds exactly, what a number becomes in one, and where a dtype ends."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+LONGEST = 1 << 24
+"""Positions are smaller than this: float32 holds every integer below it."""
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return the least finite number of a floating point dtype, -inf for any other dtype."""
+    return torch.finfo(dtype).min if dtype.is_floating_point else -float("inf")
+
+
+def integers(dtype: torch.dtype) -> int:
+    """Return the number up to which a dtype holds every integer: 256 for bfloat16, 2048 for float16, 127 for int8."""
+    if dtype is torch.bool:
+        return 1
+    return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def holds(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a cast from ``source`` to ``target`` keeps every value; of integers those that positions have (``LONGEST``)."""
+    if source in {target, torch.bool}:
+        return True
+    if target is torch.bool or source.is_complex or target.is_complex:
+        return False
+    if source.is_floating_point:
+        return target.is_floating_point and no_coarser(target, source)
+    signed = target.is_signed or not source.is_signed
+    return signed and min(torch.iinfo(source).max, LONGEST) <= integers(target)
+
+
+def no_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether a floating point dtype has steps no coarser than another's, and no smaller range."""
+    mine, theirs = torch.finfo(dtype), torch.finfo(other)
+    return mine.eps <= theirs.eps and mine.max >= theirs.max
+
+
+def cast(number: float, dtype: torch.dtype) -> float:
+    """Return a number as a dtype holds it: truncated, or infinite where it lies beyond the range; rounding of fractions is left out."""
+    if not math.isfinite(number):
+        return float(number != 0) if dtype is torch.bool else number
+    if dtype is torch.bool:
+        return float(number != 0)
+    if not dtype.is_floating_point:
+        return float(int(number))
+    limits = torch.finfo(dtype)
+    if abs(number) <= limits.max:
+        return number
+    # Up to half a step above the largest number a number is rounded down to it.
+    nearest = limits.max if abs(number) < limits.max * (1 + limits.eps / (4 - 2 * limits.eps)) else math.inf
+    return math.copysign(nearest, number)
