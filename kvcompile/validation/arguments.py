@@ -26,6 +26,14 @@ from kvcompile.validation.sizes import Values, hints, past, read
 
 COMBINATIONS = 400
 """Readings of a program's arguments that are tried."""
+QUERIES = 3.0
+"""The spread of queries."""
+HOSTILE = 1e4
+"""What queries are multiplied by in a hostile moment: scores go far beyond -1e4, which some models mask with."""
+MOVES = (-2e4, 0.0, 1e6)
+"""Numbers of which one is added to every row of an added mask in a hostile moment: a softmax does not see it."""
+COUNTS = (1, 2, 3, -1)
+"""Integers that stand for 1 in an integer mask of a hostile moment."""
 AHEAD = 2
 """Places by which a limit of what is seen goes further in a moment that shows what was not written yet."""
 
@@ -36,7 +44,8 @@ class Moment:
 
     ``blind``: the last row's padding reaches into the new tokens, so that their queries see nothing; elsewhere every query sees some token.
     ``infinite``: masks that are added hide by -inf rather than by the least finite number. ``ahead``: masks show some places that nobody
-    wrote yet.
+    wrote yet. ``hostile``: numbers of which random ones give no idea: large scores, masks of integers other than 0 and 1, any pattern of
+    booleans, added masks far from zero.
     """
 
     values: Values
@@ -45,6 +54,7 @@ class Moment:
     blind: bool = False
     infinite: bool = False
     ahead: bool = False
+    hostile: bool = False
 
     def padding(self, rows: int) -> torch.Tensor:
         """How many tokens on the left of each row are hidden, int64 [rows]."""
@@ -170,8 +180,36 @@ class Arguments:
                 for index, options, number in zip(order, ways, way, strict=True):
                     if len(options) > 1 or index not in self.settled:
                         self.settled[index] = number
-                return made
+                return self.hostile(made, order, moment, strict) if moment.hostile else made
         raise NotApart("no values of its positions and masks were found with which it writes its tokens in order")
+
+    def hostile(self, made: list[Any], masks: Sequence[int], moment: Moment, strict: bool) -> list[Any]:
+        """Return arguments with ``masks`` among them, by index, changed as far as the program still writes its tokens where it should.
+
+        The new tokens of a row are as visible as they were, so no query loses all that it sees.
+        """
+        for index in masks:
+            value, node = made[index], self.part.captured.inputs[index].node
+            if node in self.places or not value.dim() or value.shape[-1] != self.keys(moment):
+                continue
+            changed = [*made[:index], self.changed(value, moment), *made[index + 1 :]]
+            if self.possible(changed, moment, strict):
+                made = changed
+        return made
+
+    def changed(self, mask: torch.Tensor, moment: Moment) -> torch.Tensor:
+        """Return a mask argument [..., T] with values that are as possible as its own."""
+        old = torch.arange(mask.shape[-1], device="cpu") < moment.start
+        if mask.dtype is torch.bool:
+            return mask & ~(old & (torch.rand(mask.shape, generator=self.random, device="cpu") < 0.5))
+        if not mask.dtype.is_floating_point:
+            return torch.where(old & (mask != 0), self.among(COUNTS, mask.shape).to(mask.dtype), mask)
+        moved = mask + self.among(MOVES, (*mask.shape[:-1], 1)).to(mask.dtype)
+        return torch.where(mask > torch.finfo(mask.dtype).min, moved, mask)
+
+    def among(self, values: Sequence[float], shape: Sequence[int]) -> torch.Tensor:
+        """Return a random one of ``values`` for every place."""
+        return torch.tensor(values, device="cpu")[torch.randint(0, len(values), tuple(shape), generator=self.random, device="cpu")]
 
     def plain(self, fake: torch.Tensor, index: int, moment: Moment) -> torch.Tensor:
         """An operand that neither positions nor masks depend on."""
@@ -180,7 +218,8 @@ class Arguments:
         if not fake.dtype.is_floating_point and (example := self.example(index, shape)) is not None:
             return example
         if index in self.part.given:
-            return self.normal(shape, fake.dtype, 3.0 if node in self.queries else 1.0)
+            spread = (QUERIES * HOSTILE if moment.hostile else QUERIES) if node in self.queries else 1.0
+            return self.normal(shape, fake.dtype, spread)
         # A weight: sums over its last dim keep their size.
         return self.normal(shape, fake.dtype, max(shape[-1], 1) ** -0.5 if len(shape) > 1 else 1.0)
 

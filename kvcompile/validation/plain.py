@@ -1,22 +1,25 @@
 """Plain: a cut program on the CPU, in float64 or float32, with fake values that say so.
 
 A rewrite is compared in a wide dtype where the model rounds to nothing coarser than its queries, caches and results have anyway: then
-every difference is one of meaning. A cast to something coarser (float8, an int, bfloat16 in a float32 model) is meaning and stays.
+every difference is one of meaning. A cast to something coarser (float8, an int, bfloat16 in a float32 model), or to what ends earlier
+(float16 in a bfloat16 model), is meaning and stays. The lowest number of a dtype, by which models mask, becomes that of the wide one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from kvcompile.passes.graph.casts import no_coarser
 from kvcompile.passes.graph.dynamo import python_dispatcher
 from kvcompile.passes.graph.effects import analyse
-from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.graph.shapes import is_tensor, value_of
 from kvcompile.validation.cut import Cut, NotApart, Number, same
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -28,12 +31,21 @@ EMPTY = {
 """What makes a tensor of any values, and what makes it of those that a store has where nothing was written."""
 
 
-def _coarsest(part: Cut) -> float:
-    """The largest rounding step (eps) among queries, new tokens, caches and results."""
+def _lifted(part: Cut) -> set[torch.dtype]:
+    """The dtypes that become the wide one: no coarser than the coarsest of queries, new tokens, caches and results, and as far."""
     nodes = {node for site in part.sites for node in (site.attention.q, site.attention.output)}
     nodes |= {node for site in part.sites for slot in site.slots for node in (slot.root, slot.write.values)}
     found = [value_of(node).dtype for node in nodes if isinstance(value_of(node), torch.Tensor)]
-    return max((torch.finfo(dtype).eps for dtype in found if dtype in FLOATS), default=0.0)
+    own = {dtype for dtype in found if dtype in FLOATS}
+    return own | {dtype for dtype in FLOATS if any(no_coarser(dtype, other) for other in own)}
+
+
+def _wide(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A constant in another dtype, with the ends of that dtype where it had those of its own."""
+    if held.dtype == dtype or not held.dtype.is_floating_point:
+        return held.to(dtype)
+    ends = held.abs() == torch.finfo(held.dtype).max
+    return torch.where(ends, held.to(dtype).sign() * torch.finfo(dtype).max, held.to(dtype))
 
 
 @contextlib.contextmanager
@@ -51,12 +63,16 @@ def _narrowed(held: torch.Tensor, number: Number) -> torch.Tensor:
 
 
 class _Propagate(fx.Interpreter):
-    """Runs a program over fake tensors and writes down what each node gives; ``narrow``: nodes that made a dtype of their own."""
+    """Runs a program over fake tensors and writes down what each node gives; ``narrow``: nodes that made a dtype of their own.
+
+    Other nodes get the largest number of the wide dtype where they had that of their own.
+    """
 
     def __init__(self, module: fx.GraphModule, lifted: set[torch.dtype], dtype: torch.dtype) -> None:
         super().__init__(module)
         self.lifted, self.dtype = lifted - {dtype}, dtype
         self.narrow: list[tuple[fx.Node, torch.Tensor]] = []
+        self.ends = {node: _end(node) for node in module.graph.nodes if node.op == "call_function"}
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of one node, wide."""
@@ -64,9 +80,23 @@ class _Propagate(fx.Interpreter):
         if n.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype in self.lifted:
             self.narrow.append((n, value))
             value = value.to(self.dtype)
+        elif (end := self.ends.get(n)) is not None:
+            n.args, n.kwargs = fx.node.map_aggregate((n.args, n.kwargs), lambda item: self._moved(item, end))  # type: ignore[misc,assignment]
         if n.op != "output":
             n.meta["val"] = value
         return value
+
+    def _moved(self, item: Any, end: float) -> Any:
+        at_end = type(item) is float and abs(item) == end
+        return math.copysign(torch.finfo(self.dtype).max, item) if at_end else item
+
+
+def _end(node: fx.Node) -> float | None:
+    """The largest number of the dtype that a node computes in, None where it is no floating point one."""
+    values = [value_of(item) for item in (node, *node.all_input_nodes) if is_tensor(item)]
+    # A comparison has its numbers in the dtype of what is compared.
+    dtype = next((value.dtype for value in values if value.dtype is not torch.bool), None)
+    return torch.finfo(dtype).max if dtype is not None and dtype in FLOATS else None
 
 
 def _widen(graph: fx.Graph, node: fx.Node, value: torch.Tensor, dtype: torch.dtype) -> None:
@@ -82,8 +112,7 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
 
     Raises NotApart where the program does not run so.
     """
-    eps = _coarsest(part)
-    lifted = {dtype for dtype in FLOATS if torch.finfo(dtype).eps <= eps}
+    lifted = _lifted(part)
 
     def told(item: Any) -> Any:
         if isinstance(item, torch.dtype):
@@ -101,7 +130,7 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
             held = getattr(module, str(node.target))
             if isinstance(held, torch.Tensor):
                 # The graph may hold a constant more than once: the cut program gets one of its own.
-                setattr(module, str(node.target), _narrowed(held.detach(), number).to(CPU, told(held.dtype)))
+                setattr(module, str(node.target), _wide(_narrowed(held.detach(), number).to(CPU), told(held.dtype)))
         elif node.op == "call_function":
             node.args = tuple(told(item) for item in node.args)
             node.kwargs = {name: told(item) for name, item in node.kwargs.items()}

@@ -15,7 +15,9 @@ from typing import Any
 import sympy
 import torch
 
-from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.graph.casts import holds, integers
+from kvcompile.passes.graph.operators import COPIES
+from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
 from kvcompile.passes.match.sites import Slot
 from kvcompile.validation.cut import Cut, NotApart, Number
 
@@ -27,6 +29,8 @@ LONG = 64
 """A length of tokens from here on is made smaller where a program is too large."""
 LEAST = 4
 """Numbers become larger ones than this, and than the lengths that stay as they are."""
+LARGEST = 1 << 12
+"""Dtypes that hold more integers than this are not tried behind them."""
 NEAR = 8
 """Lengths no further apart stay as far apart."""
 TRIED = (5, 7, 11, 2, 3, 16, 24, 1, 64)
@@ -188,6 +192,15 @@ def _lengths(part: Cut) -> set[int]:
     return found
 
 
+def _coarse(part: Cut) -> int:
+    """Twice the positions that the coarsest dtype holds which integers are cast to, as bfloat16 does 256: beyond them it rounds."""
+    casts = [
+        value_of(node).dtype for node in part.captured.graph.nodes if op_name(node) in COPIES and is_tensor(node.args[0])
+        and not holds(value_of(node.args[0]).dtype, value_of(node).dtype) and not value_of(node.args[0]).dtype.is_floating_point
+    ]
+    return max((2 * integers(dtype) for dtype in casts if 1 < integers(dtype) < LARGEST), default=0)
+
+
 def reductions(part: Cut) -> Iterator[Number]:
     """Give ways to make a program's numbers smaller, the most thorough first."""
     known = _lengths(part)
@@ -195,6 +208,7 @@ def reductions(part: Cut) -> Iterator[Number]:
     literal = {number for node in part.captured.graph.nodes for number in _numbers([*node.args, *node.kwargs.values()])}
     near = {number for number in literal if any(abs(number - length) <= NEAR for length in lengths)}
     large = {number for number in literal | lengths if 3 * LONG <= number < 1 << 31}
+    least = max(least, _coarse(part))
     for chosen in dict.fromkeys((frozenset(large | lengths | near), frozenset(lengths | near))):
         yield _smaller(chosen, max(least, LEAST))
 
