@@ -38,7 +38,7 @@ SEED = 20
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4}
 """The largest difference that rounding may make, relative to the largest result; in float32 20 times what was seen over all idioms."""
 HOSTILE_ALLOWED = 1e-6
-"""The same in float64 for scores that are 1e4 times larger: they are rounded by up to 1e7 * 2^-53 each, which is a relative error of a weight."""
+"""The same in float64 for scores that are 1e4 times larger: each is rounded by up to 1e7 * 2^-53, a relative error of its weight."""
 MIDDLE = 128
 """Places of a cache from which on calls start in its middle too, where a coarse dtype holds no position exactly."""
 LARGE = 37.0

@@ -356,7 +356,7 @@ class Bounds:
 
     @property
     def fill(self) -> float:
-        """What the scores become that the carried masks exclude."""
+        """The score that tokens have which the carried masks exclude."""
         return max((term.fill for term in self.carried), default=-math.inf)
 
 

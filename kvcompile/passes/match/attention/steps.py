@@ -39,7 +39,7 @@ class Term:
 
     @property
     def score(self) -> float:
-        """What an excluded token's score is in the end: -inf where it is the lowest number of its dtype, which no other comes near."""
+        """The final score of an excluded token: -inf where it is the lowest number of its dtype, which no other comes near."""
         return -math.inf if self.fill <= lowest(self.dtype) else self.fill * self.factor
 
 
@@ -205,7 +205,7 @@ def _where(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 
 def _filled(state: Scores, node: fx.Node, item: object) -> float:
-    """What masked scores are replaced by, a number: the lowest one of their dtype excludes them, others are scores as well."""
+    """Return the number that masked scores become: the lowest one of their dtype excludes them, any other is a score as well."""
     value, dtype = constant(item), value_of(node).dtype
     if value is None or not value <= MASKING:
         raise Miss("masked scores are filled with a value that does not exclude them", node, advice=PLAIN)

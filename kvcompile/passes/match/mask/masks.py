@@ -73,7 +73,7 @@ def _hides(expr: Expr, term: MaskTerm) -> bool:
 
 
 def hidden_at(term: MaskTerm) -> float:
-    """What an added mask hides at and below, before its factor: the lowest number of the dtype it is added in, else minus infinity.
+    """Return the value at and below which an added mask hides: the lowest number of the dtype it is added in, else minus infinity.
 
     Nothing else hides: a softmax does not see what all scores of a row have in common, so a token at -20000 beside others at -1e9 is
     seen, and scores may be lower than -10000.
