@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ class Memory:
     compiled: MutableMapping[str, Code]
     bound: MutableMapping[str, tuple[BoundGraph, GraphRecord]]
     verdicts: dict[str, Verdict]
+    told: set[object] = field(default_factory=set)
+    """Reasons for which caches are dense that a warning was given of."""
 
 
 class Compilation:
@@ -234,7 +236,7 @@ class Compilation:
         )
         adopted = {group.argument for group in bound.groups if group.kind.facts.in_place and group.argument is not None}
         accept_handles(captured, self.examples, adopted)
-        bound.dense = DenseCalls(None if self.settings.strict else functools.partial(self._as_captured, captured))
+        bound.dense = DenseCalls(None if self.settings.strict else functools.partial(self._as_captured, captured), self.memory.told)
         self.report.pass_seconds += time.perf_counter() - started
         likely = Variant.FRESH if bound.created_only else Variant.PAST if bound.with_past else None
         if likely is None and all(item.site.tokens == 1 for item in planned.sites):

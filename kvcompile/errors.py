@@ -259,10 +259,24 @@ class VerificationFailed(CompileError):
     )
 
 
-class SchemeChanged(KvcompileError):
+class CallRefused(KvcompileError):
+    """Base of the errors for a call that a compressed cache cannot serve and the dense cache can; nothing was written yet.
+
+    Raised with ``strict=True``; else the dense cache serves the call (``runtime.dense_calls``), with the error's text as a warning.
+    """
+
+
+class SchemeChanged(CallRefused):
     template = (
         "expected a cache that holds {expected}, found one compressed as {found} (at {where}); a live cache cannot "
         "change its scheme because codes are written once: start a new cache, or compile with the same scheme"
+    )
+
+
+class CachesSwapped(SchemeChanged):
+    template = (
+        "expected the cache of {expected}, found one that was filled as {found} (at {where}); the scheme {scheme} stores the two "
+        "differently and codes are written once: pass every call the same tensors for keys and for values, or start a new cache"
     )
 
 
@@ -280,7 +294,14 @@ class CacheStale(KvcompileError):
     )
 
 
-class WindowPassed(KvcompileError):
+class CacheBranched(CacheStale, CallRefused):
+    template = (
+        "expected the newest state of a compressed cache, found an earlier tensor of {length} tokens, behind which others were "
+        "written since; copy.deepcopy the cache before branching from it"
+    )
+
+
+class WindowPassed(CallRefused):
     template = (
         "expected to go on from a length that still has its originals, found {wanted}: {scheme} keeps {window} of {length} tokens "
         "in full precision, and length {wanted} ends inside a block of {block} whose first tokens are only codes by now; crop by at most "
@@ -288,7 +309,7 @@ class WindowPassed(KvcompileError):
     )
 
 
-class AnglesChanged(KvcompileError):
+class AnglesChanged(CallRefused):
     template = (
         "expected the rotary embedding's angles to stay what they were for the {length} tokens that are cached, found others (at {where}); "
         "keys are stored before RoPE, so frequencies may not change while a cache lives: start a new cache, or leave pre_rope out"
@@ -302,14 +323,14 @@ class AnglesUnknown(KvcompileError):
     )
 
 
-class LengthsDiffer(KvcompileError):
+class LengthsDiffer(CallRefused):
     template = (
         "expected the key and the value cache of one attention to hold the same number of tokens, found {keys} keys and "
         "{values} values (at {where}); reset or rebuild the cache so that both are written together"
     )
 
 
-class CacheFull(KvcompileError):
+class CacheFull(CallRefused):
     template = (
         "expected room for {needed} tokens, found a static cache of capacity {capacity} (at {where}); make the cache "
         "larger, as the uncompiled model would fail here too"
@@ -322,11 +343,15 @@ class PositionsUnknown(KvcompileError):
     )
 
 
+class PositionsNegative(PositionsUnknown, CallRefused):
+    """Places that are counted from the end of the cache, which dense tensors know."""
+
+
 class Unsupported(KvcompileError):
     template = "expected {expected}, found {found} (at {where}); {todo}"
 
 
-class NotServed(Unsupported):
+class NotServed(Unsupported, CallRefused):
     """A call that no variant of a rewritten graph can serve; the graph as it was captured can."""
 
 

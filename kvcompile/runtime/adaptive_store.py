@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import Unsupported
+from kvcompile.errors import NotServed
 from kvcompile.runtime.pinned import host_plane
 from kvcompile.runtime.rope import Rope
 from kvcompile.runtime.store import Store, StoreSpec, ordinary
@@ -137,7 +137,7 @@ class AdaptiveStore(Store):
     def cut(self, wanted: int | torch.Tensor) -> None:
         """Forget all tokens from ``wanted`` on. Waits for the device."""
         if isinstance(wanted, torch.Tensor):
-            raise Unsupported(
+            raise NotServed(
                 expected="one length for all rows", found="one for each", where="a cache that goes back", todo="use another scheme for it",
             )
         with ordinary():
@@ -160,7 +160,7 @@ class AdaptiveStore(Store):
             return self._copied(self._where_they_belong([plane.clone() if index in fixed else plane for index, plane in enumerate(planes)]))
 
     def gathered(self, first: int, count: int, slots: int | None) -> Store:
-        raise Unsupported(
+        raise NotServed(
             expected="a cache that is read from its first token on", found=f"one that begins at token {first}", where="a cache operation",
             todo="use another scheme for caches that are cut at their beginning",
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import LengthsDiffer, NotCompiled, NotServed
+from kvcompile.errors import CallRefused, LengthsDiffer, NotCompiled, NotServed
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass
 from kvcompile.passes.graph.shapes import value_of
@@ -115,19 +115,26 @@ class BoundGraph:
         shapes = [tuple(args[form.group.argument].shape) if form.group.argument is not None else None for form in self.forms]
         positions = self.positions.of_call(args) if self.positions is not None else functools.partial(TokenPositions, {})
         call = Call(args, self.sizes, positions, counters=counters)
-        if self.dense is not None and (unrewritten := self.dense.results(self.forms, call, self.thawed)) is not None:
-            return unrewritten
-        step = self._prepare(call)
-        broken = self.order.broken(self.forms, step.states, step.starts, step.counts, call)
-        if broken is not None and self.dense is not None:
-            return self.dense.out_of_order(self.forms, args, broken, self.thawed)
-        self._go_back(step, call)
+        try:
+            if self.dense is not None and (unrewritten := self.dense.results(self.forms, call, self.thawed)) is not None:
+                return unrewritten
+            step = self._prepare(call)
+            broken = self.order.broken(self.forms, step.states, step.starts, step.counts, call)
+            if broken is not None and self.dense is not None:
+                return self.dense.out_of_order(self.forms, args, broken, self.thawed)
+            self._go_back(step, call)
+        except CallRefused as refused:
+            if self.dense is None:
+                raise
+            return self.dense.refused(self.forms, args, refused, self.thawed)
         try:
             with step.undo:
                 rewritten, results = self._compute(step, call)
-        except (NotCompiled, NotServed) as error:
+        except (NotCompiled, CallRefused) as error:
             if self.dense is None:
                 raise
+            if isinstance(error, CallRefused) and not isinstance(error, NotServed):
+                return self.dense.refused(self.forms, args, error, self.thawed)
             # A cache whose first call cannot be served is adopted by the next.
             broken = Broken(self.forms[0].group, str(error), isinstance(error, NotCompiled) and Variant.PAST not in self.variants)
             return self.dense.out_of_order(self.forms, args, broken, self.thawed)

@@ -3,60 +3,109 @@
 A store reads as zero where nothing was written. A dense tensor that arrives with anything else there (made of ones, by ``torch.empty``, or
 still holding an earlier request) would read back as something else, so that all of its places are encoded. A scheme with a window holds
 tokens in their order only: there the cache stays dense, and so does one whose memory is not its own.
+
+A call that its compressed caches refuse (``CallRefused``) is served by what they decode to. Then they stay dense until they are emptied:
+codes are written once, and what codes stand for would be rounded again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from kvcompile.errors import Unsupported
+from kvcompile.errors import CallRefused, Unsupported
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import source_line
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.groups import Group
 from kvcompile.runtime.order import Broken
 
 log = logging.getLogger(__name__)
 
 STAYS_DENSE = "_kvcompile_stays_dense"
-"""The attribute of a cache tensor that stays dense: the reason."""
+"""The attribute of a cache tensor that stays dense: its ``Mark``."""
 
 
-def stays_dense(form: CacheForm, call: Call, remembered: bool) -> str:
-    """Say why a cache tensor of a call stays dense, "" where it does not; ``remembered``: its places are looked at once."""
+@dataclass(frozen=True)
+class Mark:
+    """The reason why a cache tensor stays dense, and the kind of error that it was refused with, None where it never was compressed.
+
+    ``emptied``: until it is made empty, which its ``version``, other than behind the last call, says may have happened.
+    """
+
+    why: str
+    kind: type[CallRefused] | None = None
+    emptied: bool = False
+    version: int | None = None
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Mark | None:
+        """Return the mark of a cache tensor, None where it has none."""
+        return getattr(tensor, STAYS_DENSE, None)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Mark a cache tensor, as the last call left it."""
+        setattr(tensor, STAYS_DENSE, replace(self, version=_version(tensor)))
+
+    def holds(self, form: CacheForm, tensor: torch.Tensor, call: Call) -> bool:
+        """Whether the tensor still stays dense. Waits for the device only where somebody else wrote to it since the last call."""
+        if not self.emptied or not form.kind.filled or (self.version is not None and self.version == _version(tensor)):
+            return True
+        try:
+            return form.prior(tensor, call) > 0 or bool(tensor.any())
+        except CallRefused:
+            return True
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return the number of writes to a tensor, None where it does not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def stays_dense(form: CacheForm, call: Call, remembered: bool) -> Mark | None:
+    """Return why a cache tensor of a call stays dense, None where it does not; ``remembered``: its places are looked at once."""
     tensor = call.args[form.group.argument] if form.group.argument is not None else None
-    if not form.kind.filled or not isinstance(tensor, torch.Tensor):
-        return ""
+    if not isinstance(tensor, torch.Tensor):
+        return None
     if handles.is_handle(tensor):
-        return "it is a part of another cache, whose memory it would share" if form.kind.in_place and tensor._origin is not None else ""
-    if known := getattr(tensor, STAYS_DENSE, ""):
-        return str(known)
+        shares = form.kind.filled and form.kind.in_place and tensor._origin is not None
+        return Mark("it is a part of another cache, whose memory it would share") if shares else None
+    if (mark := Mark.of(tensor)) is not None and form.kind.written:
+        if mark.holds(form, tensor, call):
+            return mark
+        delattr(tensor, STAYS_DENSE)
+    if not form.kind.filled:
+        return None
     if form.kind.in_place and not handles.can_take_over(tensor):
-        return (
+        return Mark(
             "its memory is not its own: it is a view, a parameter, an array or loaded from a file, or something else holds a view of it; a "
             "clone of it can be compressed"
         )
     if form.windowed and (why := form.disordered(call)):
-        return why
+        return Mark(why)
     if form.windowed and form.holds_more(tensor, form.prior(tensor, call)):
-        why = "its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros"
+        mark = Mark("its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros")
         if remembered:
-            setattr(tensor, STAYS_DENSE, why)
-        return why
-    return ""
+            mark.put(tensor)
+        return mark
+    return None
 
 
 class DenseCalls:
-    """Runs the graph as it was captured, for calls with a cache that stays dense; without a compiler for it such calls raise."""
+    """Runs the graph as it was captured, for calls with a cache that stays dense; without a compiler for it such calls raise.
 
-    def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None) -> None:
-        self.compile_captured = compile_captured
+    ``told``: the reasons that were said, which the graphs of a backend share.
+    """
+
+    def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None, told: set[object]) -> None:
+        self.compile_captured, self.told = compile_captured, told
         self.compiled: Callable[..., Any] | None = None
 
     def results(self, forms: Sequence[CacheForm], call: Call, thawed: Mapping[int, str]) -> tuple[Any, ...] | None:
@@ -66,8 +115,10 @@ class DenseCalls:
         """
         for form in forms:
             # A call that is refused may come again with a cache that was emptied.
-            if why := stays_dense(form, call, remembered=self.compile_captured is not None):
-                return self._run(forms, call.args, why, form.group.where, thawed)
+            if mark := stays_dense(form, call, remembered=self.compile_captured is not None):
+                results = self._run(forms, call.args, mark.why, form.group.where, thawed, mark.kind)
+                self._mark_again(forms, call.args, results)
+                return results
         return None
 
     def out_of_order(self, forms: Sequence[CacheForm], args: tuple[Any, ...], broken: Broken, thawed: Mapping[int, str]) -> tuple[Any, ...]:
@@ -75,24 +126,65 @@ class DenseCalls:
         group = broken.group
         results = self._run(forms, args, broken.why, group.where, thawed)
         if broken.lost:
-            kept = [args[group.argument]] if group.argument is not None else []
-            for tensor in (*kept, *(results[index] for index in group.outputs)):
-                setattr(tensor, STAYS_DENSE, broken.why)
+            for tensor in _tensors(group, args, results):
+                Mark(broken.why).put(tensor)
         return results
 
-    def _run(self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str]) -> tuple[Any, ...]:
-        """Return the results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler."""
+    def refused(
+        self, forms: Sequence[CacheForm], args: tuple[Any, ...], refused: CallRefused, thawed: Mapping[int, str]
+    ) -> tuple[Any, ...]:
+        """Return the results of a call that its compressed caches refuse: they become dense, until they are emptied.
+
+        Raises ``refused`` without a compiler, or where the model itself fails on this call too.
+        """
+        if self.compile_captured is None:
+            raise refused
+        mark = Mark(str(refused), type(refused), emptied=True)
+        try:
+            results = self._run(forms, args, mark.why, str(refused.facts.get("where", forms[0].group.where)), thawed, mark.kind)
+        except Exception as error:
+            raise refused from error
+        for form in forms:
+            for tensor in _tensors(form.group, args, results) if form.kind.written else ():
+                mark.put(tensor)
+        return results
+
+    @staticmethod
+    def _mark_again(forms: Sequence[CacheForm], args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        """Let the tensors that a call returns stay dense as those did that it came with."""
+        for form in forms:
+            given = args[form.group.argument] if form.group.argument is not None else None
+            if isinstance(given, torch.Tensor) and (mark := Mark.of(given)) is not None and form.kind.written:
+                for tensor in _tensors(form.group, args, results):
+                    mark.put(tensor)
+
+    def _run(
+        self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str], kind: object = None
+    ) -> tuple[Any, ...]:
+        """Return the results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler.
+
+        ``why`` is said once for each ``kind`` of reason and place.
+        """
         if self.compile_captured is None:
             raise Unsupported(
                 expected="a call that a compressed cache can serve, as strict=True demands", found=why, where=where,
                 todo="use a scheme without a window for this layer, or leave strict out",
             )
-        if self.compiled is None:
+        if (kind, where) not in self.told:
+            self.told.add((kind, where))
             log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
+        if self.compiled is None:
             self.compiled = self.compile_captured()
-        written = {form.group.argument: why for form in forms if form.group.argument is not None and form.kind.written}
+        # What was said above is not said again of each tensor.
+        written = {form.group.argument: "" for form in forms if form.group.argument is not None and form.kind.written}
         compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
         return tuple(self.compiled(*handles.in_full(args, compressed, {**written, **thawed})))
+
+
+def _tensors(group: Group, args: tuple[Any, ...], results: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the tensors that stand for a cache behind a call: its argument and its results."""
+    given = [args[group.argument]] if group.argument is not None else []
+    return [tensor for tensor in (*given, *(results[index] for index in group.outputs)) if isinstance(tensor, torch.Tensor)]
 
 
 def warn_all_encoded(form: CacheForm, tensor: torch.Tensor) -> None:

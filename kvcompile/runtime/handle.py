@@ -221,12 +221,12 @@ def thaw(value: torch.Tensor, why: str) -> torch.Tensor:
     """Turn a handle back into the dense tensor that it stands for, in place: its identity stays, the bytes it saved are used again.
 
     Parts and views of it become views of its memory; one of those is turned back with what it is of. ``why`` is said once
-    for each reason, unless the cache is empty, which costs nothing but the memory.
+    for each reason, unless it is "" or the cache is empty, which costs nothing but the memory.
     """
     root, _ = home(value)
     if not is_handle(root):
         return value
-    if root._length:
+    if root._length and why:
         _say(why, root.numel() * root.element_size())
     views = [ref() for ref in root._views]
     become(root, decoded(root).contiguous())

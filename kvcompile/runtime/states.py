@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import SchemeChanged, Unsupported
+from kvcompile.errors import CachesSwapped, SchemeChanged, Unsupported
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.rope.rope import Rotation
@@ -28,6 +28,23 @@ from kvcompile.runtime.store import StoreSpec
 def store_spec(binding: Binding) -> StoreSpec:
     """Describe the store that a slot of the rewritten graph needs."""
     return StoreSpec(binding.plan.spec, binding.plan.scheme, binding.plan.layout)
+
+
+def _other_store(expected: StoreSpec, found: StoreSpec | None, where: str) -> SchemeChanged:
+    """Make the error for a cache whose store is ``found``, None for no store of that part, where ``expected`` is needed."""
+    if found is None:
+        return SchemeChanged(expected=expected.scheme.told(), found="nothing for this part", where=where)
+    if found.slot.role is not expected.slot.role:
+        return CachesSwapped(
+            expected=f"{expected.slot.role.value}s", found=f"that of {found.slot.role.value}s", scheme=expected.scheme.told(), where=where
+        )
+    told = [spec.scheme.told() for spec in (expected, found)]
+    if told[0] == told[1]:
+        told = [
+            f"{text} of {slot.heads} heads of {slot.head_dim} channels in {str(slot.dtype).removeprefix('torch.')}"
+            for text, slot in zip(told, (expected.slot, found.slot), strict=True)
+        ]
+    return SchemeChanged(expected=told[0], found=told[1], where=where)
 
 
 class States:
@@ -68,8 +85,7 @@ class States:
         for item in form.group.bindings:
             store = state.stores.get(item.part)
             if store is None or store.spec != store_spec(item):
-                held = "nothing for this part" if store is None else store.spec.scheme.told()
-                raise SchemeChanged(expected=item.plan.scheme.told(), found=held, where=where)
+                raise _other_store(store_spec(item), store.spec if store is not None else None, where)
             if (reader := self.ropes.get(item.plan.rotation)) is not None:
                 store.rope = reader.check(store.rope, call.args, state.length, store.device, where)
 

@@ -123,7 +123,7 @@ def test_a_live_cache_cannot_change_its_scheme() -> None:
     with torch.no_grad():
         torch.compile(model, backend=kvcompile.backend("int8", inner="eager"))(prompt(), past_key_values=cache)
         torch._dynamo.reset()
-        other = torch.compile(model, backend=kvcompile.backend("fp8", inner="eager"))
+        other = torch.compile(model, backend=kvcompile.backend("fp8", inner="eager", strict=True))
         with pytest.raises(errors.SchemeChanged, match=r"fp8.*int8"):
             other(prompt(3, 1), past_key_values=cache)
 
@@ -158,7 +158,7 @@ class TwoPositions(Attention):
 
 def test_buffers_written_at_different_positions() -> None:
     module = TwoPositions().eval()
-    compiled = torch.compile(module, backend=kvcompile.backend("int8", inner="eager"))
+    compiled = torch.compile(module, backend=kvcompile.backend("int8", inner="eager", strict=True))
     x = inputs(module, (4, 1))
     with torch.no_grad():
         compiled(x[0], torch.arange(4), torch.arange(4))

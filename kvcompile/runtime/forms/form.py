@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.errors import CacheFull, Unsupported
+from kvcompile.errors import CacheFull, NotServed, Unsupported
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.call import Call
@@ -123,7 +123,7 @@ class CacheForm(abc.ABC):
         held = next(iter(state.axes.values()))
         if held.paged == self.axes.paged and (not held.paged or held.labels == self.axes.labels):
             return
-        raise Unsupported(
+        raise NotServed(
             expected="a cache that every compiled call reads in one way, as it lies or through a gather", found="both",
             where=self.group.where, todo="read it through the gather in every call, or give this call a cache of its own",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from kvcompile.errors import CacheStale, PositionsUnknown
+from kvcompile.errors import CacheBranched, PositionsNegative, PositionsUnknown
 from kvcompile.passes.graph.dynamo import mark_dynamic
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime.call import Call
@@ -102,7 +102,7 @@ class Linear(CacheForm):
             return
         length = self.length(state, call)
         if state.length > length and max(start, self.reach(call)) > length:
-            raise CacheStale(length=length)
+            raise CacheBranched(length=length)
 
     def span(self, state: CacheState, start: int, call: Call) -> int:
         count = self.count(call)
@@ -152,7 +152,9 @@ class Linear(CacheForm):
         first, least, most = call.positions().first_written(self.write.position.index)  # type: ignore[arg-type]
         capacity = self.capacity(call)
         if least < 0 or most >= capacity:
-            raise PositionsUnknown(capacity=capacity, found=f"{least}..{most}", where=self.group.where)
+            # Dense tensors count such places from their end; others are no places, which a device must not be asked for.
+            kind = PositionsNegative if -capacity <= least and most < capacity else PositionsUnknown
+            raise kind(capacity=capacity, found=f"{least}..{most}", where=self.group.where)
         return first
 
     def _offset(self, offset: fx.Node | int, call: Call) -> int:
