@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,33 +26,36 @@ from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.groups import Group
 from kvcompile.runtime.order import Broken
+from kvcompile.runtime.written_once import forget
 
 log = logging.getLogger(__name__)
 
 STAYS_DENSE = "_kvcompile_stays_dense"
-"""The attribute of a cache tensor that stays dense: its ``Mark``."""
+"""The attribute of a cache tensor that stays dense: the fields of its ``Mark``, plain values, as tensors are saved with what they have."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The reason why a cache tensor stays dense, and the kind of error that it was refused with, None where it never was compressed.
+    """The reason why a cache tensor stays dense, and the name of the error that it was refused with, "" where it never was compressed.
 
     ``emptied``: until it is made empty, which its ``version``, other than behind the last call, says may have happened.
     """
 
     why: str
-    kind: type[CallRefused] | None = None
+    kind: str = ""
     emptied: bool = False
     version: int | None = None
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Mark | None:
         """Return the mark of a cache tensor, None where it has none."""
-        return getattr(tensor, STAYS_DENSE, None)
+        found = getattr(tensor, STAYS_DENSE, None)
+        return None if found is None else Mark(*found)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Mark a cache tensor, as the last call left it."""
-        setattr(tensor, STAYS_DENSE, replace(self, version=_version(tensor)))
+        """Mark a cache tensor, as the last call left it; what it was compressed to is needed no more."""
+        forget(tensor)
+        setattr(tensor, STAYS_DENSE, (self.why, self.kind, self.emptied, _version(tensor)))
 
     def holds(self, form: CacheForm, tensor: torch.Tensor, call: Call) -> bool:
         """Whether the tensor still stays dense. Waits for the device only where somebody else wrote to it since the last call."""
@@ -139,7 +142,7 @@ class DenseCalls:
         """
         if self.compile_captured is None:
             raise refused
-        mark = Mark(str(refused), type(refused), emptied=True)
+        mark = Mark(str(refused), type(refused).__name__, emptied=True)
         try:
             results = self._run(forms, args, mark.why, str(refused.facts.get("where", forms[0].group.where)), thawed, mark.kind)
         except Exception as error:
@@ -159,7 +162,7 @@ class DenseCalls:
                     mark.put(tensor)
 
     def _run(
-        self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str], kind: object = None
+        self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str], kind: str = ""
     ) -> tuple[Any, ...]:
         """Return the results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler.
 

@@ -36,6 +36,7 @@ from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.views import REAL, Origin, Place, is_view, name_of, refresh, show
 from kvcompile.runtime.writes import Rejected, encode
+from kvcompile.runtime.written_once import remember
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +230,9 @@ def thaw(value: torch.Tensor, why: str) -> torch.Tensor:
     if root._length and why:
         _say(why, root.numel() * root.element_size())
     views = [ref() for ref in root._views]
+    state, length = root._kv, root._length
     become(root, decoded(root).contiguous())
+    remember(root, state, length)
     for view in views:
         if (is_handle(view) or is_view(view)) and view._origin is not None and view._origin.root is root:
             become(view, view._origin.place.within(root))

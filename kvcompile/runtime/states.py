@@ -23,6 +23,7 @@ from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.rope import Rope, RopeReader
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.store import StoreSpec
+from kvcompile.runtime.written_once import forget
 
 
 def store_spec(binding: Binding) -> StoreSpec:
@@ -124,5 +125,6 @@ class States:
         if kept:
             self.calibration.missed(form.group, "arrived filled")
         if owned:
+            forget(tensor)
             handles.take_over(tensor, state)
         return state

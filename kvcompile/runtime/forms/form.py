@@ -13,12 +13,12 @@ from kvcompile.errors import CacheFull, NotServed, Unsupported
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.call import Call
-from kvcompile.runtime.codec import encode
 from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.groups import Group
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.steady import Row
 from kvcompile.runtime.token_slots import readdressed
+from kvcompile.runtime.written_once import Earlier
 
 
 class CacheForm(abc.ABC):
@@ -106,7 +106,7 @@ class CacheForm(abc.ABC):
             store.reserve(state.growth.pages(kept, capacity), kept)
             dense = tokens_of(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
             padding = call.positions().left_padding(self.group.site) if item.plan.knows_padding else None
-            encode(store, dense[:, :, :kept], padding)
+            Earlier(tensor, item.part, store).encode(store, dense[:, :, :kept], padding)
         state.length = state.top = state.behind = prior
         state.held = kept
         return kept

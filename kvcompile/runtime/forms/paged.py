@@ -11,11 +11,12 @@ from collections.abc import Callable
 import torch
 
 from kvcompile.runtime.call import Call
-from kvcompile.runtime.codec import ENCODED_AT_ONCE, encode
+from kvcompile.runtime.codec import ENCODED_AT_ONCE
 from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.steady import Row
+from kvcompile.runtime.written_once import Earlier
 from kvcompile.types import pages_for
 
 
@@ -38,10 +39,10 @@ class Paged(CacheForm):
             capacity, outer = axes.room(tensor.shape), axes.token_dim
             store.reserve(pages_for(capacity))
             places = capacity // max(tensor.shape[outer], 1)
-            step = max(1, ENCODED_AT_ONCE // places)
+            step, earlier = max(1, ENCODED_AT_ONCE // places), Earlier(tensor, item.part, store)
             for start in range(0, tensor.shape[outer], step):
                 part = tensor.narrow(outer, start, min(step, tensor.shape[outer] - start))
-                encode(store, tokens_of(part, axes, spec.heads, spec.head_dim), first=start * places)
+                earlier.encode(store, tokens_of(part, axes, spec.heads, spec.head_dim), first=start * places)
             state.length = state.top = state.behind = capacity
         return 0
 
