@@ -88,7 +88,7 @@ def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: i
         whole = at.equal(torch.arange(length, length + len(at), device=at.device)) and bool(rows_BKn.all())
         return "" if whole else f"{scheme.name} takes tokens in their order, all heads of all rows, and none in place of another"
     first, last, size = int(at[0]), int(at[-1]), store.window.shape[2]
-    if length - first > size or bool(lost(store, first).any()):
+    if not store.keeps_originals and (length - first > size or bool(lost(store, first).any())):
         return f"it writes over tokens that are only codes by now: {scheme.spell()} keeps {size} of {length} tokens"
     behind = at >= length
     if int(behind.sum()) != max(last + 1 - length, 0) or not rows_BKn[:, :, behind].all():
@@ -110,7 +110,7 @@ def write_tokens(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at:
     stored = _as_stored(store, x_BKnD, at)
     held = stored.new_zeros(*stored.shape[:2], max(length, last + 1) - first, stored.shape[3])
     if first < length:
-        # All of these are in the window, so nothing is encoded from what codes decode to.
+        # All of these are in the window, or their originals are kept, so nothing is encoded from what codes decode to.
         held[:, :, : length - first] = _held(store, length)[:, :, first:]
         rewind(store, first)
     held[:, :, at - first] = torch.where(rows_BKn[..., None], stored, held[:, :, at - first])

@@ -1,6 +1,7 @@
 """The exact window of a store: its newest tokens in full precision, how far it can go back, and what it holds then.
 
-A scheme with blocks encodes a block once all of its tokens are there; until then, and some way beyond, the window has the originals.
+A scheme with blocks encodes a block once all of its tokens are there; until then, and some way beyond, the window has the originals. A
+store that keeps the originals of all tokens (tier 2 of ``certified``) goes back to any length, its window refilled from those.
 Token t of a row, counted from its first token that is no padding, lies in slot t % W.
 """
 
@@ -28,21 +29,21 @@ def overlaid(store: Store, values: torch.Tensor) -> torch.Tensor:
 
 
 def lost(store: Store, wanted: int | torch.Tensor) -> torch.Tensor:
-    """Return which rows would end, at ``wanted`` tokens, inside a block whose originals have left the window; bool [B]."""
+    """Return which rows would end, at ``wanted`` tokens, inside a block whose originals are nowhere any more; bool [B]."""
     window = store.window
     assert window is not None
     size, block = window.shape[2], store.spec.scheme.block
     held, padding = store.lengths[0, :, 0, 0].unbind(-1)
     now = torch.minimum((wanted - padding).clamp(min=0), held)
-    return (now % block != 0) & (held - now > size - now % block)
+    return (now % block != 0) & (held - now > size - now % block) & (not store.keeps_originals)
 
 
 def rewind(store: Store, wanted: int | torch.Tensor) -> None:
-    """Go back to ``wanted`` tokens, of all rows or [B]: the window is refilled with what came before, from the codes.
+    """Go back to ``wanted`` tokens, of all rows or [B]: the window is refilled with what came before, from originals or from the codes.
 
-    A row that holds fewer stays as it is. Raises WindowPassed where a row ends inside a block whose originals have left the
-    window. The plane ``refilled``, where there is one, then says up to which token the window holds what codes stand for. Waits for
-    the device. A store without a window has nothing to do.
+    A row that holds fewer stays as it is. Raises WindowPassed where a row ends inside a block whose originals are nowhere any more. The
+    plane ``refilled``, where there is one, then says up to which token the window holds what codes stand for. Waits for the device. A
+    store without a window has nothing to do.
     """
     window = store.window
     if window is None:

@@ -156,6 +156,11 @@ class Store:
         return None if found is None else found[0]
 
     @property
+    def keeps_originals(self) -> bool:
+        """Whether every token is kept as it was written, beside codes or in place of them."""
+        return any(plane.originals for plane in self.spec.layout.planes)
+
+    @property
     def lengths(self) -> torch.Tensor:
         """Return the number of tokens and the left padding of each row, int64 [1, B, 1, 1, 2], of a store with a window."""
         found = self.plane("clock")

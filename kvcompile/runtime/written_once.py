@@ -42,7 +42,7 @@ class Earlier:
         state, self.length = _EARLIER.get(tensor, (None, 0))
         held = state.stores.get(part) if state is not None and state.slots is None else None
         # Stores of adaptive schemes have no place for each position; originals are exact, whatever is encoded from them.
-        fits = type(held) is Store and held.spec == store.spec and not any(plane.originals for plane in store.spec.layout.planes)
+        fits = type(held) is Store and held.spec == store.spec and not store.keeps_originals
         self.held: Any = held if fits and (not store.spec.scheme.pre_rope or held.rope is store.rope) else None  # type: ignore[union-attr]
         for name in store.spec.scheme.calibrated if self.held is not None else frozenset():
             ours, theirs = store.plane(name), self.held.plane(name)  # type: ignore[union-attr]
