@@ -23,7 +23,7 @@ from kvcompile.runtime.adaptive_store import AdaptiveStore
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.schemes import Certify, StoredTokens
-from kvcompile.settings import Gluon, Inner, Settings
+from kvcompile.settings import Gluon, Inner, Settings, Validate
 from kvcompile.validation.known import Known
 
 
@@ -103,7 +103,7 @@ class Backend:
 
 def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, strict: bool = False, mode: str | None = None,
             options: Mapping[str, Any] | None = None, reserve: int = 256, certify: Certify | None = None,
-            validate: bool = True, fold: bool = False, gluon: str | Gluon = Gluon.MEASURED) -> Backend:
+            validate: bool | str | Validate = True, fold: bool = False, gluon: str | Gluon = Gluon.MEASURED) -> Backend:
     """A Dynamo backend that stores KV caches as ``scheme`` says.
 
     ``scheme``: a name ("int4"), a spelled scheme ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or
@@ -112,12 +112,15 @@ def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, str
     ``options`` go to Inductor (torch.compile's own arguments win). ``reserve``: the least tokens a store
     holds. ``certify``: budgets and checks of the scheme "certified"; of other bounded schemes, which keep no originals, with
     ``fallback="report"`` only: every step over codes then adds the bounds of its error to ``Backend.telemetry``, and budgets are
-    counted where they are passed. ``validate``: run every site beside its rewritten twin over small random tokens when it is compiled,
-    and leave it as it is where the two differ. ``fold``: compile equal layers once; off by default, as it was not measured on CUDA.
+    counted where they are passed. ``validate``: True runs every site beside its rewritten twin over small random tokens when it is
+    compiled, and leaves it as it is where the two differ or could not be run beside each other; "where possible" rewrites what could not
+    be run, with a warning; False runs nothing. ``fold``: compile equal layers once; off by default, as it was not measured on CUDA.
     ``gluon``: "measured", "always" or "never" says which attentions of one new token the Gluon kernel runs on CUDA (``settings.Gluon``);
     "never" leaves them to the Triton template, whatever the kernel's fault may be.
     Raises a SchemeError before anything is compiled.
     """
     policy = policy_of(scheme) if certify is None else certifying(policy_of(scheme), certify)
-    made = Settings(Inner.of(inner), strict, mode, dict(options or {}), reserve, validate=validate, fold=fold, gluon=Gluon.of(gluon))
+    made = Settings(
+        Inner.of(inner), strict, mode, dict(options or {}), reserve, validate=Validate.of(validate), fold=fold, gluon=Gluon.of(gluon),
+    )
     return Backend(policy, made)

@@ -23,6 +23,7 @@ from kvcompile.passes.capture.nested import inlined
 from kvcompile.passes.capture.retrace import unexposed
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, compile_lock, detect_fake_mode
 from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import same
 from kvcompile.passes.match.match import Matched, match
 from kvcompile.passes.match.sites import Refusal, Stage
 from kvcompile.passes.plan.plan import Plan, plan
@@ -38,7 +39,7 @@ from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.guards import accept_handles
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.views import DecodedView, over_tensors
-from kvcompile.settings import Settings
+from kvcompile.settings import Settings, Validate
 from kvcompile.validation import Outcome, Verdict, verdicts
 from kvcompile.variants import Code, InnerCompiler, Variants
 
@@ -48,6 +49,16 @@ BLIND = (
     "queries that see no token (left padding) give zeros here, and something else in the uncompiled model, whose mask is a finite number; "
     "nobody reads them where padding stays hidden"
 )
+
+
+REFUSED = {
+    Outcome.DIFFERENT: ("its rewritten twin does something else", "please report this module: the matcher reads it wrongly"),
+    Outcome.UNKNOWN: (
+        "it could not be run beside its rewritten twin",
+        "please report this module; validate=\"where possible\" rewrites what could not be validated, at your own risk",
+    ),
+}
+"""For each outcome that leaves a site as it is what the refusal says, and its advice."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ class Compilation:
             variants = Variants(captured, planned, matched.effects, self.inner, self.memory.compiled, self.policy.spell(), salt)
             if planned.sites:
                 variants.rewritten(Variant.PAST)
+            described = graph_report(self.report.index, planned, matched.uncached)
         except Exception as error:
             if isinstance(error, KvcompileError) and not isinstance(error, Unsupported):
                 raise
@@ -122,7 +134,6 @@ class Compilation:
             self._announce()
             return self._dense(captured, None)
         self.record = GraphRecord(self.report, captured, planned, variants if planned.sites else None)
-        described = graph_report(self.report.index, planned, matched.uncached)
         self.report.sites, self.report.refusals, self.report.uncached = described.sites, described.refusals, described.uncached
         self._announce()
         self.report.pass_seconds = time.perf_counter() - started
@@ -153,14 +164,15 @@ class Compilation:
         return bound
 
     def _validated(self, captured: Captured, matched: Matched, planned: Plan) -> Plan:
-        """The plan without the sites whose rewritten twin does something else than they do."""
-        if not self.settings.validate:
+        """The plan without the sites whose rewritten twin does something else than they do, or may do so for all that could be tried."""
+        if self.settings.validate is Validate.NEVER:
             return planned
         found = verdicts(captured, matched.effects, [item.site for item in planned.sites], self.examples, self.memory.verdicts)
-        refused = {site.index: verdict.reason for group, verdict in found if verdict.outcome is Outcome.DIFFERENT for site in group}
+        accepted = {Outcome.EQUAL} | ({Outcome.UNKNOWN} if self.settings.validate is Validate.WHERE_POSSIBLE else set())
+        refused = {site.index: verdict for group, verdict in found if verdict.outcome not in accepted for site in group}
         self.report.unvalidated = tuple(
             f"{site.path or site.line}: {verdict.reason}" for group, verdict in found if verdict.outcome is Outcome.UNKNOWN
-            for site in group
+            for site in group if site.index not in refused
         )
         self.report.validated = sum(len(group) for group, verdict in found if verdict.outcome is Outcome.EQUAL)
         if any(verdict.blind for _, verdict in found):
@@ -169,9 +181,9 @@ class Compilation:
             return planned
         refusals = tuple(
             Refusal(
-                Stage.VALIDATE, f"its rewritten twin does something else: {refused[item.site.index]}", item.site.line, item.site.path,
-                item.site.attention.idiom, advice="please report this module: the matcher reads it wrongly",
-            ) for item in planned.sites if item.site.index in refused
+                Stage.VALIDATE, f"{said}: {refused[item.site.index].reason}", item.site.line, item.site.path, item.site.attention.idiom,
+                advice=advice,
+            ) for item in planned.sites if item.site.index in refused for said, advice in (REFUSED[refused[item.site.index].outcome],)
         )
         return Plan(tuple(item for item in planned.sites if item.site.index not in refused), (*planned.refusals, *refusals))
 
@@ -239,7 +251,7 @@ class Compilation:
         bound.dense = DenseCalls(None if self.settings.strict else functools.partial(self._as_captured, captured), self.memory.told)
         self.report.pass_seconds += time.perf_counter() - started
         likely = Variant.FRESH if bound.created_only else Variant.PAST if bound.with_past else None
-        if likely is None and all(item.site.tokens == 1 for item in planned.sites):
+        if likely is None and all(same(item.site.tokens, 1) for item in planned.sites):
             likely = Variant.PAST
         if likely is not None:
             bound.variants[likely] = variants.compiled(likely)

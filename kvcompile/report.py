@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvcompile.passes.graph.shapes import hint
+from kvcompile.passes.graph.shapes import estimate
 from kvcompile.passes.match.mask.masks import describe
 from kvcompile.passes.match.sites import Refusal, Slot
 from kvcompile.passes.plan.plan import BATCH, TOKENS, Plan, SitePlan
@@ -54,7 +54,7 @@ class SiteReport:
 class GraphReport:
     """One captured graph: sites, refusals, and how long our passes and the inner compiler took (seconds).
 
-    ``kernels`` says, for each variant that was made, which operations the sites became. ``unvalidated``: rewritten sites that could not
+    ``kernels`` says, for each variant that was made, which operations the sites became. ``unvalidated``: rewritten sites (with ``validate="where possible"``) that could not
     be run beside their rewritten twins, each with the reason; ``validated``: how many could, and did the same. ``notes``: what else differs
     from the uncompiled model.
     """
@@ -146,7 +146,7 @@ def _cache(slot: Slot) -> str:
 def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
     """A planned site as a report row; bytes for the captured batch and ``tokens`` (else the captured length)."""
     site = item.site
-    at = {BATCH: site.key.batch, TOKENS: tokens if tokens is not None else site.key.capacity}
+    at = {BATCH: estimate(site.key.batch), TOKENS: tokens if tokens is not None else estimate(site.key.capacity)}
     schemes = [short_scheme(item.key.scheme), short_scheme(item.value.scheme)]
     warnings = {part.scheme.warning for part in item.parts if part.scheme.warning} | ({REPORTS} if item.certify is not None else set())
     keys = [part for part in (item.key, item.more) if part is not None]
@@ -157,7 +157,7 @@ def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
         f"{site.heads}/{site.key.heads} x {'+'.join(str(part.spec.head_dim) for part in keys)}",
         schemes[0] if schemes[0] == schemes[1] else f"keys {schemes[0]}, values {schemes[1]}",
         bits, int(sum(part.bytes_before for part in item.parts).subs(at)), int(sum(part.bytes_after for part in item.parts).subs(at)),
-        tuple(sorted(warnings)), hint(site.tokens),
+        tuple(sorted(warnings)), estimate(site.tokens),
     )
 
 

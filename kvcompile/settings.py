@@ -30,6 +30,23 @@ class Inner(OneOf):
     EAGER = "eager"
 
 
+class Validate(OneOf):
+    """What is done with a site by what is known of its rewrite: it is run beside its rewritten twin when it is compiled."""
+
+    ALWAYS = True
+    """Only sites whose twin was found equal are rewritten; others stay as they are."""
+    WHERE_POSSIBLE = "where possible"
+    """Sites that could not be run beside their twin are rewritten too, with a warning: those of whose rewrite nothing is known."""
+    NEVER = False
+    """Nothing is run: every site is rewritten that was understood."""
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """From a member or its spelling: True, False or "where possible"; raises BadSetting."""
+        # 1 and 0 are equal to True and False, and nobody means these by them.
+        return super().of(value if isinstance(value, (bool, str, cls)) else repr(value))
+
+
 class Gluon(OneOf):
     """Which attentions of one new token the Gluon kernel runs on CUDA; the Triton template runs the others."""
 
@@ -44,7 +61,8 @@ class Gluon(OneOf):
 class Settings:
     """``inner`` compiler, ``strict`` refusals, Inductor's ``mode`` and ``options``, the least tokens a store holds.
 
-    ``fold``: equal layers are compiled once. ``gluon``: which attentions the Gluon kernel runs.
+    ``validate``: which sites are rewritten by what validation found. ``fold``: equal layers are compiled once.
+    ``gluon``: which attentions the Gluon kernel runs.
     """
 
     inner: Inner = Inner.INDUCTOR
@@ -53,6 +71,6 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     reserve: int = 256
     verify: bool = True
-    validate: bool = True
+    validate: Validate = Validate.ALWAYS
     fold: bool = False
     gluon: Gluon = Gluon.MEASURED

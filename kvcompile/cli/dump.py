@@ -24,7 +24,7 @@ from kvcompile.lowering.compile import emitted_modules
 from kvcompile.lowering.decode.offline import ARCHITECTURES, OfflineCompilation, sass
 from kvcompile.lowering.site_kernel import ChunkedSite, PrefillSite, SiteKernel, attends, site_kernel
 from kvcompile.passes.capture.capture import Captured
-from kvcompile.passes.graph.shapes import hint, module_path
+from kvcompile.passes.graph.shapes import estimate, module_path
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.records import GraphRecord
@@ -98,7 +98,7 @@ class Dump:
         _, rewritten = self._rewritten()
         found: dict[SiteKernel | PrefillSite | ChunkedSite, list[str]] = {}
         for node in attends(rewritten.module):
-            found.setdefault(site_kernel(node, arch, hint), []).append(module_path(node) or node.name)
+            found.setdefault(site_kernel(node, arch, estimate), []).append(module_path(node) or node.name)
         if not found:
             raise NothingToDump(
                 expected="an attend kernel", found=f"graph {self.index} {kernel_text(rewritten, len(self._plan().sites))}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from kvcompile.passes.graph.shapes import hint, value_of
+from kvcompile.passes.graph.shapes import estimate, value_of
 from kvcompile.passes.match.paged_places import Places
 from kvcompile.passes.match.sites import Bounds, Limit, LimitKind, MaskKind, Position
 from kvcompile.passes.plan.plan import Plan, SitePlan, SlotPlan
@@ -45,7 +45,7 @@ def _site(item: SitePlan) -> str:
     lines = _rows(f"site {site.index}: {site.path or 'module path unknown'}", [
         ("line", short_paths(site.line)),
         ("attention", f"%{attention.output.name}, spelled as {attention.idiom}: softmax(q k^T x scale + mask) v, {', '.join(extras)}"),
-        ("heads", f"{heads}, S = {hint(site.tokens)} new tokens a call"),
+        ("heads", f"{heads}, S = {estimate(site.tokens)} new tokens a call"),
         ("q", _typed(attention.q, attention.q_roles)),
         ("k", _typed(attention.k, attention.k_roles)),
         ("v", _typed(attention.v, attention.v_roles)),
@@ -118,7 +118,7 @@ def _limit(limit: Limit) -> str:
         LimitKind.ALL: "T - 1", LimitKind.CONST: "",
     }[limit.kind]
     terms = [(1, base)] if base else []
-    terms += [(count, f"%{node.name}") for node, count in limit.symbols]
+    terms += [(1, str(limit.amount.expr))] if limit.amount is not None else []
     terms += [(limit.offset, "")] if limit.offset or not terms else []
     text = ""
     for count, name in terms:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from kvcompile.passes.graph.effects import same_memory, view_parent
-from kvcompile.passes.graph.shapes import hint, is_tensor, value_of
+from kvcompile.passes.graph.shapes import estimate, is_tensor, value_of
 from kvcompile.passes.match.sites import Site
 from kvcompile.planner.observer import Seen
 
@@ -50,7 +50,7 @@ def _largest(moments: Iterable[tuple[float, float]]) -> tuple[tuple[float, float
 
 def _nbytes(node: fx.Node) -> int:
     value = value_of(node)
-    return math.prod(hint(size) for size in value.shape) * value.dtype.itemsize
+    return math.prod(estimate(size) for size in value.shape) * value.dtype.itemsize
 
 
 def _reads(node: fx.Node, sites: dict[fx.Node, Site]) -> Iterable[fx.Node]:
@@ -86,8 +86,8 @@ def _owner(node: fx.Node) -> fx.Node:
 def activations(seen: Seen) -> Activations:
     """The activations of one graph with attentions over a cache, by the values that are live after each of its nodes."""
     graph = seen.captured.graph
-    tokens = max(hint(site.tokens) for site in seen.matched.sites)
-    rows = max(site.key.batch for site in seen.matched.sites)
+    tokens = max(estimate(site.tokens) for site in seen.matched.sites)
+    rows = max(estimate(site.key.batch) for site in seen.matched.sites)
     sites = {site.attention.output: site for site in seen.matched.sites}
     caches = {index for site in seen.matched.sites for slot in site.slots for index in slot.outputs}
     results = graph.output_node().args[0]
@@ -120,4 +120,4 @@ def activations(seen: Seen) -> Activations:
 
 def _pairs(node: fx.Node, tokens: int) -> bool:
     """Whether a value has an entry for every pair of a prompt's tokens."""
-    return tokens > 1 and [hint(size) for size in value_of(node).shape].count(tokens) > 1
+    return tokens > 1 and [estimate(size) for size in value_of(node).shape].count(tokens) > 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvcompile.errors import NotPlanned
+from kvcompile.passes.graph.shapes import estimate
 from kvcompile.passes.plan.policy import Policy
 from kvcompile.planner.activations import Activations, activations
 from kvcompile.planner.observer import Observed, observed
@@ -66,7 +67,7 @@ def traced(name: str, model: torch.nn.Module, inputs: Any, capacity: int | None 
             expected="every attention over a cache to be one that the matcher reads, or a cache that the model returns",
             found=f"{len(seen.refusals)} refused, the first: {seen.refusals[0]}", name=name,
         )
-    prompts = [item for item in seen.graphs if any(site.tokens != 1 for site in item.matched.sites)] or list(seen.graphs)
+    prompts = [item for item in seen.graphs if any(estimate(site.tokens) != 1 for site in item.matched.sites)] or list(seen.graphs)
     live = functools.reduce(operator.or_, (activations(item) for item in prompts if item.matched.sites))
     return Model(name, seen, counted(model), _remainder(seen, tensors, capacity), live, capacity, longest)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.passes.graph.shapes import hint
+from kvcompile.passes.graph.shapes import estimate
 
 LEAST = 1 << 20
 RESERVE_NOTHING = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -35,8 +35,8 @@ def _memory(count: int) -> mmap.mmap:
 
 
 def phantom(like: torch.Tensor) -> torch.Tensor:
-    """A phantom with the shape, strides and dtype of ``like``, a meta or fake tensor; symbolic sizes by their hints."""
-    shape, strides = [hint(size) for size in like.shape], [hint(step) for step in like.stride()]
+    """A phantom with the shape, strides and dtype of ``like``, a meta or fake tensor; symbolic sizes as they were captured."""
+    shape, strides = [estimate(size) for size in like.shape], [estimate(step) for step in like.stride()]
     span = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) if all(shape) else 0
     if not span:
         return torch.empty(shape, dtype=like.dtype, device="cpu")
@@ -47,7 +47,7 @@ def phantom_result(value: Any) -> Any:
     """A phantom for a tensor, a number for a symbolic one, anything else as it is."""
     if isinstance(value, torch.Tensor):
         return phantom(value)
-    return hint(value) if isinstance(value, torch.SymInt) else value
+    return estimate(value) if isinstance(value, torch.SymInt) else value
 
 
 def hollow(model: torch.nn.Module) -> torch.nn.Module:

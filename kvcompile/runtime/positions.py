@@ -128,7 +128,7 @@ def _queries(site: Site) -> Any:
 def limits_of(site: Site) -> tuple[Limit, ...]:
     """Return the tensors of positions that limit a site's queries from above."""
     hi = site.bounds.hi
-    return (hi,) if hi.kind is LimitKind.NODE and not hi.symbols else ()
+    return (hi,) if hi.kind is LimitKind.NODE and hi.amount is None else ()
 
 
 def positions_of(captured: Captured, planned: Plan, effects: Effects) -> PositionReader | None:

@@ -55,7 +55,7 @@ class Sight:
         hi, attention = site.bounds.hi, site.attention
         if hi.kind is LimitKind.ALL:
             return call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
-        offset = hi.offset + sum(coefficient * call.read(value_of(node)) for node, coefficient in hi.symbols)
+        offset = call.read(hi.shift)
         if hi.kind is LimitKind.NODE:
             assert hi.node is not None
             return int(call.positions().values[hi.node].max()) + offset + 1

@@ -7,6 +7,7 @@ its tokens at the wanted place and shows every query its own token and nothing b
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.mask.masks import shown_by
 from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
 from kvcompile.validation.cut import Cut, NotApart
+from kvcompile.validation.inverse import solve
 from kvcompile.validation.sizes import Values, hints, past, read
 
 COMBINATIONS = 400
@@ -165,29 +167,62 @@ class Arguments:
             else:
                 made.append(self.plain(fake, entry.index, moment))
         order = list(choices)
-        ways = [
+        settled = [
             [choices[index][self.settled[index]]]
             if self.settled.get(index, 99) < len(choices[index]) and not (moment.blind and choices[index][0].is_floating_point())
             else choices[index]
             for index in order
         ]
-        chosen = list(itertools.islice(itertools.product(*(range(len(options)) for options in ways)), COMBINATIONS))
+        every = [choices[index] for index in order]
+        if self.chosen(made, order, settled, moment) or (settled != every and self.chosen(made, order, every, moment)):
+            return self.hostile(made, order, moment) if moment.hostile else made
+        for index, options in choices.items():
+            made[index] = options[self.settled.get(index, 0)] if self.settled.get(index, 0) < len(options) else options[0]
+        if self.solved(made, order, moment):
+            return self.hostile(made, order, moment) if moment.hostile else made
+        raise NotApart("no values of its positions and masks were found with which it writes its tokens in order")
+
+    def chosen(self, made: list[Any], order: list[int], ways: list[list[torch.Tensor]], moment: Moment) -> bool:
+        """Whether some choice among readings makes a possible call; it is then in ``made``, and is tried first in the next one."""
+        every = list(itertools.islice(itertools.product(*(range(len(options)) for options in ways)), COMBINATIONS))
         # A mask that hides everything from some query whatever it is given is tried as it is.
-        for way, strict in [*((way, True) for way in chosen), *((way, False) for way in chosen if self.free)]:
+        for way, strict in [*((way, True) for way in every), *((way, False) for way in every if self.free)]:
             for index, options, number in zip(order, ways, way, strict=True):
                 made[index] = options[number]
             if self.possible(made, moment, strict):
                 for index, options, number in zip(order, ways, way, strict=True):
                     if len(options) > 1 or index not in self.settled:
                         self.settled[index] = number
-                return self.hostile(made, order, moment, strict) if moment.hostile else made
-        raise NotApart("no values of its positions and masks were found with which it writes its tokens in order")
+                return True
+        return False
 
-    def hostile(self, made: list[Any], masks: Sequence[int], moment: Moment, strict: bool) -> list[Any]:
+    def solved(self, made: list[Any], order: list[int], moment: Moment) -> bool:
+        """Whether an argument that positions are computed from could be solved for: it is then in ``made``, the others as they were."""
+        count = self.tokens(moment)
+        wanted = torch.arange(moment.start, moment.start + count, device="cpu")
+
+        def positions(index: int, value: torch.Tensor) -> torch.Tensor | None:
+            found = self.evaluated([*made[:index], value, *made[index + 1 :]])
+            return found[0].reshape(-1) if found and self.indices else None
+
+        for index in order:
+            held = made[index]
+            if held.dtype is torch.bool or self.part.captured.inputs[index].node not in self.places:
+                continue
+            value = solve(functools.partial(positions, index), held, wanted)
+            if value is not None:
+                made[index] = value
+                if self.possible(made, moment, True) or (self.free and self.possible(made, moment, False)):
+                    return True
+                made[index] = held
+        return False
+
+    def hostile(self, made: list[Any], masks: Sequence[int], moment: Moment) -> list[Any]:
         """Return arguments with ``masks`` among them, by index, changed as far as the program still writes its tokens where it should.
 
         The new tokens of a row are as visible as they were, so no query loses all that it sees.
         """
+        strict = self.possible(made, moment, True)
         for index in masks:
             value, node = made[index], self.part.captured.inputs[index].node
             if node in self.places or not value.dim() or value.shape[-1] != self.keys(moment):
@@ -305,11 +340,8 @@ class Arguments:
                 return False
         if self.checks is None:
             return True
-        module, taken, _ = self.checks
-        try:
-            values = module(*[item.clone() if isinstance(item, torch.Tensor) else item for item in (made[index] for index in taken)])
-        except (RuntimeError, IndexError, ValueError):
-            # Positions outside of a table, say.
+        values = self.evaluated(made)
+        if values is None:
             return False
         count = self.tokens(moment)
         wanted = torch.arange(moment.start, moment.start + count, device="cpu")
@@ -319,6 +351,20 @@ class Arguments:
             self.hides(term, value, moment) for term, value in zip(self.terms, values[len(self.indices) :], strict=True)
             if term in self.free
         )
+
+    def evaluated(self, made: list[Any]) -> Sequence[torch.Tensor] | None:
+        """The positions and masks that the program computes of its arguments; None where it computes none, or cannot."""
+        if self.checks is None:
+            return None
+        module, taken, _ = self.checks
+        try:
+            found: Sequence[torch.Tensor] = module(
+                *[item.clone() if isinstance(item, torch.Tensor) else item for item in (made[index] for index in taken)]
+            )
+        except (RuntimeError, IndexError, ValueError):
+            # Positions outside of a table, say.
+            return None
+        return found
 
     @staticmethod
     def in_order(value: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -3,13 +3,15 @@
     captured:  x -> projections -> q, k, v -> writes -> attention -> projection -> ...
     cut:                           q, k, v -> writes -> attention -> outputs, caches
 
-Queries and new keys and values become inputs; everything else that the outputs or the caches depend on is copied. What the cut program
+Queries and new keys and values become inputs, and so does what other processes give and what calls on sharded or quantized tensors
+return: nothing waits for another process here. Everything else that the outputs or the caches depend on is copied. What the cut program
 means is what the captured graph means between these points, so a rewrite of the one is right where a rewrite of the other is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections import defaultdict
@@ -21,8 +23,11 @@ import torch
 from torch import fx
 
 from kvcompile.passes.capture.capture import Captured, Input
+from kvcompile.passes.graph.dynamo import is_wrapper
 from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.shapes import AS_WRITTEN, is_tensor, op_name, value_of
+from kvcompile.passes.graph.worlds import Guards
+from kvcompile.passes.match.agreement import demands
 from kvcompile.passes.match.sites import Attention, Site
 
 SYMBOL = re.compile(r"\b[su]\d+\b")
@@ -62,6 +67,11 @@ class Cut:
     sources: dict[int, int]
     outputs: int
     number: Number = same
+
+    @functools.cached_property
+    def guards(self) -> Guards:
+        """What the captured graph's guards, and its attentions, ask of the program's sizes."""
+        return Guards(self.captured.fake_mode.shape_env, self.number, demands(self.captured.graph))
 
 
 def clusters(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
@@ -104,7 +114,7 @@ def _needed(captured: Captured, effects: Effects, wanted: Iterable[fx.Node], bor
         found.add(node)
         if node in stop or _is_size(node, stop):
             continue
-        queue += node.all_input_nodes
+        queue += () if _foreign(node) else node.all_input_nodes
         if is_tensor(node):
             queue += effects.writes_to(node)
     return found
@@ -150,7 +160,7 @@ def outline(captured: Captured, effects: Effects, sites: tuple[Site, ...]) -> Ou
     outputs = tuple(dict.fromkeys(site.attention.output for site in sites))
     wanted = [*outputs, *caches.values(), *roots, *(write for root in roots for write in effects.writes.get(root, ()))]
     needed = _needed(captured, effects, wanted, borders)
-    begins = [node for node in needed if node.op == "placeholder" or node in borders or _is_size(node, borders)]
+    begins = [node for node in needed if node.op == "placeholder" or node in borders or _is_size(node, borders) or _foreign(node)]
     ordered = tuple(sorted(begins, key=lambda node: _first_use(node, needed, effects)))
     stop = set(begins)
     inside = sorted((node for node in needed if node not in stop and node.op != "output"), key=effects.order.__getitem__)
@@ -164,8 +174,7 @@ def cut(whole: Outline, number: Number = same) -> Cut:
     """
     captured = whole.captured
     if any(_shared(node) for node in whole.inside):
-        # Another process may know the verdict already, and would not come.
-        raise NotApart("its mask or its positions are made of what other processes give, or of a tensor that is made of others")
+        raise NotApart("its mask or its positions are a tensor that is made of others")
     graph, env = fx.Graph(), {}
     given: set[int] = set()
     sources: dict[int, int] = {}
@@ -177,10 +186,10 @@ def cut(whole: Outline, number: Number = same) -> Cut:
         made.meta = dict(node.meta)
         entry = known.get(node)
         entries.append(Input(index, made, node.name if entry is None else entry.source, False, node, entry is None or entry.owned))
-        if entry is None:
-            given.add(index)
-        else:
+        if entry is not None:
             sources[index] = entry.index
+        elif not _foreign(node):
+            given.add(index)
     _name_symbols(captured, graph, entries, given)
     for node in whole.inside:
         env[node] = graph.node_copy(node, lambda item: env[item])
@@ -193,6 +202,14 @@ def cut(whole: Outline, number: Number = same) -> Cut:
     told = _Translation(env, places, number)
     sites = tuple(told.of(site) for site in whole.sites)
     return Cut(apart, analyse(graph), sites, frozenset(given), sources, len(whole.outputs), number)
+
+
+def _foreign(node: fx.Node) -> bool:
+    """Whether a plain tensor comes from other processes or from a call on tensors that are made of others: a program begins there.
+
+    Another process may know the verdict already, and would not come.
+    """
+    return _shared(node) and is_tensor(node) and not is_wrapper(value_of(node))
 
 
 def _shared(node: fx.Node) -> bool:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import sympy
 import torch
 
 from kvcompile.passes.graph.casts import holds, integers
 from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
+from kvcompile.passes.graph.worlds import Values, moved, neighbors, value_in_capture
 from kvcompile.passes.match.sites import Slot
 from kvcompile.validation.cut import Cut, NotApart, Number
 
@@ -33,12 +33,15 @@ LARGEST = 1 << 12
 """Dtypes that hold more integers than this are not tried behind them."""
 NEAR = 8
 """Lengths no further apart stay as far apart."""
+UNBACKED = 7
+"""The value of a symbol that none was known of when the graph was captured."""
+WAYS = 12
+"""Ways to move a symbol in which calls are tried."""
+LOOKED_AT = 600
+"""Ways to move a symbol of which it is asked whether the guards admit them."""
 TRIED = (5, 7, 11, 2, 3, 16, 24, 1, 64)
 
-Values = dict[Any, int]
-
-
-def _symbols(part: Cut) -> list[Any]:
+def symbols(part: Cut) -> list[Any]:
     """All symbols of the program's arguments, in order of their names."""
     found = set()
     for fake in part.captured.fakes:
@@ -52,46 +55,16 @@ def read(size: Any, values: Values) -> int:
     return size if isinstance(size, int) else int(size.node.expr.xreplace(values))
 
 
-def _hint(env: Any, symbol: Any) -> int:
-    """The value that a symbol had when the graph was captured."""
-    known = getattr(env, "backed_var_to_val", None) or env.var_to_val
-    return int(known[symbol]) if symbol in known else 7
-
-
 def allowed(part: Cut, values: Values) -> bool:
     """Whether the guards of the captured graph hold for these values, as far as they name no other symbol."""
-    env = part.captured.fake_mode.shape_env
-    if env is None:
-        return True
-    for symbol, value in values.items():
-        bounds = env.var_to_range.get(symbol)
-        if bounds is not None and not _least(bounds, part.number) <= value <= bounds.upper:
-            return False
-    guards = [guard.expr for guard in env.guards if guard.expr.free_symbols <= set(values)]
-    return all(_holds(_told(guard, part.number), values) for guard in guards)
-
-
-def _holds(guard: Any, values: Values) -> bool:
-    """Whether a guard is not false for some values; one that divides by zero there was made for others."""
-    try:
-        return bool(guard.xreplace(values) != sympy.false)
-    except ZeroDivisionError:
-        return False
-
-
-def _least(bounds: Any, number: Number) -> int:
-    """The smallest value of a symbol."""
-    return number(int(bounds.lower)) if bounds.lower.is_Integer else 0
-
-
-def _told(expr: Any, number: Number) -> Any:
-    """A guard with the numbers of a smaller program."""
-    return expr.xreplace({item: sympy.Integer(number(int(item))) for item in expr.atoms(sympy.Integer)})
+    return part.guards.admit(values)
 
 
 def hints(part: Cut) -> Values:
     """The values that all symbols had when the graph was captured."""
-    return {symbol: _hint(part.captured.fake_mode.shape_env, symbol) for symbol in _symbols(part)}
+    env = part.captured.fake_mode.shape_env
+    found = {symbol: value_in_capture(env, symbol) for symbol in symbols(part)}
+    return {symbol: UNBACKED if value is None else value for symbol, value in found.items()}
 
 
 def captured_values(part: Cut) -> Values:
@@ -119,7 +92,7 @@ def _chosen(part: Cut, known: Values, groups: list[list[Any]]) -> Values | None:
     tried = []
     for group in groups:
         ranges = [env.var_to_range.get(symbol) for symbol in group] if env is not None else [None]
-        least = max(_least(bounds, part.number) if bounds is not None else 2 for bounds in ranges)
+        least = max(part.guards.least(bounds) if bounds is not None else 2 for bounds in ranges)
         tried.append(dict.fromkeys((*TRIED, least, least + 5)))
     for choice in itertools.islice(itertools.product(*tried), 2000):
         values = {**known, **{symbol: value for group, value in zip(groups, choice, strict=True) for symbol in group}}
@@ -156,6 +129,43 @@ def pasts(part: Cut, values: Values) -> Iterator[Values]:
         changed = {**values, **dict.fromkeys(grown, length)}
         if grown and allowed(part, changed) and not (slidings and any(length > values[symbol] for symbol in grown)):
             yield changed
+
+
+def others(part: Cut, values: Values, wanted: Callable[[], set[Any]]) -> Iterator[Values]:
+    """Values that the guards admit in which the symbols that are ``wanted``, asked again each time, are other ones, small ones first.
+
+    All at once, and then each by itself and with those that may be tied to it: sizes may belong together in ways that no guard says.
+    """
+    if not wanted():
+        return
+    together = moved(part.guards, values)
+    if together != values and _small(part, together):
+        yield together
+    for symbol in sorted(wanted(), key=str):
+        if symbol not in values:
+            continue
+        tried = 0
+        for way, changed in itertools.islice(neighbors(part.guards, values, symbol), LOOKED_AT):
+            if symbol not in wanted() or tried == WAYS:
+                break
+            if min(way[item] for item in changed) >= 0 and allowed(part, way) and _small(part, way):
+                tried += 1
+                yield way
+
+
+def _small(part: Cut, values: Values) -> bool:
+    return all(value <= 4 * SMALL for value in values.values()) and elements(part, values) <= MOST
+
+
+def named(part: Cut, symbol: Any) -> str:
+    """A symbol as the argument that it is, or a size of."""
+    for entry, fake in zip(part.captured.inputs, part.captured.fakes, strict=True):
+        if isinstance(fake, torch.SymInt) and fake.node.expr == symbol:
+            return entry.source
+        for dim, size in enumerate(fake.shape if isinstance(fake, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                return f"{entry.source}.shape[{dim}]"
+    return str(symbol)
 
 
 def elements(part: Cut, values: Values) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 
 from kvcompile.errors import KvcompileError
 from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.graph.worlds import Values
 from kvcompile.passes.plan.plan import Plan, site_plan
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.passes.rewrite.rewrite import rewrite
@@ -29,8 +31,9 @@ from kvcompile.runtime.bound import BoundGraph
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.validation.arguments import Arguments, Moment
+from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.cut import Cut, NotApart
-from kvcompile.validation.sizes import MOST, Values, allowed, captured_values, elements, hints, loose, past, pasts, read
+from kvcompile.validation.sizes import MOST, allowed, captured_values, elements, hints, loose, others, past, pasts, read
 
 log = logging.getLogger(__name__)
 
@@ -205,13 +208,8 @@ def _moments(part: Cut, arguments: Arguments, sizes: Values) -> Iterator[tuple[l
         starts, room = _starts(part, arguments, values)
         count = arguments.tokens(Moment(values, 0))
         for start in starts:
-            session: list[Moment] = []
-            once = (room is None and not slidings) or (arguments.offsets and not counters)
-            for at in range(start, start + count * (1 if once else 3), count):
-                now = _counted(part, values, counters, at, at - start)
-                if now is None or (room is not None and at + count > room):
-                    break
-                session.append(Moment(now, at, padded=1))
+            once = (room is None and not slidings) or bool(arguments.offsets and not counters)
+            session = _session(part, values, start, count, 1 if once else 3, room)
             if session:
                 yield session, 0.0
             if session and start:
@@ -220,6 +218,27 @@ def _moments(part: Cut, arguments: Arguments, sizes: Values) -> Iterator[tuple[l
                 yield [dataclasses.replace(session[0], hostile=True)], LARGE if start else 0.0
             if session and (arguments.limiting or (arguments.open and arguments.free)):
                 yield [dataclasses.replace(moment, ahead=True) for moment in session], 0.0
+
+
+def _session(part: Cut, values: Values, start: int, count: int, calls: int, room: int | None) -> list[Moment]:
+    """Up to ``calls`` calls of ``count`` tokens one after another, as far as the room and the guards let them."""
+    session: list[Moment] = []
+    for at in range(start, start + count * calls, count):
+        now = _counted(part, values, loose(part), at, at - start)
+        if now is None or (room is not None and at + count > room):
+            break
+        session.append(Moment(now, at, padded=1))
+    return session
+
+
+def _elsewhere(part: Cut, arguments: Arguments, values: Values, covered: Coverage) -> Iterator[tuple[list[Moment], float]]:
+    """Give sessions of one call at other sizes, as long as some symbol wants them."""
+    for other in others(part, values, covered.wanted):
+        starts, room = _starts(part, arguments, other)
+        count = arguments.tokens(Moment(other, 0))
+        for start in starts[-2:]:
+            if session := _session(part, other, start, count, 1, room):
+                yield session, 0.0
 
 
 def _counted(part: Cut, values: Values, counters: set[Any], at: int, moved: int) -> Values | None:
@@ -261,22 +280,22 @@ def tried(part: Cut, examples: Sequence[Any]) -> Verdict:
     """Run a plain program and its twin side by side; ``examples`` are the captured graph's arguments."""
     try:
         arguments = Arguments(part, examples, torch.Generator(device="cpu").manual_seed(SEED))
-        twin = _Twin(part)
-        verdict = _tried(twin, arguments, captured_values(part))
+        twin, covered = _Twin(part), Coverage(part)
+        verdict = _tried(twin, arguments, captured_values(part), covered)
         # Sizes may belong together in ways that no guard says: those of the capture do.
         if verdict.outcome is Outcome.UNKNOWN and elements(part, hints(part)) <= MOST:
-            verdict = _tried(twin, arguments, hints(part))
+            verdict = _tried(twin, arguments, hints(part), covered)
     except NotApart as reason:
         return Verdict(Outcome.UNKNOWN, str(reason))
     return verdict
 
 
-def _tried(twin: _Twin, arguments: Arguments, values: Values) -> Verdict:
-    """Run a program and its twin at some sizes. Raises NotApart."""
+def _tried(twin: _Twin, arguments: Arguments, values: Values, covered: Coverage) -> Verdict:
+    """Run a program and its twin at some sizes, and at others until every symbol took two values. Raises NotApart."""
     sessions = list(_moments(twin.part, arguments, values))
     # A query that sees one token gives its value, whatever the scores are.
     done, telling, unknown = False, False, ""
-    for moments, unwritten in sessions:
+    for moments, unwritten in itertools.chain(sessions, _elsewhere(twin.part, arguments, values, covered)):
         try:
             session = twin.session(arguments)
             session.fill(moments[0], unwritten)
@@ -287,6 +306,7 @@ def _tried(twin: _Twin, arguments: Arguments, values: Values) -> Verdict:
                     state = f"{moment.start} tokens before it" + (", unwritten places not zero" if unwritten else "")
                     state += ", large scores and unusual masks" if moment.hostile else ""
                     return Verdict(Outcome.DIFFERENT, f"{difference} (call {number + 1}, {state}, seed {SEED})")
+                covered.add(moment.values)
                 done, telling = True, telling or (moment.start + arguments.tokens(moment) > 1 and not moment.hostile)
         except NotApart as reason:
             unknown = unknown if moments[0].hostile else str(reason)
@@ -298,6 +318,8 @@ def _tried(twin: _Twin, arguments: Arguments, values: Values) -> Verdict:
             first = next(iter(str(error).splitlines()), "")
             return Verdict(Outcome.DIFFERENT, f"it fails with {type(error).__name__}: {first} (seed {SEED})")
     # A prompt of one token has no other call.
+    if (telling or (done and not unknown)) and covered.wanted():
+        return Verdict(Outcome.UNKNOWN, covered.missing())
     if telling or (done and not unknown):
         return Verdict(Outcome.EQUAL, blind=_blind(twin, arguments, sessions))
     return Verdict(Outcome.UNKNOWN, unknown or "no call of it could be made")

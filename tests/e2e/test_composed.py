@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from processes import in_two_processes
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import kvcompile
+from kvcompile import validation
 from kvcompile.lowering.reuse import call_key
+from kvcompile.passes.graph.shapes import AS_WRITTEN
+from kvcompile.validation.cut import Cut
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +36,7 @@ CASES = (
     Case("seen-twice", SeenTwice, by_position, refused="changed in place"),
     Case("written-in-place", WrittenInPlace, by_position, refused="to write to none in place"),
 )
-REWRITTEN = [
-    pytest.param(case, id=case.name, marks=[pytest.mark.unvalidated] if case.name == "sharded-bias" else []) for case in CASES
-    if not case.refused
-]
+REWRITTEN = [pytest.param(case, id=case.name) for case in CASES if not case.refused]
 
 
 @pytest.mark.parametrize("case", REWRITTEN)
@@ -60,13 +61,19 @@ def test_refused_for_its_reason_and_right(case: Case) -> None:
     assert any(case.refused in item.reason for item in report.refusals), [str(item) for item in report.refusals]
 
 
-@pytest.mark.unvalidated
-def test_no_process_validates_what_others_take_part_in() -> None:
-    """A process that knows the verdict from before would not come, and the others would wait."""
-    backend = kvcompile.backend("int8", inner="eager")
+def test_validation_runs_nothing_in_which_others_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that knows the verdict from before would not come, and the others would wait: the cut begins behind such calls."""
+    seen: list[str] = []
+    plain = validation.plain
+
+    def looked_at(part: Cut, *rest: Any) -> Cut:
+        seen.extend(str(node.target) for node in part.captured.graph.nodes if AS_WRITTEN in node.meta and node.op != "placeholder")
+        return plain(part, *rest)
+
+    monkeypatch.setattr(validation, "plain", looked_at)
+    backend = kvcompile.backend("int8", inner="eager", strict=True)
     CASES[2].error(backend)
-    assert all("other processes" in text for graph in backend.graphs for text in graph.unvalidated)
-    assert all(graph.unvalidated for graph in backend.graphs)
+    assert all(graph.validated == 1 for graph in backend.graphs) and not seen
 
 
 def test_a_second_request_compiles_nothing() -> None:

@@ -15,7 +15,7 @@ from torch import fx
 
 from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.operators import CONCATENATIONS
-from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, same, value_of
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def _joins(node: fx.Node) -> bool:
 def _write_of(join: fx.Node, effects: Effects) -> fx.Node | None:
     """The write of the joined tokens behind the tokens that they are joined to."""
     parts = bind(join)["tensors"]
-    past, dim = bind(parts[0]), bind(join)["dim"] % len(sizes(join))
+    past, dim = bind(parts[0]), bind(join)["dim"] % value_of(join).dim()
     root, writes = past["self"], effects.writes.get(past["self"], ())
     if len(writes) != 1 or past["start"] not in {None, 0} or past["step"] != 1:
         return None
@@ -50,10 +50,16 @@ def _write_of(join: fx.Node, effects: Effects) -> fx.Node | None:
     if value is not parts[1] or op_name(place) != "slice":
         return None
     there = bind(place)  # type: ignore[arg-type]
-    same = there["self"] is root and there["dim"] % len(sizes(root)) == past["dim"] % len(sizes(root)) == dim
-    if not same or there["step"] != 1 or not _equal(there["start"] or 0, past["end"]) or sizes(place) != sizes(parts[1]):  # type: ignore[arg-type]
+    alike = there["self"] is root and there["dim"] % value_of(root).dim() == past["dim"] % value_of(root).dim() == dim
+    if not alike or there["step"] != 1 or not _equal(there["start"] or 0, past["end"]) or not _one_shape(place, parts[1]):  # type: ignore[arg-type]
         return None
     return write
+
+
+def _one_shape(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two tensors have the same sizes in every call."""
+    one, other = value_of(a).shape, value_of(b).shape
+    return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
 
 
 def _equal(a: Any, b: Any) -> bool:

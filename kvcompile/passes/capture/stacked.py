@@ -18,7 +18,7 @@ from torch import fx
 from kvcompile.passes.graph.dynamo import OpOverload
 from kvcompile.passes.graph.effects import analyse
 from kvcompile.passes.graph.operators import CONCATENATIONS
-from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, same, value_of
 
 aten = torch.ops.aten
 
@@ -43,8 +43,11 @@ def _part(node: fx.Node) -> tuple[fx.Node, int, int] | None:
         arguments, index = bind(operand(node)), node.args[1]
     else:
         return None
-    shape, dim = sizes(arguments["self"]), arguments["dim"]
-    return arguments["self"], dim % len(shape), hint(index) % shape[dim]
+    shape = value_of(arguments["self"]).shape
+    dim = arguments["dim"] % len(shape)
+    if not isinstance(index, int) or (index < 0 and not isinstance(shape[dim], int)):
+        return None
+    return arguments["self"], dim, index if index >= 0 else index + shape[dim]
 
 
 def _grown(node: fx.Node) -> _Grown | None:
@@ -53,7 +56,7 @@ def _grown(node: fx.Node) -> _Grown | None:
     parts = bind(node)["tensors"]
     if len(parts) != 2 or not all(is_tensor(part) for part in parts):
         return None
-    found, rank = _part(parts[0]), len(sizes(node))
+    found, rank = _part(parts[0]), value_of(node).dim()
     return None if found is None else _Grown(*found, parts[1], bind(node)["dim"] % rank)
 
 
@@ -63,12 +66,12 @@ def join_stacked(graph: fx.Graph) -> None:
     effects = analyse(graph) if stacks else None
     for node in stacks:
         assert effects is not None
-        parts, dim = bind(node)["tensors"], bind(node)["dim"] % len(sizes(node))
+        parts, dim = bind(node)["tensors"], bind(node)["dim"] % value_of(node).dim()
         grown = [_grown(part) for part in parts]
         first = grown[0]
         if first is None or [
             (item.past, item.dim, item.index, item.token_dim) for item in grown if item is not None
-        ] != [(first.past, dim, at, first.token_dim) for at in range(len(parts))] or sizes(first.past)[dim] != len(parts):
+        ] != [(first.past, dim, at, first.token_dim) for at in range(len(parts))] or not same(value_of(first.past).shape[dim], len(parts)):
             continue
         if any(effects.writes_to(item) for item in (first.past, *parts)):
             # A view of the whole would see changes that a copy did not.

@@ -1,6 +1,7 @@
-"""Sizes of graph values as plain numbers (hints for symbolic ones), and names of operators.
+"""Sizes of graph values, and names of operators.
 
-Recognition runs on concrete sizes; what a rewrite emits stays symbolic.
+A symbolic size is no number. ``hint`` and ``sizes`` give one in the current world (``worlds``), in which recognition reads samples, and
+raise SizeRead elsewhere; ``same``, ``at_most`` and ``negative`` prove or guard; what a rewrite emits stays symbolic.
 """
 
 from __future__ import annotations
@@ -10,23 +11,49 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.graph.dynamo import OpOverload
+from kvcompile.passes.graph.worlds import as_number, value_in_capture
 
 PACKAGE = str(Path(__file__).parents[2])
 """Our own frames, through which Dynamo traces what is done to a compressed cache, are not the model's source."""
 
 
 def hint(value: Any) -> int:
-    """A plain int for an int, a SymInt (its hint) or a node that carries one."""
+    """A plain int for an int, a SymInt or a node that carries one, in the current world; raises SizeRead for a symbol outside of one."""
     if isinstance(value, fx.Node):
         value = value.meta["val"]
-    if isinstance(value, torch.SymInt):
-        found = value.node.hint
-        if found is None:
-            found = value.node.shape_env.size_hint(value.node.expr)
-        return int(found)
-    return int(value)
+    return as_number(value) if isinstance(value, torch.SymInt) else int(value)
+
+
+def estimate(value: Any) -> int:
+    """A size as it was when the graph was captured: for reports and for tuning, which change no result."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    expr, env = value.node.expr, value.node.shape_env
+    known = {symbol: value_in_capture(env, symbol) for symbol in expr.free_symbols}
+    return int(expr.xreplace({symbol: 1 if number is None else number for symbol, number in known.items()}))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all sizes that the graph's guards admit; asks without adding a guard."""
+    return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
+
+
+def at_most(a: Any, b: Any) -> bool:
+    """Whether a <= b for all sizes that the graph's guards admit; asks without adding a guard."""
+    return a <= b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a <= b)
+
+
+def plain(size: Any) -> Any:
+    """Return a symbolic size without symbols as an int; any other as it is."""
+    return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
+
+
+def negative(size: Any) -> bool:
+    """Whether a size is below zero, in every call: proved, or else asked with a guard, as a slice from there did when it was traced."""
+    return size < 0 if isinstance(size, int) else not at_most(0, size) and bool(size < 0)
 
 
 def value_of(node: fx.Node) -> Any:
@@ -47,7 +74,7 @@ def operand(node: fx.Node, position: int = 0) -> fx.Node:
 
 
 def sizes(node: fx.Node) -> tuple[int, ...]:
-    """The concrete shape of a tensor node."""
+    """The shape of a tensor node in the current world; raises SizeRead for a symbolic one outside of one."""
     return tuple(hint(size) for size in value_of(node).shape)
 
 

@@ -17,8 +17,9 @@ from torch import fx
 from kvcompile.passes.capture import flex
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects, analyse
-from kvcompile.passes.graph.shapes import hint, module_path, op_name, size_along, sizes, source_line
+from kvcompile.passes.graph.shapes import at_most, hint, module_path, op_name, size_along, sizes, source_line
 from kvcompile.passes.match import soundness
+from kvcompile.passes.match.agreement import ADVICE, DISAGREED, facts, in_every_world
 from kvcompile.passes.match.attention import sdpa, softmax
 from kvcompile.passes.match.cache import sliding, slots
 from kvcompile.passes.match.cache.advice import made_from
@@ -78,13 +79,13 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
         )
     if key.kind is not value.kind:
         raise Miss("keys and values are cached in different ways", key.root, value.root, advice="write both in the same way")
-    if key.heads != value.heads or key.batch != value.batch:
+    if key.heads != value.heads or hint(key.batch) != hint(value.batch):
         raise Miss(
             "the key and the value cache have different heads or batch sizes", key.root, value.root, advice="give both the same heads",
         )
     if key.root is value.root and _overlap(key.axes, value.axes):
         raise Miss("keys and values are the same cache entries", key.root, advice="cache keys and values apart")
-    heads = _heads(attention, key.batch)
+    heads = _heads(attention, hint(key.batch))
     if heads % key.heads:
         raise Miss(f"{heads} query heads over {key.heads} kv heads", attention.output, advice="use a multiple of the kv heads")
     if key.tiled != value.tiled:
@@ -92,7 +93,7 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
             "the heads of keys and values are repeated in different orders", key.root, value.root,
             advice="repeat both with repeat_interleave, or both with repeat",
         )
-    if key.capacity != value.capacity or not _alike(key.sliding, value.sliding):
+    if hint(key.capacity) != hint(value.capacity) or not _alike(key.sliding, value.sliding):
         raise Miss(
             "the key and the value cache hold different numbers of tokens", key.root, value.root, advice="give both the same capacity",
         )
@@ -121,14 +122,16 @@ def _alike(key: SlidingCache | None, value: SlidingCache | None) -> bool:
 def _check_assembly(attention: Attention, assembly: Assembly) -> tuple[int, int]:
     """(query heads, queries a head that the attention spells) of a site whose keys and values are made from its slots."""
     found = [slot for slot in assembly.slots if slot is not None]
-    for fact, of in (("cached in different ways", lambda slot: slot.kind), ("caches of different batch sizes", lambda slot: slot.batch),
-                     ("caches of different lengths", lambda slot: slot.capacity)):
+    for fact, of in (
+        ("cached in different ways", lambda slot: slot.kind), ("caches of different batch sizes", lambda slot: hint(slot.batch)),
+        ("caches of different lengths", lambda slot: hint(slot.capacity)),
+    ):
         if len({of(slot) for slot in found}) > 1:
             raise Miss(
                 f"the parts that keys and values are made from are {fact}", *[slot.root for slot in found],
                 advice="cache all parts alike, or in one tensor",
             )
-    heads = _heads(attention, found[0].batch)
+    heads = _heads(attention, hint(found[0].batch))
     if heads % assembly.heads:
         raise Miss(f"{heads} query heads over {assembly.heads} kv heads", attention.output, advice="use a multiple of the kv heads")
     named = dict(zip(attention.q_roles, sizes(attention.q), strict=True))
@@ -172,13 +175,13 @@ def _compose(attention: Attention, effects: Effects, index: int) -> Site:
     for slot in (key, value, *([more] if more is not None else [])):
         soundness.unchanged_write(slot.write, attention.output, effects)
     bounds = masks.normalise(attention, effects)
-    tokens = hint(size_along(attention.q, attention.q_roles, "S", attention.folded))
+    tokens = size_along(attention.q, attention.q_roles, "S", attention.folded)
     soundness.one_sink_a_head(attention)
     node = attention.output
     site = Site(
         index, attention, key, value, bounds, module_path(node), source_line(node), heads, groups, tokens, attention.k, more, assembly,
     )
-    if key.kind.facts.created and key.kind.facts.fixed and key.sliding is None and hint(reach(site)) > hint(key.write.count):
+    if key.kind.facts.created and key.kind.facts.fixed and key.sliding is None and not at_most(reach(site), key.write.count):
         raise Miss(
             "the attention reads places of a new cache that no token was written into", key.root,
             advice="mask what is not written yet, as every call after the first needs as well",
@@ -196,7 +199,7 @@ def _best(attention: Attention, effects: Effects, index: int) -> Site:
         except Miss as miss:
             missed.append(miss)
             continue
-        found.append((site.tokens != hint(site.key.write.count), len(site.bounds.carried), place, site))
+        found.append((hint(site.tokens) != hint(site.key.write.count), len(site.bounds.carried), place, site))
         if found[-1][:2] == (False, 0):
             break
     if not found:
@@ -268,7 +271,10 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
 def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
     """Why a cache tensor cannot be stored where no attention reads some of it: that would be lost."""
     parts = {slot.axes.select: slot for slot in read if slot.axes.select and slot.sliding is None}
-    tokens = {at: slot.batch * slot.capacity if slot.block_table is None else slot.axes.room(sizes(root)) for at, slot in parts.items()}
+    tokens = {
+        at: hint(slot.batch) * hint(slot.capacity) if slot.block_table is None else slot.axes.room(sizes(root))
+        for at, slot in parts.items()
+    }
     held = sum(tokens[at] * slot.heads * slot.head_dim for at, slot in parts.items())
     if not parts or held == math.prod(sizes(root)):
         return None
@@ -349,8 +355,24 @@ def failed(error: Exception) -> Miss:
 
 
 def match(captured: Captured) -> Matched:
-    """All sites and refusals of a captured graph."""
+    """All sites and refusals of a captured graph; a site is one only if it is the same in every world of the graph's sizes."""
     effects = analyse(captured.graph)
+    first, *others = in_every_world(captured.graph, lambda: _matched(captured, effects))
+    told = [{site.attention.output: facts(site) for site in other.sites} for other in others]
+    disagreed = [site for site in first.sites if any(there.get(site.attention.output) != facts(site) for there in told)]
+    if not disagreed:
+        return first
+    roots = {slot.root for site in disagreed for slot in site.slots}
+    while beside := [site for site in first.sites if site not in disagreed and not roots.isdisjoint(slot.root for slot in site.slots)]:
+        disagreed += beside
+        roots |= {slot.root for site in beside for slot in site.slots}
+    outputs = [(site.attention.output, site.attention.idiom) for site in disagreed]
+    refusals = [refuse(Miss(DISAGREED, output, advice=ADVICE), output, idiom) for output, idiom in outputs]
+    return replace(first, sites=tuple(site for site in first.sites if site not in disagreed), refusals=(*first.refusals, *refusals))
+
+
+def _matched(captured: Captured, effects: Effects) -> Matched:
+    """All sites and refusals of a captured graph as they are in the current world."""
     sites: list[Site] = []
     missed: list[tuple[fx.Node, Refusal]] = []
     uncached = 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -273,8 +274,10 @@ class Slot:
     path: tuple[fx.Node, ...] = field(repr=False)
     heads: int = 0
     head_dim: int = 0
-    batch: int = 0
-    capacity: int = 0
+    batch: Any = field(default=0, compare=False)
+    """Rows, an int or a SymInt."""
+    capacity: Any = field(default=0, compare=False)
+    """Places for tokens, an int or a SymInt."""
     factor: float = 1.0
     """What the attention multiplies the cached values with, after it reads them."""
     tiled: bool = False
@@ -370,17 +373,30 @@ class LimitKind(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Amount:
+    """A symbolic int without a constant part; two of the same expression are equal, whatever nodes of the graph they came from."""
+
+    expr: sympy.Expr
+    value: torch.SymInt = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Limit:
     """A position limit: ``node`` (its dims' roles among B and S) or the query's index or the length, plus ``offset``.
 
-    ``symbols``: symbolic ints of the graph that are added too, each with its coefficient.
+    ``amount``: a symbolic int that is added too.
     """
 
     kind: LimitKind
     offset: int = 0
     node: fx.Node | None = None
     roles: tuple[str, ...] = ()
-    symbols: tuple[tuple[fx.Node, int], ...] = ()
+    amount: Amount | None = None
+
+    @property
+    def shift(self) -> Any:
+        """All that is added to the origin, an int or a SymInt."""
+        return self.offset if self.amount is None else self.offset + self.amount.value
 
 
 @dataclass(frozen=True)
@@ -396,7 +412,8 @@ class Site:
     line: str
     heads: int
     groups: int
-    tokens: int
+    tokens: Any = field(compare=False)
+    """New tokens of a call, an int or a SymInt."""
     read: fx.Node
     more: Slot | None = None
     """A second slot whose channels stand behind the key slot's: the rotary part of a latent cache."""

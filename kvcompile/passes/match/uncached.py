@@ -14,8 +14,9 @@ from torch import fx
 
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects, analyse
-from kvcompile.passes.graph.shapes import hint, module_path, size_along, sizes, source_line
+from kvcompile.passes.graph.shapes import hint, module_path, size_along, source_line, value_of
 from kvcompile.passes.match import soundness
+from kvcompile.passes.match.agreement import ADVICE, DISAGREED, facts, in_every_world
 from kvcompile.passes.match.cache.uncached_tokens import without_cache
 from kvcompile.passes.match.mask import masks
 from kvcompile.passes.match.mask.zeroed import without_effect
@@ -81,8 +82,17 @@ def _first_reading(attention: Attention, effects: Effects) -> UncachedSite:
 
 
 def find(captured: Captured) -> Uncached:
-    """The attentions without a cache of a captured graph."""
+    """The attentions without a cache of a captured graph; one is one only if it is the same in every world of the graph's sizes."""
     effects = analyse(captured.graph)
+    first, *others = in_every_world(captured.graph, lambda: _found(captured, effects))
+    told = [{site.attention.output: facts(site) for site in other.sites} for other in others]
+    refused = [site for site in first.sites if any(there.get(site.attention.output) != facts(site) for there in told)]
+    refusals = [refuse(Miss(DISAGREED, site.attention.output, advice=ADVICE), site.attention.output) for site in refused]
+    return Uncached(tuple(site for site in first.sites if site not in refused), (*first.refusals, *refusals), effects)
+
+
+def _found(captured: Captured, effects: Effects) -> Uncached:
+    """The attentions without a cache as they are in the current world."""
     sites: list[UncachedSite] = []
     missed: list[tuple[fx.Node, Refusal]] = []
     for node in captured.graph.nodes:
@@ -106,9 +116,9 @@ def find(captured: Captured) -> Uncached:
 def operand_heads(site: UncachedSite) -> int:
     """How many times the attention's operands repeat each kv head."""
     attention, slot = site.attention, site.key
-    shape = dict(zip(attention.k_roles, sizes(attention.k), strict=True))
+    shape = dict(zip(attention.k_roles, value_of(attention.k).shape, strict=True))
     if "G" in shape:
-        return shape["G"]
+        return int(shape["G"])
     if "H" in shape:
-        return shape["H"] // slot.heads
-    return shape["BH"] // (slot.batch * slot.heads) if "BH" in shape else 1
+        return int(shape["H"]) // slot.heads
+    return int(shape["BH"] // (slot.batch * slot.heads)) if "BH" in shape else 1

@@ -27,6 +27,7 @@ from kvcompile.errors import (
 )
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.match.agreement import agreed
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.match import Matched, refuse
 from kvcompile.passes.match.rope.rope import Rotation, recognise
@@ -154,7 +155,7 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], r
         _check_table(scheme, layout)
     elif rolling is not None:
         _check_ring(rolling, scheme, layout)
-    rotation = recognise(slot, effects) if scheme.pre_rope else None
+    rotation = agreed(effects.output.graph, lambda: recognise(slot, effects), slot.write.node) if scheme.pre_rope else None
     layout = layout.windowed(spec, window).with_sinks(spec, sinks) if window else layout
     return SlotPlan(slot, role, scheme, spec, layout, window, rotation, sinks)
 
@@ -248,7 +249,8 @@ def rolls(site: Site) -> int | None:
     hi, lo, slot = site.bounds.hi, site.bounds.lo, site.key
     if lo is None or not slot.kind.facts.in_place or (hi.kind, hi.node) != (lo.kind, lo.node):
         return None
-    return slot.capacity if hi.symbols == lo.symbols and hi.offset - lo.offset + 1 >= slot.capacity else None
+    longest = hi.offset - lo.offset + 1
+    return slot.capacity if hi.amount == lo.amount and isinstance(slot.capacity, int) and longest >= slot.capacity else None
 
 
 def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
-from kvcompile.passes.graph.shapes import hint, size_along, value_of
+from kvcompile.passes.graph.shapes import same, size_along, value_of
 from kvcompile.passes.plan.plan import SitePlan, SlotPlan
 from kvcompile.passes.rewrite import basis
 from kvcompile.passes.rewrite.calibrate import calibrate
@@ -152,7 +152,7 @@ class Appends:
     def _before_rope(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> fx.Node:
         """Queries as the scheme takes them: before RoPE, where it wants that and they stand where the keys do."""
         attention, slot = item.site.attention, item.key
-        own = hint(size_along(attention.q, attention.q_roles, "S", attention.folded)) == hint(slot.slot.write.count)
+        own = same(size_along(attention.q, attention.q_roles, "S", attention.folded), slot.slot.write.count)
         if not slot.scheme.calibrates_before_rope or not own:
             return q_BHSD
         emit, position, origin = self._counted_from_padding(emit, slot, self.positions.of(emit, slot))

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
-from kvcompile.passes.graph.shapes import hint, size_along, value_of
+from kvcompile.passes.graph.shapes import estimate, same, size_along, value_of
 from kvcompile.passes.match.sites import LimitKind
 from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite import basis, latent
@@ -84,7 +84,7 @@ def _flash(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     assert source.fresh is not None
     count = size_along(attention.q, attention.q_roles, "S", attention.folded)
     return emit.call(
-        aten.scaled_dot_product_attention.default, source.q, *source.fresh, None, 0.0, hint(count) > 1,
+        aten.scaled_dot_product_attention.default, source.q, *source.fresh, None, 0.0, not same(count, 1),
         scale=attention.scale, enable_gqa=source.grouped,
     )
 
@@ -96,8 +96,8 @@ def _is_plain_causal(context: Context, item: SitePlan) -> bool:
     # Nothing says where a window that is filled anew begins; elsewhere the runtime has looked (see ``limits``).
     refilled = item.key.slot.sliding is not None and context.variant is not Variant.FRESH
     counted = {LimitKind.OWN} if refilled else {LimitKind.OWN, LimitKind.NODE}
-    own = hi.kind in counted and hi.offset == 0 and not hi.symbols
-    alone = item.site.tokens == 1 and hi.kind is LimitKind.CONST and hi.offset == 0 and not hi.symbols
+    own = hi.kind in counted and hi.offset == 0 and hi.amount is None
+    alone = same(item.site.tokens, 1) and hi.kind is LimitKind.CONST and hi.offset == 0 and hi.amount is None
     limits_only = not bounds.carried and bounds.lo is None and bounds.keep is None
     return (own or alone) and limits_only and not attention.softcap and attention.sinks is None
 
@@ -152,7 +152,7 @@ def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:
     count = size_along(attention.q, attention.q_roles, "S", attention.folded)
     alone = isinstance(count, int) and count == 1
     group = site.heads // item.key.spec.heads
-    out.meta[QUERY_ROWS], out.meta[QUERY_GROUP] = 1 if alone else hint(count) * group, group
+    out.meta[QUERY_ROWS], out.meta[QUERY_GROUP] = 1 if alone else estimate(count) * group, group
     return out
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
-from kvcompile.passes.graph.shapes import hint, size_along
+from kvcompile.passes.graph.shapes import same, size_along
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.left_padding import shown
@@ -29,7 +29,7 @@ def calibrate(emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.No
     if abs(factor - 1) > 1e-6:
         q_BHSD = emit.call(aten.mul.Scalar, q_BHSD, factor)
     # Across to the tokens of another sequence, padding is said of the keys alone.
-    own = hint(size_along(attention.q, attention.q_roles, "S", attention.folded)) == hint(tokens)
+    own = same(size_along(attention.q, attention.q_roles, "S", attention.folded), tokens)
     keep = _real(emit, item) if own else None
     emit.call(torch.ops.kvcompile.calibrate.default, q_BHSD, calibrated, keep, slot.scheme.spell())
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
-from kvcompile.passes.graph.shapes import sizes, value_of
+from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.sites import Projection, Slot, Stripe
 
 New = Callable[[Slot], fx.Node]
@@ -24,7 +24,7 @@ New = Callable[[Slot], fx.Node]
 def matrices(emit: Emitter, projection: Projection, dtype: torch.dtype) -> fx.Node:
     """A projection's weight as [heads, channels, inner] in ``dtype``."""
     node, roles = emit.copies[projection.weight], []
-    shape = sizes(projection.weight)
+    shape = value_of(projection.weight).shape
     at = 0
     for dim, form in enumerate(projection.dims):
         if form.summed:

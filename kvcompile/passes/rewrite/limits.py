@@ -112,12 +112,11 @@ def _from_tensor(emit: Emitter, limit: Limit, origin: fx.Node) -> fx.Node:
 
 
 def _offset(emit: Emitter, limit: Limit) -> Any:
-    """The constant part of a limit: an int, or a node where symbolic ints take part."""
-    total: Any = limit.offset
-    for node, coefficient in limit.symbols:
-        part = emit.copies[node] if coefficient == 1 else emit.call(operator.mul, emit.copies[node], coefficient)
-        total = part if isinstance(total, int) and total == 0 else emit.call(operator.add, part, total)
-    return total
+    """The constant part of a limit: an int, or a node where a symbolic int takes part."""
+    if limit.amount is None:
+        return limit.offset
+    amount = emit.size(limit.amount.value)
+    return amount if limit.offset == 0 else emit.call(operator.add, amount, limit.offset)
 
 
 def _less_one(emit: Emitter, value: Any) -> Any:

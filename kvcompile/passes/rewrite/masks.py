@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
-from kvcompile.passes.graph.shapes import sizes, value_of
+from kvcompile.passes.graph.shapes import same, value_of
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.sites import MaskKind, Site
 from kvcompile.passes.plan.plan import SitePlan
@@ -74,7 +74,7 @@ def sinks_of(emit: Emitter, item: SitePlan) -> fx.Node | None:
     if item.site.attention.sinks is None:
         return None
     node = emit.copies[item.site.attention.sinks]
-    roles, shape = item.site.attention.sink_roles, sizes(item.site.attention.sinks)
-    kept = tuple(role if not set(role) - set("HKG") and size != 1 else "" for role, size in zip(roles, shape, strict=True))
+    roles, shape = item.site.attention.sink_roles, value_of(item.site.attention.sinks).shape
+    kept = tuple(role if not set(role) - set("HKG") and not same(size, 1) else "" for role, size in zip(roles, shape, strict=True))
     node = emit.heads(node, kept, (), item.site.heads, item.site.groups)
     return emit.call(aten.select.int, node, 0, 0)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
-from kvcompile.passes.graph.shapes import hint, value_of
+from kvcompile.passes.graph.shapes import same, value_of
 from kvcompile.passes.plan.plan import SlotPlan
 
 
@@ -45,8 +45,9 @@ def broadcast(emit: Emitter, values: fx.Node, full: Sequence[Any]) -> fx.Node:
     missing = len(full) - len(seen)
     for _ in range(missing):
         node = emit.call(aten.unsqueeze.default, node, 0)
-    given = [1] * missing + [hint(size) for size in seen]
-    if all(have == hint(want) for have, want in zip(given, full, strict=True)):
+    given = [*[1] * missing, *seen]
+    if all(same(have, want) for have, want in zip(given, full, strict=True)):
         return node
-    wanted = [emit.size(want) if have != hint(want) else -1 for have, want in zip(given, full, strict=True)]
+    # Only a dim of size one is made longer.
+    wanted = [emit.size(want) if same(have, 1) and not same(want, 1) else -1 for have, want in zip(given, full, strict=True)]
     return emit.call(aten.expand.default, node, wanted)

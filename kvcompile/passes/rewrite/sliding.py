@@ -19,8 +19,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
-from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.cache.token_runs import at_most, same
+from kvcompile.passes.graph.shapes import at_most, same, value_of
 from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Site, SlidingCache, Slot
 from kvcompile.passes.plan.plan import SitePlan, SlotPlan
 from kvcompile.passes.rewrite.context import Part, part_of
@@ -188,5 +187,5 @@ def covered(site: Site, limit: Limit) -> bool:
         return True
     if limit.kind is not LimitKind.CONST or site.key.sliding is None:
         return False
-    at = limit.offset + sum(coefficient * value_of(node) for node, coefficient in limit.symbols)
+    at = limit.shift
     return at_most(site.key.sliding.past, at) if limit is site.bounds.hi else at_most(at, 0)

@@ -130,7 +130,7 @@ class _Form:
             if dim is not None and form.weights[dim] and dims[at]
         )
         places = Places(picked, along, form.first, dims, tuple(sorted((at, index) for at, (_, index) in select.items())), self.sizes)
-        count = math.prod(size for size, role in zip(self.shape, dims, strict=True) if role in places.along)
+        count = math.prod(size for size, role in zip(self.sizes, dims, strict=True) if role in places.along)
         idiom = f"{op_name(self.node)} by place"
         return Write(idiom, self.node, self.root, self.values, (), self.axes.token_dim, Position(), count, places=places)
 

@@ -26,8 +26,8 @@ from torch import fx
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.graph.operators import CONCATENATIONS, SIZES, UPDATES, VIEWS
 from kvcompile.passes.graph.pullback import Trail, trace
-from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, operand, sizes, value_of
-from kvcompile.passes.match.cache.token_runs import Lines, Run, Unknown, plain, same
+from kvcompile.passes.graph.shapes import at_most, bind, hint, is_tensor, negative, op_name, operand, plain, same, sizes, value_of
+from kvcompile.passes.match.cache.token_runs import Lines, Run, Unknown
 from kvcompile.passes.match.sites import Miss, Position, SlidingCache, Slot, SlotKind, Write
 
 ADVICE = "keep the last tokens of torch.cat([past, new]), and attend to all of it or to its last tokens"
@@ -97,7 +97,7 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
     if not (hint(size) <= hint(count) and bool(size <= count)):
         raise Miss("attention reads only part of the new tokens", read_by, advice=ADVICE)
     seen, keep = plain(count - size), plain(kept.size)
-    cap = min((cap for cap in kept.caps if cap >= hint(keep)), default=None)
+    cap = min((cap for cap in kept.caps if at_most(keep, cap)), default=None)
     grows = not in_place and whole and (past is None or same(past.start, 0))
     slots = _slots(in_place, placeholder, dim, seen, keep, cap, size, grows)
     lined = past if past is not None else old
@@ -132,7 +132,7 @@ def _suffixes(path: tuple[fx.Node, ...]) -> bool:
             dim = int(arguments["dim"]) % len(sizes(node))
             total, count, given = value_of(parent).shape[dim], value_of(node).shape[dim], arguments.get("start") or 0
             start = value_of(given) if isinstance(given, fx.Node) else given
-            start = start + total if hint(start) < 0 else start
+            start = start + total if negative(start) else start
             if not same(count, total) and not same(start + count, total):
                 return False
     return True

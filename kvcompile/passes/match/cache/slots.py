@@ -7,6 +7,7 @@ Nothing is assumed about the order of the dims, about a combined K/V tensor or a
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -14,7 +15,7 @@ from torch import fx
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.graph.operators import CONCATENATIONS, MAKERS, UPDATES
 from kvcompile.passes.graph.pullback import Trail, factor, step, trace
-from kvcompile.passes.graph.shapes import op_name, sizes
+from kvcompile.passes.graph.shapes import hint, op_name, sizes, value_of
 from kvcompile.passes.match.cache import paged, sliding
 from kvcompile.passes.match.cache.advice import no_plain_view
 from kvcompile.passes.match.cache.functional import copied_back, update
@@ -294,8 +295,8 @@ def slot_of(
             "the write has positions of their own for something other than batch rows", write.node, advice="give every row its positions",
         )
     held = dict(axes.counts)
-    shape = [held.get(dim, size) for dim, size in enumerate(sizes(root))]
-    size = {"B": 1, "K": heads}
+    shape = [held.get(dim, size) for dim, size in enumerate(value_of(root).shape)]
+    size: dict[str, Any] = {"B": 1, "K": heads}
     for dim, label in enumerate(axes.labels):
         if len(label) == 1:
             size[label[0]] = shape[dim]
@@ -304,5 +305,6 @@ def slot_of(
             known = size.get(first) if first == "K" else None
             size[second if known else first] = shape[dim] // (known or heads)
     return Slot(
-        kind, root, placeholder, outputs, axes, write, trail.path, heads, size.get("D", 1), size["B"], size["T"], factor(trail.path), tiled,
+        kind, root, placeholder, outputs, axes, write, trail.path, heads, hint(size.get("D", 1)), size["B"], size["T"], factor(trail.path),
+        tiled,
     )

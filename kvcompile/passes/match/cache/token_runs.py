@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.passes.graph.casts import holds
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.graph.operators import CONCATENATIONS, COPIES
-from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.graph.shapes import at_most, bind, hint, is_tensor, negative, op_name, plain, same, sizes, value_of
 
 LIMIT = 64
 """Nodes between a cache and what is kept of it; a longer chain is no window."""
@@ -151,7 +150,7 @@ class Lines:
         start = _number(arguments.get("start") or 0)
         if same(count, total):
             return 0, count
-        if hint(start) < 0:
+        if negative(start):
             start = start + total
         return plain(start), count
 
@@ -217,7 +216,7 @@ class Lines:
         first = _first(index)
         if first is None:
             raise Unknown
-        return start + (first + count if hint(first) < 0 else first), length
+        return start + (first + count if negative(first) else first), length
 
 
 def _first(index: fx.Node) -> Any:
@@ -275,21 +274,6 @@ def _loose(line: list[Run], start: Any, end: Any) -> list[Run]:
         Run(first.source, first.start + less, first.count - less, first.start),
         Run(second.source, second.start + more, second.count - more, second.start),
     ]
-
-
-def plain(size: Any) -> Any:
-    """Return a symbolic size without symbols as an int; any other as it is."""
-    return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_number else size
-
-
-def at_most(a: Any, b: Any) -> bool:
-    """Whether a <= b for all sizes that the graph's guards admit; asks without adding a guard."""
-    return a <= b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a <= b)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal for all sizes that the graph's guards admit."""
-    return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
 
 
 def _joined(line: list[Run]) -> tuple[Run, ...]:

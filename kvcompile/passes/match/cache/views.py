@@ -8,8 +8,7 @@ import numpy as np
 from torch import fx
 
 from kvcompile.passes.graph.pullback import Coords, trace
-from kvcompile.passes.graph.shapes import bind, op_name, operand, sizes, value_of
-from kvcompile.passes.match.cache.token_runs import same
+from kvcompile.passes.graph.shapes import bind, op_name, operand, same, sizes, value_of
 from kvcompile.passes.match.sites import Miss
 
 PLAIN = "write through the cache tensor itself, or a select, narrow or transpose of it"

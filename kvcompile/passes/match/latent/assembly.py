@@ -31,7 +31,7 @@ from torch import fx
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.operators import JOINS
 from kvcompile.passes.graph.pullback import Coords, Trail, factor, sample, step, trace
-from kvcompile.passes.graph.shapes import bind, op_name, operand, sizes
+from kvcompile.passes.graph.shapes import bind, hint, op_name, operand, sizes
 from kvcompile.passes.match.cache import slots
 from kvcompile.passes.match.cache.readings import Read
 from kvcompile.passes.match.cache.views import region
@@ -305,6 +305,6 @@ def _heads(run: _Run, slot: Slot) -> tuple[int, np.ndarray]:
     flat = next((role for role in ("BH", "BK") if role in run.roles), None)
     if flat is not None:
         dim = run.roles.index(flat)
-        heads = sizes(run.node)[dim] // slot.batch
+        heads = sizes(run.node)[dim] // hint(slot.batch)
         return heads, run.here[:, dim] % heads
     return 1, np.zeros(len(run.here), dtype=np.int64)

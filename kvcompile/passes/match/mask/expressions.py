@@ -19,32 +19,27 @@ from torch import fx
 from kvcompile.passes.graph.casts import cast, holds
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.operators import COPIES, KINDS, Kind
-from kvcompile.passes.graph.shapes import bind, hint, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.graph.shapes import bind, is_tensor, negative, op_name, plain, sizes, value_of
 
 
 @dataclass(frozen=True)
 class Linear:
-    """An integer linear form of axes and of the graph's symbolic ints: ``sum(coefficient * axis) + const``."""
+    """An integer linear form of axes: ``sum(coefficient * axis) + const``, where ``const`` is an int or a SymInt of the graph."""
 
-    terms: tuple[tuple[str | fx.Node, int], ...] = ()
-    const: int = 0
+    terms: tuple[tuple[str, int], ...] = ()
+    const: Any = 0
 
     def plus(self, other: Linear, sign: int = 1) -> Linear:
         """self + sign * other."""
         found = dict(self.terms)
         for axis, coefficient in other.terms:
             found[axis] = found.get(axis, 0) + sign * coefficient
-        terms = sorted(((a, c) for a, c in found.items() if c), key=lambda term: str(term[0]))
-        return Linear(tuple(terms), self.const + sign * other.const)
+        terms = sorted((axis, coefficient) for axis, coefficient in found.items() if coefficient)
+        return Linear(tuple(terms), plain(self.const + sign * other.const))
 
     def times(self, factor: int) -> Linear:
         """self * factor."""
-        return Linear(tuple((axis, coefficient * factor) for axis, coefficient in self.terms if factor), self.const * factor)
-
-    @property
-    def symbols(self) -> tuple[tuple[fx.Node, int], ...]:
-        """The terms that are symbolic ints rather than axes."""
-        return tuple((axis, coefficient) for axis, coefficient in self.terms if isinstance(axis, fx.Node))
+        return Linear(tuple((axis, coefficient * factor) for axis, coefficient in self.terms if factor), plain(self.const * factor))
 
     def of(self, axis: str) -> int:
         """The coefficient of an axis."""
@@ -115,8 +110,12 @@ def _operand(item: Any, coords: Coords) -> Expr:
 
 
 def integer(item: Any) -> Linear:
-    """A plain or symbolic int as a linear form; None counts as zero."""
-    return Linear(((item, 1),)) if isinstance(item, fx.Node) else Linear(const=int(item or 0))
+    """A plain or symbolic int, or the node that holds one, as a linear form; None counts as zero. Raises _Unknown for another node."""
+    if isinstance(item, fx.Node):
+        item = value_of(item)
+        if not isinstance(item, (int, torch.SymInt)):
+            raise _Unknown
+    return Linear(const=plain(0 if item is None else item))
 
 
 class _Unknown(Exception):
@@ -259,21 +258,21 @@ def _permuted(node: fx.Node, coords: Coords) -> Coords:
 def _sliced(node: fx.Node, coords: Coords) -> Coords:
     arguments = bind(node)
     dim = int(arguments["dim"]) % len(coords)
-    start, step = arguments.get("start") or 0, arguments.get("step") or 1
-    if step != 1 or (isinstance(start, fx.Node) and hint(start) < 0):
+    if arguments.get("step") not in {1, None}:
         raise _Unknown
-    size = sizes(node.args[0])[dim]  # type: ignore[arg-type]
-    if isinstance(start, int):
-        start = max(start + size, 0) if start < 0 else start
+    start, size = integer(arguments.get("start")).const, value_of(node.args[0]).shape[dim]  # type: ignore[arg-type]
+    if negative(start):
+        start = 0 if negative(start + size) else start + size
     moved = list(coords)
-    moved[dim] = moved[dim].plus(integer(start))
+    moved[dim] = moved[dim].plus(Linear(const=plain(start)))
     return tuple(moved)
 
 
 def _selected(node: fx.Node, coords: Coords) -> Coords:
     arguments = bind(node)
     dim = int(arguments["dim"]) % (len(coords) + 1)
-    return (*coords[:dim], integer(arguments["index"]), *coords[dim:])
+    index, size = integer(arguments["index"]).const, value_of(node.args[0]).shape[dim]  # type: ignore[arg-type]
+    return (*coords[:dim], Linear(const=plain(index + size if negative(index) else index)), *coords[dim:])
 
 
 def _unsqueezed(node: fx.Node, coords: Coords) -> Coords:

@@ -19,16 +19,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from kvcompile.passes.graph.casts import lowest
 from kvcompile.passes.graph.effects import Effects
-from kvcompile.passes.graph.shapes import sizes, value_of
+from kvcompile.passes.graph.shapes import estimate, same, value_of
 from kvcompile.passes.match.attention.steps import LEAST_FACTOR
 from kvcompile.passes.match.mask.expressions import Expr, Linear, read
-from kvcompile.passes.match.sites import Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm, Miss
+from kvcompile.passes.match.sites import Amount, Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm, Miss
 from kvcompile.passes.match.soundness import settled
 
 NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}
@@ -123,18 +124,18 @@ def _sum(expr: Expr, sign: int, form: Linear, atoms: list[tuple[int, Expr]]) -> 
     return form
 
 
-def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int, effects: Effects) -> Limit:
+def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: Any, effects: Effects) -> Limit:
     """The limit from ``position <= atoms + form``: one tensor of positions, or the query's own index."""
     own = form.of("S") * wanted
-    symbols = form.times(wanted).symbols
+    offset, amount = _split(offset)
     if any(form.of(axis) for axis in ("B", "H", "K", "G")):
         raise _Carried
     if not atoms:
         if own == 1:
-            return Limit(LimitKind.OWN, offset, symbols=symbols)
+            return Limit(LimitKind.OWN, offset, amount=amount)
         if own:
             raise _Carried
-        return Limit(LimitKind.CONST, offset, symbols=symbols)
+        return Limit(LimitKind.CONST, offset, amount=amount)
     if len(atoms) > 1 or atoms[0][0] != wanted or own:
         # Two terms of which one is the query's index: the sum may exist as a node of its own.
         raise _Carried
@@ -142,7 +143,15 @@ def _limit(atoms: list[tuple[int, Expr]], form: Linear, wanted: int, offset: int
     node, roles = _plain(atom, "S", effects)
     if value_of(node).dtype.is_floating_point:
         raise _Carried
-    return Limit(LimitKind.NODE, offset, node, roles, symbols)
+    return Limit(LimitKind.NODE, offset, node, roles, amount)
+
+
+def _split(number: Any) -> tuple[int, Amount | None]:
+    """An int or SymInt as its constant part and the symbolic rest."""
+    if isinstance(number, int):
+        return number, None
+    const, rest = number.node.expr.as_coeff_Add()
+    return int(const), Amount(rest, number - int(const))
 
 
 def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str, ...]]:
@@ -154,7 +163,7 @@ def _plain(expr: Expr, axis: str, effects: Effects) -> tuple[fx.Node, tuple[str,
         raise _Carried
     roles = []
     for coord in coords:
-        if coord.const or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), (axis, 1)}):
+        if not same(coord.const, 0) or len(coord.terms) > 1 or (coord.terms and coord.terms[0] not in {("B", 1), (axis, 1)}):
             raise _Carried
         roles.append(str(coord.terms[0][0]) if coord.terms else "")
     return node, tuple(roles)
@@ -301,7 +310,7 @@ def describe(bounds: Bounds) -> str:
     if bounds.keep is not None:
         words += " + padding"
     for term in bounds.carried:
-        shape = "x".join(str(size) for size in sizes(term.node))
+        shape = "x".join(str(estimate(size)) for size in value_of(term.node).shape)
         words += f" + {'bias' if term.kind is MaskKind.ADD else 'mask'} tensor [{shape}]"
         words += f" that leaves {term.fill:g}" if term.fill != -math.inf else ""
     return words

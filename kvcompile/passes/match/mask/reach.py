@@ -14,8 +14,7 @@ from torch import fx
 from kvcompile.passes.graph.casts import holds
 from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.pullback import STEPS
-from kvcompile.passes.graph.shapes import is_tensor, op_name, size_along, value_of
-from kvcompile.passes.match.cache.token_runs import at_most
+from kvcompile.passes.graph.shapes import at_most, is_tensor, op_name, size_along, value_of
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.sites import LimitKind, Site
 
@@ -26,7 +25,7 @@ def reach(site: Site) -> Any:
     if slot.kind.facts.grows or slot.block_table is not None:
         return 0
     if bounds.hi.kind is LimitKind.CONST:
-        return bounds.hi.offset + 1 + sum(coefficient * value_of(node) for node, coefficient in bounds.hi.symbols)
+        return bounds.hi.shift + 1
     if bounds.hi.kind is LimitKind.ALL and not hiding(bounds):
         return value_of(attention.k).shape[attention.k_roles.index("T")]
     return 0
@@ -47,8 +46,8 @@ def exceeds(site: Site) -> bool:
         return False
     if hi.kind is LimitKind.NODE:
         index = site.key.write.position.index
-        return index is None or hi.offset > 0 or bool(hi.symbols) or _base(index) is not _base(hi.node)  # type: ignore[arg-type]
-    most = hi.offset + sum(coefficient * value_of(node) for node, coefficient in hi.symbols)
+        return index is None or hi.offset > 0 or hi.amount is not None or _base(index) is not _base(hi.node)  # type: ignore[arg-type]
+    most = hi.shift
     if hi.kind is LimitKind.OWN:
         most = most + size_along(attention.q, attention.q_roles, "S", attention.folded) - 1
     return not at_most(most, value_of(attention.k).shape[attention.k_roles.index("T")] - 1)

@@ -164,7 +164,7 @@ class _Factors:
 def _samples(slot: Slot) -> tuple[Coords, np.ndarray, int]:
     """(coordinates in what is written, token of each, samples a channel); channels run fastest, all of them are there."""
     tokens = hint(slot.write.count)
-    pools = {"B": slot.batch, "K": slot.heads, "S": tokens}
+    pools = {"B": hint(slot.batch), "K": slot.heads, "S": tokens}
     ends = [sorted({0, min(1, size - 1), size - 1}) for size in pools.values()]
     grid = np.stack(np.meshgrid(*ends, np.arange(slot.head_dim), indexing="ij"), -1).reshape(-1, 4)
     column = dict(zip("BKSD", grid.T, strict=True))
