@@ -54,9 +54,9 @@ class SiteReport:
 class GraphReport:
     """One captured graph: sites, refusals, and how long our passes and the inner compiler took (seconds).
 
-    ``kernels`` says, for each variant that was made, which operations the sites became. ``unvalidated``: rewritten sites (with ``validate="where possible"``) that could not
-    be run beside their rewritten twins, each with the reason; ``validated``: how many could, and did the same. ``notes``: what else differs
-    from the uncompiled model.
+    ``kernels`` says, for each variant that was made, which operations the sites became. ``unvalidated``: sites that could not be run beside
+    their rewritten twins and were rewritten nevertheless (``validate="where possible"``), each with the reason; ``validated``: how many
+    could, and did the same. ``notes``: what else differs from the uncompiled model.
     """
 
     index: int

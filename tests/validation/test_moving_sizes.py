@@ -163,7 +163,7 @@ def test_solving_for_what_positions_are_computed_from(made: Callable[[torch.Tens
 
 
 class Scrambled(nn.Module):
-    """Positions come multiplied by 37 modulo 101: neither readings of them nor bisection find what to give."""
+    """Positions come multiplied by 37 modulo 10007: neither readings of them nor bisection find what to give."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Scrambled(nn.Module):
             self.register_buffer(name, torch.zeros(1, 2, 48, 16))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-        pos = (code * 37) % 101
+        pos = (code * 37) % 10007
         self.k_cache.index_copy_(2, pos, k)
         self.v_cache.index_copy_(2, pos, v)
         return F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=torch.arange(48) <= pos[:, None])
@@ -183,11 +183,11 @@ def test_what_could_not_be_tried_is_refused_unless_asked_for(validate: object, s
     backend = kvcompile.backend("dense", inner="eager", validate=validate)  # type: ignore[arg-type]
     module = Scrambled()
     plain, call = copy.deepcopy(module), torch.compile(module, backend=backend)
-    inverse = pow(37, -1, 101)
+    inverse = pow(37, -1, 10007)
     with torch.no_grad():
         for start, n in ((3, 5), (8, 1), (9, 1)):
             q, k, v = (torch.randn(1, 2, n, 16) for _ in "qkv")
-            code = torch.arange(start, start + n) * inverse % 101
+            code = torch.arange(start, start + n) * inverse % 10007
             torch.testing.assert_close(call(q, k, v, code), plain(q, k, v, code))
     report = backend.report()
     assert report.sites == sites
