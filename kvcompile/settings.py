@@ -31,7 +31,7 @@ class Inner(OneOf):
 
 
 class Validate(OneOf):
-    """What is done with a site by what is known of its rewrite: it is run beside its rewritten twin when it is compiled."""
+    """The sites that are rewritten, by what is known when they were run beside their rewritten twins as they were compiled."""
 
     ALWAYS = True
     """Only sites whose twin was found equal are rewritten; others stay as they are."""

@@ -1,7 +1,8 @@
 """Coverage: which values the symbols of a program took in the calls that were compared.
 
 A rewrite that took a symbolic size for a number is equal to its program in every call in which the size is that number. So a verdict is
-EQUAL only where every symbol took two values at least, but for those that the guards leave a single one.
+EQUAL only where every symbol took two values at least, but for those that the guards leave a single one, and those of which the runtime
+refuses every other, as a full window does: such a call raises, and gives no number.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from kvcompile.passes.graph.worlds import Values
 from kvcompile.validation.cut import Cut
 from kvcompile.validation.sizes import named, symbols
 
+REFUSED = 4
+"""Other values of a symbol that the runtime must refuse before it counts as one that has a single value."""
+
 
 class Coverage:
     """Counts the values that each symbol of a program took."""
 
     def __init__(self, part: Cut) -> None:
         self.part = part
+        self.refused: dict[Any, set[int]] = {symbol: set() for symbol in symbols(part)}
         self.seen: dict[Any, set[int]] = {symbol: set() for symbol in symbols(part) if not part.guards.fixed(symbol)}
 
     def add(self, values: Values) -> None:
@@ -25,9 +30,15 @@ class Coverage:
         for symbol, taken in self.seen.items():
             taken.add(values[symbol])
 
+    def refuse(self, base: Values, values: Values) -> None:
+        """Count a call that the runtime refused; it says something of a symbol that alone was moved from ``base``."""
+        changed = [symbol for symbol, value in values.items() if value != base[symbol]]
+        if len(changed) == 1 and changed[0] in self.refused:
+            self.refused[changed[0]].add(values[changed[0]])
+
     def wanted(self) -> set[Any]:
-        """The symbols that took fewer than two values."""
-        return {symbol for symbol, taken in self.seen.items() if len(taken) < 2}
+        """The symbols that took fewer than two values, and of which others were not refused."""
+        return {symbol for symbol, taken in self.seen.items() if len(taken) < (1 if len(self.refused[symbol]) >= REFUSED else 2)}
 
     def missing(self) -> str:
         """Which symbols took one value in all calls, as a sentence."""

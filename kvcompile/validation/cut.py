@@ -70,7 +70,7 @@ class Cut:
 
     @functools.cached_property
     def guards(self) -> Guards:
-        """What the captured graph's guards, and its attentions, ask of the program's sizes."""
+        """The demands of the captured graph's guards, and of its attentions, that are made of the program's sizes."""
         return Guards(self.captured.fake_mode.shape_env, self.number, demands(self.captured.graph))
 
 

@@ -312,6 +312,7 @@ def _tried(twin: _Twin, arguments: Arguments, values: Values, covered: Coverage)
             unknown = unknown if moments[0].hostile else str(reason)
         except KvcompileError as error:
             # Refused at run time, loudly: no wrong number.
+            covered.refuse(values, moments[0].values)
             unknown = unknown if moments[0].ahead or moments[0].hostile else f"its twin was refused: {error}"
         except Exception as error:
             log.debug("a rewritten twin fails", exc_info=True)

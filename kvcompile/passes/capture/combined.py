@@ -18,7 +18,7 @@ from torch import fx
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.operators import COPIES, Kind, named
-from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, same_shape, sizes, value_of
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, rank, same_shape, value_of
 
 aten = torch.ops.aten
 
@@ -87,13 +87,12 @@ def _letters(node: fx.Node) -> _Letters | None:
     """How the dims of a product's first operand run in its result; None where that is no plain product over one dim."""
     if op_name(node) != "einsum":
         first, second = _operands(node)
-        if not is_tensor(first) or not is_tensor(second) or min(len(sizes(first)), len(sizes(second))) < 2:
+        if not is_tensor(first) or not is_tensor(second) or min(rank(first), rank(second)) < 2:
             return None
-        rank = len(sizes(first))
-        result = len(sizes(node))
+        own, result = rank(first), rank(node)
         names = "abcdefghijkl"[:result]
         # Dims aligned right; the last one of the weights is summed over, the last one of the result is the values'.
-        return _Letters(names[result - rank : -1] + "z", names, rank - 1) if rank <= result <= 12 else None
+        return _Letters(names[result - own : -1] + "z", names, own - 1) if own <= result <= 12 else None
     text = bind(node)["equation"].replace(" ", "")
     if len(bind(node)["tensors"]) != 2 or "->" not in text or "." in text:
         return None
@@ -143,7 +142,7 @@ def _is_factor(item: Any, node: fx.Node, tokens: int) -> bool:
         return value != 0.0 and math.isfinite(value)
     if not is_tensor(item) or not value_of(item).dtype.is_floating_point:
         return False
-    at = tokens - (len(sizes(node)) - len(sizes(item)))
+    at = tokens - (rank(node) - rank(item))
     size = value_of(item).shape[at] if at >= 0 else 1
     return isinstance(size, int) and size == 1
 
@@ -236,7 +235,7 @@ def _with_first(product: fx.Node, weights: fx.Node) -> tuple[Any, ...]:
 
 def _lined_up(call: Call, factor: fx.Node, letters: _Letters) -> fx.Node:
     """A factor of the weights, aligned right with these, as one of the result."""
-    names = list(letters.weights[len(letters.weights) - len(sizes(factor)) :])
+    names = list(letters.weights[len(letters.weights) - rank(factor) :])
     summed = letters.weights[letters.tokens]
     if summed in names:
         factor = call(aten.select.int, factor, names.index(summed), 0)

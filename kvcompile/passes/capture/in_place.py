@@ -20,7 +20,7 @@ from torch import fx
 from kvcompile.passes.graph.dynamo import is_wrapper
 from kvcompile.passes.graph.effects import Effects, analyse, same_memory
 from kvcompile.passes.graph.operators import SIZES
-from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, same_shape, sizes, value_of
+from kvcompile.passes.graph.shapes import at_most, bind, is_tensor, op_name, rank, same, same_shape, value_of
 
 aten = torch.ops.aten
 
@@ -59,14 +59,15 @@ def _entry(node: Any) -> _Part | None:
     line, index = chosen.args
     counted: Any = line.args[0] if op_name(line) == "view" else None
     new, dim = wide.args[0].args
-    rank = len(sizes(node))
-    dim %= rank
+    dim %= rank(node)
     if op_name(counted) != "arange" or isinstance(index, bool) or not isinstance(index, int) or not is_tensor(old):
         return None
-    one = [size if at == dim else 1 for at, size in enumerate(sizes(node))]
+    length = value_of(node).shape[dim]
+    one = [length if at == dim else 1 for at in range(rank(node))]
     numbers = bind(counted)
     plain = not numbers.get("start") and (numbers.get("step") or 1) == 1
-    if not plain or list(sizes(line)) != one or not same_shape(old, node) or not 0 <= index < one[dim]:
+    alike = rank(line) == len(one) and all(same(size, other) for size, other in zip(value_of(line).shape, one, strict=True))
+    if not plain or not alike or not same_shape(old, node) or index < 0 or not at_most(index + 1, length):
         return None
     return _Part(old, new, aten.select.int, (dim, index), {})
 
@@ -171,5 +172,5 @@ def _is_part(node: Any, part: _Part) -> bool:
     if not part.where or not given:
         return tuple(given) == part.where
     dim, *rest = given
-    rank = value_of(node.args[0]).dim()  # type: ignore[arg-type]
-    return (dim % rank, *rest) == (part.where[0] % rank, *part.where[1:])
+    dims = rank(node.args[0])
+    return (dim % dims, *rest) == (part.where[0] % dims, *part.where[1:])

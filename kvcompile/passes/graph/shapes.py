@@ -41,6 +41,14 @@ def same(a: Any, b: Any) -> bool:
     return a == b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
 
 
+def equal(a: Any, b: Any) -> bool:
+    """Whether two sizes that belong together are equal in every call: proved, or guarded where they are in the captured one.
+
+    No program that runs breaks such a guard: keys and values have one length.
+    """
+    return same(a, b) or (estimate(a) == estimate(b) and bool(a == b))
+
+
 def at_most(a: Any, b: Any) -> bool:
     """Whether a <= b for all sizes that the graph's guards admit; asks without adding a guard."""
     return a <= b if isinstance(a, int) and isinstance(b, int) else statically_known_true(a <= b)
@@ -76,6 +84,11 @@ def operand(node: fx.Node, position: int = 0) -> fx.Node:
 def sizes(node: fx.Node) -> tuple[int, ...]:
     """The shape of a tensor node in the current world; raises SizeRead for a symbolic one outside of one."""
     return tuple(hint(size) for size in value_of(node).shape)
+
+
+def rank(node: Any) -> int:
+    """The number of dims of a tensor node."""
+    return len(value_of(node).shape)
 
 
 def same_shape(node: fx.Node, other: fx.Node) -> bool:

@@ -74,7 +74,7 @@ def _numbers(graph: fx.Graph) -> frozenset[int]:
 
 
 def in_every_world(graph: fx.Graph, find: Callable[[], T]) -> list[T]:
-    """What ``find`` returns in each world, that of the capture first."""
+    """Return what ``find`` returns in each world, that of the capture first."""
     found = []
     # A look that adds a guard makes the other worlds anew: they are asked for one by one.
     for place in range(2):
@@ -86,7 +86,7 @@ def in_every_world(graph: fx.Graph, find: Callable[[], T]) -> list[T]:
 
 
 def agreed(graph: fx.Graph, find: Callable[[], T], node: fx.Node) -> T:
-    """What ``find`` returns in every world; raises Miss at ``node`` where that differs, and what ``find`` raises."""
+    """Return what ``find`` returns in every world; raises Miss at ``node`` where that differs, and what ``find`` raises."""
     first, *others = in_every_world(graph, find)
     if any(facts(other) != facts(first) for other in others):
         raise Miss(DISAGREED, node, advice=ADVICE)

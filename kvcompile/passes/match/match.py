@@ -17,7 +17,7 @@ from torch import fx
 from kvcompile.passes.capture import flex
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects, analyse
-from kvcompile.passes.graph.shapes import at_most, hint, module_path, op_name, size_along, sizes, source_line
+from kvcompile.passes.graph.shapes import at_most, equal, hint, module_path, op_name, size_along, sizes, source_line
 from kvcompile.passes.match import soundness
 from kvcompile.passes.match.agreement import ADVICE, DISAGREED, facts, in_every_world
 from kvcompile.passes.match.attention import sdpa, softmax
@@ -79,7 +79,7 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
         )
     if key.kind is not value.kind:
         raise Miss("keys and values are cached in different ways", key.root, value.root, advice="write both in the same way")
-    if key.heads != value.heads or hint(key.batch) != hint(value.batch):
+    if key.heads != value.heads or not equal(key.batch, value.batch):
         raise Miss(
             "the key and the value cache have different heads or batch sizes", key.root, value.root, advice="give both the same heads",
         )
@@ -93,7 +93,7 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
             "the heads of keys and values are repeated in different orders", key.root, value.root,
             advice="repeat both with repeat_interleave, or both with repeat",
         )
-    if hint(key.capacity) != hint(value.capacity) or not _alike(key.sliding, value.sliding):
+    if not equal(key.capacity, value.capacity) or not _alike(key.sliding, value.sliding):
         raise Miss(
             "the key and the value cache hold different numbers of tokens", key.root, value.root, advice="give both the same capacity",
         )
@@ -115,7 +115,8 @@ def _alike(key: SlidingCache | None, value: SlidingCache | None) -> bool:
     if key is None or value is None:
         return key is value
     return key.slots == value.slots and all(
-        hint(a or 0) == hint(b or 0) for a, b in ((key.past, value.past), (key.keep, value.keep), (key.end, value.end))
+        equal(0 if a is None else a, 0 if b is None else b)
+        for a, b in ((key.past, value.past), (key.keep, value.keep), (key.end, value.end))
     )
 
 

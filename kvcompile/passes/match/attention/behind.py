@@ -18,7 +18,7 @@ from torch import fx
 
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.operators import COPIES, SIZES, TURNS
-from kvcompile.passes.graph.shapes import bind, op_name, operand, same_shape, sizes
+from kvcompile.passes.graph.shapes import bind, op_name, operand, rank, same_shape, sizes
 from kvcompile.passes.match.attention.products import Product, product
 from kvcompile.passes.match.attention.roles import Dims
 from kvcompile.passes.match.attention.steps import VIEWS, Scores, Term, viewed
@@ -103,7 +103,7 @@ def _drops_sinks(node: fx.Node, state: Scores) -> bool:
     arguments = bind(node)
     before, after = sizes(node.args[0])[-1], sizes(node)[-1]  # type: ignore[arg-type]
     start = 1 if state.sinks_first else 0
-    last = int(arguments["dim"]) % len(sizes(node)) == len(sizes(node)) - 1
+    last = int(arguments["dim"]) % rank(node) == rank(node) - 1
     return last and after == before - 1 and (arguments.get("start") or 0) == start
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from kvcompile.passes.graph.operators import COPIES, SIZES, TURNS
-from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, sizes
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, rank, sizes
 from kvcompile.passes.match.attention.roles import Dims
 from kvcompile.passes.match.attention.steps import VIEWS, Scores, viewed
 from kvcompile.passes.match.sites import MaskKind
@@ -33,10 +33,10 @@ def log_sum(scores: fx.Node, dim: int) -> fx.Node | None:
     chain = [scores]
     while op_name(chain[-1]) in COPIES - {"dropout"} and is_tensor(chain[-1].args[0]):
         chain.append(operand(chain[-1]))
-    rank = len(sizes(scores))
+    dims = rank(scores)
     found = [
         user for node in chain for user in node.users
-        if op_name(user) == "logsumexp" and [int(item) % rank for item in bind(user)["dim"]] == [dim]
+        if op_name(user) == "logsumexp" and [int(item) % dims for item in bind(user)["dim"]] == [dim]
     ]
     return found[0] if len(found) == 1 else None
 

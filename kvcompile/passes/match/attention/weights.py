@@ -22,7 +22,7 @@ from torch import fx
 
 from kvcompile.passes.graph.constants import constant, filled
 from kvcompile.passes.graph.operators import COPIES, Kind, named
-from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, sizes, value_of
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, rank, value_of
 from kvcompile.passes.match.sites import MaskKind, Miss
 
 SOFTMAX = named(Kind.SOFTMAX)
@@ -71,7 +71,7 @@ def read(node: Any) -> Weights | None:
 
 
 def _dim(node: fx.Node) -> int:
-    return int(bind(node)["dim"]) % len(sizes(node))
+    return int(bind(node)["dim"]) % rank(node)
 
 
 def _logarithmic(node: fx.Node) -> Weights | None:
@@ -86,7 +86,7 @@ def _logarithmic(node: fx.Node) -> Weights | None:
         total = _same(total.args[0])
     if op_name(total) != "logsumexp" or _same(total.args[0]) is not _same(inner.args[0]):
         return None
-    dims = [int(dim) % len(sizes(node)) for dim in bind(total)["dim"]]
+    dims = [int(dim) % rank(node) for dim in bind(total)["dim"]]
     return Weights(inner.args[0], dims[0], (*_between(node, inner), inner)) if len(dims) == 1 else None
 
 
@@ -105,7 +105,7 @@ def _divided(node: fx.Node) -> Weights | None:
                 advice=SPELL + ", without a one; an epsilon is nothing only beside a sum of at least one",
             )
         return None
-    dims = [int(item) % len(sizes(node)) for item in bind(total.sum)["dim"] or ()]
+    dims = [int(item) % rank(node) for item in bind(total.sum)["dim"] or ()]
     if _same(total.sum.args[0]) is not _same(top):
         raise Miss("exponentials of the scores are divided by the sum of something else", node, advice=SPELL)
     if len(dims) != 1 or (dim is not None and dim != dims[0]):

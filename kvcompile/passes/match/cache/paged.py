@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import fx
 
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.pullback import Coords, Trail, factor, step
-from kvcompile.passes.graph.shapes import sizes, value_of
+from kvcompile.passes.graph.shapes import hint, plain, sizes, value_of
 from kvcompile.passes.match.cache.gathers import Gathered, Index, gathered
 from kvcompile.passes.match.cache.one_write import one_write
 from kvcompile.passes.match.cache.paged_views import Linearity, follow, linear
@@ -80,24 +81,25 @@ def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes,
         )
     if not all(isinstance(size, int) for size in value_of(root).shape):
         raise Miss("the cache that attention gathers from has no fixed size", root, advice="give every call a pool of the same size")
-    (_, heads), (_, channels), (_, batch), (_, capacity) = (columns[role] for role in ("K", "D", "B", "T"))
+    (_, heads), (_, channels), (_, rows) = (columns[role] for role in ("K", "D", "B"))
     write = one_write(root, way, attention, effects, functools.partial(pool_write, axes=axes, heads=heads))
     if write.late:
         raise Miss(
             "the pool is written after the attention that gathers from it", write.node, advice="write the new tokens first, then attend",
         )
-    tokens = value_of(read.operand).shape[read.roles.index("T")]
+    shape = value_of(read.operand).shape
+    tokens, batch = shape[read.roles.index("T")], shape[read.roles.index("B")] if "B" in read.roles else rows
     search = _Search(taken, columns, effects, gather, isinstance(tokens, int))
     table = BlockTable(gather, search.places(linear(taken.source, root, axes, OTHER_ORDER)), tokens)
     return Slot(
-        SlotKind.BUFFER, root, root, (), axes, _of_a_row(write, batch), way.path, heads, channels, batch, capacity, factor(way.path),
+        SlotKind.BUFFER, root, root, (), axes, _of_a_row(write, batch), way.path, heads, channels, batch, tokens, factor(way.path),
         reading.tiled, block_table=table,
     )
 
 
-def _of_a_row(write: Write, batch: int) -> Write:
+def _of_a_row(write: Write, batch: Any) -> Write:
     """Return the write with the number of tokens of one row, where all rows have as many."""
-    return write if write.count % batch else replace(write, count=write.count // batch)
+    return write if hint(write.count) % hint(batch) else replace(write, count=plain(write.count // batch))
 
 
 def _anywhere(taken: Gathered) -> Coords:

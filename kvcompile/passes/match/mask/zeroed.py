@@ -13,6 +13,7 @@ besides would leave weights whose sum is not one, which no attention has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,8 @@ from kvcompile.passes.match.sites import Attention, MaskTerm, Miss, Zeroed
 from kvcompile.passes.match.soundness import settled
 
 TOKEN = Linear((("T", 1),))
+UNREACHED = -1e9
+"""A number that scores of tokens which are seen do not come near: e to the power of it less the largest of them is 0 in every dtype."""
 ABSENT = frozenset({"isinf", "isneginf", "isnan"})
 """Tests that no score or weight of a token that is seen passes."""
 
@@ -37,14 +40,16 @@ def without_effect(attention: Attention, effects: Effects) -> Attention:
     """The attention without the zeros behind its softmax; raises Miss where one of them changes what is seen."""
     if not attention.zeroed:
         return attention
-    seen = {
-        _bare(item) for term in attention.masks if settled(term.node, attention.output, effects) for item in conditions(term) or ()
-    }
     # What the attention computes on its way is nobody else's to change (``soundness.private``).
     inside, rows = set(attention.nodes), list[MaskTerm]()
-    for zeroed in attention.zeroed:
+    every = [conditions(item.term) if settled(item.term.node, attention.output, effects, inside) else None for item in attention.zeroed]
+    zeros = {_bare(item) for asked in every for item in asked or ()}
+    fixed = [settled(term.node, attention.output, effects) for term in attention.masks]
+    masks = tuple(_excluding(term, zeros) if still else term for term, still in zip(attention.masks, fixed, strict=True))
+    attention = replace(attention, masks=masks)
+    seen = {_bare(item) for term, still in zip(masks, fixed, strict=True) if still for item in conditions(term) or ()}
+    for zeroed, asked in zip(attention.zeroed, every, strict=True):
         term = zeroed.term
-        asked = conditions(term) if settled(term.node, attention.output, effects, inside) else None
         if asked is not None and all(_Asked(zeroed, seen).holds(item) for item in asked):
             continue
         if "T" in term.roles or term.node in inside:
@@ -54,6 +59,18 @@ def without_effect(attention: Attention, effects: Effects) -> Attention:
             )
         rows.append(term)
     return replace(attention, masks=(*attention.masks, *rows), zeroed=())
+
+
+def _excluding(term: MaskTerm, zeros: set[Expr]) -> MaskTerm:
+    """A mask that fills scores with a number like -1e9, as one that excludes them where their weights are set to zero behind the softmax.
+
+    The zeros say that such tokens are not to be seen; what is left of them in the sum of the weights is e^(-1e9 - the largest score).
+    """
+    if not -math.inf < term.fill <= UNREACHED:
+        return term
+    excluding = replace(term, fill=-math.inf)
+    asked = conditions(excluding)
+    return excluding if asked is not None and all(_bare(item) in zeros for item in asked) else term
 
 
 def _bare(expr: Expr) -> Expr:
