@@ -84,7 +84,7 @@ class TokenOrder:
             return None
         row = int(ahead.nonzero()[0])
         found, held = int(first.expand_as(ends)[row]), int(ends[row])
-        why = f"tokens of row {row} are written at position {found} of a cache that holds {held} there, and a window takes tokens in order"
+        why = f"tokens of row {row} are written at position {found} of a cache that holds {held}, and a window takes tokens in their order"
         if state.tops is not None and bool((ahead & (state.tops > ends)).any()):
             raise Unsupported(
                 expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
