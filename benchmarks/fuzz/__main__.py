@@ -3,77 +3,109 @@
 from __future__ import annotations
 
 import argparse
-import collections
-import contextlib
-import json
-import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks.fuzz import Found, Result, seeded, shrunk
-from benchmarks.fuzz.grammar import AXES
+from benchmarks.fuzz import coverage
+from benchmarks.fuzz.choices import drawn
+from benchmarks.fuzz.fast import prepare
+from benchmarks.fuzz.features import odd
+from benchmarks.fuzz.records import BAD, Record
+from benchmarks.fuzz.shrinking import kinds
+from benchmarks.fuzz.trial import Found, Result, Way, tried
+from benchmarks.fuzz.workers import results
+from benchmarks.fuzz.writing import written
 
-CHUNK = 20
-"""Seeds that one process takes at once."""
-LIFE = 15
-"""Chunks that a process takes before it is replaced."""
+SAVE_SECONDS = 10.0
+"""How long results wait in memory before they are written to the file."""
 
 
-def _results(seeds: range, jobs: int, until: float) -> Iterator[list[Result]]:
-    """The results of the seeds, chunk by chunk, of chunks begun before ``until``; raises BrokenProcessPool where a process died."""
-    chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
-    # A process that has compiled some hundred modules has grown. Processes are replaced all at once: an executor that replaces
-    # them one by one (max_tasks_per_child) waits for ever when all have reached their number.
-    for start in range(0, len(chunks), jobs * LIFE):
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            for done in as_completed([pool.submit(seeded, chunk) for chunk in chunks[start : start + jobs * LIFE]]):
-                with contextlib.suppress(CancelledError):
-                    yield done.result()
-                if time.monotonic() > until:
-                    pool.shutdown(wait=False, cancel_futures=True)
-        if time.monotonic() > until:
-            return
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.fuzz", description="random programs over a KV cache, compiled and plain")
+    parser.add_argument("--count", type=int, default=100, help="how many seeds")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after this long")
+    parser.add_argument("--inner", default="eager", choices=("eager", "aot_eager", "inductor"))
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--json", type=Path, help="add outcomes to this file; seeds that it has are not run again")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="take in files of other runs")
+    parser.add_argument("--shrink", type=int, default=20, help="how many failures to make smaller")
+    parser.add_argument("--coverage", action="store_true", help="show how often pairs of values were seen; without --json, what seeds hold")
+    parser.add_argument("--csv", type=Path, help="with --coverage: one line a pair")
+    parser.add_argument("--show", type=int, metavar="SEED", help="print the program of a seed, run it, and stop")
+    return parser
+
+
+def _show(console: Console, result: Result) -> None:
+    console.print(f"seed {result.seed}: {result.found.value}: {odd(result.choice)} {result.said}", highlight=False, markup=False)
+
+
+def _covered(console: Console, record: Record, seeds: range, file: Path | None) -> None:
+    seen = coverage.counted(record.outcomes or seeds)
+    rewritten = coverage.counted(record.outcomes, lambda found: found is Found.RIGHT)
+    per_pair, right = coverage.least(seen), coverage.least(rewritten)
+    shown = Table("feature", "feature", "pairs", "seen at least", f"under {coverage.LEAST}")
+    for row in sorted(coverage.table(seen), key=lambda row: (row[3], row[0])):
+        shown.add_row(*map(str, row))
+    console.print(shown)
+    console.print(
+        f"{len(per_pair)} pairs of {len(record.outcomes) or len(seeds)} programs: the rarest seen {per_pair.min()} times, "
+        f"{(per_pair < coverage.LEAST).sum()} under {coverage.LEAST}; {(right > 0).sum()} seen in a program that was rewritten and right"
+    )
+    if file:
+        coverage.write(file, seen, rewritten)
+
+
+def _run(console: Console, record: Record, options: argparse.Namespace) -> None:
+    started = saved = time.monotonic()
+    seeds, done = record.missing(range(options.first, options.first + options.count)), 0
+    for found in results(seeds, options.jobs, started + options.seconds, record.way):
+        record.add(found)
+        done += len(found)
+        for result in found:
+            if result.found in BAD:
+                _show(console, result)
+        if options.json and time.monotonic() - saved > SAVE_SECONDS:
+            record.save(options.json)
+            saved = time.monotonic()
+    seconds = time.monotonic() - started
+    record.seconds += seconds
+    record.process_seconds += seconds * options.jobs
+    console.print(f"{done} programs in {seconds:.0f} s on {options.jobs} processes: {done / max(seconds, 1e-9):.1f} a second")
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Fuzz as the arguments say; 1 where a module is silently different, fails because of us or was not run."""
-    parser = argparse.ArgumentParser(description="random cached attentions, compiled and uncompiled")
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="begin no module after this long")
-    parser.add_argument("--json", type=Path, help="write counts and failures here")
-    options, console, started = parser.parse_args(given), Console(), time.monotonic()
-    counts: collections.Counter[str] = collections.Counter()
-    bad: list[Result] = []
-    try:
-        for results in _results(range(options.first, options.first + options.count), options.jobs, started + options.limit_seconds):
-            counts.update(result.found.value for result in results)
-            for result in results:
-                if result.found in {Found.DIFFERENT, Found.FAULT}:
-                    bad.append(result)
-                    _say(console, result)
-            if options.json:
-                rows = [{"seed": item.seed, "choice": item.choice, "found": item.found.value, "said": item.said} for item in bad]
-                options.json.write_text(json.dumps({"counts": counts, "bad": rows}))
-    except BrokenProcessPool as died:
-        console.print(f"a process died: {died}", markup=False)
-    seconds = time.monotonic() - started
-    console.print(dict(counts), f"{counts.total()} of {options.count} modules, {seconds:.0f} s on {options.jobs} processes")
-    for result in bad:
-        _say(console, shrunk(result))
-    return int(bool(bad) or counts.total() < options.count)
-
-
-def _say(console: Console, result: Result) -> None:
-    odd = {axis: choice for axis, choice in result.choice.items() if choice != AXES[axis][0]}
-    console.print(f"seed {result.seed}: {result.found.value}: {odd} {result.said}", highlight=False, markup=False)
+    """Fuzz as the arguments say; 1 where a program is silently different, fails because of us or was not run."""
+    options, console = _parser().parse_args(given), Console()
+    way = Way(options.inner, options.device)
+    prepare()
+    if options.show is not None:
+        choice = drawn(options.show)
+        console.print(written(choice, options.device).source, highlight=False, markup=False)
+        _show(console, tried(options.show, choice, way))
+        return 0
+    record, seeds = Record(way), range(options.first, options.first + options.count)
+    for file in [*options.merge, *([options.json] if options.json and options.json.exists() else [])]:
+        record.merge(file)
+    if not (options.coverage and not options.json):
+        _run(console, record, options)
+    if options.json:
+        record.save(options.json)
+    if options.coverage:
+        _covered(console, record, seeds, options.csv)
+        if not options.json:
+            return 0
+    console.print({found.value: count for found, count in record.counts().items()})
+    for result, same in kinds(list(record.bad.values()), way, options.shrink):
+        _show(console, result)
+        console.print(f"    {len(same)} programs: {same[:20]}")
+    return int(bool(record.bad) or bool(record.missing(seeds)))
 
 
 if __name__ == "__main__":

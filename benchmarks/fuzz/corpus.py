@@ -1,0 +1,43 @@
+"""Corpus: programs that were once different or failed."""
+
+from __future__ import annotations
+
+from benchmarks.fuzz.features import Choice
+
+CORPUS: tuple[tuple[int, Choice], ...] = (
+    (1665, {"mask": "ahead", "given": "padding", "chunks": "5,1,1,3,1,1"}),
+    (61053, {"mask": "int-not", "scores": "alibi-heads", "given": "float", "chunks": "5,1,1,3,1,1"}),
+    (3, {"mask": "ahead", "given": "padding", "layout": "sliced", "chunks": "5,1,1,3,1,1"}),
+    (3, {"mask": "int-not", "layout": "concatenated", "extent": "written", "caches": "arguments", "chunks": "5,1,1,3,1,1"}),
+    (3, {"mask": "int-not", "given": "float", "layout": "ring", "chunks": "5,1,1,3,1,1"}),
+    # A limit that was frozen at the step of the capture.
+    (1, {"extent": "written", "mask": "tril-tail"}),
+    (1, {"extent": "written", "mask": "tril-window-tail"}),
+    (1, {"extent": "written", "mask": "arange-tail"}),
+    # Writes to a part of a cache that were lost.
+    (1, {"event": "row-zero"}),
+    (1, {"event": "row-fill-zero"}),
+    (1, {"event": "row-mul-zero"}),
+    (1, {"event": "alias-zero"}),
+    (1, {"event": "subclass-zero"}),
+    # A module's counter that its user moved.
+    (1, {"scheme": "kivi", "positions": "counter", "event": "back-three"}),
+    (1, {"scheme": "certified", "positions": "counter", "event": "back-three"}),
+    (1, {"scheme": "smartkv", "positions": "counter", "event": "ahead-one", "chunks": "20,1,1,5,1,1", "watched": "each"}),
+    # Rows at lengths of their own, prompts out of order.
+    (1, {"scheme": "kivi", "layout": "assigned", "places": "own-lengths"}),
+    (1, {"scheme": "certified", "layout": "assigned", "places": "accepted"}),
+    (1, {"scheme": "squat", "places": "reversed", "chunks": "20,1,1,5,1,1"}),
+    # -1e4 taken for minus infinity, an int mask for a boolean.
+    (1, {"given": "float-moved"}),
+    (1, {"given": "int-segments"}),
+    (1, {"given": "int-odd"}),
+    (1, {"queries": "large", "hidden": "add-ten-thousand"}),
+    # Positions compared in a dtype that does not hold them.
+    (1, {"cast": "brain", "chunks": "301,1,1,3,1,1"}),
+    (1, {"cast": "brain", "chunks": "301,1,1,3,1,1", "dtype": "bfloat16", "unwritten": "nines"}),
+    # Errors where stock runs.
+    (1, {"layout": "negative"}),
+    (1, {"event": "swapped"}),
+)
+"""(seed, what is not plain). It only grows."""

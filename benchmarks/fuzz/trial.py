@@ -1,0 +1,148 @@
+"""Trial: one program, run plain and compiled, and what came of it."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import kvcompile
+from benchmarks.fuzz.features import PLAIN, Choice
+from benchmarks.fuzz.modules import Fuzzed, forgotten, module_of
+from benchmarks.fuzz.schemes import SCHEMES
+from benchmarks.fuzz.script import Run
+from benchmarks.fuzz.writing import Text
+
+Tensor = torch.Tensor
+ALLOWED = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 6e-3}
+"""The largest difference that a dtype's rounding may make, of the largest result."""
+ROUGH = {
+    ("queries", "large"): 2e-2, ("given", "float-moved"): 2e-2, ("given", "int-segments"): 1e-2, ("given", "int-odd"): 2e-2,
+    ("hidden", "moved-down"): 1e-2, ("hidden", "moved-up"): 5e-2, ("scores", "alibi-steep"): 2e-2, ("scores", "clamp-far"): 1e-3,
+}
+"""What the rounding of large scores adds to it in float32."""
+
+
+class Found(enum.Enum):
+    """What came of one program."""
+
+    RIGHT = "rewritten and right"
+    REFUSED = "refused and right"
+    NOTED = "different only for queries that see no token, as the report says"
+    OUTSIDE = "the module itself fails, or stock torch.compile"
+    DIFFERENT = "silently different"
+    FAULT = "failed because of us"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One program: what came of it, the error or the exception."""
+
+    seed: int
+    choice: Choice
+    found: Found
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How programs are compiled: the inner compiler, the device, whether rewrites are validated."""
+
+    inner: str = "eager"
+    device: str = "cpu"
+    validate: bool = True
+
+
+def allowed_of(choice: Choice, way: Way) -> float:
+    """Return the largest difference that rounding and the scheme's loss may make, of the largest result."""
+    rough = sum(more for (feature, value), more in ROUGH.items() if choice[feature] == value)
+    return (1 if way.inner == "eager" and way.device == "cpu" else 4) * ALLOWED[choice["dtype"]] + rough + SCHEMES[choice["scheme"]].loss
+
+
+def worst(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Return the largest difference of two lists of tensors, of the largest value of each; inf where NaN stands elsewhere."""
+    if len(expected) != len(found):
+        return float("inf")
+    errors = [0.0]
+    for a, b in zip(expected, found, strict=True):
+        if a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
+            return float("inf")
+        if a.numel():
+            x, y = a.double().nan_to_num(0.0), b.double().nan_to_num(0.0)
+            errors.append(float((x - y).abs().max() / x.abs().max().clamp(min=1e-3)))
+    return max(errors)
+
+
+def _seeing(results: Sequence[Tensor], sight: Sequence[Tensor]) -> list[Tensor]:
+    """The results [B, H, n, D] of queries that see a key; zeros for others."""
+    made = []
+    for out, seen in zip(results, sight, strict=True):
+        made.append(torch.where(seen[..., None], out, 0.0))
+    return made
+
+
+def _played(seed: int, module: Fuzzed, text: Text, choice: Choice, way: Way, compiled: Callable[[Fuzzed], Callable[..., Any]]) -> Run:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        run = Run(module, text, choice, compiled, way.device)
+        run.play()
+    return run
+
+
+def _difference(expected: Run, found: Run) -> float:
+    return max(worst(expected.results, found.results), worst(expected.states, found.states), worst(expected.more, found.more))
+
+
+def _compiled(choice: Choice, backend: Any) -> Callable[[Fuzzed], Callable[..., Any]]:
+    dynamic = {"None": None, "True": True}[choice["dynamic"]]
+    return lambda module: torch.compile(module, backend=backend, dynamic=dynamic)
+
+
+def tried(seed: int, given: Choice, way: Way | None = None) -> Result:
+    """Run one program compiled and plain; features that ``given`` leaves out are plain."""
+    choice, way = PLAIN | given, way or Way()
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    plain, text, name = module_of(choice, way.device)
+    try:
+        return _tried(seed, choice, way, plain, text)
+    finally:
+        forgotten(name)
+
+
+def _tried(seed: int, choice: Choice, way: Way, plain: Fuzzed, text: Text) -> Result:
+    ours, stock = copy.deepcopy(plain), copy.deepcopy(plain)
+    try:
+        expected = _played(seed, plain, text, choice, way, lambda module: module)
+    except Exception as error:
+        return Result(seed, choice, Found.OUTSIDE, f"plain: {error!r}"[:200])
+    owner = kvcompile.backend(SCHEMES[choice["scheme"]].text, inner=way.inner, validate=way.validate)
+    allowed, failed, error = allowed_of(choice, way), "", float("inf")
+    try:
+        found = _played(seed, ours, text, choice, way, _compiled(choice, owner))
+        if (error := _difference(expected, found)) <= allowed:
+            refusals = owner.report().refusals
+            if refusals:
+                return Result(seed, choice, Found.REFUSED, refusals[0].reason)
+            return Result(seed, choice, Found.RIGHT, f"{error:.1e}")
+        if any(graph.notes for graph in owner.report().graphs):
+            pairs = (_seeing(expected.results, expected.sight), _seeing(found.results, expected.sight))
+            if max(worst(*pairs), worst(expected.states, found.states)) <= allowed:
+                return Result(seed, choice, Found.NOTED, f"{error:.1e}")
+    except Exception as raised:
+        failed = repr(raised)[:400]
+    # Is it Dynamo's doing?
+    torch._dynamo.reset()
+    try:
+        allowed += _difference(expected, _played(seed, stock, text, choice, way, _compiled(choice, "eager")))
+    except Exception as raised:
+        return Result(seed, choice, Found.OUTSIDE, f"stock: {raised!r}"[:200])
+    if failed:
+        return Result(seed, choice, Found.FAULT, failed)
+    if error <= allowed:
+        return Result(seed, choice, Found.OUTSIDE, f"stock differs: {allowed:.1e}")
+    return Result(seed, choice, Found.DIFFERENT, f"{error:.1e}")

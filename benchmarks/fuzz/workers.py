@@ -1,0 +1,80 @@
+"""Workers: processes that try seeds, replaced after some number of programs, since a process that has compiled hundreds has grown."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from benchmarks.fuzz.choices import drawn
+from benchmarks.fuzz.fast import prepare
+from benchmarks.fuzz.trial import Found, Result, Way, tried
+
+CHUNK = 20
+"""Seeds that one process takes at once."""
+LIFE = 15
+"""Chunks that a process takes before it is replaced."""
+PATIENCE = 300
+"""Seconds after which one program is a fault: nothing here takes more than some."""
+
+
+def _late(signum: int, frame: Any) -> None:
+    raise TimeoutError(f"a program took more than {PATIENCE} s")
+
+
+def seeded(seeds: range, way: Way) -> list[Result]:
+    """Return the results of the programs of some seeds."""
+    signal.signal(signal.SIGALRM, _late)
+    found = []
+    for seed in seeds:
+        signal.alarm(PATIENCE)
+        try:
+            found.append(tried(seed, drawn(seed), way))
+        finally:
+            signal.alarm(0)
+    return found
+
+
+def _started() -> None:
+    # A worker whose run was stopped ends with it.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    prepare()
+
+
+def results(seeds: range | list[range], jobs: int, until: float, way: Way | None = None) -> Iterator[list[Result]]:
+    """Give the results of the seeds, chunk by chunk, of chunks begun before ``until`` (``time.monotonic``).
+
+    Where a process dies, the chunks that were with it are tried again seed by seed, each in a process of its own; a program that kills
+    that one is a FAULT.
+    """
+    way, ranges = way or Way(), [seeds] if isinstance(seeds, range) else seeds
+    todo = deque(part[start : start + CHUNK] for part in ranges for start in range(0, len(part), CHUNK))
+    alone: list[int] = []
+    # Processes are replaced all at once: an executor that replaces them one by one (max_tasks_per_child) waits for ever when all have
+    # reached their number.
+    while todo and time.monotonic() < until:
+        taken = [todo.popleft() for _ in range(min(len(todo), jobs * LIFE))]
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _started) as pool:
+            pending = {pool.submit(seeded, chunk, way): chunk for chunk in taken}
+            for done in as_completed(pending):
+                try:
+                    if not done.cancelled():
+                        yield done.result()
+                except BrokenProcessPool:
+                    alone += pending[done]
+                if time.monotonic() > until:
+                    pool.shutdown(wait=False, cancel_futures=True)
+    for seed in alone:
+        if time.monotonic() > until:
+            return
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _started) as pool:
+            try:
+                yield pool.submit(seeded, range(seed, seed + 1), way).result()
+            except BrokenProcessPool:
+                yield [Result(seed, drawn(seed), Found.FAULT, "its process died")]
