@@ -1,4 +1,8 @@
-"""Choices: the choice of a seed. Every fourth seed is odd on one to five features; the others walk through all pairs of values."""
+"""Choices: the choice of a seed.
+
+Every fourth seed is odd on one to five features. The others are a covering design: each block of seeds holds every pair of values that can
+occur together. A block is designed as a whole, which takes some seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,10 @@ import numpy.typing as npt
 
 from benchmarks.fuzz.features import FEATURES, INDEX, NAMES, SELDOM, SPANS, Choice, completed, together
 
-MOST, MOST_SELDOM, TRIES = 9, 16, 20
-"""Odd features of a step of each walk, and how many pairs are looked at for it."""
+BLOCK = 5000
+"""Seeds that together hold every pair: a multiple of 4."""
+MOST, MOST_SELDOM, TRIES = 10, 18, 30
+"""Odd features of a program of each walk, and how many pairs are looked at for it."""
 Pairs = npt.NDArray[np.int32]
 
 
@@ -34,35 +40,40 @@ def _odd_pairs(seldom: bool) -> Pairs:
     return every[[not plain & set(pair) and bool(hard & set(pair)) == seldom for pair in every.tolist()]]
 
 
-def _walked(step: int, seldom: bool) -> Choice:
-    """The choice of a step of a walk through odd pairs; on every round they come in another order."""
-    every, chosen = _odd_pairs(seldom), dict[str, str]()
-    most = MOST_SELDOM if seldom else MOST
-    # The first pair is the step's own. Of the others, which any step may have, those are taken that go with it.
-    turn, place = divmod(step, len(every))
-    source = random.Random(step)
-    for number in range(TRIES):
-        at = place * _coprime(7919 + 2 * turn, len(every)) % len(every) if not number else source.randrange(len(every))
-        more = {NAMES[item][0]: NAMES[item][1] for item in every[at]}
-        if len(chosen.keys() | more.keys()) > most or any(chosen.get(feature, value) != value for feature, value in more.items()):
-            continue
-        if completed({**chosen, **more}) is not None:
-            chosen |= more
-    made = completed(chosen)
-    assert made is not None
+@functools.lru_cache(4)
+def _designed(block: int, seldom: bool) -> list[Choice]:
+    """The choices of the walk in a block of seeds: together they hold each odd pair that the walk is of."""
+    every, source, matrix = _odd_pairs(seldom), np.random.default_rng((block, seldom)), together()
+    steps, most = (BLOCK // 4, MOST_SELDOM) if seldom else (BLOCK // 2, MOST)
+    order = every[source.permutation(len(every))]
+    open_ = np.ones(len(order), dtype=np.bool_)
+    made = []
+    for _ in range(steps):
+        left = np.flatnonzero(open_)
+        # The first pair that no program has yet; then others, where they go with it.
+        rest = left if left.size else np.arange(len(order))
+        tries = order[[rest[0], *rest[source.integers(len(rest), size=TRIES)]]]
+        chosen: Choice = {}
+        at: list[int] = []
+        for pair in tries.tolist():
+            new = [item for item in pair if item not in at]
+            if len(at) + len(new) > most or not matrix[np.ix_(new, [*at, *new])].all():
+                continue
+            if completed({NAMES[item][0]: NAMES[item][1] for item in (*at, *new)}) is not None:
+                at += new
+        chosen = completed({NAMES[item][0]: NAMES[item][1] for item in at}) or {}
+        flags = np.zeros(len(NAMES), dtype=np.bool_)
+        flags[[INDEX[item] for item in chosen.items()]] = True
+        open_ &= ~flags[order].all(1)
+        made.append(chosen)
     return made
-
-
-def _coprime(least: int, number: int) -> int:
-    while np.gcd(least, number) != 1:
-        least += 1
-    return least
 
 
 def drawn(seed: int) -> Choice:
     """Return the choice of a seed."""
-    if seed % 4:
-        return _walked(seed // 4, seldom=True) if seed % 4 == 3 else _walked(seed // 4 * 2 + seed % 4 - 1, seldom=False)
+    block, place = divmod(seed, BLOCK)
+    if place % 4:
+        return _designed(block, True)[place // 4] if place % 4 == 3 else _designed(block, False)[place // 4 * 2 + place % 4 - 1]
     source, chosen = random.Random(seed), dict[str, str]()
     matrix = together()
     for feature in source.sample(list(FEATURES), source.randint(1, 5)):

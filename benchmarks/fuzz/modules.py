@@ -73,6 +73,9 @@ class Fuzzed(nn.Module):
             buffers["causal"] = torch.ones(self.room, self.room, dtype=torch.bool).tril()
         if choice["memory"] == "two":
             buffers |= {name: torch.randn(1, heads_of(choice), 2, DIM).to(dtype) for name in ("k_memory", "v_memory")}
+        if choice["layout"] == "concatenated":
+            # New tokens are computed: a graph that hands its inputs back has no cache of its own.
+            buffers["identity"] = torch.eye(DIM).to(dtype)
         if choice["softmax"] == "sinks":
             buffers["sinks"] = torch.randn(HEADS, 1, 1).to(dtype)
         for name, value in buffers.items():

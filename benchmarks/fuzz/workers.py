@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.fuzz.choices import drawn
 from benchmarks.fuzz.fast import prepare
+from benchmarks.fuzz.features import Choice
 from benchmarks.fuzz.trial import Found, Result, Way, tried
 
 CHUNK = 20
@@ -28,14 +29,14 @@ def _late(signum: int, frame: Any) -> None:
     raise TimeoutError(f"a program took more than {PATIENCE} s")
 
 
-def seeded(seeds: range, way: Way) -> list[Result]:
-    """Return the results of the programs of some seeds."""
+def seeded(programs: list[tuple[int, Choice]], way: Way) -> list[Result]:
+    """Return the results of programs, by seed and choice."""
     signal.signal(signal.SIGALRM, _late)
     found = []
-    for seed in seeds:
+    for seed, choice in programs:
         signal.alarm(PATIENCE)
         try:
-            found.append(tried(seed, drawn(seed), way))
+            found.append(tried(seed, choice, way))
         finally:
             signal.alarm(0)
     return found
@@ -61,7 +62,7 @@ def results(seeds: range | list[range], jobs: int, until: float, way: Way | None
     while todo and time.monotonic() < until:
         taken = [todo.popleft() for _ in range(min(len(todo), jobs * LIFE))]
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _started) as pool:
-            pending = {pool.submit(seeded, chunk, way): chunk for chunk in taken}
+            pending = {pool.submit(seeded, [(seed, drawn(seed)) for seed in chunk], way): chunk for chunk in taken}
             for done in as_completed(pending):
                 try:
                     if not done.cancelled():
@@ -75,6 +76,6 @@ def results(seeds: range | list[range], jobs: int, until: float, way: Way | None
             return
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _started) as pool:
             try:
-                yield pool.submit(seeded, range(seed, seed + 1), way).result()
+                yield pool.submit(seeded, [(seed, drawn(seed))], way).result()
             except BrokenProcessPool:
                 yield [Result(seed, drawn(seed), Found.FAULT, "its process died")]

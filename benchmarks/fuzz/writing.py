@@ -59,7 +59,7 @@ def _cached(choice: Choice) -> tuple[list[str], str, str]:
             f"{c}[torch.arange(q.shape[0], DEVICE)[:, None, None], torch.arange({x}.shape[1], DEVICE)[None, :, None], "
             f"{'pos[:, None]' if by_row else 'pos'}] = {x}" for c, x in both
         ],
-        "concatenated": [f"{c} = {x}.clone() if {c} is None else torch.cat([{c}, {x}], 2)" for c, x in both],
+        "concatenated": [f"{c} = {x} @ self.identity if {c} is None else torch.cat([{c}, {x}], 2)" for c, x in both],
         "one-tensor": [f"kc[{i}].index_copy_(2, pos, {x})" for i, x in enumerate("kv")],
         "layers": [f"kc[1][{i}].index_copy_(2, pos, {x})" for i, x in enumerate("kv")],
         "halves": ["kc.index_copy_(2, pos, torch.cat([k, v], -1))"],
