@@ -8,7 +8,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -29,11 +29,13 @@ def _late(signum: int, frame: Any) -> None:
     raise TimeoutError(f"a program took more than {PATIENCE} s")
 
 
-def seeded(programs: list[tuple[int, Choice]], way: Way) -> list[Result]:
-    """Return the results of programs, by seed and choice."""
+def seeded(programs: list[tuple[int, Choice]], way: Way, until: float) -> list[Result]:
+    """Return the results of programs, by seed and choice, of those begun before ``until``."""
     signal.signal(signal.SIGALRM, _late)
     found = []
     for seed, choice in programs:
+        if time.monotonic() > until:
+            break
         signal.alarm(PATIENCE)
         try:
             found.append(tried(seed, choice, way))
@@ -58,24 +60,28 @@ def results(seeds: range | list[range], jobs: int, until: float, way: Way | None
     todo = deque(part[start : start + CHUNK] for part in ranges for start in range(0, len(part), CHUNK))
     alone: list[int] = []
     # Processes are replaced all at once: an executor that replaces them one by one (max_tasks_per_child) waits for ever when all have
-    # reached their number.
+    # reached their number. Nothing is cancelled: ``wait`` and ``as_completed`` are not told of futures that a shutdown cancels.
     while todo and time.monotonic() < until:
-        taken = [todo.popleft() for _ in range(min(len(todo), jobs * LIFE))]
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _started) as pool:
-            pending = {pool.submit(seeded, [(seed, drawn(seed)) for seed in chunk], way): chunk for chunk in taken}
-            for done in as_completed(pending):
+            pending: dict[Future[list[Result]], range] = {}
+            left = jobs * LIFE
+            while pending or (todo and left and time.monotonic() < until):
                 try:
-                    if not done.cancelled():
-                        yield done.result()
+                    while todo and left and len(pending) < 2 * jobs and time.monotonic() < until:
+                        pending[pool.submit(seeded, [(seed, drawn(seed)) for seed in todo[0]], way, until)] = todo.popleft()
+                        left -= 1
+                    done = next(iter(wait(pending, return_when=FIRST_COMPLETED).done))
+                    found = done.result()
+                    del pending[done]
+                    yield found
                 except BrokenProcessPool:
-                    alone += pending[done]
-                if time.monotonic() > until:
-                    pool.shutdown(wait=False, cancel_futures=True)
+                    alone += [seed for chunk in pending.values() for seed in chunk]
+                    break
     for seed in alone:
         if time.monotonic() > until:
             return
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _started) as pool:
             try:
-                yield pool.submit(seeded, [(seed, drawn(seed))], way).result()
+                yield pool.submit(seeded, [(seed, drawn(seed))], way, until).result()
             except BrokenProcessPool:
                 yield [Result(seed, drawn(seed), Found.FAULT, "its process died")]

@@ -110,6 +110,15 @@ def test_the_command_goes_on_when_its_processes_are_replaced(monkeypatch: pytest
     assert sorted(result.seed for result in found) == [0, 1, 2]
 
 
+def test_a_run_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for ever for chunks that were cancelled."""
+    monkeypatch.setattr(workers, "CHUNK", 1)
+    started = time.monotonic()
+    found = [result for results in workers.results(range(5000), 1, started + 10) for result in results]
+    assert len(found) < 5000
+    assert time.monotonic() - started < 120
+
+
 @pytest.mark.parametrize("given", [{}, {"scheme": "int8", "positions": "counter"}, {"scheme": "kivi", "chunks": "20,1,1,5,1,1"}])
 def test_inductor_is_right_where_eager_is(given: dict[str, str]) -> None:
     choice = completed(given)
