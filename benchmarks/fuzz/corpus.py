@@ -39,5 +39,7 @@ CORPUS: tuple[tuple[int, Choice], ...] = (
     # Errors where stock runs.
     (1, {"layout": "negative"}),
     (1, {"event": "swapped"}),
+    # A symbolic head dim.
+    (5217, {"layout": "concatenated", "caches": "arguments", "extent": "written", "dynamic": "True"}),
 )
 """(seed, what is not plain). It only grows."""

@@ -68,7 +68,8 @@ def results(seeds: range | list[range], jobs: int, until: float, way: Way | None
             while pending or (todo and left and time.monotonic() < until):
                 try:
                     while todo and left and len(pending) < 2 * jobs and time.monotonic() < until:
-                        pending[pool.submit(seeded, [(seed, drawn(seed)) for seed in todo[0]], way, until)] = todo.popleft()
+                        begun = pool.submit(seeded, [(seed, drawn(seed)) for seed in todo[0]], way, until)
+                        pending[begun] = todo.popleft()
                         left -= 1
                     done = next(iter(wait(pending, return_when=FIRST_COMPLETED).done))
                     found = done.result()
