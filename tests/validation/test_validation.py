@@ -77,7 +77,7 @@ def test_the_plain_one_is_rewritten() -> None:
 # --- long caches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "refused"), [("", False), ("negative-cap", True), ("window-of-7.5", True)])
+@pytest.mark.parametrize(("name", "refused"), [("", False), ("negative-cap", True), ("window-of-7.5", False), ("softmax-in-float16", True)])
 def test_long_caches_are_tried_at_smaller_sizes(name: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of 70,001 places: what is tried has none of that size."""
     largest: list[int] = []
