@@ -15,7 +15,7 @@ import functools
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,8 +287,25 @@ def fingerprint(whole: Outline) -> str:
     lines += [repr(_spelled(site, names, places)) for site in whole.sites]
     # The caches of every layer have sizes of their own: symbols are numbered as they come.
     symbols: dict[str, str] = {}
-    text = SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), "\n".join(lines))
-    return hashlib.sha256(text.encode()).hexdigest()
+
+    def renamed(text: str) -> str:
+        return SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"size{len(symbols)}"), text)
+
+    text = renamed("\n".join(lines))
+    # What sizes may be decides which calls are compared: a verdict for start = 0 says nothing of other starts.
+    asked = sorted(renamed(guard) for guard in _guards(whole, set(symbols)))
+    return hashlib.sha256("\n".join((text, *asked)).encode()).hexdigest()
+
+
+def _guards(whole: Outline, names: set[str]) -> Iterator[str]:
+    """The ranges of symbols and the guards on them alone, as text."""
+    env = whole.captured.fake_mode.shape_env
+    if env is None:
+        return
+    yield from (f"{symbol} in {bounds}" for symbol, bounds in env.var_to_range.items() if str(symbol) in names)
+    for guard, found in Guards(env).asked:
+        if {str(symbol) for symbol in found} <= names:
+            yield str(guard)
 
 
 def _content(held: torch.Tensor, name: str) -> str:

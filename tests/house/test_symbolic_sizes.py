@@ -81,3 +81,12 @@ def test_a_symbol_that_guards_tie_to_another_moves_with_it(sizes: list[torch.Sym
     guards = Guards(sizes[0].node.shape_env)
     other = moved(guards, known)
     assert all(other[symbol] != value for symbol, value in known.items()) and guards.admit(other)
+
+
+def test_a_symbol_of_one_value_is_proved_by_guards(sizes: list[torch.SymInt]) -> None:
+    """As where nothing stands ahead of a prompt: a product with a size of two at least stays below two."""
+    env = sizes[0].node.shape_env
+    start = env.create_symintnode(env.create_unspecified_symbol(0, ConstantSource("c"), DimDynamic.DYNAMIC), hint=0)
+    assert bool(start >= 0) and bool(start <= 90) and not Guards(env).fixed(start.node.expr)
+    assert bool(start * sizes[0] < 2) and Guards(env).fixed(start.node.expr) and not Guards(env).fixed(sizes[0].node.expr)
+    assert bool(sizes[1] // 4 == 1) and bool(sizes[1] % 4 == 1) and Guards(env).fixed(sizes[1].node.expr)

@@ -18,6 +18,7 @@ Tracing
     ``no_python_dispatcher``, ``python_dispatcher``  shape functions for symbolic sizes, off and on
 Values
     ``OpOverload``, ``OpOverloadPacket``, ``HigherOrderOperator``  the classes of ATen's operators and of Dynamo's regions
+    ``ValueRanges``, ``bound_sympy``    what ranges of symbols say of an expression
     ``CleanDiv``, ``FloorDiv``, ``Max``, ``Min``, ``Mod``, ``PythonMod``   what expressions of symbolic sizes are made of
     ``DisableTorchFunction``, ``DisableTorchFunctionSubclass``  look at a tensor without calling what its class overrides
     ``dispatch_keys``       the keys of a tensor, for what Dynamo guards on
@@ -58,6 +59,7 @@ from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 safe_softmax = torch._safe_softmax
 dispatch_keys = torch._C._dispatch_keys
@@ -69,10 +71,10 @@ storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 __all__ = [
     "CleanDiv", "ConstantSource", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "FloorDiv",
     "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload", "OpOverloadPacket", "ProxyTensor", "PythonMod", "TracingContext",
-    "compile_lock", "detect_fake_mode", "dispatch_keys", "functorch_interpreters", "get_proxy_mode", "get_proxy_slot",
-    "in_kernel_invocation_manager", "is_wrapper", "leave_vmap", "lookup_backend", "many_versions", "mark_dynamic", "no_dynamo", "no_modes",
-    "no_proxies", "no_python_dispatcher", "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot", "shares_memory",
-    "storage_uses", "track_values", "tree_leaves", "tree_map", "tree_map_only",
+    "ValueRanges", "bound_sympy", "compile_lock", "detect_fake_mode", "dispatch_keys", "functorch_interpreters", "get_proxy_mode",
+    "get_proxy_slot", "in_kernel_invocation_manager", "is_wrapper", "leave_vmap", "lookup_backend", "many_versions", "mark_dynamic",
+    "no_dynamo", "no_modes", "no_proxies", "no_python_dispatcher", "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot",
+    "shares_memory", "storage_uses", "track_values", "tree_leaves", "tree_map", "tree_map_only",
 ]
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import sympy
 import torch
 
+from kvcompile.passes.graph.dynamo import ValueRanges, bound_sympy
+
 Values = dict[Any, int]
 """A number for each symbol."""
 
@@ -29,7 +31,7 @@ TRIED = 1500
 """Ways to move a symbol that are tried."""
 
 COUNTED = 1 << 12
-"""Values of a symbol that are tried one by one to prove that its guards leave a single one."""
+"""Values of a symbol, and ranges of them, that are looked at to prove that its guards leave a single one."""
 
 _current: ContextVar[Mapping[Any, int] | None] = ContextVar("world", default=None)
 
@@ -100,11 +102,33 @@ class Guards:
         return int(bounds.lower) if self.told is None else self.told(int(bounds.lower))
 
     def fixed(self, symbol: Any) -> bool:
-        """Whether it can be proved that a symbol has one value: all values of its range are tried against the guards that name it alone."""
+        """Whether it can be proved that a symbol has one value: every other breaks a guard, whatever the other symbols are."""
         bounds = self.env.var_to_range.get(symbol) if self.env is not None else None
-        if bounds is None or not (bounds.lower.is_Integer and bounds.upper.is_Integer) or bounds.upper - bounds.lower > COUNTED:
+        if bounds is None or not bounds.lower.is_Integer:
             return False
-        return sum(self.admit({symbol: value}) for value in range(int(bounds.lower), int(bounds.upper) + 1)) <= 1
+        first, possible = int(bounds.lower), 0
+        last = min(bounds.upper, first + COUNTED)
+        if last < bounds.upper and self._possible(symbol, last + 1, bounds.upper):
+            return False
+        waiting = [(first, int(last))]
+        for _ in range(COUNTED):
+            if not waiting:
+                return possible < 2
+            low, high = waiting.pop()
+            if not self._possible(symbol, low, high):
+                continue
+            possible += low == high
+            if possible > 1:
+                return False
+            if low < high:
+                middle = (low + high) // 2
+                waiting += [(middle + 1, high), (low, middle)]
+        return False
+
+    def _possible(self, symbol: Any, low: Any, high: Any) -> bool:
+        """Whether the guards may hold for a range of values of a symbol and all that the ranges of the others allow."""
+        ranges = {**self.env.var_to_range, symbol: ValueRanges(low, high)}
+        return all(bound_sympy(guard, ranges).upper != sympy.false for guard, symbols in self.asked if symbol in symbols)
 
     def _expression(self, guard: Any) -> Any:
         guard = self.env.replace(guard)
