@@ -48,8 +48,8 @@ class Mark:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Mark | None:
-        """Return the mark of a cache tensor, None where it has none."""
-        found = getattr(tensor, STAYS_DENSE, None)
+        """Return the mark of a cache tensor, or of what it is a view of, as a crop is; None where it has none."""
+        found = getattr(tensor, STAYS_DENSE, None) or getattr(tensor._base, STAYS_DENSE, None)
         return None if found is None else Mark(*found)
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ def stays_dense(form: CacheForm, call: Call, remembered: bool) -> Mark | None:
     if (mark := Mark.of(tensor)) is not None and form.kind.written:
         if mark.holds(form, tensor, call):
             return mark
-        delattr(tensor, STAYS_DENSE)
+        tensor.__dict__.pop(STAYS_DENSE, None)
     if not form.kind.filled:
         return None
     if form.kind.in_place and not handles.can_take_over(tensor):
