@@ -18,6 +18,7 @@ from torch import fx
 
 from kvcompile.errors import KvcompileError, NotCompiled, SiteRefused, Unsupported
 from kvcompile.lowering.reuse import call_key, identities
+from kvcompile.passes.capture.attributes import lifted
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.nested import inlined
 from kvcompile.passes.capture.retrace import unexposed
@@ -41,7 +42,7 @@ from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.views import DecodedView, over_tensors
 from kvcompile.settings import Settings, Validate
 from kvcompile.validation import Outcome, Verdict, verdicts
-from kvcompile.variants import Code, InnerCompiler, Variants
+from kvcompile.variants import Code, InnerCompiler, Variants, parameters
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Memory:
     """State that the graphs of one backend share: live caches and their growth, and what was compiled, bound and validated before.
 
     ``compiled``: code by fingerprint. ``bound``: callables and their records by what Dynamo gave. ``verdicts``: of validations.
+    ``told``: refusals that were logged.
     """
 
     live: Ledger
@@ -74,7 +76,7 @@ class Memory:
     bound: MutableMapping[str, tuple[BoundGraph, GraphRecord]]
     verdicts: dict[str, Verdict]
     told: set[object] = field(default_factory=set)
-    """Reasons for which caches are dense that a warning was given of."""
+    """Warnings that were given: equal ones are given once."""
 
 
 class Compilation:
@@ -84,20 +86,52 @@ class Compilation:
         self, gm: fx.GraphModule, examples: list[Any], policy: Policy, settings: Settings, memory: Memory, index: int,
         mode: str | None, options: dict[str, Any] | None,
     ) -> None:
-        self.gm, self.examples, self.policy, self.settings, self.memory = inlined(gm), examples, policy, settings, memory
+        graph = lifted(inlined(gm))
+        self.gm, self.attributes = graph.module, graph.tensors
+        self.examples = [*examples, *graph.tensors]
+        self.policy, self.settings, self.memory = policy, settings, memory
         self.report = GraphReport(index)
         self.record = GraphRecord(self.report)
+        self.effects: Effects | None = None
         self.inner = InnerCompiler(settings, mode, options, self.report)
 
     def run(self) -> Code:
         """The callable that Dynamo runs in place of the graph."""
         views = any(type(value) is DecodedView for value in self.examples)
         try:
-            compiled = self._compiled()
+            compiled = self._with_attributes(self._compiled())
         finally:
             # The real arguments, caches among them, must not live as long as the compiled graph does.
             self.examples = []
         return over_tensors(compiled) if views else compiled
+
+    def _with_attributes(self, code: Code) -> Code:
+        """Code of the caller's own arguments: Dynamo's attributes stand behind them.
+
+        No guard tells Dynamo when a cache among those is compressed, so each call looks for itself: what ``code`` does not take
+        compressed is decoded for it, or made dense where it may be written.
+        """
+        if not self.attributes:
+            return code
+        first, tensors = len(self.examples) - len(self.attributes), self.attributes
+        taken = {group.argument for group in code.groups} if isinstance(code, BoundGraph) else set()
+        dense = tuple(
+            first + place for place, tensor in enumerate(tensors)
+            if first + place not in taken and not isinstance(tensor, torch.nn.Parameter)
+        )
+        captured, variants = self.record.captured, self.record.variants
+        if captured is None:
+            written = dict.fromkeys(dense, "a graph takes it that is left as it was (see the report)")
+        else:
+            written = written_handles(captured, self.effects if variants is None else variants.effects, dense)
+
+        def run(*args: Any) -> Any:
+            given = (*args, *tensors)
+            if any(handles.is_handle(given[index]) for index in dense):
+                return code(*handles.in_full(given, dense, written))
+            return code(*given)
+
+        return run
 
     def _compiled(self) -> Code:
         started = time.perf_counter()
@@ -112,12 +146,13 @@ class Compilation:
             self.report.pass_seconds = time.perf_counter() - started
             return known
         try:
-            captured = capture(self.gm, self.examples, handles.is_handle, handles.can_take_over)
+            captured = capture(self.gm, self.examples, handles.is_handle, handles.can_take_over, len(self.attributes))
         except Exception as error:
             log.debug("capture failed", exc_info=True)
             return self._unchanged(_fault(Stage.CAPTURE, "retraced", error))
         try:
             matched = match(captured)
+            self.effects = matched.effects
             planned = self._validated(captured, matched, plan(matched, self.policy))
             # Two models of one shape do not share a callable: a CUDA graph holds the addresses of one.
             salt = f"{settled}:{identities(self.examples)}"
@@ -135,6 +170,7 @@ class Compilation:
             return self._dense(captured, None)
         self.record = GraphRecord(self.report, captured, planned, variants if planned.sites else None)
         self.report.sites, self.report.refusals, self.report.uncached = described.sites, described.refusals, described.uncached
+        self.report.left_out = planned.left_out
         self._announce()
         self.report.pass_seconds = time.perf_counter() - started
         if not planned.sites:
@@ -185,12 +221,15 @@ class Compilation:
                 advice=advice,
             ) for item in planned.sites if item.site.index in refused for said, advice in (REFUSED[refused[item.site.index].outcome],)
         )
-        return Plan(tuple(item for item in planned.sites if item.site.index not in refused), (*planned.refusals, *refusals))
+        kept = tuple(item for item in planned.sites if item.site.index not in refused)
+        return Plan(kept, (*planned.refusals, *refusals), planned.left_out)
 
     def _announce(self) -> None:
         """Log what was refused or not validated; raises SiteRefused where ``strict``."""
         for refusal in self.report.refusals:
-            log.warning("kvcompile leaves an attention as it is: %s", refusal)
+            if str(refusal) not in self.memory.told:
+                self.memory.told.add(str(refusal))
+                log.warning("kvcompile leaves an attention as it is: %s", refusal)
         if self.report.unvalidated:
             log.warning(
                 "kvcompile rewrote %d attentions that it could not validate, the first: %s", len(self.report.unvalidated),
@@ -208,7 +247,9 @@ class Compilation:
         self._announce()
         given = tuple(index for index, value in enumerate(self.examples) if handles.is_handle(value))
         if not given:
-            return self.inner(self.gm, self.examples, detect_fake_mode(self.examples))
+            constant = dict(enumerate(self.attributes, len(self.examples) - len(self.attributes)))
+            constant = {index: tensor for index, tensor in constant.items() if isinstance(tensor, torch.nn.Parameter)}
+            return self.inner(self.gm, self.examples, detect_fake_mode(self.examples), constant=constant)
         # Dynamo traces the next call for the dense tensors: this one is not worth compiling.
         module, why = unexposed(self.gm), f"a graph takes it that is left as it was: {refusal.reason}"
 
@@ -221,11 +262,11 @@ class Compilation:
         """A graph without sites; compressed caches that reach it are decoded for it, each call, or dense again where it writes them."""
         given = tuple(entry.index for entry in captured.inputs if entry.compressed)
         if not given:
-            return self.inner(self.gm, self.examples, captured.fake_mode)
+            return self.inner(self.gm, self.examples, captured.fake_mode, constant=parameters(captured.inputs))
         written = written_handles(captured, effects, given)
         if read := len(given) - len(written):
             log.warning("a graph without a rewritten site reads %d compressed cache tensors: they are decoded at every call", read)
-        compiled = self.inner(captured.module, captured.fakes, captured.fake_mode)
+        compiled = self.inner(captured.module, captured.fakes, captured.fake_mode, constant=parameters(captured.inputs))
 
         def run(*args: Any) -> Any:
             with DisableTorchFunctionSubclass():
@@ -260,13 +301,16 @@ class Compilation:
     def _as_captured(self, captured: Captured) -> Code:
         """The graph without its rewrite, compiled when a call first needs it."""
         with compile_lock:
-            return self.inner(captured.module, captured.fakes, captured.fake_mode)
+            return self.inner(captured.module, captured.fakes, captured.fake_mode, constant=parameters(captured.inputs))
+
+
+REPORT = "please report this model with the output of TORCH_LOGS=+kvcompile"
 
 
 def _fault(stage: Stage, done: str, error: Exception) -> Refusal:
-    """Return the refusal of a whole graph that a fault of this package kept from being ``done``."""
+    """Return the refusal of a whole graph that an error kept from being ``done``; one of ours gives its advice, and no other is added."""
     first = next(iter(str(error).splitlines()), "")
-    return Refusal(
-        stage, f"the graph could not be {done}: {type(error).__name__}: {first}", "the captured graph",
-        advice="please report this model with the output of TORCH_LOGS=+kvcompile",
-    )
+    if isinstance(error, KvcompileError):
+        said, _, advice = first.rpartition("; ")
+        return Refusal(stage, f"the graph could not be {done}: {said or first}", "the captured graph", advice=advice if said else REPORT)
+    return Refusal(stage, f"the graph could not be {done}: {type(error).__name__}: {first}", "the captured graph", advice=REPORT)

@@ -208,8 +208,19 @@ class BadPolicy(SchemeError):
     )
 
 
+class UnknownHalf(SchemeError):
+    template = "expected a scheme for each of the halves 'k' and 'v' of an attention, found {found}{hint}; write dict(k=..., v=...)"
+
+
+class LayerByNumber(SchemeError):
+    template = (
+        "expected module-path globs as keys of a per-layer policy, found {found!r}; write the path for a layer's number, for example "
+        "'model.layers.{found}.*' (kvcompile explain and the report list the paths of a model)"
+    )
+
+
 class NotInPolicy(SchemeError):
-    template = "no entry of the per-layer policy matches the module path {path!r}; add a '*' entry to cover every layer"
+    template = "no entry of the per-layer policy matches the module path {path!r}; add a '*' entry to cover every layer; None leaves out"
 
 
 class UnsupportedDtype(SchemeError):
@@ -241,7 +252,8 @@ class CompileError(KvcompileError):
 class SiteRefused(CompileError):
     template = (
         "strict=True and {count} attention site(s) cannot be rewritten:\n{refusals}\n"
-        "change the model as said, exclude the layer with a policy entry 'dense', or pass strict=False to leave it as it was"
+        "change the model as said, leave the layer out by giving its path None in a per-layer policy, or pass strict=False to leave "
+        "it as it was"
     )
 
 
@@ -249,6 +261,20 @@ class NotCompiled(CompileError):
     template = (
         "expected a rewritten graph that the inner compiler takes, found {error}; please report this model with the output of "
         "TORCH_LOGS=+kvcompile"
+    )
+
+
+class OwnFault(NotCompiled):
+    template = (
+        "expected kvcompile to prepare a rewritten graph for the inner compiler, found {error} (at {where}): this is a fault of kvcompile, "
+        "not of the model; please report this model with the output of TORCH_LOGS=+kvcompile"
+    )
+
+
+class DamagedCache(NotCompiled):
+    template = (
+        "expected a shared object in Inductor's cache that loads, found {path}, which does not ({error}) and could not be replaced; delete "
+        "this file, or the whole folder, and start again"
     )
 
 

@@ -31,6 +31,12 @@ REPORTS = (
 )
 
 
+NOTHING = (
+    "no graph was compiled with this backend so far: call the compiled model, then ask again. torch.compile(model, backend=b) compiles "
+    "calls of model(...) alone, and generate() calls the uncompiled forward: write model.forward = torch.compile(model.forward, backend=b)"
+)
+
+
 @dataclass(frozen=True)
 class SiteReport:
     """One rewritten site, in words and numbers; ``tokens`` new ones a call, bytes at a length."""
@@ -56,7 +62,8 @@ class GraphReport:
 
     ``kernels`` says, for each variant that was made, which operations the sites became. ``unvalidated``: sites that could not be run beside
     their rewritten twins and were rewritten nevertheless (``validate="where possible"``), each with the reason; ``validated``: how many
-    could, and did the same. ``notes``: what else differs from the uncompiled model.
+    could, and did the same. ``notes``: what else differs from the uncompiled model. ``left_out``: module paths of
+    attentions that the policy leaves as they are.
     """
 
     index: int
@@ -70,6 +77,13 @@ class GraphReport:
     validated: int = 0
     unvalidated: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> set[str]:
+        """The module paths of its attentions, rewritten or not."""
+        found = [*(item.path for item in self.sites), *(item.path for item in self.refusals), *self.left_out]
+        return {path for path in found if path}
 
     def take(self, other: GraphReport) -> None:
         """Take over what ``other`` says of the same graph, but for its index and the time it took."""
@@ -85,7 +99,8 @@ class Report:
     ``hosted``: of the bytes allocated, those in pinned host memory. ``never_calibrated``: of each live store that holds tokens
     without the calibration by queries that its scheme has, how it encodes keys. ``widths``: tokens of live caches by their bits a channel,
     for keys and for values, over rows and layers, where a scheme gives tokens widths of their own; ``churn``: what changing them took;
-    ``originals``: of the bytes allocated, those of originals that such a scheme keeps beside its budget.
+    ``originals``: of the bytes allocated, those of originals that such a scheme keeps beside its budget. ``unmatched``: entries of the
+    policy that match no attention seen so far.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -98,6 +113,7 @@ class Report:
     widths: dict[Role, dict[int, int]] = field(default_factory=dict)
     churn: Churn = field(default_factory=Churn)
     originals: int = 0
+    unmatched: tuple[str, ...] = ()
 
     def count_widths(self, role: Role, histogram: Mapping[int, int], churn: Churn) -> None:
         """Add one live store's tokens by bits, and what its reallocations changed."""
@@ -201,6 +217,7 @@ def _graph(graph: GraphReport, tokens: int | None) -> RenderableType:
     words = [f"{count_text(len(graph.sites), 'attention')} rewritten"]
     words += [f"{graph.validated} validated"] if graph.sites else []
     words += [f"{len(graph.refusals)} refused"] if graph.refusals else []
+    words += [f"{len(graph.left_out)} left out by the policy"] if graph.left_out else []
     words += [f"{graph.uncached} attention-like without a cache"] if graph.uncached else []
     title.append(": " + ", ".join(words), style="not bold")
     parts: list[RenderableType] = [title]
@@ -257,6 +274,8 @@ def _refusal(refusal: Refusal) -> Text:
 
 def _footer(report: Report) -> Text:
     refused = f", {len(report.refusals)} refused" if report.refusals else ""
+    if not report.graphs:
+        return Text(NOTHING, style="bold yellow")
     text = Text(f"{count_text(len(report.graphs), 'graph')}, {count_text(report.sites, 'attention')} rewritten{refused}", style="bold")
     if report.allocated:
         ratio = f" ({report.allocated / report.dense:.1%})" if report.dense else ""
@@ -288,6 +307,8 @@ def _footer(report: Report) -> Text:
             f"filled it, so its keys are encoded {', '.join(sorted(set(report.never_calibrated)))}: fill the cache in a compiled call",
             style="not bold yellow",
         )
+    for glob in report.unmatched:
+        text.append(f"\nwarning: the policy's entry {glob!r} matches none of the attentions seen so far", style="not bold yellow")
     for warning in sorted({w for graph in report.graphs for site in graph.sites for w in site.warnings}):
         text.append(f"\nwarning: {warning}", style="not bold yellow")
     return text

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from kvcompile.errors import NotCompiled
@@ -14,7 +15,7 @@ from kvcompile.lowering.attend_kernels import kernel_lines
 from kvcompile.lowering.compile import compile_graph, compiling, gluon_choice
 from kvcompile.lowering.gluon.choice import Choice, choosing
 from kvcompile.lowering.reuse import fingerprint
-from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.capture.capture import Captured, Input
 from kvcompile.passes.graph.dynamo import compile_lock
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import value_of
@@ -43,6 +44,15 @@ def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR,
         return f"{TITLES[rewritten.variant]}: {kernel_lines(rewritten.module.graph, device, slots, sites, inner is Inner.INDUCTOR)}"
 
 
+def parameters(inputs: Iterable[Input]) -> dict[int, torch.Tensor]:
+    """Return the parameters among inputs that were attributes of Dynamo's graph, by index: they are these in every call.
+
+    A buffer is not: it may be a cache that another graph writes.
+    """
+    found = {index: entry.parameter() for index, entry in enumerate(inputs) if entry.parameter is not None}
+    return {index: value for index, value in found.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class InnerCompiler:
     """The inner compiler of one graph, with torch.compile's own mode and options; adds its seconds to the graph's report."""
@@ -52,11 +62,16 @@ class InnerCompiler:
     options: dict[str, Any] | None
     report: GraphReport
 
-    def __call__(self, module: fx.GraphModule, inputs: Any, fake_mode: Any, key: str = "", replayed: bool = True) -> Code:
+    def __call__(
+        self, module: fx.GraphModule, inputs: Any, fake_mode: Any, key: str = "", replayed: bool = True,
+        constant: Mapping[int, torch.Tensor] | None = None,
+    ) -> Code:
+        """Compile a graph whose inputs are like ``inputs``; ``constant``: those that are this tensor in every call, by index."""
         started = time.perf_counter()
         try:
             return compile_graph(
-                module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key, replayed=replayed
+                module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key, replayed=replayed,
+                constant=constant,
             )
         finally:
             self.report.compile_seconds += time.perf_counter() - started
@@ -137,8 +152,9 @@ class Variants:
         report.pass_seconds += time.perf_counter() - started
         code = self.known.get(print_key) if print_key is not None else None
         if code is None:
+            constant = parameters(self.captured.inputs[index] for index in rewritten.kept)
             with compiling():
-                code = self.inner(rewritten.module, fakes, self.captured.fake_mode, key, replayed=replayed)
+                code = self.inner(rewritten.module, fakes, self.captured.fake_mode, key, replayed=replayed, constant=constant)
             if print_key is not None:
                 self.known[print_key] = code
         report.variants = (*report.variants, variant.value)

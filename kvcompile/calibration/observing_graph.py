@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.passes.capture.attributes import lifted
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.nested import inlined
 from kvcompile.passes.graph.emit import Emitter
@@ -54,11 +55,12 @@ class ObservingBackend:
         self.__name__ = "kvcompile_calibration"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        captured = capture(inlined(gm), example_inputs)
+        graph = lifted(inlined(gm))
+        captured = capture(graph.module, [*example_inputs, *graph.tensors], attributes=len(graph.tensors))
         module, slots = self.observed(captured)
 
         def run(*args: Any) -> Any:
-            results = module.forward(*args)
+            results = module.forward(*args, *graph.tensors)
             count = len(results) - len(slots)
             for slot, tokens in zip(slots, results[count:], strict=True):
                 self.observe(slot, tokens)

@@ -155,6 +155,6 @@ def fit_text(found: Fitted, kl: float, tokens: int, batch: int) -> Text:
     """A fitted policy, its bytes, the damage that its parts add up to and the one that was measured."""
     sums = f"KL {found.damage:.2e} by the sum, {kl:.2e} measured"
     text = Text(f"{found.nbytes:,} bytes for {batch} x {tokens:,} tokens; {sums}", style="bold")
-    for path, pair in found.policy.rules:
+    for path, pair in found.policy.pairs:
         text.append(f"\n  {path}: keys {short_scheme(pair.k)}, values {short_scheme(pair.v)}", style="not bold")
     return text

@@ -21,6 +21,7 @@ from kvcompile.learning.parameters import Parameters, SlotParameters
 from kvcompile.learning.quantizer import Rule, hard_quantize
 from kvcompile.lowering.host.inductor_api import compile_for_training
 from kvcompile.lowering.host.torch_api import lookup_backend
+from kvcompile.passes.capture.attributes import lifted
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.nested import inlined
 from kvcompile.passes.graph.emit import Emitter, aten
@@ -49,7 +50,8 @@ class TrainingBackend:
         self.__name__ = "kvcompile_learning"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        captured = capture(inlined(gm), example_inputs)
+        graph = lifted(inlined(gm))
+        captured = capture(graph.module, [*example_inputs, *graph.tensors], attributes=len(graph.tensors))
         module, slots = self.quantized(captured)
         tables = [operand for slot in slots for operand in slot.operands]
         compiled = self._compiled(module, captured, tables)
@@ -57,7 +59,7 @@ class TrainingBackend:
 
         def run(*args: Any) -> Any:
             self.ran |= ids
-            return compiled(*args, *tables)
+            return compiled(*args, *graph.tensors, *tables)
 
         return run
 

@@ -9,20 +9,26 @@ the projections that make the new tokens. In graphs for CUDA they may be kernels
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from kvcompile.errors import BadSetting, KvcompileError, NotCompiled
+from kvcompile.errors import BadSetting, KvcompileError, NotCompiled, OwnFault
 from kvcompile.lowering import inductor
 from kvcompile.lowering.append import appends
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.certificate import report_op as report_site
+from kvcompile.lowering.damaged import damaged_entry, rebuilding
 from kvcompile.lowering.fold import fold
+from kvcompile.lowering.frozen import Frozen, as_attributes
 from kvcompile.lowering.gluon.choice import Choice, choosing
 from kvcompile.lowering.host.inductor_api import compile_by_inductor, config, exact_division, list_mode_options, written_modules
 from kvcompile.lowering.host.torch_api import (
@@ -54,7 +60,37 @@ def compiling() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, KvcompileError) or (isinstance(error, TorchDynamoException) and not isinstance(error, BackendCompilerFailed)):
             raise
-        raise NotCompiled(error=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+        first = first_error(error)
+        said = f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"
+        if (where := own_line(first)) is not None:
+            raise OwnFault(error=said, where=where) from error
+        raise NotCompiled(error=said) from error
+
+
+PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+"""The folder of this package."""
+COMPILERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_inductor", "_functorch", "_dynamo", "triton"))
+"""Folders whose code compiles. The rest of torch is called by them and by us alike."""
+CALLERS = {"compiling", "_built", "compile_by_inductor"}
+"""Functions of this package that call a compiler."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return what a compiler wrapped into its own error."""
+    while (before := error.__cause__ or getattr(error, "inner_exception", None)) is not None and before.__traceback__ is not None:
+        error = before
+    return error
+
+
+def own_line(error: BaseException) -> str | None:
+    """Return the line of this package whose call failed, as ``lowering/compile.py:12``; None where a compiler's stands further inside."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        ours = frame.filename.startswith(PACKAGE)
+        if any(folder in frame.filename for folder in COMPILERS) or (ours and frame.name in CALLERS):
+            return None
+        if ours:
+            return f"{frame.filename.removeprefix(PACKAGE)}:{frame.lineno}"
+    return None
 
 
 BODIES: dict[Any, Callable[..., Any]] = {
@@ -93,6 +129,9 @@ def inline_append(module: fx.GraphModule, cuda: bool = False) -> fx.GraphModule:
     for new in graph.nodes:
         if new.op == "call_function" and new.target in bodies:
             new.target = bodies[new.target]
+        if new.op == "placeholder":
+            # Inductor's C++ wrapper takes a graph that has them for an exported one, whose inputs are what they say: tensors, all of them.
+            new.meta.pop("val", None)
     return fx.GraphModule(module, graph)
 
 
@@ -146,6 +185,13 @@ def gluon_choice(settings: Settings, mode: str | None, options: dict[str, Any] |
     return Choice(settings.gluon, bool(patches.get("triton.cudagraphs", config.triton.cudagraphs)))
 
 
+def freezes(settings: Settings, mode: str | None, options: dict[str, Any] | None) -> bool:
+    """Whether Inductor would take attributes of a graph for constants: under ``freezing`` and without gradients."""
+    if settings.inner is not Inner.INDUCTOR or torch.is_grad_enabled():
+        return False
+    return bool(inductor_patches(settings, mode, options, "").get("freezing", config.freezing))
+
+
 @contextlib.contextmanager
 def _context(fake_mode: FakeTensorMode) -> Any:
     """Inside Dynamo's own tracing context where there is one, else inside one of our own."""
@@ -159,10 +205,42 @@ def _context(fake_mode: FakeTensorMode) -> Any:
 def compile_graph(
     module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, settings: Settings, *,
     mode: str | None = None, options: dict[str, Any] | None = None, plan: str = "", replayed: bool = True,
+    constant: Mapping[int, torch.Tensor] | None = None,
 ) -> Compiled:
-    """A callable on real arguments; raises what the inner compiler raises."""
+    """A callable on real arguments; raises what the inner compiler raises.
+
+    ``constant``: by index, inputs that are this tensor in every call; Inductor gets them as attributes where it shall freeze them.
+    """
     if settings.inner is Inner.EAGER:
         return module.forward
+    if constant and freezes(settings, mode, options):
+        rest = [fake for index, fake in enumerate(fakes) if index not in constant]
+        frozen = compile_graph(
+            as_attributes(module, constant), rest, fake_mode, settings, mode=mode, options=options, plan=plan, replayed=replayed
+        )
+        return Frozen(frozen, dict(constant))
+    def build(fold_layers: bool) -> Compiled:
+        return _built(module, fakes, fake_mode, replace(settings, fold=fold_layers), mode, options, plan, replayed)
+
+    try:
+        return rebuilding(functools.partial(build, settings.fold))  # type: ignore[no-any-return]
+    except _NotAsRegions as failed:
+        log.warning("%d equal layers could not be compiled as one region, and are compiled one by one", failed.layers, exc_info=True)
+    return rebuilding(functools.partial(build, False))  # type: ignore[no-any-return]
+
+
+class _NotAsRegions(Exception):  # noqa: N818 - says that a graph is to be compiled otherwise; never leaves this file
+    """Equal layers, folded into regions, that the inner compiler does not take."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+
+
+def _built(
+    module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode, settings: Settings, mode: str | None,
+    options: dict[str, Any] | None, plan: str, replayed: bool,
+) -> Compiled:
+    """Compile a copy of a graph once, its equal layers as regions where ``settings.fold``; raises _NotAsRegions where that failed."""
     cuda = settings.inner is Inner.INDUCTOR and any(isinstance(item, torch.Tensor) and item.device.type == "cuda" for item in fakes)
     inlined = inline_append(module, cuda)
     inlined.meta.update(module.meta)
@@ -182,12 +260,10 @@ def compile_graph(
             patches[CACHEABLE] = marked | dict.fromkeys(functions, sources_hash())
             with choosing(gluon_choice(settings, mode, options, replayed)):
                 return compile_by_inductor(inlined, fakes, patches)
-    except Exception:
-        if not folded:
+    except Exception as error:
+        if not folded or damaged_entry(error) is not None:
             raise
-        log.warning("%d equal layers could not be compiled as one region, and are compiled one by one", folded, exc_info=True)
-    unfolded = dataclasses.replace(settings, fold=False)
-    return compile_graph(module, fakes, fake_mode, unfolded, mode=mode, options=options, plan=plan, replayed=replayed)
+        raise _NotAsRegions(folded) from error
 
 
 def emitted_modules(

@@ -15,6 +15,7 @@ from torch import fx
 
 from kvcompile.explain import observe
 from kvcompile.lowering.rooms import rooms
+from kvcompile.passes.capture.attributes import lifted
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.nested import inlined
 from kvcompile.passes.graph.dynamo import many_versions
@@ -86,7 +87,9 @@ class Observer:
 
     def __call__(self, gm: fx.GraphModule, examples: list[Any], **options: Any) -> Callable[..., Any]:
         del options
-        captured = capture(inlined(gm), examples)
+        graph = lifted(inlined(gm))
+        examples = [*examples, *graph.tensors]
+        captured = capture(graph.module, examples, attributes=len(graph.tensors))
         results = captured.graph.output_node().args[0]
         listed = results if isinstance(results, (list, tuple)) else (results,)
         returned = tuple(phantom_result(value_of(item) if isinstance(item, fx.Node) else item) for item in listed)

@@ -8,6 +8,7 @@ order carries meaning, and ``effects`` is what reads it.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,10 @@ RUNTIME = str(Path(__file__).resolve().parents[2] / "runtime")
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: its node, Dynamo's name for it, whether a compressed cache arrived there, whether it owns its memory."""
+    """One placeholder: its node, Dynamo's name for it, whether a compressed cache arrived there, whether it owns its memory.
+
+    ``parameter``: where it was a parameter that Dynamo's graph had as an attribute, that one, while it lives.
+    """
 
     index: int
     node: fx.Node
@@ -48,6 +52,7 @@ class Input:
     compressed: bool
     placeholder: fx.Node = field(repr=False)
     owned: bool = True
+    parameter: weakref.ref[torch.nn.Parameter] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,14 @@ def _fake_mode(example_inputs: Sequence[object]) -> FakeTensorMode:
     return found if found is not None else FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def _static(mode: FakeTensorMode, value: torch.Tensor, fake: object) -> object:
+    """Return the fake value of an attribute, whose sizes never change: Dynamo may have made symbols of them, which no input tells."""
+    if isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in (*fake.shape, *fake.stride(), fake.storage_offset())):
+        return fake
+    with DisableTorchFunctionSubclass(), mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 def _fakify(mode: FakeTensorMode, value: object, compressed: bool) -> object:
     if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
         return value
@@ -97,6 +110,10 @@ def _without_our_frames(trace: str) -> str:
     return mark.join(frame for frame in trace.split(mark) if not frame.startswith(f'"{RUNTIME}'))
 
 
+def _parameter(value: object) -> weakref.ref[torch.nn.Parameter] | None:
+    return weakref.ref(value) if isinstance(value, torch.nn.Parameter) else None
+
+
 def _stays(node: fx.Node) -> bool:
     """Whether a node stays where nothing reads its result: all but ATen operators that write to nothing."""
     target = node.target
@@ -105,16 +122,21 @@ def _stays(node: fx.Node) -> bool:
 
 def capture(
     gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False,
-    owns_memory: Callable[[Any], bool] = lambda value: True,
+    owns_memory: Callable[[Any], bool] = lambda value: True, attributes: int = 0,
 ) -> Captured:
-    """Retrace Dynamo's graph to ATen; raises whatever tracing raises, which the backend turns into a refusal."""
+    """Retrace Dynamo's graph to ATen; raises whatever tracing raises, which the backend turns into a refusal.
+
+    ``attributes``: how many of the last inputs were attributes of Dynamo's graph (``attributes.lifted``).
+    """
     mode = _fake_mode(example_inputs)
     flags = [is_compressed(value) for value in example_inputs]
     owned = [
         flag or not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or owns_memory(value)
         for value, flag in zip(example_inputs, flags, strict=True)
     ]
+    own: dict[int, Any] = dict(list(enumerate(example_inputs))[len(example_inputs) - attributes :])
     fakes = tuple(_fakify(mode, value, flag) for value, flag in zip(example_inputs, flags, strict=True))
+    fakes = tuple(_static(mode, own[index], fake) if index in own else fake for index, fake in enumerate(fakes))
 
     def traced(spell_out: bool) -> fx.GraphModule:
         with mode:
@@ -149,7 +171,9 @@ def capture(
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
         source = getattr(placeholders[index], "_dynamo_source", None)
         name = source.name if source is not None else placeholders[index].name
-        inputs.append(Input(index, node, name() if callable(name) else name, flags[index], placeholders[index], owned[index]))
+        parameter = _parameter(own.get(index))
+        name = name() if callable(name) else name
+        inputs.append(Input(index, node, name, flags[index], placeholders[index], owned[index], parameter))
         if "val" not in node.meta:
             node.meta["val"] = fakes[index]
     return Captured(module, tuple(inputs), fakes, gm, mode)

@@ -21,7 +21,7 @@ def certifying(policy: Policy, certify: object) -> Policy:
     if not isinstance(certify, Certify):
         raise BadSetting(setting="certify", expected="a Certify", found=certify)
     text = certify.spell()
-    given = {glob: (pair.k.certifying(text), pair.v.certifying(text)) for glob, pair in policy.rules}
+    given = {glob: (pair.k.certifying(text), pair.v.certifying(text)) for glob, pair in policy.pairs}
     some = any(key is not None or value is not None for key, value in given.values())
 
     def chosen(glob: str, pair: Pair) -> Pair:
@@ -37,4 +37,4 @@ def certifying(policy: Policy, certify: object) -> Policy:
             check_scheme(scheme.of(role), SlotSpec(1, PAGE, torch.float32, role), glob)
         return Pair(pair.k, pair.v, certify)
 
-    return Policy(tuple((glob, chosen(glob, pair)) for glob, pair in policy.rules))
+    return Policy(tuple((glob, None if pair is None else chosen(glob, pair)) for glob, pair in policy.rules))

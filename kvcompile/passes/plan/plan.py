@@ -139,10 +139,11 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All planned sites, and the sites that the plan had to refuse."""
+    """All planned sites, the sites that the plan had to refuse, and the module paths of those that the policy leaves out."""
 
     sites: tuple[SitePlan, ...]
     refusals: tuple[Refusal, ...]
+    left_out: tuple[str, ...] = ()
 
 
 def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], rolling: int | None, effects: Effects) -> SlotPlan:
@@ -289,9 +290,11 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
 
 
 def plan(matched: Matched, policy: Policy) -> Plan:
-    """Give every site its schemes; a site that its scheme cannot hold becomes a refusal."""
-    sites, refusals = [], list(matched.refusals)
-    for site in matched.sites:
+    """Give every site its schemes; a site that its scheme cannot hold becomes a refusal, one that the policy leaves out does not."""
+    sites, refusals = [], [item for item in matched.refusals if not policy.leaves_out(item.path)]
+    paths = [*(item.path for item in matched.refusals), *(item.path for item in matched.sites)]
+    left_out = [path for path in paths if policy.leaves_out(path)]
+    for site in (item for item in matched.sites if not policy.leaves_out(item.path)):
         pair = policy.of(site.path)
         try:
             if pair is None:
@@ -308,7 +311,7 @@ def plan(matched: Matched, policy: Policy) -> Plan:
         Refusal(Stage.PLAN, "its cache tensor is shared with an attention that stays dense", item.site.line, item.site.path)
         for item in sites if item not in kept
     ]
-    return Plan(tuple(kept), tuple(refusals))
+    return Plan(tuple(kept), tuple(refusals), tuple(left_out))
 
 
 def _shares(site: Site, matched: Matched, planned: list[SitePlan]) -> bool:

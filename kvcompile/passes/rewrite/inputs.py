@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
+from kvcompile.passes.capture.attributes import STATIC
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import ConstantSource
 from kvcompile.passes.graph.shapes import value_of
@@ -71,10 +72,6 @@ def _canonical(mode: Any, value: Any) -> Any:
     if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr or value.node.expr.is_number:
         return value
     return _symint(mode, value.node.expr)
-
-
-STATIC = "_dynamo_static_input_type"
-"""The mark of an input whose address stays from call to call; "unguarded" ones are looked at before a CUDA graph is replayed."""
 
 
 def mark_inputs(captured: Captured, rewritten: Rewritten, steady: Collection[int]) -> None:
