@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ from kvcompile.schemes import Certify, StoredTokens
 from kvcompile.settings import Gluon, Inner, Settings, Validate
 from kvcompile.validation.known import Known
 
+log = logging.getLogger(__name__)
+
 
 class Backend:
     """A Dynamo backend for one policy and one set of settings; make it with ``kvcompile.backend``."""
@@ -36,6 +39,8 @@ class Backend:
         self.policy, self.settings = policy, settings
         self.graphs: list[GraphReport] = []
         self.records = records()
+        self.paths: set[str] = set()
+        self.checked = False
         # What Inductor would compile anew is validated anew as well; the other ways to run a graph keep nothing on disk.
         verdicts = Known(Remembered("validated") if settings.inner is Inner.INDUCTOR else None)
         self.memory = Memory(Ledger(added_up), Growth(least=settings.reserve), Newest(), Newest(), verdicts)
@@ -57,10 +62,24 @@ class Backend:
             return graph.run()
         finally:
             self.records.append(graph.record)
+            self._check_policy(graph.report.paths)
+
+    def _check_policy(self, paths: set[str]) -> None:
+        """Warn once of entries of the policy that match nothing, when an attention is met again: then one pass of the model was seen.
+
+        Nothing less says so: graph breaks give each layer a graph of its own. Nor is it sure, as a draft may run the first layers alone.
+        """
+        again = bool(paths & self.paths)
+        self.paths |= paths
+        if again and not self.checked:
+            self.checked = True
+            for glob in self.policy.unmatched(self.paths):
+                known = ", ".join(sorted(self.paths, key=ordered)[:3])
+                log.warning("the policy's entry %r matches none of the attentions of this model, which are %s, ...", glob, known)
 
     def report(self) -> Report:
         """Return the report: what was compiled so far, and the caches that live now."""
-        report = Report(graphs=list(self.graphs))
+        report = Report(graphs=list(self.graphs), unmatched=self.policy.unmatched(self.paths) if self.paths else ())
         for state in self.memory.live:
             for store in state.stores.values():
                 slot, tokens = store.spec.slot, state.length
@@ -107,7 +126,8 @@ def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, str
     """A Dynamo backend that stores KV caches as ``scheme`` says.
 
     ``scheme``: a name ("int4"), a spelled scheme ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or
-    {glob over module paths: any of these}. ``inner``: "inductor", "aot_eager" or "eager" compiles the
+    {glob over module paths: any of these, or None to leave those attentions as they are}.
+    ``inner``: "inductor", "aot_eager" or "eager" compiles the
     rewritten graph. ``strict``: raise SiteRefused instead of leaving an attention dense. ``mode`` and
     ``options`` go to Inductor (torch.compile's own arguments win). ``reserve``: the least tokens a store
     holds. ``certify``: budgets and checks of the scheme "certified"; of other bounded schemes, which keep no originals, with

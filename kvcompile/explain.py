@@ -70,4 +70,4 @@ def described(owner: Backend, tokens: int | None = None) -> Report:
         compiled = [] if variants is None else [variant for variant in Variant if variant in variants]
         kernels = tuple(kernel_text(variants.rewritten(variant), len(plan.sites)) for variant in compiled if variants is not None)
         graphs.append(dataclasses.replace(graph, sites=made.sites, kernels=kernels))
-    return Report(graphs=graphs, tokens=tokens)
+    return Report(graphs=graphs, tokens=tokens, unmatched=owner.report().unmatched)

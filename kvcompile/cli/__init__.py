@@ -116,7 +116,7 @@ def _target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--value-scheme", help="for values, where they differ")
     parser.add_argument(
         "--layer", action="append", default=[], metavar="GLOB=SCHEME",
-        help="another scheme for these module paths, as 'model.layers.0.*=int8'; may be repeated",
+        help="another scheme for these module paths, as 'model.layers.0.*=int8', or none to leave them out; may be repeated",
     )
     parser.add_argument("--cache", choices=[kind.value for kind in CacheKind], default="dynamic", help="of transformers (default dynamic)")
     parser.add_argument("--attention", help="transformers attention, such as sdpa or eager (default: the model's own)")
@@ -146,7 +146,7 @@ def _policy(arguments: argparse.Namespace) -> object:
     pair: object = arguments.scheme
     if arguments.key_scheme or arguments.value_scheme:
         pair = {"k": arguments.key_scheme or arguments.scheme, "v": arguments.value_scheme or arguments.scheme}
-    layers = dict(item.partition("=")[::2] for item in arguments.layer)
+    layers = {glob: None if scheme == "none" else scheme for glob, _, scheme in (item.partition("=") for item in arguments.layer)}
     return policy_of({"*": pair, **layers} if layers else pair)
 
 

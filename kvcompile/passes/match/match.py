@@ -254,7 +254,7 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
             for site in users:
                 refused[site] = Miss(
                     f"the cache is also read by {op_name(reader) or reader.op}, which would need it decoded", reader,
-                    advice="read the cache in attention only, or give this layer the scheme 'dense' by not compiling it",
+                    advice="read the cache in attention only, or leave this layer out: give its path None in a per-layer policy",
                 )
         for site in users:
             refused.update(_extra(site, root, users, effects))
