@@ -1,10 +1,9 @@
 """Written once: a cache that was dense for a while is encoded with the codes that it had, wherever its values are what those stand for.
 
 A scale is rounded up when it is stored, and what its codes stand for has a largest value of that scale: encoded again, its scale goes up by
-a unit in its last place, an eighth of a step at the largest of 8-bit codes, and again each time.
-So a tensor that is turned back into a dense
-one (``handle.thaw``) remembers its state as long as it lives. When it is encoded again, each block of tokens that nobody changed gets its
-codes as they were. Nothing is trusted: the values are compared.
+a unit in its last place, an eighth of a step at the largest of 8-bit codes, and again each time. So a tensor that is turned back into a
+dense one (``handle.thaw``) remembers its state as long as it lives. When it is encoded again, each block of tokens that nobody changed gets
+its codes as they were. Nothing is trusted: the values are compared.
 """
 
 from __future__ import annotations
