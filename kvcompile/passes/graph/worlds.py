@@ -173,11 +173,13 @@ def neighbors(guards: Guards, values: Values, symbol: Any) -> Iterator[tuple[Val
     tied = [other for other in guards.tied(symbol) if other in values]
     others = [*tied, *(other for other in values if other is not symbol and other not in tied)]
     alike = [other for other in others if values[other] == values[symbol]]
-    groups: list[dict[Any, int]] = [{}, dict.fromkeys(tied, 1), *({other: 1} for other in others)]
-    groups += [dict.fromkeys(alike, 1), dict.fromkeys(others, 1), *({other: -1} for other in others)]
+    groups: list[dict[Any, int]] = [{}, dict.fromkeys(tied, 1), dict.fromkeys(alike, 1), *({other: 1} for other in others)]
+    groups += [dict.fromkeys(others, 1), *({other: -1} for other in others)]
     groups += [dict.fromkeys(pair, 1) for pair in itertools.combinations(others, 2)]
-    for group in groups:
-        for step in STEPS:
+    unique = [dict(group) for group in dict.fromkeys(frozenset(group.items()) for group in groups)]
+    # Every group by a step or two first: a program may run with none of the ways in which one symbol moves.
+    for steps, group in itertools.product((STEPS[:2], STEPS[2:]), unique):
+        for step in steps:
             changed = {symbol: 1, **group}
             yield {**values, **{item: values[item] + sign * step for item, sign in changed.items()}}, set(changed)
 
