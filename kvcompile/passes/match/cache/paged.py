@@ -81,20 +81,29 @@ def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes,
         )
     if not all(isinstance(size, int) for size in value_of(root).shape):
         raise Miss("the cache that attention gathers from has no fixed size", root, advice="give every call a pool of the same size")
-    (_, heads), (_, channels), (_, rows) = (columns[role] for role in ("K", "D", "B"))
+    heads, channels = columns["K"][1], columns["D"][1]
     write = one_write(root, way, attention, effects, functools.partial(pool_write, axes=axes, heads=heads))
     if write.late:
         raise Miss(
             "the pool is written after the attention that gathers from it", write.node, advice="write the new tokens first, then attend",
         )
-    shape = value_of(read.operand).shape
-    tokens, batch = shape[read.roles.index("T")], shape[read.roles.index("B")] if "B" in read.roles else rows
+    tokens, batch = value_of(read.operand).shape[read.roles.index("T")], _rows(read, columns)
     search = _Search(taken, columns, effects, gather, isinstance(tokens, int))
     table = BlockTable(gather, search.places(linear(taken.source, root, axes, OTHER_ORDER)), tokens)
     return Slot(
         SlotKind.BUFFER, root, root, (), axes, _of_a_row(write, batch), way.path, heads, channels, batch, tokens, factor(way.path),
         reading.tiled, block_table=table,
     )
+
+
+def _rows(read: Read, columns: Columns) -> Any:
+    """Return the number of batch rows, an int or a SymInt: the size of the operand's dim of rows, less what is flattened into it."""
+    rows = columns["B"][1]
+    for role, size in zip(read.roles, value_of(read.operand).shape, strict=True):
+        if "B" in role and "T" not in role:
+            # Heads and channels beside the rows: as many in every world, or the site is refused.
+            return plain(size // (hint(size) // rows))
+    return rows
 
 
 def _of_a_row(write: Write, batch: Any) -> Write:
