@@ -23,7 +23,8 @@ class Coverage:
     def __init__(self, part: Cut) -> None:
         self.part = part
         self.refused: dict[Any, set[int]] = {symbol: set() for symbol in symbols(part)}
-        self.seen: dict[Any, set[int]] = {symbol: set() for symbol in symbols(part) if not part.guards.fixed(symbol)}
+        single = part.guards.single(symbols(part))
+        self.seen: dict[Any, set[int]] = {symbol: set() for symbol in symbols(part) if symbol not in single}
 
     def add(self, values: Values) -> None:
         """Count a call that was compared."""

@@ -90,3 +90,5 @@ def test_a_symbol_of_one_value_is_proved_by_guards(sizes: list[torch.SymInt]) ->
     assert bool(start >= 0) and bool(start <= 90) and not Guards(env).fixed(start.node.expr)
     assert bool(start * sizes[0] < 2) and Guards(env).fixed(start.node.expr) and not Guards(env).fixed(sizes[0].node.expr)
     assert bool(sizes[1] // 4 == 1) and bool(sizes[1] % 4 == 1) and Guards(env).fixed(sizes[1].node.expr)
+    assert bool(sizes[0] <= sizes[1] + 4) and bool(sizes[0] >= sizes[1] + 4)
+    assert Guards(env).single(size.node.expr for size in sizes) == {size.node.expr for size in sizes}

@@ -72,6 +72,7 @@ class Guards:
 
     def __init__(self, env: Any, told: Callable[[int], int] | None = None, demands: Iterable[tuple[Any, Any]] = ()) -> None:
         self.env, self.told = env, told
+        self.ranges = dict(env.var_to_range) if env is not None else {}
         asked = [guard.expr for guard in env.guards] if env is not None else []
         asked += [sympy.Eq(_expr(one), _expr(other)) for one, other in demands]
         found = [self._expression(guard) for guard in asked]
@@ -101,6 +102,14 @@ class Guards:
             return 0
         return int(bounds.lower) if self.told is None else self.told(int(bounds.lower))
 
+    def single(self, symbols: Iterable[Any]) -> set[Any]:
+        """The symbols of which it can be proved that they have one value; what is known of one is used for the others."""
+        open_, found = set(symbols), set()
+        while new := {symbol for symbol in open_ if self.fixed(symbol)}:
+            found |= new
+            open_ -= new
+        return found
+
     def fixed(self, symbol: Any) -> bool:
         """Whether it can be proved that a symbol has one value: every other breaks a guard, whatever the other symbols are."""
         bounds = self.env.var_to_range.get(symbol) if self.env is not None else None
@@ -110,14 +119,16 @@ class Guards:
         last = min(bounds.upper, first + COUNTED)
         if last < bounds.upper and self._possible(symbol, last + 1, bounds.upper):
             return False
-        waiting = [(first, int(last))]
+        waiting, value = [(first, int(last))], first
         for _ in range(COUNTED):
             if not waiting:
-                return possible < 2
+                self.ranges[symbol] = ValueRanges(value, value)
+                return True
             low, high = waiting.pop()
             if not self._possible(symbol, low, high):
                 continue
-            possible += low == high
+            if low == high:
+                possible, value = possible + 1, low
             if possible > 1:
                 return False
             if low < high:
@@ -127,7 +138,7 @@ class Guards:
 
     def _possible(self, symbol: Any, low: Any, high: Any) -> bool:
         """Whether the guards may hold for a range of values of a symbol and all that the ranges of the others allow."""
-        ranges = {**self.env.var_to_range, symbol: ValueRanges(low, high)}
+        ranges = {**self.ranges, symbol: ValueRanges(low, high)}
         return all(bound_sympy(guard, ranges).upper != sympy.false for guard, symbols in self.asked if symbol in symbols)
 
     def _expression(self, guard: Any) -> Any:
