@@ -80,7 +80,7 @@ class Backend:
     def report(self) -> Report:
         """Return the report: what was compiled so far, and the caches that live now."""
         report = Report(graphs=list(self.graphs), unmatched=self.policy.unmatched(self.paths) if self.paths else ())
-        for state in self.memory.live:
+        for state in [group for live in self.memory.live for group in live.groups]:
             for store in state.stores.values():
                 slot, tokens = store.spec.slot, state.length
                 report.allocated += store.nbytes

@@ -30,6 +30,7 @@ from kvcompile.runtime.groups import Group
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.order import Broken, TokenOrder
+from kvcompile.runtime.parked_rows import take_rows
 from kvcompile.runtime.positions import PositionReader, TokenPositions
 from kvcompile.runtime.reallocation import Reallocation
 from kvcompile.runtime.state import CacheState
@@ -122,6 +123,7 @@ class BoundGraph:
             broken = self.order.broken(self.forms, step.states, step.starts, step.counts, call)
             if broken is not None and self.dense is not None:
                 return self.dense.out_of_order(self.forms, args, broken, self.thawed)
+            self._take_rows(step, call)
             self._go_back(step, call)
         except CallRefused as refused:
             if self.dense is None:
@@ -176,6 +178,14 @@ class BoundGraph:
         """Warn that all places of a dense cache are encoded, except in a trial."""
         if self.dense is not None:
             warn_all_encoded(form, tensor)
+
+    def _take_rows(self, step: _Step, call: Call) -> None:
+        """Let every state hold the batch rows of this call."""
+        with step.undo:
+            for form, state in zip(self.forms, step.states, strict=True):
+                parting = take_rows(state, form.rows(value_of(form.group.root).shape, call))
+                if parting is not None:
+                    step.undo.then(parting)
 
     def _go_back(self, step: _Step, call: Call) -> None:
         """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""

@@ -85,8 +85,8 @@ def _copy_codes(root: CompressedCache, source: Any, non_blocking: bool = False) 
     if not isinstance(source, CompressedCache) or source is root or not same_codes(root, source):
         return False
     with DisableTorchFunctionSubclass():
-        state = source._kv.mapped(lambda store: store.clone())
-    state.length, state.moment = source._length, None
+        state = source._kv.copied(source._length)
+    state.moment = None
     rebind(root, state, source._length)
     return True
 

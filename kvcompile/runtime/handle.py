@@ -33,6 +33,7 @@ import torch
 
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, no_dynamo, storage_uses
 from kvcompile.runtime.callers import user_line
+from kvcompile.runtime.parked_rows import in_one
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.views import REAL, Origin, Place, is_view, name_of, refresh, show
 from kvcompile.runtime.writes import Rejected, encode
@@ -267,10 +268,11 @@ def put(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]
     """Encode what ``write`` overwrites in a dense tensor into a handle's codes; return False where that made the handle dense."""
     line = user_line()
     resume(handle)
+    if not in_one(handle._kv, handle.shape):
+        thaw(handle, f"{name} writes to it outside of compiled code, at {line}, and its rows hold different numbers of tokens")
+        return False
     if not handle._alone:
-        state = handle._kv.mapped(lambda store: store.clone())
-        state.length = handle._length
-        rebind(handle, state, handle._length)
+        rebind(handle, handle._kv.copied(handle._length), handle._length)
     try:
         encode(handle, write, shown(handle))
     except Rejected as reason:

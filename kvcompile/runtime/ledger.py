@@ -40,9 +40,10 @@ class Ledger:
         if state in self.states:
             return
         self.states.add(state)
-        if self.add_up is not None and (told := state.told()):
+        state.tellings[:] = state.told()
+        if self.add_up is not None and state.tellings:
             # Called wherever Python collects garbage: it only puts the planes aside.
-            weakref.finalize(state, self.dead.extend, told).atexit = False
+            weakref.finalize(state, self.dead.extend, state.tellings).atexit = False
         if len(self.dead) > MOST_KEPT:
             self._settle()
 

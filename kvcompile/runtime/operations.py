@@ -14,6 +14,7 @@ from kvcompile.runtime.adaptive_store import store_class
 from kvcompile.runtime.callers import user_line
 from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.handle import CompressedCache, make, resume, shown, tell
+from kvcompile.runtime.parked_rows import in_one
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.store import StoreSpec
 from kvcompile.runtime.views import join
@@ -34,12 +35,13 @@ def _derived(
 
 
 def _batch_dim(handle: CompressedCache) -> int | None:
-    axes = next(iter(handle._kv.axes.values()))
-    return axes.labels.index(("B",)) if ("B",) in axes.labels else None
+    return next(iter(handle._kv.axes.values())).batch_dim
 
 
-def _rows(handle: CompressedCache, rows: torch.Tensor, index: Any = None) -> CompressedCache:
+def _rows(handle: CompressedCache, rows: torch.Tensor, index: Any = None) -> Any:
     resume(handle)
+    if not in_one(handle._kv, handle.shape):
+        return NotImplemented
     dim = _batch_dim(handle)
     state = handle._kv.mapped(lambda store: store.select_rows(rows))
     state.length = handle._length
@@ -94,6 +96,8 @@ def _getitem(handle: CompressedCache, index: Any) -> Any:
             return made
         if step == 1 and start < stop and shown(handle) == handle.shape[dim] and handle._kv.by_token:
             resume(handle)
+            if not in_one(handle._kv, handle.shape):
+                return NotImplemented
             shape = list(handle.shape)
             shape[dim] = stop - start
             moved = handle._kv.moved(handle._length - shown(handle) + start, stop - start, None)
@@ -103,9 +107,7 @@ def _getitem(handle: CompressedCache, index: Any) -> Any:
 
 def _copy(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
     resume(handle)
-    state = handle._kv.mapped(lambda store: store.clone())
-    state.length = handle._length
-    return _derived(handle, state, tuple(handle.shape), handle._length)
+    return _derived(handle, handle._kv.copied(handle._length), tuple(handle.shape), handle._length)
 
 
 def _deepcopy(handle: CompressedCache, memo: dict[int, Any]) -> CompressedCache:
@@ -130,6 +132,8 @@ FORMAT = 1
 
 def _reduce(handle: CompressedCache, protocol: int) -> Any:
     resume(handle)
+    if not in_one(handle._kv, handle.shape):
+        return NotImplemented
     parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
     rest = handle._kv.slots, handle._kv.top, handle._kv.grown
     return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *rest, FORMAT)

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.errors import Unsupported
+from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.groups import Group
+from kvcompile.runtime.parked_rows import Counts, apart, ends_of, in_all, taking_part, tops_of
 from kvcompile.runtime.sight import Sight
 from kvcompile.runtime.state import CacheState
 
@@ -44,50 +46,68 @@ class TokenOrder:
     ) -> Broken | None:
         """Return the first group whose window cannot take a call's tokens, None where all can; raises Unsupported where some are missed."""
         for form, state, start, count in zip(forms, states, starts, counts, strict=True):
+            rows = form.rows(value_of(form.group.root).shape, call)
+            if why := apart(state, rows):
+                return Broken(form.group, why, False)
             if not (state.windowed and form.ordered):
                 continue
-            group, length = form.group, form.length(state, call)
-            if broken := self._misplaced(form, state, call):
-                return broken
-            if start > length:
-                why = f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
-                if state.top > length:
-                    raise Unsupported(
-                        expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
-                        where=group.where, todo="write them again, or use a scheme without a window for this layer",
-                    )
-                return Broken(group, why, False)
-            following = start >= state.behind and not form.goes_back(state, start, call)
-            # A buffer in use is not waited for (see ``Linear.start``).
-            end = max(form.reach(call), 0 if length else form.sees(call)) if following else self.sight.end(group.root, call)
-            if end > start + count:
-                return Broken(
-                    group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window "
-                    + ("has nothing" if following else "forgets what lies") + " behind the tokens that were written last", True,
-                )
+            held = self._groups(form, state, rows, call)
+            if isinstance(held, Broken):
+                return held
+            for counts in held:
+                if broken := self._broken(form, state, counts, start, count, call):
+                    return broken
         return None
 
-    def _misplaced(self, form: CacheForm, state: CacheState, call: Call) -> Broken | None:
-        """Return why a window cannot take the places that a call's tokens have in their rows, None where it can or nobody looks."""
-        group, places = form.group, form.places(state, call)
-        if places is None:
-            return None
-        first, consecutive = places
+    def _groups(self, form: CacheForm, state: CacheState, rows: int, call: Call) -> list[Counts] | Broken:
+        """Return what is counted of the groups of rows that a call takes, as one where each row was asked for its own place."""
+        if (places := form.places(state, call)) is not None and (broken := self._misplaced(form, state, places, rows)):
+            return broken
+        own, *others = taking_part(state, rows)
+        held = [own._replace(length=form.length(state, call)), *others]
+        return held if places is None else [in_all(held)]
+
+    def _misplaced(self, form: CacheForm, state: CacheState, places: tuple[torch.Tensor, bool], rows: int) -> Broken | None:
+        """Return why a window cannot take the places that a call's tokens have in their rows, None where it can."""
+        group, (first, consecutive) = form.group, places
         if not consecutive:
             return Broken(group, "the tokens of a call are written at places that do not follow one another", False)
         if state.adaptive and len(first) > 1 and bool((first != first[0]).any()):
             scheme = group.first.plan.scheme.told()
             return Broken(group, f"rows go on at places of their own, and {scheme} has one length for all rows", False)
-        ends = state.row_ends()
+        ends = ends_of(state, rows)
         ahead = first > ends
         if not isinstance(ends, torch.Tensor) or not bool(ahead.any()):
             return None
         row = int(ahead.nonzero()[0])
         found, held = int(first.expand_as(ends)[row]), int(ends[row])
         why = f"tokens of row {row} are written at position {found} of a cache that holds {held}, and a window takes tokens in their order"
-        if state.tops is not None and bool((ahead & (state.tops > ends)).any()):
-            raise Unsupported(
-                expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
-                where=group.where, todo="write them again, or use a scheme without a window for this layer",
-            )
+        if bool((ahead & (tops_of(state, rows) > ends)).any()):
+            raise _forgotten(group, why)
         return Broken(group, why, False)
+
+    def _broken(self, form: CacheForm, state: CacheState, held: Counts, start: int, count: int, call: Call) -> Broken | None:
+        """Return why rows that hold so much cannot take a call's tokens, None where they can; raises Unsupported where some are missed."""
+        group, length = form.group, held.length
+        if start > length:
+            why = f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
+            if held.top > length:
+                raise _forgotten(group, why)
+            return Broken(group, why, False)
+        following = start >= held.behind and not form.goes_back(state, start, call)
+        # A buffer in use is not waited for (see ``Linear.start``).
+        end = max(form.reach(call), 0 if length else form.sees(call)) if following else self.sight.end(group.root, call)
+        if end <= start + count:
+            return None
+        return Broken(
+            group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window "
+            + ("has nothing" if following else "forgets what lies") + " behind the tokens that were written last", True,
+        )
+
+
+def _forgotten(group: Group, why: str) -> Unsupported:
+    """Make the error for tokens that begin behind some that a window forgot when a call went back."""
+    return Unsupported(
+        expected="tokens in their order", found=f"{why}; those between are forgotten since a call went back behind them",
+        where=group.where, todo="write them again, or use a scheme without a window for this layer",
+    )

@@ -68,6 +68,10 @@ class CacheState:
         self.tops: torch.Tensor | None = None
         # The counters of the compiled call that wrote it last; None where other code wrote it since.
         self.moment: Moment | None = None
+        # States of the rows behind those of the stores, in order, which the last call did not bring; see ``parked_rows``.
+        self.parked: list[CacheState] = []
+        # The telemetry of all its stores, as the ledger finds it when the state is gone.
+        self.tellings: list[Telling] = []
 
     def resume(self, length: int, epoch: int, shown: int = 0) -> None:
         """Continue from a tensor of ``length`` tokens that shows the last ``shown``, seen at ``epoch``; CacheStale if overwritten."""
@@ -125,12 +129,28 @@ class CacheState:
         self.advance(0, 0)
         self.moment = self.tops = None
         self.top = self.held = 0
+        self.parked.clear()
         for store in self.stores.values():
             store.clear()
 
     def told(self) -> list[Telling]:
-        """Return the telemetry of its stores."""
-        return [told for store in self.stores.values() if (told := store.told) is not None]
+        """Return the telemetry of its stores, those of parked rows too."""
+        return [told for part in self.groups for store in part.stores.values() if (told := store.told) is not None]
+
+    @property
+    def groups(self) -> list[CacheState]:
+        """Return the state and those of its parked rows, in the order of the rows."""
+        return [self, *self.parked]
+
+    @property
+    def rows(self) -> int:
+        """Count the batch rows that the stores hold."""
+        return next(iter(self.stores.values())).batch
+
+    @property
+    def longest(self) -> int:
+        """Count the tokens that can be read of the row that has most, parked rows too."""
+        return max([self.length, *[part.length for part in self.parked]]) if self.parked else self.length
 
     @property
     def device(self) -> torch.device:
@@ -150,7 +170,7 @@ class CacheState:
     @property
     def nbytes(self) -> int:
         """Count the bytes allocated, all stores."""
-        return sum(store.nbytes for store in self.stores.values())
+        return sum(store.nbytes for part in self.groups for store in part.stores.values())
 
     @property
     def by_token(self) -> bool:
@@ -168,12 +188,20 @@ class CacheState:
         shown = min(length, next(iter(self.axes.values())).room(shape))
         if length > shown or not self.in_order:
             return self.moved(length - shown, shown, None).dense(shape, shown)
-        result = torch.zeros(shape, dtype=first.spec.slot.dtype, device=first.device)
-        for part, store in self.stores.items():
-            tokens = min(max(length, self.held), self.axes[part].room(shape))
-            if tokens:
-                put_tokens(decode(store, min(tokens, store.pages * PAGE)), result, self.axes[part])
+        result, row = torch.zeros(shape, dtype=first.spec.slot.dtype, device=first.device), 0
+        for group in self.groups:
+            group._decode_into(result, row, length)
+            row += group.rows
         return result
+
+    def _decode_into(self, result: torch.Tensor, row: int, length: int) -> None:
+        """Write the decoded rows of its own stores into a dense cache tensor, from row ``row`` on."""
+        for part, store in self.stores.items():
+            axes = self.axes[part]
+            tokens = min(max(min(length, self.length), self.held), axes.room(result.shape), store.pages * PAGE)
+            if tokens:
+                mine = result if axes.batch_dim is None else result.narrow(axes.batch_dim, row, store.batch)
+                put_tokens(decode(store, tokens), mine, axes)
 
     def mapped(self, change: Callable[[Store], Store]) -> CacheState:
         """Make a new state whose stores are ``change(store)``."""
@@ -183,6 +211,14 @@ class CacheState:
         if self.tops is not None:
             # The rows may be others now.
             made.tops = self.tops.max(0, keepdim=True).values
+        return made
+
+    def copied(self, length: int) -> CacheState:
+        """Make a new state with the same content, for a tensor of ``length`` tokens."""
+        made, *parked = [group.mapped(lambda store: store.clone()) for group in self.groups]
+        for group in (made, *parked):
+            group.length = min(group.length, length)
+        made.parked = parked
         return made
 
     def moved(self, first: int, count: int, slots: int | None) -> CacheState:

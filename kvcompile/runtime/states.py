@@ -23,7 +23,7 @@ from kvcompile.runtime.ledger import Ledger
 from kvcompile.runtime.rope import Rope, RopeReader
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.store import StoreSpec
-from kvcompile.runtime.written_once import forget
+from kvcompile.runtime.written_once import forget, remember_rows
 
 
 def store_spec(binding: Binding) -> StoreSpec:
@@ -92,17 +92,18 @@ class States:
 
     def _empty(self, form: CacheForm, device: torch.device, call: Call) -> CacheState:
         """Make the state of a new cache."""
-        return self._made(form, call.read(form.batch(value_of(form.group.root).shape)), device, call.args)
+        return self._made(form, form.rows(value_of(form.group.root).shape, call), device, call.args)
 
-    def _made(self, form: CacheForm, batch: int, device: torch.device, args: tuple[Any, ...]) -> CacheState:
-        """Make a state without tokens."""
+    def _made(self, form: CacheForm, batch: int, device: torch.device, args: tuple[Any, ...], known: bool = True) -> CacheState:
+        """Make a state without tokens; ``known``: it is entered into ``live``."""
         bindings = form.group.bindings
         specs = {item: store_spec(item) for item in bindings}
         stores = {item.part: store_class(spec)(spec, batch, device, 0, self._rope(item, args)) for item, spec in specs.items()}
         axes = {item.part: item.plan.slot.axes for item in bindings}
         path = form.group.site.path
         state = CacheState(axes, stores, slots=form.slots, growth=self.growth, grown=form.kind.grows, path=path)
-        self.live.add(state)
+        if known:
+            self.live.add(state)
         return state
 
     def _rope(self, binding: Binding, args: tuple[Any, ...]) -> Rope | None:
@@ -120,8 +121,21 @@ class States:
                 todo="keep the cache in a plain tensor or buffer of its own, a clone of what was loaded from a file, and no view of it "
                 "from call to call",
             )
-        state = self._made(form, form.batch(tensor.shape), tensor.device, call.args)
-        kept = form.adopt(tensor, state, prior, call, functools.partial(whole, form, tensor))
+        rows, said = form.rows(tensor.shape, call), functools.partial(whole, form, tensor)
+        state = self._made(form, rows, tensor.device, call.args)
+        if (first := form.write.first_rows) is None or rows == tensor.shape[first.dim]:
+            kept = form.adopt(tensor, state, prior, call, said)
+        else:
+            own, rest = tensor.tensor_split([rows], first.dim)
+            remember_rows(tensor, own, 0)
+            remember_rows(tensor, rest, rows)
+            kept = form.adopt(own, state, prior, call, said)
+            if rest.any():
+                # Rows that this call does not bring hold tokens of an earlier one.
+                others = self._made(form, rest.shape[first.dim], tensor.device, call.args, known=False)
+                form.adopt(rest, others, prior, call, said, padded=False)
+                state.parked = [others]
+            del own, rest
         if kept:
             self.calibration.missed(form.group, "arrived filled")
         if owned:

@@ -65,7 +65,7 @@ class Steady:
             if type(tensor) is not CompressedCache:
                 return None
             state = tensor._kv
-            if self not in state.settled or not state.length or tensor._length != state.length:
+            if self not in state.settled or not state.length or tensor._length != state.longest:
                 return None
             room = state.room
             if not state.adaptive and rooms.setdefault(row.slots or row.capacity, room) != room:
@@ -103,6 +103,6 @@ class Steady:
         for row, state in zip(self.rows, states, strict=True):
             state.overwrite(state.behind + row.count)
             tensor = args[row.argument]
-            tensor._length, tensor._epoch = state.length, state.epoch
+            tensor._length, tensor._epoch = state.longest, state.epoch
             if row.written:
                 state.moment = moment

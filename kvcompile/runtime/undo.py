@@ -15,7 +15,7 @@ from its codes, within the scheme's rounding, with a warning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,6 +36,7 @@ class Undo:
         self.rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.again: list[tuple[CacheState, int]] = []
         self.stores: list[tuple[Store, list[torch.Tensor]]] = []
+        self.last: list[Callable[[], None]] = []
 
     def __enter__(self) -> Undo:
         return self
@@ -43,6 +44,10 @@ class Undo:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is not None:
             self.restore()
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Do something behind all that is put back."""
+        self.last.append(action)
 
     def whole(self, state: CacheState) -> None:
         """Keep the windows of a state that goes back."""
@@ -88,5 +93,7 @@ class Undo:
             store.restore(planes)
         for state, start in self.again:
             state.rewind(start)
+        for action in self.last:
+            action()
         if any(state.windowed for state, _ in self.again):
             log.warning("a step was interrupted: what the windows of its caches lost is put back from their codes")

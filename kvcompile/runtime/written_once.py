@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kvcompile.runtime.codec import decode, encode
+from kvcompile.runtime.parked_rows import rows_of
 from kvcompile.runtime.store import Store
 from kvcompile.types import PAGE, Extent
 
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
     from kvcompile.runtime.state import CacheState, Part
 
 _EARLIER: Any = WeakIdKeyDictionary()
-"""The state and the length that a dense tensor had when it was compressed."""
+"""The state and the length that a dense tensor had when it was compressed, and which of the state's rows its first one is."""
 
 
 def remember(tensor: torch.Tensor, state: CacheState, length: int) -> None:
     """Remember what a tensor was compressed to that is dense from now on; its codes take memory until it is encoded again, or gone."""
     if length:
-        _EARLIER[tensor] = state, length
+        _EARLIER[tensor] = state, length, 0
+
+
+def remember_rows(tensor: torch.Tensor, rows: torch.Tensor, first: int) -> None:
+    """Remember of ``rows``, a view of a dense tensor's rows from row ``first`` on, what is remembered of the tensor."""
+    if (earlier := _EARLIER.get(tensor)) is not None:
+        _EARLIER[rows] = *earlier[:2], first
 
 
 def forget(tensor: torch.Tensor) -> None:
@@ -39,11 +46,14 @@ class Earlier:
     """The codes that one part of a dense cache tensor had, as far as a new store of it can take them."""
 
     def __init__(self, tensor: torch.Tensor, part: Part, store: Store) -> None:
-        state, self.length = _EARLIER.get(tensor, (None, 0))
-        held = state.stores.get(part) if state is not None and state.slots is None else None
+        state, self.length, first = _EARLIER.get(tensor, (None, 0, 0))
+        known = state is not None and state.slots is None and part in state.stores
+        held = rows_of(state, part, first, store.batch) if known else None
         # Stores of adaptive schemes have no place for each position; originals are exact, whatever is encoded from them.
         fits = type(held) is Store and held.spec == store.spec and not store.keeps_originals
         self.held: Any = held if fits and (not store.spec.scheme.pre_rope or held.rope is store.rope) else None  # type: ignore[union-attr]
+        # Rows of one state may hold different numbers of tokens.
+        self.length = min(self.length, self.held.pages * PAGE) if self.held is not None else 0
         for name in store.spec.scheme.calibrated if self.held is not None else frozenset():
             ours, theirs = store.plane(name), self.held.plane(name)  # type: ignore[union-attr]
             if ours is not None and theirs is not None:

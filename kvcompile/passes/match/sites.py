@@ -180,6 +180,14 @@ class Position:
 
 
 @dataclass(frozen=True)
+class FirstRows:
+    """The first ``count`` rows, an int or a SymInt, along ``dim`` of a cache tensor that has more: those of a largest batch."""
+
+    dim: int
+    count: Any = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Write:
     """One write into a cache tensor; ``dims[i]`` is the root's dim that dim ``i`` of what is written runs along.
 
@@ -206,6 +214,8 @@ class Write:
     """Where the tokens are written in the rewritten graph: ahead of this node, else of ``node``."""
     late: bool = False
     """Whether the attention reads what was there before: the new tokens are read in the next call."""
+    first_rows: FirstRows | None = None
+    """The rows that are written, where the cache has more that keep what they hold."""
 
     @property
     def at(self) -> fx.Node:
@@ -252,6 +262,11 @@ class Axes:
         return self.labels.index(("T",))
 
     @property
+    def batch_dim(self) -> int | None:
+        """The dim of the batch rows and nothing else; None where there is none."""
+        return self.labels.index(("B",)) if ("B",) in self.labels else None
+
+    @property
     def token_dims(self) -> tuple[int, ...]:
         """The dims that tokens run along: one, or all those of a paged cache."""
         return tuple(dim for dim, label in enumerate(self.labels) if label == ("T",))
@@ -285,6 +300,12 @@ class Slot:
     sliding: SlidingCache | None = field(default=None, compare=False)
     block_table: BlockTable | None = None
     """The block table that a paged cache is read by; its ``batch`` and ``capacity`` are those of what is gathered."""
+
+    def rows(self, shape: Sequence[Any]) -> Any:
+        """Return how many batch rows a call reads, an int or a SymInt, of a cache tensor of ``shape``."""
+        if self.write.first_rows is not None:
+            return self.write.first_rows.count
+        return 1 if self.axes.batch_dim is None else shape[self.axes.batch_dim]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def rewritten_inputs(captured: Captured, rewritten: Rewritten) -> tuple[tuple[An
         for item in rewritten.bindings:
             slot = item.plan.slot
             root = value_of(slot.root)
-            batch = root.shape[slot.axes.labels.index(("B",))] if ("B",) in slot.axes.labels else 1
+            batch = slot.rows(root.shape)
             for place, spec in enumerate(item.plan.layout.planes):
                 shape = spec.shape(pages[item.plan.end], batch, item.plan.spec.heads)
                 if item.plan.layout.first is not None and (spec.extent is Extent.STORE or spec.extent is Extent.TOKENS):

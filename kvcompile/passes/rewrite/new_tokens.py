@@ -15,7 +15,10 @@ from kvcompile.passes.plan.plan import SlotPlan
 def new_tokens(emit: Emitter, slot: SlotPlan) -> fx.Node:
     """The new keys or values as [B, K, S, D]."""
     axes, write = slot.slot.axes, slot.slot.write
-    full = [write.count if dim == write.token_dim else value_of(slot.slot.root).shape[dim] for dim in write.dims]
+    held, rows = value_of(slot.slot.root).shape, write.first_rows
+    full = [
+        write.count if dim == write.token_dim else rows.count if rows is not None and dim == rows.dim else held[dim] for dim in write.dims
+    ]
     node = broadcast(emit, write.values, full)
     roles: list[str] = []
     outside = dict(write.select)

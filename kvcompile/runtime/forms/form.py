@@ -15,6 +15,7 @@ from kvcompile.runtime import handle as handles
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.dense_layout import tokens_of
 from kvcompile.runtime.groups import Group
+from kvcompile.runtime.parked_rows import ends_of
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.steady import Row
 from kvcompile.runtime.token_slots import readdressed
@@ -59,14 +60,17 @@ class CacheForm(abc.ABC):
         """Count the tokens that a call may write."""
         return call.read(self.write.count)
 
-    def batch(self, shape: Any) -> Any:
-        """Return the batch rows of a cache tensor of ``shape``."""
-        return shape[self.axes.labels.index(("B",))] if ("B",) in self.axes.labels else 1
+    def rows(self, shape: Any, call: Call) -> int:
+        """Count the batch rows that a call brings of those of a cache tensor of ``shape``."""
+        return call.read(self.group.first.plan.slot.rows(shape))
 
     def length(self, state: CacheState, call: Call) -> int:
         """Count the tokens of a call's cache tensor: an older tensor of a state that has gone on since holds fewer."""
         tensor = call.args[self.group.argument] if self.group.argument is not None else None
-        return tensor._length if handles.is_handle(tensor) else state.length
+        if not handles.is_handle(tensor):
+            return state.length
+        # Parked rows may be longer than those of the call.
+        return min(tensor._length, state.length) if self.kind.in_place else tensor._length
 
     # --- adopting a dense cache ------------------------------------------------------------------
 
@@ -84,9 +88,12 @@ class CacheForm(abc.ABC):
         del tensor, kept
         return False
 
-    def adopt(self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None]) -> int:
+    def adopt(
+        self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None], padded: bool = True,
+    ) -> int:
         """Encode a dense cache tensor into a new state; return how many of its tokens. ``whole`` is called where all of them are.
 
+        ``padded``: its rows are those of the call, whose masks say what of them is padding.
         Raises Unsupported where a window would have to take more than the ``prior`` tokens.
         """
         places = tensor.shape[self.token_dim]
@@ -105,7 +112,7 @@ class CacheForm(abc.ABC):
             store = state.stores[item.part]
             store.reserve(state.growth.pages(kept, capacity), kept)
             dense = tokens_of(tensor, item.plan.slot.axes, item.plan.spec.heads, item.plan.spec.head_dim)
-            padding = call.positions().left_padding(self.group.site) if item.plan.knows_padding else None
+            padding = call.positions().left_padding(self.group.site) if padded and item.plan.knows_padding else None
             Earlier(tensor, item.part, store).encode(store, dense[:, :, :kept], padding)
         state.length = state.top = state.behind = prior
         state.held = kept
@@ -157,8 +164,9 @@ class CacheForm(abc.ABC):
 
     def goes_back(self, state: CacheState, start: int, call: Call) -> bool:
         """Whether a row of this call begins before the end of what a window holds of it."""
-        places = self.places(state, call)
-        return start < state.behind or (places is not None and bool((places[0] < state.row_ends()).any()))
+        if start < state.behind or (places := self.places(state, call)) is None:
+            return start < state.behind
+        return bool((places[0] < ends_of(state, self.rows(value_of(self.group.root).shape, call))).any())
 
     def rows_start(self, start: int, call: Call) -> int | torch.Tensor:
         """Return where this call's tokens go in each row: ``start``, or int64 [B] where rows have positions of their own."""
@@ -187,7 +195,7 @@ class CacheForm(abc.ABC):
         """Let the tensor that was written in place show all of its state."""
         if self.group.argument is not None:
             tensor = call.args[self.group.argument]
-            tensor._length, tensor._epoch = state.length, state.epoch
+            tensor._length, tensor._epoch = state.longest, state.epoch
 
     def shown(self, state: CacheState, call: Call) -> int:
         """Count the tokens of the longer tensor that a call returns."""
@@ -208,7 +216,8 @@ class CacheForm(abc.ABC):
 
     def steady(self, counted: bool) -> bool:
         """Whether later steps differ from the first in nothing but lengths; ``counted``: positions come from the graph's own counters."""
-        numbers = (self.write.count, value_of(self.group.root).shape[self.token_dim], *self.group.reach)
+        numbers = [self.write.count, value_of(self.group.root).shape[self.token_dim], *self.group.reach]
+        numbers += [self.write.first_rows.count] if self.write.first_rows is not None else []
         in_place = self.kind.filled and self.kind.in_place
         return in_place and all(isinstance(number, int) for number in numbers) and self.follows(counted)
 

@@ -88,7 +88,9 @@ class Linear(CacheForm):
         """Whether the host looks at a call's positions: always on a CPU; elsewhere a buffer in use is trusted to be written in order."""
         if not (self.kind.filled and self.write.position.index is not None) or self.kind.extended:
             return False
-        if value_of(self.write.position.index).device.type == "cpu" or not state.followed_by(call.counters):
+        # Rows that come or go are another request's.
+        regrouped = state.rows != self.rows(value_of(self.group.root).shape, call)
+        if regrouped or value_of(self.write.position.index).device.type == "cpu" or not state.followed_by(call.counters):
             return True
         length = self._next(state, call)
         return not length or length + self.count(call) > self.capacity(call)

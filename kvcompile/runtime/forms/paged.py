@@ -32,7 +32,9 @@ class Paged(CacheForm):
     def prior(self, tensor: torch.Tensor, call: Call) -> int:
         return int(tensor.shape[self.token_dim])
 
-    def adopt(self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None]) -> int:
+    def adopt(
+        self, tensor: torch.Tensor, state: CacheState, prior: int, call: Call, whole: Callable[[], None], padded: bool = True,
+    ) -> int:
         """Encode all places, a few blocks at a time: no second dense copy of the cache is made."""
         for item in self.group.bindings:
             axes, spec, store = item.plan.slot.axes, item.plan.spec, state.stores[item.part]
