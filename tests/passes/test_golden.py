@@ -28,7 +28,7 @@ IDIOMS = (
     "tril-mask", "index-copy-attribute", "transposed-keys", "narrow", "slice-assign", "combined-one-write", "combined-two-writes",
     "per-row", "flat-bmm", "multi-query-einsum", "grouped-einsum", "grouped-matmul", "concatenated", "concatenated-time-first", "lists",
     "softcap", "sinks", "alibi-baddbmm", "hand-softmax", "keys-first", "tiled", "functional", "copied-back", "row-scatter",
-    "latent-filled", "latent-one-buffer", "latent-two-products", "block-table", "rows-of-requests",
+    "latent-filled", "latent-one-buffer", "latent-two-products", "block-table", "rows-of-requests", "first-rows",
     "zeros-by-the-row", "sinks-behind", "differential-channels", "learned-scale",
 )
 """One name a way to write, to group, to spell or to mask; the last one is refused."""

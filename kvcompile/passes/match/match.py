@@ -23,6 +23,7 @@ from kvcompile.passes.match.agreement import ADVICE, DISAGREED, facts, in_every_
 from kvcompile.passes.match.attention import sdpa, softmax
 from kvcompile.passes.match.cache import sliding, slots
 from kvcompile.passes.match.cache.advice import made_from
+from kvcompile.passes.match.cache.first_rows import rows_held, same_rows
 from kvcompile.passes.match.latent.assembly import assemble
 from kvcompile.passes.match.mask import masks
 from kvcompile.passes.match.mask.reach import reach
@@ -82,6 +83,10 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
     if key.heads != value.heads or not equal(key.batch, value.batch):
         raise Miss(
             "the key and the value cache have different heads or batch sizes", key.root, value.root, advice="give both the same heads",
+        )
+    if not same_rows(key, value):
+        raise Miss(
+            "the key and the value cache are written in different rows", key.root, value.root, advice="write the same rows of both",
         )
     if key.root is value.root and _overlap(key.axes, value.axes):
         raise Miss("keys and values are the same cache entries", key.root, advice="cache keys and values apart")
@@ -258,7 +263,7 @@ def _sole_readers(sites: list[Site], effects: Effects) -> dict[Site, Miss]:
                 )
         for site in users:
             refused.update(_extra(site, root, users, effects))
-        lost = _left_over(root, slots_here)
+        lost = _left_over(root, slots_here) or _other_rows(root, slots_here)
         if lost is None and len({slot.write.late for slot in slots_here}) > 1:
             lost = Miss(
                 "one attention reads the cache before its new tokens are written and another one after", root,
@@ -273,7 +278,7 @@ def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
     """Why a cache tensor cannot be stored where no attention reads some of it: that would be lost."""
     parts = {slot.axes.select: slot for slot in read if slot.axes.select and slot.sliding is None}
     tokens = {
-        at: hint(slot.batch) * hint(slot.capacity) if slot.block_table is None else slot.axes.room(sizes(root))
+        at: rows_held(slot) * hint(slot.capacity) if slot.block_table is None else slot.axes.room(sizes(root))
         for at, slot in parts.items()
     }
     held = sum(tokens[at] * slot.heads * slot.head_dim for at, slot in parts.items())
@@ -283,6 +288,13 @@ def _left_over(root: fx.Node, read: list[Slot]) -> Miss | None:
         f"{held} of the cache tensor's {math.prod(sizes(root))} entries are read by attention in this graph", root,
         advice="keep keys and values, and each graph's layers, in tensors of their own",
     )
+
+
+def _other_rows(root: fx.Node, read: list[Slot]) -> Miss | None:
+    """Why a cache tensor cannot be stored where a call's attentions read different rows of it."""
+    if all(same_rows(read[0], slot) for slot in read[1:]):
+        return None
+    return Miss("attentions of one call read different rows of one cache", root, advice="read the same rows of it everywhere")
 
 
 def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> dict[Site, Miss]:

@@ -396,6 +396,79 @@ class RowSlice(Attention):
         return self.close(F.softmax(scores.float(), dim=-1).type_as(q) @ values.transpose(1, 2))
 
 
+SPARE = 2
+"""Rows that a cache for a largest batch has beyond those that a test brings."""
+
+
+class FirstRows(RowSlice):
+    """The reference Llama with a cache for a largest batch, of which a call brings the first rows."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch + SPARE, self.capacity, self.kv, self.dim)
+
+
+class FirstRowsIndexCopy(Attention):
+    """``cache[:rows].index_copy_(2, pos, k)`` and a read of its result."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{"kv": 2, **sizes})
+        buffers(self, self.batch + SPARE, self.kv, self.capacity, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.heads_first(x)
+        keys = self.k_cache[: x.shape[0]].index_copy_(2, pos, k)
+        values = self.v_cache[: x.shape[0]].index_copy_(2, pos, v)
+        mask = visible(pos, self.capacity)
+        return self.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=self.heads != self.kv))
+
+
+class FirstRowsCombined(Attention):
+    """Keys and values of a largest batch in one tensor [2, B, C, K, D], narrowed to the rows of a call before it is written and read."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, 2, self.batch + SPARE, self.capacity, self.kv, self.dim, names=("cache",))
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = self.project(x)
+        rows, count = x.shape[:2]
+        mine = self.cache.narrow(1, 0, rows)
+        mine[0, :, start : start + count], mine[1, :, start : start + count] = k, v
+        keys, values = (item[:, : start + count].transpose(1, 2) for item in mine.unbind(0))
+        mask = torch.ones(count, start + count, dtype=torch.bool).tril(start)
+        return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask))
+
+
+class FirstRowsPerRow(Attention):
+    """``cache[arange(rows)[:, None], pos] = k``: fewer rows than the cache has, each at positions of its own."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        buffers(self, self.batch + SPARE, self.capacity, self.kv, self.dim)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x)
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
+        self.k_cache[rows, pos], self.v_cache[rows, pos] = k, v
+        keys, values = (cache[: x.shape[0]].transpose(1, 2) for cache in (self.k_cache, self.v_cache))
+        mask = torch.arange(self.capacity, device=x.device) <= pos[:, None, :, None]
+        return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask))
+
+
+class MiddleRows(FirstRows):
+    """Rows from the second one on: they are not counted from the cache's first."""
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        q, k, v = self.project(x)
+        rows, count = x.shape[:2]
+        self.k_cache[1 : rows + 1, start : start + count] = k
+        self.v_cache[1 : rows + 1, start : start + count] = v
+        keys, values = (cache[1 : rows + 1, : start + count].transpose(1, 2) for cache in (self.k_cache, self.v_cache))
+        mask = torch.ones(count, start + count, dtype=torch.bool).tril(start)
+        return self.close(F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True))
+
+
 class ScalarPosition(Buffered):
     """One token at a time at a 0-dim position tensor."""
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from kvcompile.passes.graph.pullback import trace
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value_of
-from kvcompile.passes.match.cache.views import along, whole
+from kvcompile.passes.match.cache.views import along, rows_of
 from kvcompile.passes.match.sites import Miss, Position, Write
 
 ADVICE = "expand one position a token (or a row and token) to the values' shape, or use index_copy_"
@@ -31,7 +31,7 @@ def scatter(node: fx.Node, root: fx.Node) -> Write:
     rank = len(sizes(dest))
     dim = int(arguments["dim"]) % rank
     dims, fixed, offsets = along(dest, root)
-    whole(dest, root, dims, offsets, dims[dim])
+    rows = rows_of(dest, root, dims, offsets, dims[dim])
     shape = sizes(index)
     if shape != sizes(values) or any(shape[d] != sizes(dest)[d] for d in range(rank) if d != dim):
         raise Miss("a scatter that writes only part of the cache's rows, heads or channels", index, advice=ADVICE)
@@ -39,7 +39,7 @@ def scatter(node: fx.Node, root: fx.Node) -> Write:
     return Write(
         op_name(node), node, root, values, tuple(dims[d] for d in range(rank)), dims[dim],
         Position(index=base, rows="B" in roles, roles=roles), value_of(index).shape[dim], tuple(fixed.items()),
-        dims[row] if row is not None else None,
+        dims[row] if row is not None else None, first_rows=rows,
     )
 
 

@@ -6,6 +6,7 @@ Nothing is assumed about the order of the dims, about a combined K/V tensor or a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,13 @@ from kvcompile.passes.graph.pullback import Trail, factor, step, trace
 from kvcompile.passes.graph.shapes import hint, op_name, sizes, value_of
 from kvcompile.passes.match.cache import paged, sliding
 from kvcompile.passes.match.cache.advice import no_plain_view
+from kvcompile.passes.match.cache.first_rows import check_read, within
 from kvcompile.passes.match.cache.functional import copied_back, update
 from kvcompile.passes.match.cache.one_write import one_write
 from kvcompile.passes.match.cache.readings import Columns, Read, candidates, columns_of
+from kvcompile.passes.match.cache.views import partial
 from kvcompile.passes.match.cache.writes import concatenation, in_place
-from kvcompile.passes.match.sites import Axes, Miss, Position, Slot, SlotKind, Write
+from kvcompile.passes.match.sites import Axes, FirstRows, Miss, Position, Slot, SlotKind, Write
 
 PAIRS = (("K", "D"), ("B", "K"))
 
@@ -60,14 +63,22 @@ def _resume(node: fx.Node, trail: Trail) -> Trail:
     return Trail(node, coords, trail.here, tuple(path))
 
 
-def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int) -> Axes | None:
-    """Return the labels of the root's dims under one reading of the operand's dims; None where they do not fit."""
+def _label(trail: Trail, base: tuple[int, ...], roles: Columns, token_dim: int, only_row: int | None = None) -> Axes | None:
+    """Return the labels of the root's dims under one reading of the operand's dims; None where they do not fit.
+
+    ``only_row``: the dim of several rows of which one is read.
+    """
     labels: list[tuple[str, ...] | None] = [None] * len(base)
     left = dict(roles)
     token = left.pop("T")[0]
     if not (trail.there[:, token_dim] == token).all():
         return None
     labels[token_dim] = ("T",)
+    if only_row is not None:
+        # One row of several: it has no samples that would tell it from other dims of one entry.
+        if left.pop("B", (None, 1))[1] != 1:
+            return None
+        labels[only_row] = ("B",)
     select, counts = [], []
     for dim, size in enumerate(base):
         if labels[dim] is not None or size == 1:
@@ -125,19 +136,26 @@ def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ..
     return None
 
 
-def axes_of(trail: Trail, read: Read, token_dim: int) -> tuple[Axes, int, bool]:
-    """Return the root's layout, its kv heads and whether they are tiled; raises Miss where the operand is no plain view of the cache."""
-    base = sizes(trail.base)
+def axes_of(trail: Trail, read: Read, token_dim: int, first_rows: FirstRows | None = None) -> tuple[Axes, int, bool]:
+    """Return the root's layout, its kv heads and whether they are tiled; raises Miss where the operand is no plain view of the cache.
+
+    ``first_rows``: the rows that are read where the cache has more.
+    """
+    base = sizes(trail.base) if first_rows is None else within(sizes(trail.base), first_rows)
+    only_row = first_rows.dim if first_rows is not None and base[first_rows.dim] == 1 else None
     columns = columns_of(trail, read.roles, read.shape)
     for reading in candidates(columns, base):
-        axes = _label(trail, base, reading.columns, token_dim)
+        axes = _label(trail, base, reading.columns, token_dim, only_row)
         if axes is not None:
             return axes, reading.columns["K"][1], reading.tiled
     raise no_plain_view(trail, columns, read.operand, token_dim)
 
 
-def _write(node: fx.Node, root: fx.Node) -> Write:
-    return (copied_back(node, root) if op_name(node) == "copy_" else None) or in_place(node, root)
+def _writer(trail: Trail, read: Read) -> Callable[[fx.Node, fx.Node], Write]:
+    """Return what reads the writes into the cache that an attention reads; the dims of the cache that its tokens may be are known."""
+    shift = trail.there - trail.here[:, [read.roles.index("T")]]
+    tokens = frozenset(int(dim) for dim in np.flatnonzero((shift == shift[0]).all(0)))
+    return lambda node, root: (copied_back(node, root) if op_name(node) == "copy_" else None) or in_place(node, root, tokens)
 
 
 def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> Slot:
@@ -173,11 +191,12 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
     if root.op == "placeholder" and not effects.writes.get(root):
         return _grown_later(root, trail, read, effects) or _only_read(root, trail, read)
     if root.op == "placeholder":
-        write = one_write(root, trail, attention, effects, _write)
-        axes, heads, tiled = axes_of(trail, read, write.token_dim)
+        write = one_write(root, trail, attention, effects, _writer(trail, read))
+        check_read(trail, read, write)
+        axes, heads, tiled = axes_of(trail, read, write.token_dim, write.first_rows)
         return slot_of(SlotKind.BUFFER, root, root, _returned(root, effects, itself=True), axes, heads, write, trail, tiled)
     if op_name(root) in MAKERS:
-        write = one_write(root, trail, attention, effects, _write)
+        write = one_write(root, trail, attention, effects, _writer(trail, read))
         outputs = _returned(root, effects)
         if not outputs:
             raise NoCache(root)
@@ -294,7 +313,11 @@ def slot_of(
         raise Miss(
             "the write has positions of their own for something other than batch rows", write.node, advice="give every row its positions",
         )
-    held = dict(axes.counts)
+    rows, held = write.first_rows, dict(axes.counts)
+    if rows is not None and (kind is not SlotKind.BUFFER or axes.labels[rows.dim] != ("B",)):
+        raise partial(write.node, rows.dim, rows.count, value_of(root).shape[rows.dim])
+    if rows is not None:
+        held[rows.dim] = rows.count
     shape = [held.get(dim, size) for dim, size in enumerate(value_of(root).shape)]
     size: dict[str, Any] = {"B": 1, "K": heads}
     for dim, label in enumerate(axes.labels):

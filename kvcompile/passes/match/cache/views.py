@@ -9,7 +9,7 @@ from torch import fx
 
 from kvcompile.passes.graph.pullback import Coords, trace
 from kvcompile.passes.graph.shapes import bind, op_name, operand, same, sizes, value_of
-from kvcompile.passes.match.sites import Miss
+from kvcompile.passes.match.sites import FirstRows, Miss
 
 PLAIN = "write through the cache tensor itself, or a select, narrow or transpose of it"
 
@@ -78,17 +78,43 @@ def region(dest: fx.Node, root: fx.Node) -> Region:
     return Region(dims, {**bounds, **{dim: (index, 1) for dim, index in fixed.items()}})
 
 
-def whole(dest: fx.Node, root: fx.Node, dims: dict[int, int], offsets: dict[int, int], token_dim: int, ranged: bool = False) -> None:
-    """Raise Miss where ``dest`` is only part of the cache along a dim other than the tokens (``ranged``: it is, along the tokens)."""
+def rows_of(
+    dest: fx.Node, root: fx.Node, dims: dict[int, int], offsets: dict[int, int], token_dim: int, ranged: bool = False,
+) -> FirstRows | None:
+    """Return which entries of one dim of the cache ``dest`` begins with and ends at; None where it has all of every dim but the tokens'.
+
+    ``ranged``: it is a part along the tokens. Raises Miss where it is part of several dims, or not the first entries of one.
+    """
+    found: FirstRows | None = None
     for d, dim in dims.items():
         # Equal in every call of this graph, not only in the one that it was traced for.
         written, held = value_of(dest).shape[d], value_of(root).shape[dim]
-        whole = offsets.get(dim, 0) == 0 and (dim == token_dim or same(written, held))
-        if not whole and not (ranged and dim == token_dim):
-            raise Miss(
-                f"the write covers only part of the cache (dim {dim}: {written} of {held}, from {offsets.get(dim, 0)})",
-                dest, advice="write the new tokens of all rows, heads and channels at once, at positions counted from the first token",
-            )
+        first = offsets.get(dim, 0)
+        if (first == 0 and (dim == token_dim or same(written, held))) or (ranged and dim == token_dim):
+            continue
+        if dim == token_dim or found is not None or first or not _from_first(dest, root, dim):
+            raise partial(dest, dim, written, held, first)
+        found = FirstRows(dim, written)
+    return found
+
+
+def partial(node: fx.Node, dim: int, written: object, held: object, first: object = 0) -> Miss:
+    """Return the refusal of a write to ``written`` of ``held`` entries of a dim, from entry ``first`` on, that attention reads more of."""
+    return Miss(
+        f"the write covers only part of the cache (dim {dim}: {written} of {held}, from {first})",
+        node, advice="write the new tokens of all rows, heads and channels at once, or of the first rows, which attention then reads alone "
+        "(cache[:rows]), at positions counted from the first token",
+    )
+
+
+def _from_first(dest: fx.Node, root: fx.Node, dim: int) -> bool:
+    """Whether every range between the cache and a view of it that cuts ``dim`` begins at its first entry, whatever the sizes are."""
+    return all(begins(node) == 0 for node, cut in slices(dest, root) if cut == dim)
+
+
+def begins(node: fx.Node) -> object:
+    """Return where a range begins: an int, or the node that says so."""
+    return bind(node).get("start") or 0
 
 
 def _shifted(a: np.ndarray, b: np.ndarray) -> bool:
@@ -97,6 +123,11 @@ def _shifted(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _selected(dest: fx.Node, root: fx.Node) -> set[int]:
     """Return the root dims that a ``select`` or ``unbind`` between root and dest removed: they are never a dim of dest."""
+    return {dim for _, dim in selects(dest, root)}
+
+
+def selects(dest: fx.Node, root: fx.Node) -> list[tuple[fx.Node, int]]:
+    """Return the nodes between root and dest that take one entry of a dim (of ``unbind`` the item), with the root's dim each removes."""
     chain = []
     node = dest
     while node is not root:
@@ -104,13 +135,13 @@ def _selected(dest: fx.Node, root: fx.Node) -> set[int]:
         parent = operand(node)
         node = operand(parent) if op_name(node) == "getitem" else parent
     alive = list(range(len(sizes(root))))
-    removed = set()
+    removed = []
     for node in reversed(chain):
         name = op_name(node)
         if name == "select":
-            removed.add(alive.pop(int(bind(node)["dim"]) % len(alive)))
+            removed.append((node, alive.pop(int(bind(node)["dim"]) % len(alive))))
         elif name == "getitem" and op_name(node.args[0]) == "unbind":
-            removed.add(alive.pop(int(bind(node.args[0])["dim"]) % len(alive)))  # type: ignore[arg-type]
+            removed.append((node, alive.pop(int(bind(node.args[0])["dim"]) % len(alive))))  # type: ignore[arg-type]
         elif name in {"transpose", "swapaxes"}:
             arguments = bind(node)
             a, b = int(arguments["dim0"]) % len(alive), int(arguments["dim1"]) % len(alive)

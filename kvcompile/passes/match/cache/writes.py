@@ -21,22 +21,22 @@ from torch import fx
 
 from kvcompile.passes.graph.operators import IN_PLACE, KINDS, Kind
 from kvcompile.passes.graph.pullback import trace
-from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes, value_of
+from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, same, sizes, value_of
 from kvcompile.passes.match.cache.scatter import scatter
-from kvcompile.passes.match.cache.views import along, slices, whole
-from kvcompile.passes.match.sites import Miss, Position, Write
+from kvcompile.passes.match.cache.views import along, begins, partial, rows_of, selects, slices
+from kvcompile.passes.match.sites import FirstRows, Miss, Position, Write
 
 FORMS = "write new tokens with index_copy_, cache[:, :, pos] = x, narrow().copy_(), scatter_ or torch.cat"
 
 
 def _plain(idiom: str, node: fx.Node, root: fx.Node, dest: fx.Node, dim: int, values: fx.Node, index: fx.Node) -> Write:
     dims, fixed, offsets = along(dest, root)
-    whole(dest, root, dims, offsets, dims[dim])
+    rows = rows_of(dest, root, dims, offsets, dims[dim])
     # A scalar index takes its dim away.
     single = not sizes(index)
     runs = tuple(dims[d] for d in range(len(sizes(dest))) if d != dim or not single)
     count = 1 if single else value_of(index).shape[0]
-    return Write(idiom, node, root, values, runs, dims[dim], Position(index=index), count, tuple(fixed.items()))
+    return Write(idiom, node, root, values, runs, dims[dim], Position(index=index), count, tuple(fixed.items()), first_rows=rows)
 
 
 def index_copy(node: fx.Node, root: fx.Node) -> Write:
@@ -64,76 +64,122 @@ def index_put(node: fx.Node, root: fx.Node) -> Write:
     if len(used) == 1 and len(sizes(indices[used[0]])) <= 1:
         return _plain("index_put_", node, root, dest, used[0], values, indices[used[0]])
     by_rank = [len(sizes(indices[dim])) for dim in used]
-    if by_rank == [2, 1] and is_row_index(indices[used[0]], sizes(dest)[used[0]]):
-        return _all_rows(node, root, dest, values, used, indices[used[1]])
+    if by_rank == [2, 1] and is_row_index(indices[used[0]]):
+        return _all_rows(node, root, dest, values, used, indices[used[0]], indices[used[1]])
     if by_rank in ([1, 1], [2, 2]):
         row_dim, token_dim = used
         dims, fixed, offsets = along(dest, root)
-        whole(dest, root, dims, offsets, dims[token_dim])
+        if not is_row_index(indices[row_dim]):
+            raise Miss(
+                "the write's row index is not arange(batch) (rows of the cache are assigned to requests), and the cache is read as it lies",
+                indices[row_dim], advice="read the rows of the requests, cache[rows], or keep request b in row b of the cache",
+            )
+        rows = _numbered(dest, root, dims, row_dim, indices[row_dim], rows_of(dest, root, dims, offsets, dims[token_dim]))
         adjacent = used[1] == used[0] + 1
         many = by_rank == [2, 2]
-        if sizes(indices[token_dim])[0] != sizes(dest)[row_dim]:
+        if not same(value_of(indices[token_dim]).shape[0], value_of(indices[row_dim]).shape[0]):
             raise Miss(
                 "the write has not one position for every row", indices[token_dim], advice="give every batch row its positions, [B, S]",
             )
         front = [row_dim, token_dim] if many else [row_dim]
         rest = [dim for dim in range(rank) if dim not in used]
         result = [*rest[: used[0]], *front, *rest[used[0] :]] if adjacent else [*front, *rest]
-        if not is_row_index(indices[row_dim], sizes(dest)[row_dim]):
-            raise Miss(
-                "the write's row index is not arange(batch) (rows of the cache are assigned to requests), and the cache is read as it lies",
-                indices[row_dim], advice="read the rows of the requests, cache[rows], or keep request b in row b of the cache",
-            )
         return Write(
             "index_put_ by row", node, root, values, tuple(dims[dim] for dim in result), dims[token_dim],
             Position(index=indices[token_dim], rows=True), value_of(indices[token_dim]).shape[1] if many else 1, tuple(fixed.items()),
-            dims[row_dim],
+            dims[row_dim], first_rows=rows,
         )
     raise Miss("the write indexes the cache in a form that is not known", node, advice=FORMS)
 
 
-def _all_rows(node: fx.Node, root: fx.Node, dest: fx.Node, values: fx.Node, used: list[int], index: fx.Node) -> Write:
-    """Read the write of ``cache[rows[:, None], :, pos]`` with one ``pos`` [S] for all rows."""
+def _all_rows(
+    node: fx.Node, root: fx.Node, dest: fx.Node, values: fx.Node, used: list[int], numbers: fx.Node, index: fx.Node,
+) -> Write:
+    """Read the write of ``cache[rows[:, None], :, pos]`` with one ``pos`` [S] for all rows, which are ``numbers``."""
     dims, fixed, offsets = along(dest, root)
-    whole(dest, root, dims, offsets, dims[used[1]])
+    rows = _numbered(dest, root, dims, used[0], numbers, rows_of(dest, root, dims, offsets, dims[used[1]]))
     rest = [dim for dim in range(len(sizes(dest))) if dim not in used]
     result = [*rest[: used[0]], *used, *rest[used[0] :]] if used[1] == used[0] + 1 else [*used, *rest]
     return Write(
         "index_put_", node, root, values, tuple(dims[dim] for dim in result), dims[used[1]], Position(index=index),
-        value_of(index).shape[0], tuple(fixed.items()),
+        value_of(index).shape[0], tuple(fixed.items()), first_rows=rows,
     )
 
 
-def is_row_index(node: fx.Node, rows: int) -> bool:
+def _numbered(
+    dest: fx.Node, root: fx.Node, dims: dict[int, int], row_dim: int, numbers: fx.Node, cut: FirstRows | None,
+) -> FirstRows | None:
+    """Return the rows that a write names by ``numbers``, which are 0, 1, 2, ...: all rows of the view, ``cut`` of the cache, or fewer."""
+    count, held = value_of(numbers).shape[0], value_of(dest).shape[row_dim]
+    if same(count, held):
+        return cut
+    if cut is not None and cut.dim != dims[row_dim]:
+        raise partial(numbers, dims[row_dim], count, held)
+    return None if same(count, value_of(root).shape[dims[row_dim]]) else FirstRows(dims[row_dim], count)
+
+
+def is_row_index(node: fx.Node) -> bool:
     """Whether a node is ``arange(rows)`` with trailing dims of size one."""
     trail = trace(node, lambda base: op_name(base) == "arange")
-    if op_name(trail.base) != "arange" or sizes(trail.base) != (rows,) or len(trail.base.args) > 1:
+    if op_name(trail.base) != "arange" or len(trail.base.args) > 1 or not same(value_of(trail.base).shape[0], value_of(node).shape[0]):
         return False
     return bool((trail.there[:, 0] == trail.here[:, 0]).all())
 
 
-def view_copy(node: fx.Node, root: fx.Node) -> Write:
-    """Read the write of ``cache[:, :, s:s + n] = values`` or ``cache.narrow(1, s, n).copy_(values)``."""
+def view_copy(node: fx.Node, root: fx.Node, tokens: frozenset[int] = frozenset()) -> Write:
+    """Read the write of ``cache[:, :, s:s + n] = values``, ``cache.narrow(1, s, n).copy_(values)`` or ``cache[:, :, s] = values``.
+
+    ``tokens``: the root's dims along which the attention's tokens may run.
+    """
     arguments = bind(node)
     dest, values = arguments["self"], arguments["src"]
     dims, fixed, offsets = along(dest, root)
-    cut = slices(dest, root)
-    if len(cut) != 1:
-        raise Miss(f"the write goes to a view with {'several' if cut else 'no'} token ranges", node, advice=FORMS)
-    ranged, root_dim = cut[0]
-    count = value_of(ranged).shape[int(bind(ranged)["dim"]) % len(sizes(ranged))]
-    start = bind(ranged).get("start") or 0
+    root_dim, ranged = _token_range(node, dest, root, tokens)
+    if root_dim in fixed:
+        # One token: the view has no dim of it, or one of size one.
+        fixed.pop(root_dim)
+    rows = rows_of(dest, root, dims, offsets, root_dim, ranged=True)
+    if op_name(ranged) == "select":
+        start, count = bind(ranged)["index"], 1
+    else:
+        start, count = begins(ranged), value_of(ranged).shape[int(bind(ranged)["dim"]) % len(sizes(ranged))]
     if isinstance(start, int) and start < 0:
         raise Miss("the write's range is counted from the end of the cache", node, advice="count positions from the first token")
-    if root_dim in fixed:
-        # One token written through ``select``.
-        dims = dict(dims)
-        fixed.pop(root_dim)
-    whole(dest, root, dims, offsets, root_dim, ranged=True)
     return Write(
         "copy_ into a slice", node, root, values, tuple(dims[d] for d in range(len(sizes(dest)))), root_dim,
-        Position(offset=start), count, tuple(fixed.items()),
+        Position(offset=start), count, tuple(fixed.items()), first_rows=rows,
     )
+
+
+def _token_range(node: fx.Node, dest: fx.Node, root: fx.Node, tokens: frozenset[int]) -> tuple[int, fx.Node]:
+    """Return the root's dim of tokens, and the range or entry of it that a view of the cache is; raises Miss where none is found."""
+    cut = slices(dest, root)
+    by_dim = {dim: ranged for ranged, dim in cut}
+    if len(by_dim) < len(cut):
+        raise Miss("the write goes to a range of a range of the cache", node, advice="write one range, cache[:, :, start:start + n]")
+    found = [dim for dim in by_dim if dim in tokens] if tokens else list(by_dim)
+    # A range of rows begins at the first one; a single row and a single token look alike elsewhere.
+    found = found if len(found) < 2 else [dim for dim in found if begins(by_dim[dim]) != 0] or found
+    entries = [(dim, item) for item, dim in selects(dest, root) if dim in tokens and op_name(item) == "select"]
+    if not found and len(entries) == 1:
+        return entries[0]
+    found = found or (list(by_dim) if len(by_dim) == 1 else [])
+    if len(found) == 1:
+        return found[0], by_dim[found[0]]
+    if not by_dim:
+        raise Miss("the write goes to a view with no token ranges", node, advice=FORMS)
+    told = " and ".join(f"{_range(ranged)} of dim {dim}" for dim, ranged in sorted(by_dim.items()))
+    raise Miss(
+        f"the write goes to {told} of the cache, and which of them are tokens could not be told", node,
+        advice=f"{FORMS}, for all rows or for the first ones: cache[:rows, :, start:start + n] = x",
+    )
+
+
+def _range(ranged: fx.Node) -> str:
+    """Return a range as text: ``[start:start + count]``."""
+    start = begins(ranged)
+    first = value_of(start) if isinstance(start, fx.Node) else start
+    return f"[{first}:{first} + {value_of(ranged).shape[int(bind(ranged)['dim']) % len(sizes(ranged))]}]"
 
 
 RECOGNISERS: dict[Kind, Callable[[fx.Node, fx.Node], Write]] = {
@@ -142,15 +188,18 @@ RECOGNISERS: dict[Kind, Callable[[fx.Node, fx.Node], Write]] = {
 """What reads each kind of write, in place or out of place."""
 
 
-def in_place(node: fx.Node, root: fx.Node) -> Write:
-    """Return the write that an in-place node does on ``root``; raises Miss where it is none that is known."""
+def in_place(node: fx.Node, root: fx.Node, tokens: frozenset[int] = frozenset()) -> Write:
+    """Return the write that an in-place node does on ``root``; raises Miss where it is none that is known.
+
+    ``tokens``: the root's dims along which the attention's tokens may run, which ranges do not say by themselves.
+    """
     name = op_name(node)
     if name not in IN_PLACE:
         raise Miss(
             f"the cache is written by {name}, which is no known cache write", node,
             advice=FORMS,
         )
-    return RECOGNISERS[KINDS[name]](node, root)
+    return view_copy(node, root, tokens) if KINDS[name] is Kind.WRITE_WHOLE else RECOGNISERS[KINDS[name]](node, root)
 
 
 def concatenation(node: fx.Node) -> tuple[fx.Node | None, Write]:
