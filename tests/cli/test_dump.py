@@ -209,5 +209,5 @@ def test_report_reads_well_when_narrow(dynamic: Backend) -> None:
 
 
 def test_an_empty_report_is_a_report() -> None:
-    assert "0 graphs" in str(Report(graphs=[]))
+    assert "no graph was compiled" in str(Report(graphs=[]))
     assert "graph 0: 0 attentions rewritten" in str(Report(graphs=[GraphReport(0)]))

@@ -16,6 +16,8 @@ ALL = tuple({case.name: case for case in (*CASES, *SLIDING_CASES)}.values())
 EIGHT = "smartkv(budget=1.0,keys=8,values=8,tau=0.0)"
 REFUSED = {
     "per-row": "positions of its own", "row-decode": "positions of its own", "row-scatter": "positions of its own",
+    **dict.fromkeys(("scaled-twice", "scaled-scores-twice", "transposed-keys"), "masked scores are replaced"),
+    "differential-channels": "expects", "differential-heads": "expects", "first-rows-per-row": "positions of its own",
     "block-table": "through a gather", "latent": "made from a cached latent",
     **dict.fromkeys(
         ("rolled", "roll-and-put", "concatenated-back", "combined-roll", "sliced", "sliced-later", "rolled-result"), "keeps its newest",

@@ -15,7 +15,7 @@ from learned_tables import random_tables
 from static_scales import random_scales
 
 import kvcompile
-from kvcompile.schemes import BY_NAME, Int8, parse, registered
+from kvcompile.schemes import BY_NAME, SCHEMES, Int8, parse
 from kvcompile.schemes.beyond.tables import ModelTables
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
@@ -52,7 +52,7 @@ def schemes() -> list[Any]:
     """Every scheme as it is by default, and ones that hold tables or scales of a model or more options."""
     tables, scales = random_tables([""], groups=2), random_scales([""])
     assert isinstance(tables.tables, ModelTables)
-    plain = [kind.name for kind in registered() if kind.name != "beyond"]
+    plain = [kind.name for kind in SCHEMES if kind.name != "beyond"]
     return [*plain, "beyond(trained=False)", tables, scales, "int8(sinks=4)", "kivi(rotate=kv)", "int4(rotate=k)"]
 
 
