@@ -5,20 +5,23 @@ from __future__ import annotations
 import numpy as np
 from torch import fx
 
-from kvcompile.passes.graph.operators import JOINS, Kind, named
-from kvcompile.passes.graph.pullback import Trail
-from kvcompile.passes.graph.shapes import op_name, sizes
+from kvcompile.passes.graph.operators import CONCATENATIONS, JOINS, Kind, named
+from kvcompile.passes.graph.pullback import Trail, trace
+from kvcompile.passes.graph.shapes import bind, op_name, sizes
 from kvcompile.passes.match.cache.gathers import GATHERS
 from kvcompile.passes.match.sites import Miss
 
 MIXES = named(Kind.PRODUCT, Kind.PROJECTION)
 NAMES = {"B": "batch rows", "K": "kv heads", "T": "tokens", "D": "channels"}
+REPEATS = frozenset({"expand", "repeat", "repeat_interleave"})
 WHOLE = "read the cache from its first token, all rows and channels, heads in order"
 
 
 def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
     """Return the refusal of keys or values that are computed from a cache; ``base`` is where the operand's views end."""
     name = op_name(base)
+    if base is not None and (miss := learned(base)) is not None:
+        return miss
     if name in GATHERS:
         return Miss(
             f"the attention reads what {name} gathers from the cache, and not whole tokens from places of a tensor written in place",
@@ -35,6 +38,18 @@ def made_from(behind: fx.Node, base: fx.Node | None) -> Miss:
         what, advice = "by another operation than a view", "cache what attention reads, and write it in place or with torch.cat"
     by = f", here by {name}" if name else ""
     return Miss(f"keys or values are made from the cache rather than read from it ({what}{by})", base or behind, advice=advice)
+
+
+def learned(join: fx.Node) -> Miss | None:
+    """Return the refusal of a concatenation with tokens that all rows share, as memory keys are; None where no part is such."""
+    for part in bind(join)["tensors"] if op_name(join) in CONCATENATIONS else ():
+        trail = trace(part, lambda node: node.op == "placeholder")
+        if trail.base.op == "placeholder" and any(op_name(node) in REPEATS for node in trail.path):
+            return Miss(
+                "the cache is joined to tokens that are the same in all rows (learned memory keys or values, bias_k or bias_v, say)", join,
+                advice="put them into the cache as its first tokens when it is made, and append new tokens behind them",
+            )
+    return None
 
 
 def no_plain_view(trail: Trail, columns: dict[str, tuple[np.ndarray, int]], operand: fx.Node, token_dim: int) -> Miss:

@@ -18,7 +18,7 @@ from kvcompile.passes.graph.operators import CONCATENATIONS, MAKERS, UPDATES
 from kvcompile.passes.graph.pullback import Trail, factor, step, trace
 from kvcompile.passes.graph.shapes import hint, op_name, sizes, value_of
 from kvcompile.passes.match.cache import paged, sliding
-from kvcompile.passes.match.cache.advice import no_plain_view
+from kvcompile.passes.match.cache.advice import learned, no_plain_view
 from kvcompile.passes.match.cache.first_rows import check_read, within
 from kvcompile.passes.match.cache.functional import copied_back, update
 from kvcompile.passes.match.cache.one_write import one_write
@@ -290,7 +290,7 @@ def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> 
     if origin.op != "placeholder":
         raise NoCache(root)
     if past is not origin:
-        raise Miss(
+        raise learned(root) or Miss(
             "the past passes through other operations before it is concatenated", past,
             advice="concatenate the past as it came in with the new tokens, and take views of the result",
         )

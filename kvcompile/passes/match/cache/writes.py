@@ -22,6 +22,7 @@ from torch import fx
 from kvcompile.passes.graph.operators import IN_PLACE, KINDS, Kind
 from kvcompile.passes.graph.pullback import trace
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, same, sizes, value_of
+from kvcompile.passes.match.cache.advice import learned
 from kvcompile.passes.match.cache.scatter import scatter
 from kvcompile.passes.match.cache.views import along, begins, partial, rows_of, selects, slices
 from kvcompile.passes.match.sites import FirstRows, Miss, Position, Write
@@ -208,7 +209,9 @@ def concatenation(node: fx.Node) -> tuple[fx.Node | None, Write]:
     operands = list(arguments["tensors"])
     filled = [operand for operand in operands if 0 not in sizes(operand)]
     if len(operands) > 2 or not filled:
-        raise Miss(f"torch.cat of {len(operands)} tensors is no cache append", node, advice="append with torch.cat([past, new], dim)")
+        raise learned(node) or Miss(
+            f"torch.cat of {len(operands)} tensors is no cache append", node, advice="append with torch.cat([past, new], dim)",
+        )
     rank = len(sizes(node))
     dim = int(arguments["dim"]) % rank
     past = filled[0] if len(filled) == 2 else None
