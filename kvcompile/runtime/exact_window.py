@@ -1,7 +1,7 @@
 """The exact window of a store: its newest tokens in full precision, how far it can go back, and what it holds then.
 
 A scheme with blocks encodes a block once all of its tokens are there; until then, and some way beyond, the window has the originals. A
-store that keeps the originals of all tokens (tier 2 of ``certified``) goes back to any length, its window refilled from those.
+store that keeps the originals of all tokens goes back to any length, its window refilled from those.
 Token t of a row, counted from its first token that is no padding, lies in slot t % W.
 """
 
