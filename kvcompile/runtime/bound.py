@@ -183,7 +183,7 @@ class BoundGraph:
         """Let every state hold the batch rows of this call."""
         with step.undo:
             for form, state in zip(self.forms, step.states, strict=True):
-                parting = take_rows(state, form.rows(value_of(form.group.root).shape, call))
+                parting = take_rows(state, form.rows(call))
                 if parting is not None:
                     step.undo.then(parting)
 

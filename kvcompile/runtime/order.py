@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.errors import Unsupported
-from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.groups import Group
@@ -46,7 +45,7 @@ class TokenOrder:
     ) -> Broken | None:
         """Return the first group whose window cannot take a call's tokens, None where all can; raises Unsupported where some are missed."""
         for form, state, start, count in zip(forms, states, starts, counts, strict=True):
-            rows = form.rows(value_of(form.group.root).shape, call)
+            rows = form.rows(call)
             if why := apart(state, rows):
                 return Broken(form.group, why, False)
             if not (state.windowed and form.ordered):

@@ -92,7 +92,7 @@ class States:
 
     def _empty(self, form: CacheForm, device: torch.device, call: Call) -> CacheState:
         """Make the state of a new cache."""
-        return self._made(form, form.rows(value_of(form.group.root).shape, call), device, call.args)
+        return self._made(form, form.rows(call), device, call.args)
 
     def _made(self, form: CacheForm, batch: int, device: torch.device, args: tuple[Any, ...], known: bool = True) -> CacheState:
         """Make a state without tokens; ``known``: it is entered into ``live``."""
@@ -121,7 +121,7 @@ class States:
                 todo="keep the cache in a plain tensor or buffer of its own, a clone of what was loaded from a file, and no view of it "
                 "from call to call",
             )
-        rows, said = form.rows(tensor.shape, call), functools.partial(whole, form, tensor)
+        rows, said = form.rows(call), functools.partial(whole, form, tensor)
         state = self._made(form, rows, tensor.device, call.args)
         if (first := form.write.first_rows) is None or rows == tensor.shape[first.dim]:
             kept = form.adopt(tensor, state, prior, call, said)

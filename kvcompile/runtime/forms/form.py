@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -60,9 +59,11 @@ class CacheForm(abc.ABC):
         """Count the tokens that a call may write."""
         return call.read(self.write.count)
 
-    def rows(self, shape: Any, call: Call) -> int:
-        """Count the batch rows that a call brings of those of a cache tensor of ``shape``."""
-        return call.read(self.group.first.plan.slot.rows(shape))
+    def rows(self, call: Call) -> int:
+        """Count the batch rows that a call brings of its cache tensor."""
+        # Of a tensor that came in, whose sizes are numbers; symbolic ones would be evaluated in every step.
+        tensor = value_of(self.group.root) if self.group.argument is None else call.args[self.group.argument]
+        return call.read(self.group.first.plan.slot.rows(tensor.shape))
 
     def length(self, state: CacheState, call: Call) -> int:
         """Count the tokens of a call's cache tensor: an older tensor of a state that has gone on since holds fewer."""
@@ -166,7 +167,7 @@ class CacheForm(abc.ABC):
         """Whether a row of this call begins before the end of what a window holds of it."""
         if start < state.behind or (places := self.places(state, call)) is None:
             return start < state.behind
-        return bool((places[0] < ends_of(state, self.rows(value_of(self.group.root).shape, call))).any())
+        return bool((places[0] < ends_of(state, self.rows(call))).any())
 
     def rows_start(self, start: int, call: Call) -> int | torch.Tensor:
         """Return where this call's tokens go in each row: ``start``, or int64 [B] where rows have positions of their own."""

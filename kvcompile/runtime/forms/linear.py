@@ -89,7 +89,7 @@ class Linear(CacheForm):
         if not (self.kind.filled and self.write.position.index is not None) or self.kind.extended:
             return False
         # Rows that come or go are another request's.
-        regrouped = state.rows != self.rows(value_of(self.group.root).shape, call)
+        regrouped = state.rows != self.rows(call)
         if regrouped or value_of(self.write.position.index).device.type == "cpu" or not state.followed_by(call.counters):
             return True
         length = self._next(state, call)
