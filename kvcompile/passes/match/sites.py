@@ -107,6 +107,8 @@ class MaskTerm:
     """The dtype in which a term is added: only its lowest number, and minus infinity, hide a token whatever the scores are."""
     fill: float = -math.inf
     """What the scores that a term excludes are replaced by."""
+    hides: bool = True
+    """Whether a term that ``Bounds`` carries may hide some of the cached tokens; a bias, or a term that is one for all tokens, does not."""
 
 
 @dataclass(frozen=True)

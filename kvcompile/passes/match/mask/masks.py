@@ -243,7 +243,8 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
                 raise _Carried
             _term(term, bounds, effects)
         except _Carried:
-            carried.append(term)
+            # Told here, once for all passes: an expression can be read only while sizes are numbers.
+            carried.append(replace(term, hides=_may_hide(term)))
     replaced = next((term for term in carried if term.fill != -math.inf), None)
     if replaced is not None and len(carried) > 1:
         raise Miss(
@@ -284,7 +285,7 @@ def conjuncts(expr: Expr) -> list[Expr] | None:
 
 def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
     """The tensors along the cached tokens that may hide some of them: from these a last visible position can be read."""
-    terms = [term for term in bounds.carried if "T" in term.roles and term.fill == -math.inf and _may_hide(term)]
+    terms = [term for term in bounds.carried if term.hides]
     if bounds.keep is not None:
         node, roles = bounds.keep
         terms.append(MaskTerm(node, MaskKind.BOOL, roles))
@@ -292,6 +293,9 @@ def hiding(bounds: Bounds) -> tuple[MaskTerm, ...]:
 
 
 def _may_hide(term: MaskTerm) -> bool:
+    """Whether a carried term may hide some of the cached tokens, and may say so along them."""
+    if "T" not in term.roles or term.fill != -math.inf:
+        return False
     return term.kind is not MaskKind.ADD or (term.factor > 0.0 and not _finite(_function(term), term))
 
 
