@@ -21,6 +21,7 @@ from kvcompile.passes.capture.capture import Input
 from kvcompile.passes.capture.position_graph import dataflow, extract
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.mask.masks import shown_by
+from kvcompile.passes.match.mask.reach import held
 from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
 from kvcompile.validation.cut import Cut, NotApart
 from kvcompile.validation.inverse import solve
@@ -102,6 +103,9 @@ class Arguments:
         self.limiting = (self.places & inputs) - writing
         # Masks that are more than arithmetic of positions: what they hide is up to the arguments.
         self.free = {term for term in self.terms if (nx.ancestors(flow, term.node) | {term.node}) & inputs - self.places}
+        # Index tensors that choose the places that are read, each with how many it chooses from.
+        gathers = [slot.block_table.places.picked for site in sites for slot in site.slots if slot.block_table is not None]
+        self.tables = {held(picked.node): picked.size for found in gathers for picked in found}
         self.caches = {slot.placeholder for site in sites for slot in site.slots if slot.placeholder is not None}
         nodes = (*self.indices, *(term.node for term in self.terms))
         # Nothing but mask arguments may hide what was not written yet.
@@ -250,6 +254,8 @@ class Arguments:
         """An operand that neither positions nor masks depend on."""
         shape = self.shape(fake, moment)
         node = self.part.captured.inputs[index].node
+        if node in self.tables:
+            return self.table(fake.dtype, index, shape, self.tables[node])
         if not fake.dtype.is_floating_point and (example := self.example(index, shape)) is not None:
             return example
         if index in self.part.given:
@@ -266,6 +272,14 @@ class Arguments:
         if type(value) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer} or tuple(value.shape) != shape:  # type: ignore[union-attr]
             return None
         return value.detach().to("cpu", copy=True)  # type: ignore[union-attr]
+
+    def table(self, dtype: torch.dtype, index: int, shape: tuple[int, ...], count: int) -> torch.Tensor:
+        """The table that a program was compiled with, or another one of ``count`` places, in no order, where that lies outside of them."""
+        example = self.example(index, shape)
+        if example is not None and bool(((example >= -count) & (example < count)).all()):
+            return example
+        places = torch.randperm(count, generator=self.random, device="cpu")
+        return places[torch.arange(math.prod(shape), device="cpu") % count].view(shape).to(dtype)
 
     def readings(self, fake: torch.Tensor, index: int, moment: Moment) -> list[torch.Tensor]:
         """Return the values that an argument behind positions or masks may have in a call, the likeliest first."""

@@ -231,7 +231,6 @@ def test_entries_of_a_table_that_are_not_in_use_may_be_negative() -> None:
             torch.testing.assert_close(compiled(x[:, at], pos, table), plain(x[:, at], pos, table), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.unvalidated  # The uncompiled model does not run its first step.
 @pytest.mark.parametrize("written", [False, True])
 def test_a_place_outside_of_the_pool_gives_nan_not_numbers(written: bool) -> None:
     """The model itself stops with an error there; compiled code cannot without waiting for the device."""

@@ -46,15 +46,15 @@ def exceeds(site: Site) -> bool:
         return False
     if hi.kind is LimitKind.NODE:
         index = site.key.write.position.index
-        return index is None or hi.offset > 0 or hi.amount is not None or _base(index) is not _base(hi.node)  # type: ignore[arg-type]
+        return index is None or hi.offset > 0 or hi.amount is not None or held(index) is not held(hi.node)  # type: ignore[arg-type]
     most = hi.shift
     if hi.kind is LimitKind.OWN:
         most = most + size_along(attention.q, attention.q_roles, "S", attention.folded) - 1
     return not at_most(most, value_of(attention.k).shape[attention.k_roles.index("T")] - 1)
 
 
-def _base(node: fx.Node) -> fx.Node:
-    """The tensor that holds a view's values: a write there is checked against the cache's end, so its positions never lie behind."""
+def held(node: fx.Node) -> fx.Node:
+    """The tensor that holds the values of a view or an exact copy: a bound on the ones bounds the others."""
     while op_name(node) in STEPS.keys() | COPIES and is_tensor(node.args[0]) and holds(value_of(node.args[0]).dtype, value_of(node).dtype):
         node = node.args[0]
     return node
