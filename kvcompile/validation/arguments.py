@@ -321,6 +321,9 @@ class Arguments:
             found += [torch.full(shape, number, device="cpu") for number in (start, start + count, start + count - 1)]
         if shape[-1] == keys:
             found.append(torch.arange(keys, device="cpu").expand(shape))
+        if shape[-1] > count and self.part.captured.inputs[index].node in self.places:
+            # Of which a call takes the first ones: a counter with a number for every token.
+            found.append((torch.arange(shape[-1], device="cpu") + start).expand(shape))
         if (example := self.example(index, shape)) is not None:
             found.insert(0 if index not in self.settled and not found else len(found), example)
         found.append(torch.zeros(shape, device="cpu"))
