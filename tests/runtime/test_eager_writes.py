@@ -147,7 +147,16 @@ def test_windows_take_tokens_in_order_and_what_they_still_hold(model: LlamaForCa
     assert isinstance(keys, kvcompile.CompressedCache) and torch.equal(kvcompile.decoded(keys), found)
 
 
-@pytest.mark.parametrize(("scheme", "at"), [("kivi(group=16,window=16)", 3), ("kivi(group=16,window=16)", 50), ("certified", 2)])
+def test_originals_take_any_token(model: LlamaForCausalLM) -> None:
+    """A scheme that keeps them goes back behind its window: the cache stays compressed."""
+    run = Run(model, "static", "certified", 40, 1)
+    keys, expected = run.keys, kvcompile.decoded(run.keys)
+    keys[:, :, 2] = 2.0
+    expected[:, :, 2] = 2.0
+    assert isinstance(keys, kvcompile.CompressedCache) and torch.allclose(kvcompile.decoded(keys), expected, atol=0.02)
+
+
+@pytest.mark.parametrize(("scheme", "at"), [("kivi(group=16,window=16)", 3), ("kivi(group=16,window=16)", 50)])
 def test_windows_refuse_the_rest_and_become_dense(model: LlamaForCausalLM, scheme: str, at: int, caplog: Any) -> None:
     run = Run(model, "static", scheme, 40, 1)
     keys, expected = run.keys, kvcompile.decoded(run.keys)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -212,6 +213,15 @@ def _check_order(site: Site, pair: Pair) -> None:
         raise OrderNotKnown(scheme=needs.name, path=site.path or "*", found=found)
 
 
+def _check_alone(site: Site, pair: Pair, every: Sequence[Site]) -> None:
+    """Raise where another attention reads a cache of this one, and a scheme's own attention decides what its caches hold."""
+    needs = next((scheme for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
+    parts = {(slot.root, slot.axes.select) for slot in site.slots}
+    others = {(slot.root, slot.axes.select) for other in every if other is not site for slot in other.slots}
+    if needs is not None and parts & others:
+        raise OrderNotKnown(scheme=needs.name, path=site.path or "*", found="a cache that another attention reads too")
+
+
 def _check_device(site: Site, pair: Pair) -> None:
     """Raise where a scheme's attention does not run on a cache's device."""
     for scheme in (pair.k, pair.v):
@@ -300,6 +310,7 @@ def plan(matched: Matched, policy: Policy) -> Plan:
             if pair is None:
                 raise NotInPolicy(path=site.path)
             _check_dtypes(site)
+            _check_alone(site, pair, matched.sites)
             sites.append(site_plan(site, pair, matched.effects))
         except Miss as miss:
             advice = "use the scheme without pre_rope for this layer"
