@@ -317,6 +317,8 @@ class Bins:
     group: int
 
 
+NUMBERS = frozenset({"item", "_local_scalar_dense"})
+"""Operators and methods that take a number out of a tensor of one element."""
 QUERY_ROWS = "kvcompile_query_rows"
 """The metadata of a rewritten graph's attention that says how many rows of queries a kv head has."""
 

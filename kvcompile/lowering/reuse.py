@@ -3,9 +3,9 @@
 When a dense cache is adopted, Dynamo captures the next call anew (its class and strides changed), and
 what comes is the very same graph. ``call_key`` knows it as Dynamo gives it, before any of our passes
 runs; ``fingerprint`` knows a rewritten graph that different captures lead to. Inductor's own cache would
-still retrace and reload both. Only graphs without the caller's own symbolic sizes are reused: their
-guards live in Dynamo, not in the graph. Parameters count by identity, so that two models never share
-one recorded CUDA graph.
+still retrace and reload both. Only graphs without the caller's own symbolic sizes and floats are reused:
+their guards live in Dynamo, not in the graph, and what was compiled for one float may have it as a
+number. Parameters count by identity, so that two models never share one recorded CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import fx
 
 from kvcompile.lowering.host.torch_api import DisableTorchFunctionSubclass, FakeTensor, is_wrapper
 from kvcompile.lowering.ops import operations as ops  # noqa: F401 - defines the operation named next
+from kvcompile.types import NUMBERS
 
 EXPOSE = torch.ops.kvcompile.expose
 
@@ -46,7 +47,7 @@ def call_key(gm: fx.GraphModule, examples: Sequence[Any], is_handle: Callable[[o
     names: dict[fx.Node, str] = {}
     count = 0
     for node in gm.graph.nodes:
-        if node.op in {"get_attr", "call_module"}:
+        if node.op in {"get_attr", "call_module"} or not NUMBERS.isdisjoint(str(node.target).split(".")):
             return None
         if node.target in {EXPOSE, EXPOSE.default}:
             names[node] = names[node.args[0]]
@@ -96,6 +97,8 @@ def fingerprint(module: fx.GraphModule, fakes: Sequence[Any], pages: Mapping[Any
     names: dict[fx.Node, str] = {}
     for index, node in enumerate(module.graph.nodes):
         names[node] = f"n{index}"
+        if not NUMBERS.isdisjoint(str(node.target).split(".")):
+            return None
         if node.op == "get_attr":
             value = getattr(module, str(node.target), None)
             if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.numel() > 4096:
