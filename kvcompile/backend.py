@@ -16,6 +16,7 @@ from kvcompile.lowering.certificate.summary import HeadCertificate, HeadTelemetr
 from kvcompile.lowering.certificate.telemetry import added_up
 from kvcompile.lowering.remembered import Remembered
 from kvcompile.lowering.rooms import rooms
+from kvcompile.passes.graph.dynamo import TensorifyScalarRestartAnalysis
 from kvcompile.passes.plan.certify import certifying
 from kvcompile.passes.plan.policy import Policy, policy_of
 from kvcompile.records import Newest, records
@@ -58,11 +59,18 @@ class Backend:
     ) -> Callable[..., Any]:
         graph = Compilation(gm, example_inputs, self.policy, self.settings, self.memory, len(self.graphs), mode, options)
         self.graphs.append(graph.report)
+        again = False
         try:
             return graph.run()
+        except TensorifyScalarRestartAnalysis:
+            # Dynamo comes back with another graph in place of this one.
+            self.graphs.pop()
+            again = True
+            raise
         finally:
-            self.records.append(graph.record)
-            self._check_policy(graph.report.paths)
+            if not again:
+                self.records.append(graph.record)
+                self._check_policy(graph.report.paths)
 
     def _check_policy(self, paths: set[str]) -> None:
         """Warn once of entries of the policy that match nothing, when an attention is met again: then one pass of the model was seen.

@@ -18,6 +18,7 @@ from torch import fx
 
 from kvcompile.errors import KvcompileError, NotCompiled, SiteRefused, Unsupported
 from kvcompile.lowering.reuse import call_key, identities
+from kvcompile.passes.capture import floats
 from kvcompile.passes.capture.attributes import lifted
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.nested import inlined
@@ -96,7 +97,7 @@ class Compilation:
         self.inner = InnerCompiler(settings, mode, options, self.report)
 
     def run(self) -> Code:
-        """The callable that Dynamo runs in place of the graph."""
+        """The callable that Dynamo runs in place of the graph. Raises TensorifyScalarRestartAnalysis where Dynamo is to begin again."""
         views = any(type(value) is DecodedView for value in self.examples)
         try:
             compiled = self._with_attributes(self._compiled())
@@ -150,6 +151,7 @@ class Compilation:
         except Exception as error:
             log.debug("capture failed", exc_info=True)
             return self._unchanged(_fault(Stage.CAPTURE, "retraced", error))
+        floats.settle(captured)
         try:
             matched = match(captured)
             self.effects = matched.effects

@@ -16,6 +16,7 @@ from kvcompile.lowering.compile import compile_graph, compiling, gluon_choice
 from kvcompile.lowering.gluon.choice import Choice, choosing
 from kvcompile.lowering.reuse import fingerprint
 from kvcompile.passes.capture.capture import Captured, Input
+from kvcompile.passes.capture.floats import settled
 from kvcompile.passes.graph.dynamo import compile_lock
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import value_of
@@ -69,10 +70,11 @@ class InnerCompiler:
         """Compile a graph whose inputs are like ``inputs``; ``constant``: those that are this tensor in every call, by index."""
         started = time.perf_counter()
         try:
-            return compile_graph(
-                module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key, replayed=replayed,
-                constant=constant,
-            )
+            with settled(module.graph, fake_mode):
+                return compile_graph(
+                    module, inputs, fake_mode, self.settings, mode=self.mode, options=self.options, plan=key, replayed=replayed,
+                    constant=constant,
+                )
         finally:
             self.report.compile_seconds += time.perf_counter() - started
 

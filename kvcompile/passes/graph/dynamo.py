@@ -8,6 +8,8 @@ Dynamo
     ``many_versions``       raises the recompile limits while many graphs of one frame are asked for
     ``lookup_backend``      a backend by name
     ``mark_dynamic``        says of a dim of a new tensor that it may change, without a guard
+    ``TensorifyState``, ``TensorifyScalarRestartAnalysis``  make Dynamo begin again with some floats as constants
+    ``is_float_symbol``     whether a symbol is one of a float
     ``no_dynamo``           makes Dynamo leave a code object's frames alone, and those that they call
 Tracing
     ``FakeTensor``, ``FakeTensorMode``, ``in_kernel_invocation_manager``    tensors without data
@@ -35,6 +37,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import CodeType
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
@@ -45,7 +48,9 @@ from torch._dynamo import maybe_mark_dynamic as mark_dynamic
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters as functorch_interpreters
 from torch._guards import TracingContext, detect_fake_mode
@@ -59,6 +64,7 @@ from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 safe_softmax = torch._safe_softmax
@@ -70,12 +76,18 @@ storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 __all__ = [
     "CleanDiv", "ConstantSource", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "FloorDiv",
-    "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload", "OpOverloadPacket", "ProxyTensor", "PythonMod", "TracingContext",
-    "ValueRanges", "bound_sympy", "compile_lock", "detect_fake_mode", "dispatch_keys", "functorch_interpreters", "get_proxy_mode",
-    "get_proxy_slot", "in_kernel_invocation_manager", "is_wrapper", "leave_vmap", "lookup_backend", "many_versions", "mark_dynamic",
+    "HigherOrderOperator", "Max", "Min", "Mod", "OpOverload", "OpOverloadPacket", "ProxyTensor", "PythonMod",
+    "TensorifyScalarRestartAnalysis", "TensorifyState", "TracingContext", "ValueRanges", "bound_sympy", "compile_lock", "detect_fake_mode",
+    "dispatch_keys", "functorch_interpreters", "get_proxy_mode", "get_proxy_slot", "in_kernel_invocation_manager", "is_float_symbol",
+    "is_wrapper", "leave_vmap", "lookup_backend", "many_versions", "mark_dynamic",
     "no_dynamo", "no_modes", "no_proxies", "no_python_dispatcher", "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot",
     "shares_memory", "storage_uses", "track_values", "tree_leaves", "tree_map", "tree_map_only",
 ]
+
+
+def is_float_symbol(symbol: Any) -> bool:
+    """Whether a symbol of a shape environment stands for a float of the caller."""
+    return symbol_is_type(symbol, SymT.FLOAT)
 
 
 def many_versions(most: int) -> AbstractContextManager[None]:

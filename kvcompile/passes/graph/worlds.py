@@ -166,6 +166,14 @@ def value_in_capture(env: Any, symbol: Any) -> int | None:
     return int(known[symbol]) if symbol in known else None
 
 
+def known_symbols(env: Any) -> tuple[Any, ...]:
+    """The symbols of a shape environment that have a value in the capture, whatever became of them since; () without an environment."""
+    if env is None:
+        return ()
+    # torch 2.11 has the other name.
+    return tuple(env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val)
+
+
 def symbols_of(values: Iterable[Any]) -> list[Any]:
     """All symbols of some fake values, themselves sizes or tensors of them, in order of their names."""
     found = set()
