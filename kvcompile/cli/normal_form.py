@@ -39,6 +39,7 @@ def _typed(node: fx.Node, roles: tuple[str, ...]) -> str:
 def _site(item: SitePlan) -> str:
     site, attention = item.site, item.site.attention
     extras = [f"scale {attention.scale:.6g}"]
+    extras += [f"{'over' if factor.divides else 'times'} %{factor.node.name}" for factor in attention.factors]
     extras += [f"softcap {attention.softcap:g}"] if attention.softcap else []
     extras += [f"sinks %{attention.sinks.name}"] if attention.sinks is not None else []
     heads = f"H = {site.heads} query heads over K = {site.key.heads} kv heads, G = {site.groups}, D = {site.key.head_dim}"

@@ -16,13 +16,16 @@ from typing import Any
 
 import networkx as nx
 import torch
+from torch import fx
 
 from kvcompile.passes.capture.capture import Input
 from kvcompile.passes.capture.position_graph import dataflow, extract
-from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.graph.operators import COPIES
+from kvcompile.passes.graph.shapes import op_name, value_of
 from kvcompile.passes.match.mask.masks import shown_by
 from kvcompile.passes.match.mask.reach import held
 from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
+from kvcompile.types import NUMBERS
 from kvcompile.validation.cut import Cut, NotApart
 from kvcompile.validation.inverse import solve
 from kvcompile.validation.sizes import Values, hints, past, read
@@ -39,6 +42,13 @@ COUNTS = (1, 2, 3, -1)
 """Integers that stand for 1 in an integer mask of a hostile moment."""
 AHEAD = 2
 """Places by which a limit of what is seen goes further in a moment that shows what was not written yet."""
+
+
+def taken_from(node: fx.Node) -> fx.Node:
+    """The value that a number of the graph is taken out of, or a copy of."""
+    while op_name(node) in NUMBERS | COPIES and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,10 @@ class Arguments:
         self.checks = extract(captured, nodes, effects) if nodes else None
         beside = {site.attention.beside.q for site in sites if site.attention.beside is not None}
         self.queries = {site.attention.q for site in sites} | beside
+        self.factors = {
+            taken_from(factor.node): (value_of(site.attention.q).shape[-1]) ** (0.5 if factor.divides else -0.5)
+            for site in sites for factor in site.attention.factors
+        }
 
     def counts_on(self, entry: Input) -> bool:
         """Whether an integer argument held the positions of the new tokens, behind those of a growing cache, when it was compiled."""
@@ -258,11 +272,22 @@ class Arguments:
             return self.table(fake.dtype, index, shape, self.tables[node])
         if not fake.dtype.is_floating_point and (example := self.example(index, shape)) is not None:
             return example
+        if node in self.factors:
+            return self.factor(shape, fake.dtype, self.factors[node])
         if index in self.part.given:
             spread = (QUERIES * HOSTILE if moment.hostile else QUERIES) if node in self.queries else 1.0
             return self.normal(shape, fake.dtype, spread)
         # A weight: sums over its last dim keep their size.
         return self.normal(shape, fake.dtype, max(shape[-1], 1) ** -0.5 if len(shape) > 1 else 1.0)
+
+    def factor(self, shape: tuple[int, ...], dtype: torch.dtype, usual: float) -> torch.Tensor:
+        """A factor of the scores, of either sign and another one in each call, about as large as the ``usual`` one.
+
+        With larger ones a softmax shows one token alone, and hides what is wrong with the others.
+        """
+        drawn = torch.rand(shape, generator=self.random, device="cpu") + 0.5
+        sign = 1.0 if float(torch.rand((), generator=self.random, device="cpu")) < 0.5 else -1.0
+        return (drawn * sign * usual).to(dtype)
 
     def example(self, index: int, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The value that an argument was compiled with, where its size is that of this call."""

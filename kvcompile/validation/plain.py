@@ -19,7 +19,8 @@ from torch import fx
 from kvcompile.passes.graph.casts import no_coarser
 from kvcompile.passes.graph.dynamo import python_dispatcher
 from kvcompile.passes.graph.effects import analyse
-from kvcompile.passes.graph.shapes import is_tensor, value_of
+from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
+from kvcompile.types import NUMBERS
 from kvcompile.validation.cut import Cut, NotApart, Number, same
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -76,7 +77,9 @@ class _Propagate(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of one node, wide."""
-        value = super().run_node(n)
+        # A float that is taken out of an argument is what it was: a fake tensor made anew does not say it.
+        given = value_of(n) if op_name(n) in NUMBERS and isinstance(value_of(n), torch.SymFloat) else None
+        value = super().run_node(n) if given is None else given
         if n.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype in self.lifted:
             self.narrow.append((n, value))
             value = value.to(self.dtype)

@@ -123,6 +123,14 @@ class Beside:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A value that all scores are multiplied with, or divided by: a symbolic float, or a tensor of one element, known in a call only."""
+
+    node: fx.Node
+    divides: bool = False
+
+
+@dataclass(frozen=True)
 class Zeroed:
     """Weights set to zero behind the softmax, where ``term`` hides them.
 
@@ -166,6 +174,8 @@ class Attention:
     """What was set to zero behind the softmax: nothing that a query sees, once ``match`` has looked."""
     rounding: float = 0.0
     """How much an epsilon in the model's own division changes, as a share of the result: less than its dtype's rounding."""
+    factors: tuple[Factor, ...] = ()
+    """What the scores are multiplied with beside ``scale``, ahead of softcap and masks: the queries are, in the rewritten graph."""
     others: tuple[Attention, ...] = field(default=(), repr=False)
 
 

@@ -33,6 +33,7 @@ def unchanged_operands(attention: Attention, effects: Effects) -> None:
         named.append(("queries", attention.beside.q))
     if attention.sinks is not None:
         named.append(("sinks", attention.sinks))
+    named += [("a factor of the scores", factor.node) for factor in attention.factors if is_tensor(factor.node)]
     for name, node in named:
         used = _first_use(node, attention.nodes, effects)
         if used is None:

@@ -9,7 +9,7 @@ from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.sites import Slot
+from kvcompile.passes.match.sites import Factor, Slot
 from kvcompile.passes.plan.plan import DTYPES, SitePlan, SlotPlan
 from kvcompile.passes.rewrite import basis, latent
 from kvcompile.passes.rewrite.appends import Appends
@@ -59,10 +59,21 @@ def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:
         more = emit.heads(emit.copies[attention.beside.q], attention.beside.q_roles, ("S", "D"), site.heads, site.groups)
         q = emit.call(aten.cat.default, [q, latent.scaled(emit, more, attention.beside.factor)], -1)
     dtype = value_of(attention.q).dtype
+    q = _times(emit, q, dtype, attention.factors)
     if dtype in DTYPES or item.key.spec.dtype not in DTYPES:
         return q, dtype
     # Double precision: no kernel has it, and only the caches of a trial hold it.
     return emit.call(aten.to.dtype, q, torch.float32), torch.float32
+
+
+def _times(emit: Emitter, q: fx.Node, dtype: torch.dtype, factors: tuple[Factor, ...]) -> fx.Node:
+    """Queries [B, H, S, D] times what the scores are multiplied with and only the call knows, in ``dtype``."""
+    for factor in factors:
+        node, value = emit.copies[factor.node], value_of(factor.node)
+        if isinstance(value, torch.Tensor) and value.dim():
+            node = emit.call(aten.reshape.default, node, [])
+        q = emit.call(aten.div.Tensor if factor.divides else aten.mul.Tensor, q, node)
+    return q
 
 
 def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sources) -> Sources:

@@ -13,7 +13,7 @@ from torch import fx
 
 from kvcompile.passes.graph.operators import Kind, named
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, sizes
-from kvcompile.passes.match.sites import Miss
+from kvcompile.passes.match.sites import Factor, Miss
 
 NAMES = named(Kind.PRODUCT) | {"mm", "addmm"}
 SPELL = "write it as torch.matmul, torch.bmm or a two-operand torch.einsum with single letters"
@@ -31,6 +31,8 @@ class Product:
     letters: tuple[str, ...]
     bias: fx.Node | None = None
     alpha: float = 1.0
+    factors: tuple[Factor, ...] = ()
+    """``alpha`` where it is no number of the graph."""
 
     def operands(self) -> tuple[tuple[fx.Node, tuple[str, ...]], tuple[fx.Node, tuple[str, ...]]]:
         """Both operands with their letters."""
@@ -50,11 +52,15 @@ def product(node: fx.Node) -> Product | None:
     if name in {"baddbmm", "addmm"}:
         first, second = (arguments["batch1"], arguments["batch2"]) if name == "baddbmm" else (arguments["mat1"], arguments["mat2"])
         found = _matmul(node, first, second)
-        beta, alpha = float(arguments["beta"]), float(arguments["alpha"])
+        if isinstance(arguments["beta"], fx.Node):
+            raise Miss(f"{name} with a beta that only the call knows", node, advice="add the bias to the scores with beta=1")
+        beta, alpha = float(arguments["beta"]), arguments["alpha"]
+        factors = (Factor(alpha),) if isinstance(alpha, fx.Node) else ()
         if found is None or beta not in {0.0, 1.0}:
             raise Miss(f"{name} with a beta other than 0 or 1", node, advice="add the bias to the scores with beta=1")
         bias = arguments["self"] if beta else None
-        return Product(node, found.left, found.left_letters, found.right, found.right_letters, found.letters, bias, alpha)
+        alpha = 1.0 if factors else float(alpha)
+        return Product(node, found.left, found.left_letters, found.right, found.right_letters, found.letters, bias, alpha, factors)
     return _einsum(node, arguments["equation"], list(arguments["tensors"]))
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import fx
 
 from kvcompile.passes.graph.shapes import bind, hint, op_name, sizes, value_of
-from kvcompile.passes.match.sites import Attention, MaskKind, MaskTerm, Miss
+from kvcompile.passes.match.sites import Attention, Factor, MaskKind, MaskTerm, Miss
 
 NAMES = {"scaled_dot_product_attention"}
 
@@ -61,9 +61,10 @@ def recognise(node: fx.Node) -> Attention | None:
     scale = arguments["scale"]
     if scale is None:
         scale = 1 / math.sqrt(hint(value_of(q).shape[-1]))
+    factors = (Factor(scale),) if isinstance(scale, fx.Node) else ()
     found = Attention(
-        "sdpa", node, (node,), q, q_roles, k, k_roles, v, k_roles, q_roles, float(scale),
-        masks=masks, causal=bool(arguments["is_causal"]),
+        "sdpa", node, (node,), q, q_roles, k, k_roles, v, k_roles, q_roles, 1.0 if factors else float(scale),
+        masks=masks, causal=bool(arguments["is_causal"]), factors=factors,
     )
     return replace(found, others=(_tiled(found),)) if rank == 5 else found
 

@@ -61,7 +61,7 @@ def recognise(node: fx.Node) -> Attention | None:
     letters = Letters()
     for item, spelled in first.operands():
         letters.note(item, spelled)
-    state = Scores(first, letters, letters.note(first.node, first.letters), scale=first.alpha)
+    state = Scores(first, letters, letters.note(first.node, first.letters), scale=first.alpha, factors=list(first.factors))
     if first.bias is not None:
         state.mask(first.bias, MaskKind.ADD, dtype=value_of(first.node).dtype)
     for step, carried in steps:
@@ -143,7 +143,7 @@ def _attentions(
                 Zeroed(_term(term, naming, settle), tuple((item, naming.roles(settle(dims))) for item, dims in statistics))
                 for term, statistics in state.zeroed
             ),
-            state.rounding,
+            state.rounding, tuple(state.factors),
         )
 
 

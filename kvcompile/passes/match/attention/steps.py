@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 from torch import fx
@@ -16,7 +17,7 @@ from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, operand, siz
 from kvcompile.passes.match.attention.products import NAMES, Product
 from kvcompile.passes.match.attention.roles import Dims, Letters
 from kvcompile.passes.match.attention.sums import Summand, summand
-from kvcompile.passes.match.sites import MaskKind, Miss
+from kvcompile.passes.match.sites import Factor, MaskKind, Miss
 
 VIEWS = named(Kind.RESHAPE, Kind.UNSQUEEZE)
 LEAST_FACTOR = 0.05
@@ -68,6 +69,8 @@ class Scores:
     zeroed: list[tuple[Term, Statistics]] = field(default_factory=list)
     """Masks of weights, each with what it may be made from."""
     rounding: float = 0.0
+    factors: list[Factor] = field(default_factory=list)
+    """What the scores are multiplied with that is no number of the graph."""
 
     def mask(
         self, node: fx.Node, kind: MaskKind, factor: float = 1.0, dtype: torch.dtype = torch.float32, fill: float = -math.inf,
@@ -147,8 +150,39 @@ def _other(node: fx.Node, carried: fx.Node) -> object:
     return node.args[1] if node.args[0] is carried else node.args[0]
 
 
+def is_single(item: object) -> TypeGuard[fx.Node]:
+    """Whether an operand is one real number for all scores, which the graph computes or is given: a float, or a tensor of one element."""
+    if not isinstance(item, fx.Node):
+        return False
+    value = value_of(item)
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_floating_point and all(isinstance(size, int) and size == 1 for size in value.shape)
+    return isinstance(value, torch.SymFloat | float)
+
+
+def _times(state: Scores, node: fx.Node, factor: Factor) -> None:
+    """Note a factor that only a call knows: the queries take it, which come ahead of all that was read so far but numbers."""
+    if state.cap or state.capping:
+        raise Miss(
+            "the scores are scaled, behind or within a softcap, by a tensor", node,
+            advice="give the cap as a Python number, and scale the scores (or the queries) before it",
+        )
+    if state.masks or state.sinks is not None:
+        raise Miss(
+            "the scores are scaled, after they were masked, by a number that only the call knows", node,
+            advice="scale the scores (or the queries) before they are masked",
+        )
+    # The second product's scores, read as a mask, would need the factor as well.
+    state.instead = None
+    state.factors.append(factor)
+
+
 def _mul(state: Scores, node: fx.Node, carried: fx.Node) -> None:
-    factor = constant(_other(node, carried))
+    other = _other(node, carried)
+    factor = constant(other)
+    if factor is None and is_single(other):
+        _times(state, node, Factor(other))
+        return
     if factor is None:
         raise Miss("the scores are multiplied by a tensor", node, advice="multiply the queries by it, before the product")
     _scaled(state, node, factor)
@@ -156,6 +190,9 @@ def _mul(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 
 def _div(state: Scores, node: fx.Node, carried: fx.Node) -> None:
     factor = constant(node.args[1])
+    if factor is None and node.args[0] is carried and is_single(node.args[1]) and "rounding_mode" not in node.kwargs:
+        _times(state, node, Factor(node.args[1], divides=True))
+        return
     if factor is None or node.args[0] is not carried:
         raise Miss("the scores are divided by a tensor", node, advice="divide by a plain number (math.sqrt), or divide the queries")
     _scaled(state, node, 1 / factor)
@@ -190,7 +227,7 @@ def _add(state: Scores, node: fx.Node, carried: fx.Node) -> None:
 def _bare(state: Scores) -> bool:
     """Whether the scores are still a product times a number."""
     whole = state.dims == tuple((letter,) if letter else () for letter in state.product.letters)
-    return whole and not state.masks and not state.cap and not state.capping and state.beside is None
+    return whole and not state.masks and not state.cap and not state.capping and state.beside is None and not state.factors
 
 
 def _fill(state: Scores, node: fx.Node, carried: fx.Node) -> None:

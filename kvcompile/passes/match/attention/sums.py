@@ -38,7 +38,7 @@ def summand(node: fx.Node, first: Product) -> Summand | None:
         factor *= value if op_name(node) != "div" else 1 / value
         node = node.args[0]  # type: ignore[assignment]
         nodes.append(node)
-    if found.bias is not None or len(found.letters) != len(first.letters):
+    if found.bias is not None or found.factors or len(found.letters) != len(first.letters):
         return None
     if len(_contracted(found)) != 1 or [spelled(found, side) for side in (0, 1)] not in ([spelled(first, 0), spelled(first, 1)],
                                                                                         [spelled(first, 1), spelled(first, 0)]):
