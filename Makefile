@@ -22,9 +22,11 @@ test: lint suite
 suite: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
 
-# What tests/slow.txt lists and what is marked so: a third of all the time.
+# What tests/slow.txt lists and what is marked so: a third of all the time. Then tests of every kind with the torch that users have,
+# some parts of which are faster ones elsewhere (tests/support/faster_torch.py).
 slow: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest $(PARALLEL) --unpatched @tests/unpatched.txt
 
 # All tests with the oldest versions that pyproject.toml admits; takes several GB, as that torch comes with CUDA alone.
 # Its Triton's interpreter does not run with a newer numpy.

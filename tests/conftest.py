@@ -1,100 +1,25 @@
-"""What all tests share: skips with a reason, few threads, a clean Dynamo, ``--accept``."""
+"""What all tests share: skips with a reason, few threads, a clean Dynamo, ``--accept``, ``--unpatched``."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 # Inductor compiles in this process: workers that it starts import torch again, and the suite has one process a core.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A second thread that has nothing to do sleeps: it spins by default, on the core of the suite's other process. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import joined_kernels
+import faster_torch
 import pytest
-import sympy
 import torch
-import torch._inductor.config
-from torch._dynamo import guards
-from torch._inductor import sizevars
-from torch._inductor import utils as inductor_utils
-from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 torch.set_num_threads(2)
 # Tracing makes millions of objects that stay: looking through them at Python's default rate is 8% of the suite.
 gc.set_threshold(200_000, 20, 50)
-# A full collection after every graph, and a flushed cache to measure how long its guards take: as much again.
-torch._dynamo.config.run_gc_after_compile = False
-guards.profile_guard_manager = lambda *measured: 0.0
-# A message with two stacks for every attribute that traced code sets, for a log that nobody reads: 2% of a test that compiles.
-if hasattr(torch._dynamo.config, "side_effect_replay_policy"):
-    torch._dynamo.config.side_effect_replay_policy = "silent"
-# A module's own attribute is found at once, a setting's value is looked for by a function: this one is asked for before every instruction.
-vars(torch._dynamo.config)["verbose"] = torch._dynamo.config.verbose
-# Inductor simplifies an index expression for every stride it asks for: a third of its own time for a graph of squat. Expanding is equal,
-# gave the same expression for all of the 735 strides of that graph, and takes a tenth of the time.
-sizevars.sympy = SimpleNamespace(**{**vars(sympy), "simplify": sympy.expand})
-# Line tables of generated C++, for stacks that nobody reads: 40% of the compiler's time.
-if hasattr(torch._inductor.config.aot_inductor, "enable_line_tables"):
-    torch._inductor.config.aot_inductor.enable_line_tables = False
-# Pytest listens to loggers that do not propagate, so that torch prints every graph of every stage for its trace log.
-_TRACE = logging.getLogger("torch.__trace")
-_TRACE.addHandler = lambda handler: None  # type: ignore[method-assign]
-_TRACE.handlers.clear()
-
-
-def _fill_once_a_set_of_rules(fill: Callable[[object], None]) -> Callable[[object], None]:
-    """Return ``fill``, an ``__init__`` of Inductor's only table of result dtypes, such that it runs again only where rules were added.
-
-    Inductor calls it for every operation that it generates code for: 1.5 s for the graphs of one layer of kivi on a CPU, of about 23.
-    """
-    known = 0
-
-    def init(self: object) -> None:
-        nonlocal known
-        if known != len(inductor_utils.op_dtype_propagation_rules):
-            fill(self)
-            known = len(inductor_utils.op_dtype_propagation_rules)
-
-    return init
-
-
-DtypePropagationOpsHandler.__init__ = _fill_once_a_set_of_rules(DtypePropagationOpsHandler.__init__)  # type: ignore[method-assign]
-joined_kernels.install()
-
-
-def _symbolic(value: object) -> bool:
-    """Whether an argument of an operator has a size that is a symbol."""
-    if isinstance(value, torch.Tensor):
-        return value._has_symbolic_sizes_strides
-    if isinstance(value, list | tuple):
-        return any(map(_symbolic, value))
-    return isinstance(value, torch.SymInt)
-
-
-def _without_symbols(cached: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``cached``, fake tensors' dispatch through torch's cache of results, such that sizes that are symbols go past the cache.
-
-    Symbols are those of one trace, so that most such entries are made and never read, and to read one takes as long as to compute it: 15%
-    of a test that compiles. ``TORCH_FAKE_TENSOR_DISPATCH_CACHE=0`` is torch's switch for the whole of it.
-    """
-
-    def dispatch(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self.shape_env is not None and any(map(_symbolic, args)):
-            return self._dispatch_impl(func, types, args, kwargs)
-        return cached(self, func, types, args, kwargs)
-
-    return dispatch
-
-
-FakeTensorMode._cached_dispatch_impl = _without_symbols(FakeTensorMode._cached_dispatch_impl)  # type: ignore[method-assign]
 
 
 def _roomy(run: Callable[[pytest.Function], object]) -> Callable[[pytest.Function], object]:
@@ -122,8 +47,15 @@ FIRST = ("certified", "triton", "prefill", "chunked", "cpp", "inductor")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--accept`` writes what the golden tests see instead of comparing it."""
+    """``--accept`` writes what the golden tests see instead of comparing it; ``--unpatched`` leaves torch as users have it."""
     parser.addoption("--accept", action="store_true", default=False, help="write the golden files instead of comparing with them")
+    parser.addoption("--unpatched", action="store_true", default=False, help="replace no part of torch by a faster one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make torch faster for the run, ahead of all that tests import."""
+    if not config.getoption("--unpatched"):
+        faster_torch.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
