@@ -269,7 +269,7 @@ class Arguments:
         shape = self.shape(fake, moment)
         node = self.part.captured.inputs[index].node
         if node in self.tables:
-            return self.table(fake.dtype, index, shape, self.tables[node])
+            return self.table(fake.dtype, index, shape, read(self.tables[node], moment.values))
         if not fake.dtype.is_floating_point and (example := self.example(index, shape)) is not None:
             return example
         if node in self.factors:
