@@ -17,7 +17,7 @@ from kvcompile.errors import CallRefused, LengthsDiffer, NotCompiled, NotServed
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.plan.plan import SitePlan
+from kvcompile.passes.plan.plan import Growing, SitePlan
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.calibration import Calibration, calibrated
@@ -38,6 +38,7 @@ from kvcompile.runtime.states import States
 from kvcompile.runtime.steady import Steady
 from kvcompile.runtime.token_slots import LEAST_PAGES, cursors
 from kvcompile.runtime.undo import Undo
+from kvcompile.types import pages_for
 
 
 @dataclass
@@ -218,15 +219,16 @@ class BoundGraph:
 
     def _make_room(self, step: _Step, call: Call) -> None:
         """Have enough pages in every store; all stores of a graph that grow alike have the same number of pages."""
-        pages: dict[int | None, int] = {}
+        pages: dict[Growing, int] = {}
         tokens: list[int] = []
         for form, state, start, count in zip(self.forms, step.states, step.starts, step.counts, strict=True):
             needed, capacity = form.room(start, count, call)
             tokens.append(needed)
-            pages[form.end] = max(pages.get(form.end, LEAST_PAGES), self.growth.pages(needed, capacity), state.pages)
+            wanted = pages_for(needed) if form.growing.still else self.growth.pages(needed, capacity)
+            pages[form.growing] = max(pages.get(form.growing, LEAST_PAGES), wanted, state.pages)
         for form, state, needed in zip(self.forms, step.states, tokens, strict=True):
             for store in state.stores.values():
-                store.reserve(pages[form.end], needed)
+                store.reserve(pages[form.growing], needed)
 
     def _cursors(self, rewritten: Rewritten, step: _Step) -> list[torch.Tensor]:
         """Return the slots of the next tokens of sliding windows, as the compiled code takes them."""

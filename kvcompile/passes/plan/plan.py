@@ -27,7 +27,7 @@ from kvcompile.errors import (
     WindowReadLate,
 )
 from kvcompile.passes.graph.effects import Effects
-from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.graph.shapes import same, value_of
 from kvcompile.passes.match.agreement import agreed
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.match import Matched, refuse
@@ -45,6 +45,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
+class Growing:
+    """How long stores become; those of a graph for which it is equal have the same number of pages.
+
+    ``end``: the capacity that they grow up to, None for no end. ``still``: whether their first write was the last, as that of
+    cross-attention is: they need no room behind their tokens.
+    """
+
+    end: int | None
+    still: bool = False
+
+    @property
+    def label(self) -> str:
+        """A word that no other value has, '' for stores that grow without an end."""
+        return f"{'' if self.end is None else self.end}{'still' if self.still else ''}"
+
+
+@dataclass(frozen=True)
 class SlotPlan:
     """One slot with its scheme, layout and bytes."""
 
@@ -59,6 +76,8 @@ class SlotPlan:
     """The rotary embedding of keys that are stored before it."""
     sinks: int = 0
     """First tokens kept in full precision: the larger of both halves of the site."""
+    still: bool = False
+    """Whether this graph says that no token will come behind those of the first write."""
 
     @property
     def knows_padding(self) -> bool:
@@ -72,12 +91,17 @@ class SlotPlan:
 
     @property
     def end(self) -> int | None:
-        """Return the capacity that the store grows up to, None for no end: stores with the same end have the same number of pages."""
+        """Return the capacity that the store grows up to, None for no end."""
         slot = self.slot
         if slot.sliding is not None:
             return slot.sliding.slots
         size = slot.axes.room(value_of(slot.root).shape)
         return size if slot.kind.facts.fixed and isinstance(size, int) else None
+
+    @property
+    def growing(self) -> Growing:
+        """Return how long the store becomes."""
+        return Growing(self.end, self.still)
 
     @property
     def in_order(self) -> bool:
@@ -264,6 +288,17 @@ def rolls(site: Site) -> int | None:
     return slot.capacity if hi.amount == lo.amount and isinstance(slot.capacity, int) and longest >= slot.capacity else None
 
 
+def _still(slot: Slot, site: Site) -> bool:
+    """Whether a slot is only read, or starts with tokens that are not those of the queries: such a cache grows no more.
+
+    A guess that costs a copy where it is wrong, as the next write makes room. A buffer has its own capacity in any case.
+    """
+    facts = slot.kind.facts
+    if not facts.written:
+        return not facts.created
+    return facts.created and facts.grows and slot.sliding is None and not same(slot.write.count, site.tokens)
+
+
 def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     """Return a site with both its slots planned by ``pair``; raises a SchemeError where a scheme cannot hold its slot."""
     pair = dataclasses.replace(pair, k=pair.k.at(site.path), v=pair.v.at(site.path))
@@ -282,7 +317,7 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
         check_site(site, rolling)
 
     def planned(slot: Slot, role: Role, chosen: Scheme) -> SlotPlan:
-        made = _slot_plan(slot, role, chosen, (window, sinks), rolling, effects)
+        made = dataclasses.replace(_slot_plan(slot, role, chosen, (window, sinks), rolling, effects), still=_still(slot, site))
         if pair.certify is None:
             return made
         check_scheme(made.scheme, made.spec, site.path or "*")

@@ -13,6 +13,7 @@ from kvcompile.passes.capture.attributes import STATIC
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import ConstantSource
 from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.plan.plan import Growing
 from kvcompile.passes.rewrite.rewritten import Rewritten
 from kvcompile.types import Extent
 
@@ -25,19 +26,19 @@ PAGES_HINT = 64
 def rewritten_inputs(captured: Captured, rewritten: Rewritten) -> tuple[tuple[Any, ...], dict[Any, str]]:
     """(fake values of the rewritten graph's inputs, a name for each symbol of ours): stores that grow alike share one number of pages."""
     mode = captured.fake_mode
-    pages: dict[int | None, Any] = {}
+    pages: dict[Growing, Any] = {}
     symbols: dict[Any, str] = {}
     planes = []
-    for end in dict.fromkeys(item.plan.end for item in rewritten.bindings):
-        number = f"{end if end is not None else ''}"
-        pages[end] = _length(mode, rewritten.variant.value + (f"_{number}" if number else ""), symbols, number)
+    for growing in dict.fromkeys(item.plan.growing for item in rewritten.bindings):
+        label = growing.label
+        pages[growing] = _length(mode, rewritten.variant.value + (f"_{label}" if label else ""), symbols, label)
     with mode:
         for item in rewritten.bindings:
             slot = item.plan.slot
             root = value_of(slot.root)
             batch = slot.rows(root.shape)
             for place, spec in enumerate(item.plan.layout.planes):
-                shape = spec.shape(pages[item.plan.end], batch, item.plan.spec.heads)
+                shape = spec.shape(pages[item.plan.growing], batch, item.plan.spec.heads)
                 if item.plan.layout.first is not None and (spec.extent is Extent.STORE or spec.extent is Extent.TOKENS):
                     # Every such plane has a length of its own.
                     name = f"plane{item.first_plane + place}"

@@ -50,7 +50,7 @@ class RopeTables:
             return []
         plane = self.planes.of(slot)[0]
         # Stores that grow alike have as many places.
-        key = "all", slot.end
+        key = "all", slot.growing
         if key not in self.places:
             count = emit.call(operator.mul, emit.call(aten.sym_size.int, plane, 0), PAGE)
             self.places[key] = emit.positions(count, 0, value_of(slot.slot.root).device)

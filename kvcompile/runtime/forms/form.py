@@ -36,7 +36,7 @@ class CacheForm(abc.ABC):
         self.group, self.kind = group, group.kind.facts
         slot = group.first.plan.slot
         self.axes, self.write, self.token_dim = slot.axes, slot.write, slot.axes.token_dim
-        self.end = group.first.plan.end
+        self.growing = group.first.plan.growing
         self.windowed = any(item.plan.in_order for item in group.bindings)
 
     # --- sizes -----------------------------------------------------------------------------------
