@@ -108,6 +108,11 @@ def but(excluded: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tenso
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 CASES: dict[str, Case] = {
+    # A model of bfloat16 makes masks in its dtype and adds them to float32 scores.
+    "twice-by-the-lowest-of-bfloat16": Case(
+        lambda s, h, x: s.masked_fill(h, torch.finfo(BRAIN).min).masked_fill((x == 0)[:, None, None], torch.finfo(BRAIN).min),
+        rewritten=True,
+    ),
     # Replaced scores.
     "fill -1e4": Case(lambda s, h, x: s.masked_fill(h, -1e4), queries=1e5),
     "where -1e4": Case(lambda s, h, x: torch.where(h, -1e4, s), queries=1e5),

@@ -11,8 +11,12 @@ LONGEST = 1 << 24
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return the least finite number of a floating point dtype, -inf for any other dtype."""
-    return torch.finfo(dtype).min if dtype.is_floating_point else -float("inf")
+    """Return the number at and below which a score hides its token: a dtype's least finite one, -inf for a dtype of no floats.
+
+    In float32 and float64 it is bfloat16's: a model of bfloat16 makes its masks in that dtype and adds them to float32 scores, and no sum
+    of products comes within a hundredth of it without overflowing.
+    """
+    return max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min) if dtype.is_floating_point else -math.inf
 
 
 def integers(dtype: torch.dtype) -> int:
