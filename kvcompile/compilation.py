@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.errors import KvcompileError, NotCompiled, SiteRefused, Unsupported
+from kvcompile.errors import KvcompileError, NotCompiled, SiteRefused, Unsupported, VerificationFailed
 from kvcompile.lowering.reuse import call_key, identities
 from kvcompile.passes.capture import floats
 from kvcompile.passes.capture.attributes import lifted
@@ -163,7 +163,7 @@ class Compilation:
                 variants.rewritten(Variant.PAST)
             described = graph_report(self.report.index, planned, matched.uncached)
         except Exception as error:
-            if isinstance(error, KvcompileError) and not isinstance(error, Unsupported):
+            if isinstance(error, KvcompileError) and not isinstance(error, (Unsupported, VerificationFailed)):
                 raise
             log.debug("a graph could not be analysed", exc_info=True)
             # Never an error of the program, unless ``strict``.

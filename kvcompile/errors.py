@@ -278,7 +278,7 @@ class DamagedCache(NotCompiled):
     )
 
 
-class VerificationFailed(CompileError):
+class VerificationFailed(NotCompiled):
     template = (
         "the rewritten graph lost a fact that soundness needs: {fact}, found {found} (at {where}); this is a bug in "
         "kvcompile: please report it with the output of `kvcompile dump --stage rewritten`"

@@ -41,5 +41,9 @@ CORPUS: tuple[tuple[int, Choice], ...] = (
     (1, {"event": "swapped"}),
     # A symbolic head dim.
     (5217, {"layout": "concatenated", "caches": "arguments", "extent": "written", "dynamic": "True"}),
+    # A result's length in two spellings, which guards make equal.
+    (201041, {
+        "layout": "concatenated", "caches": "arguments", "extent": "written", "mask": "tril-from", "chunks": "301,1,1,3,1,1",
+    }),
 )
 """(seed, what is not plain). It only grows."""

@@ -17,7 +17,7 @@ from torch import fx
 from kvcompile.errors import VerificationFailed
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import OpOverload
-from kvcompile.passes.graph.shapes import op_name, source_line
+from kvcompile.passes.graph.shapes import equal, op_name, source_line
 from kvcompile.passes.rewrite.rewritten import Binding, Rewritten
 from kvcompile.schemes import Adaptive
 
@@ -153,9 +153,13 @@ def _same_results(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ..
         value = old.meta.get("val") if isinstance(old, fx.Node) else old
         if not isinstance(value, torch.Tensor):
             continue
-        same = isinstance(new, torch.Tensor) and new.dtype == value.dtype and _shape(new) == _shape(value)
-        if not same:
+        if not (isinstance(new, torch.Tensor) and new.dtype == value.dtype and _one_shape(new, value)):
             _fail(f"a result of {value.dtype} {tuple(value.shape)}", f"{new.dtype} {tuple(new.shape)}", old)
+
+
+def _one_shape(value: torch.Tensor, known: torch.Tensor) -> bool:
+    """Whether two fake results have one shape: proved, or guarded where two spellings of a size are equal in the captured call."""
+    return value.dim() == known.dim() and all(equal(size, other) for size, other in zip(value.shape, known.shape, strict=True))
 
 
 def _shape(value: torch.Tensor) -> tuple[str, ...]:

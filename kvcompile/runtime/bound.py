@@ -139,7 +139,7 @@ class BoundGraph:
             if isinstance(error, CallRefused) and not isinstance(error, NotServed):
                 return self.dense.refused(self.forms, args, error, self.thawed)
             # A cache whose first call cannot be served is adopted by the next.
-            broken = Broken(self.forms[0].group, str(error), isinstance(error, NotCompiled) and Variant.PAST not in self.variants)
+            broken = Broken(self.forms[0].group, str(error), not isinstance(error, CallRefused) and Variant.PAST not in self.variants)
             return self.dense.out_of_order(self.forms, args, broken, self.thawed)
         self._settle(step, call, rewritten)
         given = self._commit(step, call, shapes, results, rewritten)

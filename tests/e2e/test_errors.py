@@ -249,6 +249,24 @@ def test_one_of_two_layers_is_refused_later() -> None:
     assert kinds == [[True, True], [True, False], [True, False], [True, True]]
 
 
+def test_a_fact_that_is_lost_leaves_the_cache_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What verify finds is no error of the user's program."""
+    model = llama(layers=1)
+    compiled = torch.compile(model, backend=kvcompile.backend("int8", inner="eager"))
+
+    def lost(*given: Any) -> None:
+        raise errors.VerificationFailed(fact="one append into every plane", found="none", where="here")
+
+    monkeypatch.setattr(sys.modules["kvcompile.variants"], "verify", lost)
+    cache, plain = cache_of(model, "static"), cache_of(model, "static")
+    with torch.no_grad():
+        for count in (9, 1, 1):
+            words = prompt(1, count, count)
+            found, expected = compiled(words, past_key_values=cache).logits, model(words, past_key_values=plain).logits
+            assert torch.allclose(found, expected, atol=1e-6)
+    assert "lost a fact that soundness needs: one append into every plane" in caplog.text
+
+
 @pytest.mark.parametrize(("kind", "stage"), [("static", "match"), ("dynamic", "plan"), ("static", "rewrite"), ("dynamic", "rewrite")])
 def test_a_fault_of_ours_is_a_refusal(kind: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that a pass breaks on runs as it is, over caches that others have compressed; under ``strict`` it raises."""
