@@ -70,6 +70,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--find", action="store_true", help="look for tests that notice the mutants that have none yet")
     parser.add_argument("--file", type=Path, default=FILE)
     options, console = parser.parse_args(given), Console()
+    if options.draw is None and not options.file.exists():
+        console.print(f"no list yet: --draw SEED writes {options.file.name} and looks for the tests that notice it", markup=False)
+        return 1
     every = drawn(options.draw) if options.draw is not None else read(options.file)
     finding = options.draw is not None or options.find
     chosen = [
