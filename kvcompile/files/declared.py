@@ -48,7 +48,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Whole:
-    """The mark of an annotated dataclass whose fields must all be given, those with defaults too."""
+    """The mark of an annotated dataclass that must be given every field, also one with a default."""
 
 
 def as_declared(kind: Any, value: Any, where: str = "the file") -> Any:
@@ -76,7 +76,7 @@ def as_declared(kind: Any, value: Any, where: str = "the file") -> Any:
 
 
 def unfit(where: str, expected: object, found: Any) -> FileUnfit:
-    """Return the error for a value that is not as declared; long values are shortened."""
+    """Return the FileUnfit for a value found at ``where`` that is not the ``expected`` one; a long value is shortened."""
     return FileUnfit(where=where, expected=expected, found=reprlib.repr(found))
 
 
@@ -135,7 +135,7 @@ READERS: dict[Any, Callable[[tuple[Any, ...], Any, str], Any]] = {list: _list, t
 
 
 def _record(kind: Any, value: Any, where: str, whole: bool = False) -> Any:
-    """Return a dataclass from a mapping of its fields, all of those that have no default, all of them where it is to be ``whole``."""
+    """Return a dataclass from a mapping of its fields; a field may be absent if it has a default and ``whole`` is False."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     given = _plain(dict, value, where)
     if unknown := sorted(map(str, given.keys() - fields.keys())):

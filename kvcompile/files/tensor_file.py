@@ -30,7 +30,7 @@ class Entry:
     rising: bool = False
 
     def check(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is as declared; raises FileUnfit."""
+        """Return the tensor unchanged; raises FileUnfit if its shape, dtype, range or order is not the declared one."""
         fits = tensor.dim() == len(self.shape) and all(
             wanted in {None, size} for wanted, size in zip(self.shape, tensor.shape, strict=True)
         )

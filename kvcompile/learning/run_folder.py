@@ -145,7 +145,7 @@ def _named(parameters: Parameters) -> dict[str, torch.Tensor]:
 
 
 def _declared(named: dict[str, torch.Tensor], names: frozenset[str]) -> dict[str, Entry]:
-    """Declare the learned tensors, and Adam's state of those whose steps the file counts."""
+    """Declare the learned tensors, and Adam's state for each tensor that has a step count in the file."""
     found = {name: Entry(tuple(tensor.shape), tensor.dtype, rising=name.endswith("thresholds")) for name, tensor in named.items()}
     for name, tensor in named.items():
         if f"adam.{name}.step" in names:

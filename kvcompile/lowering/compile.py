@@ -76,7 +76,7 @@ CALLERS = {"compiling", "_built", "compile_by_inductor"}
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Return what a compiler wrapped into its own error."""
+    """Return the innermost cause of a compiler's error."""
     while (before := error.__cause__ or getattr(error, "inner_exception", None)) is not None and before.__traceback__ is not None:
         error = before
     return error

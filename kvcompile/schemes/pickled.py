@@ -34,7 +34,7 @@ def classes(root: type) -> list[type]:
 
 
 def _parts(hint: Any) -> Iterator[type]:
-    """Give the dataclasses and enums inside of an annotation."""
+    """Yield every dataclass and enum that a type annotation names."""
     if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, enum.Enum)):
         yield hint
     for inner in typing.get_args(hint):

@@ -38,7 +38,7 @@ def constant(node: Any) -> float | None:
 
 
 def filled(node: Any) -> float | None:
-    """The number that every element of a tensor is, of any size; a plain number itself; None where that is not known."""
+    """Return the one number that all elements of a tensor node are known to equal, or a plain number itself; None where it is not known."""
     found = constant(node)
     while found is None and isinstance(node, fx.Node):
         name = op_name(node)
