@@ -64,7 +64,8 @@ def ended(mutant: Mutant, tests: Sequence[str], seconds: float) -> Ended:
                 "TRITON_CACHE_DIR": str(copy.parent / "triton"), "HOME": str(copy.parent),
             }
             command = [
-                sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu", *tests,
+                sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu and not slow",
+                *dict.fromkeys(tests),
             ]
             try:
                 done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
