@@ -285,6 +285,13 @@ class VerificationFailed(NotCompiled):
     )
 
 
+class SizesFixed(NotCompiled):
+    template = (
+        "expected code of a graph ({variant}) that serves every size, found that an operation in it reads sizes as numbers ({sizes}) when "
+        "nothing can guard them any more; compile without dynamic=True, or report this model with the output of TORCH_LOGS=+dynamic"
+    )
+
+
 class CallRefused(KvcompileError):
     """Base of the errors for a call that a compressed cache cannot serve and the dense cache can; nothing was written yet.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.errors import NotCompiled
+from kvcompile.errors import NotCompiled, SizesFixed
 from kvcompile.lowering.attend_kernels import kernel_lines
 from kvcompile.lowering.compile import compile_graph, compiling, gluon_choice
 from kvcompile.lowering.gluon.choice import Choice, choosing
@@ -19,6 +19,7 @@ from kvcompile.passes.capture.capture import Captured, Input
 from kvcompile.passes.capture.floats import settled
 from kvcompile.passes.graph.dynamo import compile_lock
 from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.late_guards import Beliefs
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.plan.plan import Plan
 from kvcompile.passes.rewrite.inputs import forget_guards, mark_inputs, rewritten_inputs
@@ -96,6 +97,7 @@ class Variants:
         self._inputs: dict[Variant, tuple[tuple[Any, ...], dict[Any, str]]] = {}
         self._compiled: dict[Variant, tuple[Rewritten, Code]] = {}
         self._failed: dict[Variant, NotCompiled] = {}
+        self._fixed: SizesFixed | None = None
 
     def __contains__(self, variant: Variant) -> bool:
         return variant in self._compiled
@@ -122,6 +124,8 @@ class Variants:
             raise self._failed[variant]
         if variant in self._compiled:
             return self._compiled[variant]
+        if self._fixed is not None:
+            raise self._fixed
         # A variant may be made in the middle of a call, where Dynamo does not hold its lock; tracing is not thread-safe.
         with compile_lock:
             try:
@@ -132,11 +136,17 @@ class Variants:
         return self._compiled[variant]
 
     def _compile(self, variant: Variant) -> Code:
+        before = Beliefs.of(self.captured.fake_mode.shape_env)
         try:
             return self._code_of(variant, *self._described(variant))
         finally:
             # Whatever looks at the inputs may guard on them: the checks, a kernel's choice, compiling, also where it fails.
-            forget_guards(self.captured, {symbol for _, symbols in self._inputs.values() for symbol in symbols})
+            ours = {symbol for _, symbols in self._inputs.values() for symbol in symbols}
+            forget_guards(self.captured, ours)
+            if fixed := before.fixed_since(ours):
+                # Code of later variants would be made for these numbers too.
+                self._fixed = SizesFixed(sizes=", ".join(f"{symbol} = {value}" for symbol, value in fixed.items()), variant=TITLES[variant])
+                raise self._fixed
 
     def _code_of(self, variant: Variant, fakes: tuple[Any, ...], symbols: dict[Any, str]) -> Code:
         """Code of a variant whose inputs are like ``fakes``: that of an equal graph, or compiled now."""

@@ -11,6 +11,8 @@ from torch._dynamo.utils import counters
 import kvcompile
 from kvcompile import variants
 from kvcompile.errors import NotCompiled
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.passes.verify import verify
 from kvcompile.runtime.guards import Expected
 from kvcompile.runtime.handle import CompressedCache
@@ -117,3 +119,27 @@ def compile_but(compile_graph: Any) -> Any:
         return compile_graph(module, *args, **settings)
 
     return compiled
+
+
+def _reads_a_size_late(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> None:
+    """What some operations do with an operand's sizes, in place of ``verify``: read one that is a symbol as a number."""
+    if rewritten.variant is not Variant.PAST:
+        return
+    sizes = (size for fake in fakes[: len(rewritten.kept)] if isinstance(fake, torch.Tensor) for size in fake.shape)
+    int(next(size for size in sizes if isinstance(size, torch.SymInt)))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_size_that_is_fixed_behind_the_guards_is_no_code_for_others(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Chunks of a prompt share a frame, and the variant for a filled cache is made behind its guards: not for the second chunk alone."""
+    monkeypatch.setattr(variants, "verify", _reads_a_size_late)
+    compiled = torch.compile(model, backend=kvcompile.backend("dense"), dynamic=True)
+    cache, other = (transformers.StaticCache(model.config, max_cache_len=64) for _ in range(2))
+    for chunk in (7, 5, 9):
+        ids = torch.randint(0, 64, (1, chunk), generator=torch.Generator().manual_seed(chunk))
+        with torch.no_grad():
+            got, want = compiled(ids, past_key_values=cache).logits, model(ids, past_key_values=other).logits
+        torch.testing.assert_close(got, want)
+    assert "reads sizes as numbers" in caplog.text

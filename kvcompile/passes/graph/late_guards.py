@@ -1,0 +1,35 @@
+"""Late guards: what a compilation asks of sizes after Dynamo has made a frame's guards.
+
+A variant is compiled by the first call that needs it, mostly when the frame is long compiled. Dynamo's guards are made then: a shape
+environment ignores what is asked of it later, but believes it. So a size that an operation reads as a number is that number in all
+code that is made from then on, and nothing keeps that code from a call of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from kvcompile.passes.graph.worlds import known_symbols
+
+
+@dataclass(frozen=True)
+class Beliefs:
+    """Which symbols of a shape environment were other sizes or numbers at one moment."""
+
+    env: Any
+    replacements: dict[Any, Any]
+
+    @staticmethod
+    def of(env: Any) -> Beliefs:
+        """Note what an environment believes now; None has no symbols."""
+        return Beliefs(env, {} if env is None else dict(env.replacements))
+
+    def fixed_since(self, ours: Collection[Any]) -> dict[Any, Any]:
+        """Return what symbols became since and nobody guards: those of ``ours``, and the frame's where its guards are made."""
+        if self.env is None:
+            return {}
+        asked = {*ours, *(known_symbols(self.env) if self.env.frozen else ())}
+        now = self.env.replacements
+        return {symbol: now[symbol] for symbol in now if symbol in asked and now[symbol] != self.replacements.get(symbol)}
