@@ -17,6 +17,8 @@ from benchmarks.mutants.listed import FILE, ROOT, Mutant, read, write
 from benchmarks.mutants.operators import changes
 from benchmarks.mutants.rooms import ROOMS
 from benchmarks.mutants.run import Ended, Outcome, ended
+from benchmarks.mutants.seen import read as read_seen
+from benchmarks.mutants.seen import tests_of
 
 SHARE = 0.98
 """Of the mutants that mean something else than the source, how many must be killed."""
@@ -46,9 +48,12 @@ def drawn(seed: int) -> list[Mutant]:
 def _run(mutants: Iterable[Mutant], options: argparse.Namespace, console: Console) -> list[Ended]:
     """Run mutants side by side, each with its killer, or with the tests of its room where it has none."""
     done: list[Ended] = []
+    seen = read_seen(options.seen) if options.seen else {}
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = [
-            pool.submit(ended, mutant, (mutant.killer,) if mutant.killer else ROOMS[mutant.room].tests, options.seconds)
+            pool.submit(
+                ended, mutant, (mutant.killer,) if mutant.killer else tests_of(mutant, seen, ROOMS[mutant.room].tests), options.seconds,
+            )
             for mutant in mutants
         ]
         for number, item in enumerate(as_completed(waiting), 1):
@@ -68,6 +73,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, nargs="*", help="these numbers alone")
     parser.add_argument("--draw", type=int, metavar="SEED", help="draw a new list, and look for tests that notice it")
     parser.add_argument("--find", action="store_true", help="look for tests that notice the mutants that have none yet")
+    parser.add_argument("--seen", type=Path, metavar="FOLDER", help="which tests run which functions, as benchmarks.mutants.seen writes it")
     parser.add_argument("--file", type=Path, default=FILE)
     options, console = parser.parse_args(given), Console()
     if options.draw is None and not options.file.exists():
