@@ -12,14 +12,13 @@ import enum
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvcompile.errors import KvcompileError
-from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.graph.worlds import Values
 from kvcompile.passes.plan.plan import Plan, site_plan
 from kvcompile.passes.plan.policy import policy_of
@@ -33,7 +32,8 @@ from kvcompile.runtime.ledger import Ledger
 from kvcompile.validation.arguments import Arguments, Moment
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.cut import Cut, NotApart
-from kvcompile.validation.sizes import MOST, allowed, captured_values, elements, hints, loose, others, past, pasts, read
+from kvcompile.validation.sessions import Sessions, countings
+from kvcompile.validation.sizes import MOST, captured_values, elements, hints, read
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,6 @@ ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4}
 """The largest difference that rounding may make, relative to the largest result; in float32 20 times what was seen over all idioms."""
 HOSTILE_ALLOWED = 1e-6
 """The same in float64 for scores that are 1e4 times larger: each is rounded by up to 1e7 * 2^-53, a relative error of its weight."""
-MIDDLE = 128
-"""Places of a cache from which on calls start in its middle too, where a coarse dtype holds no position exactly."""
-LARGE = 37.0
-"""The spread of what lies in places that nobody wrote yet."""
 
 
 class Outcome(enum.Enum):
@@ -176,82 +172,6 @@ def compared(expected: Any, found: Any, more: float = 0.0) -> str:
     return f"differs by {float(error / scale):.1e} of its largest value" if float(error) > allowance * float(scale) else ""
 
 
-def _starts(part: Cut, arguments: Arguments, values: Values) -> tuple[list[int], int | None]:
-    """(positions at which the first token of a call may lie, the room of the cache, None without an end)."""
-    buffers = [slot for site in part.sites for slot in site.slots if slot.kind.facts.filled]
-    counted = [values[symbol] for symbol in loose(part)]
-    if counted and any(slot.sliding is not None for site in part.sites for slot in site.slots):
-        # Places are written over again: there is no last position, and what a cache holds does not tell where its tokens are.
-        return sorted({0, *counted}), None
-    fixed = [offset if isinstance(offset, int) else read(value_of(offset), values) for offset in arguments.offsets]
-    count = arguments.tokens(Moment(values, 0))
-    if arguments.pooled:
-        room = arguments.keys(Moment(values, 0))
-        return sorted({start for start in (0, min(6, room // 3), room - count) if 0 <= start <= room - count}), room
-    if not buffers:
-        before = [read(past(slot), values) for site in part.sites for slot in site.slots if slot.kind.facts.extended]
-        start = fixed[0] if fixed else before[0] if before else 0
-        # A cache that was cut to a window holds fewer tokens than Python counted.
-        return [start] if not counted or _counted(part, values, loose(part), start, 0) else counted, None
-    room = min(read(slot.axes.room(value_of(slot.root).shape), values) for slot in buffers)
-    if fixed and not counted:
-        return [fixed[0]], room
-    middle = (room // 2 + 1,) if room >= MIDDLE else ()
-    return sorted({start for start in (0, min(6, room // 3), *middle, room - count, *counted) if 0 <= start <= room - count}), room
-
-
-def _moments(part: Cut, arguments: Arguments, sizes: Values) -> Iterator[tuple[list[Moment], float]]:
-    """Give the sessions that are tried: calls one after another, and what lies in places that nobody wrote yet."""
-    counters = loose(part)
-    # In float32 scores so large say nothing.
-    hostile = all(value_of(node).dtype is torch.float64 for node in arguments.queries)
-    slidings = bool(counters) and any(slot.sliding is not None for site in part.sites for slot in site.slots)
-    for values in pasts(part, sizes):
-        starts, room = _starts(part, arguments, values)
-        count = arguments.tokens(Moment(values, 0))
-        for start in starts:
-            once = (room is None and not slidings) or bool(arguments.offsets and not counters)
-            session = _session(part, values, start, count, 1 if once else 3, room)
-            if session:
-                yield session, 0.0
-            if session and start:
-                yield session[:1], LARGE
-            if session and hostile:
-                yield [dataclasses.replace(session[0], hostile=True)], LARGE if start else 0.0
-            if session and (arguments.limiting or (arguments.open and arguments.free)):
-                yield [dataclasses.replace(moment, ahead=True) for moment in session], 0.0
-
-
-def _session(part: Cut, values: Values, start: int, count: int, calls: int, room: int | None) -> list[Moment]:
-    """Up to ``calls`` calls of ``count`` tokens one after another, as far as the room and the guards let them."""
-    session: list[Moment] = []
-    for at in range(start, start + count * calls, count):
-        now = _counted(part, values, loose(part), at, at - start)
-        if now is None or (room is not None and at + count > room):
-            break
-        session.append(Moment(now, at, padded=1))
-    return session
-
-
-def _elsewhere(part: Cut, arguments: Arguments, values: Values, covered: Coverage) -> Iterator[tuple[list[Moment], float]]:
-    """Give sessions of one call at other sizes, as long as some symbol wants them."""
-    for other in others(part, values, covered.wanted):
-        starts, room = _starts(part, arguments, other)
-        count = arguments.tokens(Moment(other, 0))
-        for start in starts[-2:]:
-            if session := _session(part, other, start, count, 1, room):
-                yield session, 0.0
-
-
-def _counted(part: Cut, values: Values, counters: set[Any], at: int, moved: int) -> Values | None:
-    """The sizes of a call ``moved`` tokens after the first, where Python's counters say ``at``; None where the guards allow none."""
-    for grown in dict.fromkeys((0, moved)):
-        now = {symbol: at if symbol in counters else value + grown for symbol, value in values.items()}
-        if allowed(part, now):
-            return now
-    return None
-
-
 class _Twin:
     """A program rewritten with stores that keep tokens as they are: rewritten once, bound once a session."""
 
@@ -293,11 +213,23 @@ def tried(part: Cut, examples: Sequence[Any]) -> Verdict:
 
 
 def _tried(twin: _Twin, arguments: Arguments, values: Values, covered: Coverage) -> Verdict:
+    """Run a program and its twin at some sizes, in one reading of its ints after another until one could be compared. Raises NotApart."""
+    verdict = None
+    for counters in countings(twin.part, arguments):
+        found = _counting(twin, Sessions(twin.part, arguments, counters), values, covered)
+        if found.outcome is not Outcome.UNKNOWN:
+            return found
+        verdict = verdict or found
+    assert verdict is not None
+    return verdict
+
+
+def _counting(twin: _Twin, ways: Sessions, values: Values, covered: Coverage) -> Verdict:
     """Run a program and its twin at some sizes, and at others until every symbol took two values. Raises NotApart."""
-    sessions = list(_moments(twin.part, arguments, values))
+    arguments, sessions = ways.arguments, list(ways.all(values))
     # A query that sees one token gives its value, whatever the scores are.
     done, telling, unknown = False, False, ""
-    for moments, unwritten in itertools.chain(sessions, _elsewhere(twin.part, arguments, values, covered)):
+    for moments, unwritten in itertools.chain(sessions, ways.elsewhere(values, covered)):
         try:
             session = twin.session(arguments)
             session.fill(moments[0], unwritten)

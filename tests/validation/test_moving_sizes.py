@@ -112,6 +112,47 @@ def test_a_mask_of_last_rows_is_rewritten_and_compiled_once_a_kind_of_call(name:
     assert backend.report().sites == len(backend.graphs) <= 3
 
 
+class Past:
+    """A cache that grows by concatenation up to a window; with dynamic=True both of its ints are symbolic."""
+
+    def __init__(self) -> None:
+        self.keys = self.values = torch.zeros(1, 2, 0, 16)
+        self.window, self.seen = 100, 0
+
+
+class Grown(nn.Module):
+    """An attention over such a cache, which asks for the window to find where its keys begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor, past: Past) -> torch.Tensor:
+        n = x.shape[1]
+        q, k, v = (part.view(1, n, 2, 16).transpose(1, 2) for part in self.qkv(x).split(32, -1))
+        first = max(past.seen - past.window + 1, 0)
+        s, t = torch.arange(n)[:, None] + past.seen, torch.arange(past.seen + n) + first
+        past.keys, past.values = torch.cat([past.keys, k], 2), torch.cat([past.values, v], 2)
+        past.seen += n
+        mask = (t <= s).expand(1, 1, n, past.keys.shape[2])
+        return F.scaled_dot_product_attention(q, past.keys, past.values, attn_mask=mask)
+
+
+def test_an_int_that_is_the_length_of_a_window_counts_no_tokens() -> None:
+    """The count of tokens beside it moves from call to call, and it does not."""
+    backend = kvcompile.backend("dense", inner="eager", strict=True)
+    module = Grown()
+    call = torch.compile(module, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for session in SESSIONS:
+            plain, ours = Past(), Past()
+            for _, n in session:
+                x = torch.randn(1, n, 32)
+                torch.testing.assert_close(call(x, ours), module(x, plain))
+    assert backend.report().sites == len(backend.graphs)
+    assert all(graph.validated == len(graph.sites) for graph in backend.graphs)
+
+
 def frozen(sites: Matched, offset: int) -> Matched:
     """What was matched with the upper limit of every site a constant."""
     limit = Limit(LimitKind.CONST, offset)
