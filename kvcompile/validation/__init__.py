@@ -86,9 +86,14 @@ def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:
 def _apart(whole: Outline, examples: Sequence[Any]) -> Verdict:
     """Try a program as it is, or made smaller where it is large: then one way that shows both equal is enough."""
     part = cut(whole)
-    if elements(part, captured_values(part)) <= MOST and (verdict := _tried(whole, same, examples)):
-        return verdict
     verdict = Verdict(Outcome.UNKNOWN, "its sizes are too large to try, and a smaller program could not be made of it")
+    try:
+        small = elements(part, captured_values(part)) <= MOST
+    except NotApart as reason:
+        # Guards may hold a size near a large number, which becomes a small one.
+        small, verdict = False, Verdict(Outcome.UNKNOWN, str(reason))
+    if small and (whole_size := _tried(whole, same, examples)):
+        return whole_size
     for number in reductions(part):
         try:
             made = _tried(whole, number, examples)

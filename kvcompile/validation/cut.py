@@ -19,16 +19,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from kvcompile.passes.capture.capture import Captured, Input
 from kvcompile.passes.graph.dynamo import is_wrapper
 from kvcompile.passes.graph.effects import Effects, analyse
-from kvcompile.passes.graph.shapes import AS_WRITTEN, is_tensor, op_name, value_of
+from kvcompile.passes.graph.shapes import AS_WRITTEN, is_tensor, op_name, plain, value_of
 from kvcompile.passes.graph.worlds import Guards
 from kvcompile.passes.match.agreement import demands
-from kvcompile.passes.match.sites import Attention, Site
+from kvcompile.passes.match.sites import Amount, Attention, Site
 
 SYMBOL = re.compile(r"\b[su]\d+\b")
 """The name of a symbolic size."""
@@ -253,8 +254,12 @@ class _Translation:
         if isinstance(value, (tuple, frozenset)):
             kept = [item for item in value if not isinstance(item, fx.Node) or item in self.env]
             return type(value)(self.of(item) for item in kept)
+        # A symbol that guards made a number is one.
+        value = plain(value)
         if type(value) is int:
             return self.number(value)
+        if isinstance(value, Amount):
+            return self._amount(value)
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value
         if id(value) not in self.made:
@@ -268,6 +273,14 @@ class _Translation:
                 fields = {name: self.of(item) for name, item in fields.items()}
             self.made[id(value)] = dataclasses.replace(value, **fields)
         return self.made[id(value)]
+
+    def _amount(self, amount: Amount) -> Amount:
+        """An amount with the numbers in it that became smaller ones."""
+        changed = {item: sympy.Integer(self.number(int(item))) for item in amount.expr.atoms(sympy.Integer)}
+        if all(old == new for old, new in changed.items()):
+            return amount
+        expr = amount.expr.xreplace(changed)
+        return Amount(expr, amount.value.node.shape_env.create_symintnode(expr, hint=None))
 
 
 def fingerprint(whole: Outline) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvcompile.passes.graph import shapes
 from kvcompile.passes.graph.casts import no_coarser
 from kvcompile.passes.graph.dynamo import python_dispatcher
 from kvcompile.passes.graph.effects import analyse
@@ -124,6 +125,8 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
             return CPU
         if isinstance(item, (list, tuple)):
             return type(item)(told(entry) for entry in item)
+        # A symbol that guards made a number is one.
+        item = shapes.plain(item)
         return number(item) if type(item) is int else item
 
     captured, mode = part.captured, part.captured.fake_mode
@@ -144,7 +147,8 @@ def plain(part: Cut, dtype: torch.dtype, number: Number = same) -> Cut:
     # Some operators are symbolic only under the dispatcher that the graph was traced with.
     with unguarded(mode), python_dispatcher(), mode, torch.no_grad():
         fakes = tuple(
-            torch.empty([told(size) for size in fake.shape], dtype=told(fake.dtype), device=CPU) if isinstance(fake, torch.Tensor) else fake
+            torch.empty([told(size) for size in fake.shape], dtype=told(fake.dtype), device=CPU) if isinstance(fake, torch.Tensor)
+            else told(fake) if isinstance(fake, torch.SymInt) else fake
             for fake in captured.fakes
         )
         try:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import sympy
 import torch
 
 from kvcompile.passes.graph.casts import holds, integers
@@ -68,9 +69,10 @@ def hints(part: Cut) -> Values:
 
 
 def captured_values(part: Cut) -> Values:
-    """Return small values for all symbols, those of the capture where they are small; raises NotApart where the guards allow none.
+    """Return small values for all symbols, those of the capture where they are small, or where the guards allow none others.
 
-    A guard may tie a large size to small ones, as a mask's length to those of a cache and a piece of a prompt, or make two sizes equal.
+    A guard may tie a large size to small ones, as a mask's length to those of a cache and a piece of a prompt, or make two sizes equal, or
+    keep a past at the end of its window. Raises NotApart where the guards allow no small values and those of the capture are too large.
     """
     known = hints(part)
     large = [symbol for symbol, value in known.items() if value > SMALL]
@@ -78,6 +80,8 @@ def captured_values(part: Cut) -> Values:
     for values in chosen:
         if values is not None:
             return values
+    if allowed(part, known) and elements(part, known) <= MOST:
+        return known
     raise NotApart("no small sizes fit its guards")
 
 
@@ -139,7 +143,7 @@ def others(part: Cut, values: Values, wanted: Callable[[], set[Any]]) -> Iterato
     if not wanted():
         return
     together = moved(part.guards, values)
-    if together != values and _small(part, together):
+    if together != values and _small(part, together, values):
         yield together
     for symbol in sorted(wanted(), key=str):
         if symbol not in values:
@@ -148,13 +152,14 @@ def others(part: Cut, values: Values, wanted: Callable[[], set[Any]]) -> Iterato
         for way, changed in itertools.islice(neighbors(part.guards, values, symbol), LOOKED_AT):
             if symbol not in wanted() or tried == WAYS:
                 break
-            if min(way[item] for item in changed) >= 0 and allowed(part, way) and _small(part, way):
+            if min(way[item] for item in changed) >= 0 and allowed(part, way) and _small(part, way, values):
                 tried += 1
                 yield way
 
 
-def _small(part: Cut, values: Values) -> bool:
-    return all(value <= 4 * SMALL for value in values.values()) and elements(part, values) <= MOST
+def _small(part: Cut, values: Values, base: Values) -> bool:
+    """Whether values are small, or no larger than twice those that are known to be."""
+    return all(value <= max(4 * SMALL, 2 * base[symbol]) for symbol, value in values.items()) and elements(part, values) <= MOST
 
 
 def named(part: Cut, symbol: Any) -> str:
@@ -202,6 +207,18 @@ def _lengths(part: Cut) -> set[int]:
     return found
 
 
+def _asked(part: Cut) -> set[int]:
+    """The ends of the ranges of symbols, and the numbers that guards on them alone compare with."""
+    env, found = part.captured.fake_mode.shape_env, set[int]()
+    for symbol in symbols(part):
+        bounds = env.var_to_range.get(symbol) if env is not None else None
+        found |= {int(end) for end in (bounds.lower, bounds.upper) if end.is_Integer} if bounds is not None else set()
+    for guard, names in part.guards.asked:
+        if names <= set(symbols(part)):
+            found |= {abs(int(item)) for item in guard.atoms(sympy.Integer)}
+    return found
+
+
 def _coarse(part: Cut) -> int:
     """Twice the positions that the coarsest dtype holds which integers are cast to, as bfloat16 does 256: beyond them it rounds."""
     casts = [
@@ -216,7 +233,7 @@ def reductions(part: Cut) -> Iterator[Number]:
     known = _lengths(part)
     lengths, least = {number for number in known if number >= LONG}, max((number for number in known if number < LONG), default=0)
     literal = {number for node in part.captured.graph.nodes for number in _numbers([*node.args, *node.kwargs.values()])}
-    near = {number for number in literal if any(abs(number - length) <= NEAR for length in lengths)}
+    near = {number for number in literal | _asked(part) if any(abs(number - length) <= NEAR for length in lengths)}
     large = {number for number in literal | lengths if 3 * LONG <= number < 1 << 31}
     least = max(least, _coarse(part))
     for chosen in dict.fromkeys((frozenset(large | lengths | near), frozenset(lengths | near))):

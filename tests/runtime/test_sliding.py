@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from e2e_models import Attention, Case, buffers, cache_of, inputs, prompt
 from sliding_models import CHUNKS, SLIDING_CASES, WINDOW
-from versions import OLD_TORCH, OLD_TRANSFORMERS
+from versions import OLD_TORCH
 
 import kvcompile
+from kvcompile import validation
 from kvcompile.backend import Backend
 from kvcompile.errors import CacheStale
 from kvcompile.lowering.ops.operations import append_body, as_tokens, unroll_body
 from kvcompile.schemes import Int8
+from kvcompile.validation import sizes, trial
 
 KINDS = ("static", "dynamic")
 BY_NAME = {case.name: case for case in SLIDING_CASES}
@@ -119,11 +121,8 @@ def test_compressed_logits(kind: str, scheme: str, bound: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_ring_is_all_that_is_held(kind: str, request: pytest.FixtureRequest) -> None:
+def test_the_ring_is_all_that_is_held(kind: str) -> None:
     """Bytes stay those of the window, and equal those announced; nothing recompiles once it is full."""
-    if OLD_TRANSFORMERS and kind == "dynamic":
-        # No small sizes fit its guards, which compare the length with this window: its first step is compared.
-        request.applymarker(pytest.mark.unvalidated)
     window, model = 130, mistral(window=130)
     backend = eager("int8")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -139,6 +138,18 @@ def test_the_ring_is_all_that_is_held(kind: str, request: pytest.FixtureRequest)
     # Three pages of 64 tokens, 16 codes and a float16 scale each, keys and values.
     assert report.allocated == report.announced == 2 * 3 * 2 * 3 * 64 * (16 + 2)
     assert cache.get_seq_length() == window - 2 + 150
+
+
+def test_a_window_that_is_too_large_to_try_is_tried_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards hold the past at its end, or made a number of it."""
+    for module in (sizes, trial, validation):
+        monkeypatch.setattr(module, "MOST", 1 << 15)
+    model, backend = mistral(window=1030), eager()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        errors, _ = differences(model, compiled, "dynamic", (1027, *[1] * 5), rows=1)
+        assert max(errors) <= 1e-6
+    assert all(graph.validated == len(graph.sites) == 1 for graph in backend.graphs)
 
 
 def decoded(cache: Any) -> list[torch.Tensor]:

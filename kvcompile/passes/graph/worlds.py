@@ -89,7 +89,7 @@ class Guards:
         asked = set(values if changed is None else changed)
         for symbol in asked:
             bounds = self.env.var_to_range.get(symbol)
-            if bounds is not None and not self.least(bounds) <= values[symbol] <= bounds.upper:
+            if bounds is not None and not self.least(bounds) <= values[symbol] <= self.most(bounds):
                 return False
         return all(
             holds(guard, values) for guard, symbols in self.asked
@@ -101,6 +101,10 @@ class Guards:
         if not bounds.lower.is_Integer:
             return 0
         return int(bounds.lower) if self.told is None else self.told(int(bounds.lower))
+
+    def most(self, bounds: Any) -> Any:
+        """The largest value of a range, without end where it has none."""
+        return self.told(int(bounds.upper)) if self.told is not None and bounds.upper.is_Integer else bounds.upper
 
     def single(self, symbols: Iterable[Any]) -> set[Any]:
         """The symbols of which it can be proved that they have one value; what is known of one is used for the others."""
