@@ -102,6 +102,18 @@ def test_windows_beside_full_layers(kind: str, attention: str) -> None:
     assert full.length == 20 and kept.pages == 2
 
 
+@pytest.mark.parametrize("make", [mistral, gemma])
+@pytest.mark.parametrize(("kind", "chunks"), [("static", (6, 1, 1, *[1] * 6, 1)), ("dynamic", (4, 1, 3, 1))])
+def test_where_every_int_is_symbolic(kind: str, chunks: tuple[int, ...], make: Callable[[], Any]) -> None:
+    """With dynamic=True the lengths of windows are symbolic too: that of a buffer is guarded, that of a growing cache is not reached."""
+    model, backend = make(), eager()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    for _ in range(2):
+        errors, _ = differences(model, compiled, kind, chunks)
+        assert max(errors) <= 1e-6
+    assert all(len(graph.sites) == graph.validated > 0 for graph in backend.graphs)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prefill_outside_of_the_compiled_model(kind: str) -> None:
     model, backend = mistral(), eager()

@@ -64,6 +64,11 @@ def negative(size: Any) -> bool:
     return size < 0 if isinstance(size, int) else not at_most(0, size) and bool(size < 0)
 
 
+def settled(size: Any) -> int:
+    """A size that must be a number as the one that it was in the captured call, which a guard holds from here on."""
+    return int(size)
+
+
 def value_of(node: fx.Node) -> Any:
     """The fake value that a node carries, or None."""
     return node.meta.get("val")

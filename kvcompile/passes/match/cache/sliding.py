@@ -26,7 +26,7 @@ from torch import fx
 from kvcompile.passes.graph.effects import Effects, same_memory, written_arguments
 from kvcompile.passes.graph.operators import CONCATENATIONS, SIZES, UPDATES, VIEWS
 from kvcompile.passes.graph.pullback import Trail, trace
-from kvcompile.passes.graph.shapes import at_most, bind, hint, is_tensor, negative, op_name, operand, plain, same, sizes, value_of
+from kvcompile.passes.graph.shapes import at_most, bind, hint, is_tensor, negative, op_name, operand, plain, same, settled, sizes, value_of
 from kvcompile.passes.match.cache.token_runs import Lines, Run, Unknown
 from kvcompile.passes.match.sites import Miss, Position, SlidingCache, Slot, SlotKind, Write
 
@@ -96,6 +96,9 @@ def _read(trail: Trail, dim: int, shift: int, read_by: fx.Node, token: int, atte
     # Asked with a guard: one call may bring more tokens than the window holds, and is then another graph.
     if not (hint(size) <= hint(count) and bool(size <= count)):
         raise Miss("attention reads only part of the new tokens", read_by, advice=ADVICE)
+    if in_place and placeholder is not None:
+        # A buffer has one length in all calls of its cache, also where Dynamo was asked to leave it open.
+        settled(value_of(placeholder).shape[dim])
     seen, keep = plain(count - size), plain(kept.size)
     cap = min((cap for cap in kept.caps if at_most(keep, cap)), default=None)
     grows = not in_place and whole and (past is None or same(past.start, 0))
@@ -213,7 +216,7 @@ def _slots(
     in_place: bool, placeholder: fx.Node | None, dim: int, seen: Any, keep: Any, cap: int | None, size: Any, grows: bool
 ) -> int:
     """Return how many slots a window needs for the tokens that a step reads and keeps, the same number in every graph of its cache."""
-    room = value_of(placeholder).shape[dim] if in_place and placeholder is not None else None
+    room = plain(value_of(placeholder).shape[dim]) if in_place and placeholder is not None else None
     most = room if room is not None else cap if cap is not None else keep
     if not isinstance(most, int):
         raise Miss("how many tokens the window keeps is no constant", *([placeholder] if placeholder is not None else []), advice=ADVICE)
@@ -260,10 +263,11 @@ def _refill(operand: fx.Node, trail: Trail, effects: Effects) -> Window | None:
             size = value_of(values).shape[dim]
             _complete(kept, size, root)
             _unchanged(values, effects)
-            if not isinstance(kept[0].count, int):
+            if not same(kept[0].count, value_of(root).shape[dim]):
                 raise Miss("how many tokens the window keeps is no constant", root, advice=ADVICE)
+            room = settled(value_of(root).shape[dim])
             chain = tuple(sorted(lines.chain, key=effects.order.__getitem__))
-            sliding = SlidingCache(kept[0].count, 0, kept[0].count, None, chain)
+            sliding = SlidingCache(room, 0, room, None, chain)
             kind = SlotKind.BUFFER if root.op == "placeholder" else SlotKind.CREATED_BUFFER
             outputs = () if root.op == "placeholder" else effects.outputs_of(effects.family(root))
             again = trace(operand, lambda node, stop=values: node is stop, scales=True)  # type: ignore[misc]
