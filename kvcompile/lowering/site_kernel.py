@@ -182,7 +182,7 @@ def _masks(given: AttendOperands[torch.Tensor], hint: Callable[[Any], int]) -> M
 
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.dtype == torch.bool else Bias.ADDED
     if given.fill is not None:
-        kind = Bias.REPLACING
+        kind = Bias.REPLACING if kind is Bias.BOOLEAN else Bias.ADDED_OR_REPLACING
     return Masks(
         lo is not None, keep is not None, kind, given.sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
         varies(bias, 0), varies(bias, 1), varies(bias, 2), given.fill or 0.0,

@@ -73,6 +73,7 @@ CASES = {
     "static_g4_d128": Case("int8-static", "fp8-static", torch.bfloat16, 3, 4, 128, 80, "keep", shapes=((1, 1), (2, 70))),
     "static_softcap": Case("fp8-static", "int8-static", torch.float32, 2, 3, 80, 64, "lo bias", 5.0, ((2, 1), (1, 9))),
     "int8_int4_filled": Case("int8", "int4", torch.float32, 1, 4, 64, 64, "bool fill sinks", shapes=((2, 1), (1, 5))),
+    "int8_int4_filled_bias": Case("int8", "int4", torch.bfloat16, 1, 4, 64, 64, "bias fill lo", shapes=((2, 1), (1, 5))),
     "dense_fp8_half": Case("dense", "fp8(granularity=group)", torch.float16, 1, 4, 64, 96, "lo keep bool headbias", 0.0, ((1, 5),)),
 }
 

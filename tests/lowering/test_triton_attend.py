@@ -125,6 +125,7 @@ def cases(scheme: str) -> list[Case]:
         dataclasses.replace(base, bias=Bias.ADDED, S=3, T=90, B=2),
         dataclasses.replace(base, bias=Bias.BOOLEAN, T=90, keep=True),
         dataclasses.replace(base, bias=Bias.REPLACING, T=90, S=2),
+        dataclasses.replace(base, bias=Bias.ADDED_OR_REPLACING, T=90, S=3, B=2, softcap=5.0),
         dataclasses.replace(base, sinks=True, softcap=5.0),
         dataclasses.replace(base, S=5, T=150, B=2, lo=True, keep=True),
         dataclasses.replace(base, S=5, T=150, tile=wide, sinks=True),
@@ -328,6 +329,9 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
     bias = None
     if case.bias is Bias.ADDED:
         bias = torch.randn(case.B, 1, case.S, case.T, generator=g).to(case.dtype)
+    if case.bias is Bias.ADDED_OR_REPLACING:
+        bias = torch.randn(case.B, 1, case.S, case.T - 5, generator=g).to(case.dtype)
+        bias = bias.masked_fill(torch.rand(bias.shape, generator=g) > 0.5, float("-inf"))
     if case.bias in {Bias.BOOLEAN, Bias.REPLACING}:
         bias = (torch.rand(1, H, 1, case.T - 5, generator=g) > 0.5).expand(case.B, H, case.S, case.T - 5)
     sinks = torch.randn(H, generator=g) if case.sinks else None
@@ -348,7 +352,7 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
         q=q, keys=keys, values=values, hi=hi, lo=lo, keep=keep, bias=bias, sinks=sinks, key_scheme=schemes.parse(case.key).spell(),
         value_scheme=schemes.parse(case.value).spell(), scale=case.scale / case.magnitude, softcap=case.softcap, value_dim=case.Dv,
         recent=recent, base=base, rotation=rotation, interleaved=case.interleaved, early=early, early_at=early_at,
-        **({"fill": FILL} if case.bias is Bias.REPLACING else {}),
+        **({"fill": FILL} if case.bias in {Bias.REPLACING, Bias.ADDED_OR_REPLACING} else {}),
     )
 
 
@@ -404,8 +408,8 @@ def run_kernel(
     q, keys, values = args["q"], args["keys"], args["values"]
     masks = Masks(
         lo=case.lo, keep=case.keep or bool(case.fronts), bias=case.bias, sinks=case.sinks,
-        bias_per_head=case.bias in {Bias.BOOLEAN, Bias.REPLACING}, fill=FILL if case.bias is Bias.REPLACING else 0.0,
-        bias_per_query=case.bias is Bias.ADDED,
+        bias_per_head=case.bias in {Bias.BOOLEAN, Bias.REPLACING}, fill=args.get("fill", 0.0),
+        bias_per_query=case.bias in {Bias.ADDED, Bias.ADDED_OR_REPLACING},
     )
     formats = [
         schemes.parse(args[name]).format(SlotSpec(case.K, width, case.dtype, role))

@@ -106,6 +106,11 @@ def but(excluded: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tenso
     return lambda s, hidden, extra: s.masked_fill(hidden | excluded(extra)[:, None, None], -INF)
 
 
+def alibi() -> Tensor:
+    """The bias of two heads, [2, 1, T], in float32."""
+    return torch.arange(1 - CAPACITY, 1) * torch.pow(2, -torch.arange(1, 3).float())[:, None, None]
+
+
 HALF, BRAIN = torch.float16, torch.bfloat16
 CASES: dict[str, Case] = {
     # A model of bfloat16 makes masks in its dtype and adds them to float32 scores.
@@ -128,6 +133,23 @@ CASES: dict[str, Case] = {
     "fill -1e4 of padding": Case(lambda s, h, x: s.masked_fill(h, -INF).masked_fill((x == 0)[:, None, None], -1e4), "padding", 1e5),
     "fill -1e4, then hidden": Case(lambda s, h, x: s.masked_fill((x == 0)[:, None, None], -1e4).masked_fill(h, -INF), "padding", 1e5),
     "fill -1e4, a bias": Case(lambda s, h, x: s.masked_fill(h, -1e4) + x[:, None, None], "floats", 1e5),
+    # Replaced after a bias was added: the bias is replaced too.
+    "ALiBi, fill half's lowest": Case(lambda s, h, x: (s + alibi()).masked_fill(h, torch.finfo(HALF).min), queries=1e6, rewritten=True),
+    "ALiBi, where -1e4": Case(lambda s, h, x: torch.where(h, -1e4, s + alibi() - 3.0 * alibi()), queries=1e5, rewritten=True),
+    "ALiBi, half's lowest in half": Case(
+        lambda s, h, x: (s + alibi()).masked_fill(h, torch.finfo(HALF).min), dtype=HALF, rewritten=True,
+    ),
+    "ALiBi, nothing seen": Case(
+        lambda s, h, x: (s + alibi()).masked_fill(h, -1e4), hidden=lambda j, p: (j > p) | (p == 2), rewritten=True,
+    ),
+    "ALiBi without end, fill -1e4": Case(
+        lambda s, h, x: (s + alibi() / (torch.arange(CAPACITY) - 5).clamp(min=0)).masked_fill(h, -1e4), queries=1e5,
+    ),
+    "a bias of the caller, fill -1e4": Case(lambda s, h, x: (s + x[:, None, None]).masked_fill(h, -1e4), "floats", 1e5),
+    "hidden, fill -1e4": Case(
+        lambda s, h, x: (s + torch.where(h, -INF, 0.0)).masked_fill((x == 0)[:, None, None], -1e4), "padding", 1e5,
+    ),
+    "ALiBi, fill -1e4, a bias": Case(lambda s, h, x: (s + alibi()).masked_fill(h, -1e4) + alibi(), queries=1e5),
     "nothing seen": Case(lambda s, h, x: s.masked_fill(h, -1e9), hidden=lambda j, p: (j > p) | (p == 2)),
     # Clamped scores.
     "clamp min": Case(lambda s, h, x: (s.clamp(min=-1e4) * 1e-3).masked_fill(h, -INF), queries=1e5),

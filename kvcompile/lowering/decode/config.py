@@ -27,6 +27,8 @@ class Bias(enum.IntEnum):
     ADDED = 1
     BOOLEAN = 2
     REPLACING = 3
+    ADDED_OR_REPLACING = 4
+    """A bias that is minus infinity where a number takes the place of the score."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Masks:
     bias_per_head: bool = True
     bias_per_query: bool = True
     fill: float = 0.0
-    """The score of a token for which a mask is False, where ``bias`` is REPLACING."""
+    """The score of a token for which a mask is False, or a bias minus infinity, where ``bias`` is a kind that replaces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +161,7 @@ class AttendConfig:
             "BLOCK_N": min(tile.block_t, 16 * tile.num_warps),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "TOKENS_FIRST": int(tile.tokens_first),
             "PICKED_SCALES": tile.picked, "COPIES": tile.copies, "TALL": tile.block_t if tile.tokens_first else 0,
-            **({"FILL": max(masks.fill * LOG2E, LEAST)} if masks.bias is Bias.REPLACING else {}),
+            **({"FILL": max(masks.fill * LOG2E, LEAST)} if masks.bias in {Bias.REPLACING, Bias.ADDED_OR_REPLACING} else {}),
         }
 
     def with_splits(self, splits: int, direct: bool, shares: int = 0) -> AttendConfig:

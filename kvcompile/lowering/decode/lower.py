@@ -208,7 +208,7 @@ def _masks(operands: AttendOperands[Any]) -> Masks:
     hi, lo, keep, bias = operands.hi, operands.lo, operands.keep, operands.bias
     kind = Bias.NONE if bias is None else Bias.BOOLEAN if bias.get_dtype() == torch.bool else Bias.ADDED
     if operands.fill is not None:
-        kind = Bias.REPLACING
+        kind = Bias.REPLACING if kind is Bias.BOOLEAN else Bias.ADDED_OR_REPLACING
     return Masks(
         lo is not None, keep is not None, kind, operands.sinks is not None, varies(hi, 0), varies(lo, 0), varies(keep, 0),
         varies(bias, 0), varies(bias, 1), varies(bias, 2), float(operands.fill or 0.0),

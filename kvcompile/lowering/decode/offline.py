@@ -92,7 +92,8 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
         "LO": Operand.contiguous((batch if masks.lo_per_batch else 1, queries), torch.int64),
         "KEEP": Operand((batch, "TOKENS"), ("TOKENS", 1), torch.bool), "KEPT": Operand((batch, "RUNS"), ("RUNS", 1), torch.int32),
         "BIAS": Operand(
-            (batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1), config.dtype if masks.bias is Bias.ADDED else torch.bool,
+            (batch, heads, queries, "TOKENS"), (0, 0, "TOKENS", 1),
+            config.dtype if masks.bias in {Bias.ADDED, Bias.ADDED_OR_REPLACING} else torch.bool,
         ),
         "SINKS": Operand.contiguous((heads,), torch.float32),
         "RECENT_K": dataclasses.replace(recent, stride=("RECENT_HEADS", "RECENT_HEAD", config.key_dim, 1)),

@@ -24,7 +24,8 @@ Operands of ``attend``
     lo          int64 [B or 1, S] or None: the first position (sliding window)
     keep        bool [B or 1, T'] or None: positions that may be attended at all (padding); beyond T' none
     bias        float or bool, broadcastable to [B, H, S, T'] and given with 4 dims, or None: any other mask,
-                added to the scores after the softcap (bool: False means ``fill`` in place of the score); beyond T' none
+                added to the scores after the softcap (bool: False means ``fill`` in place of the score, and so does minus
+                infinity in a float one where ``fill`` is given); beyond T' none
     sinks       float [H] or None: one extra logit a head that takes mass and has no value
     recent      None or the newest keys and values in full precision, [B, K, R, D] and [B, K, R, Dv]: row j is the
                 token at position base + j, and the planes hold nothing from base on that may be read
@@ -37,7 +38,7 @@ Operands of ``attend``
     early       None or the first tokens in full precision, planes [1, B, K, N, D] and [1, B, K, N, Dv]: row j is the token at position
                 early_at + j, whatever the codes and ``recent`` say of it
     early_at    None for 0, or a plane int64 [1, B, 1, 1, 1]
-    fill        the score of a token for which a bool ``bias`` is False, where a model masks with a number; None for -inf
+    fill        the score of a token that ``bias`` excludes, where a model masks with a number; None for -inf
     scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
     result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do
 
@@ -278,8 +279,10 @@ def softmax_parts(
         part = bias[:, heads] if bias.shape[1] == q.shape[1] else bias
         if part.dtype == torch.bool and fill is None:
             mask = mask & _padded(part, tokens, False)
-        elif part.dtype == torch.bool and fill is not None:
-            scores = scores.masked_fill(~_padded(part, tokens, True), fill)
+        elif fill is not None:
+            added = part if part.dtype != torch.bool else torch.zeros_like(part, dtype=compute).masked_fill(~part, float("-inf"))
+            added = _padded(added.to(compute), tokens, 0.0)
+            scores = torch.where(torch.isneginf(added), fill, scores + added)
             mask = mask & (torch.arange(tokens, device=q.device) < part.shape[-1])
         else:
             scores = scores + _padded(part.to(compute), tokens, float("-inf"))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
 from kvcompile.passes.graph.casts import cast
-from kvcompile.passes.graph.dynamo import FakeTensor, no_modes
+from kvcompile.passes.graph.dynamo import FakeTensor, OpOverload, no_modes
 from kvcompile.passes.graph.operators import COPIES, VIEWS
 from kvcompile.passes.graph.shapes import bind, is_tensor, op_name, value_of
+
+CPU = torch.device("cpu")
+MANY = 1 << 12
+"""Elements of a tensor that is computed to know what it is."""
+DEEP = 32
+"""Nodes that are computed for it."""
 
 
 def constant(node: Any) -> float | None:
@@ -35,6 +42,36 @@ def constant(node: Any) -> float | None:
             with no_modes():
                 return float(held.item()) if not isinstance(held, FakeTensor) else None
     return None
+
+
+def known(node: fx.Node) -> torch.Tensor | None:
+    """The value that a tensor node has in every call, on the CPU, where it is computed of literals alone; None elsewhere.
+
+    None as well for what has more than ``MANY`` elements on the way, and for what is written to.
+    """
+    found: dict[fx.Node, torch.Tensor] = {}
+    waiting = [node]
+    while waiting and len(found) <= DEEP:
+        one = waiting[-1]
+        if not isinstance(one.target, OpOverload) or one.target._schema.is_mutable or not is_tensor(one) or not _small(one):
+            return None
+        if any(isinstance(user.target, OpOverload) and user.target._schema.is_mutable for user in one.users):
+            return None
+        if missing := [item for item in one.all_input_nodes if item not in found]:
+            waiting += missing
+            continue
+        waiting.pop()
+        arguments = fx.node.map_arg((one.args, dict(one.kwargs)), lambda item: found[item])
+        args, kwargs = fx.node.map_aggregate(arguments, lambda item: CPU if isinstance(item, torch.device) else item)  # type: ignore[misc]
+        with no_modes(), torch.no_grad():
+            found[one] = one.target(*args, **kwargs)
+    return found.get(node)
+
+
+def _small(node: fx.Node) -> bool:
+    """Whether a tensor has few elements, and a number of them."""
+    shape = value_of(node).shape
+    return all(isinstance(size, int) for size in shape) and math.prod(shape) <= MANY
 
 
 def filled(node: Any) -> float | None:

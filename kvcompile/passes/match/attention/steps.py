@@ -247,7 +247,8 @@ def _filled(state: Scores, node: fx.Node, item: object) -> float:
     if value is None or not value <= MASKING:
         raise Miss("masked scores are filled with a value that does not exclude them", node, advice=PLAIN)
     value = cast(value, dtype)
-    if value > lowest(dtype) and state.masks:
+    # What was added before is replaced with the score: whether that may be said is told of the mask (``mask.masks``).
+    if value > lowest(dtype) and any(term.kind is not MaskKind.ADD for term in state.masks):
         raise Miss(
             f"scores are masked a second time, by {value:g}, which is seen where all others are lower", node,
             advice="mask them once, or fill with -inf or the lowest number of their dtype (torch.finfo(scores.dtype).min)",

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from kvcompile.passes.graph.casts import lowest
+from kvcompile.passes.graph.casts import LONGEST, lowest
+from kvcompile.passes.graph.constants import known
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import estimate, same, value_of
 from kvcompile.passes.match.attention.steps import LEAST_FACTOR
@@ -86,10 +87,23 @@ def _finite(expr: Expr, term: MaskTerm) -> bool:
     """Whether an added mask is made of integers and of numbers far from the end of its dtype: it is not known to hide anything."""
     if expr.op == "load":
         assert expr.origin is not None
-        return not value_of(expr.origin[0]).dtype.is_floating_point
+        return not value_of(expr.origin[0]).dtype.is_floating_point or _moderate(expr.origin[0])
     if expr.op == "num":
         return abs(expr.number) < -lowest(term.dtype) / 2
     return all(_finite(arg, term) for arg in expr.args)
+
+
+def _moderate(node: fx.Node) -> bool:
+    """Whether a tensor holds, in every call, numbers no larger than positions are: slopes of ALiBi, say."""
+    value = known(node)
+    return value is not None and bool((value.abs() <= LONGEST).all())
+
+
+def _bias(term: MaskTerm) -> bool:
+    """Whether a term adds numbers to scores, and never minus infinity: made of moderate ones in dtypes of float32's range."""
+    dtypes = {term.dtype, value_of(term.node).dtype}
+    wide = all(dtype.is_floating_point and torch.finfo(dtype).max >= torch.finfo(torch.bfloat16).max for dtype in dtypes)
+    return term.kind is MaskKind.ADD and wide and _finite(_function(term), term)
 
 
 def _conjuncts(expr: Expr) -> list[Expr]:
@@ -234,10 +248,10 @@ def _term(term: MaskTerm, bounds: dict[str, object], effects: Effects) -> None:
 
 
 def normalise(attention: Attention, effects: Effects) -> Bounds:
-    """The mask of an attention in normal form. Raises Miss where one replaces scores by a number and another one is carried beside it."""
+    """The mask of an attention in normal form. Raises Miss where a number replaces scores and more is carried than their biases."""
     bounds: dict[str, object] = {}
-    carried = []
-    for term in attention.masks:
+    carried, places = [], []
+    for place, term in enumerate(attention.masks):
         try:
             if not settled(term.node, attention.output, effects):
                 raise _Carried
@@ -245,8 +259,11 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
         except _Carried:
             # Told here, once for all passes: an expression can be read only while sizes are numbers.
             carried.append(replace(term, hides=_may_hide(term)))
+            places.append(place)
     replaced = next((term for term in carried if term.fill != -math.inf), None)
-    if replaced is not None and len(carried) > 1:
+    # Minus infinity in a bias says where scores are replaced, if nothing else may be minus infinity and all of it is replaced too.
+    biases = all(term is replaced or _bias(term) for term in carried) if replaced is not None else True
+    if replaced is not None and not (biases and carried[-1] is replaced and places == list(range(len(places)))):
         raise Miss(
             f"masked scores are replaced by {replaced.fill:g}, which is seen where all others are lower, beside another mask",
             replaced.node, advice="fill with -inf or with the lowest number of the scores' dtype (torch.finfo(scores.dtype).min)",
