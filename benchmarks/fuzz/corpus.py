@@ -36,6 +36,8 @@ CORPUS: tuple[tuple[int, Choice], ...] = (
     # Positions compared in a dtype that does not hold them.
     (1, {"cast": "brain", "chunks": "301,1,1,3,1,1"}),
     (1, {"cast": "brain", "chunks": "301,1,1,3,1,1", "dtype": "bfloat16", "unwritten": "nines"}),
+    # Tokens behind a sliding window's mask, taken for padding when a cache that was written to is encoded again.
+    (1, {"scheme": "kivi", "extent": "written", "mask": "tril-window-tail", "given": "float", "event": "tokens-mul"}),
     # Errors where stock runs.
     (1, {"layout": "negative"}),
     (1, {"event": "swapped"}),

@@ -49,11 +49,13 @@ class Earlier:
         state, self.length, first = _EARLIER.get(tensor, (None, 0, 0))
         known = state is not None and state.slots is None and part in state.stores
         held = rows_of(state, part, first, store.batch) if known else None
-        # Stores of adaptive schemes have no place for each position; originals are exact, whatever is encoded from them.
-        fits = type(held) is Store and held.spec == store.spec and not store.keeps_originals
-        self.held: Any = held if fits and (not store.spec.scheme.pre_rope or held.rope is store.rope) else None  # type: ignore[union-attr]
+        # Stores of adaptive schemes have no place for each position.
+        alike = type(held) is Store and held.spec == store.spec
+        self.before: Any = held if alike and (not store.spec.scheme.pre_rope or held.rope is store.rope) else None  # type: ignore[union-attr]
+        # Originals are exact, whatever is encoded from them.
+        self.held: Any = None if store.keeps_originals else self.before
         # Rows of one state may hold different numbers of tokens.
-        self.length = min(self.length, self.held.pages * PAGE) if self.held is not None else 0
+        self.length = min(self.length, self.before.pages * PAGE) if self.before is not None else 0
         for name in store.spec.scheme.calibrated if self.held is not None else frozenset():
             ours, theirs = store.plane(name), self.held.plane(name)  # type: ignore[union-attr]
             if ours is not None and theirs is not None:
@@ -61,12 +63,20 @@ class Earlier:
 
     def encode(self, store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None = None, first: int = 0) -> None:
         """Encode dense tokens from token ``first`` on, with the codes that they had where they are what those stand for."""
-        encode(store, x_BKTD, left_padding, first)
         count = min(self.length - first, x_BKTD.shape[2])
-        if self.held is None or count <= 0:
+        if self.before is None or count <= 0:
+            encode(store, x_BKTD, left_padding, first)
+            return
+        unchanged = (decode(self.before, first + count)[:, :, first:] == x_BKTD[:, :, :count]).all(-1)
+        if left_padding is not None and (before := self.before.left_padding) is not None:
+            # The mask of one step hides what a sliding window has passed as it hides padding.
+            goes_on = (unchanged & (x_BKTD[:, :, :count] != 0).any(-1)).any(2).all(1)
+            left_padding = torch.where(goes_on, torch.minimum(left_padding, before), left_padding)
+        encode(store, x_BKTD, left_padding, first)
+        if self.held is None:
             return
         same = torch.zeros(*x_BKTD.shape[:2], store.pages * PAGE, dtype=torch.bool, device=store.device)
-        same[:, :, first : first + count] = (decode(self.held, first + count)[:, :, first:] == x_BKTD[:, :, :count]).all(-1)
+        same[:, :, first : first + count] = unchanged
         if (padding := store.left_padding) is not None:
             if not padding.equal(self.held.left_padding):
                 return
