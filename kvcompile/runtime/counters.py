@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from kvcompile.runtime import host_reads
+
 MOST_LISTED = 64
 """A counter of at most this many numbers is compared as a list, which is faster than a call of a kernel."""
 
@@ -41,7 +43,7 @@ class Moment:
 
 def _mark(counter: torch.Tensor) -> Any:
     """Return what tells a later value of a counter from this one."""
-    if counter.device.type == "cpu":
+    if host_reads.free(counter.device):
         return counter.tolist() if counter.numel() <= MOST_LISTED else counter.clone()
     return None if counter.is_inference() else counter._version
 
@@ -50,6 +52,6 @@ def _same(counter: torch.Tensor, mark: Any) -> bool:
     """Whether a counter is as it was when ``mark`` was taken."""
     if isinstance(mark, torch.Tensor):
         return torch.equal(counter, mark)
-    if counter.device.type == "cpu":
+    if host_reads.free(counter.device):
         return bool(counter.tolist() == mark)
     return mark is None or counter._version == mark

@@ -21,6 +21,7 @@ import torch
 
 from kvcompile.lowering.ops.operations import write_rows
 from kvcompile.lowering.ops.sliding import taken
+from kvcompile.runtime import host_reads
 from kvcompile.runtime.state import CacheState
 from kvcompile.runtime.store import Store
 
@@ -58,7 +59,7 @@ class Undo:
 
     def keep(self, states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int]) -> None:
         """Keep the tokens that a call overwrites, by where it begins in each state and how many tokens it brings."""
-        if states[0].device.type != "cpu":
+        if not host_reads.free(states[0].device):
             self.again = list(zip(states, starts, strict=True))
             return
         for state, start, count in zip(states, starts, counts, strict=True):

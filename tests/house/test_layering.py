@@ -99,7 +99,8 @@ ROOMS = {
     "kvcompile.passes.plan": ("graph", "match"),
     "kvcompile.passes.rewrite": ("graph", "capture", "match", "plan"),
     "kvcompile.runtime.forms": (
-        "call", "codec", "dense_layout", "groups", "handle", "parked_rows", "sight", "state", "steady", "token_slots", "written_once",
+        "call", "codec", "dense_layout", "groups", "handle", "host_reads", "parked_rows", "sight", "state", "steady", "token_slots",
+        "written_once",
     ),
     "kvcompile.runtime.store": ("pinned", "rope", "telemetry"),
     "kvcompile.runtime.adaptive_store": ("pinned", "rope", "store"),

@@ -8,6 +8,7 @@ from torch import fx
 from kvcompile.errors import CacheBranched, PositionsNegative, PositionsUnknown
 from kvcompile.passes.graph.dynamo import mark_dynamic
 from kvcompile.passes.graph.shapes import value_of
+from kvcompile.runtime import host_reads
 from kvcompile.runtime.call import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.groups import Group
@@ -26,7 +27,7 @@ class Linear(CacheForm):
     def reach(self, call: Call) -> int:
         """Count the tokens that attention reads whatever was written; those that masks show too, where that is known without a wait."""
         most = super().reach(call)
-        known = self.group.root in call.ends or value_of(self.group.root).device.type == "cpu"
+        known = self.group.root in call.ends or host_reads.free(value_of(self.group.root).device)
         return max(most, self.sees(call)) if known else most
 
     def sees(self, call: Call) -> int:
@@ -90,10 +91,15 @@ class Linear(CacheForm):
             return False
         # Rows that come or go are another request's.
         regrouped = state.rows != self.rows(call)
-        if regrouped or value_of(self.write.position.index).device.type == "cpu" or not state.followed_by(call.counters):
+        if regrouped or self._seen() or not state.followed_by(call.counters):
             return True
         length = self._next(state, call)
         return not length or length + self.count(call) > self.capacity(call)
+
+    def _seen(self) -> bool:
+        """Whether the host sees where every call writes without a wait."""
+        index = self.write.position.index
+        return index is None or host_reads.free(value_of(index).device)
 
     def _next(self, state: CacheState, call: Call) -> int:
         """Return the position behind the token that was written last."""
@@ -146,8 +152,7 @@ class Linear(CacheForm):
         return handle
 
     def follows(self, counted: bool) -> bool:
-        index = self.write.position.index
-        return index is not None and (counted or value_of(index).device.type != "cpu")
+        return self.write.position.index is not None and (counted or not self._seen())
 
     def _first(self, call: Call) -> int:
         """Return the position of the first new token, of the row that is furthest; raises where it lies outside the cache."""
