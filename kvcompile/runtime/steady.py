@@ -51,8 +51,8 @@ class Steady:
 
     def settle(self, states: Sequence[CacheState]) -> None:
         """Remember that these states passed every check of this graph."""
-        for state in states:
-            state.settled.add(self)
+        for index, state in enumerate(states):
+            state.settled.add((self, index))
 
     def ready(self, args: tuple[Any, ...], counters: Sequence[torch.Tensor]) -> list[CacheState] | None:
         """Return the states of a call that needs no check and no room; None where ``BoundGraph`` must look closer."""
@@ -60,12 +60,12 @@ class Steady:
         moments: set[Moment | None] = set()
         rooms: dict[int, int] = {}
         cursors: dict[int, int] = {}
-        for row in self.rows:
+        for index, row in enumerate(self.rows):
             tensor = args[row.argument]
             if type(tensor) is not CompressedCache:
                 return None
             state = tensor._kv
-            if self not in state.settled or not state.length or tensor._length != state.longest:
+            if (self, index) not in state.settled or not state.length or tensor._length != state.longest:
                 return None
             room = state.room
             if not state.adaptive and rooms.setdefault(row.slots or row.capacity, room) != room:
