@@ -56,6 +56,9 @@ class SlotSpec:
     dtype: torch.dtype
     role: Role
 
+LEAST_HELD = -(1 << 61)
+"""A row of a window counts no fewer tokens unless it is broken (``ops.append_window``); one that was only padding so far counts below 0."""
+
 
 class Extent(enum.Enum):
     """The extent that one plane grows with."""

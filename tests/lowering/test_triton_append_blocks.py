@@ -139,7 +139,7 @@ def constants_of(bits: int, dim: int, window: int, block: int) -> dict[str, Any]
     """Of the first launch, for groups of 32."""
     parts, segments = {2: (4, 1), 3: (8, 3), 4: (2, 1)}[bits]
     return {
-        **CONSTANTS, "D": dim, "W": window, "BITS": bits, "PARTS": parts, "SEGMENTS": segments, "BLOCK": block, "TOGETHER": False,
+        **CONSTANTS, "D": dim, "W": window, "BITS": bits, "PARTS": parts, "SEGMENTS": segments, "BLOCK": block,
         "ROWS": max(block, min(64, 4096 // dim)),
     }
 

@@ -111,7 +111,7 @@ def test_the_kernels_compile_offline(many: bool, capability: int) -> None:
     from kvcompile.lowering.append.window_token import append_one
 
     kernel = append_blocks_one if many else append_one
-    names, constants = kernel.arg_names, {**CONSTANTS, "BLOCK": 32, "SUB": 32, "TOGETHER": False, "ROWS": 32}
+    names, constants = kernel.arg_names, {**CONSTANTS, "BLOCK": 32, "SUB": 32, "ROWS": 32}
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {name: "constexpr" if name in constants else {**POINTERS, "OWN": "*fp32"}.get(name, "i32") for name in names}
     source = ASTSource(kernel, signature, constexprs={(names.index(name),): value for name, value in constants.items()})

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from kvcompile.lowering.append.rounding import quads_of_words
-from kvcompile.lowering.append.window_token import NORMED, Slot, corrected, known, minmax_codes, normed, origin_of
+from kvcompile.lowering.append.window_token import NORMED, Slot, corrected, held_behind, known, minmax_codes, normed, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 
 TILE = 4096
@@ -32,6 +32,9 @@ TILE = 4096
 
 PART = tl.constexpr(8)
 """Tokens that a program gives at once where they have no place, so that it needs no registers for more."""
+
+CHECKED = tl.constexpr(1024)
+"""Positions that a program compares at once."""
 
 MOST = 8192
 """Elements of a program that its threads hold in registers."""
@@ -66,7 +69,7 @@ def _append_blocks(
     program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n,
     pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     HEADS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, TOGETHER: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+    SUB: tl.constexpr, HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
 ):
     """ROWS positions of one kv head of one batch row. The window, the clock and the newest tokens are contiguous."""
     h = (program % HEADS).to(tl.int64)
@@ -74,8 +77,7 @@ def _append_blocks(
     first = tl.load(POS + b * pos_b)
     kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
     used, _, fits = origin_of(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
-    # Rows of one position are as far as the first one.
-    held = tl.load(CLOCK + ((b * (0 if TOGETHER else 1)) * HEADS + h) * 2)
+    held = tl.load(CLOCK + (b * HEADS + h) * 2)
     start = first - used
     room = pages * PAGE
     ordered = ((first == 0) | (start == held)) & fits
@@ -157,9 +159,20 @@ def _append_blocks(
 
 
 @triton.jit
+def _first_apart(positions, first, count, pos_s):
+    """The number of the first of ``count`` tokens whose position does not follow those before it, 0 where all do."""
+    least = first * 0 + count
+    for part in range(0, count, CHECKED):
+        s = part + tl.arange(0, CHECKED)
+        said = tl.load(positions + s * pos_s, mask=s < count, other=0)
+        least = tl.minimum(least, tl.min(tl.where((s < count) & (said != first + s), s, count), 0))
+    return tl.where(least == count, 0, least)
+
+
+@triton.jit
 def _roll(
-    program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, D: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr,
+    program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr,
 ):
     """COPY of the newest W tokens of one kv head of one batch row into the window, and the clock, which programs read as they write it."""
     h = (program % HEADS).to(tl.int64)
@@ -173,7 +186,13 @@ def _roll(
     tl.store(RING + row * (W * D) + ((end + j) & (W - 1))[:, None] * D + d[None, :], newest)
     if program < HEADS:
         # The origin that the others read is the one that stands there, or at position 0 does not come from there.
-        tl.store(CLOCK + row * 2, end)
+        held = tl.load(CLOCK + row * 2)
+        follows = (first == 0) | (first - used == held)
+        at = first * 0
+        if follows:
+            at = _first_apart(POS + b * pos_b, first, count, pos_s)
+        found = tl.load(POS + b * pos_b + at * pos_s)
+        tl.store(CLOCK + row * 2, held_behind(end, pages * PAGE, follows, first + at, found, held, kept))
         tl.store(CLOCK + row * 2 + 1, remembered)
 
 
@@ -182,13 +201,13 @@ def append_blocks_one(
     X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n, scales_n, pos_b, pos_s,
     codes_b, codes_h, scales_b, scales_h, own_b, own_h, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, TOGETHER: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
 ):
     """One slot. Grid: tiles of ROWS positions times kv heads, the heads first, and batch rows."""
     _append_blocks(
         tl.program_id(0), tl.program_id(1).to(tl.int64), X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s,
         x_d, count, pages, codes_n, scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS,
-        BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, HAS_ORIGIN, TOGETHER, ULP, TINY, ROWS,
+        BITS, PARTS, SEGMENTS, GROUP, BLOCK, SUB, HAS_ORIGIN, ULP, TINY, ROWS,
     )
 
 
@@ -199,10 +218,10 @@ def append_blocks_two(
     ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2, codes_b_2, codes_h_2,
     scales_b_2, scales_h_2, own_b_2, own_h_2, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     BITS: tl.constexpr, PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, TOGETHER: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, D_2: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, D_2: tl.constexpr,
     W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, BITS_2: tl.constexpr, PARTS_2: tl.constexpr,
     SEGMENTS_2: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_2: tl.constexpr, SUB_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
-    TOGETHER_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr, ROWS_2: tl.constexpr,
+    ULP_2: tl.constexpr, TINY_2: tl.constexpr, ROWS_2: tl.constexpr,
 ):
     """Two slots, keys and values: the first ``programs`` programs of a batch row have the first."""
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -210,41 +229,44 @@ def append_blocks_two(
         _append_blocks(
             program, b, X, RING, CLOCK, CODES, SCALES, ZEROS, OWN, POS, ORIGIN, RECENT, x_b, x_h, x_s, x_d, count, pages, codes_n,
             scales_n, pos_b, pos_s, codes_b, codes_h, scales_b, scales_h, own_b, own_h, D, W, PAGE, HEADS, BITS, PARTS, SEGMENTS, GROUP,
-            BLOCK, SUB, HAS_ORIGIN, TOGETHER, ULP, TINY, ROWS,
+            BLOCK, SUB, HAS_ORIGIN, ULP, TINY, ROWS,
         )
     else:
         _append_blocks(
             program - programs, b, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, OWN_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2,
             x_s_2, x_d_2, count_2, pages_2, codes_n_2, scales_n_2, pos_b_2, pos_s_2, codes_b_2, codes_h_2, scales_b_2, scales_h_2,
-            own_b_2, own_h_2, D_2, W_2, PAGE_2, HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2, TOGETHER_2,
+            own_b_2, own_h_2, D_2, W_2, PAGE_2, HEADS_2, BITS_2, PARTS_2, SEGMENTS_2, GROUP_2, BLOCK_2, SUB_2, HAS_ORIGIN_2,
             ULP_2, TINY_2, ROWS_2,
         )
 
 
 @triton.jit
 def roll_one(
-    RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, D: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr,
-    COPY: tl.constexpr,
+    RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr,
 ):
     """One slot. Grid: tiles of COPY tokens times kv heads, the heads first, and batch rows."""
     _roll(
-        tl.program_id(0), tl.program_id(1).to(tl.int64), RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, D, W, HEADS, HAS_ORIGIN, COPY,
+        tl.program_id(0), tl.program_id(1).to(tl.int64), RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D, W, PAGE, HEADS,
+        HAS_ORIGIN, COPY,
     )
 
 
 @triton.jit
 def roll_two(
-    programs, RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, RING_2, CLOCK_2, POS_2, ORIGIN_2, RECENT_2, count_2, pos_b_2,
-    D: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr, COPY: tl.constexpr, D_2: tl.constexpr,
-    W_2: tl.constexpr, HEADS_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr, COPY_2: tl.constexpr,
+    programs, RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, RING_2, CLOCK_2, POS_2, ORIGIN_2, RECENT_2, count_2, pages_2,
+    pos_b_2, pos_s_2, D: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    COPY: tl.constexpr, D_2: tl.constexpr, W_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
+    COPY_2: tl.constexpr,
 ):
     """Two slots, keys and values: the first ``programs`` programs of a batch row have the first."""
     program, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if program < programs:
-        _roll(program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pos_b, D, W, HEADS, HAS_ORIGIN, COPY)
+        _roll(program, b, RING, CLOCK, POS, ORIGIN, RECENT, count, pages, pos_b, pos_s, D, W, PAGE, HEADS, HAS_ORIGIN, COPY)
     else:
         _roll(
-            program - programs, b, RING_2, CLOCK_2, POS_2, ORIGIN_2, RECENT_2, count_2, pos_b_2, D_2, W_2, HEADS_2, HAS_ORIGIN_2, COPY_2,
+            program - programs, b, RING_2, CLOCK_2, POS_2, ORIGIN_2, RECENT_2, count_2, pages_2, pos_b_2, pos_s_2, D_2, W_2, PAGE_2,
+            HEADS_2, HAS_ORIGIN_2, COPY_2,
         )
 
 
@@ -302,17 +324,19 @@ class Blocks(NamedTuple):
 
     def constants(self, suffix: str = "") -> dict[str, Any]:
         """Return the constants of the first launch's kernels, by name."""
-        together = self.slot.origin is None and self.slot.pos.shape[0] == 1
-        named = {**self.slot.constants(), "TOGETHER": together, "ROWS": self.rows}
+        named = {**self.slot.constants(), "ROWS": self.rows}
         return {name + suffix: value for name, value in named.items()}
 
     def roll_operands(self) -> tuple[object, ...]:
         """Return the operands of the second launch's kernels, in their order."""
-        return (self.slot.window, self.slot.clock, self.slot.pos, self.origin, self.recent, self.slot.x.shape[2], self.pos_b)
+        slot, pos = self.slot, self.slot.pos
+        return (
+            slot.window, slot.clock, pos, self.origin, self.recent, slot.x.shape[2], slot.planes[0].shape[0], self.pos_b, pos.stride(1),
+        )
 
     def roll_constants(self, suffix: str = "") -> dict[str, Any]:
         """Return the constants of the second launch's kernels, by name."""
-        named = {**{name: self.slot.constants()[name] for name in ("D", "W", "HEADS", "HAS_ORIGIN")}, "COPY": self.copied}
+        named = {**{name: self.slot.constants()[name] for name in ("D", "W", "PAGE", "HEADS", "HAS_ORIGIN")}, "COPY": self.copied}
         return {name + suffix: value for name, value in named.items()}
 
 

@@ -25,11 +25,17 @@ import triton.language as tl
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import MAGIC, greater, lesser, quotient, rounded_down, rounded_up
 from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.lowering.ops import append_window
 from kvcompile.lowering.ops.append_window import _encoded, one_token
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
+from kvcompile.types import LEAST_HELD
 
 NORMED = tl.constexpr(-1)
 """SUB where tokens are divided by their norms."""
+
+BROKEN = tl.constexpr(append_window.BROKEN)
+LEAST = tl.constexpr(LEAST_HELD)
+MOST_PLACE = tl.constexpr(append_window.MOST_PLACE)
 
 
 @triton.jit
@@ -103,6 +109,21 @@ def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
 
 
 @triton.jit
+def held_behind(end, room, follows, expected, found, held, kept):
+    """A row's number of tokens behind a call that ends at ``end``, which says where the row is broken; ``ops.append_window``.
+
+    ``follows``: the first token is where the row goes on; then the first that is not in order was ``expected`` and ``found`` there, two
+    equal places where none is. All are int64 numbers that were loaded or computed.
+    """
+    whole = expected == found
+    wanted = tl.where(follows, tl.where(whole, room, expected), held + kept)
+    found = tl.where(follows & whole, room, found)
+    lost = BROKEN + (tl.minimum(tl.maximum(wanted, 0), MOST_PLACE) << 32) + tl.minimum(tl.maximum(found, -1), MOST_PLACE) + 1
+    lost = tl.where((follows == 0) & (held < LEAST), held, lost)
+    return tl.where(follows & whole & (end <= room), end, lost)
+
+
+@triton.jit
 def _encode_block(
     content, t, last, CODES, SCALES, ZEROS, OWN, codes_n, scales_n, D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     PARTS: tl.constexpr, SEGMENTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, ULP: tl.constexpr,
@@ -159,7 +180,8 @@ def _append_token(
     used, remembered, fits = origin_of(first, kept, given, HAS_ORIGIN)
     start = first - used
     room = pages * PAGE
-    ordered = ((first == 0) | (start == held)) & (start < room) & fits
+    follows = (first == 0) | (start == held)
+    ordered = follows & (start < room) & fits
     x = tl.where(ordered, x, float("nan")).to(X.dtype.element_ty)
 
     # The newest tokens: row j of W + 1 is token start - W + j, which lies in slot (start + j) % W.
@@ -180,7 +202,7 @@ def _append_token(
     # Nothing of the window may be overwritten before all of the program has read it.
     tl.debug_barrier()
     tl.store(ring + slot * D + d, x)
-    tl.store(clock, start + 1)
+    tl.store(clock, held_behind(start + 1, room, follows, first, first, held, kept))
     tl.store(clock + 1, remembered)
 
     # Whoever moves channels does so once a block.

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import MAGIC
-from kvcompile.lowering.append.window_token import Slot, minmax_codes, origin_of
+from kvcompile.lowering.append.window_token import Slot, held_behind, minmax_codes, origin_of
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded, one_token
 from kvcompile.schemes.certified import BLOCK, Certified
@@ -107,7 +107,8 @@ def _append_certified(
     used, remembered, fits = origin_of(first, kept, given, HAS_ORIGIN)
     start = first - used
     room = pages * PAGE
-    ordered = ((first == 0) | (start == held)) & (start < room) & fits
+    follows = (first == 0) | (start == held)
+    ordered = follows & (start < room) & fits
     x = tl.where(ordered, x, float("nan")).to(X.dtype.element_ty)
 
     # The newest tokens: row j of W + 1 is token start - W + j, which lies in slot (start + j) % W.
@@ -124,7 +125,7 @@ def _append_certified(
     # Nothing of the window may be overwritten before all of the program has read it.
     tl.debug_barrier()
     tl.store(ring + slot * D + d, x)
-    tl.store(clock, start + 1)
+    tl.store(clock, held_behind(start + 1, room, follows, first, first, held, kept))
     tl.store(clock + 1, remembered)
 
     blocks: tl.constexpr = PAGE // TOKENS

@@ -14,8 +14,13 @@ by the call that writes position 0.
 
 The clock plane [1, B, 1, 1, 2] holds a row's number of tokens and its origin. Writes must come in order, since a
 window that skipped tokens holds others than attention would look for: tokens that neither follow the last one nor
-start again at 0 are written as NaN, which whoever attends to them sees; so are new tokens of a row whose mask
-now shows positions before its origin, which were never stored.
+start again at 0 are written as NaN; so are new tokens of a row whose mask now shows positions before its origin,
+which were never stored.
+
+A row whose tokens came out of order is *broken*: places that the window does not know of may hold anything else than the
+dense tensor would. From then on its number of tokens is ``broken(expected, found)``, a number so far below 0 that no position
+follows it, until the row begins again at 0. Attention asks ``is_broken`` and gives such a row NaN (``rewrite.order``),
+whatever it sees; the host, which waits for no step, reads the number when it reads the cache (``runtime.exact_window``).
 """
 
 from __future__ import annotations
@@ -26,6 +31,31 @@ from typing import Any
 import torch
 
 from kvcompile import schemes
+from kvcompile.types import LEAST_HELD
+
+BROKEN = -(1 << 62)
+"""What a broken row counts as its tokens, plus what ``broken`` says of the first token that is out of order."""
+
+MOST_PLACE = (1 << 29) - 1
+"""The furthest place that a broken row remembers."""
+
+
+def broken(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return the number of tokens of a row that is broken where a token was ``expected`` at one place and ``found`` at another, int64.
+
+    Two equal places say that the store has no room from there on.
+    """
+    return BROKEN + (expected.clamp(0, MOST_PLACE) << 32) + found.clamp(-1, MOST_PLACE) + 1
+
+
+def is_broken(held: torch.Tensor) -> torch.Tensor:
+    """Whether rows are broken, by their numbers of tokens."""
+    return held < LEAST_HELD
+
+
+def said_of(held: int) -> tuple[int, int]:
+    """Return where a broken row's token was expected, and where it was found; -1 stands for every place before 0."""
+    return (held - BROKEN) >> 32, ((held - BROKEN) & 0xFFFFFFFF) - 1
 
 
 def one_token(x_BKSD: torch.Tensor) -> bool:
@@ -71,16 +101,17 @@ def append_window_body(
 
     first = pos[:, :1]
     if origin is None:
-        # Rows stay together: one position for all of them.
+        # One position for all rows, as long as the call has one for them.
         used = torch.zeros_like(first)
         fits = kept == 0
-        held = held[: len(first)]
     else:
         used = torch.where(first == 0, origin[:, None], kept)
         fits = origin[:, None] >= used
     start = first - used
     end = start + S
-    inside = ((first == 0) | (start == held)) & (pos == first + torch.arange(S, device=x.device)) & (pos - used < room)
+    follows = (first == 0) | (start == held)
+    apart = pos != first + torch.arange(S, device=x.device)
+    inside = follows & ~apart & (pos - used < room)
     x = torch.where((inside & fits)[:, None, :, None], x, float("nan"))
 
     def tokens(t: torch.Tensor) -> torch.Tensor:
@@ -100,7 +131,13 @@ def append_window_body(
 
     _roll(ring, x, tokens, start, end)
     remembered = used if origin is not None else torch.where(first == 0, 0, kept)
-    clock.copy_(torch.stack([end.expand_as(remembered), remembered], dim=-1)[None, :, :, None].expand_as(clock))
+    # The first token that is out of order; the end of the room where all follow one another but are too many.
+    at = apart.to(torch.int64).argmax(-1, keepdim=True) if not one_token(x) else torch.zeros_like(first)
+    found, whole = pos.gather(1, at), ~apart.any(-1, keepdim=True)
+    late = broken(torch.where(whole, room, first + at), torch.where(whole, room, found))
+    lost = torch.where(is_broken(held), held, broken(held + kept, first.expand_as(held)))
+    now = torch.where(follows, torch.where(whole & (end <= room), end, late), lost)
+    clock.copy_(torch.stack([now, remembered.expand_as(now)], dim=-1)[None, :, :, None].expand_as(clock))
     return recent, used[:, 0]
 
 
