@@ -99,14 +99,19 @@ def _planes(bindings: list[Binding], planes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _asks(user: fx.Node, name: str, writers: list[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """Whether a node asks for a plane's size, or for what its clock says before the append moves it on."""
+    """Whether a node asks for a plane's size, for what its clock says before the append moves it on, or behind it whether it is broken."""
     if op_name(user) == "sym_size":
         return True
-    views = [user]
+    views, users = [user], []
     for view in views:
         if op_name(view) == "select":
             views += view.users
-    return name == "clock" and len(views) > 1 and all(order[view] < order[writer] for view in views for writer in writers)
+        else:
+            users.append(view)
+    if name != "clock" or len(views) == 1:
+        return False
+    behind = all(op_name(node) == "lt" for node in users)
+    return all((order[view] > order[writer]) if behind else (order[view] < order[writer]) for view in views for writer in writers)
 
 
 def _counts(user: fx.Node) -> bool:

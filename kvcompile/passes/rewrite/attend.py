@@ -30,6 +30,7 @@ from kvcompile.passes.rewrite.context import Context, device_of, part_of
 from kvcompile.passes.rewrite.left_padding import from_origin
 from kvcompile.passes.rewrite.limits import seeing, visibility, within_length
 from kvcompile.passes.rewrite.masks import sinks_of
+from kvcompile.passes.rewrite.order import in_order
 from kvcompile.passes.rewrite.planes import Planes
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.passes.rewrite.rope import RopeTables
@@ -129,6 +130,7 @@ def _operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) ->
     if source.fresh is None:
         seen = within_length(shared.context, emit, item, seen)
         q = q if seen.hi is None else seeing(emit, item, q, seen.hi, shared.planes)
+        q = in_order(emit, item, q, shared.planes)
     for step in STEPS:
         seen = step(shared, emit, item, source, seen)
     return [
