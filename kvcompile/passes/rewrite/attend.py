@@ -129,7 +129,7 @@ def _operands(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) ->
     q = source.q
     if source.fresh is None:
         seen = within_length(shared.context, emit, item, seen)
-        q = q if seen.hi is None else seeing(emit, item, q, seen.hi, shared.planes)
+        q = q if seen.hi is None else seeing(emit, item, q, seen.hi, shared.planes, shared.appends.positions)
         q = in_order(emit, item, q, shared.planes)
     for step in STEPS:
         seen = step(shared, emit, item, source, seen)

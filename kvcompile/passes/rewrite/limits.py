@@ -22,6 +22,7 @@ from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.context import Context, device_of
 from kvcompile.passes.rewrite.masks import bias_of, last_seen
 from kvcompile.passes.rewrite.planes import Planes
+from kvcompile.passes.rewrite.positions import NewPositions
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.passes.rewrite.sliding import covered
 from kvcompile.passes.rewrite.visibility import Visibility
@@ -50,16 +51,19 @@ def within_length(context: Context, emit: Emitter, item: SitePlan, seen: Visibil
     return Visibility(last, seen.lo, seen.keep, seen.bias)
 
 
-def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, planes: Planes) -> fx.Node:
-    """Return queries [B, H, S, D] with NaN for those that see places behind the end of the keys' store.
+def seeing(emit: Emitter, item: SitePlan, q: fx.Node, hi: fx.Node, planes: Planes, positions: NewPositions) -> fx.Node:
+    """Return queries [B, H, S, D] with NaN for those that see places behind the end of the keys' store, or of the tokens of a window.
 
     Nothing is there to attend to, and a step does not wait for the device to learn how far its masks reach.
     """
     if not unbounded(item.site):
         return q
-    room = emit.call(operator.mul, emit.call(aten.sym_size.int, planes.encoded(item.key)[0], 0), PAGE)
-    hi = planes.from_first(emit, item.key, hi)
-    behind = emit.call(aten.ge.Scalar, hi, room)
+    if item.key.window:
+        last = emit.call(aten.slice.Tensor, positions.of(emit, item.key), 1, -1)
+        behind = emit.call(aten.gt.Tensor, hi, last)
+    else:
+        room = emit.call(operator.mul, emit.call(aten.sym_size.int, planes.encoded(item.key)[0], 0), PAGE)
+        behind = emit.call(aten.ge.Scalar, planes.from_first(emit, item.key, hi), room)
     for dim in (1, 3):
         behind = emit.call(aten.unsqueeze.default, behind, dim)
     return emit.call(aten.masked_fill.Scalar, q, behind, float("nan"))
