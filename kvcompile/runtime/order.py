@@ -94,8 +94,9 @@ class TokenOrder:
                 raise _forgotten(group, why)
             return Broken(group, why, False)
         following = start >= held.behind and not form.goes_back(state, start, call)
-        # A buffer in use is not waited for (see ``Linear.start``).
-        end = max(form.reach(call), 0 if length else form.sees(call)) if following else self.sight.end(group.root, call)
+        # A buffer in use is not waited for, but where its positions are looked at.
+        shown = form.sees(call) if not length or form.looks(state, call) else 0
+        end = max(form.reach(call), shown) if following else self.sight.end(group.root, call)
         if end <= start + count:
             return None
         return Broken(

@@ -158,6 +158,11 @@ class CacheForm(abc.ABC):
         del state, start
         return self.count(call)
 
+    def looks(self, state: CacheState, call: Call) -> bool:
+        """Whether the host looks at a call's positions, which may wait for the device."""
+        del state, call
+        return False
+
     def places(self, state: CacheState, call: Call) -> tuple[torch.Tensor, bool] | None:
         """Return each row's first position, int64 [1 or B], and whether its others follow; None where no window asks or nobody looks."""
         del state, call
