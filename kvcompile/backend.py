@@ -100,7 +100,17 @@ class Backend:
                 report.dense += tokens * store.batch * slot.heads * slot.head_dim * slot.dtype.itemsize
                 if tokens and store.never_calibrated:
                     report.never_calibrated.append(store.spec.scheme.uncalibrated)
+        report.disorder = self._disorder()
         return report
+
+    def _disorder(self) -> list[str]:
+        """Return, and log, what came out of order in rows of live caches, once for the layers of a model. Waits for the device."""
+        found: dict[tuple[object, ...], str] = {}
+        for error in [error for state in self.memory.live if state.windowed for error in state.disorder()]:
+            found.setdefault((error.facts["row"], error.facts["expected"], error.facts["found"]), str(error))
+        for line in found.values():
+            log.error("%s", line)
+        return list(found.values())
 
     def stored_tokens(self) -> list[StoredTokens]:
         """Return the tokens of live caches of adaptive schemes, by module path; read them before the next step, which changes them."""
@@ -112,6 +122,7 @@ class Backend:
 
     def telemetry(self) -> Telemetry:
         """Return what attention with a certificate did, and others reported, in all caches and layers so far; waits for the device."""
+        self._disorder()
         return Telemetry.of(added_up([told]) for told in self.memory.live.tellings())
 
     def telemetry_of_heads(self) -> list[HeadTelemetry]:

@@ -342,6 +342,15 @@ class WindowPassed(CallRefused):
     )
 
 
+class TokensOutOfOrder(KvcompileError):
+    template = (
+        "expected {expected} of row {row}, found {found} (at {where}); {scheme} takes the tokens of a row in their order, and where a step "
+        "does not wait for the device to look, attention gives NaN for such a row from that call on, until its tokens begin again at "
+        "position 0: write each row's tokens one behind the other, take tokens back by the model's own counter or by cropping the cache, "
+        "or give this layer a scheme without a window"
+    )
+
+
 class AnglesChanged(CallRefused):
     template = (
         "expected the rotary embedding's angles to stay what they were for the {length} tokens that are cached, found others (at {where}); "

@@ -100,7 +100,8 @@ class Report:
     without the calibration by queries that its scheme has, how it encodes keys. ``widths``: tokens of live caches by their bits a channel,
     for keys and for values, over rows and layers, where a scheme gives tokens widths of their own; ``churn``: what changing them took;
     ``originals``: of the bytes allocated, those of originals that such a scheme keeps beside its budget. ``unmatched``: entries of the
-    policy that match no attention seen so far.
+    policy that match no attention seen so far. ``disorder``: of each row of a live cache whose tokens came out of order where no step
+    looked, what was expected and found; attention gives NaN for it.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -114,6 +115,7 @@ class Report:
     churn: Churn = field(default_factory=Churn)
     originals: int = 0
     unmatched: tuple[str, ...] = ()
+    disorder: list[str] = field(default_factory=list)
 
     def count_widths(self, role: Role, histogram: Mapping[int, int], churn: Churn) -> None:
         """Add one live store's tokens by bits, and what its reallocations changed."""
@@ -307,6 +309,8 @@ def _footer(report: Report) -> Text:
             f"filled it, so its keys are encoded {', '.join(sorted(set(report.never_calibrated)))}: fill the cache in a compiled call",
             style="not bold yellow",
         )
+    for line in report.disorder:
+        text.append(f"\nerror: {line}", style="not bold red")
     for glob in report.unmatched:
         text.append(f"\nwarning: the policy's entry {glob!r} matches none of the attentions seen so far", style="not bold yellow")
     for warning in sorted({w for graph in report.graphs for site in graph.sites for w in site.warnings}):

@@ -7,18 +7,48 @@ Token t of a row, counted from its first token that is no padding, lies in slot 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from kvcompile.errors import WindowPassed
+from kvcompile.errors import TokensOutOfOrder, WindowPassed
+from kvcompile.lowering.ops.append_window import is_broken, said_of
 from kvcompile.runtime.store import Store
 from kvcompile.schemes.certificate.telemetry import REFILLED
-from kvcompile.types import PAGE, pages_for
+from kvcompile.types import LEAST_HELD, PAGE, pages_for
+
+
+def disorder(store: Store, where: str, row: int = 0) -> Iterator[TokensOutOfOrder]:
+    """Give an error for each row whose tokens came out of order, by what the store's clock says; its first row is the cache's ``row``.
+
+    Waits for the device.
+    """
+    if store.window is None:
+        return
+    held = store.lengths[0, :, 0, 0, 0]
+    if not bool(is_broken(held).any()):
+        return
+    for index, count in enumerate(held.tolist()):
+        if count >= LEAST_HELD:
+            continue
+        expected, found = said_of(count)
+        facts = {"expected": f"a token at position {expected}", "found": f"one at position {found}"}
+        if found < 0:
+            facts["found"] = "one before position 0"
+        elif expected == found:
+            facts = {"expected": f"tokens at positions below {expected}, as far as there is room,", "found": "one behind them"}
+        yield TokensOutOfOrder(**facts, row=row + index, where=where, scheme=store.spec.scheme.told())
 
 
 def overlaid(store: Store, values: torch.Tensor) -> torch.Tensor:
-    """Lay the window's tokens over decoded ones, each at its position of the caller's numbering; padding is zero."""
+    """Lay the window's tokens over decoded ones, each at its position of the caller's numbering; padding is zero.
+
+    Waits for the device, and raises TokensOutOfOrder: nobody knows what such a row would hold.
+    """
     window = store.window
     assert window is not None
+    for error in disorder(store, f"a store of {store.spec.slot.role.value}s"):
+        raise error
     held, padding = store.lengths[0, :, 0, 0].unbind(-1)
     t = torch.arange(values.shape[2], device=store.device) - padding[:, None]
     rows = (-1, values.shape[1], -1, values.shape[3])

@@ -67,13 +67,20 @@ class TokenOrder:
         return held if places is None else [in_all(held)]
 
     def _misplaced(self, form: CacheForm, state: CacheState, places: tuple[torch.Tensor, bool], rows: int) -> Broken | None:
-        """Return why a window cannot take the places that a call's tokens have in their rows, None where it can."""
+        """Return why a window cannot take the places that a call's tokens have in their rows, None where it can.
+
+        Raises TokensOutOfOrder where a row goes on that calls which nobody looked at have broken.
+        """
         group, (first, consecutive) = form.group, places
         if not consecutive:
             return Broken(group, "the tokens of a call are written at places that do not follow one another", False)
         if state.adaptive and len(first) > 1 and bool((first != first[0]).any()):
             scheme = group.first.plan.scheme.told()
             return Broken(group, f"rows go on at places of their own, and {scheme} has one length for all rows", False)
+        for error in state.disorder(group.where) if state.windowed else ():
+            row = int(str(error.facts["row"]))
+            if row < rows and int(first[min(row, len(first) - 1)]):
+                raise error
         ends = ends_of(state, rows)
         ahead = first > ends
         if not isinstance(ends, torch.Tensor) or not bool(ahead.any()):

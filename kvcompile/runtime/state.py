@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvcompile.errors import CacheStale
+from kvcompile.errors import CacheStale, TokensOutOfOrder
 from kvcompile.passes.match.sites import Axes
 from kvcompile.runtime.adaptive_store import AdaptiveStore
 from kvcompile.runtime.codec import decode
 from kvcompile.runtime.counters import Moment
 from kvcompile.runtime.dense_layout import put_tokens
-from kvcompile.runtime.exact_window import rewind
+from kvcompile.runtime.exact_window import disorder, rewind
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.store import Store
 from kvcompile.runtime.telemetry import Telling
@@ -51,6 +51,8 @@ class CacheState:
     """Whether every place of its tensors is a token, as where a step returns a longer one: zeros written there count."""
     path: str = ""
     """The module path of an attention that reads it, "" where nothing says."""
+    where: str = ""
+    """The user's line that a compiled call wrote it at last, "" where none did."""
 
     def __post_init__(self) -> None:
         self.rollbacks: list[tuple[int, int]] = []
@@ -58,11 +60,12 @@ class CacheState:
         self.top = self.behind = self.length
         self.windowed = any(store.in_order for store in self.stores.values())
         self.adaptive = any(isinstance(store, AdaptiveStore) for store in self.stores.values())
-        # Places from the first on that were encoded when the cache was adopted, whether a token was written there or not.
+        # Places from the first on that may hold more than the tokens counted: all that were encoded when the cache was adopted, or all
+        # where nobody looks at the places that calls write.
         self.held = 0
         # The memory of its handles.
         self.stub: torch.Tensor | None = None
-        # The graphs whose checks this state has passed; see ``steady``.
+        # The graphs whose checks this state has passed, and as which of their cache tensors; see ``steady``.
         self.settled: set[object] = set()
         # The position behind the last token that each row ever had, int64 [B], of a state with a window that went back; else None.
         self.tops: torch.Tensor | None = None
@@ -116,8 +119,20 @@ class CacheState:
         """Return where each row goes on, int64 [B] where a window's own lengths say so, else the position behind the last token."""
         for store in self.stores.values():
             if store.window is not None:
-                return store.lengths[0, :, 0, 0].sum(-1).clamp(max=self.behind)
+                # A row whose tokens came out of order can only begin again.
+                return store.lengths[0, :, 0, 0].sum(-1).clamp(0, self.behind)
         return self.behind
+
+    def disorder(self, where: str = "") -> list[TokensOutOfOrder]:
+        """Return an error for each row whose tokens came out of order, parked rows too, of one of its stores each. Waits for the device."""
+        found: dict[int, TokensOutOfOrder] = {}
+        first = 0
+        for group in self.groups:
+            for store in group.stores.values():
+                for error in disorder(store, where or self.where or self.path or "a cache", first):
+                    found.setdefault(int(str(error.facts["row"])), error)
+            first += group.rows
+        return [found[row] for row in sorted(found)]
 
     def make_room(self, tokens: int, capacity: int | None = None) -> None:
         """Have pages for ``tokens`` tokens in all stores, at most those of ``capacity``."""
@@ -183,7 +198,9 @@ class CacheState:
         return self.slots is None or self.top <= self.slots
 
     def dense(self, shape: tuple[int, ...], length: int) -> torch.Tensor:
-        """Decode the cache tensor of ``shape``; what was never written is zero."""
+        """Decode the cache tensor of ``shape``; what was never written is zero. Raises TokensOutOfOrder."""
+        for error in self.disorder() if length and self.windowed else ():
+            raise error
         first = next(iter(self.stores.values()))
         shown = min(length, next(iter(self.axes.values())).room(shape))
         if length > shown or not self.in_order:
@@ -206,7 +223,7 @@ class CacheState:
     def mapped(self, change: Callable[[Store], Store]) -> CacheState:
         """Make a new state whose stores are ``change(store)``."""
         stores = {part: change(store) for part, store in self.stores.items()}
-        made = CacheState(self.axes, stores, self.length, slots=self.slots, growth=self.growth, grown=self.grown, path=self.path)
+        made = self._with(stores, self.length, self.slots)
         made.top, made.behind, made.held, made.moment = self.top, self.behind, self.held, self.moment
         if self.tops is not None:
             # The rows may be others now.
@@ -224,4 +241,10 @@ class CacheState:
     def moved(self, first: int, count: int, slots: int | None) -> CacheState:
         """Make a new state in ``slots`` slots, None for one each, of the ``count`` tokens from position ``first`` on: codes as they are."""
         stores = {part: store.gathered(first, count, self.slots) for part, store in self.stores.items()}
-        return CacheState(self.axes, stores, count, slots=slots, growth=self.growth, grown=self.grown, path=self.path)
+        return self._with(stores, count, slots)
+
+    def _with(self, stores: dict[Part, Store], length: int, slots: int | None) -> CacheState:
+        """Make a state of other stores for the same cache."""
+        return CacheState(
+            self.axes, stores, length, slots=slots, growth=self.growth, grown=self.grown, path=self.path, where=self.where,
+        )

@@ -76,7 +76,7 @@ class States:
         if state is not tensor._kv:
             handles.rebind(tensor, state, length)
         # A cache that was unpickled does not know whose it is.
-        state.path = state.path or form.group.site.path
+        state.path, state.where = state.path or form.group.site.path, form.group.where
         self.live.add(state)
         return state
 
@@ -101,7 +101,7 @@ class States:
         stores = {item.part: store_class(spec)(spec, batch, device, 0, self._rope(item, args)) for item, spec in specs.items()}
         axes = {item.part: item.plan.slot.axes for item in bindings}
         path = form.group.site.path
-        state = CacheState(axes, stores, slots=form.slots, growth=self.growth, grown=form.kind.grows, path=path)
+        state = CacheState(axes, stores, slots=form.slots, growth=self.growth, grown=form.kind.grows, path=path, where=form.group.where)
         if known:
             self.live.add(state)
         return state
