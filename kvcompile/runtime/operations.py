@@ -136,12 +136,13 @@ def _reduce(handle: CompressedCache, protocol: int) -> Any:
         return NotImplemented
     parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
     rest = handle._kv.slots, handle._kv.top, handle._kv.grown
-    return rebuild, (handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length, *rest, FORMAT)
+    facts = handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length
+    return rebuild, (*facts, *rest, FORMAT, handle._kv.held)
 
 
 def rebuild(
     axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, slots: int | None = None, top: int = 0,
-    grown: bool = False, form: int = 0,
+    grown: bool = False, form: int = 0, held: int = 0,
 ) -> CompressedCache:
     """Make a handle from what pickling kept: planes and layout, codes as they were. Raises OtherFormat."""
     if form != FORMAT:
@@ -153,6 +154,7 @@ def rebuild(
     state = CacheState(axes, stores, length, slots=slots, grown=grown)
     # A cropped tensor of a state that went on: its stores hold more tokens than it shows.
     state.top = state.behind = max(top, length)
+    state.held = held
     return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
 
 

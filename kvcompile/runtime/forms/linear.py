@@ -137,6 +137,9 @@ class Linear(CacheForm):
         end = min(start + count, self.capacity(call))
         if self.kind.in_place:
             state.overwrite(end)
+            if not self._seen():
+                # Tokens may be anywhere from now on; what was never written is zero.
+                state.held = self.capacity(call)
             self.stamp(state, call)
             return
         length = max(self.length(state, call), end)
