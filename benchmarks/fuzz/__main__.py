@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after this long")
     parser.add_argument("--inner", default="eager", choices=("eager", "aot_eager", "inductor"))
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--unlooked", action="store_true", help="on a CPU, do not look where calls write, as on a GPU")
     parser.add_argument("--json", type=Path, help="add outcomes to this file; seeds that it has are not run again")
     parser.add_argument("--merge", type=Path, nargs="+", default=[], help="take in files of other runs")
     parser.add_argument("--shrink", type=int, default=20, help="how many failures to make smaller")
@@ -83,7 +84,7 @@ def _run(console: Console, record: Record, options: argparse.Namespace) -> None:
 def main(given: Sequence[str] | None = None) -> int:
     """Fuzz as the arguments say; 1 where a program is silently different, fails because of us or was not run."""
     options, console = _parser().parse_args(given), Console()
-    way = Way(options.inner, options.device)
+    way = Way(options.inner, options.device, unlooked=options.unlooked)
     prepare()
     if options.show is not None:
         choice = drawn(options.show)

@@ -49,3 +49,14 @@ CORPUS: tuple[tuple[int, Choice], ...] = (
     }),
 )
 """(seed, what is not plain). It only grows."""
+
+UNLOOKED: tuple[tuple[Choice, str], ...] = (
+    ({"scheme": "squat", "mask": "ahead", "cast": "brain", "layout": "halves", "places": "twice"}, "RIGHT"),
+    ({"scheme": "kivi", "places": "twice", "chunks": "20,1,1,5,1,1", "event": "row-narrowed", "then": "detached-zero"}, "TOLD"),
+    ({"scheme": "certified", "layout": "assigned", "places": "accepted"}, "TOLD"),
+    ({"scheme": "normed", "event": "ahead-five"}, "TOLD"), ({"scheme": "normed", "event": "second-request"}, "RIGHT"),
+    ({"scheme": "int8", "event": "ahead-thirty", "places": "shuffled"}, "RIGHT"),
+    ({"scheme": "smartkv", "event": "ahead-thirty", "places": "reversed"}, "RIGHT"),
+    ({"scheme": "squat", "then": "swapped"}, "RIGHT"),
+)
+"""Programs of seed 1, and what comes of them where the host does not look where calls write, by the name of a ``trial.Found``."""

@@ -13,7 +13,7 @@ from benchmarks.fuzz.features import fingerprint, odd
 from benchmarks.fuzz.trial import Found, Result, Way
 
 LETTERS = {
-    Found.RIGHT: "R", Found.REFUSED: "-", Found.NOTED: "n", Found.OUTSIDE: "o", Found.DIFFERENT: "D", Found.FAULT: "F",
+    Found.RIGHT: "R", Found.REFUSED: "-", Found.NOTED: "n", Found.TOLD: "t", Found.OUTSIDE: "o", Found.DIFFERENT: "D", Found.FAULT: "F",
 }
 BAD = frozenset({Found.DIFFERENT, Found.FAULT})
 _BY_LETTER = {letter: found for found, letter in LETTERS.items()}
@@ -73,7 +73,7 @@ class Record:
         """Take in a file. Raises OtherRun."""
         read = json.loads(path.read_text())
         mine = (self.grammar, dataclasses.asdict(self.way))
-        if (read["grammar"], read["way"]) != mine:
+        if (read["grammar"], dataclasses.asdict(Way(**read["way"]))) != mine:
             raise OtherRun(f"expected results of {mine}, found {(read['grammar'], read['way'])} in {path}; choose another file")
         for first, letters in read["outcomes"].items():
             self.outcomes |= {int(first) + at: _BY_LETTER[letter] for at, letter in enumerate(letters)}

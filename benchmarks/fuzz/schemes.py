@@ -47,3 +47,6 @@ SCHEMES = {
 
 BY_TOKEN = frozenset({"dense", "int8", "int4", "nf4", "fp8", "beyond", "int8-static", "fp8-static"})
 """Those that encode each token by itself, so that unwritten places of any magnitude change no other's codes."""
+
+WINDOWED = frozenset({"kivi", "normed", "squat", "certified"})
+"""Those that keep the newest tokens of a row as they are, and take them in their order."""

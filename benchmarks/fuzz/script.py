@@ -31,6 +31,7 @@ class Run:
         self.states: list[Tensor] = []
         self.sight: list[Tensor] = []
         self.more: list[Tensor] = []
+        self.places: list[Tensor] = []
         self.snapshot: tuple[Any, int] = ({}, 0)
         self.caches: dict[str, Tensor | None] = {"kc": None, "vc": None}
         if choice["caches"] == "arguments" and choice["layout"] != "concatenated":
@@ -130,6 +131,7 @@ class Run:
         if choice["places"] == "twice" and count > 1:
             k[:, :, -1], v[:, :, -1] = k[:, :, -2], v[:, :, -2]
         pos = self.positions(count)
+        self.places.append(pos.expand(BATCH, -1))
         q, k, v = (item.to(self.dtype).to(self.device) for item in (q, k, v))
         wanted = self.text.arguments
         known = {"pos": pos.to(self.device), "start": self.start, "table": self.table, **self.caches}
@@ -149,6 +151,16 @@ class Run:
             self.module.now = self.start
         self._settle_rows(count)
         self.past = True
+
+    def out_of_order(self) -> bool:
+        """Whether a row was given a token that neither follows its last one nor begins it again at 0."""
+        ends = torch.zeros(BATCH, dtype=torch.int64)
+        for pos in self.places:
+            first = pos[:, 0]
+            if bool(((first != ends) & (first != 0)).any()) or not torch.equal(pos, first[:, None] + torch.arange(pos.shape[1])):
+                return True
+            ends = first + pos.shape[1]
+        return False
 
     def _settle_rows(self, count: int) -> None:
         """Let rows fall behind: one for good where lengths are their own, one after the other where drafts are refused."""

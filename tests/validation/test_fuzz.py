@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.fuzz import workers
 from benchmarks.fuzz.choices import drawn
-from benchmarks.fuzz.corpus import CORPUS
+from benchmarks.fuzz.corpus import CORPUS, UNLOOKED
 from benchmarks.fuzz.features import FEATURES, NAMES, PLAIN, completed, odd, together
 from benchmarks.fuzz.records import OtherRun, Record
 from benchmarks.fuzz.schemes import SCHEMES
@@ -37,6 +37,14 @@ def test_a_random_program_is_right_or_refused(seed: int) -> None:
 def test_what_was_found_once_stays_mended(seed: int, given: dict[str, str]) -> None:
     result = tried(seed, given)
     assert result.found in GOOD, f"{given}: {result.said}"
+
+
+@pytest.mark.parametrize(("given", "found"), UNLOOKED)
+def test_where_the_host_does_not_look_no_number_is_wrong(given: dict[str, str], found: str) -> None:
+    result = tried(1, given, Way(unlooked=True))
+    assert result.found is Found[found], result.said
+    # Where it looks the dense cache has served what a window could not.
+    assert found != "TOLD" or tried(1, given).found is Found.RIGHT
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
