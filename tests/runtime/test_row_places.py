@@ -19,7 +19,7 @@ PLACES = 400
 
 def indexed(kc: torch.Tensor, vc: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> None:
     """Write by index assignment."""
-    rows = torch.arange(pos.shape[0])[:, None]
+    rows = torch.arange(pos.shape[0], device=pos.device)[:, None]
     kc[rows, :, pos] = k.transpose(1, 2)
     vc[rows, :, pos] = v.transpose(1, 2)
 
@@ -42,7 +42,7 @@ def attention(
 ) -> torch.Tensor:
     """One attention [B, H, S, D] at places ``pos`` [B, S]."""
     write(kc, vc, k, v, pos)
-    return (q @ kc.mT).masked_fill(torch.arange(PLACES) > pos[:, None, :, None], -torch.inf).softmax(-1) @ vc
+    return (q @ kc.mT).masked_fill(torch.arange(PLACES, device=pos.device) > pos[:, None, :, None], -torch.inf).softmax(-1) @ vc
 
 
 @pytest.fixture(scope="module", autouse=True)
