@@ -47,6 +47,7 @@ class AttendFacts:
     bias: bool = False
     one: OneToken | None = None
     early: bool = False
+    log_sums: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _gluon_gap(facts: AttendFacts) -> str | None:
     (key_scheme, key), (value_scheme, value) = facts.slots
     given = {
         "keys stored before RoPE": facts.rotation, "keys in two planes": facts.more, "a mask operand of its own": facts.bias,
-        "first tokens in full precision": facts.early,
+        "first tokens in full precision": facts.early, "log-sums beside the result": facts.log_sums,
         f"queries in {facts.dtype}": facts.dtype not in {torch.float16, torch.bfloat16},
         f"heads of {key.head_dim} and {value.head_dim} channels": key.head_dim != value.head_dim,
         f"pages of {facts.page_rows} tokens": facts.page_rows != PAGE,
@@ -211,6 +212,7 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
         rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
         recent=bool(given.recent), rotation=bool(given.rotation), more=bool(given.more), bias=given.bias is not None,
         one=one_token(group, given.softcap) if device == "cuda" and rows == 1 and group is not None else None, early=bool(given.early),
+        log_sums=given.log_sums,
     )
 
 

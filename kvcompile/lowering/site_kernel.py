@@ -137,12 +137,12 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
         fitting = prefill_tiles.choose_tiles(many, rows, SHARED_MEMORY[arch], tuned=False) if many.fits else []
         if fitting:
             splits = prefill_tiles.splits_for(fitting[0], rows, batch * kv_heads, MULTIPROCESSORS[arch], tokens)
-            splits = max(splits, 2 if given.early else 1)
+            splits = max(splits, 2 if given.early or given.log_sums else 1)
             return PrefillSite(fitting[0].with_splits(splits), batch, queries)
     tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False, shared_memory=SHARED_MEMORY[arch])[0]
     splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch], hint(pages) * hint(keys[0].shape[3]))
     splits, shares = ragged_splits(tiled, splits, batch)
-    return SiteKernel(tiled.with_splits(splits, writes_directly(tiled, splits), shares), batch, queries)
+    return SiteKernel(tiled.with_splits(splits, writes_directly(tiled, splits) and not given.log_sums, shares), batch, queries)
 
 
 def _many_rows(config: AttendConfig, rows: int, page_rows: int) -> PrefillConfig | None:

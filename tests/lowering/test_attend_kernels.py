@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 
 import kvcompile
 from kvcompile.explain import explain
-from kvcompile.lowering import attend_kernels
+from kvcompile.lowering import attend_kernels, inductor
 from kvcompile.lowering.attend_kernels import (
     CPP,
     DECODE,
@@ -27,6 +27,7 @@ from kvcompile.lowering.attend_kernels import (
     kernels_for,
 )
 from kvcompile.lowering.decode.lower import merge
+from kvcompile.lowering.decode.template import LOG2E
 from kvcompile.lowering.host.inductor_api import lowerings
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named, names_of
@@ -211,3 +212,35 @@ def test_inductor_sums_first_tokens_in_operations_of_its_own(monkeypatch: pytest
             at = torch.arange(30, 30 + count)
             torch.testing.assert_close(run(x[:, :count], at), plain(x[:, :count], at), atol=1e-5, rtol=0)
     assert "attend (sums)" in owner.report().graphs[-1].kernels[-1]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("sinks", [False, True])
+def test_splits_are_merged_with_their_log_sums(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial sums as the Triton templates write them: base two, empty splits, and a query that sees nothing."""
+    splits, width = 3, 5
+    scores, v = torch.randn(1, 4, 2, splits * 7), torch.randn(1, 4, splits * 7, width)
+    scores[:, :, :, 7:14] = float("-inf")
+    scores[0, 1, 0] = float("-inf")
+    parts = (scores * LOG2E).unflatten(-1, (splits, 7)).movedim(3, 0)
+    tops = parts.amax(-1, keepdim=True)
+    weights = torch.exp2(parts - tops.masked_fill(tops.isneginf(), 0))
+    sums = weights @ v.unflatten(2, (splits, 7)).movedim(2, 0)
+    partial = torch.cat((sums, tops, weights.sum(-1, keepdim=True)), -1)
+    extra = torch.randn(4) if sinks else None
+    whole = scores if extra is None else torch.cat((scores, extra[:, None, None].expand(1, 4, 2, 1)), -1)
+    expected = torch.cat((whole.softmax(-1).nan_to_num()[..., : splits * 7] @ v, whole.logsumexp(-1, keepdim=True)), -1)
+
+    def lower(operands: AttendOperands[Any]) -> Any:
+        return merge(operands.bias, operands.sinks, width, None)
+
+    monkeypatch.setattr(attend_kernels, "KERNELS", (AttendKernel("merge", "cpu", lambda facts: None, lower),))
+
+    def run(q: torch.Tensor, partial: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+        planes, hi = [q[None]], torch.zeros(1, 2, dtype=torch.int64)
+        return ops.attend(q, planes, planes, hi, None, None, partial, extra, "dense", "dense", 1.0, 0.0, width, log_sums=True)
+
+    inductor.install()
+    with inductor_config.patch(force_disable_caches=True):
+        got = torch.compile(run, fullgraph=True)(torch.randn(1, 4, 2, width), partial, extra)
+    torch.testing.assert_close(got, expected)

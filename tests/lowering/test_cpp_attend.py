@@ -160,6 +160,34 @@ def test_matches_float64(name: str) -> None:
             check(got, (*operands, case.keys, case.values, case.width**-0.5, case.softcap, case.width_v), fill_of(case))
 
 
+@pytest.mark.parametrize("name", ["int8_fp8_matrix", "dense_g8_d80_window_sinks", "static_softcap", "tables_beside_int8"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_log_sums_stand_behind_the_result(name: str, threads: int) -> None:
+    """As the definition gives them in float64, -inf where a query sees nothing; with more threads the tokens are split and merged."""
+    case = CASES[name]
+
+    def run(q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], *masked: torch.Tensor | None) -> torch.Tensor:
+        named = case.keys, case.values, case.width**-0.5, case.softcap, case.width_v
+        return ops.attend(q, keys, values, *masked, *named, log_sums=True)
+
+    step, before = torch.compile(run, dynamic=True, fullgraph=True), torch.get_num_threads()
+    for batch, queries in case.shapes:
+        q = torch.randn(batch, queries, case.kv_heads * case.group, case.width, dtype=case.dtype).transpose(1, 2)
+        k = torch.randn(batch, case.kv_heads, 700, case.width, dtype=case.dtype)
+        v = torch.randn(batch, case.kv_heads, 700, case.width_v, dtype=case.dtype)
+        operands = store(k, case.keys), store(v, case.values), *masks(case, batch, queries, 700).values()
+        scales = case.keys, case.values, case.width**-0.5, case.softcap, case.width_v
+        exact = ops.attend_body(AttendOperands(q.double(), *operands, *scales, log_sums=True), compute=torch.float64)
+        try:
+            torch.set_num_threads(threads)
+            got = step(q, *operands)
+        finally:
+            torch.set_num_threads(before)
+        assert got.dtype == torch.float32 and exact.isneginf()[..., :-1].sum() == 0 and got.shape[-1] == case.width_v + 1
+        # Products of many bfloat16 rows are rounded to it.
+        torch.testing.assert_close(got.double(), exact, atol=0.03 if case.dtype == torch.bfloat16 and queries > 1 else 2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_plain_tensors_as_one_page(dtype: torch.dtype) -> None:
     """Halves of a combined (B, T, 2, K, D) buffer as keys and values, 200 queries, causal; one pointer argument."""

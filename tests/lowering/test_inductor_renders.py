@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from kvcompile.lowering import inductor
 from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.ops.operations import attend_body
 
 HALF: dict[str, Any] = {"dtype": torch.bfloat16, "D": 128, "Dv": 128, "K": 2}
 CASES = [
@@ -54,13 +55,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def rendered(case: Case) -> int:
+def rendered(case: Case, log_sums: bool = False) -> int:
     """How many kernels Inductor makes of the template for an attention."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        return _rendered(case, monkeypatch)
+        return _rendered(case, log_sums, monkeypatch)
 
 
-def _rendered(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
+def _rendered(case: Case, log_sums: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     made: list[Any] = []
     generate = select_algorithm.TritonTemplate.generate
 
@@ -69,7 +70,7 @@ def _rendered(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
         return made[-1]
 
     monkeypatch.setattr(select_algorithm.TritonTemplate, "generate", watched)
-    leaves, spec = pytree.tree_flatten(AttendOperands(**operands(case)).arguments())
+    leaves, spec = pytree.tree_flatten(AttendOperands(**operands(case), log_sums=log_sums).arguments())
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     with hopper(monkeypatch) as mode:
         given = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda") for each in tensors]
@@ -82,6 +83,8 @@ def _rendered(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
         graph = GraphLowering(make_fx(call)(*given), example_inputs=given)
     with V.set_graph_handler(graph), V.set_fake_mode(mode):
         graph.run(*given)
+    asked, (result,) = AttendOperands(**operands(case), log_sums=log_sums), graph.graph_outputs
+    assert [int(size) for size in result.get_size()] == list(attend_body(asked).shape)
     return sum(kernel is not None for kernel in made)
 
 
@@ -97,3 +100,10 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def test_inductor_renders_the_decode_template(case: Case, process: ProcessPoolExecutor) -> None:
     """Inductor knows no operand before ``def_kernel``: the template once asked for the stride of norms there, and failed on CUDA only."""
     assert process.submit(rendered, case).result() >= 1
+
+
+@pytest.mark.skipif(torch.version.cuda is not None and not torch.cuda.is_available(), reason="a torch with CUDA needs its driver for fakes")
+def test_log_sums_are_merged_from_splits(process: ProcessPoolExecutor) -> None:
+    """Of so many rows that a kernel would write the result itself, and have no place for log-sums."""
+    many = Case("dense", "dense", B=1024, T=3, D=32, Dv=32, K=4, dtype=torch.bfloat16)
+    assert process.submit(rendered, many, True).result() >= 1

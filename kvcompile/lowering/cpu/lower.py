@@ -66,6 +66,7 @@ class Operands:
     scale: float
     softcap: float
     fill: float | None
+    log_sums: bool
 
     def nodes(self) -> list[ir.IRNode]:
         """Every tensor the kernel reads."""
@@ -74,7 +75,7 @@ class Operands:
 
 
 def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox | None:
-    """One template buffer, [B, H, S, Dv] in q's dtype, contiguous; None where tables or static scales are no float32."""
+    """One template buffer, contiguous, of the shape and dtype of ``attend``; None where tables or static scales are no float32."""
     batch, heads, queries, head_dim = given.q.get_size()
     kv_heads, width_v = static(given.keys[0].get_size()[2]), static(given.value_dim)
     operands = Operands(
@@ -82,10 +83,10 @@ def lower_attend_cpu(given: AttendOperands[ir.TensorBox]) -> ir.TensorBox | None
         keys=_side(given.keys, given.key_scheme, static(head_dim), Role.KEY),
         values=_side(given.values, given.value_scheme, width_v, Role.VALUE),
         hi=realize(given.hi), lo=_maybe(given.lo), keep=_maybe(given.keep), bias=_maybe(given.bias), sinks=_maybe(given.sinks),
-        scale=float(given.scale), softcap=float(given.softcap), fill=given.fill,
+        scale=float(given.scale), softcap=float(given.softcap), fill=given.fill, log_sums=given.log_sums,
     )
-    size = [batch, sympy.Integer(static(heads)), queries, sympy.Integer(width_v)]
-    layout = ir.FixedLayout(torch.device("cpu"), given.q.get_dtype(), size)
+    size = [batch, sympy.Integer(static(heads)), queries, sympy.Integer(width_v + given.log_sums)]
+    layout = ir.FixedLayout(torch.device("cpu"), torch.float32 if given.log_sums else given.q.get_dtype(), size)
     sides = (operands.keys, operands.values)
     if any(side.fmt.ends_constant and side.planes[side.fmt.planes - 1].get_dtype() != torch.float32 for side in sides):
         return None
@@ -155,7 +156,7 @@ class AttendTemplate(CppTemplate):
             has_bias=str(ops.bias is not None).lower(), has_keep=str(ops.keep is not None).lower(),
             tile=TILE, max_rows=MAX_ROWS, min_split=MIN_SPLIT, heads=self.kv_heads, group=self.group,
             scale=_float(ops.scale), softcap=_float(ops.softcap),
-            fills=str(ops.fill is not None).lower(), fill=_float(ops.fill or 0.0),
+            log_sums=str(ops.log_sums).lower(), fills=str(ops.fill is not None).lower(), fill=_float(ops.fill or 0.0),
         )
 
 

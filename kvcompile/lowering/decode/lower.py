@@ -58,7 +58,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
     tokens_hint = hint(keys[0].get_size()[0]) * page_rows
     splits = splits_for(configs[0], rows_hint, hint(B) * K, properties.multi_processor_count, tokens_hint)
     splits, shares = ragged_splits(configs[0], splits, hint(B))
-    direct = writes_directly(configs[0], splits)
+    direct = writes_directly(configs[0], splits) and not operands.log_sums
     size = [B, H, S, Dv] if direct else [splits, B, H, S, Dv + 2]
     layout = ir.FixedLayout(
         device, q.get_dtype() if direct else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size))
@@ -76,7 +76,7 @@ def lower_decode(operands: AttendOperands[Any]) -> Any:
     # Every position in use, so that choices differ by the work they do.
     in_use = {"HI": tokens_hint - 1, "LO": 0, "KEEP": 1, "KEPT": RUN, "BASE": tokens_hint - 1, "EARLY_AT": 0}
     partial = autotuned("kvcompile_attend", choices, inputs, layout, examples(config.operands, in_use))
-    return partial if direct else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype())
+    return partial if direct else merge(partial, nodes.get("SINKS"), Dv, None if operands.log_sums else q.get_dtype())
 
 
 def _nodes_and_config(
@@ -120,8 +120,10 @@ def _nodes_and_config(
     return nodes, config
 
 
-def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype, more: tuple[Any, Any, Any] | None = None) -> Any:
+def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype | None, more: tuple[Any, Any, Any] | None = None) -> Any:
     """Splits [Z, B, H, S, Dv + 2] to [B, H, S, Dv] by log-sum-exp, in Inductor's own operations.
+
+    ``dtype``: that of the result; None for float32 with each query's log-sum as one more channel.
 
     ``more``: sums [B, H, S, Dv], maxima and totals [B, H, S, 1] over tokens that no split has.
 
@@ -162,6 +164,9 @@ def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype, more: tu
     if sinks is not None:
         total = do(aten.add, total, do(aten.exp2, do(aten.squeeze, do(aten.sub, sink, top), 0)))
     result = do(aten.where, do(aten.eq, total, 0.0), 0.0, do(aten.div, result, total))
+    if dtype is None:
+        first = [do(aten.slice.Tensor, do(aten.expand, item, total.get_size()), 3, 0, 1) for item in (do(aten.squeeze, top, 0), total)]
+        return do(aten.cat, [result, do(aten.mul, do(aten.add, first[0], do(aten.log2, first[1])), 1 / LOG2E)], -1)
     return do(prims.convert_element_type, result, dtype)
 
 

@@ -54,6 +54,7 @@ class AttendOperands(Generic[T]):
     early: Sequence[T] | None = None
     early_at: T | None = None
     fill: float | None = None
+    log_sums: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """The operands in the schema's order, without those at the end that have their defaults."""

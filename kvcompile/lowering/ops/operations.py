@@ -10,7 +10,7 @@
 ``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
 ``kvcompile::unroll``  copies the codes of a sliding cache's newest tokens, then of new ones, in the order of the tokens (``sliding.py``).
 ``kvcompile::gather``  copies the codes of tokens by the numbers of their places in a store of one row (``gather.py``).
-``kvcompile::attend``  attends over encoded planes; softmax statistics never leave the op.
+``kvcompile::attend``  attends over encoded planes; of the softmax's statistics only log-sums leave the op, where they are asked for.
 
 The eager bodies are the definition: the oracle of every kernel, what ``inner="eager"`` runs, and what
 ``append`` is inlined from for Inductor (its codes then fuse with RoPE and the projections' epilogues).
@@ -40,7 +40,9 @@ Operands of ``attend``
     early_at    None for 0, or a plane int64 [1, B, 1, 1, 1]
     fill        the score of a token that ``bias`` excludes, where a model masks with a number; None for -inf
     scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
-    result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do
+    log_sums    whether the log-sum of each query's scores, with its sink's, stands behind the result as one more channel
+    result      [B, H, S, Dv] in q's dtype; a query with nothing to attend gives zeros, as SDPA's bool masks do. With log-sums
+                [B, H, S, Dv + 1] in at least float32, and such a query's log-sum is -inf
 
 H = G * K; query head h reads kv head h // G.
 
@@ -84,7 +86,8 @@ LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
     " Tensor[]? recent=None, Tensor? base=None, Tensor[]? rotation=None, bool interleaved=False,"
-    " Tensor[]? more=None, str more_scheme='', SymInt more_dim=0, Tensor[]? early=None, Tensor? early_at=None, float? fill=None) -> Tensor"
+    " Tensor[]? more=None, str more_scheme='', SymInt more_dim=0, Tensor[]? early=None, Tensor? early_at=None, float? fill=None,"
+    " bool log_sums=False) -> Tensor"
 )
 
 
@@ -225,7 +228,7 @@ def attend_body(operands: AttendOperands[torch.Tensor], compute: torch.dtype | N
     q, kv_heads = operands.q, operands.keys[0].shape[2]
     compute = compute or torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // kv_heads
-    out = q.new_empty(*q.shape[:3], operands.value_dim)
+    out = _attend_meta(*operands.arguments())
     for head in range(kv_heads):
         k, v = _decoded(operands, slice(head, head + 1), compute)
         heads = slice(head * group, (head + 1) * group)
@@ -260,15 +263,17 @@ def _decoded(operands: AttendOperands[torch.Tensor], one: slice, compute: torch.
 def _attend_heads(
     operands: AttendOperands[torch.Tensor], heads: slice, k: torch.Tensor, v: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
-    """The result of the query heads of one kv head, [B, G, S, Dv] in q's dtype."""
-    return weighted(*softmax_parts(operands, heads, k, compute), v).to(operands.q.dtype)
+    """The result of the query heads of one kv head, [B, G, S, Dv] in q's dtype, or with log-sums in its place."""
+    weights, total, mask, top = softmax_parts(operands, heads, k, compute)
+    result = weighted(weights, total, mask, v)
+    return torch.cat((result, top + torch.log(total)), -1) if operands.log_sums else result.to(operands.q.dtype)
 
 
 def softmax_parts(
     operands: AttendOperands[torch.Tensor], heads: slice, k: torch.Tensor, compute: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Softmax of the query heads of one kv head over keys [B, 1, T, D]: weights [B, G, S, T], their sums with the sinks' [B, G, S, 1],
-    and which tokens each query sees, bool [B or 1, 1 or G, S, T].
+    which tokens each query sees, bool [B or 1, 1 or G, S, T], and the score that was subtracted from all [B, G, S, 1].
     """
     q, bias, sinks, softcap, fill, tokens = operands.q, operands.bias, operands.sinks, operands.softcap, operands.fill, k.shape[2]
     scores = (q[:, heads].to(compute) @ k.transpose(-1, -2)) * operands.scale
@@ -295,7 +300,7 @@ def softmax_parts(
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks[heads].to(compute)[None, :, None, None] - top)
-    return weights, total, mask
+    return weights, total, mask, top
 
 
 def weighted(weights: torch.Tensor, total: torch.Tensor, mask: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -323,9 +328,12 @@ def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _attend_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Shape of the result, [B, H, S, Dv] in q's dtype, contiguous."""
+    """Shape of the result, [B, H, S, Dv] in q's dtype, contiguous; with log-sums one channel more, in at least float32."""
     operands: AttendOperands[torch.Tensor] = AttendOperands(*args, **kwargs)
-    return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
+    q, width = operands.q, operands.value_dim
+    if operands.log_sums:
+        return q.new_empty(*q.shape[:3], width + 1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*q.shape[:3], width)
 
 
 def _calibrate_meta(q: torch.Tensor, planes: list[torch.Tensor], keep: torch.Tensor | None, scheme: str) -> None:

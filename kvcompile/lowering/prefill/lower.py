@@ -94,7 +94,7 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
         nodes = _operands(config, operands)
         if not _loadable(config, nodes):
             return None
-    device = q.get_device()
+    device, dtype = q.get_device(), None if operands.log_sums else q.get_dtype()
     properties: Any = torch.cuda.get_device_properties(device)
     capacity = keys[0].get_size()[0] * page_rows
     cut = choose_cut(
@@ -106,7 +106,7 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
             q, list(keys), list(values), hi, lo, keep, operands.key_scheme, operands.value_scheme, float(operands.scale),
             float(operands.softcap), Dv, recent, base, list(cut),
         )
-        return merge(partial, nodes.get("SINKS"), Dv, q.get_dtype(), more)
+        return merge(partial, nodes.get("SINKS"), Dv, dtype, more)
     if not config.fits:
         return None
     nodes |= _queries(config, q)
@@ -114,7 +114,9 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
     if not configs:
         return None
     tokens = hint(keys[0].get_size()[0]) * hint(keys[0].get_size()[3])
-    splits = max(splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens), 1 if more is None else 2)
+    # What is merged has its statistics: it is never written by the template alone.
+    least = 1 if more is None and dtype is not None else 2
+    splits = max(splits_for(configs[0], rows, hint(B) * K, properties.multi_processor_count, tokens), least)
     size = [B, H, S, Dv] if splits == 1 else [splits, B, H, S, Dv + 2]
     layout = ir.FixedLayout(device, q.get_dtype() if splits == 1 else torch.float32, size, list(ir.FlexibleLayout.contiguous_strides(size)))
     choices: list[Any] = []
@@ -128,7 +130,7 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
     # Every position in use, so that choices differ by the work they do.
     in_use = {"HI": tokens - 1, "LO": 0, "KEEP": 1, "BASE": tokens}
     partial = autotuned("kvcompile_prefill", choices, inputs, layout, examples(made.operands, in_use))
-    return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, q.get_dtype(), more)
+    return partial if splits == 1 else merge(partial, nodes.get("SINKS"), Dv, dtype, more)
 
 
 def _operands(config: PrefillConfig, operands: AttendOperands[Any]) -> dict[str, Any]:

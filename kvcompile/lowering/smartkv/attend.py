@@ -150,7 +150,7 @@ def attend_by_definition(step: Step) -> torch.Tensor:
         k, v = (_values(half, tokens, head).to(compute) for half in (key_half, value_half))
         of_head = slice(head * group, (head + 1) * group)
         for start, some in _tiles(operands):
-            parts = softmax_parts(some, of_head, k, compute)
+            parts = softmax_parts(some, of_head, k, compute)[:3]
             out[:, of_head, start : start + TILE] = weighted(*parts, v).to(q.dtype)
             if start + some.q.shape[2] > averages.skipped:
                 averages.add(start, head, kv_heads, *parts[:2])
@@ -176,7 +176,7 @@ def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:
         k = keys[:, head : head + 1].to(compute)
         for start, some in _tiles(operands):
             if start + some.q.shape[2] > averages.skipped:
-                parts = softmax_parts(some, slice(head * group, (head + 1) * group), k, compute)
+                parts = softmax_parts(some, slice(head * group, (head + 1) * group), k, compute)[:3]
                 averages.add(start, head, kv_heads, *parts[:2])
     averages.store(importance, heads)
 
