@@ -42,6 +42,7 @@ def _site(item: SitePlan) -> str:
     extras += [f"{'over' if factor.divides else 'times'} %{factor.node.name}" for factor in attention.factors]
     extras += [f"softcap {attention.softcap:g}"] if attention.softcap else []
     extras += [f"sinks %{attention.sinks.name}"] if attention.sinks is not None else []
+    extras += [f"log-sums %{attention.log_sums.name}"] if attention.log_sums is not None else []
     heads = f"H = {site.heads} query heads over K = {site.key.heads} kv heads, G = {site.groups}, D = {site.key.head_dim}"
     lines = _rows(f"site {site.index}: {site.path or 'module path unknown'}", [
         ("line", short_paths(site.line)),

@@ -10,7 +10,8 @@ from torch import fx
 
 from kvcompile.passes.graph.shapes import source_line
 from kvcompile.passes.match.mask.reach import unbounded
-from kvcompile.passes.match.sites import Limit, Site, SlotKind
+from kvcompile.passes.match.sites import Limit, Site
+from kvcompile.passes.match.slot_kinds import SlotKind
 from kvcompile.passes.rewrite.rewritten import Binding
 
 

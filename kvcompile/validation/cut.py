@@ -101,7 +101,7 @@ def _borders(sites: Sequence[Site]) -> dict[fx.Node, None]:
             if slot.kind.facts.written:
                 found[slot.write.values] = None
     # An attention may be of what another one gives.
-    results = {site.attention.output for site in sites}
+    results = {node for site in sites for node in site.attention.results}
     return {node: None for node in found if node not in results}
 
 
@@ -140,7 +140,8 @@ def _first_use(node: fx.Node, needed: set[fx.Node], effects: Effects) -> tuple[i
 class Outline:
     """The nodes of a captured graph that a program of ``sites`` would hold: ``inside`` it, and where it ``begins``, in the graph's order.
 
-    ``outputs``: the sites' results; ``caches``: the results of the captured graph that are their caches, by index.
+    ``outputs``: the sites' results, their log-sums among them; ``caches``: the results of the captured graph that are their caches,
+    by index.
     """
 
     captured: Captured
@@ -158,7 +159,7 @@ def outline(captured: Captured, effects: Effects, sites: tuple[Site, ...]) -> Ou
     returned = captured.graph.find_nodes(op="output")[0].args[0]
     caches = {index: returned[index] for index in sorted({index for site in sites for slot in site.slots for index in slot.outputs})}
     roots = {slot.root for site in sites for slot in site.slots}
-    outputs = tuple(dict.fromkeys(site.attention.output for site in sites))
+    outputs = tuple(dict.fromkeys(node for site in sites for node in site.attention.results))
     wanted = [*outputs, *caches.values(), *roots, *(write for root in roots for write in effects.writes.get(root, ()))]
     needed = _needed(captured, effects, wanted, borders)
     begins = [node for node in needed if node.op == "placeholder" or node in borders or _is_size(node, borders) or _foreign(node)]

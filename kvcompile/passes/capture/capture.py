@@ -53,6 +53,8 @@ class Input:
     placeholder: fx.Node = field(repr=False)
     owned: bool = True
     parameter: weakref.ref[torch.nn.Parameter] | None = field(default=None, repr=False)
+    learned: bool = False
+    """Whether a parameter arrived there, which no call fills: attention over it is over no cache."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ def capture(
         name = source.name if source is not None else placeholders[index].name
         parameter = _parameter(own.get(index))
         name = name() if callable(name) else name
-        inputs.append(Input(index, node, name, flags[index], placeholders[index], owned[index], parameter))
+        learned = isinstance(example_inputs[index], torch.nn.Parameter)
+        inputs.append(Input(index, node, name, flags[index], placeholders[index], owned[index], parameter, learned))
         if "val" not in node.meta:
             node.meta["val"] = fakes[index]
     return Captured(module, tuple(inputs), fakes, gm, mode)

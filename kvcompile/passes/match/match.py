@@ -17,6 +17,7 @@ from torch import fx
 from kvcompile.passes.capture import flex
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects, analyse
+from kvcompile.passes.graph.pullback import trace
 from kvcompile.passes.graph.shapes import at_most, equal, hint, module_path, op_name, size_along, sizes, source_line
 from kvcompile.passes.match import soundness
 from kvcompile.passes.match.agreement import ADVICE, DISAGREED, facts, in_every_world
@@ -169,6 +170,7 @@ def _compose(attention: Attention, effects: Effects, index: int) -> Site:
     soundness.private(attention, effects)
     soundness.unchanged_operands(attention, effects)
     attention = without_effect(attention, effects)
+    soundness.early_readers(attention, effects)
     more: Slot | None = None
     assembly: Assembly | None = None
     try:
@@ -328,6 +330,12 @@ def _filled_elsewhere(sites: list[Site], captured: Captured) -> dict[Site, Miss]
     }
 
 
+def _over_weights(attention: Attention, captured: Captured) -> bool:
+    """Whether an attention's keys and values are views of parameters: learned prompts, say, which are no cache."""
+    learned = {entry.node for entry in captured.inputs if entry.learned}
+    return bool(learned) and all(trace(item, lambda node: False, scales=True).base in learned for item in (attention.k, attention.v))
+
+
 def _borrowed(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
     """The sites whose cache is written in place in memory that another tensor owns: that memory cannot be freed."""
     borrowed = {entry.node for entry in captured.inputs if not entry.owned}
@@ -397,6 +405,9 @@ def _matched(captured: Captured, effects: Effects) -> Matched:
                 attention = recognise(node)
                 if attention is not None:
                     spoken.update(attention.nodes)
+                    if _over_weights(attention, captured):
+                        uncached += 1
+                        continue
                     sites.append(_best(attention, effects, len(sites)))
             except slots.NoCache as none:
                 behind = cache_behind(attention.k, effects) or cache_behind(attention.v, effects)  # type: ignore[union-attr]

@@ -13,67 +13,7 @@ import torch
 from torch import fx
 
 from kvcompile.passes.match.paged_places import BlockTable, Places
-
-
-class SlotKind(enum.Enum):
-    """How a cache tensor enters and leaves the graph."""
-
-    BUFFER = "input written in place"
-    UPDATED = "input updated out of place, result returned"
-    CONCAT = "input concatenated with the new tokens, result returned"
-    CREATED_CONCAT = "first tokens returned as a new cache"
-    CREATED_BUFFER = "buffer made in this graph and returned"
-    READ = "input that is only read"
-    NEW = "tokens of this call that no cache holds"
-
-    @property
-    def facts(self) -> KindFacts:
-        """The differences between this kind and the others."""
-        return KINDS[self]
-
-
-@dataclass(frozen=True)
-class KindFacts:
-    """The facts in which kinds of slots differ; code asks for a fact, never for a kind."""
-
-    cache: str
-    """The cache in the report's words."""
-    created: bool = False
-    """Whether this graph makes the cache, which no argument holds before the call."""
-    written: bool = True
-    """Whether this graph writes new tokens."""
-    in_place: bool = False
-    """Whether new tokens are written into the tensor's own memory."""
-    grows: bool = False
-    """Whether the tensor is as long as it has tokens, and a call returns a longer one."""
-    fixed: bool = False
-    """Whether the tensor has a place for every position, and this graph writes new tokens at some of them."""
-
-    @property
-    def filled(self) -> bool:
-        """Whether new tokens go to positions of a tensor that comes in and keeps its length."""
-        return self.fixed and not self.created
-
-    @property
-    def extended(self) -> bool:
-        """Whether new tokens go behind all those of a tensor that comes in."""
-        return self.grows and not self.created
-
-    @property
-    def returned(self) -> bool:
-        """Whether a call returns the cache as another tensor than came in."""
-        return self.written and (self.created or not self.in_place)
-
-
-KINDS = {
-    SlotKind.BUFFER: KindFacts("written in place", in_place=True, fixed=True),
-    SlotKind.UPDATED: KindFacts("updated out of place", fixed=True),
-    SlotKind.CONCAT: KindFacts("grows each step", grows=True),
-    SlotKind.CREATED_CONCAT: KindFacts("starts here", created=True, grows=True),
-    SlotKind.CREATED_BUFFER: KindFacts("made and filled here", created=True, in_place=True, fixed=True),
-    SlotKind.READ: KindFacts("filled before", written=False),
-    SlotKind.NEW: KindFacts("none", created=True, written=False),
-}
+from kvcompile.passes.match.slot_kinds import SlotKind
 
 
 class MaskKind(enum.Enum):
@@ -176,7 +116,15 @@ class Attention:
     """How much an epsilon in the model's own division changes, as a share of the result: less than its dtype's rounding."""
     factors: tuple[Factor, ...] = ()
     """What the scores are multiplied with beside ``scale``, ahead of softcap and masks: the queries are, in the rewritten graph."""
+    log_sums: fx.Node | None = None
+    """The log of each query's sum of exponentials, sinks among them, where something else reads it: a second result."""
+    log_sum_roles: tuple[str, ...] = ()
     others: tuple[Attention, ...] = field(default=(), repr=False)
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes that something else reads: the output, and the log-sums where they are read."""
+        return (self.output,) if self.log_sums is None else (self.output, self.log_sums)
 
 
 @dataclass(frozen=True)

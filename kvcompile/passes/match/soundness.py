@@ -66,7 +66,7 @@ def private(attention: Attention, effects: Effects) -> None:
     """Raise Miss where scores or weights are read by something else, or changed by something that is no step of the attention."""
     nodes = set(attention.nodes)
     for node in attention.nodes:
-        if node is attention.output:
+        if node in attention.results:
             continue
         for user in node.users:
             if not _inside(user, nodes):
@@ -80,6 +80,32 @@ def private(attention: Attention, effects: Effects) -> None:
                     f"the scores or weights of the attention are changed in place by {op_name(write)}", write,
                     advice="use masked_fill, where or an added mask over all scores",
                 )
+
+
+def early_readers(attention: Attention, effects: Effects) -> tuple[fx.Node, ...]:
+    """Find what is made of the log-sums ahead of the attention's output, in order; raises Miss where it cannot be made behind that.
+
+    Both results come of one operation, which stands where the output does.
+    """
+    log = attention.log_sums
+    if log is None:
+        return ()
+    order, last = effects.order, effects.order[attention.output]
+    found: dict[fx.Node, None] = {}
+    stack = [log]
+    while stack:
+        for user in stack.pop().users:
+            if order[user] < last and user not in attention.nodes and user not in found:
+                found[user] = None
+                stack.append(user)
+    for node in found:
+        given = [item for item in node.all_input_nodes if is_tensor(item)]
+        if any(effects.writes_between(item, node, attention.output) for item in given) or written_arguments(node) or node.is_impure():
+            raise Miss(
+                f"the scores' log-sum is read by {op_name(node) or node.op} before the attention is complete, among writes in place", node,
+                advice="read the log-sum behind the product of weights and values",
+            )
+    return tuple(sorted(found, key=order.__getitem__))
 
 
 def one_sink_a_head(attention: Attention) -> None:

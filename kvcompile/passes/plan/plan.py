@@ -254,6 +254,18 @@ def _check_device(site: Site, pair: Pair) -> None:
             raise DeviceUnsupported(scheme=scheme.name, path=site.path or "*", known=" and ".join(scheme.devices), device=device)
 
 
+def _check_log_sums(site: Site, pair: Pair) -> None:
+    """Raise Miss where a log-sum is read beside an attention that gives none."""
+    if site.attention.log_sums is None:
+        return
+    own = next((scheme.name for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
+    read = "the log-sum of the scores is read"
+    if own is not None:
+        raise Miss(f"{read}, and the attention of {own} gives none", site.attention.output, advice="use another scheme for this layer")
+    if pair.certify is not None:
+        raise Miss(f"{read}, and a certificate bounds results alone", site.attention.output, advice="leave certify out")
+
+
 def _check_fill(site: Site, pair: Pair) -> None:
     """Raise Miss where a number that masked scores are replaced by meets what knows hidden tokens only."""
     fill = site.bounds.fill
@@ -312,6 +324,7 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     _check_device(site, pair)
     _check_order(site, pair)
     _check_fill(site, pair)
+    _check_log_sums(site, pair)
     rolling = site.key.sliding.slots if site.key.sliding is not None else rolls(site)
     if pair.certify is not None:
         check_site(site, rolling)

@@ -1,8 +1,11 @@
-"""Log-sums of the scores that are read beside their softmax: sinks that stand behind the attention.
+"""Log-sums of the scores that are read beside their softmax: sinks that stand behind the attention, or a result of their own.
 
     softmax(x) @ v * sigmoid(logsumexp(x) - sink)    is    softmax([x, sink])[..., :-1] @ v
 
-because both are sum(exp(x) v) / (sum(exp(x)) + exp(sink)).
+because both are sum(exp(x) v) / (sum(exp(x)) + exp(sink)). Whatever else is made of a log-sum reads it as the attention's second result
+(``Attention.log_sums``), as where two attentions over parts of the tokens are merged:
+
+    o1 * sigmoid(l1 - l2) + o2 * sigmoid(l2 - l1)
 """
 
 from __future__ import annotations
@@ -41,9 +44,14 @@ def log_sum(scores: fx.Node, dim: int) -> fx.Node | None:
     return found[0] if len(found) == 1 else None
 
 
+def dims_of(log: fx.Node, dim: int, state: Scores) -> Dims:
+    """The dims of a log-sum over the scores' dim ``dim``, by the scores' letters."""
+    return (*state.dims[:dim], *([()] if bind(log)["keepdim"] else []), *state.dims[dim + 1 :])
+
+
 def rescaled(log: fx.Node, dim: int, state: Scores, result: fx.Node, result_dims: Dims) -> Rescaled | None:
     """The sinks by which a ``result`` of attention, with dims of the scores' letters, is scaled behind it; None where it is not."""
-    dims: Dims = (*state.dims[:dim], *([()] if bind(log)["keepdim"] else []), *state.dims[dim + 1 :])
+    dims = dims_of(log, dim, state)
     nodes, node = [log], log
     sinks: fx.Node | None = None
     sink_dims: Dims = ()

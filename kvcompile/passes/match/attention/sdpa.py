@@ -8,6 +8,8 @@
     after:
     append(new_k, k_planes, unsqueeze(pos, 0), "int8"); append(new_v, v_planes, unsqueeze(pos, 0), "int8")
     out   = attend(q, k_planes, v_planes, hi=unsqueeze(pos, 0), lo=None, keep=None, bias=None, "int8", "int8", scale)
+
+The operators behind it, which authors call for the log-sum that they give beside the result, take the same operands.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from dataclasses import replace
 
 from torch import fx
 
-from kvcompile.passes.graph.shapes import bind, hint, op_name, sizes, value_of
+from kvcompile.passes.graph.shapes import bind, hint, op_name, operand, same, sizes, value_of
 from kvcompile.passes.match.sites import Attention, Factor, MaskKind, MaskTerm, Miss
 
 NAMES = {"scaled_dot_product_attention"}
+FUSED = frozenset({
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+})
+"""Operators over [B, H, S, D] whose results are the output, the log-sums [B, H, S], and what their backward needs."""
 
 
 def mask_roles(node: fx.Node, roles: tuple[str, ...], tokens: int) -> tuple[str, ...]:
@@ -32,7 +39,11 @@ def mask_roles(node: fx.Node, roles: tuple[str, ...], tokens: int) -> tuple[str,
 
 def recognise(node: fx.Node) -> Attention | None:
     """The attention of an SDPA node, None where the node is no SDPA; raises Miss where it cannot be one of ours."""
-    if op_name(node) not in NAMES:
+    name = op_name(node)
+    if name not in NAMES | FUSED:
+        return None
+    output, log, nodes = _results(node) if name in FUSED else (node, None, (node,))
+    if output is None:
         return None
     arguments = bind(node)
     q, k, v = arguments["query"], arguments["key"], arguments["value"]
@@ -54,19 +65,44 @@ def recognise(node: fx.Node) -> Attention | None:
         raise Miss(f"scaled_dot_product_attention over tensors of rank {rank}", node, advice="flatten batch and heads to [B, H, S, D]")
     scores = (*q_roles[:-1], "T")
     masks: tuple[MaskTerm, ...] = ()
-    if arguments["attn_mask"] is not None:
-        mask = arguments["attn_mask"]
+    mask = arguments.get("attn_mask", arguments.get("attn_bias"))
+    if mask is not None:
         kind = MaskKind.BOOL if value_of(mask).dtype.is_floating_point is False else MaskKind.ADD
         masks = (MaskTerm(mask, kind, mask_roles(mask, scores, sizes(k)[-2]), dtype=value_of(q).dtype),)
     scale = arguments["scale"]
     if scale is None:
         scale = 1 / math.sqrt(hint(value_of(q).shape[-1]))
     factors = (Factor(scale),) if isinstance(scale, fx.Node) else ()
+    causal = bool(arguments["is_causal"])
+    if name in FUSED and causal and not same(value_of(q).shape[2], value_of(k).shape[2]):
+        raise Miss(
+            f"{name} with is_causal over more tokens than it has queries: which of them the first query sees depends on the kernel", node,
+            advice="give a mask, or call scaled_dot_product_attention",
+        )
     found = Attention(
-        "sdpa", node, (node,), q, q_roles, k, k_roles, v, k_roles, q_roles, 1.0 if factors else float(scale),
-        masks=masks, causal=bool(arguments["is_causal"]), factors=factors,
+        "sdpa", output, nodes, q, q_roles, k, k_roles, v, k_roles, q_roles, 1.0 if factors else float(scale),
+        masks=masks, causal=causal, factors=factors, log_sums=log, log_sum_roles=("B", "H", "S") if log is not None else (),
     )
     return replace(found, others=(_tiled(found),)) if rank == 5 else found
+
+
+def _results(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None, tuple[fx.Node, ...]]:
+    """(output, log-sums where they are read, all nodes) of a fused operator; raises Miss where something else of it is read."""
+    found: dict[int, fx.Node] = {}
+    for user in node.users:
+        index = user.args[1] if op_name(user) == "getitem" else None
+        if not isinstance(index, int) or index in found:
+            raise Miss(f"the results of {op_name(node)} are read by {op_name(user) or user.op}", user, advice="take each result once")
+        found[index] = user
+    output, log = found.pop(0, None), found.pop(1, None)
+    if found:
+        raise Miss(
+            f"{op_name(node)} is asked for more than its output and its log-sum", *found.values(), advice="leave them out when decoding",
+        )
+    # A kernel may pad the queries.
+    if log is not None and sizes(log) != sizes(operand(node))[:3]:
+        raise Miss(f"{op_name(node)} pads its log-sums", log, advice="call it with compute_log_sumexp for whole blocks of queries")
+    return output, log, (node, *(item for item in (output, log) if item is not None))
 
 
 def _tiled(attention: Attention) -> Attention:

@@ -24,7 +24,7 @@ from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.shapes import op_name, sizes, value_of
 from kvcompile.passes.match.attention import weights
 from kvcompile.passes.match.attention.behind import Behind, behind, made_of
-from kvcompile.passes.match.attention.log_sums import log_sum, rescaled
+from kvcompile.passes.match.attention.log_sums import dims_of, log_sum, rescaled
 from kvcompile.passes.match.attention.products import Product, product
 from kvcompile.passes.match.attention.roles import Dims, Letters, Naming, readings
 from kvcompile.passes.match.attention.steps import STEPS, Scores, Statistics, Term, scores_operand
@@ -79,14 +79,18 @@ def recognise(node: fx.Node) -> Attention | None:
     after = behind(node, state.dims, state)
     zeroed += [(term, (*statistics, (given, dims))) for term, given, dims in after.zeroed]
     output = after.product.node
-    log = log_sum(found.scores, found.dim) if state.sinks is None and not found.masks else None
-    scaled = rescaled(log, found.dim, state, output, _result_dims(after, state)) if log is not None else None
+    log = log_sum(found.scores, found.dim) if not found.masks else None
+    known = log is not None and state.sinks is None
+    scaled = rescaled(log, found.dim, state, output, _result_dims(after, state)) if known and log is not None else None
     if scaled is not None:
         output, state.sinks, state.sink_dims = scaled.output, scaled.sinks, scaled.sink_dims
     more = state.beside.nodes if state.beside is not None else ()
     behind_product = scaled.nodes if scaled is not None else ()
     nodes = (first.node, *more, *(step for step, _ in steps), *found.nodes, *after.path, after.product.node, *behind_product)
     nodes = (*nodes, *made_of([item for step in after.path for item in step.all_input_nodes], nodes))
+    if log is not None and scaled is None and not set(log.users) <= set(nodes):
+        state.log_sums, state.log_sum_dims = log, dims_of(log, found.dim, state)
+        nodes = (*nodes, log)
     key, named = readings(first, letters, tokens[0])
     state.zeroed, state.rounding = zeroed, found.epsilon
     made = list(_attentions(state, first, key, named, after, output, tuple(dict.fromkeys(nodes))))
@@ -143,7 +147,8 @@ def _attentions(
                 Zeroed(_term(term, naming, settle), tuple((item, naming.roles(settle(dims))) for item, dims in statistics))
                 for term, statistics in state.zeroed
             ),
-            state.rounding, tuple(state.factors),
+            state.rounding, tuple(state.factors), state.log_sums,
+            naming.roles(settle(state.log_sum_dims)) if state.log_sums is not None else (),
         )
 
 

@@ -71,6 +71,8 @@ class Scores:
     rounding: float = 0.0
     factors: list[Factor] = field(default_factory=list)
     """What the scores are multiplied with that is no number of the graph."""
+    log_sums: fx.Node | None = None
+    log_sum_dims: Dims = ()
 
     def mask(
         self, node: fx.Node, kind: MaskKind, factor: float = 1.0, dtype: torch.dtype = torch.float32, fill: float = -math.inf,

@@ -37,7 +37,8 @@ from kvcompile.passes.match.cache.paged_views import Linearity, follow, linear
 from kvcompile.passes.match.cache.paged_writes import pool_write
 from kvcompile.passes.match.cache.readings import Columns, Read, Reading, candidates, columns_of
 from kvcompile.passes.match.paged_places import BlockTable, Picked, Places, Running
-from kvcompile.passes.match.sites import Axes, Miss, Slot, SlotKind, Write
+from kvcompile.passes.match.sites import Axes, Miss, Slot, Write
+from kvcompile.passes.match.slot_kinds import SlotKind
 
 ONE_TABLE = "gather each row's tokens by one block table [B, blocks], token table [B, T] or list of rows [B]"
 OTHER_ORDER = "the attention gathers from a copy of the cache whose places lie in another order"

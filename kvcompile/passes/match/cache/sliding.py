@@ -28,7 +28,8 @@ from kvcompile.passes.graph.operators import CONCATENATIONS, SIZES, UPDATES, VIE
 from kvcompile.passes.graph.pullback import Trail, trace
 from kvcompile.passes.graph.shapes import at_most, bind, hint, is_tensor, negative, op_name, operand, plain, same, settled, sizes, value_of
 from kvcompile.passes.match.cache.token_runs import Lines, Run, Unknown
-from kvcompile.passes.match.sites import Miss, Position, SlidingCache, Slot, SlotKind, Write
+from kvcompile.passes.match.sites import Miss, Position, SlidingCache, Slot, Write
+from kvcompile.passes.match.slot_kinds import SlotKind
 
 ADVICE = "keep the last tokens of torch.cat([past, new]), and attend to all of it or to its last tokens"
 

@@ -25,7 +25,8 @@ from kvcompile.passes.match.cache.one_write import one_write
 from kvcompile.passes.match.cache.readings import Columns, Read, candidates, columns_of
 from kvcompile.passes.match.cache.views import partial
 from kvcompile.passes.match.cache.writes import concatenation, in_place
-from kvcompile.passes.match.sites import Axes, FirstRows, Miss, Position, Slot, SlotKind, Write
+from kvcompile.passes.match.sites import Axes, FirstRows, Miss, Position, Slot, Write
+from kvcompile.passes.match.slot_kinds import SlotKind
 
 PAIRS = (("K", "D"), ("B", "K"))
 

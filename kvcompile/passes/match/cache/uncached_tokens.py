@@ -9,7 +9,8 @@ from kvcompile.passes.graph.pullback import trace
 from kvcompile.passes.graph.shapes import sizes, value_of
 from kvcompile.passes.match.cache.readings import Read
 from kvcompile.passes.match.cache.slots import axes_of, slot_of
-from kvcompile.passes.match.sites import Miss, Position, Slot, SlotKind, Write
+from kvcompile.passes.match.sites import Miss, Position, Slot, Write
+from kvcompile.passes.match.slot_kinds import SlotKind
 
 
 def without_cache(operand: fx.Node, roles: tuple[str, ...], effects: Effects) -> Slot:

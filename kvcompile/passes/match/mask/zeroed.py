@@ -57,6 +57,11 @@ def without_effect(attention: Attention, effects: Effects) -> Attention:
                 "weights are set to zero behind the softmax that the mask ahead of it lets through", term.node,
                 advice="mask the scores with the same mask, or divide by the sum of what is left",
             )
+        if attention.log_sums is not None:
+            raise Miss(
+                "weights of whole queries are set to zero behind the softmax, and the scores' log-sum is read beside it", term.node,
+                advice="mask the scores of those queries instead",
+            )
         rows.append(term)
     return replace(attention, masks=(*attention.masks, *rows), zeroed=())
 

@@ -1,0 +1,67 @@
+"""Kinds of cache slots: how a cache tensor enters and leaves a graph, and the facts that code asks of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class SlotKind(enum.Enum):
+    """How a cache tensor enters and leaves the graph."""
+
+    BUFFER = "input written in place"
+    UPDATED = "input updated out of place, result returned"
+    CONCAT = "input concatenated with the new tokens, result returned"
+    CREATED_CONCAT = "first tokens returned as a new cache"
+    CREATED_BUFFER = "buffer made in this graph and returned"
+    READ = "input that is only read"
+    NEW = "tokens of this call that no cache holds"
+
+    @property
+    def facts(self) -> KindFacts:
+        """The differences between this kind and the others."""
+        return KINDS[self]
+
+
+@dataclass(frozen=True)
+class KindFacts:
+    """The facts in which kinds of slots differ; code asks for a fact, never for a kind."""
+
+    cache: str
+    """The cache in the report's words."""
+    created: bool = False
+    """Whether this graph makes the cache, which no argument holds before the call."""
+    written: bool = True
+    """Whether this graph writes new tokens."""
+    in_place: bool = False
+    """Whether new tokens are written into the tensor's own memory."""
+    grows: bool = False
+    """Whether the tensor is as long as it has tokens, and a call returns a longer one."""
+    fixed: bool = False
+    """Whether the tensor has a place for every position, and this graph writes new tokens at some of them."""
+
+    @property
+    def filled(self) -> bool:
+        """Whether new tokens go to positions of a tensor that comes in and keeps its length."""
+        return self.fixed and not self.created
+
+    @property
+    def extended(self) -> bool:
+        """Whether new tokens go behind all those of a tensor that comes in."""
+        return self.grows and not self.created
+
+    @property
+    def returned(self) -> bool:
+        """Whether a call returns the cache as another tensor than came in."""
+        return self.written and (self.created or not self.in_place)
+
+
+KINDS = {
+    SlotKind.BUFFER: KindFacts("written in place", in_place=True, fixed=True),
+    SlotKind.UPDATED: KindFacts("updated out of place", fixed=True),
+    SlotKind.CONCAT: KindFacts("grows each step", grows=True),
+    SlotKind.CREATED_CONCAT: KindFacts("starts here", created=True, grows=True),
+    SlotKind.CREATED_BUFFER: KindFacts("made and filled here", created=True, in_place=True, fixed=True),
+    SlotKind.READ: KindFacts("filled before", written=False),
+    SlotKind.NEW: KindFacts("none", created=True, written=False),
+}
