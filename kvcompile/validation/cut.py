@@ -160,13 +160,20 @@ def outline(captured: Captured, effects: Effects, sites: tuple[Site, ...]) -> Ou
     caches = {index: returned[index] for index in sorted({index for site in sites for slot in site.slots for index in slot.outputs})}
     roots = {slot.root for site in sites for slot in site.slots}
     outputs = tuple(dict.fromkeys(node for site in sites for node in site.attention.results))
-    wanted = [*outputs, *caches.values(), *roots, *(write for root in roots for write in effects.writes.get(root, ()))]
+    wanted = [*outputs, *_beside(sites), *caches.values(), *roots, *(write for root in roots for write in effects.writes.get(root, ()))]
     needed = _needed(captured, effects, wanted, borders)
     begins = [node for node in needed if node.op == "placeholder" or node in borders or _is_size(node, borders) or _foreign(node)]
     ordered = tuple(sorted(begins, key=lambda node: _first_use(node, needed, effects)))
     stop = set(begins)
     inside = sorted((node for node in needed if node not in stop and node.op != "output"), key=effects.order.__getitem__)
     return Outline(captured, effects, sites, ordered, tuple(inside), outputs, caches)
+
+
+def _beside(sites: Sequence[Site]) -> list[fx.Node]:
+    """Operands of cached tokens that stand behind learned ones: sites know them, and nothing in their graph reads them."""
+    parted = [site.attention for site in sites if site.attention.memory is not None]
+    found = [node for attention in parted for node in (attention.k, attention.v, *(term.node for term in attention.masks))]
+    return [*found, *(term.node for attention in parted if attention.memory is not None for term in attention.memory.masks)]
 
 
 def cut(whole: Outline, number: Number = same) -> Cut:

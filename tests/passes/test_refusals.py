@@ -192,12 +192,12 @@ def test_tokens_not_from_the_first(caplog: pytest.LogCaptureFixture) -> None:
     refused(use, "no plain view of the whole cache", caplog)
 
 
-def test_learned_tokens_in_front_of_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+def test_learned_tokens_behind_the_cache(caplog: pytest.LogCaptureFixture) -> None:
     def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         m.write(k, v, pos)
         learned = m.o.weight[: m.dim, : m.dim].unsqueeze(0).expand(m.batch, m.kv, m.dim, m.dim)
-        mask = torch.cat([torch.ones(len(pos), m.dim, dtype=torch.bool), visible(pos, m.capacity)], -1)
-        keys, values = (torch.cat([learned, cache], 2) for cache in (m.k_cache, m.v_cache))
+        mask = torch.cat([visible(pos, m.capacity), torch.ones(len(pos), m.dim, dtype=torch.bool)], -1)
+        keys, values = (torch.cat([cache, learned], 2) for cache in (m.k_cache, m.v_cache))
         return m.close(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
 
     refused(use, "joined to tokens that are the same in all rows (learned memory keys", caplog)

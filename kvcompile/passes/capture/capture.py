@@ -22,6 +22,7 @@ from kvcompile.passes.capture.combined import combine_behind
 from kvcompile.passes.capture.flex import Stays
 from kvcompile.passes.capture.in_place import write_in_place
 from kvcompile.passes.capture.memo import Memo
+from kvcompile.passes.capture.nested_joins import nest_joins
 from kvcompile.passes.capture.prefix import join_prefixes
 from kvcompile.passes.capture.retrace import Retrace
 from kvcompile.passes.capture.stacked import join_stacked
@@ -161,6 +162,7 @@ def capture(
         write_in_place(module.graph)
         module.graph.eliminate_dead_code(_stays)
         join_stacked(module.graph)
+        nest_joins(module.graph)
         join_prefixes(module.graph)
         combine_behind(module.graph)
     module.graph.eliminate_dead_code(_stays)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -19,6 +19,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects, analyse
 from kvcompile.passes.graph.pullback import trace
 from kvcompile.passes.graph.shapes import at_most, equal, hint, module_path, op_name, size_along, sizes, source_line
+from kvcompile.passes.match import memory as memories
 from kvcompile.passes.match import soundness
 from kvcompile.passes.match.agreement import ADVICE, DISAGREED, facts, in_every_world
 from kvcompile.passes.match.attention import sdpa, softmax
@@ -155,9 +156,14 @@ def _plain(attention: Attention, effects: Effects) -> tuple[Attention, tuple[Slo
             "the scores are a sum of two products, of which not both are with what is cached", attention.beside.k,
             advice="cache the keys of both, or concatenate queries and keys and take one product",
         )
-    key = slots.find(attention.k, attention.k_roles, attention.output, effects)
-    value = slots.find(attention.v, attention.v_roles, attention.output, effects)
+    joins = (None, None) if attention.memory is None else attention.memory.joins
+    key, value = (
+        slots.find(operand, roles, attention.output, effects, join)
+        for operand, roles, join in zip((attention.k, attention.v), (attention.k_roles, attention.v_roles), joins, strict=True)
+    )
     found = _check_pair(attention, key, value)
+    if attention.memory is not None and key.factor != 1.0:
+        raise Miss("cached keys are multiplied by a number beside learned ones", key.root, advice="scale the queries")
     if value.factor != 1.0:
         raise Miss(
             "the cached values are multiplied by a number after they are read", value.root,
@@ -166,8 +172,9 @@ def _plain(attention: Attention, effects: Effects) -> tuple[Attention, tuple[Slo
     return replace(_tiled(attention) if key.tiled else attention, scale=attention.scale * key.factor), (key, value), found
 
 
-def _compose(attention: Attention, effects: Effects, index: int) -> Site:
+def _compose(attention: Attention, parts: memories.Parts | None, effects: Effects, index: int) -> Site:
     soundness.private(attention, effects)
+    attention = memories.apart(attention, parts, effects)
     soundness.unchanged_operands(attention, effects)
     attention = without_effect(attention, effects)
     soundness.early_readers(attention, effects)
@@ -176,6 +183,8 @@ def _compose(attention: Attention, effects: Effects, index: int) -> Site:
     try:
         attention, (key, value), (heads, groups) = _plain(attention, effects)
     except (Miss, slots.NoCache) as plain:
+        if attention.memory is not None:
+            raise
         assembly = assemble(attention, effects, plain)
         key, value, more = assembly.slots
         heads, groups = _check_assembly(attention, assembly)
@@ -197,13 +206,13 @@ def _compose(attention: Attention, effects: Effects, index: int) -> Site:
     return site
 
 
-def _best(attention: Attention, effects: Effects, index: int) -> Site:
+def _best(attention: Attention, parts: memories.Parts | None, effects: Effects, index: int) -> Site:
     """The site of the reading that fits: as many query tokens as are written, and a mask that the roles explain."""
     found: list[tuple[bool, int, int, Site]] = []
     missed: list[Miss] = []
     for place, reading in enumerate((attention, *attention.others)):
         try:
-            site = _compose(reading, effects, index)
+            site = _compose(reading, parts, effects, index)
         except Miss as miss:
             missed.append(miss)
             continue
@@ -218,9 +227,12 @@ def _best(attention: Attention, effects: Effects, index: int) -> Site:
 def _tiled(attention: Attention) -> Attention:
     """Return the attention where query head h = g * K + k: its dim of heads holds the groups first."""
     turned = lambda roles: tuple({"H": "GK", "BH": "BGK"}.get(role, role) for role in roles)  # noqa: E731
+    masked = lambda terms: tuple(replace(term, roles=turned(term.roles)) for term in terms)  # noqa: E731
+    memory = attention.memory
     return replace(
         attention, q_roles=turned(attention.q_roles), out_roles=turned(attention.out_roles), sink_roles=turned(attention.sink_roles),
-        masks=tuple(replace(term, roles=turned(term.roles)) for term in attention.masks),
+        masks=masked(attention.masks), log_sum_roles=turned(attention.log_sum_roles),
+        memory=None if memory is None else replace(memory, masks=masked(memory.masks)),
     )
 
 
@@ -377,8 +389,9 @@ def failed(error: Exception) -> Miss:
 
 def match(captured: Captured) -> Matched:
     """All sites and refusals of a captured graph; a site is one only if it is the same in every world of the graph's sizes."""
+    parted = memories.part(captured, ATTENTIONS)
     effects = analyse(captured.graph)
-    first, *others = in_every_world(captured.graph, lambda: _matched(captured, effects))
+    first, *others = in_every_world(captured.graph, lambda: _matched(captured, parted, effects))
     told = [{site.attention.output: facts(site) for site in other.sites} for other in others]
     disagreed = [site for site in first.sites if any(there.get(site.attention.output) != facts(site) for there in told)]
     if not disagreed:
@@ -392,7 +405,7 @@ def match(captured: Captured) -> Matched:
     return replace(first, sites=tuple(site for site in first.sites if site not in disagreed), refusals=(*first.refusals, *refusals))
 
 
-def _matched(captured: Captured, effects: Effects) -> Matched:
+def _matched(captured: Captured, parted: Mapping[fx.Node, memories.Parts], effects: Effects) -> Matched:
     """All sites and refusals of a captured graph as they are in the current world."""
     sites: list[Site] = []
     missed: list[tuple[fx.Node, Refusal]] = []
@@ -408,7 +421,7 @@ def _matched(captured: Captured, effects: Effects) -> Matched:
                     if _over_weights(attention, captured):
                         uncached += 1
                         continue
-                    sites.append(_best(attention, effects, len(sites)))
+                    sites.append(_best(attention, parted.get(attention.output), effects, len(sites)))
             except slots.NoCache as none:
                 behind = cache_behind(attention.k, effects) or cache_behind(attention.v, effects)  # type: ignore[union-attr]
                 if behind is None:

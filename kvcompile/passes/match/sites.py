@@ -71,6 +71,21 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Learned tokens that an attention reads ahead of the cached ones: keys and values, and what masks them.
+
+    ``roles``: those of the dims of both. ``joins``: where each stands ahead of what is cached, keys first.
+    """
+
+    keys: fx.Node
+    values: fx.Node
+    count: int
+    joins: tuple[fx.Node, fx.Node]
+    masks: tuple[MaskTerm, ...] = ()
+    roles: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+
+@dataclass(frozen=True)
 class Zeroed:
     """Weights set to zero behind the softmax, where ``term`` hides them.
 
@@ -119,7 +134,14 @@ class Attention:
     log_sums: fx.Node | None = None
     """The log of each query's sum of exponentials, sinks among them, where something else reads it: a second result."""
     log_sum_roles: tuple[str, ...] = ()
+    memory: Memory | None = None
+    """Learned tokens ahead of the cached ones; keys, values and masks are then those of the cached ones alone."""
     others: tuple[Attention, ...] = field(default=(), repr=False)
+
+    @property
+    def gives_log_sums(self) -> bool:
+        """Whether the attention over the cached tokens has to give its log-sums: something reads them, or it is merged with another."""
+        return self.log_sums is not None or self.memory is not None
 
     @property
     def results(self) -> tuple[fx.Node, ...]:

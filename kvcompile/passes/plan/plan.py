@@ -255,11 +255,11 @@ def _check_device(site: Site, pair: Pair) -> None:
 
 
 def _check_log_sums(site: Site, pair: Pair) -> None:
-    """Raise Miss where a log-sum is read beside an attention that gives none."""
-    if site.attention.log_sums is None:
+    """Raise Miss where a log-sum is needed of an attention that gives none."""
+    if not site.attention.gives_log_sums:
         return
     own = next((scheme.name for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
-    read = "the log-sum of the scores is read"
+    read = "the log-sum of the scores is read" if site.attention.memory is None else "learned tokens are read beside the cache"
     if own is not None:
         raise Miss(f"{read}, and the attention of {own} gives none", site.attention.output, advice="use another scheme for this layer")
     if pair.certify is not None:

@@ -24,7 +24,7 @@ from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import estimate, same, size_along, value_of
 from kvcompile.passes.match.sites import LimitKind
 from kvcompile.passes.plan.plan import SitePlan
-from kvcompile.passes.rewrite import basis, latent, log_sums
+from kvcompile.passes.rewrite import basis, latent, log_sums, memory
 from kvcompile.passes.rewrite.appends import Appends
 from kvcompile.passes.rewrite.context import Context, device_of, part_of
 from kvcompile.passes.rewrite.left_padding import from_origin
@@ -66,12 +66,14 @@ def attend(shared: Shared, item: SitePlan) -> None:
     else:
         out = _over_planes(shared, emit, item, source)
     log: fx.Node | None = None
-    if attention.log_sums is not None:
+    if attention.gives_log_sums:
         out, log = log_sums.apart(emit, out, source)
     if source.fresh is None:
         out = basis.changed(emit, shared.planes, item.value, out, back=True)
     if site.assembly is not None and source.fresh is None:
         out = latent.result(emit, out, source.dtype, site.assembly.value, site.heads)
+    if attention.memory is not None and log is not None:
+        out, log = memory.merged(emit, item, source, out, log)
     dtype = value_of(attention.output).dtype
     if dtype != source.dtype:
         out = emit.call(aten.to.dtype, out, dtype)
@@ -80,7 +82,7 @@ def attend(shared: Shared, item: SitePlan) -> None:
     # The next attention may take this one's result as its queries.
     context.copies[attention.output] = new
     free_strides(new)
-    if log is not None:
+    if attention.log_sums is not None and log is not None:
         log_sums.replace(context, emit, item, log)
 
 
@@ -105,14 +107,14 @@ def _is_plain_causal(context: Context, item: SitePlan) -> bool:
     own = hi.kind in counted and hi.offset == 0 and hi.amount is None
     alone = same(item.site.tokens, 1) and hi.kind is LimitKind.CONST and hi.offset == 0 and hi.amount is None
     limits_only = not bounds.carried and bounds.lo is None and bounds.keep is None
-    return (own or alone) and limits_only and not attention.softcap and attention.sinks is None and attention.log_sums is None
+    return (own or alone) and limits_only and not attention.softcap and attention.sinks is None and not attention.gives_log_sums
 
 
 def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     """Emit the operation that attends over planes, and the report of its error where one is asked for."""
     operands, fill = _operands(shared, emit, item, source), item.site.bounds.fill
     filled: dict[str, Any] = {"fill": fill} if fill != -math.inf else {}
-    if item.site.attention.log_sums is not None:
+    if item.site.attention.gives_log_sums:
         filled["log_sums"] = True
     if source.fresh is not None:
         return _with_rows(emit.call(torch.ops.kvcompile.attend.default, *operands, **filled), item)

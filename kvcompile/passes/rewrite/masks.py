@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,16 +12,23 @@ from torch import fx
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import same, value_of
 from kvcompile.passes.match.mask.masks import hiding
-from kvcompile.passes.match.sites import MaskKind, Site
+from kvcompile.passes.match.sites import MaskKind, MaskTerm, Site
 from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite.left_padding import shown
 
 
 def bias_of(emit: Emitter, item: SitePlan) -> fx.Node | None:
     """All carried mask terms as one [B or 1, H or 1, S or 1, T'] operand."""
+    attention = item.site.attention
+    read = value_of(attention.k).shape[attention.k_roles.index("T")]
+    return joined(emit, item, item.site.bounds.carried, read)
+
+
+def joined(emit: Emitter, item: SitePlan, terms: Sequence[MaskTerm], tokens: Any) -> fx.Node | None:
+    """Mask terms over ``tokens`` tokens as one [B or 1, H or 1, S or 1, T'], bool or float; None where there are none."""
     combined: fx.Node | None = None
     boolean = True
-    for term in item.site.bounds.carried:
+    for term in terms:
         node = emit.copies[term.node]
         dtype = value_of(term.node).dtype
         is_bool = term.kind is not MaskKind.ADD
@@ -32,9 +41,7 @@ def bias_of(emit: Emitter, item: SitePlan) -> fx.Node | None:
         node = emit.heads(node, term.roles, ("S", "T"), item.site.heads, item.site.groups)
         if "T" not in term.roles:
             # One value for all tokens is one for each: beyond its last column nothing is attended.
-            attention = item.site.attention
-            read = value_of(attention.k).shape[attention.k_roles.index("T")]
-            node = emit.call(aten.expand.default, node, [-1, -1, -1, emit.size(read)])
+            node = emit.call(aten.expand.default, node, [-1, -1, -1, emit.size(tokens)])
         if combined is None:
             combined, boolean = node, is_bool
         elif is_bool and boolean:

@@ -36,13 +36,15 @@ class Sources:
     value_dim: int
     fresh: tuple[fx.Node, fx.Node] | None = None
     grouped: bool = False
+    asked: fx.Node | None = None
+    """The queries as the model has them, before any change of basis."""
 
 
 def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
     """The operands of a site; emits what they are made by."""
     q, dtype = _queries(emit, item)
     keys, values = (read_planes(appends, slot, item) for slot in (item.key, item.value))
-    stored = Sources(q, dtype, keys, values, (item.key.scheme.spell(), item.value.scheme.spell()), item.value.spec.head_dim)
+    stored = Sources(q, dtype, keys, values, (item.key.scheme.spell(), item.value.scheme.spell()), item.value.spec.head_dim, asked=q)
     if appends.context.is_fresh(item.key):
         return _of_this_call(appends, emit, item, stored)
     made, site = item.site.assembly, item.site

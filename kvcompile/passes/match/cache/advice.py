@@ -47,7 +47,7 @@ def learned(join: fx.Node) -> Miss | None:
         if trail.base.op == "placeholder" and any(op_name(node) in REPEATS for node in trail.path):
             return Miss(
                 "the cache is joined to tokens that are the same in all rows (learned memory keys or values, bias_k or bias_v, say)", join,
-                advice="put them into the cache as its first tokens when it is made, and append new tokens behind them",
+                advice="join parameters ahead of the cache (torch.cat([memory, cache], 2)), or make them the cache's first tokens",
             )
     return None
 

@@ -39,10 +39,17 @@ class NoCache(Exception):
         self.base = base
 
 
-def _through_writes(node: fx.Node) -> Trail:
-    """Trace to the root; the result of an in-place write is the tensor it wrote."""
+def _through_writes(node: fx.Node, join: fx.Node | None = None) -> Trail:
+    """Trace to the root; the result of an in-place write is the tensor it wrote.
+
+    ``join``: a concatenation of something to what is cached, of which ``node`` holds nothing else.
+    """
     trail = trace(node, lambda found: bool(written_arguments(found)), scales=True)
     path = list(trail.path)
+    if join is not None and trail.base is join and (moved := step(join, trail.there, through_joins=True)) is not None:
+        further = _resume(moved[0], replace(trail, there=moved[1]))
+        path += [join, *further.path]
+        trail = replace(further, path=())
     while written_arguments(trail.base):
         target = written_arguments(trail.base)[0]
         path.append(trail.base)
@@ -159,9 +166,12 @@ def _writer(trail: Trail, read: Read) -> Callable[[fx.Node, fx.Node], Write]:
     return lambda node, root: (copied_back(node, root) if op_name(node) == "copy_" else None) or in_place(node, root, tokens)
 
 
-def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects) -> Slot:
-    """Return the slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it."""
-    return at(_through_writes(operand), Read(operand, roles, sizes(operand)), attention, effects)
+def find(operand: fx.Node, roles: tuple[str, ...], attention: fx.Node, effects: Effects, join: fx.Node | None = None) -> Slot:
+    """Return the slot that an attention operand reads; raises Miss, or NoCache where there is no cache behind it.
+
+    ``join``: a concatenation of something to what is cached, of which the operand holds nothing else.
+    """
+    return at(_through_writes(operand, join), Read(operand, roles, sizes(operand)), attention, effects)
 
 
 def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:

@@ -19,7 +19,7 @@ from torch import fx
 from kvcompile.passes.graph.casts import cast, holds
 from kvcompile.passes.graph.constants import constant
 from kvcompile.passes.graph.operators import COPIES, KINDS, Kind
-from kvcompile.passes.graph.shapes import bind, is_tensor, negative, op_name, plain, sizes, value_of
+from kvcompile.passes.graph.shapes import at_most, bind, is_tensor, negative, op_name, plain, same, sizes, value_of
 
 
 @dataclass(frozen=True)
@@ -316,6 +316,22 @@ def _triangle(node: fx.Node, coords: Coords) -> Expr:
     return Expr("where", (inside, _operand(node.args[0], coords), number(0)))
 
 
+def _inside(node: fx.Node, coords: Coords) -> Expr:
+    """A padded tensor where all that is read of it lies behind the padding; raises _Unknown elsewhere."""
+    arguments = bind(node)
+    pads = [integer(item).const for item in arguments["pad"]]
+    if arguments.get("mode", "constant") != "constant":
+        raise _Unknown
+    moved = list(coords)
+    for at, (left, right) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        form = moved[-1 - at]
+        # Axes count from zero on.
+        if not same(right, 0) or not at_most(left, form.const) or any(coefficient < 0 for _, coefficient in form.terms):
+            raise _Unknown
+        moved[-1 - at] = form.plus(Linear(const=left), -1)
+    return read(node.args[0], tuple(moved))  # type: ignore[arg-type]
+
+
 def _counted(node: fx.Node, coords: Coords) -> Expr:
     arguments = bind(node)
     start, step = arguments.get("start") or 0, arguments.get("step") or 1
@@ -370,6 +386,8 @@ def _compute(node: fx.Node, coords: Coords) -> Expr:
         return _chosen(node, node.args[1], node.args[2], node.args[0], coords)
     if name == "index":
         return _gathered(node, coords)
+    if name in {"pad", "constant_pad_nd"}:
+        return _inside(node, coords)
     if name in {"tril", "triu"}:
         return _triangle(node, coords)
     raise _Unknown

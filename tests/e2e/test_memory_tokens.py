@@ -1,0 +1,93 @@
+"""Learned tokens that attention reads ahead of a cache: exact beside compressed ones, in prompt, decode and a second request."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from e2e_models import Case, by_position, inputs
+from memory_models import Grown, Static, Tiled
+from torch import nn
+
+import kvcompile
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
+
+CHUNKS = (36, 1, 1, 4, 1, 1)
+KIVI = "kivi(bits=4,group=16,window=16)"
+ALLOWED = {"dense": 3e-6, "int8": 0.02, KIVI: 0.2}
+
+
+def grown(module: nn.Module, call: Callable[..., Any], chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """forward(x, past), which returns the next past."""
+    results, past = [], None
+    for x in chunks:
+        y, past = call(x, past)
+        results.append(y)
+    return results
+
+
+CASES = (
+    Case("grown", Grown, grown), Case("grown-grouped", Grown, grown, sizes={"kv": 2}),
+    Case("grown-flat", lambda **given: Grown(flat=True, **given), grown),
+    Case("grown-padded", lambda **given: Grown(padded=True, **given), grown),
+    Case("grown-capped", lambda **given: Grown(softcap=5.0, **given), grown),
+    Case("static", Static, by_position), Case("static-grouped", Static, by_position, sizes={"kv": 2}), Case("tiled", Tiled, by_position),
+)
+
+
+def error(case: Case, backend: Callable[..., Any], dtype: torch.dtype = torch.float32) -> float:
+    """The largest difference over two requests to one compiled module; caches are made empty in between."""
+    module = case.make(dtype)
+    plain, worst = copy.deepcopy(module), 0.0
+    run = torch.compile(module, backend=backend, fullgraph=True)
+    for seed in (1, 2):
+        given = inputs(module, CHUNKS, dtype, seed)
+        with torch.no_grad():
+            expected, found = case.drive(plain, plain, given), case.drive(module, run, given)
+            for cache in (item for item in (*plain.buffers(), *module.buffers()) if item.is_floating_point()):
+                cache.zero_()
+        worst = max(worst, *((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("scheme", ALLOWED)
+def test_right_under_every_scheme(case: Case, scheme: str) -> None:
+    backend = kvcompile.backend(scheme, inner="eager", strict=True)
+    assert (scheme != "dense") * 1e-6 <= error(case, backend) <= ALLOWED[scheme]
+    report = backend.report()
+    assert report.sites and not report.refusals and not any(graph.unvalidated for graph in report.graphs)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("scheme", ALLOWED)
+@pytest.mark.parametrize("name", ["grown-grouped", "grown-padded", "static"])
+def test_right_through_inductor(name: str, scheme: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    backend = kvcompile.backend(scheme, strict=True)
+    assert error(case, backend) <= ALLOWED[scheme]
+    assert "attend" in str(backend.report().graphs[-1].kernels)
+
+
+@pytest.mark.parametrize("scheme", ["int8(rotate=kv)", "nf4(sinks=4)"])
+def test_other_forms_of_store(scheme: str) -> None:
+    """Keys and values in another basis, and first tokens that stay exact: the memory is in the model's basis, ahead of them."""
+    case = next(case for case in CASES if case.name == "grown-grouped")
+    backend = kvcompile.backend(scheme, inner="eager")
+    assert 1e-6 <= error(case, backend) <= 0.1 or backend.report().refusals
+
+
+def test_half_precision() -> None:
+    case = next(case for case in CASES if case.name == "grown-grouped")
+    assert error(case, kvcompile.backend("dense", inner="eager", strict=True), torch.bfloat16) <= 0.02
+
+
+@pytest.mark.parametrize("scheme", ["smartkv", "certified"])
+def test_attentions_without_log_sums_refuse_them(scheme: str) -> None:
+    backend = kvcompile.backend(scheme, inner="eager")
+    assert error(next(case for case in CASES if case.name == "static"), backend) <= 3e-6
+    assert f"learned tokens are read beside the cache, and the attention of {scheme}" in str(backend.report().refusals[0])
