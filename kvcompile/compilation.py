@@ -40,6 +40,7 @@ from kvcompile.runtime.dense_calls import DenseCalls, written_handles
 from kvcompile.runtime.growth import Growth
 from kvcompile.runtime.guards import accept_handles
 from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.returned import is_returned, noting
 from kvcompile.runtime.views import DecodedView, over_tensors
 from kvcompile.settings import Settings, Validate
 from kvcompile.validation import Outcome, Verdict, verdicts
@@ -100,7 +101,8 @@ class Compilation:
         """The callable that Dynamo runs in place of the graph. Raises TensorifyScalarRestartAnalysis where Dynamo is to begin again."""
         views = any(type(value) is DecodedView for value in self.examples)
         try:
-            compiled = self._with_attributes(self._compiled())
+            code = self._compiled()
+            compiled = self._with_attributes(code if isinstance(code, BoundGraph) else noting(code))
         finally:
             # The real arguments, caches among them, must not live as long as the compiled graph does.
             self.examples = []
@@ -147,7 +149,7 @@ class Compilation:
             self.report.pass_seconds = time.perf_counter() - started
             return known
         try:
-            captured = capture(self.gm, self.examples, handles.is_handle, handles.can_take_over, len(self.attributes))
+            captured = capture(self.gm, self.examples, handles.is_handle, handles.can_take_over, len(self.attributes), is_returned)
         except Exception as error:
             log.debug("capture failed", exc_info=True)
             return self._unchanged(_fault(Stage.CAPTURE, "retraced", error))
@@ -289,7 +291,7 @@ class Compilation:
             captured, planned, effects, variants.rewritten(Variant.PAST), variants.compiled, self.memory.growth, self.memory.live, decode,
             written,
         )
-        adopted = {group.argument for group in bound.groups if group.kind.facts.in_place and group.argument is not None}
+        adopted = {group.argument for group in bound.groups if group.kind.facts.adopted and group.argument is not None}
         accept_handles(captured, self.examples, adopted)
         bound.dense = DenseCalls(None if self.settings.strict else functools.partial(self._as_captured, captured), self.memory.told)
         self.report.pass_seconds += time.perf_counter() - started

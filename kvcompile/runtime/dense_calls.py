@@ -84,9 +84,9 @@ def stays_dense(form: CacheForm, call: Call, remembered: bool) -> Mark | None:
         if mark.holds(form, tensor, call):
             return mark
         tensor.__dict__.pop(STAYS_DENSE, None)
-    if not form.kind.filled:
+    if not form.kind.filled and not form.kind.adopted:
         return None
-    if form.kind.in_place and not handles.can_take_over(tensor):
+    if form.kind.adopted and not handles.can_take_over(tensor):
         return Mark(
             "its memory is not its own: it is a view, a parameter, an array or loaded from a file, or something else holds a view of it; a "
             "clone of it can be compressed"

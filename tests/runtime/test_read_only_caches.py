@@ -113,3 +113,63 @@ def test_what_an_uncompiled_call_filled_is_left_alone() -> None:
     assert len(reasons) == 1 and "no compiled call has filled it" in reasons.pop()
     assert memory.across is not None and not any(is_handle(item) for item in memory.across)
     assert all(len(graph.sites) == 1 for graph in owner.graphs), "self-attention is rewritten all the same"
+
+
+class Projected(Attention):
+    """The source is projected by one compiled call, whose results the caller passes to each step."""
+
+    def encode(self, source: torch.Tensor, fused: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        _, k, v = (item.transpose(1, 2) for item in self.project(source))
+        return torch.stack((k, v)).unbind() if fused else (k, v)
+
+    def forward(self, x: torch.Tensor, cross: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self.close(F.scaled_dot_product_attention(q, *cross))
+
+
+def requested(
+    module: Projected, encode: Callable[..., Any], step: Callable[..., torch.Tensor], count: int, seed: int
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Some steps over a source that is projected once."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        cross = encode(torch.randn(module.batch, SOURCE + seed, module.width, generator=generator))
+        return [step(torch.randn(module.batch, new, module.width, generator=generator), cross) for new in (5, *[1] * count)], cross
+
+
+@pytest.mark.parametrize(("scheme", "allowed"), [("dense", 1e-6), ("int8", 2e-2)])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.compile)])
+def test_what_a_compiled_call_returned_is_stored_by_the_first_step_that_reads_it(scheme: str, allowed: float, inner: str) -> None:
+    torch.manual_seed(0)
+    module = Projected().eval()
+    owner = kvcompile.backend(scheme, inner=inner, strict=True)
+    encode, step = torch.compile(module.encode, backend=owner), torch.compile(module, backend=owner)
+    for seed in (0, 1, 2):
+        wanted, _ = requested(module, module.encode, module, 4, seed)
+        found, cross = requested(module, encode, step, 4, seed)
+        errors = [float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True)]
+        assert (scheme == "int8") * 1e-6 <= max(errors) <= allowed
+        assert all(is_handle(item) for item in cross)
+    # Each request is one projection and as many steps: those that came later compile nothing for their own caches.
+    assert len(owner.graphs) <= 7, [str(graph) for graph in owner.graphs]
+
+
+def test_tensors_that_share_memory_stay_dense_and_right() -> None:
+    torch.manual_seed(0)
+    module, owner = Projected().eval(), kvcompile.backend("int8", inner="eager")
+    encode = torch.compile(lambda source: module.encode(source, fused=True), backend=owner)
+    wanted, _ = requested(module, module.encode, module, 3, 0)
+    found, cross = requested(module, encode, torch.compile(module, backend=owner), 3, 0)
+    torch.testing.assert_close(found, wanted)
+    assert not any(is_handle(item) for item in cross)
+
+
+def test_an_input_that_is_handed_back_is_no_cache() -> None:
+    """Its caller made it, and may make it anew in every step."""
+    torch.manual_seed(0)
+    module, owner = Projected().eval(), kvcompile.backend("int8", inner="eager")
+    hand_on = torch.compile(lambda *given: (given[0].transpose(0, 1).transpose(0, 1), given[1] + 0), backend=owner)
+    wanted, _ = requested(module, module.encode, module, 3, 0)
+    found, cross = requested(module, lambda source: hand_on(*module.encode(source)), torch.compile(module, backend=owner), 3, 0)
+    torch.testing.assert_close(found, wanted)
+    assert not any(is_handle(item) for item in cross) and "no compiled call has filled it" in str(owner.report().refusals)

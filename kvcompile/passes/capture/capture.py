@@ -56,6 +56,8 @@ class Input:
     parameter: weakref.ref[torch.nn.Parameter] | None = field(default=None, repr=False)
     learned: bool = False
     """Whether a parameter arrived there, which no call fills: attention over it is over no cache."""
+    returned: bool = False
+    """Whether a tensor arrived there that a compiled call made and gave to its caller."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def _stays(node: fx.Node) -> bool:
 def capture(
     gm: fx.GraphModule, example_inputs: Sequence[object], is_compressed: Callable[[object], bool] = lambda value: False,
     owns_memory: Callable[[Any], bool] = lambda value: True, attributes: int = 0,
+    is_returned: Callable[[object], bool] = lambda value: False,
 ) -> Captured:
     """Retrace Dynamo's graph to ATen; raises whatever tracing raises, which the backend turns into a refusal.
 
@@ -178,7 +181,8 @@ def capture(
         parameter = _parameter(own.get(index))
         name = name() if callable(name) else name
         learned = isinstance(example_inputs[index], torch.nn.Parameter)
-        inputs.append(Input(index, node, name, flags[index], placeholders[index], owned[index], parameter, learned))
+        returned = is_returned(example_inputs[index])
+        inputs.append(Input(index, node, name, flags[index], placeholders[index], owned[index], parameter, learned, returned))
         if "val" not in node.meta:
             node.meta["val"] = fakes[index]
     return Captured(module, tuple(inputs), fakes, gm, mode)

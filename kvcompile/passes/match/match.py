@@ -331,14 +331,14 @@ def _extra(site: Site, root: fx.Node, users: list[Site], effects: Effects) -> di
 
 def _filled_elsewhere(sites: list[Site], captured: Captured) -> dict[Site, Miss]:
     """The sites that only read tensors which no compiled call has filled: another writer may come back to them at any time."""
-    compressed = {entry.node for entry in captured.inputs if entry.compressed}
+    filled = {entry.node for entry in captured.inputs if entry.compressed or entry.returned}
     return {
         site: Miss(
             "the cache is read but not written in this graph, and no compiled call has filled it (an uncompiled call has, or the write "
             "stands behind a graph break)", slot.root,
             advice="compile the call that fills the cache as well, and keep the write and the attention in one graph",
         )
-        for site in sites for slot in site.slots if not slot.kind.facts.written and slot.root not in compressed
+        for site in sites for slot in site.slots if not slot.kind.facts.written and slot.root not in filled
     }
 
 

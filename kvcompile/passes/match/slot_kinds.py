@@ -51,6 +51,11 @@ class KindFacts:
         return self.grows and not self.created
 
     @property
+    def adopted(self) -> bool:
+        """Whether a tensor that comes in dense is the one that later calls come with, compressed."""
+        return self.in_place or not (self.written or self.created)
+
+    @property
     def returned(self) -> bool:
         """Whether a call returns the cache as another tensor than came in."""
         return self.written and (self.created or not self.in_place)
