@@ -328,8 +328,8 @@ QUERY_ROWS = "kvcompile_query_rows"
 QUERY_GROUP = "kvcompile_query_group"
 """That says how many query heads share a kv head."""
 
-MEMORY = "kvcompile_memory"
-"""That says that an attention is the part of a site's that reads learned tokens, beside the one that reads its store."""
+BESIDE = "kvcompile_beside"
+"""That says that an attention is a further part of its site's: over learned tokens, or of some heads."""
 
 
 def pages_for(tokens: int) -> int:

@@ -23,7 +23,7 @@ from kvcompile.lowering.prefill.decode_chunk import TOKENS
 from kvcompile.lowering.prefill.table_slot import chunk_slot
 from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
 from kvcompile.lowering.rooms import rooms
-from kvcompile.types import MEMORY, PAGE, QUERY_GROUP, QUERY_ROWS, Role, SlotSpec
+from kvcompile.types import BESIDE, PAGE, QUERY_GROUP, QUERY_ROWS, Role, SlotSpec
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -222,7 +222,7 @@ def kernel_lines(graph: fx.Graph, device: str, slots: Mapping[str, SlotSpec], si
     attends, own = 0, {room.operation: room for room in rooms()}
     for node in graph.nodes:
         if node.target is ops.attend:
-            attends += MEMORY not in node.meta
+            attends += BESIDE not in node.meta
             kernel, why = choose(facts_of(node, device, slots)) if compiled else (EAGER, None)
             found[f"attend ({kernel.name}{f': {why}' if why else ''})"] += 1
         elif (room := own.get(node.target)) is not None:

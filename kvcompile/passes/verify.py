@@ -59,6 +59,8 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         writers = [user for user in plane.users if _name(user) in APPENDS]
         # First tokens of keys that lie in two stores are read side by side.
         joined = [user for user in plane.users if spec.early and op_name(user) == "cat"]
+        # Heads of keys that go with the same values are read by one attention each.
+        joined += [user for user in plane.users if op_name(user) == "slice"]
         beside = {user for user in joined if all(_name(reader) in attends for reader in user.users)}
         readers = [user for user in plane.users if _name(user) in attends or _name(user) == GATHER or user in beside]
         calibrated = [user for user in plane.users if _name(user) == CALIBRATE]

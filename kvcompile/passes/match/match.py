@@ -71,6 +71,32 @@ def _heads(attention: Attention, batch: int) -> int:
     return count
 
 
+def _with_tiles(key: Slot, value: Slot, heads: int) -> Slot:
+    """The value slot with its heads as tiles of the key slot's, where it has fewer: key head k goes with value head k % K."""
+    tiles, rest = divmod(key.heads, value.heads)
+    plain = key.tiles == 1 and not key.tiled and not rest and tiles > 1
+    # Repeated once for each query head, tiles are all there is; one head is every tile.
+    if plain and (value.tiles == tiles or (value.tiled and heads == key.heads) or (value.heads == 1 and value.tiles == 1)):
+        return replace(value, tiled=False, tiles=tiles)
+    return value
+
+
+def _check_tiles(attention: Attention, key: Slot, value: Slot) -> None:
+    """Raise Miss where heads are repeated in an order, or beside something, for which nothing is emitted."""
+    if key.tiles == value.tiles == 1:
+        return
+    if key.tiles > 1 or key.heads != value.heads * value.tiles:
+        raise Miss(
+            "the heads of keys and values are repeated in different orders", key.root, value.root,
+            advice="repeat both with repeat_interleave, or both with repeat",
+        )
+    if attention.memory is not None or key.sliding is not None or key.block_table is not None:
+        raise Miss(
+            "values of fewer heads than the keys are read beside learned tokens, from a sliding window or from a pool", value.root,
+            advice="cache as many heads of values as of keys",
+        )
+
+
 def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]:
     """(query heads, group size) of a site whose key and value slots must agree."""
     if key.kind.facts.written != value.kind.facts.written:
@@ -82,7 +108,8 @@ def _check_pair(attention: Attention, key: Slot, value: Slot) -> tuple[int, int]
         )
     if key.kind is not value.kind:
         raise Miss("keys and values are cached in different ways", key.root, value.root, advice="write both in the same way")
-    if key.heads != value.heads or not equal(key.batch, value.batch):
+    _check_tiles(attention, key, value)
+    if key.heads != value.heads * value.tiles or not equal(key.batch, value.batch):
         raise Miss(
             "the key and the value cache have different heads or batch sizes", key.root, value.root, advice="give both the same heads",
         )
@@ -161,6 +188,7 @@ def _plain(attention: Attention, effects: Effects) -> tuple[Attention, tuple[Slo
         slots.find(operand, roles, attention.output, effects, join)
         for operand, roles, join in zip((attention.k, attention.v), (attention.k_roles, attention.v_roles), joins, strict=True)
     )
+    value = _with_tiles(key, value, _heads(attention, hint(key.batch)))
     found = _check_pair(attention, key, value)
     if attention.memory is not None and key.factor != 1.0:
         raise Miss("cached keys are multiplied by a number beside learned ones", key.root, advice="scale the queries")

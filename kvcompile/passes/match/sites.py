@@ -279,6 +279,8 @@ class Slot:
     """What the attention multiplies the cached values with, after it reads them."""
     tiled: bool = False
     """Whether query head h reads kv head h % K (heads repeated as a whole) rather than h // G."""
+    tiles: int = 1
+    """How many times heads are repeated as a whole behind that: key head k goes with value head k % K of values that are tiled."""
     sliding: SlidingCache | None = field(default=None, compare=False)
     block_table: BlockTable | None = None
     """The block table that a paged cache is read by; its ``batch`` and ``capacity`` are those of what is gathered."""

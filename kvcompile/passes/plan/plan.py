@@ -266,6 +266,20 @@ def _check_log_sums(site: Site, pair: Pair) -> None:
         raise Miss(f"{read}, and a certificate bounds results alone", site.attention.output, advice="leave certify out")
 
 
+def _check_tiles(site: Site, pair: Pair, value: SlotPlan) -> None:
+    """Raise Miss where values have fewer heads than keys, and something reads both head by head."""
+    if site.value.tiles == 1:
+        return
+    own = next((scheme.name for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
+    found = f"the attention of {own} takes as many of both" if own is not None else None
+    if pair.certify is not None:
+        found = "a certificate takes as many of both"
+    elif value.basis is not None and value.basis.plane is not None:
+        found = f"{pair.v.name} computes a basis for each of them"
+    if found is not None:
+        raise Miss(f"the values have fewer heads than the keys, and {found}", site.attention.output, advice="use another scheme here")
+
+
 def _check_fill(site: Site, pair: Pair) -> None:
     """Raise Miss where a number that masked scores are replaced by meets what knows hidden tokens only."""
     fill = site.bounds.fill
@@ -338,6 +352,7 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
 
     if site.assembly is None:
         key, value = planned(site.key, Role.KEY, pair.k), planned(site.value, Role.VALUE, pair.v)
+        _check_tiles(site, pair, value)
         pair.k.check_site(key.spec, value.spec, layer_of(site.path, site.index))
         return SitePlan(site, key, value, certify=pair.certify)
     # What serves as keys and as values is stored once, by the scheme of the keys, the more sensitive half; in the

@@ -27,6 +27,7 @@ from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite import basis, latent, log_sums, memory
 from kvcompile.passes.rewrite.appends import Appends
 from kvcompile.passes.rewrite.context import Context, device_of, part_of
+from kvcompile.passes.rewrite.head_tiles import HeadTile
 from kvcompile.passes.rewrite.left_padding import from_origin
 from kvcompile.passes.rewrite.limits import seeing, visibility, within_length
 from kvcompile.passes.rewrite.masks import sinks_of
@@ -40,7 +41,7 @@ from kvcompile.passes.rewrite.strides import free_strides
 from kvcompile.passes.rewrite.visibility import Visibility
 from kvcompile.schemes import Adaptive
 from kvcompile.schemes.certificate.telemetry import REFILLED, TELEMETRY_PLANE
-from kvcompile.types import QUERY_GROUP, QUERY_ROWS
+from kvcompile.types import BESIDE, QUERY_GROUP, QUERY_ROWS
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,16 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
     planes, own = shared.planes.named(item.key), shared.planes.named(item.value)
     written = [planes.get(name) for name in scheme.attention_writes] + [own.get(name) for name in scheme.attention_writes_values]
     operation = getattr(torch.ops.kvcompile, scheme.attention).default
+    if (tiles := item.site.value.tiles) > 1:
+        of_all = frozenset(planes[spec.name] for spec in item.key.layout.planes if spec.shared)
+        parts = [HeadTile(emit, item, number, tiles, of_all) for number in range(tiles)]
+        made = [
+            _with_rows(emit.call(operation, *part.operands(operands), *part.optional(optional), **part.early(early), **filled), item)
+            for part in parts
+        ]
+        for further in made[1:]:
+            further.meta[BESIDE] = True
+        return emit.call(aten.cat.default, made, 1)
     out = _with_rows(emit.call(operation, *operands, *optional, *written, **early, **filled), item)
     if item.certify is not None:
         emit.call(

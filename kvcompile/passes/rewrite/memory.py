@@ -19,7 +19,7 @@ from kvcompile.passes.rewrite.context import device_of
 from kvcompile.passes.rewrite.log_sums import apart
 from kvcompile.passes.rewrite.masks import joined
 from kvcompile.passes.rewrite.sources import DENSE, Sources
-from kvcompile.types import MEMORY
+from kvcompile.types import BESIDE
 
 
 def merged(emit: Emitter, item: SitePlan, source: Sources, out: fx.Node, log: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -51,7 +51,7 @@ def _attend(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
         torch.ops.kvcompile.attend.default, source.asked, keys, values, last, None, None, mask, None, DENSE, DENSE, attention.scale,
         attention.softcap, item.value.spec.head_dim, log_sums=True,
     )
-    out.meta[MEMORY] = True
+    out.meta[BESIDE] = True
     return out
 
 

@@ -97,6 +97,8 @@ def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sourc
             part if slot.spec.dtype == dtype else emit.call(aten.to.dtype, part, dtype)
             for slot in (item.key, item.value) for part in [appends.read_back(emit, slot, appends.append(slot, emit))]
         )
+    if (tiles := site.value.tiles) > 1:
+        v = emit.call(aten.repeat.default, v, [1, tiles, 1, 1])
     keys, values = [emit.call(aten.unsqueeze.default, k, 0)], [emit.call(aten.unsqueeze.default, v, 0)]
     return replace(stored, keys=keys, values=values, schemes=(DENSE, DENSE), value_dim=value_dim, fresh=(k, v), grouped=grouped)
 

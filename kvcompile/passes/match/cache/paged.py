@@ -93,7 +93,7 @@ def _slot(way: Trail, taken: Gathered, read: Read, reading: Reading, axes: Axes,
     table = BlockTable(gather, search.places(linear(taken.source, root, axes, OTHER_ORDER)), tokens)
     return Slot(
         SlotKind.BUFFER, root, root, (), axes, _of_a_row(write, batch), way.path, heads, channels, batch, tokens, factor(way.path),
-        reading.tiled, block_table=table,
+        reading.tiled, block_table=table, tiles=reading.tiles,
     )
 
 

@@ -29,10 +29,14 @@ def columns_of(trail: Trail, roles: tuple[str, ...], shape: tuple[int, ...]) -> 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read the operand's dims: column and size of B, K, T and D, and whether the kv heads are tiled rather than repeated."""
+    """One way to read the operand's dims: column and size of B, K, T and D, and whether the kv heads are tiled rather than repeated.
+
+    ``tiles``: how many times they are tiled once they were repeated, or where nothing else is (``v.repeat(1, tiles, 1, 1)``).
+    """
 
     columns: Columns
     tiled: bool = False
+    tiles: int = 1
 
 
 def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
@@ -57,11 +61,18 @@ def candidates(columns: Columns, base: tuple[int, ...]) -> list[Reading]:
     if "H" in columns:
         column, heads = columns["H"]
         return _grouped({"B": (zero, 1), **rest}, column, heads)
-    return [Reading({"B": (zero, 1), "K": (zero, 1), **rest})]
+    given = Reading({"B": (zero, 1), "K": (zero, 1), **rest})
+    column, heads = given.columns["K"]
+    fewer = [kv for kv in range(heads - 1, 0, -1) if heads % kv == 0]
+    return [given, *(Reading({**given.columns, "K": (column % kv, kv)}, tiles=heads // kv) for kv in fewer)]
 
 
 def _grouped(rest: Columns, head: np.ndarray, heads: int) -> list[Reading]:
-    """Give the ways to map query heads to kv heads, over all divisors: repeated (h // G) first, then tiled (h % K)."""
+    """Give the ways to map query heads to kv heads, over all divisors: repeated (h // G) first, then tiled (h % K), then both."""
     counts = [kv for kv in range(heads, 0, -1) if heads % kv == 0]
     repeated = [Reading({**rest, "K": (head // (heads // kv), kv)}) for kv in counts]
-    return repeated + [Reading({**rest, "K": (head % kv, kv)}, tiled=True) for kv in counts if 1 < kv < heads]
+    tiled = [Reading({**rest, "K": (head % kv, kv)}, tiled=True) for kv in counts if 1 < kv < heads]
+    both = [(kv, heads // kv // tiles, tiles) for kv in counts for tiles in counts if kv > 1 and tiles > 1 and heads // kv % tiles == 0]
+    return repeated + tiled + [
+        Reading({**rest, "K": (head // groups % kv, kv)}, tiles=tiles) for kv, groups, tiles in both if groups > 1
+    ]

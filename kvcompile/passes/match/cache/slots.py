@@ -22,7 +22,7 @@ from kvcompile.passes.match.cache.advice import learned, no_plain_view
 from kvcompile.passes.match.cache.first_rows import check_read, within
 from kvcompile.passes.match.cache.functional import copied_back, update
 from kvcompile.passes.match.cache.one_write import one_write
-from kvcompile.passes.match.cache.readings import Columns, Read, candidates, columns_of
+from kvcompile.passes.match.cache.readings import Columns, Read, Reading, candidates, columns_of
 from kvcompile.passes.match.cache.views import partial
 from kvcompile.passes.match.cache.writes import concatenation, in_place
 from kvcompile.passes.match.sites import Axes, FirstRows, Miss, Position, Slot, Write
@@ -144,8 +144,8 @@ def _beside(column: np.ndarray, size: int, left: Columns) -> tuple[tuple[str, ..
     return None
 
 
-def axes_of(trail: Trail, read: Read, token_dim: int, first_rows: FirstRows | None = None) -> tuple[Axes, int, bool]:
-    """Return the root's layout, its kv heads and whether they are tiled; raises Miss where the operand is no plain view of the cache.
+def axes_of(trail: Trail, read: Read, token_dim: int, first_rows: FirstRows | None = None) -> tuple[Axes, int, Reading]:
+    """Return the root's layout, its kv heads and how the operand was read; raises Miss where the operand is no plain view of the cache.
 
     ``first_rows``: the rows that are read where the cache has more.
     """
@@ -155,7 +155,7 @@ def axes_of(trail: Trail, read: Read, token_dim: int, first_rows: FirstRows | No
     for reading in candidates(columns, base):
         axes = _label(trail, base, reading.columns, token_dim, only_row)
         if axes is not None:
-            return axes, reading.columns["K"][1], reading.tiled
+            return axes, reading.columns["K"][1], reading
     raise no_plain_view(trail, columns, read.operand, token_dim)
 
 
@@ -183,8 +183,8 @@ def at(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Slot:
         )
     window = sliding.find(trail, read.roles, read.operand, attention, effects)
     if window is not None:
-        axes, heads, tiled = axes_of(window.trail, read, window.write.token_dim)
-        slot = slot_of(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, tiled)
+        axes, heads, reading = axes_of(window.trail, read, window.write.token_dim)
+        slot = slot_of(window.kind, window.root, window.placeholder, window.outputs, axes, heads, window.write, window.trail, reading)
         return replace(slot, sliding=window.sliding)
     gathered = paged.find(trail, read, attention, effects)
     if gathered is not None:
@@ -204,15 +204,15 @@ def behind(trail: Trail, read: Read, attention: fx.Node, effects: Effects) -> Sl
     if root.op == "placeholder":
         write = one_write(root, trail, attention, effects, _writer(trail, read))
         check_read(trail, read, write)
-        axes, heads, tiled = axes_of(trail, read, write.token_dim, write.first_rows)
-        return slot_of(SlotKind.BUFFER, root, root, _returned(root, effects, itself=True), axes, heads, write, trail, tiled)
+        axes, heads, reading = axes_of(trail, read, write.token_dim, write.first_rows)
+        return slot_of(SlotKind.BUFFER, root, root, _returned(root, effects, itself=True), axes, heads, write, trail, reading)
     if op_name(root) in MAKERS:
         write = one_write(root, trail, attention, effects, _writer(trail, read))
         outputs = _returned(root, effects)
         if not outputs:
             raise NoCache(root)
-        axes, heads, tiled = axes_of(trail, read, write.token_dim)
-        return slot_of(SlotKind.CREATED_BUFFER, root, None, outputs, axes, heads, write, trail, tiled)
+        axes, heads, reading = axes_of(trail, read, write.token_dim)
+        return slot_of(SlotKind.CREATED_BUFFER, root, None, outputs, axes, heads, write, trail, reading)
     raise NoCache(root)
 
 
@@ -224,8 +224,8 @@ def _grown_later(past: fx.Node, trail: Trail, read: Read, effects: Effects) -> S
         found, write = concatenation(node)
         outputs = _returned(node, effects)
         if found is past and outputs:
-            axes, heads, tiled = axes_of(trail, read, write.token_dim)
-            return slot_of(SlotKind.CONCAT, node, past, outputs, axes, heads, replace(write, late=True), trail, tiled)
+            axes, heads, reading = axes_of(trail, read, write.token_dim)
+            return slot_of(SlotKind.CONCAT, node, past, outputs, axes, heads, replace(write, late=True), trail, reading)
     return None
 
 
@@ -239,8 +239,8 @@ def _only_read(root: fx.Node, trail: Trail, read: Read) -> Slot:
             advice="write the tokens in the compiled call that attends to them, or read the whole cache",
         )
     write = Write("not written here", root, root, root, (), dims[0], Position(), 0)
-    axes, heads, tiled = axes_of(trail, read, write.token_dim)
-    return slot_of(SlotKind.READ, root, root, (), axes, heads, write, trail, tiled)
+    axes, heads, reading = axes_of(trail, read, write.token_dim)
+    return slot_of(SlotKind.READ, root, root, (), axes, heads, write, trail, reading)
 
 
 def _returned(root: fx.Node, effects: Effects, itself: bool = False) -> tuple[int, ...]:
@@ -275,8 +275,8 @@ def _updated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> Slot:
             "the cache is updated out of place, and the result is not returned as it is", root,
             advice="return the updated cache and pass it to the next call, or write in place with index_copy_",
         )
-    axes, heads, tiled = axes_of(trail, read, write.token_dim)
-    return slot_of(SlotKind.UPDATED, root, past, outputs, axes, heads, write, trail, tiled)
+    axes, heads, reading = axes_of(trail, read, write.token_dim)
+    return slot_of(SlotKind.UPDATED, root, past, outputs, axes, heads, write, trail, reading)
 
 
 def _unwritten(root: fx.Node, effects: Effects) -> None:
@@ -295,8 +295,8 @@ def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> 
         if not outputs:
             raise NoCache(root)
         _unwritten(root, effects)
-        axes, heads, tiled = axes_of(trail, read, write.token_dim)
-        return slot_of(SlotKind.CREATED_CONCAT, root, None, outputs, axes, heads, write, trail, tiled)
+        axes, heads, reading = axes_of(trail, read, write.token_dim)
+        return slot_of(SlotKind.CREATED_CONCAT, root, None, outputs, axes, heads, write, trail, reading)
     origin = effects.root[past]
     if origin.op != "placeholder":
         raise NoCache(root)
@@ -311,13 +311,13 @@ def _concatenated(root: fx.Node, trail: Trail, read: Read, effects: Effects) -> 
             "the concatenated cache is not returned as it is (a window of it, or nothing, is kept)", root,
             advice="return the concatenated keys and values, or use a static cache",
         )
-    axes, heads, tiled = axes_of(trail, read, write.token_dim)
-    return slot_of(SlotKind.CONCAT, root, origin, outputs, axes, heads, write, trail, tiled)
+    axes, heads, reading = axes_of(trail, read, write.token_dim)
+    return slot_of(SlotKind.CONCAT, root, origin, outputs, axes, heads, write, trail, reading)
 
 
 def slot_of(
     kind: SlotKind, root: fx.Node, placeholder: fx.Node | None, outputs: tuple[int, ...], axes: Axes, heads: int,
-    write: Write, trail: Trail, tiled: bool,
+    write: Write, trail: Trail, reading: Reading,
 ) -> Slot:
     """Return the slot of a root with its layout; raises Miss where positions are of something else than rows."""
     if write.row_dim is not None and axes.labels[write.row_dim] != ("B",):
@@ -340,5 +340,5 @@ def slot_of(
             size[second if known else first] = shape[dim] // (known or heads)
     return Slot(
         kind, root, placeholder, outputs, axes, write, trail.path, heads, hint(size.get("D", 1)), size["B"], size["T"], factor(trail.path),
-        tiled,
+        reading.tiled, tiles=reading.tiles,
     )

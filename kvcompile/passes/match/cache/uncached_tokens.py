@@ -40,6 +40,6 @@ def _new_tokens(operand: fx.Node, roles: tuple[str, ...], root: fx.Node) -> Slot
     dims = [dim for dim, size in enumerate(sizes(root)) if (trail.there[:, dim] == tokens).all() and size == count]
     if not dims:
         raise Miss("keys or values are no plain view of one tensor with a dim that is the tokens", root)
-    axes, heads, tiled = axes_of(trail, read, dims[0])
+    axes, heads, reading = axes_of(trail, read, dims[0])
     write = Write("not cached", root, root, root, tuple(range(len(sizes(root)))), dims[0], Position(), value_of(root).shape[dims[0]])
-    return slot_of(SlotKind.NEW, root, None, (), axes, heads, write, trail, tiled)
+    return slot_of(SlotKind.NEW, root, None, (), axes, heads, write, trail, reading)

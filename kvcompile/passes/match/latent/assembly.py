@@ -134,7 +134,7 @@ def _assembly(attention: Attention, effects: Effects) -> Assembly:
             "what keys and values are made from has several heads of its own", attention.output,
             advice="cache one latent for all heads, or the keys and values themselves",
         )
-    if any(stripe.slot.tiled for stripe in stripes):
+    if any(stripe.slot.tiled or stripe.slot.tiles > 1 for stripe in stripes):
         raise Miss(
             "parts that keys are put together from are repeated over the query heads in another order", attention.k,
             advice="repeat heads with repeat_interleave or expand",
