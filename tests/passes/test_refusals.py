@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -368,3 +369,29 @@ def test_a_view_of_the_cache_is_held_elsewhere(caplog: pytest.LogCaptureFixture)
     steps(module, torch.compile(module, backend=owner))
     assert all("no tensor owns the cache's memory alone" in item.reason for item in owner.report().refusals)
     assert type(module.k_cache) is torch.Tensor and held.abs().sum() > 0
+
+
+def test_rows_packed_one_behind_another(caplog: pytest.LogCaptureFixture) -> None:
+    """Read by an operator that only CUDA has: a reference stands in for it."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+    def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, *_: Any, **__: Any) -> Any:
+        rows = []
+        for at in range(len(starts) - 1):
+            some = q[starts[at] : starts[at + 1]], *(item[ends[at] : ends[at + 1]] for item in (k, v))
+            queries, keys, values = (item.transpose(0, 1) for item in some)
+            shift = keys.shape[1] - queries.shape[1]
+            seen = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool).tril(shift)
+            rows.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen).transpose(0, 1))
+        return torch.cat(rows), q.new_empty(q.shape[1], q.shape[0]), torch.empty((2,), dtype=torch.uint64)
+
+    def use(m: Cached, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        m.write(k, v, pos)
+        rows, tokens = torch.arange(m.batch + 1, dtype=torch.int32), len(pos)
+        packed = (item.transpose(1, 2).flatten(0, 1) for item in (q, m.k_cache, m.v_cache))
+        y = varlen.varlen_attn(*packed, rows * tokens, rows * m.capacity, tokens, m.capacity)
+        return m.close(y.unflatten(0, (m.batch, tokens)).transpose(1, 2))
+
+    with torch.library._scoped_library("torch_attn", "FRAGMENT") as library:
+        library.impl("_varlen_attn", reference, "CPU")
+        refused(use, "the cache is read by varlen_attn (torch.nn.attention.varlen)", caplog)

@@ -22,7 +22,7 @@ from kvcompile.passes.graph.shapes import at_most, equal, hint, module_path, op_
 from kvcompile.passes.match import memory as memories
 from kvcompile.passes.match import soundness
 from kvcompile.passes.match.agreement import ADVICE, DISAGREED, facts, in_every_world
-from kvcompile.passes.match.attention import sdpa, softmax
+from kvcompile.passes.match.attention import packed, sdpa, softmax
 from kvcompile.passes.match.cache import sliding, slots
 from kvcompile.passes.match.cache.advice import made_from
 from kvcompile.passes.match.cache.first_rows import rows_held, same_rows
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 ATTENTIONS: tuple[Callable[[fx.Node], Attention | None], ...] = (
     sdpa.recognise,
     softmax.recognise,
+    packed.recognise,
 )
 """The ways attention is spelled; adding one is a file and a line here."""
 

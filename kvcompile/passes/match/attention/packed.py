@@ -1,0 +1,30 @@
+"""Attention over packed sequences, whose rows lie one behind another in one dim: read as far as to refuse it where it reads a cache.
+
+    varlen_attn(q [tokens, H, D], k [cached, K, D], v, cu_seq_q, cu_seq_k, max_q, max_k)
+
+Where a row begins and ends is known on the device only, so that the cached tokens have no rows and no positions that a store could count.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from kvcompile.passes.graph.shapes import op_name
+from kvcompile.passes.match.sites import Attention, Miss
+
+NAMES = frozenset({
+    "_varlen_attn", "_varlen_attn_out", "_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace",
+    "_efficient_attention_forward",
+})
+
+
+def recognise(node: fx.Node) -> Attention | None:
+    """None where a node is no such operator; raises Miss where it is one."""
+    name = op_name(node)
+    if name not in NAMES:
+        return None
+    spelled = "varlen_attn (torch.nn.attention.varlen)" if "varlen" in name else name
+    raise Miss(
+        f"the cache is read by {spelled}, which takes rows packed one behind another: where each begins is known on the device only", node,
+        advice="keep a dim of batch rows and call scaled_dot_product_attention, or read the cache through a block table by indexing",
+    )
