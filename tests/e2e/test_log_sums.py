@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from e2e_models import Case, by_position, inputs
-from log_sum_models import Cascade, Parts, Returned, TwoCaches, eagerly, flexed, fused, overwritten, silenced, spelled
+from log_sum_models import Cascade, Parts, Returned, TwoCaches, cast, eagerly, flexed, fused, overwritten, silenced, spelled
 from torch import nn
 
 import kvcompile
@@ -32,7 +32,7 @@ def two_caches(module: nn.Module, call: Callable[..., Any], chunks: Sequence[tor
 
 CASES = (
     *(Case(f"cascade-{attend.__name__}", lambda attend=attend, **given: Cascade(attend, **given), by_position)
-      for attend in (spelled, eagerly, fused, flexed)),
+      for attend in (spelled, eagerly, cast, fused, flexed)),
     Case("cascade-grouped", lambda **given: Cascade(spelled, **given), by_position, sizes={"kv": 2}),
     Case("returned-with-sinks", Returned, by_position),
     Case("two-caches", TwoCaches, two_caches),

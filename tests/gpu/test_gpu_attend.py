@@ -9,6 +9,8 @@ import torch
 from test_triton_attend import Case, check, operands
 
 from kvcompile.lowering.decode.config import Bias
+from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.ops.operations import attend_body
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +37,7 @@ def attend(args: dict, **changes: object) -> torch.Tensor:
     return torch.ops.kvcompile.attend(
         args["q"], args["keys"], args["values"], args["hi"], args["lo"], args["keep"], args["bias"], args["sinks"],
         args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"], args["recent"], args["base"],
-        args["rotation"], args["interleaved"], early=args["early"], early_at=args["early_at"],
+        args["rotation"], args["interleaved"], early=args["early"], early_at=args["early_at"], log_sums=args.get("log_sums", False),
     )
 
 
@@ -143,3 +145,24 @@ def test_time_follows_the_length_not_the_capacity() -> None:
         run(args)
         times.append(do_bench(lambda args=args: run(args), return_mode="median"))
     assert times[1] < 2 * times[0], times
+
+
+SUMMED = (
+    # One split that would write its result alone; many splits; many rows; newest tokens in full precision.
+    Case("dense", "dense", dtype=torch.bfloat16, B=1024, T=3, D=64, Dv=64, K=2),
+    Case("int4", "kivi", dtype=torch.bfloat16, T=4000, sinks=True),
+    Case("int8", "int8", dtype=torch.bfloat16, K=2, D=128, Dv=128, S=200, T=900),
+    Case("kivi", "kivi", dtype=torch.bfloat16, S=3, T=300, recent=40),
+)
+
+
+@pytest.mark.parametrize("case", SUMMED, ids=str)
+def test_log_sums_stand_behind_the_result(case: Case) -> None:
+    args = moved(operands(case))
+    got = compiled()(args, log_sums=True).double()
+    exact = attend_body(AttendOperands(**{**args, "q": args["q"].double()}, log_sums=True), compute=torch.float64)
+    assert got.shape == exact.shape and torch.equal(got.isneginf(), exact.isneginf())
+    difference = (got - exact).nan_to_num(0.0).abs()
+    largest = exact.nan_to_num(neginf=0.0).abs()
+    for part in (slice(None, -1), slice(-1, None)):
+        assert difference[..., part].max() <= 0.02 * largest[..., part].max().clamp(min=1.0)

@@ -67,14 +67,15 @@ def attend(shared: Shared, item: SitePlan) -> None:
     else:
         out = _over_planes(shared, emit, item, source)
     log: fx.Node | None = None
+    both = out
     if attention.gives_log_sums:
-        out, log = log_sums.apart(emit, out, source)
+        out, log = log_sums.apart(emit, both, source)
     if source.fresh is None:
         out = basis.changed(emit, shared.planes, item.value, out, back=True)
     if site.assembly is not None and source.fresh is None:
         out = latent.result(emit, out, source.dtype, site.assembly.value, site.heads)
     if attention.memory is not None and log is not None:
-        out, log = memory.merged(emit, item, source, out, log)
+        out, log = memory.merged(emit, item, source, out, log, like=both)
     dtype = value_of(attention.output).dtype
     if dtype != source.dtype:
         out = emit.call(aten.to.dtype, out, dtype)

@@ -19,12 +19,19 @@ from kvcompile.passes.rewrite.context import device_of
 from kvcompile.passes.rewrite.log_sums import apart
 from kvcompile.passes.rewrite.masks import joined
 from kvcompile.passes.rewrite.sources import DENSE, Sources
-from kvcompile.types import BESIDE
+from kvcompile.types import BESIDE, QUERY_GROUP, QUERY_ROWS
 
 
-def merged(emit: Emitter, item: SitePlan, source: Sources, out: fx.Node, log: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The result [B, H, S, Dv] over learned and cached tokens and its log-sums [B, H, S, 1], from those over the cached ones."""
-    own, sum_of_own = apart(emit, _attend(emit, item, source), source)
+def merged(
+    emit: Emitter, item: SitePlan, source: Sources, out: fx.Node, log: fx.Node, like: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """The result [B, H, S, Dv] over learned and cached tokens and its log-sums [B, H, S, 1], from those over the cached ones.
+
+    ``like``: the attention over the cached tokens, which has as many rows of queries.
+    """
+    made = _attend(emit, item, source)
+    made.meta |= {BESIDE: True, **{name: like.meta[name] for name in (QUERY_ROWS, QUERY_GROUP)}}
+    own, sum_of_own = apart(emit, made, source)
     total = emit.call(aten.logaddexp.default, log, sum_of_own)
     # A query that sees nothing: e^(-inf - 0) rather than e^(-inf + inf).
     level = emit.call(aten.masked_fill.Scalar, total, emit.call(aten.eq.Scalar, total, float("-inf")), 0.0)
@@ -47,12 +54,10 @@ def _attend(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     )
     count = size_along(attention.q, attention.q_roles, "S", attention.folded)
     last, mask = emit.constant_limit(count, memory.count - 1, device_of(item)), joined(emit, item, memory.masks, memory.count)
-    out = emit.call(
+    return emit.call(
         torch.ops.kvcompile.attend.default, source.asked, keys, values, last, None, None, mask, None, DENSE, DENSE, attention.scale,
         attention.softcap, item.value.spec.head_dim, log_sums=True,
     )
-    out.meta[BESIDE] = True
-    return out
 
 
 def _tokens(emit: Emitter, item: SitePlan, source: Sources, node: fx.Node, roles: tuple[str, ...], head_dim: int) -> fx.Node:

@@ -33,6 +33,13 @@ def eagerly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tenso
     return torch.exp(scores - total) @ v, halved * 2
 
 
+def cast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> Parts:
+    """The softmax and the log-sum each cast the scores for themselves."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = scores if seen is None else scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    return F.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v, torch.logsumexp(scores.to(torch.float64), -1).float()
+
+
 def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None) -> Parts:
     """The operator behind SDPA."""
     mask = None if seen is None else torch.where(seen, 0.0, float("-inf")).expand(q.shape[0], q.shape[1], -1, -1)

@@ -37,8 +37,10 @@ def log_sum(scores: fx.Node, dim: int) -> fx.Node | None:
     while op_name(chain[-1]) in COPIES - {"dropout"} and is_tensor(chain[-1].args[0]):
         chain.append(operand(chain[-1]))
     dims = rank(scores)
+    # The softmax may cast for itself, and the log-sum apart from it.
+    casts = [user for node in chain for user in node.users if op_name(user) in COPIES - {"dropout"}]
     found = [
-        user for node in chain for user in node.users
+        user for node in dict.fromkeys((*chain, *casts)) for user in node.users
         if op_name(user) == "logsumexp" and [int(item) % dims for item in bind(user)["dim"]] == [dim]
     ]
     return found[0] if len(found) == 1 else None
