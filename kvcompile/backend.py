@@ -12,10 +12,12 @@ from typing import Any
 from torch import fx
 
 from kvcompile.compilation import Compilation, Memory
+from kvcompile.errors import EntryUnmatched
 from kvcompile.lowering.certificate.summary import HeadCertificate, HeadTelemetry, Telemetry, certificates_of, of_heads, ordered
 from kvcompile.lowering.certificate.telemetry import added_up
 from kvcompile.lowering.remembered import Remembered
 from kvcompile.lowering.rooms import rooms
+from kvcompile.passes.capture.module_names import module_names
 from kvcompile.passes.graph.dynamo import TensorifyScalarRestartAnalysis
 from kvcompile.passes.plan.certify import certifying
 from kvcompile.passes.plan.policy import Policy, policy_of
@@ -41,6 +43,8 @@ class Backend:
         self.graphs: list[GraphReport] = []
         self.records = records()
         self.paths: set[str] = set()
+        # None once the modules of a graph are not known: nothing is known of a model then.
+        self.modules: set[str] | None = set()
         self.checked = False
         # What Inductor would compile anew is validated anew as well; the other ways to run a graph keep nothing on disk.
         verdicts = Known(Remembered("validated") if settings.inner is Inner.INDUCTOR else None)
@@ -59,31 +63,41 @@ class Backend:
     ) -> Callable[..., Any]:
         graph = Compilation(gm, example_inputs, self.policy, self.settings, self.memory, len(self.graphs), mode, options)
         self.graphs.append(graph.report)
-        again = False
         try:
-            return graph.run()
+            compiled = graph.run()
         except TensorifyScalarRestartAnalysis:
             # Dynamo comes back with another graph in place of this one.
             self.graphs.pop()
-            again = True
             raise
-        finally:
-            if not again:
-                self.records.append(graph.record)
-                self._check_policy(graph.report.paths)
+        except BaseException:
+            self.records.append(graph.record)
+            raise
+        self.records.append(graph.record)
+        self._check_policy(graph.report.paths, gm)
+        return compiled
 
-    def _check_policy(self, paths: set[str]) -> None:
-        """Warn once of entries of the policy that match nothing, when an attention is met again: then one pass of the model was seen.
+    def _check_policy(self, paths: set[str], gm: fx.GraphModule) -> None:
+        """Hold the policy's entries against the model when an attention is met again: then one pass of the model was seen.
 
-        Nothing less says so: graph breaks give each layer a graph of its own. Nor is it sure, as a draft may run the first layers alone.
+        Nothing less says so: graph breaks give each layer a graph of its own, and a backend may serve two models. An entry that matches no
+        module raises EntryUnmatched. Of one that matches modules without a cache a warning is given, once; also where the modules are not
+        known, as a draft may run the first layers alone.
         """
+        if not paths or not self.policy.unmatched(()):
+            return
         again = bool(paths & self.paths)
         self.paths |= paths
-        if again and not self.checked:
-            self.checked = True
-            for glob in self.policy.unmatched(self.paths):
-                known = ", ".join(sorted(self.paths, key=ordered)[:3])
+        names = module_names(gm)
+        self.modules = None if names is None or self.modules is None else self.modules | names
+        if not again:
+            return
+        for glob in self.policy.unmatched(self.paths):
+            known = ", ".join(sorted(self.paths, key=ordered)[:3])
+            if self.modules is not None and glob in self.policy.unmatched(self.modules):
+                raise EntryUnmatched(glob=glob, count=len(self.modules), paths=known)
+            if not self.checked:
                 log.warning("the policy's entry %r matches none of the attentions of this model, which are %s, ...", glob, known)
+        self.checked = True
 
     def report(self) -> Report:
         """Return the report: what was compiled so far, and the caches that live now."""
@@ -145,7 +159,8 @@ def backend(scheme: object = "int8", *, inner: str | Inner = Inner.INDUCTOR, str
     """A Dynamo backend that stores KV caches as ``scheme`` says.
 
     ``scheme``: a name ("int4"), a spelled scheme ("int4(group=64)"), a Scheme, {"k": ..., "v": ...}, or
-    {glob over module paths: any of these, or None to leave those attentions as they are}.
+    {glob over module paths: any of these, or None to leave those attentions as they are}. A glob that matches no module of the model raises
+    EntryUnmatched once an attention of it is compiled a second time, as a prompt's and a step's graph are.
     ``inner``: "inductor", "aot_eager" or "eager" compiles the
     rewritten graph. ``strict``: raise SiteRefused instead of leaving an attention dense. ``mode`` and
     ``options`` go to Inductor (torch.compile's own arguments win). ``reserve``: the least tokens a store

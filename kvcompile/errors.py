@@ -223,6 +223,13 @@ class NotInPolicy(SchemeError):
     template = "no entry of the per-layer policy matches the module path {path!r}; add a '*' entry to cover every layer; None leaves out"
 
 
+class EntryUnmatched(SchemeError):
+    template = (
+        "expected each entry of the per-layer policy to match a module of the model, found {glob!r}, which matches none of its {count} "
+        "modules; attentions are at {paths}, ...: correct or remove the entry, or give a model with other names a backend of its own"
+    )
+
+
 class UnsupportedDtype(SchemeError):
     template = "expected a cache of dtype {known}, found {dtype}; cast the model to one of these dtypes"
 

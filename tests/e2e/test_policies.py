@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from typing import Any
@@ -70,15 +71,37 @@ def test_what_cannot_be_meant_is_refused_at_once(policy: object, error: type[Exc
         kvcompile.backend(policy)
 
 
-def test_an_entry_that_matches_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("make", [
+    lambda model: model, lambda model: model.forward, lambda model: lambda *a, **k: model(*a, **k),
+], ids=["model", "forward", "function"])
+@pytest.mark.parametrize("policy", [
+    {"*": "int8", "model.layer.0.*": "dense"}, {"*": "int8", "model.layers.77.*": None}, {"*": "int8", "*.77.*": "int4", "*.0.*": None},
+], ids=["misspelled", "beyond", "beside another"])
+def test_an_entry_that_matches_no_module_is_an_error(policy: dict[str, Any], make: Any) -> None:
     model = llama(layers=1)
-    backend = kvcompile.backend({"*": "int8", "model.layer.0.*": "dense", "model.layers.0.*": "int4"}, inner="eager")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        decode(model, torch.compile(make(model), backend=kvcompile.backend(policy, inner="eager")))
+    assert isinstance(caught.value.inner_exception, errors.EntryUnmatched)
+    assert repr([*policy][1]) in str(caught.value) and "layers.0.self_attn" in str(caught.value)
+
+
+def test_an_error_in_the_policy_stays_one() -> None:
+    model = llama(layers=1)
+    compiled = torch.compile(model, backend=kvcompile.backend({"*": "int8", "model.layer.0.*": "dense"}, inner="eager"))
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"model\.layer\.0"):
+            decode(model, compiled)
+
+
+def test_an_entry_that_matches_modules_without_a_cache_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama(layers=1)
+    backend = kvcompile.backend({"*": "int8", "model.layers.0.mlp*": "dense", "model.layers.0.*": "int4"}, inner="eager")
     with caplog.at_level(logging.WARNING, "kvcompile"):
         decode(model, torch.compile(model, backend=backend))
     said = [item.getMessage() for item in caplog.records if "matches none" in item.getMessage()]
-    assert len(said) == 1 and "'model.layer.0.*'" in said[0] and "model.layers.0.self_attn" in said[0]
-    assert backend.report().unmatched == ("model.layer.0.*",)
-    assert "'model.layer.0.*' matches none" in " ".join(str(backend.report()).split())
+    assert len(said) == 1 and "'model.layers.0.mlp*'" in said[0] and "model.layers.0.self_attn" in said[0]
+    assert backend.report().unmatched == ("model.layers.0.mlp*",)
+    assert "'model.layers.0.mlp*' matches none" in " ".join(str(backend.report()).split())
 
 
 class Layer(Buffered):
@@ -113,6 +136,59 @@ def test_an_entry_for_a_later_graph_is_not_told_too_early(caplog: pytest.LogCapt
         compiled(torch.randn(1, 1, 64), torch.arange(5, 6))
     assert [site.scheme for graph in backend.graphs[:2] for site in graph.sites] == ["int8", "dense"]
     assert not [item for item in caplog.records if "matches none" in item.getMessage()]
+
+
+class Drafting(Broken):
+    """Two layers, of which drafts run the first alone."""
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor, drafts: bool = False) -> torch.Tensor:
+        x = self.first(x, pos)
+        return x if drafts else self.second(x, pos)
+
+
+def test_an_entry_for_a_module_that_was_not_reached_yet_is_no_error() -> None:
+    module, backend = Drafting(), kvcompile.backend({"*": "int8", "second": "dense"}, inner="eager")
+    compiled = torch.compile(module, backend=backend)
+    with torch.no_grad():
+        for drafts in (True, False):
+            compiled(torch.randn(1, 5, 64), torch.arange(5), drafts)
+            compiled(torch.randn(1, 1, 64), torch.arange(5, 6), drafts)
+    assert [site.scheme for site in backend.graphs[-1].sites] == ["int8", "dense"]
+
+
+class Open(nn.Module):
+    """A layer whose graph breaks before its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Layer(batch=1)
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.attention(x, pos)
+
+
+class Loop(nn.Module):
+    """Layers that each break their own graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Open() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, pos)
+        return x
+
+
+def test_frames_that_were_broken_know_the_model_that_calls_them() -> None:
+    """Their sites have no path of the whole model, and its entries reach none of them: only one that is no module's is surely wrong."""
+    for entry in ("layers.1.*", "layers.2.*"):
+        compiled = torch.compile(Loop(), backend=kvcompile.backend({"*": "int8", entry: "dense"}, inner="eager"))
+        wrong = pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"layers\.2")
+        with torch.no_grad(), wrong if entry == "layers.2.*" else contextlib.nullcontext():
+            compiled(torch.randn(1, 5, 64), torch.arange(5))
+            compiled(torch.randn(1, 1, 64), torch.arange(5, 6))
 
 
 def test_equal_refusals_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ Dynamo
     ``TensorifyState``, ``TensorifyScalarRestartAnalysis``  make Dynamo begin again with some floats as constants
     ``is_float_symbol``     whether a symbol is one of a float
     ``no_dynamo``           makes Dynamo leave a code object's frames alone, and those that they call
+    ``traced_scopes``       the variables of the frame that is compiled, by the letters that sources start with
 Tracing
     ``FakeTensor``, ``FakeTensorMode``, ``in_kernel_invocation_manager``    tensors without data
     ``functorch_interpreters``  the transforms around a call: what ``vmap`` regions are found by
@@ -50,7 +51,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.source import ConstantSource
-from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters as functorch_interpreters
 from torch._guards import TracingContext, detect_fake_mode
@@ -81,7 +82,7 @@ __all__ = [
     "dispatch_keys", "functorch_interpreters", "get_proxy_mode", "get_proxy_slot", "in_kernel_invocation_manager", "is_float_symbol",
     "is_wrapper", "leave_vmap", "lookup_backend", "many_versions", "mark_dynamic",
     "no_dynamo", "no_modes", "no_proxies", "no_python_dispatcher", "parse_to", "python_dispatcher", "safe_softmax", "set_proxy_slot",
-    "shares_memory", "storage_uses", "track_values", "tree_leaves", "tree_map", "tree_map_only",
+    "shares_memory", "storage_uses", "traced_scopes", "track_values", "tree_leaves", "tree_map", "tree_map_only",
 ]
 
 
@@ -99,3 +100,12 @@ def many_versions(most: int) -> AbstractContextManager[None]:
 def no_dynamo(code: CodeType) -> None:
     """Keep Dynamo from compiling any frame of ``code``, and any that such a frame calls."""
     set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+def traced_scopes() -> dict[str, dict[str, Any]] | None:
+    """Return the local (L) and global (G) variables of the frame that Dynamo is compiling in this thread; None where it is at none."""
+    try:
+        frame = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:
+        return None
+    return {"L": frame.f_locals, "G": frame.f_globals}
