@@ -27,12 +27,25 @@ def observe(model: Any, inputs: Any, owner: Callable[..., Any]) -> Any:
     with torch.no_grad():
         result = compiled(*args, **kwargs)
         past = getattr(result, "past_key_values", None)
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if past is not None and isinstance(ids, torch.Tensor) and ids.shape[-1] > 1:
-            # Tensors that go with the first tokens, such as their mask, would not fit one more.
-            step = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)} | {"past_key_values": past}
-            result = compiled(input_ids=ids[:, -1:], **step) if "input_ids" in kwargs else compiled(ids[:, -1:], **step)
+        if past is not None and (step := _step(args, kwargs)) is not None:
+            result = compiled(*step[0], **step[1], past_key_values=past)
     return result
+
+
+def _step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of one more token behind a prompt, but for its cache; None where no tokens are known, or one alone was given.
+
+    Tensors that go with the first tokens, such as their mask, would not fit one more. What an encoder read, or gave, stays as it is.
+    """
+    name = "decoder_input_ids" if "decoder_input_ids" in kwargs else "input_ids"
+    ids = kwargs.get(name, args[0] if args else None)
+    if not isinstance(ids, torch.Tensor) or ids.shape[-1] < 2:
+        return None
+    encoder = (lambda item: item.startswith("encoder_")) if name == "input_ids" else (lambda item: not item.startswith("decoder_"))
+    given = {item: value for item, value in kwargs.items() if item not in {name, "past_key_values"}}
+    kept = {item: value for item, value in given.items() if not isinstance(value, torch.Tensor) or encoder(item)}
+    last = ids[:, -1:]
+    return ((), {**kept, name: last}) if name in kwargs else ((last,), kept)
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

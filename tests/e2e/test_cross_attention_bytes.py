@@ -49,3 +49,18 @@ def _stored(cache: torch.Tensor) -> int:
 def _page() -> int:
     """Bytes of 64 tokens of all rows."""
     return PAGE * ROWS * (WIDTH + 2 * 2)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["decoder", "encoder and decoder"])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_step_is_explained_beside_what_the_encoder_gave(whole: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(vocab_size=64, d_model=WIDTH, d_kv=32, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    ids = torch.randint(3, 64, (1, 9))
+    given = {"input_ids": torch.randint(3, 64, (1, SOUNDS)), "decoder_input_ids": ids, "attention_mask": torch.ones(1, SOUNDS)}
+    if not whole:
+        given = {"input_ids": ids, "encoder_hidden_states": torch.randn(1, SOUNDS, WIDTH), "attention_mask": torch.ones(1, 9)}
+    prompt, step = kvcompile.explain(model if whole else model.decoder, {**given, "use_cache": True}).graphs
+    assert [site.tokens for site in (*prompt.sites, *step.sites)] == [9, 9, 1, 1]
+    assert ["not written" in site.write + site.cache for site in step.sites] == [False, True]
