@@ -38,7 +38,7 @@ class Model:
     def stores(self, policy: Policy, tokens: int | None = None) -> Stores:
         """Plan the model's stores under a policy; raises NotPlanned where its own caches are too short for ``tokens`` tokens."""
         made = planned(self.observed, policy, self.remainder, self.capacity)
-        ends = [item.end for item in made.stored if item.end is not None and not item.forgets and not item.pooled]
+        ends = [item.end for item in made.stored if item.end is not None and not (item.forgets or item.pooled or item.once)]
         if tokens is not None and ends and min(ends) < tokens:
             found = f"one of {min(ends)} tokens"
             raise NotPlanned(expected=f"caches with room for {tokens} tokens", found=found, name=self.name)

@@ -7,7 +7,7 @@ are told apart by the tensors that they live in, as the runtime tells stores apa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,12 +89,18 @@ class Observer:
         del options
         graph = lifted(inlined(gm))
         examples = [*examples, *graph.tensors]
-        captured = capture(graph.module, examples, attributes=len(graph.tensors))
+        captured = self._filled(capture(graph.module, examples, attributes=len(graph.tensors)), examples)
         results = captured.graph.output_node().args[0]
         listed = results if isinstance(results, (list, tuple)) else (results,)
         returned = tuple(phantom_result(value_of(item) if isinstance(item, fx.Node) else item) for item in listed)
         self.graphs.append(Seen(captured, match(captured), tuple(examples), returned))
         return lambda *args: list(returned)
+
+    def _filled(self, captured: Captured, given: list[Any]) -> Captured:
+        """The graph with the caches that an earlier one made or wrote said to be compressed ones, as they would be."""
+        held = {id(seen.tensor(slot)) for seen in self.graphs for site in seen.matched.sites for slot in site.slots}
+        found = (replace(item, compressed=item.compressed or id(given[item.index]) in held) for item in captured.inputs)
+        return replace(captured, inputs=tuple(found))
 
 
 def observed(model: Any, inputs: Any) -> Observed:

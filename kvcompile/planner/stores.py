@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.graph.shapes import estimate, value_of
 from kvcompile.passes.match.sites import Refusal, Site, Stage
 from kvcompile.passes.plan.plan import BATCH, TOKENS, SlotPlan, plan, rolls
 from kvcompile.passes.plan.policy import Pair, Policy
@@ -60,7 +60,9 @@ class Stored:
 
     ``end``: the tokens that it holds at most, None for as many as the sequence has. ``exact``: whether a cache without an end is as long as
     the sequence from the start (a static one), so that no room is reserved behind it. ``pooled``: a pool of ``end`` places that is
-    stored whole, whatever the batch. ``forgets``: whether it keeps its newest ``end`` tokens, as a sliding window does.
+    stored whole, whatever the batch. ``forgets``: whether it keeps its newest ``end`` tokens, as a sliding window does. ``once``: the
+    tokens of a cache that is written once, such as that of cross-attention, as many as in the traced call. ``still``: whether no room is
+    reserved behind its tokens.
     """
 
     path: str
@@ -71,18 +73,31 @@ class Stored:
     exact: bool = False
     pooled: bool = False
     forgets: bool = False
+    once: int | None = None
+    still: bool = False
 
     @staticmethod
-    def of(item: SlotPlan, site: Site, kept: bool, capacity: int | None) -> Stored:
-        """The numbers of a planned slot; ``kept``: whether its tensor stays as it is; ``capacity``: that of caches as long as asked for."""
+    def of(item: SlotPlan, site: Site, kept: bool, capacity: int | None, written: SlotPlan | None) -> Stored:
+        """The numbers of a planned slot; ``kept``: whether its tensor stays as it is; ``capacity``: that of caches as long as asked for.
+
+        ``written``: of a cache that is written once, its plan in the graph that writes it.
+        """
+        scheme = None if kept else item.scheme
+        if written is not None:
+            count = estimate(written.slot.write.count)
+            # A prompt that happens to be as long as what the encoder read tells the runtime nothing; this one is no measure.
+            still = written.slot.kind.facts.grows
+            return Stored(site.path, item.spec, scheme, item.layout, written.end, once=count, still=still)
         pooled = item.slot.block_table is not None
         end = int(item.slot.axes.room(value_of(item.slot.root).shape)) if pooled else item.end
         exact = end is not None and end == capacity
         forgets = item.slot.sliding is not None or rolls(site) is not None
-        return Stored(site.path, item.spec, None if kept else item.scheme, item.layout, None if exact else end, exact, pooled, forgets)
+        return Stored(site.path, item.spec, scheme, item.layout, None if exact else end, exact, pooled, forgets)
 
     def tokens(self, tokens: int) -> int:
         """Tokens stored of ``tokens`` in the sequence."""
+        if self.once is not None:
+            return self.once
         if self.pooled:
             return self.end or 0
         return tokens if self.end is None else min(tokens, self.end)
@@ -91,11 +106,13 @@ class Stored:
         """Pages that the runtime reserves for a sequence of ``tokens`` tokens."""
         if self.pooled:
             return pages_for(self.end or 0)
+        if self.still:
+            return max(LEAST_PAGES, pages_for(self.tokens(tokens)))
         return max(LEAST_PAGES, GROWTH.pages(self.tokens(tokens), tokens if self.exact else self.end))
 
     def bytes_per_token(self, tokens: int) -> float:
-        """Bytes that one more token of a row takes where it has ``tokens``: none in a window that is full."""
-        if self.pooled or (self.end is not None and tokens >= self.end):
+        """Bytes that one more token of a row takes where it has ``tokens``: none in a window that is full, or a cache written once."""
+        if self.pooled or self.once is not None or (self.end is not None and tokens >= self.end):
             return 0.0
         values = self.slot.heads * self.slot.head_dim
         if self.scheme is None:
@@ -114,10 +131,10 @@ class Stored:
         if self.scheme is None:
             yield Share.LEFT, False, self.dense(batch, tokens)
         elif isinstance(self.scheme, Adaptive):
-            values = batch * tokens * self.slot.heads * self.slot.head_dim
-            yield Share.CODES, False, math.ceil(self.scheme.announced * 2 * values)
+            count = batch * tokens if self.once is None else batch * self.once
+            yield Share.CODES, False, math.ceil(self.scheme.announced * 2 * count * self.slot.heads * self.slot.head_dim)
             if kept := self.scheme.original_bytes(self.slot):
-                yield Share.TIER2, any(plane.host for plane in self.layout.planes), batch * tokens * self.slot.heads * kept
+                yield Share.TIER2, any(plane.host for plane in self.layout.planes), count * self.slot.heads * kept
         else:
             rows, pages = 1 if self.pooled else batch, self.pages(tokens)
             for index, plane in enumerate(self.layout.planes):
@@ -129,6 +146,9 @@ class Stored:
 
     def formula(self, pages: sympy.Expr) -> sympy.Expr:
         """Bytes over ``BATCH`` rows, ``pages`` pages and, where nothing is paged, ``TOKENS`` tokens."""
+        if self.once is not None:
+            fixed = self.scheme is None or isinstance(self.scheme, Adaptive)
+            return self.nbytes(1, 0) * BATCH if fixed else self.layout.nbytes(sympy.Integer(self.pages(0)), BATCH, self.slot.heads)
         rows = sympy.Integer(1) if self.pooled else BATCH
         values = rows * self.slot.heads * self.slot.head_dim
         if self.scheme is None:
@@ -190,7 +210,7 @@ class Stores:
         """Bytes of the largest plane on the device that grows: while a store grows, one plane of one slot is there twice."""
         planes = (
             Layout((plane,)).nbytes(item.pages(tokens), batch, item.slot.heads) for item in self.stored
-            if item.scheme is not None and not isinstance(item.scheme, Adaptive)
+            if item.scheme is not None and not isinstance(item.scheme, Adaptive) and item.once is None
             for plane in item.layout.planes if plane.extent is Extent.TOKENS and not plane.host
         )
         return max(planes, default=0)
@@ -204,7 +224,7 @@ class Stores:
     @property
     def ends(self) -> tuple[int | None, ...]:
         """The different ends of its stores, those without one first."""
-        return tuple(sorted({item.end for item in self.stored}, key=lambda end: -1 if end is None else end))
+        return tuple(sorted({item.end for item in self.stored if item.once is None}, key=lambda end: -1 if end is None else end))
 
 
 def page_symbol(end: int | None) -> sympy.Symbol:
@@ -232,7 +252,24 @@ def planned(observed: Observed, policy: Policy, remainder: Remainder = Remainder
         kept |= every.keys() - parts.keys()
         found = parts | found
         known = every | known
+    once = _written_once(observed)
     stored = tuple(
-        Stored.of(*(known[place] if place in kept else found[place]), place in kept, capacity) for place in known
+        Stored.of(*(known[place] if place in kept else found[place]), place in kept, capacity, once.get(place)) for place in known
     )
     return Stores(stored, remainder, tuple(refusals.values()))
+
+
+def _written_once(observed: Observed) -> dict[Place, SlotPlan]:
+    """Slots that calls of one length write and those of another only read, as the first one that writes plans them.
+
+    Not graphs are compared but calls: where graphs break, one may write what the next one of the same call reads.
+    """
+    found: dict[Place, dict[int, list[SlotPlan]]] = {}
+    for seen in observed.graphs:
+        for item in plan(seen.matched, DENSE).sites:
+            for part in item.parts:
+                found.setdefault(seen.place(part.slot), {}).setdefault(estimate(item.site.tokens), []).append(part)
+    written = {
+        place: [[part for part in parts if part.slot.kind.facts.written] for parts in calls.values()] for place, calls in found.items()
+    }
+    return {place: next(filter(None, calls))[0] for place, calls in written.items() if any(calls) and not all(calls)}

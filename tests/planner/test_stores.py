@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from e2e_models import llama
 from transformers import StaticCache
 
@@ -103,6 +104,55 @@ def test_architectures(name: str) -> None:
     allocated, _ = held(subject.model, "int8", 2, 40, 43, 90)
     compressed = sum(count for (share, _), count in planned.shares(2, 43).items() if share is not Share.LEFT)
     assert compressed == allocated > 0
+
+
+def listener(which: str, sounds: int) -> tuple[Any, Any]:
+    """A small decoder with cross-attention, and the arguments of a prompt of ``count`` tokens in ``rows`` rows, with new caches."""
+    torch.manual_seed(0)
+    if which == "whisper":
+        config = transformers.WhisperConfig(
+            vocab_size=64, d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+            encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=sounds, max_target_positions=512, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
+        )
+        model: Any = transformers.WhisperForConditionalGeneration(config).eval().model.decoder
+    else:
+        config = transformers.T5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
+        model = transformers.T5ForConditionalGeneration(config).eval().decoder
+
+    def given(rows: int, count: int, static: bool) -> dict[str, Any]:
+        own, cross = (
+            [StaticCache(config=model.config, max_cache_len=length) for length in (400, sounds)] if static
+            else [transformers.DynamicCache(), transformers.DynamicCache()]
+        )
+        return {
+            "input_ids": torch.randint(3, 64, (rows, count)), "encoder_hidden_states": torch.randn(rows, sounds, 64),
+            "past_key_values": transformers.EncoderDecoderCache(own, cross), "use_cache": True,
+        }
+
+    return model, given
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize(("which", "sounds", "scheme"), [("whisper", 300, "int8"), ("t5", 20, "int8"), ("t5", 9, "int4(group=16)")])
+@torch.no_grad()
+def test_caches_of_cross_attention_are_as_long_as_what_the_encoder_read(which: str, sounds: int, scheme: str, static: bool) -> None:
+    model, given = listener(which, sounds)
+    stores = traced("a test", model, given(1, 9, static)).stores(policy_of(scheme), 270)
+    for rows, tokens in ((1, 11), (3, 270)):
+        torch.compiler.reset()
+        backend = kvcompile.backend(scheme, inner="eager", validate=False)
+        compiled, prompt = torch.compile(model, backend=backend), given(rows, tokens - 1, static)
+        compiled(**prompt)
+        compiled(**{**prompt, "input_ids": prompt["input_ids"][:, :1].contiguous()})
+        report = backend.report()
+        assert not report.refusals
+        assert stores.device_bytes(rows, tokens) == report.announced == report.allocated
+        assert stores.dense_bytes(rows, tokens) == report.dense
+        at = {BATCH: rows, TOKENS: tokens, **{page_symbol(item.end): item.pages(tokens) for item in stores.stored if item.once is None}}
+        assert stores.formula.subs(at) == report.allocated
+    cross = [item for item in stores.stored if item.once is not None]
+    assert [item.once for item in cross] == [sounds] * 4 and not any(item.bytes_per_token(5) for item in cross)
 
 
 def test_a_budget_is_announced() -> None:
