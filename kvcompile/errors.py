@@ -280,7 +280,7 @@ class OwnFault(NotCompiled):
 
 class DamagedCache(NotCompiled):
     template = (
-        "expected a shared object in Inductor's cache that loads, found {path}, which does not ({error}) and could not be replaced; delete "
+        "expected an entry of Inductor's cache that loads, found {path}, which does not ({error}) and could not be replaced; delete "
         "this file, or the whole folder, and start again"
     )
 

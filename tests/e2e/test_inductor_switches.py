@@ -21,6 +21,7 @@ import kvcompile
 from kvcompile.errors import DamagedCache, NotCompiled, OwnFault
 from kvcompile.lowering.compile import compiling, inline_append
 from kvcompile.lowering.damaged import rebuilding
+from kvcompile.lowering.host.inductor_api import module_key
 
 Tensor = torch.Tensor
 SLOTS, WIDTH = 24, 32
@@ -169,6 +170,42 @@ def test_a_damaged_entry_is_removed_and_compiled_again(caplog: pytest.LogCapture
 
     assert rebuilding(build) == "built" and not any(path.exists() for path in paths)
     assert len([item for item in caplog.records if "is damaged" in item.getMessage()]) == 2
+
+
+@pytest.mark.parametrize(
+    "left", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: "raise NameError"], ids=["half", "none", "junk"],
+)
+@pytest.mark.usefixtures("_own_cache")
+def test_a_damaged_module_is_written_again(left: Callable[[str], str]) -> None:
+    drive(torch.compile(made(), backend=kvcompile.backend("int8")), (5, 1))
+    modules = list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"))
+    whole = {path: path.read_text() for path in modules}
+    for path, text in whole.items():
+        path.write_text(left(text))
+    torch._dynamo.reset()
+    module, backend = made(), kvcompile.backend("int8")
+    expected = drive(copy.deepcopy(module), (5, 1))
+    found = drive(torch.compile(module, backend=backend), (5, 1))
+    assert all((a - b).norm() <= 2e-2 * a.norm() for a, b in zip(expected, found, strict=True))
+    assert backend.report().allocated and not backend.report().refusals
+    assert modules and {path: path.read_text() for path in modules} == whole
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_a_module_that_is_whole_is_left_alone() -> None:
+    """One that fails for another reason is no damaged entry."""
+    path = _library(f"{module_key('raise NameError')}.py")
+    path.write_text("raise NameError")
+
+    def build() -> None:
+        exec(compile(path.read_text(), path, "exec"))
+
+    with pytest.raises(NameError):
+        rebuilding(build)
+    assert path.exists()
+    path.write_text("raise NameError # half")
+    with pytest.raises(FileNotFoundError):
+        rebuilding(build)
 
 
 @pytest.mark.usefixtures("_own_cache")

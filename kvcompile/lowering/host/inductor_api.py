@@ -2,6 +2,7 @@
 
     ``config``                options of a compilation; the one for divisions has moved between versions (``compile`` asks which there is)
     ``cache_dir``             the folder beside which we keep what holds for a machine
+    ``module_key``, ``forget_module``  the name of a module in that folder by its text; Inductor's memory of one that it read
     ``CustomGraphPass``       a pass whose ``uuid`` is part of the key of Inductor's cache on disk
     ``register_lowering``, ``fallback_handler``, ``lowerings``  give an operator a lowering, call it as it is, call another one's
     ``ir``, ``V``             nodes of the graph that is lowered, and the graph and its sizes as the lowering of the moment has them
@@ -18,6 +19,7 @@ Importing this module imports most of Inductor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -26,6 +28,7 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 # Inductor's modules import one another in a circle, which has to be entered through that one.
 # isort: split
 from torch._inductor import config, ir, list_mode_options
+from torch._inductor.codecache import PyCodeCache, code_hash
 from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.codegen.cpp_utils import cexpr_index
@@ -39,8 +42,8 @@ from torch._inductor.virtualized import ops as virtual_ops
 __all__ = [
     "CppTemplate", "CppTemplateKernel", "CustomGraphPass", "Placeholder", "SymbolicGridFn", "TritonTemplate", "V",
     "autotune_select_algorithm", "autotuned", "cache_dir", "ceildiv", "cexpr_index", "compile_by_inductor", "config",
-    "convert_shape_to_symint", "fallback_handler", "ir", "list_mode_options", "lowerings", "parallel_num_threads", "register_lowering",
-    "virtual_ops", "written_modules",
+    "convert_shape_to_symint", "fallback_handler", "forget_module", "ir", "list_mode_options", "lowerings", "module_key",
+    "parallel_num_threads", "register_lowering", "virtual_ops", "written_modules",
 ]
 
 
@@ -58,6 +61,16 @@ def compile_for_training(module: fx.GraphModule, fakes: Sequence[Any], memory_bu
     # Those passes look for calls of torch, and the graph is ATen.
     with partitioner.patch(activation_memory_budget=memory_budget):
         return compile_by_inductor(module, fakes, {"use_pre_grad_passes": False, **exact_division()})
+
+
+def module_key(text: str) -> str:
+    """The name, but for its suffix, of the file that Inductor writes a module of this text into."""
+    return code_hash(text.strip())
+
+
+def forget_module(path: Path) -> None:
+    """Let Inductor read a module from its file again where it did before."""
+    PyCodeCache.modules_no_attr.pop(str(path), None)
 
 
 def exact_division() -> dict[str, Any]:
