@@ -102,6 +102,7 @@ class Backend:
     def report(self) -> Report:
         """Return the report: what was compiled so far, and the caches that live now."""
         report = Report(graphs=list(self.graphs), unmatched=self.policy.unmatched(self.paths) if self.paths else ())
+        report.stayed_dense = tuple(f"{key[1]}: {why}" for key, why in self.memory.told.items() if isinstance(key, tuple))
         for state in [group for live in self.memory.live for group in live.groups]:
             for store in state.stores.values():
                 slot, tokens = store.spec.slot, state.length

@@ -30,9 +30,9 @@ from kvcompile.passes.match.match import Matched, match
 from kvcompile.passes.match.sites import Refusal, Stage
 from kvcompile.passes.plan.plan import Plan, plan
 from kvcompile.passes.plan.policy import Policy
-from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.records import GraphRecord
-from kvcompile.report import GraphReport, graph_report
+from kvcompile.report import GraphReport, SiteReport, graph_report
 from kvcompile.runtime import handle as handles
 from kvcompile.runtime.binding import bind
 from kvcompile.runtime.bound import BoundGraph
@@ -69,7 +69,7 @@ class Memory:
     """State that the graphs of one backend share: live caches and their growth, and what was compiled, bound and validated before.
 
     ``compiled``: code by fingerprint. ``bound``: callables and their records by what Dynamo gave. ``verdicts``: of validations.
-    ``told``: refusals that were logged.
+    ``told``: warnings that were given, as equal ones are given once; those of caches that stayed dense by kind and place, with the reason.
     """
 
     live: Ledger
@@ -77,8 +77,7 @@ class Memory:
     compiled: MutableMapping[str, Code]
     bound: MutableMapping[str, tuple[BoundGraph, GraphRecord]]
     verdicts: dict[str, Verdict]
-    told: set[object] = field(default_factory=set)
-    """Warnings that were given: equal ones are given once."""
+    told: dict[object, str] = field(default_factory=dict)
 
 
 class Compilation:
@@ -232,7 +231,7 @@ class Compilation:
         """Log what was refused or not validated; raises SiteRefused where ``strict``."""
         for refusal in self.report.refusals:
             if str(refusal) not in self.memory.told:
-                self.memory.told.add(str(refusal))
+                self.memory.told[str(refusal)] = ""
                 log.warning("kvcompile leaves an attention as it is: %s", refusal)
         if self.report.unvalidated:
             log.warning(
@@ -288,8 +287,8 @@ class Compilation:
         decode = tuple(entry.index for entry in captured.inputs if entry.compressed and entry.node not in used)
         written = written_handles(captured, effects, decode)
         bound = bind(
-            captured, planned, effects, variants.rewritten(Variant.PAST), variants.compiled, self.memory.growth, self.memory.live, decode,
-            written,
+            captured, planned, effects, variants.rewritten(Variant.PAST), functools.partial(self._late, variants, self.report.sites),
+            self.memory.growth, self.memory.live, decode, written,
         )
         adopted = {group.argument for group in bound.groups if group.kind.facts.adopted and group.argument is not None}
         accept_handles(captured, self.examples, adopted)
@@ -301,6 +300,19 @@ class Compilation:
         if likely is not None:
             bound.variants[likely] = variants.compiled(likely)
         return bound
+
+    def _late(self, variants: Variants, sites: tuple[SiteReport, ...], variant: Variant) -> tuple[Rewritten, Code]:
+        """A variant that a call needs first. As long as none could be compiled the report says that none of the ``sites`` is rewritten."""
+        try:
+            made = variants.compiled(variant)
+        except NotCompiled as error:
+            fault = _fault(Stage.LOWER, "compiled", error)
+            if not any(item in variants for item in Variant) and fault not in self.report.refusals:
+                self.report.sites, self.report.refusals = (), (*self.report.refusals, fault)
+            raise
+        self.report.sites = sites
+        self.report.refusals = tuple(item for item in self.report.refusals if item.stage is not Stage.LOWER)
+        return made
 
     def _as_captured(self, captured: Captured) -> Code:
         """The graph without its rewrite, compiled when a call first needs it."""

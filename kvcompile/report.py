@@ -101,7 +101,8 @@ class Report:
     for keys and for values, over rows and layers, where a scheme gives tokens widths of their own; ``churn``: what changing them took;
     ``originals``: of the bytes allocated, those of originals that such a scheme keeps beside its budget. ``unmatched``: entries of the
     policy that match no attention seen so far. ``disorder``: of each row of a live cache whose tokens came out of order where no step
-    looked, what was expected and found; attention gives NaN for it.
+    looked, what was expected and found; attention gives NaN for it. ``stayed_dense``: caches that calls of rewritten graphs left dense,
+    or made so, with the reasons.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
@@ -116,6 +117,7 @@ class Report:
     originals: int = 0
     unmatched: tuple[str, ...] = ()
     disorder: list[str] = field(default_factory=list)
+    stayed_dense: tuple[str, ...] = ()
 
     def count_widths(self, role: Role, histogram: Mapping[int, int], churn: Churn) -> None:
         """Add one live store's tokens by bits, and what its reallocations changed."""
@@ -313,6 +315,8 @@ def _footer(report: Report) -> Text:
         text.append(f"\nerror: {line}", style="not bold red")
     for glob in report.unmatched:
         text.append(f"\nwarning: the policy's entry {glob!r} matches none of the attentions seen so far", style="not bold yellow")
+    for line in report.stayed_dense:
+        text.append(f"\nwarning: some calls left a cache dense, at {short_paths(line)}", style="not bold yellow")
     for warning in sorted({w for graph in report.graphs for site in graph.sites for w in site.warnings}):
         text.append(f"\nwarning: {warning}", style="not bold yellow")
     return text

@@ -64,6 +64,7 @@ class BoundGraph:
         self.compile_variant, self.positions, self.growth = compile_variant, positions, growth
         self.decode_arguments, self.thawed, self.order = decode_arguments, thawed, order
         self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
+        self.uncompiled: set[Variant] = set()
         self.sizes = SizeReader(captured)
         self.steady: Steady | None = None
         self.calibration = Calibration()
@@ -138,8 +139,8 @@ class BoundGraph:
                 raise
             if isinstance(error, CallRefused) and not isinstance(error, NotServed):
                 return self.dense.refused(self.forms, args, error, self.thawed)
-            # A cache whose first call cannot be served is adopted by the next.
-            broken = Broken(self.forms[0].group, str(error), not isinstance(error, CallRefused) and Variant.PAST not in self.variants)
+            # A cache whose first call cannot be served is adopted by the next, unless that is what cannot be compiled.
+            broken = Broken(self.forms[0].group, str(error), not isinstance(error, CallRefused) and Variant.PAST in self.uncompiled)
             return self.dense.out_of_order(self.forms, args, broken, self.thawed)
         self._settle(step, call, rewritten)
         given = self._commit(step, call, shapes, results, rewritten)
@@ -200,7 +201,11 @@ class BoundGraph:
         """Run the variant that serves a call; return it and what its compiled code gives."""
         variant = self.choice.of(step.states, step.starts, step.counts, call)
         if variant not in self.variants:
-            self.variants[variant] = self.compile_variant(variant)
+            try:
+                self.variants[variant] = self.compile_variant(variant)
+            except NotCompiled:
+                self.uncompiled.add(variant)
+                raise
         if variant is Variant.PAST:
             for index in self.calibrated:
                 if not step.states[index].length:

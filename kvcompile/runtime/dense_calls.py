@@ -104,10 +104,10 @@ def stays_dense(form: CacheForm, call: Call, remembered: bool) -> Mark | None:
 class DenseCalls:
     """Runs the graph as it was captured, for calls with a cache that stays dense; without a compiler for it such calls raise.
 
-    ``told``: the reasons that were said, which the graphs of a backend share.
+    ``told``: the reasons that were said, by kind and place, which the graphs of a backend share.
     """
 
-    def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None, told: set[object]) -> None:
+    def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None, told: dict[object, str]) -> None:
         self.compile_captured, self.told = compile_captured, told
         self.compiled: Callable[..., Any] | None = None
 
@@ -174,7 +174,7 @@ class DenseCalls:
                 todo="use a scheme without a window for this layer, or leave strict out",
             )
         if (kind, where) not in self.told:
-            self.told.add((kind, where))
+            self.told[kind, where] = why
             log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
         if self.compiled is None:
             self.compiled = self.compile_captured()

@@ -266,3 +266,24 @@ def test_a_graph_that_is_not_compiled_advises_once(monkeypatch: pytest.MonkeyPat
     drive(torch.compile(module, backend=backend), (5, 1))
     refusals = {str(refusal) for refusal in backend.report().refusals}
     assert refusals and all(text.count("please report") == 1 and "no such instruction" in text for text in refusals)
+    assert not backend.report().sites and not backend.report().allocated
+
+
+def test_a_prompt_that_is_not_compiled_leaves_the_steps_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the call into the empty cache fails, and the report says which."""
+    real = kvcompile.variants.compile_graph
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["plan"].endswith("fresh"):
+            raise RuntimeError("no such instruction")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr("kvcompile.variants.compile_graph", fails)
+    module, backend = made(), kvcompile.backend("int8", inner="eager")
+    expected = drive(copy.deepcopy(module), (5, 1, 1))
+    found = drive(torch.compile(module, backend=backend), (5, 1, 1))
+    assert all((a - b).norm() <= 2e-2 * a.norm() for a, b in zip(expected, found, strict=True))
+    report = backend.report()
+    assert report.allocated and [len(graph.sites) for graph in report.graphs] == [0, 1] and len(report.refusals) == 1
+    assert len(report.stayed_dense) == 1 and "no such instruction" in report.stayed_dense[0]
+    assert "left a cache dense" in str(report) and "no such instruction" in " ".join(str(report).split())
