@@ -18,6 +18,7 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import DisableTorchFunction, no_modes
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.match.sites import Site
+from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.cut import NotApart, Number, Outline, clusters, cut, fingerprint, outline, same
 from kvcompile.validation.plain import plain, unguarded
 from kvcompile.validation.sizes import MOST, captured_values, elements, hints, reductions
@@ -60,18 +61,26 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
     # The places that a table gives are the caller's to choose: those of the first step are right ones.
     pooled = any(slot.block_table is not None for site in whole.sites for slot in site.slots)
     once = _first_step(whole, examples) if pooled else None
-    if once is not None and once.outcome is not Outcome.UNKNOWN:
+    if once is not None and (once.outcome is Outcome.DIFFERENT or (once.outcome is Outcome.EQUAL and not _moves(whole))):
         return once
     try:
         verdict = _apart(whole, examples)
     except NotApart as reason:
         verdict = Verdict(Outcome.UNKNOWN, str(reason))
-    if verdict.outcome is not Outcome.UNKNOWN or once is not None or (once := _first_step(whole, examples)) is None:
+    if verdict.outcome is not Outcome.UNKNOWN or (once is None and (once := _first_step(whole, examples)) is None):
         return verdict
     if once.outcome is Outcome.DIFFERENT:
         return once
     said = "its first step is equal" if once.outcome is Outcome.EQUAL else f"nor could its first step be compared: {once.reason}"
     return Verdict(Outcome.UNKNOWN, f"{verdict.reason}; {said}")
+
+
+def _moves(whole: Outline) -> bool:
+    """Whether sizes of a program may be others than in its first step: that one alone then says too little."""
+    part = plain(cut(whole), torch.float32)
+    covered = Coverage(part)
+    covered.add(hints(part))
+    return bool(covered.wanted())
 
 
 def _first_step(whole: Outline, examples: Sequence[Any]) -> Verdict | None:

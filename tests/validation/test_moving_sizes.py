@@ -170,6 +170,39 @@ def test_a_limit_that_is_a_number_of_one_call_is_refused_by_the_trial(monkeypatc
     assert not any(graph.sites for graph in backend.graphs[2:]) and backend.report().refusals[-1].stage is Stage.VALIDATE
 
 
+class CountedPool(nn.Module):
+    """Steps of one token over a pool of eight blocks of eight places that a table chooses from; Python counts the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("k_cache", "v_cache"):
+            self.register_buffer(name, torch.zeros(8, 8, 2, 16))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, pos: torch.Tensor, held: int) -> torch.Tensor:
+        blocks = table.gather(1, pos // 8)
+        self.k_cache[blocks, pos % 8] = k.transpose(1, 2)
+        self.v_cache[blocks, pos % 8] = v.transpose(1, 2)
+        keys, values = (pool[table].flatten(1, 2).transpose(1, 2) for pool in (self.k_cache, self.v_cache))
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=torch.arange(keys.shape[2])[None] < held)
+
+
+@pytest.mark.parametrize("freeze", [False, True], ids=["as it is", "frozen"])
+def test_a_pool_is_tried_at_other_sizes_than_those_of_its_first_step(freeze: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first step alone would be equal: a limit that is a number of that step agrees with it."""
+    if freeze:
+        match, limits = compilation.match, iter((20, 21, 22, 23))
+        monkeypatch.setattr(compilation, "match", lambda captured: frozen(match(captured), next(limits)))
+    module, table = CountedPool(), torch.tensor([[6, 2, 7, 1, 4]])
+    backend = kvcompile.backend("dense", inner="eager")
+    plain, call = copy.deepcopy(module), torch.compile(module, backend=backend)
+    with torch.no_grad():
+        for at in range(20, 27):
+            given = *(torch.randn(1, 2, 1, 16) for _ in "qkv"), table, torch.tensor([[at]]), at + 1
+            torch.testing.assert_close(call(*given), plain(*given))
+    assert [len(graph.sites) for graph in backend.graphs] == ([1, 0, 0] if freeze else [1, 1])
+    assert not freeze or "its first step is equal" in backend.report().refusals[-1].reason
+
+
 def test_a_limit_that_is_a_number_of_one_call_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matcher reads every graph in two worlds: what differs between them is refused before anything is tried."""
     from kvcompile.passes.graph.shapes import hint
