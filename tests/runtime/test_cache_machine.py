@@ -1,8 +1,10 @@
 """Caches as a state machine: whatever callers do to a compressed cache in whatever order, it holds what a cache from scratch would hold.
 
 Keys and values are looked up by word and position, so that what a cache must hold is known from its words alone, bit for bit: each token
-as its scheme rounds it, once, or as it was where the cache was never compressed. After every operation all caches are read back, and every
-step is compared with attention over what they must hold. Errors that the package documents are the only other way out.
+as its scheme rounds it, once, or as it was where the cache was never compressed. Where a token's rounding is up to others too, keys and
+values are signs, which every scheme stores almost without loss: another token's are two away, and those of a lost one are one away.
+After every operation all caches are read back, and every step is compared with attention over what they must hold. Errors that the
+package documents are the only other way out.
 
 ``KVCOMPILE_MACHINE=500`` runs that many examples of every scheme and kind of cache instead of the few of the suite.
 """
@@ -77,6 +79,10 @@ BY_TOKEN = tuple(
     if scheme.alone and scheme.by_token and not scheme.window and not getattr(scheme, "sinks", 0) and text not in EXACT
 )
 """Schemes whose tokens are what they decode to by themselves, bit for bit."""
+LOSS = {"kivi": 0.1, "squat": 0.1, "smartkv": 0.1, "normed": 0.5}
+"""How far from a sign others store one, by name; 0.01 where none is said. Zeros between signs cost kivi 1/15; normed stores them turned."""
+NOTHING = WORDS
+"""The word whose keys and values are zeros."""
 KINDS = ("static", "dynamic", "buffer", "cat")
 GROWING = ("dynamic", "cat")
 LONG = int(os.environ.get("KVCOMPILE_MACHINE", "0"))
@@ -102,19 +108,21 @@ fault.register_fake(lambda x: torch.empty_like(x))
 
 
 class Model(torch.nn.Module):
-    """One attention over a cache, keys and values by word and position."""
+    """One attention over a cache, keys and values by word and position: products of normal numbers, or of ``signs``."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, signs: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for name, heads in (("q", HEADS * GROUPS), ("k", HEADS), ("v", HEADS)):
-            for of, count in (("word", WORDS), ("place", CAPACITY)):
-                self.register_buffer(f"{name}_{of}", torch.randn(count, heads, DIM, generator=generator))
+            for of, count in (("word", WORDS + 1), ("place", CAPACITY)):
+                found = torch.randn(count, heads, DIM, generator=generator)
+                self.register_buffer(f"{name}_{of}", found.sign() if signs and name != "q" else found)
+            getattr(self, f"{name}_word")[NOTHING] = 0.0
         self.kind = kind
 
     def look_up(self, name: str, words: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
         """[B, heads, S, D] of words [B, S] at positions [S]."""
-        return (getattr(self, f"{name}_word")[words] + getattr(self, f"{name}_place")[pos]).transpose(1, 2)
+        return (getattr(self, f"{name}_word")[words] * getattr(self, f"{name}_place")[pos]).transpose(1, 2)
 
     def forward(self, words: torch.Tensor, pos: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         q, k, v = (self.look_up(name, words, pos) for name in "qkv")
@@ -132,7 +140,7 @@ class Model(torch.nn.Module):
 @functools.cache
 def made(scheme: str, kind: str) -> tuple[Model, Any, kvcompile.Backend]:
     """The model, and the model compiled."""
-    model = Model(kind).eval()
+    model = Model(kind, signs=scheme not in (*BY_TOKEN, *EXACT)).eval()
     backend = kvcompile.backend(MADE[scheme], inner="aot_eager" if LONG else "eager")
     return model, torch.compile(model, backend=backend), backend
 
@@ -212,8 +220,7 @@ class Machine(RuleBasedStateMachine):
         """Whether two tensors of values are equal, as far as the scheme goes."""
         if self.scheme in (*BY_TOKEN, *EXACT):
             return torch.allclose(a, b, atol=slack)
-        # Two blocks' roundings: a token that is another one is far from it.
-        return bool(((a - b).abs() <= 1.0).all())
+        return bool(((a - b).abs() <= LOSS.get(MADE[self.scheme].name, 0.01)).all())
 
     @invariant()
     def read_back(self) -> None:
@@ -256,7 +263,7 @@ class Machine(RuleBasedStateMachine):
         slack = 0.1 if self.scheme.startswith("certified") else 1e-5
         assert any(self.close(found, output, slack) for output in outputs), [(found - output).abs().max() for output in outputs]
 
-    @rule(at=st.integers(0, 1), count=st.sampled_from([1, 1, 3, 5]), seed=st.integers(0, 9), eager=st.booleans())
+    @rule(at=st.integers(0, 1), count=st.sampled_from([1, 1, 3, 5, 20]), seed=st.integers(0, 9), eager=st.booleans())
     def feed(self, at: int, count: int, seed: int, eager: bool) -> None:
         """A prompt or a step, compiled or not."""
         held = self.held[at]
@@ -408,6 +415,39 @@ class Machine(RuleBasedStateMachine):
             values = self.model.look_up(name, held.words[row : row + 1], torch.arange(held.length))
             tensor[row, :, : held.length] = values[0]
 
+    @rule(
+        at=st.integers(0, 1), how=st.sampled_from(["zero_", "fill_", "mul_"]), row=st.integers(0, 2), tokens=st.booleans(),
+        start=st.integers(0, 40), count=st.sampled_from([1, 3, 16, CAPACITY]), nested=st.booleans(),
+    )
+    def cleared(self, at: int, how: str, row: int, tokens: bool, start: int, count: int, nested: bool) -> None:
+        """Code that is not compiled clears some tokens of all rows, all of one row, or (``nested``) some of one, by a view of the cache."""
+        held = self.held[at]
+        if not held.tensors or not held.length:
+            return
+        row, start = row % held.words.shape[0], start % held.length
+        end = min(start + count, held.length)
+        rows = slice(row, row + 1) if nested or not tokens else slice(None)
+        places = slice(start, end) if nested or tokens else slice(None)
+        for tensor in held.tensors:
+            part = tensor[rows][:, :, places] if nested else tensor[:, :, places] if tokens else tensor[rows]
+            getattr(part, how)(*([] if how == "zero_" else [0]))
+        held.words = held.words.clone()
+        held.words[rows, places] = NOTHING
+
+    @rule(at=st.integers(0, 1), row=st.integers(0, 2), start=st.integers(0, 40), count=st.sampled_from([1, 3, 16]), seed=st.integers(0, 9))
+    def copied_into(self, at: int, row: int, start: int, count: int, seed: int) -> None:
+        """Code that is not compiled writes over some tokens of one row by a view of a view of the cache."""
+        held = self.held[at]
+        if not held.tensors or not held.length:
+            return
+        row, start = row % held.words.shape[0], start % held.length
+        end = min(start + count, held.length)
+        held.words = held.words.clone()
+        held.words[row, start:end] = self.words(held, end - start, seed)[row]
+        for tensor, name in zip(held.tensors, "kv", strict=True):
+            values = self.model.look_up(name, held.words[row : row + 1, start:end], torch.arange(start, end))
+            tensor[row : row + 1].narrow(2, start, end - start).copy_(values)
+
     @rule(at=st.integers(0, 1))
     def dropped(self, at: int) -> None:
         """A cache that nobody holds is gone with its stores."""
@@ -433,6 +473,6 @@ def test_caches(scheme: str, kind: str) -> None:
     machine = type("Machine", (Machine,), {"scheme": scheme, "kind": kind})
     with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=256):
         run_state_machine_as_test(machine, settings=settings(
-            max_examples=LONG or 4, stateful_step_count=25 if LONG else 12, deadline=None, derandomize=not LONG, database=None,
+            max_examples=LONG or 12, stateful_step_count=25, deadline=None, derandomize=not LONG, database=None,
             print_blob=True, suppress_health_check=list(HealthCheck),
         ))
