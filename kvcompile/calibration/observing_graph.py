@@ -27,7 +27,6 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.sites import Refusal, Slot
 from kvcompile.passes.match.uncached import find
 from kvcompile.passes.plan.plan import SlotPlan
-from kvcompile.passes.rewrite.context import part_of
 from kvcompile.passes.rewrite.new_tokens import new_tokens
 from kvcompile.passes.rewrite.symbols import Symbols
 from kvcompile.schemes import Dense
@@ -84,11 +83,11 @@ class ObservingBackend:
         for site in found.sites:
             for slot, role in ((site.key, Role.KEY), (site.value, Role.VALUE)):
                 # Two attentions over what would be one cache see it once.
-                if part_of(slot) not in slots:
+                if slot.part not in slots:
                     # What a cache holds is what it is given where the attention stands: later writes are none of it.
                     first = min((copies[node] for node in site.attention.nodes), key=list(graph.nodes).index)
                     tokens.append(_tokens(Emitter(graph, first, symbols.of, copies), slot, role))
-                    slots[part_of(slot)] = Observed(site.path, role)
+                    slots[slot.part] = Observed(site.path, role)
         end.args = ((*end.args[0], *tokens),)  # type: ignore[misc]
         graph.lint()
         return fx.GraphModule(captured.module, graph), list(slots.values())

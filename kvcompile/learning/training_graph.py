@@ -29,7 +29,6 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.sites import Refusal, Slot
 from kvcompile.passes.match.uncached import UncachedSite, find, operand_heads
 from kvcompile.passes.plan.plan import SlotPlan
-from kvcompile.passes.rewrite.context import part_of
 from kvcompile.passes.rewrite.new_tokens import new_tokens
 from kvcompile.passes.rewrite.symbols import Symbols
 from kvcompile.settings import Inner
@@ -103,9 +102,9 @@ class Insertion:
             readers = [self.copies[node] for node in site.attention.nodes if node in operand.users]
             first = min((self.copies[node] for node in operand.users if node in site.attention.nodes), key=self._place)
             emit = Emitter(self.graph, first, self.symbols.of, self.copies)
-            if part_of(slot) not in self.mapped:
-                self.mapped[part_of(slot)] = self._mapped(emit, slot, role, site.path)
-            repeated = _repeated(emit, self.mapped[part_of(slot)], slot, roles, operand_heads(site))
+            if slot.part not in self.mapped:
+                self.mapped[slot.part] = self._mapped(emit, slot, role, site.path)
+            repeated = _repeated(emit, self.mapped[slot.part], slot, roles, operand_heads(site))
             if value_of(operand).dtype != value_of(slot.root).dtype:
                 repeated = emit.call(aten.to.dtype, repeated, value_of(operand).dtype)
             for reader in readers:

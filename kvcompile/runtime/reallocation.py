@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.passes.plan.plan import SitePlan, layer_of
-from kvcompile.passes.rewrite.context import part_of
 from kvcompile.runtime.adaptive_store import AdaptiveStore, Pending
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.state import CacheState, Part
@@ -88,7 +87,7 @@ class Reallocation:
         found: dict[tuple[tuple[int, Part], tuple[int, Part]], _Layer] = {}
         for item in sites:
             if item.key.layout.first is not None:
-                (key_root, key), (value_root, value) = part_of(item.key.slot), part_of(item.value.slot)
+                (key_root, key), (value_root, value) = item.key.slot.part, item.value.slot.part
                 layer = _Layer((place[key_root], key), (place[value_root], value), layer_of(item.site.path, item.site.index))
                 # Attentions that share a cache decide once.
                 found.setdefault((layer.key, layer.value), layer)

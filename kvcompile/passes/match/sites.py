@@ -285,6 +285,11 @@ class Slot:
     block_table: BlockTable | None = None
     """The block table that a paged cache is read by; its ``batch`` and ``capacity`` are those of what is gathered."""
 
+    @property
+    def part(self) -> tuple[fx.Node, tuple[tuple[int, int], ...]]:
+        """The cache tensor and which part of it the slot is: two slots with the same one have one store."""
+        return self.root, self.axes.select
+
     def rows(self, shape: Sequence[Any]) -> Any:
         """Return how many batch rows a call reads, an int or a SymInt, of a cache tensor of ``shape``."""
         if self.write.first_rows is not None:

@@ -29,6 +29,7 @@ from kvcompile.errors import (
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import same, value_of
 from kvcompile.passes.match.agreement import agreed
+from kvcompile.passes.match.attention.steps import SEEN, UNSEEN
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.match import Matched, refuse
 from kvcompile.passes.match.rope.rope import Rotation, recognise
@@ -240,8 +241,8 @@ def _check_order(site: Site, pair: Pair) -> None:
 def _check_alone(site: Site, pair: Pair, every: Sequence[Site]) -> None:
     """Raise where another attention reads a cache of this one, and a scheme's own attention decides what its caches hold."""
     needs = next((scheme for scheme in (pair.k, pair.v) if scheme.attention != Scheme.attention), None)
-    parts = {(slot.root, slot.axes.select) for slot in site.slots}
-    others = {(slot.root, slot.axes.select) for other in every if other is not site for slot in other.slots}
+    parts = {slot.part for slot in site.slots}
+    others = {slot.part for other in every if other is not site for slot in other.slots}
     if needs is not None and parts & others:
         raise OrderNotKnown(scheme=needs.name, path=site.path or "*", found="a cache that another attention reads too")
 
@@ -294,8 +295,7 @@ def _check_fill(site: Site, pair: Pair) -> None:
         found = "its padding is left out of blocks of tokens"
     if found is not None:
         raise Miss(
-            f"masked scores are replaced by {fill:g}, which is seen where all others are lower, and {found}", site.attention.output,
-            advice="fill with -inf or with the lowest number of the scores' dtype (torch.finfo(scores.dtype).min)",
+            f"masked scores are replaced by {fill:g}, {SEEN}, and {found}", site.attention.output, advice=UNSEEN,
         )
 
 

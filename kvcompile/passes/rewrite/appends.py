@@ -22,7 +22,7 @@ from kvcompile.passes.graph.shapes import same, size_along, value_of
 from kvcompile.passes.plan.plan import SitePlan, SlotPlan
 from kvcompile.passes.rewrite import basis
 from kvcompile.passes.rewrite.calibrate import calibrate
-from kvcompile.passes.rewrite.context import Context, Part, part_of
+from kvcompile.passes.rewrite.context import Context, Part
 from kvcompile.passes.rewrite.left_padding import padded_rows, padding
 from kvcompile.passes.rewrite.new_tokens import new_tokens
 from kvcompile.passes.rewrite.paged import PagedCaches
@@ -55,7 +55,7 @@ class Appends:
     def append(self, slot: SlotPlan, late: Emitter | None = None) -> fx.Node:
         """Encode and write the new tokens of one slot, at the write or where ``late`` says; returns them as [B, K, S, D]."""
         assert slot.slot.kind.facts.written
-        part = part_of(slot.slot)
+        part = slot.slot.part
         if part not in self.tokens:
             self.tokens[part] = self._append(slot, late)
         return self.tokens[part]
@@ -104,7 +104,7 @@ class Appends:
         start = emit.call(aten.select.int, position, 1, 0)
         if origin is not None:
             start = emit.call(aten.sub.Tensor, start, used)
-        self.recent[part_of(slot.slot)] = Recent(newest, start, used if origin is not None else None)
+        self.recent[slot.slot.part] = Recent(newest, start, used if origin is not None else None)
 
     def _keep_first(self, emit: Emitter, slot: SlotPlan, stored: fx.Node, position: fx.Node, origin: fx.Node | None) -> None:
         """Emit the operation that keeps a row's first tokens as they are, where the site has any."""
@@ -142,7 +142,7 @@ class Appends:
     def calibrate(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> None:
         """Compute the planes of a site's keys that come from queries, where this call fills their store and nothing is encoded yet."""
         slot = item.key
-        if not self.context.is_calibrated(slot) or part_of(slot.slot) in self.tokens:
+        if not self.context.is_calibrated(slot) or slot.slot.part in self.tokens:
             return
         queries = self._before_rope(emit, item, q_BHSD)
         if slot.basis is not None and slot.basis.plane is None:

@@ -26,7 +26,7 @@ from kvcompile.passes.match.sites import LimitKind
 from kvcompile.passes.plan.plan import SitePlan
 from kvcompile.passes.rewrite import basis, latent, log_sums, memory
 from kvcompile.passes.rewrite.appends import Appends
-from kvcompile.passes.rewrite.context import Context, device_of, part_of
+from kvcompile.passes.rewrite.context import Context, device_of
 from kvcompile.passes.rewrite.head_tiles import HeadTile
 from kvcompile.passes.rewrite.left_padding import from_origin
 from kvcompile.passes.rewrite.limits import seeing, visibility, within_length
@@ -186,7 +186,7 @@ def _from_padding(shared: Shared, emit: Emitter, item: SitePlan, source: Sources
     """Count positions from each row's first token, as a store with a window does."""
     if source.fresh is not None or not item.key.window:
         return seen
-    origin = shared.appends.recent[part_of(item.site.key)].origin
+    origin = shared.appends.recent[item.site.key.part].origin
     return seen if origin is None else from_origin(emit, origin, device_of(item), item.site.bounds, seen)
 
 
@@ -234,8 +234,8 @@ def _recent(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
     if not item.key.window:
         return []
     made = shared.appends.recent
-    key, value = (made[part_of(slot.slot)] for slot in (item.key, item.value))
+    key, value = (made[slot.slot.part] for slot in (item.key, item.value))
     keys = key.tokens
     if item.more is not None:
-        keys = emit.call(aten.cat.default, [keys, made[part_of(item.more.slot)].tokens], -1)
+        keys = emit.call(aten.cat.default, [keys, made[item.more.slot.part].tokens], -1)
     return [[keys, value.tokens], emit.call(aten.sub.Scalar, key.start, item.key.window)]

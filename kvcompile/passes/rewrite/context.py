@@ -11,17 +11,12 @@ from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.emit import Emitter
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.sites import Slot
 from kvcompile.passes.plan.plan import Plan, SitePlan, SlotPlan
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.passes.rewrite.symbols import Symbols
 
 Part = tuple[fx.Node, tuple[tuple[int, int], ...]]
-
-
-def part_of(slot: Slot) -> Part:
-    """The cache tensor of a slot and which part of it the slot is: two slots with the same one have one store."""
-    return slot.root, slot.axes.select
+"""What ``Slot.part`` gives."""
 
 
 def device_of(item: SitePlan) -> torch.device:

@@ -6,7 +6,7 @@ from torch import fx
 
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.plan.plan import SlotPlan
-from kvcompile.passes.rewrite.context import Context, Part, part_of
+from kvcompile.passes.rewrite.context import Context, Part
 from kvcompile.passes.rewrite.rewritten import Binding
 
 
@@ -20,7 +20,7 @@ class Planes:
 
     def of(self, slot: SlotPlan) -> list[fx.Node]:
         """All planes of a slot's store, in the layout's order."""
-        part = part_of(slot.slot)
+        part = slot.slot.part
         if part in self._made:
             return self._made[part]
         graph, captured = self.context.graph, self.context.captured

@@ -19,7 +19,6 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.rope.angles import tables
 from kvcompile.passes.match.rope.rope import Rotation
 from kvcompile.passes.plan.plan import SlotPlan
-from kvcompile.passes.rewrite.context import part_of
 from kvcompile.passes.rewrite.planes import Planes
 from kvcompile.types import PAGE
 
@@ -60,7 +59,7 @@ class RopeTables:
         """Where new tokens stand in the store, int64 [1 or B, S]: positions less the row's origin, as the append will count."""
         if origin is None:
             return position
-        where = part_of(slot.slot)
+        where = slot.slot.part
         key = (position, origin, None if self.all_empty else where)
         if key not in self.places:
             if not self.all_empty:

@@ -22,7 +22,7 @@ from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import at_most, same, value_of
 from kvcompile.passes.match.sites import Limit, LimitKind, MaskKind, Site, SlidingCache, Slot
 from kvcompile.passes.plan.plan import SitePlan, SlotPlan
-from kvcompile.passes.rewrite.context import Part, part_of
+from kvcompile.passes.rewrite.context import Part
 from kvcompile.passes.rewrite.visibility import Visibility
 
 
@@ -111,13 +111,13 @@ class SlidingCaches:
         cursor, past = self.cursor(sliding), emit.size(sliding.past)
         given = (source, planes, cursor, past, sliding.slots, slot.scheme.spell(), *([tables] if tables else []))
         made = emit.call(torch.ops.kvcompile.unroll.default, *given)
-        self.linear[part_of(slot.slot)] = [emit.call(operator.getitem, made, at) for at in range(len(planes))]
+        self.linear[slot.slot.part] = [emit.call(operator.getitem, made, at) for at in range(len(planes))]
 
     # --- reading ---------------------------------------------------------------------------------
 
     def reads_slots(self, slot: SlotPlan) -> bool:
         """Whether attention reads a slot's store in the order of its slots, and not a copy in the order of the tokens."""
-        return part_of(slot.slot) not in self.linear
+        return slot.slot.part not in self.linear
 
     def order(self, emit: Emitter, sliding: SlidingCache, count: Any, device: torch.device) -> tuple[fx.Node, fx.Node]:
         """(which of the ``count`` tokens read each slot holds, whether it holds one): int64 and bool [slots]."""

@@ -13,7 +13,7 @@ from kvcompile.passes.match.sites import Factor, Slot
 from kvcompile.passes.plan.plan import DTYPES, SitePlan, SlotPlan
 from kvcompile.passes.rewrite import basis, latent
 from kvcompile.passes.rewrite.appends import Appends
-from kvcompile.passes.rewrite.context import device_of, part_of
+from kvcompile.passes.rewrite.context import device_of
 from kvcompile.passes.rewrite.paged import rows_of
 
 DENSE = "dense()"
@@ -84,9 +84,9 @@ def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sourc
     grouped, value_dim = site.groups > 1, stored.value_dim
     if made is not None:
         def new(slot: Slot) -> fx.Node:
-            return mapped[part_of(slot)]
+            return mapped[slot.part]
 
-        mapped = {part_of(part.slot): appends.read_back(emit, part, appends.tokens[part_of(part.slot)]) for part in item.parts}
+        mapped = {part.slot.part: appends.read_back(emit, part, appends.tokens[part.slot.part]) for part in item.parts}
 
         k, v = (latent.expanded(emit, stripes, new, dtype, made.heads) for stripes in (made.keys, (made.value,)))
         grouped, value_dim = site.heads > made.heads, made.value.count
@@ -106,7 +106,7 @@ def _of_this_call(appends: Appends, emit: Emitter, item: SitePlan, stored: Sourc
 def read_planes(appends: Appends, slot: SlotPlan, item: SitePlan) -> list[fx.Node]:
     """The planes that attention reads, in the order of the tokens, gathered for the site's rows where the cache is paged."""
     constant, read = appends.planes.constant(slot), slot.scheme.planes_read(slot.spec)
-    planes = (appends.sliding.linear.get(part_of(slot.slot)) or appends.planes.of(slot))[: read - len(constant)]
+    planes = (appends.sliding.linear.get(slot.slot.part) or appends.planes.of(slot))[: read - len(constant)]
     if slot.slot.block_table is not None:
         emit = appends.context.emit_before(slot.slot.block_table.gather)
         planes = appends.paged.gathered(emit, slot, planes, device_of(item), rows_of(item.site))

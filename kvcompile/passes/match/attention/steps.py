@@ -24,6 +24,10 @@ LEAST_FACTOR = 0.05
 """Scores that were masked with the lowest number of their dtype may be multiplied by no less: it would no longer exclude."""
 MASKING = -1e4
 """Scores that are replaced by more than this are not masked; those replaced by less are scores all the same, where others are lower."""
+SEEN = "which is seen where all others are lower"
+"""What a number above the lowest of its dtype does that masked scores are replaced by."""
+UNSEEN = "fill with -inf or with the lowest number of the scores' dtype (torch.finfo(scores.dtype).min)"
+"""What to replace masked scores by instead."""
 PLAIN = "mask with masked_fill(..., -inf), torch.where or an added mask, and scale by a number"
 
 
@@ -252,8 +256,7 @@ def _filled(state: Scores, node: fx.Node, item: object) -> float:
     # What was added before is replaced with the score: whether that may be said is told of the mask (``mask.masks``).
     if value > lowest(dtype) and any(term.kind is not MaskKind.ADD for term in state.masks):
         raise Miss(
-            f"scores are masked a second time, by {value:g}, which is seen where all others are lower", node,
-            advice="mask them once, or fill with -inf or the lowest number of their dtype (torch.finfo(scores.dtype).min)",
+            f"scores are masked a second time, by {value:g}, {SEEN}", node, advice=f"mask them once, or {UNSEEN}",
         )
     return value
 

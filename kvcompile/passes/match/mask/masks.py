@@ -28,7 +28,7 @@ from kvcompile.passes.graph.casts import LONGEST, lowest
 from kvcompile.passes.graph.constants import known
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import estimate, same, value_of
-from kvcompile.passes.match.attention.steps import LEAST_FACTOR
+from kvcompile.passes.match.attention.steps import LEAST_FACTOR, SEEN, UNSEEN
 from kvcompile.passes.match.mask.expressions import Expr, Linear, read
 from kvcompile.passes.match.sites import Amount, Attention, Bounds, Limit, LimitKind, MaskKind, MaskTerm, Miss
 from kvcompile.passes.match.soundness import settled
@@ -265,8 +265,7 @@ def normalise(attention: Attention, effects: Effects) -> Bounds:
     biases = all(term is replaced or _bias(term) for term in carried) if replaced is not None else True
     if replaced is not None and not (biases and carried[-1] is replaced and places == list(range(len(places)))):
         raise Miss(
-            f"masked scores are replaced by {replaced.fill:g}, which is seen where all others are lower, beside another mask",
-            replaced.node, advice="fill with -inf or with the lowest number of the scores' dtype (torch.finfo(scores.dtype).min)",
+            f"masked scores are replaced by {replaced.fill:g}, {SEEN}, beside another mask", replaced.node, advice=UNSEEN,
         )
     hi = bounds.get("hi")
     if attention.causal:
