@@ -473,6 +473,6 @@ def test_caches(scheme: str, kind: str) -> None:
     machine = type("Machine", (Machine,), {"scheme": scheme, "kind": kind})
     with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=256):
         run_state_machine_as_test(machine, settings=settings(
-            max_examples=LONG or 12, stateful_step_count=25, deadline=None, derandomize=not LONG, database=None,
+            max_examples=LONG or 8, stateful_step_count=20, deadline=None, derandomize=not LONG, database=None,
             print_blob=True, suppress_health_check=list(HealthCheck),
         ))
