@@ -166,7 +166,9 @@ def merge(partial: Any, sinks: Any, value_dim: int, dtype: torch.dtype | None, m
     result = do(aten.where, do(aten.eq, total, 0.0), 0.0, do(aten.div, result, total))
     if dtype is None:
         first = [do(aten.slice.Tensor, do(aten.expand, item, total.get_size()), 3, 0, 1) for item in (do(aten.squeeze, top, 0), total)]
-        return do(aten.cat, [result, do(aten.mul, do(aten.add, first[0], do(aten.log2, first[1])), 1 / LOG2E)], -1)
+        log_sums = do(aten.mul, do(aten.add, first[0], do(aten.log2, first[1])), 1 / LOG2E)
+        # Inductor's ``cat`` asks the node that is lowered for a list of tensors, which ``attend`` is not given.
+        return do(aten.add, do(aten.constant_pad_nd, result, [0, 1], 0.0), do(aten.constant_pad_nd, log_sums, [value_dim, 0], 0.0))
     return do(prims.convert_element_type, result, dtype)
 
 
