@@ -97,7 +97,6 @@ class Variants:
         self._inputs: dict[Variant, tuple[tuple[Any, ...], dict[Any, str]]] = {}
         self._compiled: dict[Variant, tuple[Rewritten, Code]] = {}
         self._failed: dict[Variant, NotCompiled] = {}
-        self._fixed: SizesFixed | None = None
 
     def __contains__(self, variant: Variant) -> bool:
         return variant in self._compiled
@@ -124,8 +123,6 @@ class Variants:
             raise self._failed[variant]
         if variant in self._compiled:
             return self._compiled[variant]
-        if self._fixed is not None:
-            raise self._fixed
         # A variant may be made in the middle of a call, where Dynamo does not hold its lock; tracing is not thread-safe.
         with compile_lock:
             try:
@@ -144,9 +141,9 @@ class Variants:
             ours = {symbol for _, symbols in self._inputs.values() for symbol in symbols}
             forget_guards(self.captured, ours)
             if fixed := before.fixed_since(ours):
-                # Code of later variants would be made for these numbers too.
-                self._fixed = SizesFixed(sizes=", ".join(f"{symbol} = {value}" for symbol, value in fixed.items()), variant=TITLES[variant])
-                raise self._fixed
+                # Code of other variants, and of the graph as it was captured, would be made for these numbers too.
+                before.restore()
+                raise SizesFixed(sizes=", ".join(f"{symbol} = {value}" for symbol, value in fixed.items()), variant=TITLES[variant])
 
     def _code_of(self, variant: Variant, fakes: tuple[Any, ...], symbols: dict[Any, str]) -> Code:
         """Code of a variant whose inputs are like ``fakes``: that of an equal graph, or compiled now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import kvcompile
+from benchmarks.fuzz.trial import Found, Way, tried
 from kvcompile import variants
 from kvcompile.errors import NotCompiled
 from kvcompile.passes.capture.capture import Captured
@@ -121,9 +123,9 @@ def compile_but(compile_graph: Any) -> Any:
     return compiled
 
 
-def _reads_a_size_late(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> None:
+def _reads_a_size(late: Variant, rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> None:
     """What some operations do with an operand's sizes, in place of ``verify``: read one that is a symbol as a number."""
-    if rewritten.variant is not Variant.PAST:
+    if rewritten.variant is not late:
         return
     sizes = (size for fake in fakes[: len(rewritten.kept)] if isinstance(fake, torch.Tensor) for size in fake.shape)
     int(next(size for size in sizes if isinstance(size, torch.SymInt)))
@@ -134,7 +136,7 @@ def test_a_size_that_is_fixed_behind_the_guards_is_no_code_for_others(
     model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Chunks of a prompt share a frame, and the variant for a filled cache is made behind its guards: not for the second chunk alone."""
-    monkeypatch.setattr(variants, "verify", _reads_a_size_late)
+    monkeypatch.setattr(variants, "verify", functools.partial(_reads_a_size, Variant.PAST))
     compiled = torch.compile(model, backend=kvcompile.backend("dense"), dynamic=True)
     cache, other = (transformers.StaticCache(model.config, max_cache_len=64) for _ in range(2))
     for chunk in (7, 5, 9):
@@ -143,3 +145,11 @@ def test_a_size_that_is_fixed_behind_the_guards_is_no_code_for_others(
             got, want = compiled(ids, past_key_values=cache).logits, model(ids, past_key_values=other).logits
         torch.testing.assert_close(got, want)
     assert "reads sizes as numbers" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_graph_as_it_was_captured_is_not_made_for_a_size_that_a_variant_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variant for an empty cache is made in the first call; what serves that call serves a chunk of another length too."""
+    monkeypatch.setattr(variants, "verify", functools.partial(_reads_a_size, Variant.FRESH))
+    choice = {"layout": "halves", "groups": "2", "positions": "late-counter", "chunks": "20,1,1,5,1,1", "dynamic": "True"}
+    assert tried(1, choice, Way("inductor")).found is Found.RIGHT

@@ -16,15 +16,16 @@ from kvcompile.passes.graph.worlds import known_symbols
 
 @dataclass(frozen=True)
 class Beliefs:
-    """Which symbols of a shape environment were other sizes or numbers at one moment."""
+    """Which symbols of a shape environment were other sizes or numbers at one moment, and their ranges."""
 
     env: Any
     replacements: dict[Any, Any]
+    ranges: dict[Any, Any]
 
     @staticmethod
     def of(env: Any) -> Beliefs:
         """Note what an environment believes now; None has no symbols."""
-        return Beliefs(env, {} if env is None else dict(env.replacements))
+        return Beliefs(env, {}, {}) if env is None else Beliefs(env, dict(env.replacements), dict(env.var_to_range))
 
     def fixed_since(self, ours: Collection[Any]) -> dict[Any, Any]:
         """Return what symbols became since and nobody guards: those of ``ours``, and the frame's where its guards are made."""
@@ -33,3 +34,16 @@ class Beliefs:
         asked = {*ours, *(known_symbols(self.env) if self.env.frozen else ())}
         now = self.env.replacements
         return {symbol: now[symbol] for symbol in now if symbol in asked and now[symbol] != self.replacements.get(symbol)}
+
+    def restore(self) -> None:
+        """Let the environment believe of its symbols what it did, so that no code is made for what was found since."""
+        self.env.replacements.clear()
+        self.env.replacements.update(self.replacements)
+        self.env.var_to_range.update(self.ranges)
+        # Answers are kept by how many beliefs there were, and some for good.
+        for name in ("_replacements_version_counter", "_version_counter"):
+            if hasattr(self.env, name):
+                setattr(self.env, name, getattr(self.env, name) + 1)
+        for answers in vars(type(self.env)).values():
+            if hasattr(answers, "cache_clear"):
+                answers.cache_clear()
