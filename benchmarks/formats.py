@@ -20,14 +20,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvcompile.cli.subjects import TINYLM, tinylm
-from kvcompile.evaluation.bench import Bench, Effort, labels
-from kvcompile.evaluation.machine import machine
-from kvcompile.evaluation.measures import Measured
-from kvcompile.evaluation.results import Results
-from kvcompile.evaluation.statistics import Paired, bootstrap
 from kvcompile.report import short_scheme
 from kvcompile.schemes import parse
+from kvcompile.tools.cli.subjects import TINYLM, tinylm
+from kvcompile.tools.evaluation.bench import Bench, Effort, labels
+from kvcompile.tools.evaluation.machine import machine
+from kvcompile.tools.evaluation.measures import Measured
+from kvcompile.tools.evaluation.results import Results
+from kvcompile.tools.evaluation.statistics import Paired, bootstrap
 
 Pair = tuple[str, str]
 NORMS = "kivi(sinks=8)"

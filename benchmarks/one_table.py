@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.evaluation.machine import machine
+from kvcompile.tools.evaluation.machine import machine
 
 HERE = Path(__file__).resolve().parent
 SCHEMES = (

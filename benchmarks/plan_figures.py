@@ -1,4 +1,4 @@
-"""The figures that ``kvcompile plan`` recommends by, gathered from measurements into ``kvcompile/planner/figures.json``.
+"""The figures that ``kvcompile plan`` recommends by, gathered from measurements into ``kvcompile/tools/planner/figures.json``.
 
     for c in 600 2000 4000; do kvcompile eval --quick --context $c --schemes SCHEMES --json > eval_$c.json; done
     python benchmarks/plan_figures.py --quality eval_600.json,eval_2000.json,eval_4000.json --speed benchmarks/attention_h200.json
@@ -16,9 +16,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvcompile.evaluation.results import Results
+from kvcompile.tools.evaluation.results import Results
 
-TARGET = Path(__file__).resolve().parent.parent / "kvcompile" / "planner" / "figures.json"
+TARGET = Path(__file__).resolve().parent.parent / "kvcompile" / "tools" / "planner" / "figures.json"
 TASKS = ("needle", "multikey", "variable")
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from kvcompile.cli.subjects import tinylm
-from kvcompile.evaluation.bench import Bench, Effort, labels
-from kvcompile.evaluation.machine import machine
-from kvcompile.evaluation.measures import Measured
-from kvcompile.evaluation.results import Results
-from kvcompile.evaluation.tables import summary_table
+from kvcompile.tools.cli.subjects import tinylm
+from kvcompile.tools.evaluation.bench import Bench, Effort, labels
+from kvcompile.tools.evaluation.machine import machine
+from kvcompile.tools.evaluation.measures import Measured
+from kvcompile.tools.evaluation.results import Results
+from kvcompile.tools.evaluation.tables import summary_table
 
 PARTS: dict[str, tuple[str, ...]] = {
     "schemes": ("dense", "int4", "kivi(bits=4)", "kivi", "squat", "squat(lam=0.001,rank=5,normalise=False)"),

@@ -30,9 +30,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from tinylm import codec, corpus, tasks  # noqa: E402
 
 import kvcompile  # noqa: E402
-from kvcompile.cli.targets import Options, resolve, static_cache  # noqa: E402
 from kvcompile.explain import described  # noqa: E402
 from kvcompile.report import size_text  # noqa: E402
+from kvcompile.tools.cli.targets import Options, resolve, static_cache  # noqa: E402
 
 STOCK, OURS = "stock torch.compile, dense cache", "kvcompile, {scheme} cache"
 PROMPT_END = b"    def is_closing(self):\n"

@@ -4,17 +4,19 @@
 """
 
 # Imported for what it does: torch.load admits compressed caches from here on.
-import kvcompile.runtime.operations  # noqa: F401
+import kvcompile.runtime.handle.operations  # noqa: F401
 from kvcompile.backend import Backend, backend
-from kvcompile.calibration.calibrate import Calibration, calibrate
 from kvcompile.errors import KvcompileError
 from kvcompile.explain import explain
-from kvcompile.learning.learn import Learned, learn
-from kvcompile.learning.settings import LearnSettings
+from kvcompile.extensions.beyond.learning.learn import Learned, learn
+from kvcompile.extensions.beyond.learning.settings import LearnSettings
+from kvcompile.extensions.beyond.storage import load_tables, save_tables
+from kvcompile.extensions.static_scales.checkpoint import read_scales
+from kvcompile.extensions.static_scales.measure.calibrate import Calibration, calibrate
+from kvcompile.extensions.static_scales.storage import load_scales, save_scales
 from kvcompile.passes.plan.policy import Pair, Policy
-from kvcompile.planner.fitting import fit
 from kvcompile.report import Report
-from kvcompile.runtime.handle import CompressedCache, decoded
+from kvcompile.runtime.handle.tensor import CompressedCache, decoded
 from kvcompile.schemes import (
     Beyond,
     Certified,
@@ -32,9 +34,7 @@ from kvcompile.schemes import (
     register,
 )
 from kvcompile.schemes.base import require_divides
-from kvcompile.schemes.beyond.storage import load_tables, save_tables
-from kvcompile.schemes.calibrated.checkpoint import read_scales
-from kvcompile.schemes.calibrated.storage import load_scales, save_scales
+from kvcompile.tools.planner.fitting import fit
 from kvcompile.types import Granularity
 
 __version__ = "0.1.0"

@@ -1,5 +1,5 @@
 """``python -m kvcompile`` is the command ``kvcompile``."""
 
-from kvcompile.cli import main
+from kvcompile.tools.cli import main
 
 raise SystemExit(main())

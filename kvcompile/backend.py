@@ -23,9 +23,9 @@ from kvcompile.passes.plan.certify import certifying
 from kvcompile.passes.plan.policy import Policy, policy_of
 from kvcompile.records import Newest, records
 from kvcompile.report import GraphReport, Report
-from kvcompile.runtime.adaptive_store import AdaptiveStore
-from kvcompile.runtime.growth import Growth
-from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.store.adaptive_store import AdaptiveStore
+from kvcompile.runtime.store.growth import Growth
+from kvcompile.runtime.store.live_caches import Ledger
 from kvcompile.schemes import Certify, StoredTokens
 from kvcompile.settings import Gluon, Inner, Settings, Validate
 from kvcompile.validation.known import Known

@@ -33,15 +33,15 @@ from kvcompile.passes.plan.policy import Policy
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.records import GraphRecord
 from kvcompile.report import GraphReport, SiteReport, graph_report
-from kvcompile.runtime import handle as handles
-from kvcompile.runtime.binding import bind
-from kvcompile.runtime.bound import BoundGraph
-from kvcompile.runtime.dense_calls import DenseCalls, written_handles
-from kvcompile.runtime.growth import Growth
-from kvcompile.runtime.guards import accept_handles
-from kvcompile.runtime.ledger import Ledger
-from kvcompile.runtime.returned import is_returned, noting
-from kvcompile.runtime.views import DecodedView, over_tensors
+from kvcompile.runtime.call.binding import bind
+from kvcompile.runtime.call.bound import BoundGraph
+from kvcompile.runtime.call.dense_calls import DenseCalls, written_handles
+from kvcompile.runtime.call.returned import is_returned, noting
+from kvcompile.runtime.handle import tensor as handles
+from kvcompile.runtime.handle.guards import accept_handles
+from kvcompile.runtime.handle.views import DecodedView, over_tensors
+from kvcompile.runtime.store.growth import Growth
+from kvcompile.runtime.store.live_caches import Ledger
 from kvcompile.settings import Settings, Validate
 from kvcompile.validation import Outcome, Verdict, verdicts
 from kvcompile.variants import Code, InnerCompiler, Variants, parameters

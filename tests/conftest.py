@@ -124,7 +124,7 @@ def validated_anew() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def said_anew() -> None:
     """Clear the warnings that a process gives once, so that every test sees its own."""
-    handle = sys.modules.get("kvcompile.runtime.handle")
+    handle = sys.modules.get("kvcompile.runtime.handle.tensor")
     if handle is not None:
         handle.tell.cache_clear()
         handle._say.cache_clear()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.accept.axes import Case
-from kvcompile.cli import architectures
+from kvcompile.tools.cli import architectures
 
 WINDOW = 24
 """Tokens that sliding layers keep, and go around in."""

@@ -18,7 +18,7 @@ from benchmarks.fuzz.schemes import SCHEMES, WINDOWED
 from benchmarks.fuzz.script import Run
 from benchmarks.fuzz.writing import Text
 from kvcompile.errors import TokensOutOfOrder
-from kvcompile.runtime import host_reads
+from kvcompile.runtime.store import host_reads
 
 Tensor = torch.Tensor
 ALLOWED = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 6e-3}

@@ -32,8 +32,8 @@ ROOMS = {
     ),
     "trial": Room(("kvcompile/validation/*.py",), 18, (PROGRAMS, "tests/validation", "tests/passes", *MODELS, "tests/e2e/test_rope.py")),
     "planner": Room(
-        ("kvcompile/passes/plan/*.py", "kvcompile/planner/*.py"), 14,
-        ("tests/planner", "tests/cli/test_plan.py", "tests/passes", "tests/e2e/test_errors.py", "tests/schemes"),
+        ("kvcompile/passes/plan/*.py", "kvcompile/tools/planner/*.py"), 14,
+        ("tests/tools/planner", "tests/tools/cli/test_plan.py", "tests/passes", "tests/e2e/test_errors.py", "tests/schemes"),
     ),
     "runtime": Room(
         ("kvcompile/runtime/**/*.py",), 36,

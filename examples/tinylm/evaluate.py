@@ -21,10 +21,10 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 if __package__ in (None, ""):
-    # The folder of examples, and the repository: questions are built by kvcompile.evaluation.
+    # The folder of examples, and the repository: questions are built by kvcompile.tools.evaluation.
     sys.path[:1] = [str(HERE.parent), str(HERE.parents[1])]
 
-from kvcompile.evaluation.statistics import wilson
+from kvcompile.tools.evaluation.statistics import wilson
 from tinylm import codec, corpus, tasks
 
 Model = Callable[..., Any]

@@ -1,11 +1,11 @@
 """Retrieval tasks in real filler text, deterministic from a seed: those that `kvcompile eval` asks any model.
 
-Training and evaluation build their questions with the same code, `kvcompile/evaluation/tasks`. Statements are
+Training and evaluation build their questions with the same code, `kvcompile/tools/evaluation/tasks`. Statements are
 planted on lines of their own at uniform depths of the filler, and the question stands at the very end: the model
 answers by copying (needles), by following a chain of copies (variable tracking) or by counting.
 """
 
-from kvcompile.evaluation.tasks import (
+from kvcompile.tools.evaluation.tasks import (
     RULER,
     TASKS,
     Example,

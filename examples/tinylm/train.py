@@ -26,7 +26,7 @@ from typing import Any
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
 if __package__ in (None, ""):
-    # The folder of examples, and the repository: questions are built by kvcompile.evaluation.
+    # The folder of examples, and the repository: questions are built by kvcompile.tools.evaluation.
     sys.path[:1] = [str(HERE.parent), str(HERE.parents[1])]
 
 import torch

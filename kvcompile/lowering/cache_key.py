@@ -20,7 +20,7 @@ from kvcompile.lowering.host.inductor_api import CustomGraphPass
 from kvcompile.schemes import Scheme, registered
 
 PACKAGE = Path(__file__).resolve().parent.parent
-SALTED = ("types.py", "compilation.py", "variants.py", "schemes", "passes", "lowering")
+SALTED = ("types.py", "compilation.py", "variants.py", "schemes", "passes", "lowering", "extensions")
 
 
 def sources_hash(package: Path = PACKAGE, names: tuple[str, ...] = SALTED) -> str:

@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 import torch
 
 from kvcompile.errors import BadOption, BadScheme, UnknownOption, UnknownScheme
+from kvcompile.extensions.beyond.scheme import Beyond
+from kvcompile.extensions.certified.scheme import Certified
+from kvcompile.extensions.smartkv.scheme import Smartkv
+from kvcompile.extensions.squat.normed import Normed
+from kvcompile.extensions.squat.scheme import LONGBENCH, Squat
+from kvcompile.extensions.static_scales.scheme import StaticFp8, StaticInt8
 from kvcompile.schemes.adaptive import Adaptive, Churn, Due, Look, Stored, StoredTokens
 from kvcompile.schemes.asymmetric import Kivi
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme
-from kvcompile.schemes.beyond.scheme import Beyond
-from kvcompile.schemes.calibrated.scheme import StaticFp8, StaticInt8
 from kvcompile.schemes.certificate.policy import Certify
-from kvcompile.schemes.certified import Certified
 from kvcompile.schemes.dense import Dense
 from kvcompile.schemes.nf4 import Nf4
-from kvcompile.schemes.normed import Normed
 from kvcompile.schemes.pickled import admit
-from kvcompile.schemes.smartkv.scheme import Smartkv
-from kvcompile.schemes.squat import LONGBENCH, Squat
 from kvcompile.schemes.symmetric import Fp8, Int4, Int8
 
 SCHEMES: tuple[type[Scheme], ...] = (

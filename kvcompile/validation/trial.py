@@ -24,11 +24,11 @@ from kvcompile.passes.plan.plan import Plan, site_plan
 from kvcompile.passes.plan.policy import policy_of
 from kvcompile.passes.rewrite.rewrite import rewrite
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
-from kvcompile.runtime import handle as handles
-from kvcompile.runtime.binding import bind
-from kvcompile.runtime.bound import BoundGraph
-from kvcompile.runtime.growth import Growth
-from kvcompile.runtime.ledger import Ledger
+from kvcompile.runtime.call.binding import bind
+from kvcompile.runtime.call.bound import BoundGraph
+from kvcompile.runtime.handle import tensor as handles
+from kvcompile.runtime.store.growth import Growth
+from kvcompile.runtime.store.live_caches import Ledger
 from kvcompile.validation.arguments import Arguments, Moment
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.cut import Cut, NotApart

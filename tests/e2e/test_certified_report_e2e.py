@@ -28,9 +28,9 @@ from kvcompile.lowering.certificate.telemetry import added_up
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.passes.plan.policy import policy_of
-from kvcompile.runtime.ledger import MOST_KEPT, Ledger
-from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.telemetry import Telling
+from kvcompile.runtime.store.live_caches import MOST_KEPT, Ledger
+from kvcompile.runtime.store.state import CacheState
+from kvcompile.runtime.store.telemetry import Telling
 from kvcompile.schemes import parse
 from kvcompile.schemes.certificate.policy import Certify, Figure
 from kvcompile.schemes.certificate.telemetry import COLUMNS, TELEMETRY_PLANE

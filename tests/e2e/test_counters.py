@@ -13,7 +13,7 @@ from torch import nn
 
 import kvcompile
 from kvcompile.passes.rewrite import positions
-from kvcompile.runtime.handle import CompressedCache
+from kvcompile.runtime.handle.tensor import CompressedCache
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from static_scales import random_scales
 
 from kvcompile.errors import BadRun, BadScales, BadTables, ResultsUnread, SchemeError, SensitivityUnread
-from kvcompile.evaluation.results import Results
-from kvcompile.learning.run_folder import Progress, RunFolder
-from kvcompile.planner.sensitivity import Sensitivity
-from kvcompile.schemes.beyond.storage import read_tables, save_tables
-from kvcompile.schemes.calibrated.storage import FILE, _declared, save_scales
+from kvcompile.extensions.beyond.learning.run_folder import Progress, RunFolder
+from kvcompile.extensions.beyond.storage import read_tables, save_tables
+from kvcompile.extensions.static_scales.storage import FILE, _declared, save_scales
+from kvcompile.tools.evaluation.results import Results
+from kvcompile.tools.planner.sensitivity import Sensitivity
 from kvcompile.types import Role
 
 # --- checkpoints of learning --------------------------------------------------------------------------

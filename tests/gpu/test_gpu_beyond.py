@@ -17,7 +17,7 @@ from test_triton_append_thresholds import CASES, stores, thresholds
 from test_triton_attend import Case
 
 import kvcompile
-from kvcompile.learning.quantizer import Rule, table_gradients
+from kvcompile.extensions.beyond.learning.quantizer import Rule, table_gradients
 from kvcompile.lowering.decode.config import Bias
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.schemes import parse

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.certified import compiled_site
-from benchmarks.certified import operands as benchmark_operands
-from benchmarks.certified_soundness import (
+from benchmarks.extensions.certified.certified import compiled_site
+from benchmarks.extensions.certified.certified import operands as benchmark_operands
+from benchmarks.extensions.certified.certified_soundness import (
     KERNEL_CASES,
     SETTINGS,
     Draw,
@@ -26,11 +26,11 @@ from benchmarks.certified_soundness import (
     returned,
     trials,
 )
+from kvcompile.extensions.certified.scheme import Certified
 from kvcompile.lowering.certificate.summary import Telemetry
-from kvcompile.runtime.pinned import host_plane
+from kvcompile.runtime.store.pinned import host_plane
 from kvcompile.schemes.certificate.policy import Cause, Certify, Count, Figure, Rung
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
-from kvcompile.schemes.certified import Certified
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,7 +68,7 @@ def test_decisions_are_the_definitions(name: str, shape: Shape) -> None:
 
 @pytest.mark.timeout(1800)
 def test_a_million_head_steps_stay_within_their_certificates() -> None:
-    """As ``python benchmarks/certified_soundness.py --device cuda --kernels`` counts them."""
+    """As ``python benchmarks/extensions/certified/certified_soundness.py --device cuda --kernels`` counts them."""
     shapes = (Shape(B=64, S=4, T=120), Shape(B=16, H=32, K=8, S=1, D=64, T=333), Shape(B=4, H=32, K=8, S=4, D=128, T=1000))
     streams = [trials(shape, 20261121, DEVICE, by_kernels, KERNEL_CASES) for shape in shapes]
     whole = Tally()

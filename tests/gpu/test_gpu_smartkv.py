@@ -16,15 +16,15 @@ from test_smartkv_moves import case as case_of_moves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcompile
-from kvcompile.lowering.smartkv import attend as operation
-from kvcompile.lowering.smartkv.movement import BY_KERNELS
-from kvcompile.runtime.adaptive_store import AdaptiveStore
+from kvcompile.extensions.smartkv import allocation, buckets, moves
+from kvcompile.extensions.smartkv import attend as operation
+from kvcompile.extensions.smartkv.allocation import Terms, by_sorting, worth_of
+from kvcompile.extensions.smartkv.buckets import Buckets, Room
+from kvcompile.extensions.smartkv.budget import Cost, Halves
+from kvcompile.extensions.smartkv.ladder import Taste, ladder
+from kvcompile.extensions.smartkv.movement import BY_KERNELS
+from kvcompile.runtime.store.adaptive_store import AdaptiveStore
 from kvcompile.schemes import Smartkv
-from kvcompile.schemes.smartkv import allocation, buckets, moves
-from kvcompile.schemes.smartkv.allocation import Terms, by_sorting, worth_of
-from kvcompile.schemes.smartkv.buckets import Buckets, Room
-from kvcompile.schemes.smartkv.budget import Cost, Halves
-from kvcompile.schemes.smartkv.ladder import Taste, ladder
 
 pytestmark = [
     pytest.mark.gpu,

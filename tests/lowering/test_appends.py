@@ -14,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvcompile
 from kvcompile import schemes
-from kvcompile.cli.targets import CacheKind, Options, resolve
 from kvcompile.explain import observe
 from kvcompile.lowering.append import appends
 from kvcompile.lowering.append import operations as append_ops
@@ -22,6 +21,7 @@ from kvcompile.lowering.compile import BODIES, compile_graph, inductor_patches, 
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.passes.rewrite.rewritten import Variant
 from kvcompile.settings import Settings
+from kvcompile.tools.cli.targets import CacheKind, Options, resolve
 from kvcompile.types import Role, SlotSpec
 
 KV, DIM = 2, 64

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvcompile import schemes
+from kvcompile.extensions.smartkv import codes
+from kvcompile.extensions.smartkv.kernels import fields
 from kvcompile.lowering.codegen.bit_tricks import multiplied, scaled_by
 from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
-from kvcompile.lowering.smartkv.kernels import fields
-from kvcompile.schemes.smartkv import codes
 from kvcompile.types import Role, SlotSpec
 
 CODED = ("int8", "fp8", "int4", "kivi", "kivi(bits=4)", "int8-static", "fp8-static")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from registry import VARIANTS, bound_of, fitting, round_trip, slot, whole_blocks
 
-from benchmarks.certified_soundness import CASES, Draw, Inputs, Shape, distance, paged
+from benchmarks.extensions.certified.certified_soundness import CASES, Draw, Inputs, Shape, distance, paged
 from kvcompile.errors import NotBounded
 from kvcompile.lowering.certificate.bound_printer import aten
 from kvcompile.lowering.certificate.report import Errors, decoded_with_radius, report_step

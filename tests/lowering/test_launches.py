@@ -19,15 +19,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kvcompile import schemes
+from kvcompile.extensions.certified.scheme import PLACES, SCRATCH
+from kvcompile.extensions.certified.site_op import SiteOperands, certified_site, site_by_kernels
+from kvcompile.extensions.smartkv.attend import smartkv_attend
+from kvcompile.extensions.smartkv.decode_step import Step, step_by_kernels, step_gap
 from kvcompile.lowering.append import operations as append_ops
-from kvcompile.lowering.certified.site_op import SiteOperands, certified_site, site_by_kernels
 from kvcompile.lowering.compile import compile_graph
 from kvcompile.lowering.host.launches import KernelLaunch, NotRecorded, OnlyRoom, OperatorCall, Recorder
 from kvcompile.lowering.ops.operands import attend_operands, named
-from kvcompile.lowering.smartkv.attend import smartkv_attend
-from kvcompile.lowering.smartkv.decode_step import Step, step_by_kernels, step_gap
 from kvcompile.schemes.certificate.telemetry import TELEMETRY
-from kvcompile.schemes.certified import PLACES, SCRATCH
 from kvcompile.settings import Settings
 from kvcompile.types import Role, SlotSpec
 

@@ -16,8 +16,8 @@ from kvcompile.errors import NotCompiled
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.passes.verify import verify
-from kvcompile.runtime.guards import Expected
-from kvcompile.runtime.handle import CompressedCache
+from kvcompile.runtime.handle.guards import Expected
+from kvcompile.runtime.handle.tensor import CompressedCache
 
 transformers = pytest.importorskip("transformers")
 

@@ -23,7 +23,7 @@ CASES = [
 
 def _graphs(name: str, kind: str, gradients: bool = True) -> list[tuple[fx.GraphModule, list[Any]]]:
     """Dynamo's graphs of a prompt and two steps of a tiny model, with their arguments."""
-    from kvcompile.cli.architectures import build
+    from kvcompile.tools.cli.architectures import build
 
     subject = build(name, "eager" if name in {"gpt_oss", "bloom"} else "sdpa", layers=3)
     subject.model.requires_grad_(gradients)

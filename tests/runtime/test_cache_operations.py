@@ -20,8 +20,8 @@ from transformers import LlamaForCausalLM
 
 import kvcompile
 from kvcompile.errors import CacheStale
-from kvcompile.runtime import handle
-from kvcompile.runtime.store import Store, StoreSpec
+from kvcompile.runtime.handle import tensor as handle
+from kvcompile.runtime.store.store import Store, StoreSpec
 from kvcompile.schemes import parse
 from kvcompile.types import Role, SlotSpec
 
@@ -401,7 +401,7 @@ def test_copies_keep_in_host_memory_what_is_kept_there(copied: Callable[[Store],
         pinned.append(torch.zeros(shape, dtype=dtype))
         return pinned[-1]
 
-    monkeypatch.setattr("kvcompile.runtime.store.host_plane", host_plane)
+    monkeypatch.setattr("kvcompile.runtime.store.store.host_plane", host_plane)
     plain = copied(store)
     assert not pinned
     # As on a device, of which this machine has none.

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import kvcompile
 from kvcompile import schemes
-from kvcompile.runtime import handle
+from kvcompile.runtime.handle import tensor as handle
 from kvcompile.types import Role, SlotSpec
 
 KINDS = ("static", "dynamic")

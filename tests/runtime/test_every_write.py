@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvcompile
-from kvcompile.runtime import handle
+from kvcompile.runtime.handle import tensor as handle
 
 KINDS = [(False, "int8"), (False, "kivi(bits=4)"), (True, "int8")]
 """Whether the cache grows, and its scheme."""

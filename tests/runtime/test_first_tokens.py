@@ -22,8 +22,8 @@ from transformers import StaticCache
 
 import kvcompile
 from kvcompile.lowering.ops.keep_first import keep_first_body
-from kvcompile.runtime.codec import decode, encode
-from kvcompile.runtime.store import Store, StoreSpec
+from kvcompile.runtime.store.codec import decode, encode
+from kvcompile.runtime.store.store import Store, StoreSpec
 from kvcompile.schemes import parse
 from kvcompile.types import Role, SlotSpec
 

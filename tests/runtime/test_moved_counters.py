@@ -14,7 +14,7 @@ from e2e_models import llama
 
 import kvcompile
 from kvcompile.errors import WindowPassed
-from kvcompile.runtime.bound import BoundGraph
+from kvcompile.runtime.call.bound import BoundGraph
 
 SCHEMES = ("dense", "int8", "kivi(bits=4)", "squat(bits=4)", "certified", "smartkv")
 WINDOWS = {"kivi(bits=4)", "squat(bits=4)", "certified"}

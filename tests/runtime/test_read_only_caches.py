@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import kvcompile
 from kvcompile.backend import Backend
-from kvcompile.runtime.handle import is_handle
+from kvcompile.runtime.handle.tensor import is_handle
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 

@@ -15,8 +15,8 @@ from learned_tables import random_tables
 from static_scales import random_scales
 
 import kvcompile
+from kvcompile.extensions.beyond.tables import ModelTables
 from kvcompile.schemes import BY_NAME, SCHEMES, Int8, parse
-from kvcompile.schemes.beyond.tables import ModelTables
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvcompile
 from kvcompile.errors import TokensOutOfOrder
 from kvcompile.passes.rewrite import attend
-from kvcompile.runtime import host_reads
-from kvcompile.runtime.bound import BoundGraph
-from kvcompile.runtime.handle import CompressedCache
+from kvcompile.runtime.call.bound import BoundGraph
+from kvcompile.runtime.handle.tensor import CompressedCache
+from kvcompile.runtime.store import host_reads
 
 WINDOWED = ("kivi(bits=4)", "normed(bits=4)", "squat(bits=4)", "certified")
 MORE = {

@@ -12,13 +12,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 import kvcompile
 from kvcompile.errors import WindowPassed
+from kvcompile.extensions.certified.scheme import ORIGINALS
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import as_tokens
-from kvcompile.runtime.codec import decode
-from kvcompile.runtime.exact_window import rewind
-from kvcompile.runtime.store import Store, StoreSpec
+from kvcompile.runtime.store.codec import decode
+from kvcompile.runtime.store.exact_window import rewind
+from kvcompile.runtime.store.store import Store, StoreSpec
 from kvcompile.schemes import Scheme, parse
-from kvcompile.schemes.certified import ORIGINALS
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

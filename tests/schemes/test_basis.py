@@ -7,9 +7,9 @@ import torch
 from registry import normal, slot
 
 from kvcompile.errors import BadOption, HeadDimNotDivisible
+from kvcompile.extensions.squat import subspace as algebra
 from kvcompile.lowering.ops.operations import append_body, change_basis
 from kvcompile.schemes import Scheme, make, parse
-from kvcompile.schemes import subspace as algebra
 from kvcompile.schemes.basis import ORDERS, Basis, changed, rotation, signs
 from kvcompile.schemes.low_bit import LowBit
 from kvcompile.types import Role, SlotSpec

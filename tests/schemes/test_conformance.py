@@ -35,8 +35,8 @@ from kvcompile.errors import SchemeError
 from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.keep_first import keep_first_body
 from kvcompile.lowering.ops.operations import append_body
-from kvcompile.runtime.codec import decode, encode
-from kvcompile.runtime.store import Store, StoreSpec
+from kvcompile.runtime.store.codec import decode, encode
+from kvcompile.runtime.store.store import Store, StoreSpec
 from kvcompile.schemes import Adaptive, Scheme, parse
 from kvcompile.types import PAGE, Extent, SlotSpec, pages_for
 

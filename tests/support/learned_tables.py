@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvcompile.extensions.beyond.tables import ModelTables, SiteTables, Table
 from kvcompile.schemes import Beyond
-from kvcompile.schemes.beyond.tables import ModelTables, SiteTables, Table
 
 
 def random_table(bits: int, heads: int, groups: int, seed: int) -> Table:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvcompile.schemes.calibrated.scales import ModelScales, Scales, SiteScales
-from kvcompile.schemes.calibrated.scheme import Calibrated, static_of, with_scales
+from kvcompile.extensions.static_scales.scales import ModelScales, Scales, SiteScales
+from kvcompile.extensions.static_scales.scheme import Calibrated, static_of, with_scales
 
 
 def random_slot(heads: int, seed: int, amax: float = 3.0, qmax: float = 127.0) -> Scales:

@@ -83,7 +83,8 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
 def _tabled(call: tuple[Any, ...]) -> None:
     """One ``append``, by the kernel of thresholds or of given scales where it knows the call, else by its body."""
     if len(call) == TABLED_OPERANDS and call[4] is None and len(call[5]) == 1:
-        from kvcompile.lowering.append import static_rows, threshold_rows
+        from kvcompile.extensions.beyond import threshold_rows
+        from kvcompile.extensions.static_scales import static_rows
 
         x, planes, pos, scheme, _, (table,) = call
         if threshold_rows.fits(threshold_rows.ThresholdRows(x, list(planes), pos, table, scheme)):

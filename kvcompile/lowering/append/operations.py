@@ -50,7 +50,7 @@ def rows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
 
 def thresholds_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
     """Start the kernel of ``append_thresholds_kernel``; returns nothing."""
-    from kvcompile.lowering.append.threshold_rows import ThresholdRows, append_threshold_rows
+    from kvcompile.extensions.beyond.threshold_rows import ThresholdRows, append_threshold_rows
 
     append_threshold_rows(ThresholdRows(*operands), launcher)
     return []
@@ -58,7 +58,7 @@ def thresholds_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tenso
 
 def static_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
     """Start the kernel of ``append_static_kernel``; returns nothing."""
-    from kvcompile.lowering.append.static_rows import StaticRows, append_static_rows
+    from kvcompile.extensions.static_scales.static_rows import StaticRows, append_static_rows
 
     append_static_rows(StaticRows(*operands), launcher)
     return []

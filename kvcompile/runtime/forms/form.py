@@ -10,15 +10,15 @@ import torch
 
 from kvcompile.errors import CacheFull, NotServed, Unsupported
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.runtime import handle as handles
-from kvcompile.runtime.call import Call
-from kvcompile.runtime.dense_layout import tokens_of
-from kvcompile.runtime.groups import Group
-from kvcompile.runtime.parked_rows import ends_of
-from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.steady import Row
-from kvcompile.runtime.token_slots import readdressed
-from kvcompile.runtime.written_once import Earlier
+from kvcompile.runtime.call.fast_path import Row
+from kvcompile.runtime.forms.call_arguments import Call
+from kvcompile.runtime.forms.slot_groups import Group
+from kvcompile.runtime.handle import tensor as handles
+from kvcompile.runtime.store.dense_layout import tokens_of
+from kvcompile.runtime.store.parked_rows import ends_of
+from kvcompile.runtime.store.state import CacheState
+from kvcompile.runtime.store.token_slots import readdressed
+from kvcompile.runtime.store.written_once import Earlier
 
 
 class CacheForm(abc.ABC):

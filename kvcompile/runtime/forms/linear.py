@@ -8,13 +8,13 @@ from torch import fx
 from kvcompile.errors import CacheBranched, PositionsNegative, PositionsUnknown
 from kvcompile.passes.graph.dynamo import mark_dynamic
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.runtime import host_reads
-from kvcompile.runtime.call import Call
+from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.form import CacheForm
-from kvcompile.runtime.groups import Group
-from kvcompile.runtime.handle import CompressedCache
-from kvcompile.runtime.sight import Sight
-from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.forms.mask_extent import Sight
+from kvcompile.runtime.forms.slot_groups import Group
+from kvcompile.runtime.handle.tensor import CompressedCache
+from kvcompile.runtime.store import host_reads
+from kvcompile.runtime.store.state import CacheState
 
 
 class Linear(CacheForm):

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from kvcompile.runtime.call import Call
-from kvcompile.runtime.codec import ENCODED_AT_ONCE
-from kvcompile.runtime.dense_layout import tokens_of
+from kvcompile.runtime.call.fast_path import Row
+from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.form import CacheForm
-from kvcompile.runtime.state import CacheState
-from kvcompile.runtime.steady import Row
-from kvcompile.runtime.written_once import Earlier
+from kvcompile.runtime.store.codec import ENCODED_AT_ONCE
+from kvcompile.runtime.store.dense_layout import tokens_of
+from kvcompile.runtime.store.state import CacheState
+from kvcompile.runtime.store.written_once import Earlier
 from kvcompile.types import pages_for
 
 

@@ -7,10 +7,10 @@ import torch
 from kvcompile.errors import CacheStale, Unsupported
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.sites import SlidingCache
-from kvcompile.runtime.call import Call
+from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.form import CacheForm
-from kvcompile.runtime.groups import Group
-from kvcompile.runtime.state import CacheState
+from kvcompile.runtime.forms.slot_groups import Group
+from kvcompile.runtime.store.state import CacheState
 
 
 class Sliding(CacheForm):

@@ -1,0 +1,69 @@
+"""Comparison of training with serving: one batch through the graph that learns, and through the compiled cache that will be served.
+
+A model may cache something else than it attends to (keys before a normalisation, values before a gate). Tables would then be learned for
+numbers that no cache holds, and nothing else would say so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+
+from kvcompile.backend import backend
+from kvcompile.errors import ServedOtherwise
+from kvcompile.extensions.beyond.learning.loss import parts
+from kvcompile.extensions.beyond.learning.parameters import Parameters
+from kvcompile.extensions.beyond.learning.quantizer import Rule
+from kvcompile.extensions.beyond.learning.training_graph import TrainingBackend
+from kvcompile.schemes import Beyond
+from kvcompile.settings import Inner
+
+log = logging.getLogger(__name__)
+
+ROWS, TOKENS = 2, 96
+"""The part of a batch that is compared."""
+LARGEST = 0.25
+"""Difference of training from serving, as a share of what quantization itself changes; by rounding it is below a hundredth in float32."""
+
+
+def compare(model: torch.nn.Module, batch: Any, scheme: Beyond, rule: Rule) -> float | None:
+    """Difference of logits between training and serving with uniform tables, over the change that quantization makes; None: not comparable.
+
+    Raises ServedOtherwise above ``LARGEST``. Comparable are batches of token ids and models that take ``input_ids``, ``past_key_values``
+    and ``use_cache``. Both are compiled to eager operators and forgotten by Dynamo afterwards (``torch.compiler.reset``), as it keeps
+    few versions of a model.
+    """
+    if not _makes_cache(model):
+        log.info("training is not compared with serving: %s takes no input_ids, past_key_values and use_cache", type(model).__name__)
+        return None
+    ids = parts(batch)[0][:ROWS, :TOKENS].to(next(model.parameters()).device)
+    trial = Parameters(scheme)
+    with torch.no_grad():
+        dense = _logits(model, input_ids=ids, use_cache=False)
+        trained = _logits(torch.compile(model, backend=TrainingBackend(trial, rule, Inner.EAGER)), input_ids=ids, use_cache=False)
+        if not trial.slots:
+            return None
+        tables = Beyond(scheme.bits, scheme.group, scheme.scale_dtype, trained=True, tables=trial.tables("a trial"))
+        serve = torch.compile(model, backend=backend(tables, inner="eager", validate=False))
+        served = _logits(serve, input_ids=ids, use_cache=True)
+    torch.compiler.reset()
+    change, difference = float((served - dense).norm()), float((trained - served).norm())
+    share = difference / max(change, 1e-6 * float(dense.norm()))
+    if not share <= LARGEST:
+        raise ServedOtherwise(
+            model=type(model).__name__, expected=LARGEST, found=f"{share:.2f}", sites=len(trial.paths),
+            todo="compare kvcompile.explain's sites with these, and report the model",
+        )
+    return share
+
+
+def _makes_cache(model: torch.nn.Module) -> bool:
+    """Whether the model fills a cache of its own where it is asked to, as those of transformers do."""
+    return {"input_ids", "past_key_values", "use_cache"} <= inspect.signature(model.forward).parameters.keys()
+
+
+def _logits(run: Any, **inputs: Any) -> torch.Tensor:
+    return run(**inputs).logits.float()

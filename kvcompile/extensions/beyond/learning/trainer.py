@@ -1,0 +1,154 @@
+"""The trainer: one optimizer step from pieces of a batch, validation, and the tables as they are; no files, no printing.
+
+Adam and the window are in units where a group spans 0 to 1, parameters in scales, of which it spans c = 2^bits - 1. Adam's update does
+not depend on the unit of a gradient but for its epsilon, so rate times c and epsilon over c are the source's optimizer exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.errors import BadBatch, KvcompileError, NothingToLearn
+from kvcompile.extensions.beyond.learning import processes
+from kvcompile.extensions.beyond.learning.loss import Loss, moved
+from kvcompile.extensions.beyond.learning.parameters import Parameters
+from kvcompile.extensions.beyond.learning.projection import ordered
+from kvcompile.extensions.beyond.learning.quantizer import Rule, rectified
+from kvcompile.extensions.beyond.learning.settings import LearnSettings
+from kvcompile.extensions.beyond.learning.training_graph import TrainingBackend
+from kvcompile.passes.graph.dynamo import many_versions
+from kvcompile.schemes import Beyond
+
+MOST_GRAPHS = 1024
+"""Versions of one frame that are compiled: texts of another length, and validation, are graphs of their own."""
+
+EPSILON = 1e-8
+"""Adam's, where a group spans 0 to 1."""
+
+
+class Trainer:
+    """A model with quantizers in its graph, their parameters and Adam's state; ``step`` counts optimizer steps."""
+
+    def __init__(self, model: torch.nn.Module, scheme: Beyond, settings: LearnSettings, loss: Loss) -> None:
+        self.model, self.scheme, self.settings, self.loss = model, scheme, settings, loss
+        self.span = float(2**scheme.bits - 1)
+        self.parameters = Parameters(scheme)
+        self.rule = Rule(scheme.bits, scheme.scale_dtype, settings.window * self.span)
+        self.backend = TrainingBackend(self.parameters, self.rule, settings.inner, settings.memory_budget)
+        self.run: Callable[..., Any] = torch.compile(model, backend=self.backend, dynamic=False)
+        self.device = next(model.parameters()).device
+        self.steps = 0
+        self.adam: torch.optim.Adam | None = None
+
+    # --- parameters ------------------------------------------------------------------------------
+
+    def meet(self, batch: Any) -> None:
+        """Find the model's attentions by running a batch; raises NothingToLearn where there is none."""
+        try:
+            with torch.no_grad(), many_versions(MOST_GRAPHS):
+                self.loss(self.run, moved(batch, self.device))
+        except Exception as error:
+            # Dynamo wraps what its backend raises.
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, KvcompileError):
+                raise inner from error
+            raise
+        if not self.parameters.slots:
+            first = self.backend.refusals[0] if self.backend.refusals else None
+            raise NothingToLearn(
+                why=f" (the first of {len(self.backend.refusals)} reasons: {first})" if first is not None else "",
+                todo="pass a causal model, with calls that torch.compile can capture",
+            )
+        learned = self.learned()
+        self.adam = torch.optim.Adam(learned, lr=self.settings.rate * self.span, eps=EPSILON / self.span) if learned else None
+
+    def learned(self) -> list[torch.Tensor]:
+        """The tensors that Adam moves."""
+        slots, settings = self.parameters.all(), self.settings
+        levels = [slot.levels for slot in slots] if settings.levels else []
+        return levels + ([slot.thresholds for slot in slots] if settings.thresholds else [])
+
+    def tables(self, fingerprint: str) -> Beyond:
+        """The scheme with the tables as they are now."""
+        made = self.parameters.tables(fingerprint)
+        return Beyond(self.scheme.bits, self.scheme.group, self.scheme.scale_dtype, trained=True, tables=made)
+
+    # --- learning --------------------------------------------------------------------------------
+
+    def learn(self, pieces: Sequence[Any]) -> float:
+        """Take one optimizer step on a batch in pieces; its loss in nats a token, or NaN, and no step, where gradients are not finite."""
+        if not self.parameters.slots:
+            self.meet(pieces[0])
+        slots = self.parameters.all()
+        for slot in slots:
+            for operand in slot.operands:
+                operand.grad = None
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = torch.zeros((), dtype=torch.float64, device=self.device)
+        for piece in pieces:
+            part, tokens = self._loss_of(piece)
+            if torch.is_tensor(part) and part.requires_grad:
+                part.backward()
+            total += part.detach()
+            count += tokens
+        grads = [operand.grad for slot in slots for operand in (slot.levels, slot.left, slot.right) if operand.grad is not None]
+        processes.add_up([*grads, total, count])
+        if not float(count):
+            raise BadBatch(expected="tokens that count in every batch", found="a batch whose loss_mask is all False", todo="drop it")
+        self._step(float(count))
+        return float(total / count) if self._finite else math.nan
+
+    def _loss_of(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of a batch, (sum, count), from keys and values that were quantized; raises BadBatch where any were not."""
+        self.backend.ran.clear()
+        with many_versions(MOST_GRAPHS):
+            found = self.loss(self.run, moved(batch, self.device))
+        missed = len(self.parameters.slots) - len(self.backend.ran)
+        if missed:
+            # Past its limit of versions Dynamo runs the model as it is, whose loss says nothing of the tables.
+            raise BadBatch(
+                expected=f"the keys and values of all {len(self.parameters.slots)} slots quantized", found=f"{missed} that were not",
+                todo="pass batches of fewer lengths, through the layers that every batch goes through",
+            )
+        return found
+
+    def _step(self, count: float) -> None:
+        """Adam's step from summed gradients, then the projection."""
+        slots, settings = self.parameters.all(), self.settings
+        for slot in slots:
+            if slot.left.grad is not None and slot.right.grad is not None:
+                slot.thresholds.grad = rectified(slot.left.grad, slot.right.grad, settings.half_wave) / (count * self.span)
+            if slot.levels.grad is not None:
+                slot.levels.grad = slot.levels.grad / count
+        self._finite = all(bool(item.grad.isfinite().all()) for item in self.learned() if item.grad is not None)
+        if not self._finite:
+            return
+        if self.adam is not None:
+            for group in self.adam.param_groups:
+                group["lr"] = settings.rate_at(self.steps) * self.span
+            self.adam.step()
+        self.steps += 1
+        if settings.thresholds:
+            with torch.no_grad():
+                for slot in slots:
+                    slot.thresholds.copy_(ordered(slot.thresholds, self.span, settings.margin * self.span))
+
+    _finite = True
+
+    def validate(self, batches: Iterable[Any]) -> float:
+        """The loss over batches, nats a token."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for batch in batches:
+                part, tokens = self._loss_of(batch)
+                total += part
+                count += tokens
+        processes.add_up([total, count])
+        if not float(count):
+            raise BadBatch(expected="tokens to validate on", found="none that count", todo="pass validation batches, or none")
+        return float(total / count)

@@ -1,0 +1,88 @@
+"""Files of learned tables, with the fingerprint of their model.
+
+A file holds ``<path>.<key or value>.<levels or thresholds>`` for every attention, float32 in scales, and as metadata the format, the
+scheme's text and the fingerprint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from kvcompile.errors import BadTables, SchemeError
+from kvcompile.extensions.beyond.scheme import Beyond
+from kvcompile.extensions.beyond.tables import ModelTables, SiteTables, Table
+from kvcompile.files.tensor_file import Entry
+from kvcompile.schemes.model_file import ModelFile, sites_of
+from kvcompile.types import Role
+
+FILE = ModelFile(
+    "kvcompile-tables-1", "tables", BadTables, "learn tables for this model with kvcompile.learn, or load the file of this very model"
+)
+
+SPELLED = re.compile(Beyond.name + r"\(bits=(?P<bits>\d{1,2}),group=(?P<group>\d{1,6}),scale_dtype=(?P<dtype>\w+),trained=True\)")
+"""The scheme's text in a file's metadata."""
+REACH = 8
+"""Learned levels and thresholds lie within so many times a group's width of zero."""
+
+
+def save_tables(scheme: Beyond, path: str | Path, extra: Mapping[str, str] | None = None) -> None:
+    """Write a trained scheme's tables; ``extra``: more metadata. The file appears whole or not at all."""
+    if not isinstance(scheme.tables, ModelTables):
+        raise BadTables(expected="a scheme with the tables of a model", found=scheme.spell(), todo="pass what kvcompile.learn returned")
+    tensors = {
+        f"{site}.{role.value}.{name}": plane
+        for site, tables in scheme.tables.sites.items() for role in Role
+        for name, plane in (("levels", tables.of(role).levels), ("thresholds", tables.of(role).thresholds))
+    }
+    FILE.write(path, tensors, {
+        **(extra or {}), "scheme": scheme.spell(), "fingerprint": scheme.tables.fingerprint, "sites": json.dumps(list(scheme.tables.sites)),
+    })
+
+
+def load_tables(path: str | Path, model: torch.nn.Module) -> Beyond:
+    """Read the scheme with tables that were learned for ``model``; raises BadTables where the file is damaged, foreign or another's."""
+    scheme = read_tables(path)
+    assert isinstance(scheme.tables, ModelTables)
+    FILE.require_model(path, scheme.tables.fingerprint, model)
+    FILE.require_sites(path, scheme.tables.sites, model)
+    return scheme
+
+
+def read_tables(path: str | Path) -> Beyond:
+    """Read a file of tables without holding it against a model; raises BadTables."""
+    tensors, metadata = FILE.read(path, _declared)
+    sites = {site: SiteTables(*(_table(tensors, site, role) for role in Role)) for site in sites_of(metadata)}
+    plain = _scheme(metadata)
+    return dataclasses.replace(plain, tables=ModelTables(sites, metadata["fingerprint"], plain.group))
+
+
+def _declared(metadata: Mapping[str, str], sites: list[str]) -> dict[str, Entry]:
+    """Declare levels and thresholds of the keys and the values of every attention, in the range that learning can reach."""
+    count = 2 ** _scheme(metadata).bits
+    # A group's values lie in [0, count - 1]; learned levels may lie outside of it, by less than a few times its width.
+    entries = {name: Entry((None, None, size), least=-REACH * count, most=REACH * count, rising=name == "thresholds")
+               for name, size in (("levels", count), ("thresholds", count - 1))}
+    return {f"{site}.{role.value}.{name}": entry for site in sites for role in Role for name, entry in entries.items()}
+
+
+def _table(tensors: Mapping[str, torch.Tensor], site: str, role: Role) -> Table:
+    return Table(*(tensors[f"{site}.{role.value}.{name}"] for name in ("levels", "thresholds")))
+
+
+def _scheme(metadata: Mapping[str, str]) -> Beyond:
+    """Return the scheme of a file's metadata, without tables; raises BadTables."""
+    text = metadata.get("scheme", "")
+    found = SPELLED.fullmatch(text)
+    dtype = getattr(torch, found["dtype"], None) if found else None
+    if found is None or not isinstance(dtype, torch.dtype):
+        raise BadTables(expected=f"tables of the scheme {Beyond.name!r}", found=text, todo=FILE.todo)
+    try:
+        return Beyond(int(found["bits"]), int(found["group"]), dtype, trained=True)
+    except SchemeError as error:
+        raise BadTables(expected=f"tables of the scheme {Beyond.name!r}", found=f"{text} ({error})", todo=FILE.todo) from error

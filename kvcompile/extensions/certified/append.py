@@ -1,0 +1,262 @@
+"""``append_window`` of one new token into certified planes on CUDA, keys and values in one launch.
+
+A program has one kv head of one batch row. It does what ``ops.append_window.append_window_body`` says with ``Certified.encode``: it gives
+the newest tokens, encodes the block that the token stands in from the window and the token, writes the block's codes, notes and originals,
+and puts the token into the window. Traced, that body is about 28 kernels a layer, and most of what a certified model took to compile.
+
+Codes, scales, zero points, originals and the window are the body's bit for bit. The notes are float64 norms whose squares are added in
+another order: the margin of ``certified.scheme.largest_norm`` covers that, so a note may be a neighbor of the body's and is as sound.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcompile import schemes
+from kvcompile.extensions.certified.scheme import BLOCK, Certified
+from kvcompile.lowering.append.rounding import MAGIC
+from kvcompile.lowering.append.window_token import Slot, held_behind, minmax_codes, origin_of
+from kvcompile.lowering.host.launches import Direct, Launcher
+from kvcompile.lowering.ops.append_window import _encoded, one_token
+from kvcompile.schemes.symmetric import SCALE_ULP, TINY
+from kvcompile.types import Half
+
+TOKENS = tl.constexpr(BLOCK)
+"""Tokens of a block and of the window, slot i of which holds the token of the current block at i, where that is an old one."""
+
+
+@triton.jit
+def _largest_norm(x):
+    """The largest norm of tokens, float32, of float64 [tokens, D]; ``schemes.certified.largest_norm``."""
+    norms = tl.sqrt(tl.sum(x * x, 1))
+    largest = tl.max(norms, 0)
+    above = (largest * (1 + 2.0**-22) + 2.0**-149).to(tl.float32)
+    finite = (tl.max((norms != norms).to(tl.int32), 0) == 0) & (above < float("inf"))
+    return tl.where(finite, tl.where(largest == 0, 0.0, above), float("nan"))
+
+
+@triton.jit
+def _code_keys(content, CODES, SCALES, ZEROS, D: tl.constexpr):
+    """Encode float32 [tokens, D] by channel, write codes at CODES and a row of scales and zero points; what the codes decode to."""
+    d = tl.arange(0, D)
+    nans = tl.max((content != content).to(tl.int32), 0) != 0
+    low = tl.where(nans, float("nan"), tl.min(content, 0))
+    high = tl.where(nans, float("nan"), tl.max(content, 0))
+    spread = high - low
+    # 16 significant bits, rounded up: a code times a step is exact.
+    near = tl.math.div_rn(spread, tl.full([D], 255.0, tl.float32))
+    step = ((near.to(tl.int32, bitcast=True) + 255) & -256).to(tl.float32, bitcast=True)
+    zero = low + 128 * step
+    finite = (tl.abs(zero) < float("inf")) & (tl.abs(spread) < float("inf"))
+    step = tl.where(finite, step, float("nan"))
+    coded = finite & (step != 0)
+    ratio = tl.math.div_rn(content - zero[None, :], tl.broadcast_to(tl.where(coded, step, 1.0)[None, :], content.shape))
+    rounded = (tl.minimum(tl.maximum(ratio, -128.0), 127.0) + MAGIC).to(tl.int32, bitcast=True)
+    codes = tl.where(coded[None, :], (rounded << 24) >> 24, 0)
+    tl.store(CODES + tl.arange(0, TOKENS)[:, None] * D + d[None, :], codes.to(tl.int8))
+    tl.store(SCALES + d, step)
+    tl.store(ZEROS + d, zero)
+    return codes.to(tl.float32) * step[None, :] + zero[None, :]
+
+
+@triton.jit
+def _code_values(
+    content, CODES, SCALES, ZEROS, D: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, ULP: tl.constexpr,
+    TINY: tl.constexpr,
+):
+    """Encode float32 [tokens, D] by groups of channels, write codes, scales and zero points of all tokens; what the codes decode to."""
+    codes, scale, zero = minmax_codes(
+        tl.reshape(content, [TOKENS * (D // GROUP), GROUP, 1]), SCALES.dtype.element_ty, BITS, ULP, TINY
+    )
+    i, w, g = tl.arange(0, TOKENS), tl.arange(0, D // PARTS), tl.arange(0, TOKENS * (D // GROUP))
+    words = tl.sum(tl.reshape(codes, [TOKENS, PARTS, D // PARTS]) << (BITS * tl.arange(0, PARTS))[None, :, None], 1)
+    tl.store(CODES + i[:, None] * (D // PARTS) + w[None, :], words.to(tl.uint8))
+    tl.store(SCALES + g, tl.reshape(scale, [TOKENS * (D // GROUP)]))
+    tl.store(ZEROS + g, tl.reshape(zero, [TOKENS * (D // GROUP)]))
+    return tl.reshape(codes.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32), [TOKENS, D])
+
+
+@triton.jit
+def _append_certified(
+    program, X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch, pos_b,
+    D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr, FULL: tl.constexpr,
+):
+    """One token of one kv head of one batch row: see the module. All planes are contiguous. FULL: originals and notes are all there is."""
+    b = (program // HEADS).to(tl.int64)
+    h = (program % HEADS).to(tl.int64)
+    d = tl.arange(0, D)
+    j = tl.arange(0, TOKENS)
+    clock = CLOCK + (b * HEADS + h) * 2
+    ring = RING + (b * HEADS + h) * (TOKENS * D)
+    first = tl.load(POS + b * pos_b)
+    held = tl.load(clock)
+    kept = tl.load(clock + 1)
+    given = tl.load(ORIGIN + b) if HAS_ORIGIN else kept
+    whole = tl.load(ring + j[:, None] * D + d[None, :])
+    x = tl.load(X + b * x_b + h * x_h + d * x_d).to(tl.float32)
+
+    used, remembered, fits = origin_of(first, kept, given, HAS_ORIGIN)
+    start = first - used
+    room = pages * PAGE
+    follows = (first == 0) | (start == held)
+    ordered = follows & (start < room) & fits
+    x = tl.where(ordered, x, float("nan")).to(X.dtype.element_ty)
+
+    # The newest tokens: row j of W + 1 is token start - W + j, which lies in slot (start + j) % W.
+    slot = (start & (TOKENS - 1)).to(tl.int32)
+    out = RECENT + (b * HEADS + h) * (TOKENS + 1) * D
+    tl.store(out + ((j - slot) & (TOKENS - 1))[:, None] * D + d[None, :], whole)
+    tl.store(out + TOKENS * D + d, x)
+
+    # The block of the token, zeros behind it.
+    last = tl.minimum(tl.maximum(start, 0), room - 1) // TOKENS
+    t = last * TOKENS + j
+    zeros = tl.zeros([TOKENS, D], tl.float32).to(X.dtype.element_ty)
+    content = tl.where((t == start)[:, None], x[None, :], tl.where((t < start)[:, None], whole, zeros))
+    # Nothing of the window may be overwritten before all of the program has read it.
+    tl.debug_barrier()
+    tl.store(ring + slot * D + d, x)
+    tl.store(clock, held_behind(start + 1, room, follows, first, first, held, kept))
+    tl.store(clock + 1, remembered)
+
+    blocks: tl.constexpr = PAGE // TOKENS
+    page = ((last // blocks) * batch + b) * HEADS + h
+    block = page * blocks + last % blocks
+    wide = content.to(tl.float32)
+    tl.store(ORIGINALS + block * (TOKENS * D) + j[:, None] * D + d[None, :], content)
+    if FULL:
+        # What is finite is its own decoded form; the rest makes the note no number.
+        decoded = wide
+    elif KEYS:
+        decoded = _code_keys(wide, CODES + block * (TOKENS * D), SCALES + block * D, ZEROS + block * D, D)
+    else:
+        scales = block * (TOKENS * (D // GROUP))
+        decoded = _code_values(
+            wide, CODES + block * (TOKENS * (D // PARTS)), SCALES + scales, ZEROS + scales, D, BITS, PARTS, GROUP, ULP, TINY
+        )
+    tl.store(NOTES + block * 2, _largest_norm(wide.to(tl.float64) - decoded.to(tl.float64)))
+    tl.store(NOTES + block * 2 + 1, _largest_norm(wide.to(tl.float64)))
+    if HAS_PLACES:
+        tl.store(PLACES + block * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+
+@triton.jit
+def certified_one(
+    X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch, pos_b,
+    D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr, FULL: tl.constexpr,
+):
+    """One slot; a program has one kv head of one batch row."""
+    _append_certified(
+        tl.program_id(0), X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch,
+        pos_b, D, PAGE, HEADS, KEYS, BITS, PARTS, GROUP, ULP, TINY, HAS_ORIGIN, HAS_PLACES, FULL,
+    )
+
+
+@triton.jit
+def certified_two(
+    programs, X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch, pos_b,
+    X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, NOTES_2, ORIGINALS_2, PLACES_2, POS_2, ORIGIN_2, RECENT_2, x_b_2, x_h_2, x_d_2,
+    pages_2, batch_2, pos_b_2, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr,
+    PARTS: tl.constexpr, GROUP: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_PLACES: tl.constexpr,
+    FULL: tl.constexpr, D_2: tl.constexpr, PAGE_2: tl.constexpr, HEADS_2: tl.constexpr, KEYS_2: tl.constexpr, BITS_2: tl.constexpr,
+    PARTS_2: tl.constexpr, GROUP_2: tl.constexpr, ULP_2: tl.constexpr, TINY_2: tl.constexpr, HAS_ORIGIN_2: tl.constexpr,
+    HAS_PLACES_2: tl.constexpr, FULL_2: tl.constexpr,
+):
+    """Two slots, keys and values: the first ``programs`` programs have the first."""
+    program = tl.program_id(0)
+    if program < programs:
+        _append_certified(
+            program, X, RING, CLOCK, CODES, SCALES, ZEROS, NOTES, ORIGINALS, PLACES, POS, ORIGIN, RECENT, x_b, x_h, x_d, pages, batch,
+            pos_b, D, PAGE, HEADS, KEYS, BITS, PARTS, GROUP, ULP, TINY, HAS_ORIGIN, HAS_PLACES, FULL,
+        )
+    else:
+        _append_certified(
+            program - programs, X_2, RING_2, CLOCK_2, CODES_2, SCALES_2, ZEROS_2, NOTES_2, ORIGINALS_2, PLACES_2, POS_2, ORIGIN_2,
+            RECENT_2, x_b_2, x_h_2, x_d_2, pages_2, batch_2, pos_b_2, D_2, PAGE_2, HEADS_2, KEYS_2, BITS_2, PARTS_2, GROUP_2, ULP_2,
+            TINY_2, HAS_ORIGIN_2, HAS_PLACES_2, FULL_2,
+        )
+
+
+def is_certified(spelled: str) -> bool:
+    """Whether a scheme's text is that of a half of this one."""
+    scheme = schemes.parse(spelled)
+    return isinstance(scheme, Certified) and scheme.half is not Half.AUTO
+
+
+def fits(slot: Slot) -> bool:
+    """Whether the kernel knows this append: one token, channels that are a power of two, contiguous planes."""
+    D = slot.x.shape[3]
+    if not one_token(slot.x) or not is_certified(slot.scheme) or D & (D - 1) or slot.x.dtype not in {
+        torch.float16, torch.bfloat16, torch.float32,
+    }:
+        return False
+    at = _encoded(slot.planes)
+    originals = _split(slot)[4]
+    return all(_contiguous(plane) for plane in slot.planes[: at + 2]) and originals.dtype == slot.window.dtype == slot.x.dtype
+
+
+def _contiguous(plane: torch.Tensor) -> bool:
+    """Whether the pages of a plane [N, B, K, R, width] lie one after the other, without a question about their number."""
+    step = 1
+    for axis in reversed(range(1, plane.dim())):
+        if plane.stride(axis) != step and plane.shape[axis] != 1:
+            return False
+        step *= plane.shape[axis]
+    return plane.stride(0) == step or (isinstance(plane.shape[0], int) and plane.shape[0] == 1)
+
+
+def _split(slot: Slot) -> tuple[torch.Tensor, ...]:
+    """The planes codes, scales, zeros, notes and originals, and places; originals stand for codes where there are none."""
+    planes = slot.planes[: _encoded(slot.planes)]
+    if len(planes) > 2:
+        return tuple(planes)
+    originals, notes = planes
+    return originals, originals, originals, notes, originals
+
+
+def _operands(slot: Slot, recent: torch.Tensor) -> tuple[object, ...]:
+    """Arguments of the kernels, in their order: whole planes, no views."""
+    codes, scales, zeros, notes, originals, *more = _split(slot)
+    origin = slot.pos if slot.origin is None else slot.origin
+    return (
+        slot.x, slot.window, slot.clock, codes, scales, zeros, notes, originals, more[0] if more else slot.pos, slot.pos, origin, recent,
+        slot.x.stride(0), slot.x.stride(1), slot.x.stride(3), codes.shape[0], slot.x.shape[0],
+        0 if slot.pos.shape[0] == 1 else slot.pos.stride(0),
+    )
+
+
+def _constants(slot: Slot, suffix: str = "") -> dict[str, Any]:
+    """Constants of the kernels, by name."""
+    scheme = schemes.parse(slot.scheme)
+    assert isinstance(scheme, Certified)
+    rule, dtype = scheme.value_scheme.minmax(slot.x.shape[3]), scheme.value_scheme.scale_dtype
+    assert rule is not None
+    named = {
+        "D": slot.x.shape[3], "PAGE": slot.planes[0].shape[3], "HEADS": slot.x.shape[1], "KEYS": scheme.half is Half.KEY,
+        "BITS": rule.bits, "PARTS": rule.parts, "GROUP": rule.group, "ULP": SCALE_ULP[dtype], "TINY": TINY[dtype],
+        "HAS_ORIGIN": slot.origin is not None, "HAS_PLACES": _encoded(slot.planes) > 5, "FULL": _encoded(slot.planes) == 2,
+    }
+    return {name + suffix: value for name, value in named.items()}
+
+
+def append_certified(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:
+    """The newest tokens that ``append_window_body`` gives for one slot or two of what ``fits``, in one launch; None launches at once."""
+    launcher = launcher or Direct(slots[0].x.device.type == "cuda")
+    results = [slot.recent() for slot in slots]
+    operands = [operand for slot, recent in zip(slots, results, strict=True) for operand in _operands(slot, recent)]
+    grid = (sum(slot.programs for slot in slots),)
+    if len(slots) == 1:
+        launcher.kernel(certified_one, grid, *operands, **_constants(slots[0]))
+    else:
+        launcher.kernel(certified_two, grid, slots[0].programs, *operands, **_constants(slots[0]), **_constants(slots[1], "_2"))
+    return results

@@ -1,0 +1,241 @@
+"""Certified attention defined: attention over codes whose result is within its certificate, or the dense one.
+
+The eager body is the definition, as in ``ops``: what kernels will be compared with. No branch depends on data and nothing
+comes to the host: both sides of every decision are computed here and selected by flags, which a kernel need not do.
+
+Beside the operands of ``attend`` (see ``ops``):
+    keys, values   planes codes, scales, zeros, notes of the certified stores; of values that are no codes originals and notes
+    originals      the dense planes of tier 2, keys and values, [N, B, K, rows, D], in host or device memory; every token
+    clock          int64 [1]: the number of the step, which decides what is explored
+    policy         ``Certify.spell``
+Results: the output [B, H, S, Dv]; the certificate, float32 [B, H, S, len(Figure)]; the counters, int32 [B, H, S, len(Count)].
+
+Rungs. Promotion of keys, widened to make its coverage certain and to keep the key budget (1). Promotion of values (2). A head is dense
+where it is not certain which blocks lead, a budget is not kept, or its certificate is no number (3); all heads of a batch row are where a
+block that was compared with its originals is not what was encoded (4): rows are requests, and one must not change another's result.
+Dense is what ``attend`` gives over the originals with the scheme ``dense``, bit for bit. There its certificate is the arithmetic
+alone, from the originals' own norms.
+
+A block that the window covers in part counts as codes throughout, which its notes bound; one that it covers whole is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvcompile.errors import Tier2Missing
+from kvcompile.extensions.certified.blocks import Deviations, Masses, Notes, biased, blocks, deviations, masses, norms, notes_of
+from kvcompile.extensions.certified.checks import logits_differ, notes_differ, rank_fails, ranked
+from kvcompile.extensions.certified.promotion import promote_further_values, promote_keys
+from kvcompile.extensions.certified.scheme import BLOCK, Certified
+from kvcompile.lowering.certificate import head_bounds
+from kvcompile.lowering.certificate.head_bounds import Sum, Values, causes_of
+from kvcompile.lowering.certificate.logits import Scores, gaps, visible_to_queries
+from kvcompile.lowering.certificate.telemetry import Counted, counts_of, figures_of
+from kvcompile.lowering.ops.operands import AttendOperands
+from kvcompile.lowering.ops.operations import as_tokens, attend_body, with_recent
+from kvcompile.schemes.certificate.policy import Cause, Certify, Fallback
+from kvcompile.types import Role, SlotSpec
+
+
+class Tokens(NamedTuple):
+    """One side of the cache as float32 tokens [B, K, T, D]: as decoded, with the window laid over; as they were."""
+
+    coded: torch.Tensor
+    exact: torch.Tensor
+
+
+class Sight(NamedTuple):
+    """Visible tokens [B, 1 or K, Q, T]; blocks with a visible token; those whose visible tokens are all in full precision."""
+
+    tokens: torch.Tensor
+    from_codes: torch.Tensor
+    live: torch.Tensor
+    alone: torch.Tensor
+
+
+def _tokens(
+    scheme: Certified, planes: Sequence[torch.Tensor], originals: torch.Tensor, slot: SlotSpec, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decoded tokens and originals, float32; zero where nobody looks: what was never written may be NaN."""
+    exact = as_tokens(originals).to(seen.device, torch.float32)[:, :, : seen.shape[-1]]
+    coded = scheme.decode(tuple(as_tokens(plane) for plane in planes[:-1]), slot) if scheme.coded(slot) else exact
+    at = seen[..., None]
+    return torch.where(at, coded, 0), torch.where(at, exact, 0)
+
+
+def certified_step(
+    rules: Certify, scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], clock: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend over certified codes with policy and scheme as objects; returns output, figures and counters."""
+    q, keys, sinks = operands.q, operands.keys, operands.sinks
+    B, H, S, _ = q.shape
+    K = keys[0].shape[2]
+    heads = (K, H // K)
+    T = keys[0].shape[0] * keys[0].shape[3]
+    _check_tier_2(originals, keys[0].shape[0])
+    sight, extra = _sight(operands, heads, T)
+    seen = sight.tokens.any(2)
+    k, v = _sides(scheme, operands, originals, seen)
+    query = q.unflatten(1, heads).flatten(2, 3).to(torch.float32)
+    scores = Scores(query, sight.tokens, extra, operands.scale, operands.softcap)
+    notes = notes_of(as_tokens(keys[-1]), as_tokens(operands.values[-1]), k.coded, v.coded, sight.alone, seen)
+    live = sight.live.expand(B, K, -1, -1)
+    codes = live & ~sight.alone.unsqueeze(2)
+    products = Tokens(scores.products(k.coded), scores.products(k.exact))
+    logits = Tokens(*(scores.logits(each) for each in products))
+    coded = masses(logits.coded)
+    # A block in full precision has the same masses twice, whatever the order in which they were added.
+    exact = _chosen(codes, masses(logits.exact), coded)
+    sink = None if sinks is None else sinks.to(torch.float32).view(K, heads[1], 1).expand(-1, -1, S).flatten(1).expand(B, -1, -1)
+
+    steps, zeros = (as_tokens(plane).to(torch.float32) for plane in keys[1:3])
+    delta = of_products = deviations(scores, steps, zeros, notes, live, sight.alone)
+    if extra is not None:
+        highest = torch.maximum(coded.peak, exact.peak).amax(-1)
+        delta = Deviations(*(biased(each, live, torch.where(torch.isneginf(highest), 0, highest)) for each in delta))
+    nu = torch.where(live, notes.nu.unsqueeze(2), 0)
+    own_eta = notes.eta.unsqueeze(2)
+    promoted = promote_keys(coded, delta, live, codes, (nu, own_eta), sink, clock, rules, heads[1])
+    softmax, top = _softmax(_chosen(promoted.read, exact, coded), live, sink)
+    left = torch.where(codes & ~promoted.read, delta.codes, delta.originals)
+    coded_values = torch.where(codes & ~promoted.explored, own_eta, 0)
+    chosen = promote_further_values(head_bounds.value_terms(softmax, coded_values), promoted.values, rules)
+    eta, original_values = torch.where(chosen, 0, coded_values), chosen | promoted.explored
+    output = _output(logits_of(promoted.read, logits), top, v, original_values, sink)
+    certificate = head_bounds.certificate(softmax, left, Values(nu, eta), output, q.dtype)
+
+    known = live & (sight.alone.unsqueeze(2) | promoted.read)
+    causes = causes_of(certificate, rules)
+    if rules.rank:
+        causes = causes | ranked(*rank_fails(coded, exact, delta, known, codes & ~promoted.read, rules.rank, rules.agree))
+    # Before a bias: a large one would round both logits by more than the keys' codes could.
+    damaged = logits_differ(products.coded, products.exact, of_products, sight.from_codes, rules.guard) & promoted.read
+    # Of keys that no code stands for, which their note says, there is no logit to compare.
+    damaged = damaged & ~torch.isnan(notes.kappa).unsqueeze(2)
+    differ = _differ(k, v, notes, sight.from_codes.any(2))
+    damaged = damaged | (promoted.read & differ[0]) | (original_values & differ[1])
+    causes = causes | torch.where((damaged & codes).flatten(1).any(1)[:, None, None], int(Cause.DAMAGED), 0)
+
+    by_heads = _dense(operands, originals).unflatten(1, heads).flatten(2, 3)
+    dense_arithmetic = _dense_arithmetic(scores, logits.exact, k.exact, v.exact, by_heads, live, sink, q.dtype, extra is not None)
+    falls = (causes != 0) if rules.fallback is Fallback.DENSE else torch.zeros_like(causes, dtype=torch.bool)
+    result = torch.where(falls.unsqueeze(-1), by_heads, output.to(q.dtype))
+    figures = figures_of(certificate, falls, dense_arithmetic, torch.where(codes, delta.codes, 0).amax(-1), promoted.tail)
+    counted = (codes, promoted.keys, original_values & codes & ~promoted.explored, promoted.explored)
+    counts = counts_of(Counted(*(x.sum(-1) for x in counted)), promoted.widened, falls, causes)
+    return tuple(x.unflatten(2, (heads[1], S)).flatten(1, 2) for x in (result, figures, counts))  # type: ignore[return-value]
+
+
+def _check_tier_2(originals: Sequence[torch.Tensor], pages: int) -> None:
+    """Raise Tier2Missing where the planes of tier 2 have fewer pages than the codes."""
+    for plane, what in zip(originals, ("original keys", "original values"), strict=True):
+        if plane.shape[0] < pages:
+            raise Tier2Missing(expected=pages, found=plane.shape[0], what=what)
+
+
+def _chosen(flags: torch.Tensor, new: Masses, old: Masses) -> Masses:
+    """The masses of ``new`` for the blocks of ``flags``, those of ``old`` for the others."""
+    return Masses(*(torch.where(flags, a, b) for a, b in zip(new, old, strict=True)))
+
+
+def _sides(
+    scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], seen: torch.Tensor
+) -> tuple[Tokens, Tokens]:
+    """Keys and values, with the window laid over both forms of each."""
+    q, K, recent, base = operands.q, operands.keys[0].shape[2], operands.recent, operands.base
+    slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
+    k, v = (
+        Tokens(*_tokens(scheme.of(slot.role), planes, plane, slot, seen))
+        for planes, plane, slot in zip((operands.keys, operands.values), originals, slots, strict=True)
+    )
+    if not recent:
+        return k, v
+    assert base is not None
+    k, v = (
+        Tokens(*(torch.where(seen[..., None], with_recent(x, new, base), 0) for x in side))
+        for side, new in zip((k, v), recent, strict=True)
+    )
+    return k, v
+
+
+def _differ(k: Tokens, v: Tokens, notes: Notes, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flags of blocks [B, K, 1, N] whose keys, and whose values, are beyond what their notes say of the tokens ``own``."""
+    keys = notes_differ(k.coded, k.exact, (notes.kappa, notes.mu), own)
+    values = notes_differ(v.coded, v.exact, (notes.eta, notes.nu), own)
+    return keys.unsqueeze(2), values.unsqueeze(2)
+
+
+def _dense(operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Attention over the originals as the scheme ``dense`` has it, [B, H, S, Dv]."""
+    keys, values = (plane.to(operands.q.device) for plane in originals)
+    return attend_body(dataclasses.replace(
+        operands, keys=[keys], values=[values], key_scheme="dense", value_scheme="dense", recent=None, base=None
+    ))
+
+
+def _sight(
+    operands: AttendOperands[torch.Tensor], heads: tuple[int, int], tokens: int
+) -> tuple[Sight, torch.Tensor | None]:
+    """Return which tokens each query sees, and the bias that its logits get, [B or 1, 1 or K, Q, T]."""
+    q, base = operands.q, operands.base
+    mask, extra = visible_to_queries(operands, heads, tokens)
+    place = torch.arange(tokens, device=q.device)
+    behind = place < tokens if base is None else place < base[:, None]
+    behind = behind.expand(q.shape[0], -1)[:, None]
+    # The first token of a block decides: a block that the window covers from its first token has none from codes.
+    alone = ~blocks(behind)[..., 0]
+    return Sight(mask, mask & behind.unsqueeze(2), blocks(mask).any(-1), alone), extra
+
+
+def logits_of(read: torch.Tensor, logits: Tokens) -> torch.Tensor:
+    """Each block's logits from its originals where ``read`` [B, K, Q, N], else from its codes; [B, K, Q, N, 16]."""
+    return torch.where(read.unsqueeze(-1), blocks(logits.exact), blocks(logits.coded))
+
+
+def _softmax(of: Masses, live: torch.Tensor, sink: torch.Tensor | None) -> tuple[Sum, torch.Tensor]:
+    """The masses relative to the largest logit, and that logit [B, K, Q]."""
+    top = of.peak.amax(-1)
+    top = top if sink is None else torch.maximum(top, sink)
+    top = torch.where(torch.isneginf(top), 0, top)
+    own = 0.0 if sink is None else torch.exp(sink.to(torch.float64) - top.to(torch.float64))
+    return Sum(gaps(of.peak, top, live), torch.where(live, of.weight.to(torch.float64), 0), own), top
+
+
+def _output(
+    per_token: torch.Tensor, top: torch.Tensor, v: Tokens, original: torch.Tensor, sink: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(logits) @ values, float64 [B, K, Q, Dv]: products of a block in float32, blocks added in float64."""
+    weights = torch.exp(per_token - top[..., None, None])
+    use = original.unsqueeze(-1)
+    parts = []
+    for side, mine in ((v.coded, ~use), (v.exact, use)):
+        shares = torch.where(mine, weights, 0).transpose(2, 3)
+        parts.append(shares @ side.unflatten(2, (-1, BLOCK)))
+    summed = (parts[0] + parts[1]).sum(2, dtype=torch.float64)
+    mass = weights.sum(-1).sum(-1, dtype=torch.float64)
+    if sink is not None:
+        mass = mass + torch.exp(sink - top).to(torch.float64)
+    return torch.where((mass == 0).unsqueeze(-1), 0, summed / mass.unsqueeze(-1))
+
+
+def _dense_arithmetic(
+    scores: Scores, logits: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, live: torch.Tensor,
+    sink: torch.Tensor | None, dtype: torch.dtype, has_bias: bool,
+) -> torch.Tensor:
+    """How far the dense result may be from the exact one, [B, K, Q]: float32 sums over all tokens in any order."""
+    everywhere = torch.ones((), dtype=torch.bool, device=k.device)
+    nu, mu = norms(v, everywhere), norms(k, everywhere)
+    none, steps = torch.zeros_like(mu), torch.zeros_like(k[:, :, ::BLOCK])
+    softmax, top = _softmax(masses(logits), live, sink)
+    own = deviations(scores, steps, steps, Notes(none, mu, none, nu), live, torch.zeros_like(mu, dtype=torch.bool))
+    delta = biased(own.originals, live, top) if has_bias else own.originals
+    found = head_bounds.certificate(
+        softmax, delta, Values(torch.where(live, nu.unsqueeze(2), 0), torch.zeros_like(delta)), output, dtype,
+        head_bounds.CHAIN + 2.0 * k.shape[2],
+    )
+    return found.key + found.arithmetic

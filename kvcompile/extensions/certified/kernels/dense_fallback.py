@@ -1,0 +1,88 @@
+"""The values' pass of certified attention for rows that fall: see ``certified``.
+
+All programs share each such row: a program has every num_programs-th tile of T tokens, whose originals are on their way while the tile
+before is multiplied. It adds up what lies at the same place of each tile, so that sums move between threads at a row's end only.
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from kvcompile.extensions.certified.kernels.certified import (
+    BLOCK,
+    FLAGS,
+    exp_of,
+    fallen,
+    finite_or_infinite,
+    next_of,
+    norm_above,
+    sight,
+    weighed_from,
+)
+
+TILE_VALUES = 64 * 128
+"""Values that a program takes at once, tokens of a tile times channels: 64 sums in each of 128 threads."""
+
+
+def tile_of(page: int, width: int) -> int:
+    """Tokens of a tile where pages have that many rows and values that many channels, a power of two: no tile lies in two pages."""
+    return math.gcd(page, max(BLOCK.value, min(64, TILE_VALUES // width)))
+
+
+@triton.jit
+def dense_values(
+    ORIGINALS, RECENT_V, FALLS, AT, LOGITS, EXACT_TOP, OUT, SIZE, from_n, from_b, from_h, from_t, rv_b, rv_h, rv_t, rows, blocks, newest,
+    DV: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, PAGE: tl.constexpr, T: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """sum_t exp(logit - EXACT_TOP) v_t by originals, [programs, rows, DV], of rows that FALL; the last program has the newest tokens too.
+
+    SIZE: the largest norm of values in each block; several rows of a kv head write the same. Nobody looks at the rest.
+    """
+    flag = tl.arange(0, FLAGS)
+    j = tl.arange(0, T)
+    c = tl.arange(0, DV)
+    for first in range(0, rows, FLAGS):
+        pending = fallen(FALLS, first, rows, flag)
+        for _row in range(tl.sum(pending, 0)):
+            which, pending = next_of(pending, flag, FLAGS)
+            r = first + which
+            pair = r // (G * S)
+            b = (pair // K).to(tl.int64)
+            h = (pair % K).to(tl.int64)
+            start, last, base = sight(AT + b * (2 * S + 1), S, S2)
+            top = weighed_from(EXACT_TOP + r)
+            logits = LOGITS + r.to(tl.int64) * blocks * BLOCK
+            originals = ORIGINALS + b * from_b + h * from_h
+            sums = tl.zeros([T, DV], tl.float32)
+            stop = tl.minimum(last + 1, base)
+            tile = start // T + tl.program_id(0)
+            tiles = tl.maximum((stop + T - 1) // T - tile, 0)
+            for turn in tl.range(0, tl.cdiv(tiles, tl.num_programs(0)), num_stages=STAGES):
+                t0 = (tile + turn * tl.num_programs(0)) * T
+                t = t0 + j
+                seen = (t >= start) & (t < stop)
+                here = originals + (t0 // PAGE).to(tl.int64) * from_n + (t0 % PAGE + j)[:, None] * from_t
+                v = tl.load(here + c[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
+                # What this row does not see has a logit of -inf.
+                logit = tl.load(logits + t, mask=seen, other=float("-inf"))
+                sums += v * exp_of(logit - top)[:, None]
+                n = t0 // BLOCK + tl.arange(0, T // BLOCK)
+                square = tl.reshape(finite_or_infinite(tl.sum(v * v, 1)), [T // BLOCK, BLOCK])
+                tl.store(SIZE + pair.to(tl.int64) * blocks + n, norm_above(tl.max(square, 1)))
+            if tl.program_id(0) == tl.num_programs(0) - 1:
+                for before in range(0, newest, T):
+                    row = before + j
+                    t = base + row
+                    seen = (t >= start) & (t <= last) & (row < newest)
+                    here = RECENT_V + b * rv_b + h * rv_h + row[:, None] * rv_t
+                    v = tl.load(here + c[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
+                    logit = tl.load(logits + t, mask=seen, other=float("-inf"))
+                    sums += v * exp_of(logit - top)[:, None]
+            tl.store(OUT + (tl.program_id(0).to(tl.int64) * rows + r) * DV + c, tl.sum(sums, 0))

@@ -1,0 +1,222 @@
+"""The pass of certified attention over original keys: see ``certified``.
+
+    exact       one block of one row's list: what the consistency check compares, exact logits over the old ones, the same sums of those
+    exact_rows  all blocks of the rows that fall, which are few or none: every program looks for them and takes its share of their blocks
+
+What takes time in ``exact_scores`` is latency: a program has one block, and loads all of it before it uses any. Two rows that promote the
+same block both check it, the second out of the cache. In ``dense_scores`` blocks are on their way while those before are multiplied.
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913 - kernels: operands are pointers and constants in capitals.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvcompile.extensions.certified.kernels.bounds import consistent
+from kvcompile.extensions.certified.kernels.certified import (
+    BLOCK,
+    FLAGS,
+    above,
+    doubtful,
+    exp_of,
+    fallen,
+    finite_or_infinite,
+    next_of,
+    norm_above,
+    sight,
+    weighed,
+)
+from kvcompile.extensions.certified.kernels.stage_blocks import rows_of_slot
+
+PART = tl.constexpr(4)
+"""Tokens of a block that ``exact_scores`` takes at once: a quarter of the registers are twice the warps."""
+
+
+@triton.jit
+def exact_scores(
+    Q, CODES, STEPS, ZEROS, ORIGINALS, LIST, LISTED, AT, NOTES, DELTA, OWN, LOGITS, PEAK, WEIGHT, TOP, DAMAGED,
+    SCRATCH, FOUND_AT, q_b, q_h, q_s, codes_n, codes_b, codes_h, steps_n, steps_b, steps_h, from_n, from_b, from_h, from_t,
+    scratch_b, scratch_h, blocks, sets,
+    SCALE: tl.constexpr, GUARD: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
+    PER_PAGE: tl.constexpr, STAGED: tl.constexpr,
+):
+    """One block at a time of a row's LIST [rows, N], of which the first LISTED [rows] are meant.
+
+    STAGED: those that ``stage_blocks`` has found in the SCRATCH of ``sets`` sets, or put there, are read from there.
+    Norms are compared in float64, but only of tokens for which float32 does not settle it: mostly the two that made the notes.
+    """
+    r = tl.program_id(1)
+    pair = r // (G * S)
+    b = (pair // K).to(tl.int64)
+    h = (pair % K).to(tl.int64)
+    blocks_at = r.to(tl.int64) * blocks
+    listed = tl.load(LISTED + r)
+    # Read before it is known to be meant, which it need not be.
+    n = tl.load(LIST + blocks_at + tl.program_id(0))
+    at = AT + b * (2 * S + 1)
+    start, last, base = sight(at, S, S2)
+    high = tl.load(at + r % S)
+    low = tl.load(at + S + r % S)
+    top = tl.load(TOP + r)
+    c = tl.arange(0, D)
+    q = tl.load(Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + c[None, :]).to(tl.float32)
+    for entry in range(tl.program_id(0), listed, tl.num_programs(0)):
+        page, row = (n // PER_PAGE).to(tl.int64), n % PER_PAGE
+        first = n * BLOCK
+        originals = ORIGINALS + page * from_n + b * from_b + h * from_h + row * BLOCK * from_t
+        apart_t = from_t
+        if STAGED:
+            slot = tl.load(FOUND_AT + pair.to(tl.int64) * blocks + n)
+            held = rows_of_slot(SCRATCH + b * scratch_b + h * scratch_h, n, sets, tl.maximum(slot, 0), D)
+            originals = tl.where(slot >= 0, held, originals)
+            apart_t = tl.where(slot >= 0, D, from_t)
+        codes = CODES + page * codes_n + b * codes_b + h * codes_h + row * (BLOCK * D)
+        scales = page * steps_n + b * steps_b + h * steps_h + row * D
+        step = tl.load(STEPS + scales + c[None, :])
+        zero = tl.load(ZEROS + scales + c[None, :])
+        place = blocks_at + n
+        note = NOTES + (pair.to(tl.int64) * blocks + n) * 4
+        kappa = tl.load(note)
+        mu = tl.load(note + 1)
+        delta = tl.load(DELTA + place).to(tl.float64)
+        rounded = tl.load(OWN + place).to(tl.float64)
+        following = entry + tl.num_programs(0)
+        n = tl.load(LIST + blocks_at + following, mask=following < listed, other=0)
+        moved = tl.zeros([], tl.float32)
+        damaged = listed < 0
+        for part in range(BLOCK // PART):
+            i = part * PART + tl.arange(0, PART)
+            t = first + i
+            coded = t < base
+            k = tl.load(originals + i[:, None] * apart_t + c[None, :], mask=coded[:, None], other=0.0).to(tl.float32)
+            old = tl.load(LOGITS + place * BLOCK + i)
+            # Loaded last: all that is calculated then has their layout, in which fewer threads share a token.
+            decoded = tl.load(codes + i[:, None] * D + c[None, :]).to(tl.float32) * step + zero
+            found = tl.sum(k * q, 1) * SCALE
+            away = k - decoded
+            # What no query sees need not be what was encoded.
+            doubts = coded & (t >= start) & (t <= last) & (doubtful(tl.sum(k * k, 1), mu) | doubtful(tl.sum(away * away, 1), kappa))
+            seen = (t >= low) & (t <= high)
+            apart = tl.abs(found - old)
+            moved = tl.maximum(moved, tl.max(tl.where(seen & coded, tl.where(apart == apart, apart, float("inf")), 0.0), 0))
+            # Whoever reads a logit here has read it before any is written: the barriers of the sums are not enough.
+            tl.debug_barrier()
+            tl.store(LOGITS + place * BLOCK + i, tl.where(seen, tl.where(coded, found, old), float("-inf")))
+            pending = doubts.to(tl.int32)
+            for _turn in range(tl.sum(pending, 0)):
+                which, pending = next_of(pending, i, BLOCK)
+                k64 = tl.load(originals + which * apart_t + c).to(tl.float64)
+                one = tl.load(codes + which * D + c).to(tl.float32) * tl.load(STEPS + scales + c) + tl.load(ZEROS + scales + c)
+                away64 = k64 - one.to(tl.float64)
+                damaged = damaged | above(tl.sum(k64 * k64, 0), mu) | above(tl.sum(away64 * away64, 0), kappa)
+        # Written by some threads of this program, read by others.
+        tl.debug_barrier()
+        peak, weight = weighed(tl.load(LOGITS + place * BLOCK + tl.arange(0, BLOCK)))
+        tl.store(PEAK + place, peak)
+        tl.store(WEIGHT + place, weight)
+        # Exact logits may be above all those by codes; whoever comes first, the largest stays.
+        if peak > top:
+            tl.atomic_max(TOP + r, peak, sem="relaxed")
+        # As in ``certified``: what no code stands for, which its note says, has no logit to compare.
+        if damaged | ((kappa == kappa) & ((moved.to(tl.float64) <= consistent(delta, GUARD, rounded)) == 0)):
+            tl.store(DAMAGED + pair, 1)
+
+
+@triton.jit
+def largest_newest(PEAK, first, stop):
+    """The largest logit of a row's blocks from ``first`` up to ``stop``."""
+    most = tl.full([], float("-inf"), tl.float32)
+    for n in range(first, stop, BLOCK):
+        block = n + tl.arange(0, BLOCK)
+        most = tl.maximum(most, tl.max(tl.load(PEAK + block, mask=block < stop, other=float("-inf")), 0))
+    return most
+
+
+@triton.jit
+def exact_block_scores(here, q, LOGITS, PEAK, WEIGHT, SIZE, t, low, high, start, last, base, PARTLY: tl.constexpr, SCALE: tl.constexpr):
+    """A block's exact logits over the old ones, but from ``base`` on (PARTLY codes); their sums, the largest norm; the largest of them."""
+    k = tl.load(here).to(tl.float32)
+    found = tl.sum(k * q, 1) * SCALE
+    if PARTLY:
+        # Nobody writes these: that a logit is read and written needs no barrier.
+        old = tl.load(LOGITS + tl.arange(0, BLOCK), mask=t >= base, other=float("-inf"))
+        new = tl.where((t >= low) & (t <= high) & (t < base), found, old)
+        tl.store(LOGITS + tl.arange(0, BLOCK), new, mask=t < base)
+    else:
+        new = tl.where((t >= low) & (t <= high), found, float("-inf"))
+        tl.store(LOGITS + tl.arange(0, BLOCK), new)
+    # As ``weighed``, but stored at once: held until both are known, it costs a fifth more registers (sm_90: 154 for 128).
+    peak = tl.max(new, 0)
+    tl.store(PEAK, peak)
+    tl.store(WEIGHT, tl.sum(exp_of(new - tl.where(peak == float("-inf"), 0.0, peak)), 0))
+    own = (t >= start) & (t <= last)
+    if PARTLY:
+        own = own & (t < base)
+    tl.store(SIZE, norm_above(tl.max(tl.where(own, finite_or_infinite(tl.sum(k * k, 1)), 0.0), 0)))
+    return peak
+
+
+@triton.jit
+def dense_scores(
+    Q, ORIGINALS, FALLS, AT, CODED_PEAK, LOGITS, PEAK, WEIGHT, EXACT_TOP, SIZE, q_b, q_h, q_s, from_n, from_b, from_h, from_t, rows, blocks,
+    SCALE: tl.constexpr, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
+    PER_PAGE: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Every num_programs-th block of each row that FALLS, and the largest norm in it: several rows of a kv head write the same.
+
+    EXACT_TOP becomes a row's largest logit where it is not below that already. The last program has the block that is codes in part,
+    and counts the newest tokens' logits, by CODED_PEAK. One that is no number is not the largest, but its block's weight says so.
+    """
+    flag = tl.arange(0, FLAGS)
+    j = tl.arange(0, BLOCK)
+    c = tl.arange(0, D)[None, :]
+    place = j[:, None] * from_t + c
+    for first in range(0, rows, FLAGS):
+        pending = fallen(FALLS, first, rows, flag)
+        for _row in range(tl.sum(pending, 0)):
+            which, pending = next_of(pending, flag, FLAGS)
+            r = first + which
+            pair = r // (G * S)
+            b = (pair // K).to(tl.int64)
+            h = (pair % K).to(tl.int64)
+            at = AT + b * (2 * S + 1)
+            start, last, base = sight(at, S, S2)
+            high = tl.load(at + r % S)
+            low = tl.load(at + S + r % S)
+            # Twice, so that the same channels of it and of keys are a thread's; all of a row's channels in as few threads as possible.
+            twice = Q + b * q_b + (h * G + r % (G * S) // S) * q_h + (r % S) * q_s + tl.arange(0, 2)[:, None] * 0
+            q = tl.max(tl.load(twice + c).to(tl.float32), 0)[None, :]
+            of_row = r.to(tl.int64) * blocks
+            of_pair = SIZE + pair.to(tl.int64) * blocks
+            originals = ORIGINALS + b * from_b + h * from_h
+            # All that any query of the batch row sees: who adds up a row's blocks need not ask which of them are its own.
+            stop = tl.maximum(tl.minimum(last + 1, base), 0)
+            whole = tl.maximum(tl.minimum(last // BLOCK + 1, base // BLOCK), 0)
+            n_first = start // BLOCK + tl.program_id(0)
+            most = tl.full([], float("-inf"), tl.float32)
+            for turn in tl.range(0, tl.cdiv(tl.maximum(whole - n_first, 0), tl.num_programs(0)), num_stages=STAGES):
+                n = n_first + turn * tl.num_programs(0)
+                here = originals + (n // PER_PAGE).to(tl.int64) * from_n + n % PER_PAGE * BLOCK * from_t + place
+                m = of_row + n
+                peak = exact_block_scores(
+                    here, q, LOGITS + m * BLOCK, PEAK + m, WEIGHT + m, of_pair + n, n * BLOCK + j, low, high, start, last, base, False,
+                    SCALE,
+                )
+                most = tl.maximum(most, peak)
+            if tl.program_id(0) == tl.num_programs(0) - 1:
+                n = tl.maximum(whole, start // BLOCK)
+                if n * BLOCK < stop:
+                    here = originals + (n // PER_PAGE).to(tl.int64) * from_n + n % PER_PAGE * BLOCK * from_t + place
+                    m = of_row + n
+                    peak = exact_block_scores(
+                        here, q, LOGITS + m * BLOCK, PEAK + m, WEIGHT + m, of_pair + n, n * BLOCK + j, low, high, start, last, base, True,
+                        SCALE,
+                    )
+                    most = tl.maximum(most, peak)
+                newest = (tl.maximum(base, 0) + BLOCK - 1) // BLOCK
+                most = tl.maximum(most, largest_newest(CODED_PEAK + of_row, newest, high // BLOCK + 1))
+            if most > float("-inf"):
+                tl.atomic_max(EXACT_TOP + r, most, sem="relaxed")

@@ -1,0 +1,294 @@
+"""Promotion of keys without a sort, and of values by the local rule, for certified attention: see ``certified``.
+
+    select_blocks  one row: which blocks it promotes, as flags and as a list
+    unite_blocks   behind it where the query heads of a kv head share one selection: one row's flags and list of the union of theirs
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+# ruff: noqa: ANN001, ANN202, N803, PLR0913, RUF005 - kernels: operands are pointers and constants in capitals, tuples grow in loops.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvcompile.extensions.certified import promotion
+from kvcompile.extensions.certified.kernels.bounds import key_term
+from kvcompile.extensions.certified.kernels.certified import LOWEST, exp_of
+from kvcompile.extensions.certified.kernels.top_k import bits_of, leading, led
+
+LARGEST_DELTA = tl.constexpr(promotion.LARGEST_DELTA)
+
+
+@triton.jit
+def gap_of(peak, top, live):
+    """How far a block's largest logit is below the head's, float64, and that nothing is there as a number whose exp is zero."""
+    apart = peak.to(tl.float64) - top.to(tl.float64)
+    return tl.where(live, tl.where(apart < -1e4, -1e4, apart), -1e4)
+
+
+@triton.jit
+def in_fours(blocks):
+    """How many blocks, as the compiler sees that they are a page's blocks times something: four of float32 are then read at once."""
+    return blocks // 4 * 4
+
+
+@triton.jit
+def drawn_before(clock, b, k, q):
+    """``certified.promotion.chance`` of a row's place, before that of a block: its lowest 32 bits, which are all it depends on."""
+    x = clock.to(tl.int64).to(tl.uint32) * 0x27D4EB2F
+    x = mixed_with(x, b)
+    x = mixed_with(x, k)
+    return mixed_with(x, q)
+
+
+@triton.jit
+def mixed_with(x, place):
+    """A hash with a coordinate of a place."""
+    x = (x ^ (place + 1).to(tl.uint32)) * 0x9E3779B1
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def draw(before, n):
+    """The rest of it: ``chance`` times 2^32."""
+    x = mixed_with(before, n)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x046CA68B
+    return (x ^ (x >> 16)).to(tl.int64)
+
+
+@triton.jit
+def drawn_of(EXPLORED, place, kept, before, n, blocks, EXPLORE: tl.constexpr):
+    """Which of the ``kept`` blocks n of a row are explored, and flagged as that."""
+    explored = kept & (draw(before, n) < EXPLORE)
+    tl.store(EXPLORED + place, explored.to(tl.int8), mask=n < blocks)
+    return explored
+
+
+@triton.jit
+def listed(LIST, before, first, chosen):
+    """Put those of the blocks from ``first`` on that are chosen, in their order, into a row's list behind ``before``; how many there are.
+
+    Runs of RUN are added up first, each within a warp: one sum over everything would go through all warps run by run.
+    """
+    RUN: tl.constexpr = min(128, chosen.shape[0])
+    RUNS: tl.constexpr = chosen.shape[0] // RUN
+    one = tl.reshape(chosen.to(tl.int32), [RUNS, RUN])
+    within = tl.cumsum(one, 1)
+    whole = tl.sum(one, 1)
+    place = before + (tl.cumsum(whole, 0) - whole)[:, None] + within - 1
+    n = first + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    tl.store(LIST + place, n, mask=one != 0)
+    return before + tl.sum(whole, 0)
+
+
+@triton.jit
+def mass_of(peak, weight, top, live):
+    """The mass of blocks relative to the largest logit, float32; zero where nothing is seen."""
+    return tl.where(live, weight, 0.0) * exp_of(tl.where(live, peak - top, LOWEST))
+
+
+@triton.jit
+def one_over(total):
+    """The reciprocal of a float64 sum as float32, of what is nothing a large number."""
+    return (1.0 / tl.where(total < 1e-30, 1e-30, total)).to(tl.float32)
+
+
+@triton.jit
+def raised_by(delta):
+    """exp(delta) of a deviation that bounds something, above the exact one by what float32 rounds."""
+    return tl.exp(tl.where(delta > LARGEST_DELTA, LARGEST_DELTA, delta)) * (1.0 + 2.0**-18)
+
+
+@triton.jit
+def share_at_most(mass, raised, delta, of_least, coded):
+    """The largest share of the exact mass that blocks of codes may have, float32; one where the deviation bounds nothing. NaN stays."""
+    share = mass * raised * of_least
+    return tl.where(coded, tl.where((share > 1.0) | (delta > LARGEST_DELTA), 1.0, share), 0.0)
+
+
+@triton.jit
+def flag_explored(VALUES, place, n, blocks, explored):
+    """Flag the blocks that are explored too; each thread reads what it has written."""
+    flagged = (tl.load(VALUES + place, mask=n < blocks, other=0) != 0) | explored
+    tl.store(VALUES + place, flagged.to(tl.int8), mask=n < blocks)
+
+
+@triton.jit
+def shares_of_row(
+    PEAK, WEIGHT, DELTA, NOTES, TOP, ORDER, SURE, TERM, VALUES, blocks, high, low, base, sink, V_TOL: tl.constexpr, WIDEN: tl.constexpr,
+    CERTAIN: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Write what one row's blocks are promoted for, by pointers to the row, and its TOP. Return how many candidates there are, and an edge
+    that no bits of their ORDER reach.
+    """
+    i = tl.arange(0, CHUNK)
+    tops = tl.full([CHUNK], float("-inf"), tl.float32)
+    sizes = tl.zeros([CHUNK], tl.float32)
+    candidates = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
+        tops = tl.maximum(tops, tl.load(PEAK + n, mask=live, other=float("-inf")))
+        candidates += (live & (n * 16 < base)).to(tl.int32)
+        if WIDEN:
+            sizes = tl.maximum(sizes, tl.load(NOTES + n * 4 + 3, mask=live, other=0.0))
+    top = tl.maximum(sink, tl.max(tops, 0))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(TOP, top)
+    vmax = tl.max(sizes, 0).to(tl.float64)
+    masses = tl.zeros([CHUNK], tl.float64)
+    least = tl.zeros([CHUNK], tl.float64)
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
+        peak = tl.load(PEAK + n, mask=live, other=float("-inf"))
+        mass = mass_of(peak, tl.load(WEIGHT + n, mask=live, other=0.0), top, live)
+        masses += mass.to(tl.float64)
+        least += (mass / raised_by(tl.load(DELTA + n, mask=live, other=0.0))).to(tl.float64)
+    sink_mass = exp_of(sink - top).to(tl.float64)
+    of_all = one_over(tl.sum(masses, 0) + sink_mass)
+    of_least = one_over(tl.sum(least, 0) + sink_mass * (1.0 - 2.0**-20))
+    largest = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        live = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low)
+        coded = live & (n * 16 < base)
+        peak = tl.load(PEAK + n, mask=live, other=float("-inf"))
+        weight = tl.load(WEIGHT + n, mask=live, other=0.0)
+        delta = tl.load(DELTA + n, mask=live, other=0.0)
+        mass = mass_of(peak, weight, top, live)
+        share = mass * of_all
+        # What is no number stands first, and is one.
+        share = tl.where(coded, tl.where(share == share, share, float("inf")), -1.0)
+        tl.store(ORDER + n, share, mask=n < blocks)
+        largest = tl.maximum(largest, share.to(tl.int32, bitcast=True))
+        most = share_at_most(mass, raised_by(delta), delta, of_least, coded)
+        if CERTAIN:
+            tl.store(SURE + n, most, mask=n < blocks)
+        eta = tl.load(NOTES + n * 4 + 2, mask=coded, other=0.0)
+        values = coded & ((most.to(tl.float64) * eta.to(tl.float64) <= V_TOL) == 0)
+        tl.store(VALUES + n, values.to(tl.int8), mask=n < blocks)
+        if WIDEN:
+            nu = tl.load(NOTES + n * 4 + 3, mask=live, other=0.0).to(tl.float64)
+            term = key_term(vmax, delta.to(tl.float64), gap_of(peak, top, live), nu, weight.to(tl.float64))
+            tl.store(TERM + n, tl.where(coded, term * of_least.to(tl.float64), 0.0), mask=n < blocks)
+    return tl.sum(candidates, 0), tl.minimum(tl.max(largest, 0), 2147483646) + 1
+
+
+@triton.jit
+def drawn_and_listed(
+    chosen, coded, ORDER, READ, EXPLORED, VALUES, LIST, n, blocks, first, count, before, tail, drawn, EXPLORE: tl.constexpr,
+):
+    """Draw what is explored of one piece of a row beside what is ``chosen``; write its flags and list, and go on with the row's sums."""
+    kept = coded & (chosen == 0)
+    if EXPLORE > 0:
+        explored = drawn_of(EXPLORED, n, kept, before, n, blocks, EXPLORE)
+        drawn += tl.sum(explored.to(tl.int32), 0)
+        kept = kept & (explored == 0)
+        chosen = chosen | explored
+        flag_explored(VALUES, n, n, blocks, explored)
+    tl.store(READ + n, chosen.to(tl.int8), mask=n < blocks)
+    count = listed(LIST, count, first, chosen)
+    tail += tl.load(ORDER + n, mask=kept, other=0.0).to(tl.float64)
+    return count, tail, drawn
+
+
+@triton.jit
+def unite_blocks(
+    ORDER, CHOSEN, READ, EXPLORED, VALUES, LIST, LISTED, STATS, AT, CLOCK, blocks,
+    EXPLORE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """One row's READ: the blocks that any query head of its kv head has CHOSEN at the same position, and those explored."""
+    r = tl.program_id(0)
+    rows: tl.constexpr = G * S
+    at = AT + r // (rows * K) * (2 * S + 1)
+    high = tl.load(at + r % S)
+    low = tl.load(at + S + r % S)
+    base = tl.load(at + 2 * S)
+    before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
+    blocks = in_fours(blocks)
+    row = r.to(tl.int64) * blocks
+    same = (r // rows * rows + r % S).to(tl.int64) * blocks
+    i = tl.arange(0, CHUNK)
+    tail = tl.zeros([CHUNK], tl.float64)
+    count = 0
+    drawn = 0
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        coded = (n < blocks) & (n * 16 <= high) & (n * 16 + 16 > low) & (n * 16 < base)
+        chosen = n < 0
+        for g in tl.static_range(G):
+            chosen = chosen | (tl.load(CHOSEN + same + g * S * blocks + n, mask=n < blocks, other=0) != 0)
+        count, tail, drawn = drawn_and_listed(
+            chosen & coded, coded, ORDER + row, READ + row, EXPLORED + row, VALUES + row, LIST + row, n, blocks, first, count, before, tail,
+            drawn, EXPLORE,
+        )
+    tl.store(LISTED + r, count)
+    tl.store(STATS + r * 3 + 1, tl.sum(tail, 0))
+    tl.store(STATS + r * 3 + 2, drawn)
+
+
+@triton.jit
+def select_blocks(
+    PEAK, WEIGHT, DELTA, NOTES, SINKS, AT, CLOCK, ORDER, SURE, TERM, CHOSEN, EXPLORED, VALUES, LIST, LISTED, TOP, STATS, blocks,
+    LEAST: tl.constexpr, MOST: tl.constexpr, MOST_WIDENED: tl.constexpr, COVER: tl.constexpr, BUDGET: tl.constexpr, V_TOL: tl.constexpr,
+    CERTAIN: tl.constexpr, WIDEN: tl.constexpr, EXPLORE: tl.constexpr, KEEP: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    S: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Which blocks of one row's codes are promoted to original keys, as flags; which others are read to be compared; whose values are.
+
+    As many of the largest as must leave so that the shares of the rest add up to at most COVER, from LEAST to MOST. More, up to
+    MOST_WIDENED, where that makes the rest at most COVER of the exact mass too (CERTAIN), and so that the rest adds at most BUDGET to the
+    key bound (WIDEN). COVER below zero: all. EXPLORE: the other blocks whose draw, of 2^32, is below it are read too: EXPLORED, and in
+    CHOSEN beside the promoted ones. VALUES: blocks that may add more than V_TOL to the value bound, and those explored.
+
+    LIST [rows, N] has all those of CHOSEN in their order, LISTED of them. STATS [rows, 3]: whether widened, the tail's mass, how many are
+    explored. TOP: the largest logit by codes, which ``exact_scores`` may raise; what all weights are relative to from here on.
+    KEEP: leave the list and what is explored to ``unite_blocks``, and the shares with it, ORDER.
+
+    A row is read CHUNK blocks at a time, however many it has: a step must not cost more for a cache with room for one page more. Budgets
+    are constants, since an operand would be float32. Shares are estimates that blocks are ordered by: float32, of which one
+    multiprocessor's first cache holds a long row. ORDER and SURE (float32) and TERM (float64) are scratch.
+    """
+    r = tl.program_id(0)
+    rows: tl.constexpr = G * S
+    at = AT + r // (rows * K) * (2 * S + 1)
+    high = tl.load(at + r % S)
+    low = tl.load(at + S + r % S)
+    base = tl.load(at + 2 * S)
+    blocks = in_fours(blocks)
+    row = r.to(tl.int64) * blocks
+    candidates, top = shares_of_row(
+        PEAK + row, WEIGHT + row, DELTA + row, NOTES + (r // rows) * blocks * 4, TOP + r, ORDER + row, SURE + row, TERM + row, VALUES + row,
+        blocks, high, low, base, tl.load(SINKS + r), V_TOL, WIDEN, CERTAIN, CHUNK,
+    )
+    # Written by some threads of this program, read by others.
+    tl.debug_barrier()
+    edge, ties, tied, widened = leading(
+        ORDER + row, SURE + row, TERM + row, blocks, candidates, top, COVER, LEAST, MOST, BUDGET, MOST_WIDENED, CERTAIN, WIDEN, CHUNK
+    )
+    tl.store(STATS + r * 3, widened.to(tl.float64))
+    before = tl.zeros([], tl.uint32)
+    if EXPLORE > 0:
+        before = drawn_before(tl.load(CLOCK), r // (rows * K), r // rows % K, r % rows)
+    i = tl.arange(0, CHUNK)
+    tail = tl.zeros([CHUNK], tl.float64)
+    count = 0
+    drawn = 0
+    for first in range(0, blocks, CHUNK):
+        n = first + i
+        bits = bits_of(ORDER + row, n, blocks)
+        chosen, ties = led(bits, edge, ties, tied)
+        if KEEP:
+            tl.store(CHOSEN + row + n, chosen.to(tl.int8), mask=n < blocks)
+        else:
+            count, tail, drawn = drawn_and_listed(
+                chosen, bits >= 0, ORDER + row, CHOSEN + row, EXPLORED + row, VALUES + row, LIST + row, n, blocks, first, count, before,
+                tail, drawn, EXPLORE,
+            )
+    if KEEP == 0:
+        tl.store(LISTED + r, count)
+        tl.store(STATS + r * 3 + 1, tl.sum(tail, 0))
+        tl.store(STATS + r * 3 + 2, drawn)

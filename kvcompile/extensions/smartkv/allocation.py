@@ -1,0 +1,140 @@
+"""Allocation: the levels that are worth most of all that fit into a number of bytes (section 5.1).
+
+A token begins at its least level (``ladder``). A step up is worth importance * (U(b') - U(b)) / (b' - b), which falls along a token's
+steps. Steps are taken in the order of what they are worth, each where it still fits, so a dearer one may be passed over and cheaper ones
+behind it taken. Equal ones: the earlier step of the ladder first, then the newer token. A token whose step was passed over stays there.
+
+The source's heap takes the steps in this order too. Here they are sorted once, and what fits is found by running sums: after a step is
+passed over none that costs as much can fit, so there are as many sums as there are costs. Shapes are fixed and nothing asks the device.
+On CUDA a kernel finds the same by bisection (``MEANS``).
+
+The source claims (1 - 1/e) of the best utility (7.4). Greedy by worth per byte alone has no such bound under a knapsack: that takes partial
+enumeration, or the better of this and the best single step (Khuller et al. 1999, then 1/2 of (1 - 1/e)). What holds: what is lost against
+the best is at most what the first step that was passed over is worth, which is one token's; a test compares with the exact optimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.extensions.smartkv.budget import Cost, Halves
+from kvcompile.extensions.smartkv.ladder import Ladder, Taste
+from kvcompile.schemes.adaptive import on_device
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a decision: costs of levels in bytes, the worth of each step per unit of importance, and the least importance."""
+
+    costs: tuple[int, ...]
+    worths: tuple[float, ...]
+    floor: float
+
+    @staticmethod
+    def of(cost: Cost, levels: Ladder, taste: Taste) -> Terms:
+        """The terms of one ladder."""
+        return Terms(levels.costs(cost), levels.worths, taste.floor)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Bytes of each step."""
+        return tuple(above - below for below, above in zip(self.costs, self.costs[1:], strict=False))
+
+
+def allocate(
+    importance_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, low_RT: torch.Tensor, high_RT: torch.Tensor
+) -> torch.Tensor:
+    """Return the level of every token, int8 [R, T], between ``low`` and ``high`` int8, for at most ``spend`` bytes a row, int64 [R].
+
+    Where the least levels take more, those. Tokens that are not there have levels of -1 both.
+    """
+    means = MEANS.get(importance_RT.device.type, by_sorting)
+    return means(worth_of(importance_RT, terms), spend_R, terms, low_RT, high_RT)
+
+
+def worth_of(importance_RT: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Importance as steps weigh it: float32, finite, at least the floor."""
+    return importance_RT.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp(min=terms.floor)
+
+
+def by_sorting(
+    value_RT: torch.Tensor, spend_R: torch.Tensor, terms: Terms, low_RT: torch.Tensor, high_RT: torch.Tensor
+) -> torch.Tensor:
+    """The definition of ``allocate``, on any device; ``value`` as ``worth_of`` gives it."""
+    (rows, tokens), steps = value_RT.shape, len(terms.worths)
+    device = value_RT.device
+    left = (spend_R - spent(low_RT, terms)).unsqueeze(-1)
+    if not steps or not tokens:
+        return low_RT.clone()
+    worths, prices = on_device(terms.worths, device, torch.float32), on_device(terms.steps, device)
+    # Newest first, so that a stable sort leaves the newer of two equal tokens in front.
+    value, low, high = (item.flip(-1) for item in (value_RT, low_RT, high_RT))
+    order = torch.sort((value.unsqueeze(1) * worths.view(1, -1, 1)).flatten(1), dim=-1, descending=True, stable=True).indices
+    number = torch.arange(steps, device=device).view(1, -1, 1)
+    costs = prices.view(1, -1, 1).expand(rows, -1, tokens).flatten(1).gather(1, order)
+    allowed = (number >= low.unsqueeze(1)) & (number < high.unsqueeze(1))
+    places = torch.arange(order.shape[1], device=device)
+    taken = torch.zeros_like(allowed).flatten(1)
+    alive = allowed.flatten(1).gather(1, order)
+    for _ in range(len(set(terms.steps))):
+        over = alive & (torch.where(alive, costs, 0).cumsum(-1) > left)
+        # Where nothing is passed over, the place behind the last.
+        first = torch.where(over.any(-1, keepdim=True), over.to(torch.int8).argmax(-1, keepdim=True), len(places))
+        now = alive & (places < first)
+        taken |= torch.zeros_like(taken).scatter(1, order, now)
+        left = left - torch.where(now, costs, 0).sum(-1, keepdim=True)
+        limit = costs.gather(1, first.clamp(max=len(places) - 1))
+        # A token stays below a step that is as dear as the one that did not fit.
+        open_ = allowed & ~taken.view_as(allowed) & (prices.view(1, -1, 1) < limit.unsqueeze(1))
+        climbs = (open_ | (number < low.unsqueeze(1)) | taken.view_as(allowed)).to(torch.int8).cummin(1).values.bool()
+        alive = (open_ & climbs).flatten(1).gather(1, order) & (places > first)
+    return (low + taken.view_as(allowed).sum(1).to(torch.int8)).flip(-1)
+
+
+Means = Callable[[torch.Tensor, torch.Tensor, Terms, torch.Tensor, torch.Tensor], torch.Tensor]
+MEANS: dict[str, Means] = {}
+"""Kernels that give what ``by_sorting`` gives, by type of device; a room of kernels adds its own."""
+
+
+def utility(importance_RT: torch.Tensor, level_RT: torch.Tensor, levels: Ladder, taste: Taste) -> torch.Tensor:
+    """The sum of importance * U(b) over the keys and values of each row, float64 [R]: what an allocation makes as large as it can."""
+    value = importance_RT.to(torch.float64).nan_to_num(0.0).clamp(min=taste.floor)
+    worth = [taste.keys * k**taste.alpha + taste.values * v**taste.alpha for k, v in zip(levels.keys, levels.values, strict=True)]
+    return (value * looked_up([0.0, *worth], level_RT, torch.float64)).sum(-1)
+
+
+def spent(level_RT: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Bytes of each row at some levels, int64 [R]; a token of level -1 is none."""
+    return looked_up([0, *terms.costs], level_RT, torch.int64).sum(-1)
+
+
+def looked_up(table: Sequence[float], level_RT: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A number for each token by its level; the first of the table is that of tokens of level -1."""
+    return on_device(table, level_RT.device, dtype)[level_RT.to(torch.int64) + 1]
+
+
+def spendable(budget: float, tokens: int, steps: int, cost: Cost, halves: Halves) -> int:
+    """Bytes that ``tokens`` tokens may take now, so that ``steps`` more, which enter at the largest widths, stay in the budget too."""
+    entering = cost.token(halves.keys[-1], halves.values[-1])
+    allowed = budget * cost.dense
+    return int(min(allowed * tokens, allowed * (tokens + steps) - entering * steps) + 1e-6)
+
+
+def binding_from(budget: float, protected: int, steps: int, cost: Cost, halves: Halves) -> int | None:
+    """The number of tokens from which on a budget can be met; None where it never can.
+
+    Fewer are exempt: ``protected`` tokens have the largest widths, and so have up to ``steps`` that came since the last allocation.
+    """
+    entering, least = cost.token(halves.keys[-1], halves.values[-1]), cost.token(halves.keys[0], halves.values[0])
+    allowed = budget * cost.dense
+    if allowed >= entering:
+        return 0
+    if allowed <= least:
+        return None
+    # protected * entering + (n - protected - steps) * least + steps * entering <= allowed * n, at the step before an allocation.
+    wide = (protected + steps) * (entering - least)
+    return math.ceil(wide / (allowed - least))

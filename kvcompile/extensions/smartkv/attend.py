@@ -1,0 +1,200 @@
+"""``kvcompile::smartkv_attend`` and ``kvcompile::smartkv_observe``: attention that adds to each token what it gave to it.
+
+``smartkv_attend``   attends over the buckets of keys and values (``schemes.smartkv.buckets``) as ``attend`` over planes, with all of its
+                     masks, and then moves the averages in the planes ``importance`` and ``heads`` on by one step a query
+``smartkv_observe``  does only the latter, where a prompt attends to its own tokens in full precision
+
+The bodies are the definition; on CUDA kernels take the place of the first where the queries are few (``decode_step``). They take queries in
+tiles, so that nothing has as many entries as there are queries times tokens, and decode the tokens of one kv head at a time. Nothing waits
+for the device.
+
+What a query gives to a token is its softmax weight, the mean over the heads that read one kv head, and over all heads. Averages move by
+``decay`` a query: a query that has ``n`` others behind it counts decay ** n, so that those of a long prompt's beginning count for nothing
+and are not looked at. A token that any of the queries looked at may see is above zero ever after, however little it got.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.extensions.smartkv.buckets import Buckets, values
+from kvcompile.extensions.smartkv.decode_step import Step, scheme_of, step_by_kernels, step_gap
+from kvcompile.extensions.smartkv.importance import LEAST, head_measure
+from kvcompile.extensions.smartkv.movement import BY_KERNELS
+from kvcompile.lowering.host.launches import Direct
+from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
+from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, softmax_parts, weighted
+from kvcompile.schemes import Smartkv
+
+OPERANDS = (
+    "Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
+    " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor(a!) importance, Tensor(b!) heads"
+)
+LIBRARY.define(f"smartkv_attend({OPERANDS}) -> Tensor")
+LIBRARY.define(f"smartkv_observe({OPERANDS}, str scheme) -> ()")
+
+TILE = 64
+"""Queries that are attended with at a time."""
+
+COUNTS = 2.0**-30
+"""The weight below which a query counts for nothing in an average."""
+
+
+def _tiles(operands: AttendOperands[torch.Tensor]) -> Iterator[tuple[int, AttendOperands[torch.Tensor]]]:
+    """The operands for up to ``TILE`` queries at a time, with the number of the first of them."""
+    count = operands.q.shape[2]
+    for start in range(0, count, TILE):
+        yield start, _queries(operands, start, min(start + TILE, count))
+
+
+def _queries(operands: AttendOperands[torch.Tensor], start: int, stop: int) -> AttendOperands[torch.Tensor]:
+    """The operands for the queries from ``start`` to ``stop`` - 1."""
+    some = slice(start, stop)
+
+    def of(limit: torch.Tensor | None, dim: int) -> torch.Tensor | None:
+        return limit if limit is None or limit.shape[dim] == 1 else limit.narrow(dim, start, stop - start)
+
+    hi, lo, bias = of(operands.hi, 1), of(operands.lo, 1), of(operands.bias, 2)
+    assert hi is not None
+    return dataclasses.replace(operands, q=operands.q[:, :, some], hi=hi, lo=lo, bias=bias)
+
+
+@dataclasses.dataclass
+class _Averages:
+    """The averages of one call, moved on by tiles of queries: what each token got, plain and by weight of its head [B, T]; heads [B, K]."""
+
+    scheme: Smartkv
+    plain: torch.Tensor
+    weighted: torch.Tensor
+    heads: torch.Tensor
+    seen: torch.Tensor
+    count: int
+
+    @staticmethod
+    def of(scheme: Smartkv, importance: torch.Tensor, heads: torch.Tensor, count: int) -> _Averages:
+        """Averages that begin as the planes are, with ``count`` queries to come."""
+        rows = as_tokens(importance)[:, 0]
+        measured = heads[0, :, :, 0, 0].clone()
+        plain, by_heads = (rows * scheme.decay**count).unbind(-1)
+        # A head that nothing is known of weighs as the source begins, 1.
+        measured = torch.where(measured == 0, torch.ones_like(measured), measured)
+        return _Averages(scheme, plain.clone(), by_heads.clone(), measured, torch.zeros_like(plain, dtype=torch.bool), count)
+
+    @property
+    def skipped(self) -> int:
+        """How many of the first queries count for nothing."""
+        slowest = max(self.scheme.decay, self.scheme.head_decay)
+        return max(0, self.count - math.ceil(math.log(COUNTS) / math.log(slowest))) if slowest > 0 else max(0, self.count - 1)
+
+    def add(self, start: int, head: int, kv_heads: int, weights: torch.Tensor, total: torch.Tensor) -> None:
+        """Take in what ``softmax_parts`` gave of one kv head, for the queries of a tile from number ``start`` on."""
+        scheme, tokens = self.scheme, self.plain.shape[1]
+        shares = torch.where(total == 0, 0, weights / total).to(torch.float32).nan_to_num(0.0, 0.0, 0.0)[..., :tokens]
+        rows, _, count, held = shares.shape
+        behind = self.count - 1 - start - torch.arange(count, device=shares.device)
+        # [B, S, G, T] as rows of a softmax each, whose measure is one number a query.
+        flat = shares.transpose(1, 2).flatten(0, 1)
+        # A mask that is added hides as well as one that is said: what got nothing at all was not seen.
+        visible = (shares > 0).any(1)
+        measure = head_measure(flat, scheme.measure, visible.flatten(0, 1)).mean(-1).view(rows, count)
+        heads = self._heads(head, measure)
+        mass = shares.mean(1)
+        weight = (1 - scheme.decay) * scheme.decay**behind.to(torch.float32) / kv_heads
+        self.plain[:, :held] += torch.einsum("s,bst->bt", weight, mass)
+        self.weighted[:, :held] += torch.einsum("s,bs,bst->bt", weight, heads, mass)
+        self.seen[:, :held] |= visible.any(1)
+
+    def _heads(self, head: int, measure_BS: torch.Tensor) -> torch.Tensor:
+        """Move a head's average on by the measures of some queries; return it as it was after each of them, [B, S]."""
+        decay, count = self.scheme.head_decay, measure_BS.shape[1]
+        number = torch.arange(count, device=measure_BS.device)
+        apart = number[:, None] - number[None, :]
+        share = torch.where(apart >= 0, (1 - decay) * decay ** apart.clamp(min=0).to(torch.float32), 0.0)
+        after = decay ** (number + 1).to(torch.float32) * self.heads[:, head, None] + measure_BS @ share.T
+        self.heads[:, head] = after[:, -1]
+        return after
+
+    def store(self, importance: torch.Tensor, heads: torch.Tensor) -> None:
+        """Write the averages into their planes."""
+        least = torch.where(self.seen, LEAST, 0.0)
+        told = torch.stack([torch.maximum(self.plain, least), self.weighted], dim=-1)
+        importance.copy_(told.unflatten(1, (importance.shape[0], -1)).transpose(0, 1).unsqueeze(2))
+        heads[0, :, :, 0, 0] = self.heads
+
+
+def smartkv_attend_body(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The result [B, H, S, Dv] in q's dtype, as ``attend`` gives it; the averages are moved on."""
+    given = named(smartkv_attend, args, kwargs)
+    operands, importance, heads = attend_operands(given), given["importance"], given["heads"]
+    step = Step(operands, importance, heads)
+    return step_by_kernels(Direct(cuda=True), step) if operands.q.is_cuda and step_gap(step) is None else attend_by_definition(step)
+
+
+def attend_by_definition(step: Step) -> torch.Tensor:
+    """The result without kernels."""
+    operands, importance, heads = step.attend, step.importance, step.heads
+    keys, value_scheme = step.schemes
+    q, tokens = operands.q, importance.shape[0] * importance.shape[3]
+    compute = torch.promote_types(q.dtype, torch.float32)
+    averages = _Averages.of(keys, importance, heads, q.shape[2])
+    key_half, value_half = Buckets.of(tuple(operands.keys), keys.form), Buckets.of(tuple(operands.values), value_scheme.form)
+    kv_heads = operands.keys[0].shape[2]
+    group = q.shape[1] // kv_heads
+    out = q.new_empty(*q.shape[:3], operands.value_dim)
+    for head in range(kv_heads):
+        k, v = (_values(half, tokens, head).to(compute) for half in (key_half, value_half))
+        of_head = slice(head * group, (head + 1) * group)
+        for start, some in _tiles(operands):
+            parts = softmax_parts(some, of_head, k, compute)[:3]
+            out[:, of_head, start : start + TILE] = weighted(*parts, v).to(q.dtype)
+            if start + some.q.shape[2] > averages.skipped:
+                averages.add(start, head, kv_heads, *parts[:2])
+    averages.store(importance, heads)
+    return out
+
+
+def _values(half: Buckets, tokens: int, head: int) -> torch.Tensor:
+    """The values of the first tokens of one kv head, [B, 1, T, D], without a wait for the device."""
+    return BY_KERNELS.values(half, tokens, head) if half.ends.is_cuda else values(half, tokens, slice(head, head + 1))
+
+
+def smartkv_observe_body(*args: Any, **kwargs: Any) -> None:
+    """Move the averages on by what queries [B, H, S, D] give to keys that are one dense plane."""
+    given = named(smartkv_observe, args, kwargs)
+    operands, importance, heads = attend_operands(given), given["importance"], given["heads"]
+    compute = torch.promote_types(operands.q.dtype, torch.float32)
+    averages = _Averages.of(scheme_of(given["scheme"]), importance, heads, operands.q.shape[2])
+    keys = as_tokens(operands.keys[0])
+    kv_heads = keys.shape[1]
+    group = operands.q.shape[1] // kv_heads
+    for head in range(kv_heads):
+        k = keys[:, head : head + 1].to(compute)
+        for start, some in _tiles(operands):
+            if start + some.q.shape[2] > averages.skipped:
+                parts = softmax_parts(some, slice(head * group, (head + 1) * group), k, compute)[:3]
+                averages.add(start, head, kv_heads, *parts[:2])
+    averages.store(importance, heads)
+
+
+def _attend_meta(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Shape of the result."""
+    operands: AttendOperands[torch.Tensor] = attend_operands(named(smartkv_attend, args, kwargs))
+    return operands.q.new_empty(*operands.q.shape[:3], operands.value_dim)
+
+
+def _observe_meta(*args: Sequence[Any], **kwargs: Mapping[str, Any]) -> None:
+    return None
+
+
+LIBRARY.impl("smartkv_attend", smartkv_attend_body, "CompositeExplicitAutograd")
+LIBRARY.impl("smartkv_attend", _attend_meta, "Meta")
+LIBRARY.impl("smartkv_observe", smartkv_observe_body, "CompositeExplicitAutograd")
+LIBRARY.impl("smartkv_observe", _observe_meta, "Meta")
+
+smartkv_attend = torch.ops.kvcompile.smartkv_attend.default
+smartkv_observe = torch.ops.kvcompile.smartkv_observe.default

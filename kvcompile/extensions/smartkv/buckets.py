@@ -1,0 +1,362 @@
+"""Buckets: the stored tokens of one half (keys or values) of a layer, those of a batch row and a level (``ladder``) together.
+
+::
+
+    entering   codes [N, B, K, page, D] uint8, scales [N, B, K, page, 1]   8 bits, the token at position first + i in row i
+    first      int64 [1, 1, 1, 1, 1]                                       the position of the first entering token
+    ends       int32 [1, B, 1, 1, 2 * levels]                              the place where each bucket ends, its first row of the pool
+    scales     [M, 1, K, 1, 1]                                             of all buckets
+    where      int32 [M, 1, 1, 1, 1]                                       the position of the token at each place
+    pool       [P, 1, 1, 1, 16] uint8                                      codes of all buckets
+    mean       bfloat16 [1, B, K, 1, D], keys in a frame of their own      what is added to narrow keys
+
+With tier 2 there are two planes more, ``entered`` behind the entering scales and ``originals`` behind the mean (``originals``).
+
+Places number the settled tokens: those of batch row 0, from the lowest level up, each by position; then row 1. Keys and values have the
+same places. A bucket of n tokens from place p on has the scales [K, n] at K p, and in the pool its codes, head by head: [K, n, bytes] for
+each part that its width has in memory (``codes.parts_of``), from a whole row on. So a head's tokens of a bucket are one piece of memory.
+
+``ends`` alone says how many tokens a bucket has, so tokens change buckets while planes stay where they are: the pool, ``scales`` and
+``where`` may be longer than their tokens are. A token is in one place: where its position stands in ``where``, or entering if that is
+not below ``first``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvcompile.extensions.smartkv import codes as coder
+from kvcompile.extensions.smartkv import originals
+from kvcompile.extensions.smartkv.codes import ENTERING, Frame
+from kvcompile.schemes.adaptive import on_device
+from kvcompile.schemes.base import Planes
+from kvcompile.types import Extent, PlaneSpec, SlotSpec
+
+CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, POOL, MEAN = range(8)
+"""The index of each plane in a layout without tier 2; only keys in a frame of their own have the last."""
+
+ROW = 16
+"""Bytes of a row of the pool."""
+
+MEAN_DTYPE = torch.bfloat16
+"""Any number does, as long as all read the same: it has float32's range."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a half's codes: the bits of each level, the frame of narrow ones, whether they are keys, and have originals kept."""
+
+    widths: tuple[int, ...]
+    frame: Frame = Frame.TURNED
+    keys: bool = False
+    kept: bool = False
+
+    @property
+    def turned(self) -> bool:
+        """Whether narrow codes are less a mean and turned."""
+        return self.keys and self.frame is Frame.TURNED
+
+    @property
+    def read(self) -> int:
+        """How many planes attention is given, the first ones."""
+        return MEAN + self.turned + self.kept
+
+
+def plane_specs(slot: SlotSpec, form: Form, scale_dtype: torch.dtype, host: bool = False) -> tuple[PlaneSpec, ...]:
+    """The planes of one half, in the order of ``Buckets``; ``host``: originals of settled tokens lie in pinned host memory."""
+    own = Extent.STORE
+    mean = (PlaneSpec("mean", MEAN_DTYPE, slot.head_dim, 1, Extent.ROW, tally=True),) if form.turned else ()
+    return (
+        PlaneSpec("codes", torch.uint8, slot.head_dim),
+        PlaneSpec("scales", scale_dtype, 1),
+        *((originals.entered_spec(slot),) if form.kept else ()),
+        PlaneSpec("first", torch.int64, 1, 1, Extent.BATCH, tally=True, shared=True, first=True),
+        PlaneSpec("ends", torch.int32, 2 * len(form.widths), 1, Extent.ROW, tally=True, shared=True),
+        PlaneSpec("settled_scales", scale_dtype, 1, 1, own, tally=True, pooled=True),
+        PlaneSpec("where", torch.int32, 1, 1, own, tally=True, shared=True, pooled=True),
+        PlaneSpec("pool", torch.uint8, ROW, 1, own, tally=True, shared=True, pooled=True),
+        *mean,
+        *((originals.originals_spec(slot, host),) if form.kept else ()),
+    )
+
+
+PAGES_BEHIND = 16
+"""Planes by position have room for a 16th more pages than they needed when they were made."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A bucket: its level, bits and batch row, parts of codes [K, n, bytes], scales [K, n], positions [n] int64; all are views."""
+
+    level: int
+    bits: int
+    row: int
+    codes: tuple[torch.Tensor, ...]
+    scales: torch.Tensor
+    where: torch.Tensor
+
+    @property
+    def position(self) -> torch.Tensor:
+        """Positions, int64."""
+        return self.where.to(torch.int64)
+
+    def coded(self, heads: slice = slice(None), index: torch.Tensor | slice = slice(None)) -> coder.Coded:
+        """Codes [K, n, bytes] and scales [K, n, 1] of some heads and tokens."""
+        return torch.cat([each[heads][:, index] for each in self.codes], -1), self.scales[heads][:, index].unsqueeze(-1)
+
+    def put(self, at: torch.Tensor, coded: coder.Coded, position: torch.Tensor) -> None:
+        """Write tokens [K, n, ...] at numbers ``at`` of the bucket."""
+        words, scales = coded
+        for own, new in zip(self.codes, words.split([each.shape[-1] for each in self.codes], -1), strict=True):
+            own[:, at] = new
+        self.scales[:, at] = scales.squeeze(-1)
+        self.where[at] = position.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The planes of one half as the module says; ``mean`` is None where narrow codes are not turned, the last two without tier 2.
+
+    ``originals`` is None too where attention has the planes.
+    """
+
+    entering: coder.Coded
+    first: torch.Tensor
+    ends: torch.Tensor
+    scales: torch.Tensor
+    where: torch.Tensor
+    pool: torch.Tensor
+    mean: torch.Tensor | None
+    form: Form
+    entered: torch.Tensor | None = None
+    originals: torch.Tensor | None = None
+
+    @staticmethod
+    def of(planes: Planes, form: Form) -> Buckets:
+        """The record of a half's planes; those behind them are left alone."""
+        read = form.read
+        mean, kept = planes[read - 1] if form.turned else None, planes[read] if form.kept and len(planes) > read else None
+        entered = planes[FIRST] if form.kept else None
+        codes, scales, first, ends, settled_scales, where, pool = (*planes[:FIRST], *planes[FIRST + form.kept : MEAN + form.kept])
+        return Buckets((codes, scales), first, ends, settled_scales, where, pool, mean, form, entered, kept)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The bits of each level."""
+        return self.form.widths
+
+    @property
+    def planes(self) -> Planes:
+        """The planes in the order of the layout."""
+        own = (*self.growing, self.first, self.ends, self.scales, self.where, self.pool)
+        return (*own, *(plane for plane in (self.mean, self.originals) if plane is not None))
+
+    @property
+    def growing(self) -> Planes:
+        """The planes of entering tokens."""
+        return self.entering if self.entered is None else (*self.entering, self.entered)
+
+    def entered_as(self, growing: Planes) -> Buckets:
+        """The half with other planes of entering tokens."""
+        codes, scales, *kept = growing
+        return replace(self, entering=(codes, scales), entered=kept[0] if kept else None)
+
+    @property
+    def rows(self) -> int:
+        """Batch rows."""
+        return self.ends.shape[1]
+
+    @property
+    def heads(self) -> int:
+        """Kv heads K."""
+        return self.entering[0].shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels D."""
+        return self.entering[0].shape[-1]
+
+    @functools.cached_property
+    def counts(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of each level of each batch row. Waits for the device."""
+        ends = self.ends[0, :, 0, 0, : len(self.widths)].flatten().tolist()
+        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        return tuple(tuple(sizes[at : at + len(self.widths)]) for at in range(0, len(sizes), len(self.widths)))
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The buckets, row by row. Waits for the device."""
+        return self.parts_of(self.counts)
+
+    def parts_of(self, counts: Sequence[Sequence[int]]) -> tuple[Part, ...]:
+        """The buckets, row by row, from the tokens of each level of each row, without a wait."""
+        found, place = [], 0
+        codes, scales, where = self.pool.flatten(), self.scales.flatten(), self.where.flatten()
+        begins = iter(pool_rows(counts, self.widths, self.heads, self.head_dim))
+        for row, of_row in enumerate(counts):
+            for level, (bits, count) in enumerate(zip(self.widths, of_row, strict=True)):
+                at, words = next(begins) * ROW, []
+                for width in coder.parts_of(bits, self.head_dim):
+                    size = self.heads * count * width
+                    words.append(codes[at : at + size].view(self.heads, count, width))
+                    at += size
+                own = slice(place, place + count)
+                of_scales = scales[place * self.heads :][: count * self.heads].view(self.heads, count)
+                found.append(Part(level, bits, row, tuple(words), of_scales, where[own]))
+                place += count
+        return tuple(found)
+
+    def histogram(self, count: int, first: int) -> dict[int, int]:
+        """How many of the first ``count`` tokens of all rows have how many bits; ``first`` is what the plane of that name holds."""
+        found = {ENTERING: self.rows * max(count - first, 0)}
+        for of_row in self.counts:
+            for bits, number in zip(self.widths, of_row, strict=True):
+                found[bits] = found.get(bits, 0) + number
+        return {bits: number for bits, number in sorted(found.items()) if number}
+
+    def plain(self, coded: coder.Coded, bits: int, row: int, heads: slice = slice(None)) -> torch.Tensor:
+        """The values float32 [K, n, D] of codes of some heads of a batch row."""
+        found = coder.decode(coded, bits)
+        if self.mean is None or bits == ENTERING:
+            return found
+        return coder.turned(found) + self.mean[0, row, heads].to(torch.float32)
+
+    def narrowed(self, coded: coder.Coded, bits: int, to: int, row: int) -> coder.Coded:
+        """Codes of fewer bits of codes [K, n, bytes] of a batch row, all heads."""
+        if self.mean is None or bits != ENTERING:
+            return coder.narrower(coded, bits, to, self.form.frame)
+        return self.coded(coder.decode(coded, bits), to, row)
+
+    def coded(self, x: torch.Tensor, bits: int, row: int) -> coder.Coded:
+        """Codes of values [K, n, D] of a batch row, all heads."""
+        if self.mean is not None and bits != ENTERING:
+            x = coder.turned(x - self.mean[0, row].to(torch.float32))
+        return coder.encode(x, bits, self.scales.dtype, self.form.frame)
+
+
+def pool_rows(counts: Sequence[Sequence[int]], widths: tuple[int, ...], heads: int, head_dim: int) -> list[int]:
+    """The first row of the pool of each bucket, and behind them how many rows there are."""
+    found = [0]
+    for of_row in counts:
+        for bits, count in zip(widths, of_row, strict=True):
+            found.append(found[-1] + -(-count * heads * (head_dim * bits // 8) // ROW))
+    return found
+
+
+def with_pool_rows(ends_LBn: torch.Tensor, widths: tuple[int, ...], heads: int, head_dim: int) -> torch.Tensor:
+    """Planes ``ends`` int32 [L, 1, B, 1, 1, 2 * levels] from places int32 [L, B, levels] where buckets end. Waits for nothing."""
+    sizes = on_device([heads * (head_dim * bits // 8) for bits in widths], ends_LBn.device)
+    flat = ends_LBn.flatten(1).to(torch.int64)
+    counts = flat - torch.nn.functional.pad(flat[:, :-1], (1, 0))
+    needed = (counts.view(ends_LBn.shape) * sizes + (ROW - 1)) // ROW
+    begins = (needed.flatten(1).cumsum(1).view(ends_LBn.shape) - needed).to(ends_LBn.dtype)
+    return torch.cat([ends_LBn, begins], -1).view(len(ends_LBn), 1, ends_LBn.shape[1], 1, 1, -1)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The lengths of planes: rows of the pool, and tokens of ``scales`` and ``where``."""
+
+    rows: int
+    tokens: int
+
+    @staticmethod
+    def of(counts: Sequence[Sequence[int]], like: Buckets) -> Room:
+        """The room that some tokens of each bucket need."""
+        return Room(pool_rows(counts, like.widths, like.heads, like.head_dim)[-1], sum(map(sum, counts)))
+
+
+def values(half: Buckets, count: int, heads: slice = slice(None)) -> torch.Tensor:
+    """The values at positions 0 to ``count`` - 1 of some heads, float32 [B, K, T, D]; zero where no token is. Waits for the device."""
+    entering = coder.decode((half.entering[0][:, :, heads], half.entering[1][:, :, heads]), ENTERING)
+    entering = entering.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    rows, kv_heads, tokens, dim = entering.shape
+    # Tokens behind the last one that was asked for go to one more place.
+    out = entering.new_zeros(rows, kv_heads, count + 1, dim)
+    at = (half.first.flatten() + torch.arange(tokens, device=out.device)).clamp(max=count)
+    out.index_copy_(2, at, entering)
+    for part in half.parts:
+        out[part.row].index_copy_(1, part.position.clamp(max=count), half.plain(part.coded(heads), part.bits, part.row, heads))
+    return out[:, :, :count]
+
+
+def levels(half: Buckets, count: int) -> torch.Tensor:
+    """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; where they enter, how many levels there are.
+
+    Waits for the device.
+    """
+    found = torch.full((half.rows, count), len(half.widths), dtype=torch.int8, device=half.ends.device)
+    for part in half.parts:
+        found[part.row, part.position] = part.level
+    return found
+
+
+def empty(half: Buckets, pages: int) -> Planes:
+    """Planes for ``pages`` pages of entering tokens."""
+    return tuple(plane.new_zeros(pages, *plane.shape[1:]) for plane in half.growing)
+
+
+def with_room(half: Buckets, pages: int) -> Buckets:
+    """Have ``pages`` pages for entering tokens, or twice as many as there were if that is more: few steps change the planes."""
+    held = half.entering[0].shape[0]
+    if pages <= held:
+        return half
+    pages = max(pages, 2 * held)
+    return half.entered_as(tuple(grown(plane, pages) for plane in half.growing))
+
+
+def grown(plane: torch.Tensor, pages: int) -> torch.Tensor:
+    """The plane with ``pages`` pages at least, new ones zero; itself where it has them."""
+    held = plane.shape[0]
+    return plane if pages <= held else torch.cat([plane, plane.new_zeros(pages - held, *plane.shape[1:])])
+
+
+def pages_by_position(pages: int) -> int:
+    """How many pages a plane that grows with all positions gets where it needs so many: a little more, so that few steps change it."""
+    return pages + pages // PAGES_BEHIND
+
+
+def made(half: Buckets, ends: torch.Tensor, first: torch.Tensor, room: Room) -> Buckets:
+    """Buckets with room for some tokens, none of them written, and no entering token; ``ends``: the plane of that name."""
+    return replace(
+        half.entered_as(empty(half, 0)), first=first, ends=ends.clone(),
+        scales=half.scales.new_zeros(room.tokens, *half.scales.shape[1:]), where=half.where.new_zeros(room.tokens, *half.where.shape[1:]),
+        pool=half.pool.new_zeros(room.rows, *half.pool.shape[1:]),
+    )
+
+
+def cut(half: Buckets, count: int) -> Buckets:
+    """The first ``count`` tokens; codes as they are. Waits for the device."""
+    if count >= int(half.first):
+        return half
+    picked = [(part, (part.position < count).nonzero().flatten()) for part in half.parts]
+    return _chosen(half, [picked[at : at + len(half.widths)] for at in range(0, len(picked), len(half.widths))], torch.full_like(
+        half.first, count,
+    ))
+
+
+def of_rows(half: Buckets, rows: torch.Tensor) -> Buckets:
+    """The tokens of the given batch rows, in their order; codes as they are. Waits for the device."""
+    number = len(half.widths)
+    picked = [
+        [(part, torch.arange(part.scales.shape[1], device=rows.device)) for part in half.parts[row * number : (row + 1) * number]]
+        for row in rows.tolist()
+    ]
+    chosen = _chosen(half, picked, half.first.clone()).entered_as(tuple(plane.index_select(1, rows) for plane in half.growing))
+    mean, kept = (None if plane is None else plane.index_select(1, rows) for plane in (half.mean, half.originals))
+    return replace(chosen, mean=mean, originals=kept)
+
+
+def _chosen(half: Buckets, picked: list[list[tuple[Part, torch.Tensor]]], first: torch.Tensor) -> Buckets:
+    """Some tokens of each level of each row of new buckets, as parts of the old ones and numbers in them."""
+    counts = [[len(index) for _, index in of_row] for of_row in picked]
+    sizes = torch.tensor(counts, dtype=torch.int32, device=half.ends.device).view(len(picked), len(half.widths))
+    ends = sizes.flatten().cumsum(0, dtype=torch.int32).view(1, *sizes.shape)
+    chosen = made(half, with_pool_rows(ends, half.widths, half.heads, half.head_dim)[0], first, Room.of(counts, half))
+    for (old, index), new in zip((item for of_row in picked for item in of_row), chosen.parts, strict=True):
+        new.put(torch.arange(len(index), device=index.device), old.coded(index=index), old.position[index])
+    return chosen

@@ -1,0 +1,131 @@
+"""Budget: the bytes of a token at each width, and how many bytes a layer may spend (sections 2.2, 5.1, 10.1, 10.2).
+
+A budget is a fraction of what the layer's tokens take in 16 bits. It is counted in stored bytes: codes, scales, and what a token costs
+beside them whatever its width (its position). The formulas are sympy expressions, and numbers are made from them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+
+from kvcompile.errors import BadOption
+from kvcompile.extensions.smartkv.codes import WIDTHS
+
+BITS, HEAD_DIM, SCALE_BYTES, HEADS = sympy.symbols("bits head_dim scale_bytes heads", positive=True)
+
+HALF_BYTES = HEADS * (HEAD_DIM * BITS / 8 + SCALE_BYTES)
+"""Stored bytes of the keys or the values of one token (2.2, with one scale for a head)."""
+
+DENSE_BYTES = 2 * HEADS * HEAD_DIM * 2
+"""Bytes of the keys and values of one token in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The widths that keys and values may have, each ascending. Their errors differ: a key's is inside the softmax."""
+
+    keys: tuple[int, ...] = WIDTHS
+    values: tuple[int, ...] = WIDTHS
+
+    def __post_init__(self) -> None:
+        for name, widths in (("keys", self.keys), ("values", self.values)):
+            if not widths or tuple(sorted(set(widths))) != widths or not set(widths) <= set(WIDTHS):
+                raise BadOption(
+                    scheme="smartkv", option=f"{name} widths", expected=f"some of {WIDTHS}, ascending", found=widths,
+                    todo="keys of (3, 4, 8) and values of (2, 3, 4, 8) are what the source suggests",
+                )
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        yield self.keys
+        yield self.values
+
+
+@functools.cache
+def _half_bytes(heads: int, head_dim: int, bits: int, scale_bytes: int) -> int:
+    """Return the value of ``HALF_BYTES``; every allocation asks, and sympy takes its time."""
+    return int(HALF_BYTES.subs({HEADS: heads, HEAD_DIM: head_dim, BITS: bits, SCALE_BYTES: scale_bytes}))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of a token of one layer, from kv heads, head dim, bytes of a scale, and bytes beside the codes whatever the width."""
+
+    heads: int
+    head_dim: int
+    scale_bytes: int = 2
+    beside: int = 4
+
+    def half(self, bits: int) -> int:
+        """Stored bytes of one token's keys, or of its values, at a width."""
+        return _half_bytes(self.heads, self.head_dim, bits, self.scale_bytes)
+
+    def token(self, keys: int, values: int) -> int:
+        """Stored bytes of one token at a width of its keys and one of its values."""
+        return self.half(keys) + self.half(values) + self.beside
+
+    @property
+    def dense(self) -> int:
+        """Bytes of one token in 16 bits."""
+        return int(DENSE_BYTES.subs({HEADS: self.heads, HEAD_DIM: self.head_dim}))
+
+    def least(self, halves: Halves) -> float:
+        """The smallest budget there is: every token at its least widths."""
+        return self.token(halves.keys[0], halves.values[0]) / self.dense
+
+    def most(self, halves: Halves) -> float:
+        """The budget above which nothing is gained: every token at its largest widths."""
+        return self.token(halves.keys[-1], halves.values[-1]) / self.dense
+
+    def check(self, budget: float, halves: Halves) -> None:
+        """Raise BadOption where a budget is below the least."""
+        least = self.least(halves)
+        if not budget >= least:
+            raise BadOption(
+                scheme="smartkv", option="budget", expected=f"at least {least:.4f} with {self.head_dim} channels a head, scales of "
+                f"{8 * self.scale_bytes} bits and widths from {halves.keys[0]} and {halves.values[0]} bits", found=budget,
+                todo=f"pass budget={_above(least)}, or allow narrower codes",
+            )
+
+
+def _above(least: float) -> float:
+    """The least number of two decimals that is not below."""
+    return math.ceil(round(least * 100, 10)) / 100
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A budget that changes once, with the number of tokens (10.1): ``below`` under ``threshold`` tokens, ``above`` from there on."""
+
+    below: float
+    above: float
+    threshold: int
+
+    def at(self, tokens: int) -> float:
+        """The budget at a number of tokens."""
+        return self.below if tokens < self.threshold else self.above
+
+
+def layer_budgets(budget: float, weights: Sequence[float], least: float, most: float) -> list[float]:
+    """Return a budget for each layer, in proportion to its weight between ``least`` and ``most``, ``budget`` on average (10.2).
+
+    What a layer cannot take or must have beyond its share the others give or get, so the whole is met.
+    """
+    if not all(weight > 0 for weight in weights):
+        raise BadOption(
+            scheme="smartkv", option="layer weights", expected="a positive number for every layer", found=list(weights),
+            todo="a layer that matters little gets a small weight, none gets zero",
+        )
+    if not least <= budget <= most:
+        return [min(max(budget, least), most)] * len(weights)
+    # The sum grows with the factor: bisection finds the one that meets the whole.
+    low, high = 0.0, most / min(weights)
+    for _ in range(200):
+        middle = (low + high) / 2
+        found = [min(max(middle * weight, least), most) for weight in weights]
+        low, high = (middle, high) if sum(found) < budget * len(weights) else (low, middle)
+    return [min(max(low * weight, least), most) for weight in weights]

@@ -1,0 +1,47 @@
+"""Clock: when a layer's widths are decided anew (section 5.2): after an interval, or earlier where importance has drifted."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.extensions.smartkv.importance import EPSILON
+
+
+def interval(layer: int, tokens: int, base: int = 16) -> int:
+    """Steps between two allocations: max(base * (1 + layer // 4), max(32, tokens / 8)), so deep layers and long contexts wait longer."""
+    return max(base * (1 + layer // 4), 32, tokens // 8)
+
+
+def percentiles(importance_RT: torch.Tensor, keep_RT: torch.Tensor | None = None) -> torch.Tensor:
+    """The share of tokens that are less important than each, in [0, 1), float32 [R, T]; equal importance shares a rank.
+
+    Tokens that are not there rank at 0 and count for none.
+    """
+    keep = torch.ones_like(importance_RT, dtype=torch.bool) if keep_RT is None else keep_RT
+    held = torch.where(keep, importance_RT, float("-inf")).contiguous()
+    below = torch.searchsorted(held.sort(-1).values, held)
+    missing = (~keep).sum(-1, keepdim=True)
+    share = (below - missing) / keep.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(keep, share, 0.0).to(torch.float32)
+
+
+def divergence(now_RT: torch.Tensor, before_RT: torch.Tensor, common_RT: torch.Tensor) -> torch.Tensor:
+    """KL(now | before) in nats of importance as a distribution over the tokens that both know, float32 [R].
+
+    Over all tokens it is infinite as soon as one is new.
+    """
+    p, q = (torch.where(common_RT, item, 0.0).to(torch.float32) + EPSILON * common_RT for item in (now_RT, before_RT))
+    p, q = (item / item.sum(-1, keepdim=True).clamp(min=EPSILON) for item in (p, q))
+    return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1).clamp(min=0)
+
+
+def drifted(
+    now_RT: torch.Tensor, before_RT: torch.Tensor, common_RT: torch.Tensor, *, tau: float = 0.02, moved: float = 0.05, share: float = 0.10
+) -> torch.Tensor:
+    """Whether a row's importance has drifted since the last allocation, bool [R].
+
+    Its divergence is above ``tau`` nats, or more than ``share`` of the tokens that both know have moved by ``moved`` of all ranks.
+    """
+    apart = (percentiles(now_RT, common_RT) - percentiles(before_RT, common_RT)).abs() >= moved
+    count = common_RT.sum(-1).clamp(min=1)
+    return (divergence(now_RT, before_RT, common_RT) > tau) | ((apart & common_RT).sum(-1) / count > share)

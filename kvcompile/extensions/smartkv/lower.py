@@ -1,0 +1,39 @@
+"""Inductor's lowering of ``kvcompile::smartkv_attend``: its kernels as one node on CUDA, else the operation as it is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from kvcompile.extensions.smartkv.attend import smartkv_attend
+from kvcompile.extensions.smartkv.decode_step import Step, step_by_kernels, step_gap
+from kvcompile.lowering.host.buffers import channels_together, is_box, realize
+from kvcompile.lowering.host.inductor_api import fallback_handler
+from kvcompile.lowering.host.launch_node import lower_launches, stand_in
+from kvcompile.lowering.host.launches import Launcher
+from kvcompile.lowering.host.torch_api import tree_map
+from kvcompile.lowering.ops.operands import attend_operands, named, names_of
+
+log = logging.getLogger(__name__)
+
+
+def lower_smartkv(*args: Any, **kwargs: Any) -> Any:
+    """The result of a site as a box; operands as ``smartkv_attend`` has them. Logs why CUDA is left with the definition."""
+    given = named(smartkv_attend, args, kwargs)
+    if given["q"].get_device().type == "cuda":
+        given = {**given, "q": channels_together(given["q"])}
+        gap = step_gap(_step(tree_map(lambda box: stand_in(realize(box)) if is_box(box) else box, given, is_leaf=is_box)))
+        if gap is None:
+            return lower_launches(_launches, [given], [given["importance"], given["heads"]])[0]
+        log.debug("attention over the buckets of smartkv runs its definition: found %s", gap)
+    return fallback_handler(smartkv_attend)(*(given.get(name) for name in names_of(smartkv_attend)))
+
+
+def _step(given: dict[str, Any]) -> Step:
+    return Step(attend_operands(given), given["importance"], given["heads"])
+
+
+def _launches(launcher: Launcher, given: dict[str, Any]) -> list[torch.Tensor]:
+    return [step_by_kernels(launcher, _step(given))]

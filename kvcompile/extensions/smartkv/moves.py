@@ -1,0 +1,201 @@
+"""Moves: tokens go to the buckets of their new levels, into planes that stay where they are as long as there is room.
+
+What becomes narrower is coded again from its codes, the rest is moved as it is; with tier 2 what changes its width is coded from its
+original (``originals``). A move reads the old planes and writes new ones of the same
+length, which are then copied over the old ones: a graph that was recorded with them finds them where they were. Planes get a little more
+room than their tokens need, so that few moves make others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from kvcompile.extensions.smartkv import buckets, originals
+from kvcompile.extensions.smartkv import codes as coder
+from kvcompile.extensions.smartkv.buckets import Buckets, Room
+from kvcompile.extensions.smartkv.codes import ENTERING
+from kvcompile.extensions.smartkv.originals import Again
+from kvcompile.schemes.base import Planes
+from kvcompile.types import PAGE, pages_for
+
+SLACK = 128
+"""Planes that are made anew have room for a 128th more than their tokens need."""
+
+
+def with_slack(need: Room) -> Room:
+    """Room for a little more than is needed."""
+    return Room(need.rows + need.rows // SLACK, need.tokens + need.tokens // SLACK)
+
+
+def fits(half: Buckets, need: Room) -> bool:
+    """Whether a half's planes have the room."""
+    return need.rows <= half.pool.shape[0] and need.tokens <= half.where.shape[0]
+
+
+def held_bytes(half: Buckets, room: Room | None = None) -> int:
+    """Bytes of a half's settled tokens with that room, or with the room that its planes have."""
+    room = room or Room(half.pool.shape[0], half.where.shape[0])
+    return room.rows * buckets.ROW + room.tokens * (half.heads * half.scales.itemsize + half.where.itemsize)
+
+
+@dataclass(frozen=True)
+class Order:
+    """New places of a half's tokens: levels int8 [B, T], places int32 [B, T], the plane ``ends``.
+
+    ``counts``: tokens of each level of each row, on the host. ``again``: those that are coded from their originals, with tier 2.
+    """
+
+    levels: torch.Tensor
+    place: torch.Tensor
+    ends: torch.Tensor
+    counts: tuple[tuple[int, ...], ...]
+    again: Again | None = None
+
+
+def placed(levels_LBT: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The place of each token, int32 [L, B, T], and ``ends``, int32 [L, B, levels], from levels below ``number``, int8 [L, B, T]."""
+    layers, rows, tokens = levels_LBT.shape
+    found, order = levels_LBT.sort(dim=-1, stable=True)
+    begin = (torch.arange(rows, device=order.device) * tokens).view(1, -1, 1)
+    counting = torch.arange(tokens, device=order.device).expand_as(order)
+    place = torch.zeros_like(order).scatter_(-1, order, counting) + begin
+    each = torch.arange(number, device=order.device, dtype=found.dtype).expand(layers, rows, -1).contiguous()
+    ends = torch.searchsorted(found, each, right=True) + begin
+    return place.to(torch.int32), ends.to(torch.int32)
+
+
+def order_of(levels_BT: torch.Tensor, half: Buckets) -> Order:
+    """The order of one half alone. Waits for the device."""
+    number = len(half.widths)
+    place, ends = placed(levels_BT.unsqueeze(0), number)
+    plane = buckets.with_pool_rows(ends, half.widths, half.heads, half.head_dim)[0]
+    return Order(levels_BT, place[0], plane, counts_of(ends[0].flatten().tolist(), number))
+
+
+def counts_of(ends: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each of ``number`` levels of each row, from places where buckets end, row by row."""
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return tuple(tuple(sizes[at : at + number]) for at in range(0, len(sizes), number))
+
+
+class Movement(Protocol):
+    """Reads and moves the tokens of a half on some device as ``Definition`` does."""
+
+    def levels(self, half: Buckets, count: int) -> torch.Tensor:
+        """Levels of the tokens at positions 0 to ``count`` - 1, int8 [B, T]; one more than the largest where they enter."""
+
+    def move(self, half: Buckets, order: Order, first: int, into: Buckets) -> None:
+        """Write codes, scales and positions of all tokens below T into the planes of ``into``, in ``order``.
+
+        ``first``: what the half's plane of that name holds. A token never becomes wider, unless ``order.again`` has it: what is written
+        of those makes no difference.
+        """
+
+
+class Definition:
+    """Moves by operators of torch; waits for the device."""
+
+    def levels(self, half: Buckets, count: int) -> torch.Tensor:
+        return buckets.levels(half, count)
+
+    def move(self, half: Buckets, order: Order, first: int, into: Buckets) -> None:
+        number = len(half.widths)
+        ends = order.ends[0, :, 0, 0, :number]
+        begins = ends - torch.tensor(order.counts, device=ends.device).view_as(ends)
+        for bits, row, take, position in _sources(half, order.levels.shape[1], first):
+            wanted, place = order.levels[row, position], order.place[row, position]
+            for part in into.parts[row * number : (row + 1) * number]:
+                if order.again is not None and part.bits != bits:
+                    continue
+                chosen = (wanted == part.level).nonzero().flatten()
+                if len(chosen):
+                    coded = take(chosen)
+                    coded = coded if part.bits == bits else into.narrowed(coded, bits, part.bits, row)
+                    part.put(place[chosen].to(torch.int64) - begins[row, part.level], coded, position[chosen])
+
+
+MOVEMENTS: dict[str, Movement] = {}
+"""Movements by kernels, by type of device; a room of kernels adds its own."""
+
+
+def movement(device: torch.device) -> Movement:
+    """Return the movement of a device: its kernels, or the definition."""
+    return MOVEMENTS.get(device.type, Definition())
+
+
+_Source = tuple[int, int, Callable[[torch.Tensor], coder.Coded], torch.Tensor]
+
+
+def _sources(half: Buckets, count: int, first: int) -> Iterator[_Source]:
+    """Places that tokens lie in: bits, batch row, a function from indices to codes [K, n, ...], and the position of each index."""
+    words, scales = half.entering
+    place = torch.arange(count - first, device=words.device)
+    for row in range(half.rows):
+        def entering(index: torch.Tensor, row: int = row) -> coder.Coded:
+            at = place[index] // PAGE, slice(None), place[index] % PAGE
+            return words[:, row][at].transpose(0, 1), scales[:, row][at].transpose(0, 1)
+
+        yield ENTERING, row, entering, place + first
+    for part in half.parts:
+        yield part.bits, part.row, lambda index, part=part: part.coded(index=index), part.position  # type: ignore[misc]
+
+
+def settled(half: Buckets, levels_BT: torch.Tensor) -> Buckets:
+    """All T tokens moved to the buckets that ``levels`` int8 [B, T] say, in planes without slack. Waits for the device."""
+    order, count = order_of(levels_BT, half), levels_BT.shape[1]
+    return moved(half, order, int(half.first), count, Room.of(order.counts, half))
+
+
+def mean_of(half: Buckets, first: int, count: int, there_BT: torch.Tensor) -> torch.Tensor:
+    """The plane ``mean`` of keys of which none is settled: over the tokens below ``count`` that are there."""
+    assert half.mean is not None
+    assert first == 0
+    x = coder.decode(half.entering, ENTERING).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count]
+    there = (there_BT[:, None, :, None] & x.isfinite().all(-1, keepdim=True)).to(torch.float32)
+    mean = (x.nan_to_num() * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp(min=1)
+    return mean.to(half.mean.dtype).unsqueeze(0)
+
+
+def moved(half: Buckets, order: Order, first: int, held: int, room: Room | None) -> Buckets:
+    """The half with its first T tokens moved, T from ``order``; those up to ``held`` are left entering.
+
+    ``first``: what the plane of that name holds. ``room``: that of new planes; None: its own planes are written.
+    """
+    count = order.levels.shape[1]
+    if room is None:
+        scales, where, pool = (torch.empty_like(plane) for plane in (half.scales, half.where, half.pool))
+        into = replace(half, ends=order.ends, scales=scales, where=where, pool=pool)
+    else:
+        into = buckets.made(half, order.ends, torch.full_like(half.first, count), room)
+    movement(half.ends.device).move(half, order, first, into)
+    if order.again is not None:
+        originals.settle(half, first, count)
+        originals.code_again(half, order.again, order.place, into, order.counts)
+    entering = _left(half, count - first, held - count)
+    if room is not None:
+        return into.entered_as(entering)
+    half.first.fill_(count)
+    for name in ("ends", "scales", "where", "pool"):
+        getattr(half, name).copy_(getattr(into, name))
+    return half.entered_as(entering)
+
+
+def _left(half: Buckets, start: int, count: int) -> Planes:
+    """The entering planes with the ``count`` tokens from number ``start`` on at their beginning; the very tensors where of that size."""
+    codes, scales = half.entering
+    if codes.shape[0] == 1 and count <= PAGE:
+        for plane in half.growing if count else ():
+            plane[:, :, :, :count] = plane[:, :, :, start : start + count].clone()
+        scales[:, :, :, count:].zero_()
+        return half.growing
+    number = start + torch.arange(count, device=codes.device)
+    kept = [plane[number // PAGE, :, :, number % PAGE] for plane in half.growing] if count else []
+    made = buckets.empty(half, max(1, pages_for(count)))
+    place = torch.arange(count, device=codes.device)
+    for plane, rows in zip(made, kept, strict=False):
+        plane[place // PAGE, :, :, place % PAGE] = rows
+    return made

@@ -1,0 +1,314 @@
+"""Reallocation: what a layer keeps of its tokens' importance becomes new levels, and then new buckets.
+
+Levels are decided for several layers side by side, as on a device the number of operations takes time, and without a wait for it
+(``decide``); each layer is then moved, when its caller likes (``moved``).
+
+Planes of keys that are read and written here, by position (pages of 64 rows, one for all heads):
+
+    importance  float32 [N, B, 1, page, 2]   plain, head-weighted; the plain one is above 0 where some query saw the token
+    before      bfloat16 [N, B, 1, page, 1]  the plain one at the last allocation
+    decided     int16 [N, B, 1, page, 1]     0: its width was never decided; else 1 + 4096 * checks in a row away from its rank + 4095 * it
+
+What nobody ever saw (left padding) is stored at the least level and counts neither as important nor in any mean or rank. It is stored
+nevertheless: a mask may show it later.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcompile.extensions.smartkv import buckets, clock, moves, originals
+from kvcompile.extensions.smartkv.allocation import allocate
+from kvcompile.extensions.smartkv.buckets import Buckets, Room
+from kvcompile.extensions.smartkv.codes import ENTERING
+from kvcompile.extensions.smartkv.hysteresis import Bounds, Decided, decide
+from kvcompile.extensions.smartkv.importance import blended, recent
+from kvcompile.extensions.smartkv.moves import SLACK, Order
+from kvcompile.extensions.smartkv.originals import Again
+from kvcompile.schemes.adaptive import Churn, Look, Reallocated, on_device
+from kvcompile.schemes.base import Planes
+from kvcompile.types import PAGE, SlotSpec, pages_for
+
+if TYPE_CHECKING:
+    from kvcompile.extensions.smartkv.scheme import Smartkv
+
+
+TOGETHER = 1 << 20
+"""Tokens, of all rows and layers, whose levels are decided side by side: some 120 bytes of scratch each."""
+
+RANKS = 4096
+"""Steps of a rank that ``decided`` tells apart."""
+
+
+def by_position(plane: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` rows of a plane [N, B, 1, page, width], as [B, T, width]."""
+    return plane[:, :, 0].transpose(0, 1).flatten(1, 2)[:, :count]
+
+
+def put(plane: torch.Tensor, rows_BTw: torch.Tensor) -> torch.Tensor:
+    """A new plane with as many pages as ``rows`` [B, T, width] need."""
+    pages = pages_for(rows_BTw.shape[1])
+    padded = torch.nn.functional.pad(rows_BTw, (0, 0, 0, pages * PAGE - rows_BTw.shape[1]))
+    made = padded.unflatten(1, (pages, PAGE)).transpose(0, 1).unsqueeze(2)
+    return made.to(plane.dtype).clone(memory_format=torch.contiguous_format)
+
+
+def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
+    """A new plane without what it says of positions from ``count`` on."""
+    return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))
+
+
+def drifted(scheme: Smartkv, importance_LBTw: torch.Tensor) -> torch.Tensor:
+    """Whether any row's importance has drifted since the last allocation, bool [L], from what ``of_layers`` gives."""
+    now, _, before = importance_LBTw.flatten(0, 1).unbind(-1)
+    common = (now > 0) & (before > 0)
+    found = clock.drifted(now, before, common, tau=scheme.tau, moved=scheme.moved, share=scheme.drift)
+    return found.view(importance_LBTw.shape[:2]).any(1)
+
+
+@functools.lru_cache(maxsize=1024)
+def interval(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
+    """Steps from an allocation of ``count`` tokens to the next one: the clock's, or fewer where their pages would exceed the budget."""
+    steps = clock.interval(layer, count, scheme.interval)
+    needed = _needed(scheme, slot, count)
+    if steps <= PAGE or spendable(scheme, slot, rows, count, layer, steps) >= needed:
+        return steps
+    # The more steps the less may be spent: the most whole pages that can be met, one at least.
+    pages = range((steps - 1) // PAGE, 1, -1)
+    met = bisect.bisect_left(pages, True, key=lambda each: spendable(scheme, slot, rows, count, layer, each * PAGE) >= needed)
+    return (pages[met] if met < len(pages) else 1) * PAGE
+
+
+def can_be_met(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> bool:
+    """Whether the least widths of ``count`` tokens, and the page that the next ones take, are within the budget."""
+    steps = min(PAGE, clock.interval(layer, count, scheme.interval))
+    return spendable(scheme, slot, rows, count, layer, steps) >= _needed(scheme, slot, count)
+
+
+def _needed(scheme: Smartkv, slot: SlotSpec, count: int) -> int:
+    """The least bytes of a row's settled tokens."""
+    cost, halves = scheme.cost(slot), scheme.halves
+    widest, least = cost.token(halves.keys[-1], halves.values[-1]), cost.token(halves.keys[0], halves.values[0])
+    return count * least + min(count, scheme.protect_first + scheme.protect_last) * (widest - least)
+
+
+def spendable(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
+    """Bytes that a row's settled tokens may take where their planes have slack too; see ``settled_bytes``."""
+    rounding = (buckets.ROW - 1) * 2 * len(scheme.levels) * rows
+    return max(0, int((settled_bytes(scheme, slot, rows, count, layer, last) - rounding) / (1 + 1 / SLACK) / rows))
+
+
+def settled_bytes(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
+    """Bytes that planes of a layer's settled tokens may take, so that the budget holds at each of ``last`` steps up to the next allocation.
+
+    Until then new tokens take whole pages, and everything that is kept by position grows with them.
+    """
+    cost = scheme.cost(slot)
+    share = min(scheme.layer_share(tokens, slot, layer) for tokens in (count, count + last))
+    fixed = 2 * 8 + rows * (2 * 4 * 2 * len(scheme.levels) + slot.heads * (4 + scheme.mean_bytes(slot)))
+    page = PAGE * rows * 2 * cost.half(ENTERING)
+
+    def left(steps: int) -> float:
+        kept = buckets.pages_by_position(pages_for(count + steps)) * PAGE * rows * scheme.for_good
+        return share * cost.dense * rows * (count + steps) - pages_entering(steps) * page - kept - fixed
+
+    # What is left grows with the steps but where pages are added: to those that enter, and by position, which is less than 64 tokens bring.
+    grow = [0, *(1 + (PAGE << number) for number in range(pages_entering(last).bit_length()))]
+    return int(min(left(steps) for steps in (*grow, *(steps + -(count + steps - 1) % PAGE for steps in grow)) if steps <= last))
+
+
+def pages_entering(tokens: int) -> int:
+    """How many pages there are for tokens that entered one by one: one at least, and twice as many whenever they are full."""
+    return 1 << (max(1, pages_for(tokens)) - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The planes that keys have beside their buckets."""
+
+    importance: torch.Tensor
+    before: torch.Tensor
+    heads: torch.Tensor
+    decided: torch.Tensor
+
+    @property
+    def planes(self) -> Planes:
+        """The planes in the order of the layout."""
+        return self.importance, self.before, self.heads, self.decided
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's buckets of keys, what is kept beside them, its buckets of values, its number and ``buckets.first``."""
+
+    keys: Buckets
+    kept: Kept
+    values: Buckets
+    number: int
+    first: int
+
+    @property
+    def halves(self) -> tuple[Buckets, Buckets]:
+        """Buckets of keys and of values."""
+        return self.keys, self.values
+
+
+def of_layers(layers: Sequence[Kept], count: int) -> torch.Tensor:
+    """Copies of the first ``count`` rows of planes ``importance`` and ``before`` of layers, float32 [L, B, T, 3]."""
+    return torch.stack([
+        torch.cat([by_position(kept.importance, count), by_position(kept.before, count).to(torch.float32)], -1) for kept in layers
+    ])
+
+
+@dataclass(frozen=True)
+class _Some:
+    """The decision of some layers: levels int8, places int32 [L, B, T]; planes ``ends`` of both halves, rows of ``before`` and ``decided``.
+
+    ``numbers`` [L, n]: settled tokens that change, those among them that become wider, promotions that codes cannot give, and where
+    buckets end, row by row; with tier 2 also how many tokens of each half are coded again, by row and level. ``before``: levels until now.
+    """
+
+    levels: torch.Tensor
+    before: torch.Tensor
+    place: torch.Tensor
+    ends: tuple[torch.Tensor, torch.Tensor]
+    plain: torch.Tensor
+    told: torch.Tensor
+    there: torch.Tensor
+    numbers: Look
+
+
+@dataclass(frozen=True)
+class Decision:
+    """New levels of ``count`` tokens of some layers, which were decided ``together`` at a time."""
+
+    count: int
+    together: int
+    some: tuple[_Some, ...]
+
+
+def decided(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
+    """Decide the levels of the tokens of some layers from their importance, float32 [L, B, T, 3]. Waits for nothing."""
+    rows, count = importance_LBTw.shape[1:3]
+    together = max(1, TOGETHER // (rows * count))
+    return Decision(count, together, tuple(
+        _some(scheme, layers[at : at + together], slot, importance_LBTw[at : at + together]) for at in range(0, len(layers), together)
+    ))
+
+
+def _some(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _Some:
+    """Decide the levels of layers side by side."""
+    terms, levels, rows, count = scheme.terms(slot), scheme.levels, *importance_LBTw.shape[1:3]
+    plain, weighted, _ = importance_LBTw.flatten(0, 1).unbind(-1)
+    device, top = plain.device, levels.top
+    there = plain > 0
+    # Nobody has looked at anything yet: all count alike.
+    there = there | ~there.any(-1, keepdim=True)
+    value = blended(plain, weighted, scheme.head_share, there)
+    places = torch.arange(count, device=device)
+    if scheme.recency:
+        value = recent(value, (count - 1 - places).expand_as(value), scheme.recency)
+    reader = moves.movement(device)
+    now = torch.cat([reader.levels(layer.keys, count) for layer in layers])
+    before = now.clamp(max=top)
+    protected = there & ((there.cumsum(-1) <= scheme.protect_first) | (places >= count - scheme.protect_last))
+    full = torch.where(there, top, -1).to(torch.int8)
+    high = full if scheme.keeps_originals else torch.where(there, before, -1)
+    low = torch.where(protected, high, torch.where(there, 0, -1).to(torch.int8))
+    hidden = (~there).sum(-1) * terms.costs[0]
+    budgets = [
+        spendable(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)) for layer in layers
+    ]
+    spend = on_device([each for each in budgets for _ in range(rows)], device) - hidden
+    told = _told(torch.cat([by_position(layer.kept.decided, count) for layer in layers])[..., 0])
+    found, after = decide(value, spend, terms, levels, scheme.taste, before, told, Bounds(low, high), scheme.sticking)
+    old = places < on_device([layer.first for layer in layers for _ in range(rows)], device).unsqueeze(-1)
+    new = found.clamp(min=0)
+    changed, promoted = (((new != before) & old).sum(-1), (new > before).sum(-1))
+    # Promotions, which codes cannot give.
+    refused = torch.zeros_like(changed)
+    if not scheme.keeps_originals:
+        refused = (allocate(value, spend, terms, torch.where(protected, full, low), full) > high).sum(-1)
+    shape = (len(layers), rows, count)
+    place, ends = moves.placed(new.view(shape), len(levels))
+    told_of = [torch.stack([changed, promoted, refused], -1).view(*shape[:2], 3).sum(1), ends.flatten(1)]
+    told_of += [
+        originals.counted(originals.changed(widths, now, new), new, len(levels)).view(len(layers), -1)
+        for widths in ((levels.keys, levels.values) if scheme.keeps_originals else ())
+    ]
+    numbers = torch.cat(told_of, -1)
+    stored = torch.where(after.rank.isnan(), 0, 1 + RANKS * after.away + ((RANKS - 1) * after.rank.nan_to_num()).to(torch.int16))
+    planes = [buckets.with_pool_rows(ends, half.widths, half.heads, half.head_dim) for half in layers[0].halves]
+    return _Some(
+        new.view(shape), now.view(shape), place, (planes[0], planes[1]), plain.view(shape), stored.to(torch.int16).view(shape),
+        there.view(shape), Look(numbers),
+    )
+
+
+def moved(scheme: Smartkv, layer: Layer, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
+    """A layer's planes after its move, ``number`` among the layers of the decision; ``held`` tokens are there by now.
+
+    Planes stay where they are as long as they have room and are within the budget. Waits for the decision.
+    """
+    some, at = decision.some[number // decision.together], number % decision.together
+    changed, promoted, refused, *rest = some.numbers.numbers[at]
+    width = len(scheme.levels)
+    counts = moves.counts_of(rest[: layer.keys.rows * width], width)
+    orders = [
+        Order(some.levels[at], some.place[at], plane[at], counts, _again(some, at, rest, half, number))
+        for number, (plane, half) in enumerate(zip(some.ends, layer.halves, strict=True), 1)
+    ]
+    rows, count = layer.keys.rows, decision.count
+    rooms = _rooms(
+        layer, [Room.of(counts, half) for half in layer.halves],
+        settled_bytes(scheme, slot, rows, count, layer.number, interval(scheme, slot, rows, count, layer.number)),
+    )
+    if not layer.first and layer.keys.mean is not None:
+        layer.keys.mean.copy_(moves.mean_of(layer.keys, 0, count, some.there[at]))
+    keys, values = (
+        moves.moved(half, order, layer.first, held, room) for half, order, room in zip(layer.halves, orders, rooms, strict=True)
+    )
+    _write(layer.kept.before, some.plain[at])
+    _write(layer.kept.decided, some.told[at])
+    return Reallocated((*keys.planes, *layer.kept.planes), values.planes, Churn(1, changed, refused, promoted))
+
+
+def _again(some: _Some, at: int, numbers: Sequence[int], half: Buckets, number: int) -> Again | None:
+    """The tokens that a half, the first or second of a layer, codes again; None without tier 2. ``numbers``: from buckets' ends on."""
+    if half.originals is None:
+        return None
+    size, width = half.rows * len(half.widths), len(half.widths)
+    own = numbers[number * size : (number + 1) * size]
+    counts = tuple(tuple(own[row : row + width]) for row in range(0, size, width))
+    return originals.again(half.widths, some.before[at], some.levels[at], counts)
+
+
+def _rooms(layer: Layer, needs: Sequence[Room], most: int) -> Sequence[Room | None]:
+    """The room of new planes, None for both halves where theirs have it and take no more than ``most`` bytes."""
+    halves = layer.halves
+    if all(moves.fits(half, need) for half, need in zip(halves, needs, strict=True)) and sum(map(moves.held_bytes, halves)) <= most:
+        return None, None
+    wide = [moves.with_slack(need) for need in needs]
+    return wide if sum(moves.held_bytes(half, room) for half, room in zip(halves, wide, strict=True)) <= most else needs
+
+
+def _write(plane: torch.Tensor, rows_BT: torch.Tensor) -> None:
+    """Write a plane [N, B, 1, page, 1] for the first T positions."""
+    full, rest = divmod(rows_BT.shape[1], PAGE)
+    of_pages = plane[:, :, 0, :, 0]
+    of_pages[:full] = rows_BT[:, : full * PAGE].unflatten(1, (full, PAGE)).transpose(0, 1)
+    if rest:
+        of_pages[full, :, :rest] = rows_BT[:, full * PAGE :]
+
+
+def _told(stored_RT: torch.Tensor) -> Decided:
+    """The decisions that rows [B, T] of the plane ``decided`` stand for."""
+    number = stored_RT.to(torch.int32) - 1
+    rank = (number % RANKS).to(torch.float32) / (RANKS - 1)
+    return Decided(torch.where(stored_RT == 0, float("nan"), rank), torch.where(stored_RT == 0, 0, number // RANKS).to(torch.int8))

@@ -1,0 +1,236 @@
+"""squat: keys whose quantization error is kept out of the way of the queries ("SQuat", Wang et al. 2025, sections 3 and B.2).
+
+Values as ``kivi``. Keys per channel as ``kivi``, but ``subblock`` channels at a time: the error of what is quantized moves
+the channels that are not, so that the whole error stays close to orthogonal to the subspace that the prompt's queries
+span. A later query of that subspace then scores a quantized key nearly as the original.
+
+* The source's lam multiplies squared singular values, so its strength grows with the prompt. ``normalise`` divides by
+  the number of queries: lam weighs the mean square of a score's error against that of a channel. ``Squat.paper()``
+  is the source's setting.
+* What a store keeps of the queries are the products B_t H_t of the source (``subspace.moves``), in one plane of D x D a
+  head, rather than P, its inverse and every A_t: it is all that encoding needs, it is a quarter of their size at two
+  sub-blocks and less at more, and a plane of zeros moves nothing: lam = 0, plain ``kivi``. A store that never saw a query
+  (a cache that was filled by other code) therefore needs no case of its own.
+* NaN or Inf in a group moves nothing, and queries that are not finite teach nothing: neither may reach other channels.
+* With ``pre_rope`` (the source's SQuat-pre) a stored key meets a query that is turned by how far it stands behind the key.
+  The subspace is that of queries before RoPE, as in the source: it is the same at every distance but for that turning, while
+  queries after RoPE are turned by where they stand in the prompt. ``queries=post`` is the other choice.
+* The originals are what is encoded, at the first write and at every later one, so a block's codes depend on its own
+  tokens and the plane alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import Any, ClassVar
+
+import sympy
+import torch
+
+from kvcompile.errors import BadOption
+from kvcompile.extensions.squat import subspace as algebra
+from kvcompile.schemes.asymmetric import Axis, Kivi, pack
+from kvcompile.schemes.base import Planes, Scheme, require, require_divides
+from kvcompile.schemes.basis import Rotate
+from kvcompile.types import Extent, Layout, MinMax, PlaneSpec, Role, SlotSpec
+
+
+class Queries(enum.Enum):
+    """Which queries span the subspace of keys that are stored before RoPE: as they are before RoPE, or after."""
+
+    PRE = "pre"
+    POST = "post"
+
+
+class Subspace(enum.Enum):
+    """Whose queries span the subspace: the first row's, for all rows of the batch, or each row's own."""
+
+    BATCH = "batch"
+    ROW = "row"
+
+
+LARGEST_LAM = 1e6
+STRONG_LAM = 1e-2
+"""Above this the unnormalised form did nothing but harm in the source's own ablation (its Table 3)."""
+
+
+LONGBENCH: dict[tuple[str, bool], dict[str, Any]] = {
+    ("llama-2-7b", False): {"rank": 40, "lam": 1e-3, "subblock": 64},
+    ("llama-2-7b", True): {"rank": 5, "lam": 1e-3, "subblock": 32},
+    ("llama-3.1-8b", False): {"rank": 10, "lam": 5e-4, "subblock": 64},
+    ("llama-3.1-8b", True): {"rank": 60, "lam": 5e-4, "subblock": 32},
+    ("mistral-7b", False): {"rank": 5, "lam": 1e-3, "subblock": 64},
+    ("mistral-7b", True): {"rank": 20, "lam": 5e-4, "subblock": 64},
+}
+"""The source's settings for LongBench (its appendix E.2) by model, and whether keys are stored before RoPE."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Squat(Kivi):
+    """Asymmetric codes, the error of keys kept orthogonal to the prompt's queries; values and window as kivi."""
+
+    lam: float = 1.0
+    rank: int = 20
+    subblock: int = 32
+    normalise: bool = True
+    subspace: Subspace = Subspace.BATCH
+    queries: Queries = Queries.PRE
+
+    calibrated: ClassVar[frozenset[str]] = frozenset({"moves"})
+    uncalibrated: ClassVar[str] = "with lam=0, as kivi would"
+    carries: ClassVar[str | None] = "moves"
+    name: ClassVar[str] = "squat"
+    kernel_encoding: ClassVar[bool] = True
+    source: ClassVar[str] = "SQuat: Subspace-orthogonal KV Cache Quantization, sections 3 and B.2"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.axis is not Axis.TOKEN, self.name, "axis", "auto or channel", self.axis, "its keys share scales along tokens")
+        number = isinstance(self.lam, (int, float)) and not isinstance(self.lam, bool)
+        require(
+            number and math.isfinite(self.lam) and 0 <= self.lam <= LARGEST_LAM, self.name, "lam",
+            f"a number from 0 to {LARGEST_LAM:g}", self.lam, "1 is usual where it is normalised, 1e-3 where not; 0 is kivi",
+        )
+        require(
+            _whole(self.rank) and self.rank >= 1, self.name, "rank", "a whole number of directions, at least 1", self.rank,
+            "20 is the default, 5 the setting of the source",
+        )
+        require(
+            _whole(self.subblock) and (self.subblock in {1, 2, 4} or (self.subblock > 0 and self.subblock % 8 == 0)), self.name, "subblock",
+            "1, 2, 4 or a multiple of 8 that divides the head dim", self.subblock, "32 is the default, 64 the setting of the source; "
+            "half of the head dim is the most that is used",
+        )
+        require(isinstance(self.normalise, bool), self.name, "normalise", "True or False", self.normalise, "True is the default")
+        require(isinstance(self.subspace, Subspace), self.name, "subspace", "batch or row", self.subspace, "batch is the source's rule")
+        require(isinstance(self.queries, Queries), self.name, "queries", "pre or post", self.queries, "pre is the source's rule")
+
+    @classmethod
+    def paper(cls, **options: Any) -> Squat:
+        """The source's setting: unnormalised, lam 1e-3, five directions, 64 channels at a time."""
+        return cls(**{"lam": 1e-3, "rank": 5, "subblock": 64, "normalise": False, **options})
+
+    @classmethod
+    def longbench(cls, model: str, pre_rope: bool = False, **options: Any) -> Squat:
+        """The source's setting for long prompts to one of its models: ``llama-2-7b``, ``llama-3.1-8b`` or ``mistral-7b``."""
+        known = sorted({name for name, _ in LONGBENCH})
+        require(model in known, cls.name, "longbench", f"one of {', '.join(known)}", model, "Squat.paper() has the source's other setting")
+        return cls.paper(**{**LONGBENCH[model, pre_rope], "pre_rope": pre_rope, **options})
+
+    @property
+    def calibrates_before_rope(self) -> bool:  # type: ignore[override]
+        """Whether its queries are taken before RoPE."""
+        return self.pre_rope and self.queries is Queries.PRE
+
+    @classmethod
+    def variants(cls) -> tuple[Scheme, ...]:
+        default = cls()
+        changes: list[dict[str, Any]] = [
+            {"bits": 4, "subblock": 16}, {"bits": 3, "group": 16, "window": 64, "subspace": Subspace.ROW}, {"lam": 0.0},
+            {"rotate": Rotate.K, "sinks": 40},
+        ]
+        return (default, *(dataclasses.replace(default, **change) for change in changes))
+
+    @property
+    def warning(self) -> str | None:  # type: ignore[override]
+        """Return the report's warning about a setting that is known to do harm."""
+        if self.normalise or self.lam <= STRONG_LAM:
+            return None
+        return (
+            f"{self.name}: lam={self.lam:g} multiplies unnormalised squared singular values, which grow with the prompt; above "
+            f"{STRONG_LAM:g} the source found answers to fail: lower it, or pass normalise=True"
+        )
+
+    def of(self, role: Role) -> Kivi:
+        if role is Role.KEY:
+            return dataclasses.replace(self, axis=Axis.CHANNEL)
+        return Kivi(self.bits, self.group, self.window, self.axis, self.scale_dtype, **self.beside).of(role)
+
+    def minmax(self, head_dim: int) -> MinMax | None:
+        made = super().minmax(head_dim)
+        return dataclasses.replace(made, subblock=self.channels_at_once(head_dim)) if made is not None and self.lam > 0 else made
+
+    def channels_at_once(self, head_dim: int) -> int:
+        """The sub-block of a head: at most half of it, since what comes after the last one is what moves."""
+        return max(1, min(self.subblock, head_dim // 2))
+
+    def check(self, slot: SlotSpec) -> None:
+        super().check(slot)
+        if slot.role is not Role.KEY:
+            return
+        require_divides(self.channels_at_once(slot.head_dim), slot, self.name, "subblock")
+        if self.rank > slot.head_dim:
+            raise BadOption(
+                scheme=self.name, option="rank", expected=f"at most the head dim ({slot.head_dim})", found=self.rank,
+                todo="queries have no more directions than channels",
+            )
+
+    def calibrates(self, slot: SlotSpec) -> bool:
+        return slot.role is Role.KEY and self.lam > 0
+
+    def layout(self, slot: SlotSpec) -> Layout:
+        layout = super().layout(slot)
+        if not self.calibrates(slot):
+            return layout
+        extent = Extent.ROW if self.subspace is Subspace.ROW else Extent.BATCH
+        moves = PlaneSpec("moves", torch.float32, slot.head_dim, slot.head_dim, extent)
+        return Layout((*layout.planes, moves)).with_sinks(slot, self.sinks)
+
+    def calibrate(self, q_BKGSD: torch.Tensor, keep_BS: torch.Tensor | None) -> Planes:
+        if self.subspace is Subspace.BATCH:
+            q_BKGSD, keep_BS = q_BKGSD[:1], None if keep_BS is None else keep_BS[:1]
+        groups, tokens = q_BKGSD.shape[2:4]
+        weight: torch.Tensor | float = self.lam
+        if keep_BS is not None:
+            q_BKGSD = torch.where(keep_BS[:, None, None, :, None], q_BKGSD, torch.zeros((), dtype=q_BKGSD.dtype, device=q_BKGSD.device))
+        if self.normalise:
+            seen = tokens if keep_BS is None else keep_BS.sum(-1).clamp(min=1).to(torch.float64)[:, None, None, None]
+            weight = self.lam / (groups * seen)
+        gram = algebra.gram(q_BKGSD.flatten(2, 3))
+        moves = algebra.moves(weight * algebra.leading(gram, self.rank), self.channels_at_once(gram.shape[-1]))
+        finite = torch.isfinite(moves).all(-1, keepdim=True).all(-2, keepdim=True)
+        return (torch.where(finite, moves, torch.zeros_like(moves)).to(torch.float32).unsqueeze(0),)
+
+    def encode(self, x_BKSD: torch.Tensor, *fixed: torch.Tensor) -> Planes:
+        if not fixed:
+            return super().encode(x_BKSD)
+        moves = fixed[0][0]
+        rest = x_BKSD.to(torch.float32)
+        made: list[Planes] = []
+        width = self.channels_at_once(rest.shape[-1])
+        for start in range(0, rest.shape[-1], width):
+            k, rest = rest[..., :width], rest[..., width:]
+            codes, scale, zero = self.quantize(k)
+            made.append((codes, scale, zero))
+            if not rest.shape[-1]:
+                break
+            error = self._spread(scale) * codes.to(torch.float32) + self._spread(zero) - k
+            error = torch.where(torch.isfinite(error), error, torch.zeros_like(error))
+            end = start + width
+            rest = rest + _by_head(error, moves[:, :, start:end, end:])
+        codes, scale, zero = (torch.cat(parts, dim=-1) for parts in zip(*made, strict=True))
+        return pack(codes, self.bits), scale, zero
+
+    def _spread(self, plane: torch.Tensor) -> torch.Tensor:
+        """Scales or zero points [B, K, S / group, D] as float32 [B, K, S, D]."""
+        return plane.to(torch.float32).repeat_interleave(self.group, dim=-2)
+
+    def bound(self, slot: SlotSpec) -> sympy.Expr | None:
+        """None where queries move the keys: the movement depends on them, not on the group's values alone.
+
+        What does hold, from what a store holds: with e the errors of the codes, each within ``radius``, k' - k = e (I + moves). A
+        certificate is made of that (``carries``).
+        """
+        return None if self.calibrates(slot) else super().bound(slot)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _by_head(error_BKSg: torch.Tensor, moves_BKgR: torch.Tensor) -> torch.Tensor:
+    """error @ moves, [B, K, S, R]; moves that serve all rows are not copied for each."""
+    if moves_BKgR.shape[0] == error_BKSg.shape[0]:
+        return error_BKSg @ moves_BKgR
+    return torch.einsum("bksg,kgr->bksr", error_BKSg, moves_BKgR[0])

@@ -1,1 +1,0 @@
-"""The attention of smartkv: over tokens of several widths, with what it gave to each of them."""

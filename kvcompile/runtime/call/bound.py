@@ -1,0 +1,277 @@
+"""Run a bound graph: find the stores of the caller's cache tensors, choose the variant, call the compiled code, count the tokens.
+
+All that happens here per step is host bookkeeping on plain integers. The only waits for the device are the two that are no decode steps:
+adopting a cache that arrives filled, and the first write into an empty one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcompile.errors import CallRefused, LengthsDiffer, NotCompiled, NotServed
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass
+from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.plan.plan import Growing, SitePlan
+from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
+from kvcompile.runtime.call.calibration import Calibration, calibrated
+from kvcompile.runtime.call.dense_calls import DenseCalls, warn_all_encoded
+from kvcompile.runtime.call.fast_path import Steady
+from kvcompile.runtime.call.reallocation import Reallocation
+from kvcompile.runtime.call.states import States
+from kvcompile.runtime.call.token_order import Broken, TokenOrder
+from kvcompile.runtime.call.undo import Undo
+from kvcompile.runtime.call.variant_selector import Choice
+from kvcompile.runtime.forms.call_arguments import Call, SizeReader
+from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.forms.positions import PositionReader, TokenPositions
+from kvcompile.runtime.forms.slot_groups import Group
+from kvcompile.runtime.handle import tensor as handles
+from kvcompile.runtime.store.counters import Moment
+from kvcompile.runtime.store.growth import Growth
+from kvcompile.runtime.store.live_caches import Ledger
+from kvcompile.runtime.store.parked_rows import take_rows
+from kvcompile.runtime.store.state import CacheState
+from kvcompile.runtime.store.token_slots import LEAST_PAGES, cursors
+from kvcompile.types import pages_for
+
+
+@dataclass
+class _Step:
+    """The states of one call: for each cache tensor its state, where its tokens start, how many come."""
+
+    states: list[CacheState]
+    starts: list[int]
+    counts: list[int]
+    undo: Undo
+
+
+class BoundGraph:
+    """A compiled graph with its stores bound at run time; the callable that Dynamo gets."""
+
+    def __init__(
+        self, captured: Captured, forms: tuple[CacheForm, ...], pairs: tuple[tuple[int, int], ...],
+        compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: PositionReader | None,
+        growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str], order: TokenOrder,
+        sites: Sequence[SitePlan],
+    ) -> None:
+        self.captured, self.forms, self.pairs = captured, forms, pairs
+        self.compile_variant, self.positions, self.growth = compile_variant, positions, growth
+        self.decode_arguments, self.thawed, self.order = decode_arguments, thawed, order
+        self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
+        self.uncompiled: set[Variant] = set()
+        self.sizes = SizeReader(captured)
+        self.steady: Steady | None = None
+        self.calibration = Calibration()
+        self.states = States(captured, forms, growth, live, self.calibration)
+        self.ropes = tuple(self.states.ropes.values())
+        # Only buffers written at positions that are not followed on the host step by step: counters of the graph's own, as long as
+        # nobody else moves them, or positions on a device, which would have to be waited for (see ``Linear.start``).
+        self.counters = positions.counters if positions is not None else ()
+        counted = positions is not None and positions.counted
+        self.trusted = all(form.steady(counted and order.sight.comes_from(form.group, self.counters)) for form in forms)
+        self.returned = tuple(
+            (output, form.group.argument) for form in forms if form.kind.in_place and form.group.argument is not None
+            for output in form.group.outputs
+        )
+        self.calibrated = tuple(index for index, form in enumerate(forms) if form.kind.written and calibrated(form.group))
+        self.choice = Choice(forms, self.calibrated, positions is not None)
+        self.reallocation = Reallocation(forms, sites)
+        self.undone = any(form.windowed or form.slots is not None for form in forms)
+        self.dense: DenseCalls | None = None  # a trial has none
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The slots of the graph by cache tensor."""
+        return tuple(form.group for form in self.forms)
+
+    @property
+    def created_only(self) -> bool:
+        """Whether this graph makes every cache that it writes."""
+        return self.choice.created_only
+
+    @property
+    def with_past(self) -> bool:
+        """Whether attention always reads tokens of earlier calls."""
+        return self.choice.with_past
+
+    def __call__(self, *args: Any) -> Any:
+        with DisableTorchFunctionSubclass():
+            return self._run(args)
+
+    def _run(self, args: tuple[Any, ...]) -> Any:
+        if self.decode_arguments:
+            args = tuple(handles.in_full(args, self.decode_arguments, self.thawed))
+        if not all(reader.unchanged(args) for reader in self.ropes):
+            self.steady = None
+        counters = tuple(args[index] for index in self.counters)
+        if self.steady is not None and (settled := self.steady.ready(args, counters)) is not None:
+            return self._steady_step(self.steady, settled, args)
+        for form in self.forms:
+            if form.group.argument is not None:
+                handles.settle(args[form.group.argument])
+        shapes = [tuple(args[form.group.argument].shape) if form.group.argument is not None else None for form in self.forms]
+        positions = self.positions.of_call(args) if self.positions is not None else functools.partial(TokenPositions, {})
+        call = Call(args, self.sizes, positions, counters=counters)
+        try:
+            if self.dense is not None and (unrewritten := self.dense.results(self.forms, call, self.thawed)) is not None:
+                return unrewritten
+            step = self._prepare(call)
+            broken = self.order.broken(self.forms, step.states, step.starts, step.counts, call)
+            if broken is not None and self.dense is not None:
+                return self.dense.out_of_order(self.forms, args, broken, self.thawed)
+            self._take_rows(step, call)
+            self._go_back(step, call)
+        except CallRefused as refused:
+            if self.dense is None:
+                raise
+            return self.dense.refused(self.forms, args, refused, self.thawed)
+        try:
+            with step.undo:
+                rewritten, results = self._compute(step, call)
+        except (NotCompiled, CallRefused) as error:
+            if self.dense is None:
+                raise
+            if isinstance(error, CallRefused) and not isinstance(error, NotServed):
+                return self.dense.refused(self.forms, args, error, self.thawed)
+            # A cache whose first call cannot be served is adopted by the next, unless that is what cannot be compiled.
+            broken = Broken(self.forms[0].group, str(error), not isinstance(error, CallRefused) and Variant.PAST in self.uncompiled)
+            return self.dense.out_of_order(self.forms, args, broken, self.thawed)
+        self._settle(step, call, rewritten)
+        given = self._commit(step, call, shapes, results, rewritten)
+        self.reallocation.after(step.states)
+        return given
+
+    def _steady_step(self, steady: Steady, states: Sequence[CacheState], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run a decode step that needs no check and no room."""
+        rewritten, compiled = self.variants[Variant.PAST]
+        planes, slots = steady.planes(states), steady.cursors(states, rewritten.cursors)
+        with Undo() as undo:
+            if self.undone:
+                undo.keep(states, [state.behind for state in states], [row.count for row in steady.rows])
+            sizes = [self.sizes.value(size, args) for size in rewritten.sizes]
+            results = compiled(*[args[index] for index in rewritten.kept], *planes, *slots, *sizes)
+        steady.commit(states, args, Moment([args[index] for index in self.counters]))
+        self.reallocation.after(states)
+        return self._results(results, self._given_back(args), rewritten)
+
+    def _prepare(self, call: Call) -> _Step:
+        """Find every cache tensor's state, and where this call's tokens go."""
+        step = _Step([], [], [], Undo())
+        for form in self.forms:
+            state = self.states.find(form, call, self._say_all_encoded)
+            start = form.start(state, call)
+            count = form.span(state, start, call)
+            form.check_branch(state, start, call)
+            step.states.append(state)
+            step.starts.append(start)
+            step.counts.append(count)
+        for key, value in self.pairs:
+            if step.starts[key] != step.starts[value]:
+                raise LengthsDiffer(keys=step.starts[key], values=step.starts[value], where=self.forms[key].group.where)
+        return step
+
+    def _say_all_encoded(self, form: CacheForm, tensor: torch.Tensor) -> None:
+        """Warn that all places of a dense cache are encoded, except in a trial."""
+        if self.dense is not None:
+            warn_all_encoded(form, tensor)
+
+    def _take_rows(self, step: _Step, call: Call) -> None:
+        """Let every state hold the batch rows of this call."""
+        with step.undo:
+            for form, state in zip(self.forms, step.states, strict=True):
+                parting = take_rows(state, form.rows(call))
+                if parting is not None:
+                    step.undo.then(parting)
+
+    def _go_back(self, step: _Step, call: Call) -> None:
+        """Bring every state back to where this call's tokens start, or none; raises WindowPassed."""
+        with step.undo:
+            for form, state, start in zip(self.forms, step.states, step.starts, strict=True):
+                if form.goes_back(state, start, call):
+                    step.undo.whole(state)
+                    state.rewind(form.rows_start(start, call))
+
+    def _compute(self, step: _Step, call: Call) -> tuple[Rewritten, list[Any]]:
+        """Run the variant that serves a call; return it and what its compiled code gives."""
+        variant = self.choice.of(step.states, step.starts, step.counts, call)
+        if variant not in self.variants:
+            try:
+                self.variants[variant] = self.compile_variant(variant)
+            except NotCompiled:
+                self.uncompiled.add(variant)
+                raise
+        if variant is Variant.PAST:
+            for index in self.calibrated:
+                if not step.states[index].length:
+                    self.calibration.missed(self.forms[index].group, "is read in its first call beyond what that call writes")
+        rewritten, compiled = self.variants[variant]
+        self._make_room(step, call)
+        by_root = {
+            (form.group.root, item.part): state.stores[item.part]
+            for form, state in zip(self.forms, step.states, strict=True) for item in form.group.bindings
+        }
+        planes = [plane for item in rewritten.bindings for plane in by_root[item.plan.slot.root, item.part].planes]
+        last = (*self._cursors(rewritten, step), *(self.sizes.value(size, call.args) for size in rewritten.sizes))
+        if self.undone:
+            step.undo.keep(step.states, step.starts, step.counts)
+        return rewritten, list(compiled(*[call.args[index] for index in rewritten.kept], *planes, *last))
+
+    def _make_room(self, step: _Step, call: Call) -> None:
+        """Have enough pages in every store; all stores of a graph that grow alike have the same number of pages."""
+        pages: dict[Growing, int] = {}
+        tokens: list[int] = []
+        for form, state, start, count in zip(self.forms, step.states, step.starts, step.counts, strict=True):
+            needed, capacity = form.room(start, count, call)
+            tokens.append(needed)
+            wanted = pages_for(needed) if form.growing.still else self.growth.pages(needed, capacity)
+            pages[form.growing] = max(pages.get(form.growing, LEAST_PAGES), wanted, state.pages)
+        for form, state, needed in zip(self.forms, step.states, tokens, strict=True):
+            for store in state.stores.values():
+                store.reserve(pages[form.growing], needed)
+
+    def _cursors(self, rewritten: Rewritten, step: _Step) -> list[torch.Tensor]:
+        """Return the slots of the next tokens of sliding windows, as the compiled code takes them."""
+        starts: dict[int, int] = {}
+        for form, start in zip(self.forms, step.starts, strict=True):
+            form.add_cursor(starts, start)
+        return cursors(rewritten.cursors, starts, value_of(self.forms[0].group.root).device) if rewritten.cursors else []
+
+    def _settle(self, step: _Step, call: Call, rewritten: Rewritten) -> None:
+        """Let the next step of these caches take the short way, where nothing but their lengths can differ."""
+        if rewritten.variant is not Variant.PAST or not self.trusted:
+            return
+        if self.steady is None:
+            rows = [form.row(form.count(call), call) for form in self.forms]
+            self.steady = Steady.of(rows, [form.group.root for form in self.forms], self.pairs, rewritten)
+        self.steady.settle(step.states)
+
+    def _commit(self, step: _Step, call: Call, shapes: list[Any], results: list[Any], rewritten: Rewritten) -> tuple[Any, ...]:
+        """Count the new tokens; return the graph's results with the caches among them."""
+        made: dict[int, Any] = {}
+        moment = Moment(call.counters)
+        for form, state, start, count, shape in zip(self.forms, step.states, step.starts, step.counts, shapes, strict=True):
+            if not form.kind.written:
+                continue
+            form.commit(state, start, count, call)
+            state.moment = moment
+            if form.kind.returned:
+                made.update((output, form.returned(state, shape, call)) for output in form.group.outputs)
+        return self._results(results, {**made, **self._given_back(call.args)}, rewritten)
+
+    def _given_back(self, args: tuple[Any, ...]) -> dict[int, Any]:
+        """Return by result the buffers that the graph returns as they came in."""
+        return {output: args[argument] for output, argument in self.returned}
+
+    @staticmethod
+    def _results(results: Any, made: dict[int, Any], rewritten: Rewritten) -> tuple[Any, ...]:
+        """Return the results of compiled code, with the caches among them."""
+        if not made:
+            return tuple(results)
+        rest = iter(results)
+        return tuple(made[index] if index in made else next(rest) for index in range(rewritten.results))

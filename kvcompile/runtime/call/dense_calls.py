@@ -1,0 +1,212 @@
+"""Dense calls: run a graph without its rewrite where one of its cache tensors has to stay dense.
+
+A store reads as zero where nothing was written. A dense tensor that arrives with anything else there (made of ones, by ``torch.empty``, or
+still holding an earlier request) would read back as something else, so that all of its places are encoded. A scheme with a window holds
+tokens in their order only: there the cache stays dense, and so does one whose memory is not its own.
+
+A call that its compressed caches refuse (``CallRefused``) is served by what they decode to. Then they stay dense until they are emptied:
+codes are written once, and what codes stand for would be rounded again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcompile.errors import CallRefused, Unsupported
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import source_line
+from kvcompile.runtime.call.token_order import Broken
+from kvcompile.runtime.forms.call_arguments import Call
+from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.forms.slot_groups import Group
+from kvcompile.runtime.handle import tensor as handles
+from kvcompile.runtime.store.written_once import forget
+
+log = logging.getLogger(__name__)
+
+STAYS_DENSE = "_kvcompile_stays_dense"
+"""The attribute of a cache tensor that stays dense: the fields of its ``Mark``, plain values, as tensors are saved with what they have."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The reason why a cache tensor stays dense, and the name of the error that it was refused with, "" where it never was compressed.
+
+    ``emptied``: until it is made empty, which its ``version``, other than behind the last call, says may have happened.
+    """
+
+    why: str
+    kind: str = ""
+    emptied: bool = False
+    version: int | None = None
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Mark | None:
+        """Return the mark of a cache tensor, or of what it is a view of, as a crop is; None where it has none."""
+        found = getattr(tensor, STAYS_DENSE, None) or getattr(tensor._base, STAYS_DENSE, None)
+        return None if found is None else Mark(*found)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Mark a cache tensor, as the last call left it; what it was compressed to is needed no more."""
+        forget(tensor)
+        setattr(tensor, STAYS_DENSE, (self.why, self.kind, self.emptied, _version(tensor)))
+
+    def holds(self, form: CacheForm, tensor: torch.Tensor, call: Call) -> bool:
+        """Whether the tensor still stays dense. Waits for the device only where somebody else wrote to it since the last call."""
+        if not self.emptied or not form.kind.filled or (self.version is not None and self.version == _version(tensor)):
+            return True
+        try:
+            return form.prior(tensor, call) > 0 or bool(tensor.any())
+        except CallRefused:
+            return True
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return the number of writes to a tensor, None where it does not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def stays_dense(form: CacheForm, call: Call, remembered: bool) -> Mark | None:
+    """Return why a cache tensor of a call stays dense, None where it does not; ``remembered``: its places are looked at once."""
+    tensor = call.args[form.group.argument] if form.group.argument is not None else None
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    if handles.is_handle(tensor):
+        shares = form.kind.filled and form.kind.in_place and tensor._origin is not None
+        return Mark("it is a part of another cache, whose memory it would share") if shares else None
+    if (mark := Mark.of(tensor)) is not None and form.kind.written:
+        if mark.holds(form, tensor, call):
+            return mark
+        tensor.__dict__.pop(STAYS_DENSE, None)
+    if not form.kind.filled and not form.kind.adopted:
+        return None
+    if form.kind.adopted and not handles.can_take_over(tensor):
+        return Mark(
+            "its memory is not its own: it is a view, a parameter, an array or loaded from a file, or something else holds a view of it; a "
+            "clone of it can be compressed"
+        )
+    if form.windowed and (why := form.disordered(call)):
+        return Mark(why)
+    if form.windowed and form.holds_more(tensor, form.prior(tensor, call)):
+        mark = Mark("its places hold values where nothing was written yet, and a window takes tokens in their order: make it of zeros")
+        if remembered:
+            mark.put(tensor)
+        return mark
+    return None
+
+
+class DenseCalls:
+    """Runs the graph as it was captured, for calls with a cache that stays dense; without a compiler for it such calls raise.
+
+    ``told``: the reasons that were said, by kind and place, which the graphs of a backend share.
+    """
+
+    def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None, told: dict[object, str]) -> None:
+        self.compile_captured, self.told = compile_captured, told
+        self.compiled: Callable[..., Any] | None = None
+
+    def results(self, forms: Sequence[CacheForm], call: Call, thawed: Mapping[int, str]) -> tuple[Any, ...] | None:
+        """Return the results of a call one of whose caches stays dense, with one warning; None where none does.
+
+        ``thawed``: other arguments that the graph writes. Raises Unsupported without a compiler.
+        """
+        for form in forms:
+            # A call that is refused may come again with a cache that was emptied.
+            if mark := stays_dense(form, call, remembered=self.compile_captured is not None):
+                results = self._run(forms, call.args, mark.why, form.group.where, thawed, mark.kind)
+                self._mark_again(forms, call.args, results)
+                return results
+        return None
+
+    def out_of_order(self, forms: Sequence[CacheForm], args: tuple[Any, ...], broken: Broken, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+        """Return the results of a call that a window cannot serve: its caches become dense, and stay so if no later call can be served."""
+        group = broken.group
+        results = self._run(forms, args, broken.why, group.where, thawed)
+        if broken.lost:
+            for tensor in _tensors(group, args, results):
+                Mark(broken.why).put(tensor)
+        return results
+
+    def refused(
+        self, forms: Sequence[CacheForm], args: tuple[Any, ...], refused: CallRefused, thawed: Mapping[int, str]
+    ) -> tuple[Any, ...]:
+        """Return the results of a call that its compressed caches refuse: they become dense, until they are emptied.
+
+        Raises ``refused`` without a compiler, or where the model itself fails on this call too.
+        """
+        if self.compile_captured is None:
+            raise refused
+        mark = Mark(str(refused), type(refused).__name__, emptied=True)
+        try:
+            results = self._run(forms, args, mark.why, str(refused.facts.get("where", forms[0].group.where)), thawed, mark.kind)
+        except Exception as error:
+            raise refused from error
+        for form in forms:
+            for tensor in _tensors(form.group, args, results) if form.kind.written else ():
+                mark.put(tensor)
+        return results
+
+    @staticmethod
+    def _mark_again(forms: Sequence[CacheForm], args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        """Let the tensors that a call returns stay dense as those did that it came with."""
+        for form in forms:
+            given = args[form.group.argument] if form.group.argument is not None else None
+            if isinstance(given, torch.Tensor) and (mark := Mark.of(given)) is not None and form.kind.written:
+                for tensor in _tensors(form.group, args, results):
+                    mark.put(tensor)
+
+    def _run(
+        self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str], kind: str = ""
+    ) -> tuple[Any, ...]:
+        """Return the results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler.
+
+        ``why`` is said once for each ``kind`` of reason and place.
+        """
+        if self.compile_captured is None:
+            raise Unsupported(
+                expected="a call that a compressed cache can serve, as strict=True demands", found=why, where=where,
+                todo="use a scheme without a window for this layer, or leave strict out",
+            )
+        if (kind, where) not in self.told:
+            self.told[kind, where] = why
+            log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
+        if self.compiled is None:
+            self.compiled = self.compile_captured()
+        # What was said above is not said again of each tensor.
+        written = {form.group.argument: "" for form in forms if form.group.argument is not None and form.kind.written}
+        compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
+        return tuple(self.compiled(*handles.in_full(args, compressed, {**written, **thawed})))
+
+
+def _tensors(group: Group, args: tuple[Any, ...], results: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the tensors that stand for a cache behind a call: its argument and its results."""
+    given = [args[group.argument]] if group.argument is not None else []
+    return [tensor for tensor in (*given, *(results[index] for index in group.outputs)) if isinstance(tensor, torch.Tensor)]
+
+
+def warn_all_encoded(form: CacheForm, tensor: torch.Tensor) -> None:
+    """Warn that all places of a dense cache tensor are encoded, written or not."""
+    log.warning(
+        "the cache at %s arrives with values in places that were not written yet: all of its %d places are encoded; make it of zeros, and "
+        "it costs what is in use", form.group.where, tensor.shape[form.token_dim],
+    )
+
+
+def written_handles(captured: Captured, effects: Effects | None, given: tuple[int, ...]) -> dict[int, str]:
+    """Return the indices of the compressed cache tensors among ``given`` that the graph writes, each with the reason to make it dense.
+
+    An attention that stays dense would write into a decoded copy, and the tokens would be lost. ``effects`` is None where a graph could
+    not be analysed: it may write all of them.
+    """
+    if effects is None:
+        return dict.fromkeys(given, "it may be written by a graph that could not be analysed (see the report)")
+    return {
+        entry.index: f"it is written at {source_line(effects.writes[entry.node][0])}, by an attention that could not be rewritten "
+        "(see the report)" for entry in captured.inputs if entry.index in given and effects.writes.get(entry.node)
+    }

@@ -1,0 +1,201 @@
+"""Reallocation: between two calls, the stores of adaptive schemes get new planes where their scheme says that it is time.
+
+A decision is asked for after one step and carried out after the next but one, a few layers a step (``Due.SOON``). On CUDA it is made on a
+stream of its own, from copies of what steps write, while those steps run; a layer's move stands between two steps on their own stream, so
+no step meets tokens halfway. What is read of the device has been copied by then. Where more tokens come at once, as with a prompt,
+everything is done at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.passes.plan.plan import SitePlan, layer_of
+from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.store.adaptive_store import AdaptiveStore, Pending
+from kvcompile.runtime.store.state import CacheState, Part
+from kvcompile.runtime.store.store import ordinary
+from kvcompile.schemes import Due, Look, Stored
+from kvcompile.schemes.adaptive import EARLY, SPREAD
+
+FEW = 4
+"""Layers that are moved after one step, at least."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Keys and values of one attention: the cache tensor of each by its number in the graph, with its part, and the layer's number."""
+
+    key: tuple[int, Part]
+    value: tuple[int, Part]
+    number: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Stores of keys and values of a layer, the layer's number, and how many tokens they hold."""
+
+    keys: AdaptiveStore
+    values: AdaptiveStore
+    layer: int
+    count: int
+
+    @property
+    def quiet(self) -> bool:
+        """Whether there is nothing to do after this step."""
+        return self.count == 0 or (self.keys.decision is None and self.keys.quiet(self.count))
+
+    @property
+    def decided(self) -> int:
+        """How many tokens there were when the decision that waits was asked for."""
+        assert self.keys.decision is not None
+        return int(self.keys.decision.asked[1])
+
+    @property
+    def alike(self) -> Hashable:
+        """A key that layers share which can be decided side by side."""
+        return self.keys.scheme, self.keys.spec.slot, self.values.spec.slot, self.count, self.keys.batch, self.keys.device
+
+    @property
+    def stored(self) -> Stored:
+        """The planes that they hold now."""
+        slots = (self.keys.spec.slot, self.values.spec.slot)
+        return Stored(tuple(self.keys.planes), tuple(self.values.planes), slots, self.layer, self.keys.first)
+
+    def move(self) -> None:
+        """Carry out the decision that was asked for."""
+        asked = self.keys.decision
+        assert asked is not None
+        decision, count = asked.asked
+        for store in (self.keys, self.values):
+            store.keep(count)
+        made = self.keys.scheme.move(self.stored, decision, asked.number, self.count)
+        self.keys.exchange(made.keys, count, made.churn)
+        self.values.exchange(made.values, count)
+
+
+class Reallocation:
+    """Decides the widths of a graph's adaptive stores anew after a call, where it is time; nothing in graphs without such stores."""
+
+    def __init__(self, forms: Sequence[CacheForm], sites: Sequence[SitePlan]) -> None:
+        place = {form.group.root: index for index, form in enumerate(forms)}
+        found: dict[tuple[tuple[int, Part], tuple[int, Part]], _Layer] = {}
+        for item in sites:
+            if item.key.layout.first is not None:
+                (key_root, key), (value_root, value) = item.key.slot.part, item.value.slot.part
+                layer = _Layer((place[key_root], key), (place[value_root], value), layer_of(item.site.path, item.site.index))
+                # Attentions that share a cache decide once.
+                found.setdefault((layer.key, layer.value), layer)
+        self.layers = tuple(found.values())
+        self.at_once = max(FEW, -(-len(self.layers) // SPREAD))
+        self.early = EARLY + -(-len(self.layers) // self.at_once) - 1
+
+    def after(self, states: Sequence[CacheState]) -> None:
+        """Look at all layers once a call has been counted."""
+        held = [self._held(layer, states) for layer in self.layers]
+        busy = [item for item in held if not item.quiet]
+        if not busy:
+            return
+        with ordinary(), torch.no_grad():
+            waiting = [item for item in busy if item.keys.decision is not None]
+            # More tokens than a decision can wait for: it is carried out, and what comes next is looked at anew.
+            overdue = [item for item in waiting if self._due(item) is Due.NOW]
+            ready = [item for item in waiting if item.decided <= item.count - EARLY][: self.at_once]
+            _move(overdue or ready)
+            due = {Due.NOW: list[_Held](), Due.SOON: list[_Held](), Due.NOT: list[_Held]()}
+            for item in busy:
+                if item.keys.decision is None:
+                    due[self._due(item)].append(item)
+            for kind in (Due.NOW, Due.SOON):
+                for layers in _alike(due[kind]):
+                    _decide(layers, held, beside=kind is Due.SOON)
+            _move(due[Due.NOW])
+            for layers in _alike(item for item in due[Due.NOT] if item.keys.looks(item.count, item.layer)):
+                _look(layers, held)
+
+    def _due(self, item: _Held) -> Due:
+        """When a layer's widths are to be decided; reads what the last look saw where it is time for the next."""
+        due = item.keys.due(item.count, item.layer, self.early)
+        if due is not Due.NOT or item.keys.decision is not None or not item.keys.looks(item.count, item.layer):
+            return due
+        seen, item.keys.look = item.keys.look, None
+        return Due.SOON if seen is not None and seen.asked.numbers[seen.number] else Due.NOT
+
+    @staticmethod
+    def _held(layer: _Layer, states: Sequence[CacheState]) -> _Held:
+        (index, key), (other, value) = layer.key, layer.value
+        keys, values = states[index].stores[key], states[other].stores[value]
+        assert isinstance(keys, AdaptiveStore)
+        assert isinstance(values, AdaptiveStore)
+        return _Held(keys, values, layer.number, states[index].length)
+
+
+def _alike(layers: Iterable[_Held]) -> Iterable[list[_Held]]:
+    """Layers that can be decided side by side, together."""
+    groups: dict[Hashable, list[_Held]] = {}
+    for item in layers:
+        groups.setdefault(item.alike, []).append(item)
+    return groups.values()
+
+
+def _importance(layers: Sequence[_Held], held: Sequence[_Held]) -> torch.Tensor:
+    """Copies of the importance of some layers' tokens, as their scheme needs them."""
+    among = [tuple(item.keys.planes) for item in held if item.alike == layers[0].alike]
+    return layers[0].keys.scheme.importance([tuple(item.keys.planes) for item in layers], layers[0].count, among)
+
+
+def _decide(layers: Sequence[_Held], held: Sequence[_Held], beside: bool) -> None:
+    """Ask for a decision of layers that are alike, ``beside`` the next step or now."""
+    importance = _importance(layers, held)
+    stored = [item.stored for item in layers]
+    with _beside([importance, *(plane for item in stored for plane in (*item.keys, *item.values))], beside):
+        decision = layers[0].keys.scheme.decide(stored, importance)
+    for number, item in enumerate(layers):
+        item.keys.decision = Pending((decision, item.count), number)
+
+
+def _look(layers: Sequence[_Held], held: Sequence[_Held]) -> None:
+    """Ask whether the importance of layers that are alike has drifted."""
+    importance = _importance(layers, held)
+    with _beside([importance], beside=True):
+        look = Look(layers[0].keys.scheme.drifted(importance))
+    for number, item in enumerate(layers):
+        item.keys.look = Pending(look, number)
+
+
+def _move(layers: Sequence[_Held]) -> None:
+    """Carry out the decisions of some layers, once devices have done what runs beside steps: what was dropped may still read the planes."""
+    for device in {item.keys.device for item in layers}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).wait_stream(_own_stream(device))
+    for item in layers:
+        item.move()
+
+
+@functools.cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device that decisions are made on."""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _beside(read: Sequence[torch.Tensor], beside: bool) -> Iterator[None]:
+    """Have the body run on a stream of its own, behind what has been asked for until now.
+
+    ``read``: the tensors that it reads. Their memory is not given to others before it has, also where its result is dropped with them.
+    """
+    device = read[0].device
+    if device.type != "cuda" or not beside:
+        yield
+        return
+    stream = _own_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    for tensor in read:
+        tensor.record_stream(stream)
+    with torch.cuda.stream(stream):
+        yield

@@ -1,0 +1,53 @@
+"""One call of a captured graph: its arguments, and the sizes and token positions that are read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.runtime.forms.positions import TokenPositions
+
+
+class SizeReader:
+    """Evaluates the captured graph's symbolic sizes from the arguments of a call."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.where: dict[Any, tuple[int, int | None]] = {}
+        for index, fake in enumerate(captured.fakes):
+            if isinstance(fake, torch.SymInt):
+                self.where.setdefault(fake.node.expr, (index, None))
+            elif isinstance(fake, torch.Tensor):
+                for dim, size in enumerate(fake.shape):
+                    if isinstance(size, torch.SymInt):
+                        self.where.setdefault(size.node.expr, (index, dim))
+
+    def value(self, expr: Any, args: tuple[Any, ...]) -> int:
+        """Evaluate an expression over the graph's symbols for a call."""
+        values = {}
+        for symbol in expr.free_symbols:
+            index, dim = self.where[symbol]
+            values[symbol] = int(args[index]) if dim is None else args[index].shape[dim]
+        return int(expr.xreplace(values))
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call; ``positions`` evaluates the positions of its tokens when it is first asked.
+
+    ``ends``: the end of what its masks show, by mask and by cache tensor, as far as anybody has asked (see ``Sight``).
+    ``counters``: those of its arguments that positions come from and the graph itself advances (see ``counters``).
+    """
+
+    args: tuple[Any, ...]
+    sizes: SizeReader
+    positions: Callable[[], TokenPositions]
+    ends: dict[Any, int | None] = field(default_factory=dict)
+    counters: tuple[torch.Tensor, ...] = ()
+
+    def read(self, size: Any) -> int:
+        """Return an int or symbolic size as a plain int."""
+        return size if isinstance(size, int) else self.sizes.value(size.node.expr, self.args)

@@ -1,0 +1,84 @@
+"""Sight: how far the attentions of a call see, read from the graph's own arithmetic of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.capture.position_graph import dataflow, extract
+from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.shapes import size_along, value_of
+from kvcompile.passes.match.mask.masks import hiding, shown_by
+from kvcompile.passes.match.sites import LimitKind, MaskTerm, Site
+from kvcompile.passes.plan.plan import Plan
+from kvcompile.runtime.forms.call_arguments import Call
+from kvcompile.runtime.forms.slot_groups import Group
+
+
+class Sight:
+    """Evaluates masks and limits of a planned graph on the arguments of a call. May wait for the device."""
+
+    def __init__(self, captured: Captured, planned: Plan, effects: Effects) -> None:
+        self.captured, self.effects = captured, effects
+        self.sites = [item.site for item in planned.sites]
+        self.shown: dict[MaskTerm, tuple[fx.GraphModule, tuple[int, ...], bool] | None] = {}
+
+    def end(self, root: fx.Node, call: Call) -> int:
+        """Return the end of the tokens that any query of a call may see of the cache tensor ``root``."""
+        sites = [site for site in self.sites if any(slot.root is root for slot in site.slots)]
+        return max(self._site(site, call) for site in sites)
+
+    def comes_from(self, group: Group, counters: Collection[int]) -> bool:
+        """Whether no argument but ``counters`` says how far a group's attentions see, where positions do not tell."""
+        if not group.unbounded:
+            return True
+        flow = dataflow(self.captured, self.effects)
+        sites = [site for site in self.sites if any(slot.root is group.root for slot in site.slots)]
+        masks = {term.node for site in sites for term in hiding(site.bounds)}
+        behind = masks.union(*(nx.ancestors(flow, node) for node in masks))
+        tensors = [entry for entry in self.captured.inputs if entry.node in behind and isinstance(value_of(entry.node), torch.Tensor)]
+        return all(entry.index in counters for entry in tensors)
+
+    def _site(self, site: Site, call: Call) -> int:
+        attention = site.attention
+        total = call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
+        most = min(total, self._limit(site, call))
+        return min([most, *[end for term in hiding(site.bounds) if (end := self._last_of(term, call)) is not None]])
+
+    def _limit(self, site: Site, call: Call) -> int:
+        """Return the end of the tokens that a site's upper limit allows."""
+        hi, attention = site.bounds.hi, site.attention
+        if hi.kind is LimitKind.ALL:
+            return call.read(value_of(attention.k).shape[attention.k_roles.index("T")])
+        offset = call.read(hi.shift)
+        if hi.kind is LimitKind.NODE:
+            assert hi.node is not None
+            return int(call.positions().values[hi.node].max()) + offset + 1
+        own = call.read(size_along(attention.q, attention.q_roles, "S", attention.folded)) - 1 if hi.kind is LimitKind.OWN else 0
+        return own + offset + 1
+
+    def _last_of(self, term: MaskTerm, call: Call) -> int | None:
+        """Return the end of the tokens that a mask shows to any query, evaluated once a call; None where the mask is made from a cache."""
+        if term not in call.ends:
+            call.ends[term] = self._last(term, call.args)
+        return call.ends[term]
+
+    def _last(self, term: MaskTerm, args: tuple[Any, ...]) -> int | None:
+        if term not in self.shown:
+            caches = {slot.placeholder for site in self.sites for slot in site.slots}
+            behind = nx.ancestors(dataflow(self.captured, self.effects), term.node)
+            self.shown[term] = None if behind & caches else extract(self.captured, (term.node,), self.effects)
+        made = self.shown[term]
+        if made is None:
+            return None
+        module, taken, writes = made
+        given = [args[index] for index in taken]
+        with torch.no_grad():
+            (mask,) = module(*[item.clone() if writes and isinstance(item, torch.Tensor) else item for item in given])
+        tokens = shown_by(term, mask).movedim(term.roles.index("T"), -1).flatten(0, -2).any(0).nonzero()
+        return int(tokens.max()) + 1 if len(tokens) else 0

@@ -1,0 +1,223 @@
+"""Operations on the codes of a compressed cache outside of compiled code; ``handle`` says what a caller may expect of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvcompile.errors import OtherFormat, WindowPassed
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, mark_dynamic, parse_to
+from kvcompile.passes.match.sites import Axes
+from kvcompile.runtime.handle.callers import user_line
+from kvcompile.runtime.handle.tensor import CompressedCache, make, resume, shown, tell
+from kvcompile.runtime.handle.views import join
+from kvcompile.runtime.handle.writes import appended
+from kvcompile.runtime.store.adaptive_store import store_class
+from kvcompile.runtime.store.dense_layout import tokens_of
+from kvcompile.runtime.store.parked_rows import in_one
+from kvcompile.runtime.store.state import CacheState
+from kvcompile.runtime.store.store import StoreSpec
+from kvcompile.schemes.pickled import admit
+
+
+def _derived(
+    handle: CompressedCache, state: CacheState, shape: tuple[int, ...], length: int, index: Any = None
+) -> CompressedCache:
+    """Make a handle from another one; ``index``: the dense tensor's ``[index]`` would share its memory."""
+    made = make(state, shape, handle.dtype, handle.device, length, state is not handle._kv)
+    if state is handle._kv:
+        handle._alone = False
+    if index is not None:
+        join(made, handle, index)
+    return made
+
+
+def _batch_dim(handle: CompressedCache) -> int | None:
+    return next(iter(handle._kv.axes.values())).batch_dim
+
+
+def _rows(handle: CompressedCache, rows: torch.Tensor, index: Any = None) -> Any:
+    resume(handle)
+    if not in_one(handle._kv, handle.shape):
+        return NotImplemented
+    dim = _batch_dim(handle)
+    state = handle._kv.mapped(lambda store: store.select_rows(rows))
+    state.length = handle._length
+    shape = list(handle.shape)
+    shape[dim] = int(rows.shape[0])  # type: ignore[index]
+    return _derived(handle, state, tuple(shape), handle._length, index)
+
+
+def _index_select(handle: CompressedCache, dim: int, index: torch.Tensor) -> Any:
+    if dim % handle.dim() != _batch_dim(handle):
+        return NotImplemented
+    return _rows(handle, index)
+
+
+def _repeat_interleave(handle: CompressedCache, repeats: Any, dim: int | None = None, **rest: Any) -> Any:
+    if dim is None or dim % handle.dim() != _batch_dim(handle) or rest:
+        return NotImplemented
+    size = handle.shape[dim]
+    rows = torch.arange(size, device=handle.device).repeat_interleave(repeats)
+    return _rows(handle, rows)
+
+
+def _getitem(handle: CompressedCache, index: Any) -> Any:
+    items = list(index) if isinstance(index, tuple) else [index]
+    rank = handle.dim()
+    if Ellipsis in [item for item in items if not isinstance(item, torch.Tensor)]:
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (rank - len(items) + 1)
+    items += [slice(None)] * (rank - len(items))
+    used = [(dim, item) for dim, item in enumerate(items) if not (isinstance(item, slice) and item == slice(None))]
+    if not used:
+        return handle
+    if len(used) != 1 or len(items) != rank:
+        return NotImplemented
+    dim, item = used[0]
+    if dim == _batch_dim(handle):
+        if isinstance(item, torch.Tensor) and item.dim() == 1:
+            rows = item.nonzero().flatten() if item.dtype == torch.bool else item
+            return _rows(handle, rows)
+        if isinstance(item, slice):
+            return _rows(handle, torch.arange(handle.shape[dim], device=handle.device)[item], index)
+        return NotImplemented
+    axes = next(iter(handle._kv.axes.values()))
+    if dim == axes.token_dim and isinstance(item, slice) and not axes.paged:
+        start, stop, step = item.indices(handle.shape[dim])
+        if start == 0 and step == 1 and stop <= handle._length == handle.shape[dim] and handle._kv.grown:
+            resume(handle)
+            shape = list(handle.shape)
+            shape[dim] = stop
+            made = _derived(handle, handle._kv, tuple(shape), stop, index)
+            made._epoch = handle._epoch
+            return made
+        if step == 1 and start < stop and shown(handle) == handle.shape[dim] and handle._kv.by_token:
+            resume(handle)
+            if not in_one(handle._kv, handle.shape):
+                return NotImplemented
+            shape = list(handle.shape)
+            shape[dim] = stop - start
+            moved = handle._kv.moved(handle._length - shown(handle) + start, stop - start, None)
+            return _derived(handle, moved, tuple(shape), stop - start, index)
+    return NotImplemented
+
+
+def _copy(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
+    resume(handle)
+    return _derived(handle, handle._kv.copied(handle._length), tuple(handle.shape), handle._length)
+
+
+def _deepcopy(handle: CompressedCache, memo: dict[int, Any]) -> CompressedCache:
+    if id(handle) not in memo:
+        memo[id(handle)] = _copy(handle)
+    return memo[id(handle)]
+
+
+def _same(handle: CompressedCache, *args: Any, **kwargs: Any) -> CompressedCache:
+    return handle
+
+
+def _to(handle: CompressedCache, *args: Any, **kwargs: Any) -> Any:
+    device, dtype, _, _ = parse_to(*args, **{k: v for k, v in kwargs.items() if k in {"dtype", "device", "non_blocking"}})
+    same = (device is None or device == handle.device) and (dtype is None or dtype == handle.dtype)
+    return handle if same and not kwargs.get("copy") else NotImplemented
+
+
+FORMAT = 1
+"""The number of what pickling keeps: raised where records in it change."""
+
+
+def _reduce(handle: CompressedCache, protocol: int) -> Any:
+    resume(handle)
+    if not in_one(handle._kv, handle.shape):
+        return NotImplemented
+    parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
+    rest = handle._kv.slots, handle._kv.top, handle._kv.grown
+    facts = handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length
+    return rebuild, (*facts, *rest, FORMAT, handle._kv.held)
+
+
+def rebuild(
+    axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, slots: int | None = None, top: int = 0,
+    grown: bool = False, form: int = 0, held: int = 0,
+) -> CompressedCache:
+    """Make a handle from what pickling kept: planes and layout, codes as they were. Raises OtherFormat."""
+    if form != FORMAT:
+        raise OtherFormat(expected=FORMAT, found=form)
+    stores = {}
+    for part, (spec, planes) in parts.items():
+        stores[part] = store_class(spec).holding(spec, list(planes))
+    del device
+    state = CacheState(axes, stores, length, slots=slots, grown=grown)
+    # A cropped tensor of a state that went on: its stores hold more tokens than it shows.
+    state.top = state.behind = max(top, length)
+    state.held = held
+    return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
+
+
+admit(rebuild, Axes, StoreSpec)
+
+
+def _repr(handle: CompressedCache, **kwargs: Any) -> str:
+    schemes = " + ".join(store.spec.scheme.spell() for store in handle._kv.stores.values())
+    return f"CompressedCache(shape={tuple(handle.shape)}, tokens={handle._length}, {schemes}, {handle._kv.nbytes} bytes)"
+
+
+def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
+    """Encode new tokens behind a cache, for ``cat``; the codes of a cache that others go on from are copied first."""
+    handle, *new = parts
+    axes = next(iter(handle._kv.axes.values()))
+    grown = dim % handle.dim() == axes.token_dim and not axes.paged and handle._kv.slots is None and not rest
+    if not grown or not new or handle._length != handle.shape[axes.token_dim]:
+        return NotImplemented
+    plain = all(
+        type(item) is torch.Tensor and item.dtype == handle.dtype and item.device == handle.device and item.dim() == handle.dim()
+        and not item.requires_grad for item in new
+    )
+    shape = list(handle.shape)
+    fits = plain and all([*item.shape[: axes.token_dim], *item.shape[axes.token_dim + 1 :]]
+                         == [*shape[: axes.token_dim], *shape[axes.token_dim + 1 :]] for item in new)
+    if not fits:
+        return NotImplemented
+    resume(handle)
+    with DisableTorchFunctionSubclass(), torch.no_grad():
+        tokens = torch.cat(new, dim)
+        state = handle._kv
+        if handle._alone or not handle._length == state.length == state.behind:
+            state = _gone_back(_copy(handle)._kv, handle._length)
+        parts_of = {
+            part: tokens_of(tokens, state.axes[part], store.spec.slot.heads, store.spec.slot.head_dim)
+            for part, store in state.stores.items()
+        } if state is not None else {}
+        if state is None or not appended(state, parts_of):
+            return NotImplemented
+    tell(user_line())
+    shape[axes.token_dim] = state.length
+    made = make(state, tuple(shape), handle.dtype, handle.device, state.length, state is not handle._kv)
+    mark_dynamic(made, axes.token_dim)
+    return made
+
+
+def _gone_back(state: CacheState, length: int) -> CacheState | None:
+    """Bring a state that nobody shares back to ``length`` tokens; return None where its window has passed them."""
+    try:
+        state.rewind(length)
+    except WindowPassed:
+        return None
+    state.length = state.behind = state.top = length
+    return state
+
+
+def _requires_grad(handle: CompressedCache, requires_grad: bool = True) -> Any:
+    return NotImplemented if requires_grad else handle
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "index_select": _index_select, "repeat_interleave": _repeat_interleave, "__getitem__": _getitem, "clone": _copy,
+    "__deepcopy__": _deepcopy, "detach": _same, "contiguous": _same, "to": _to, "__reduce_ex__": _reduce, "__repr__": _repr,
+    "__format__": lambda handle, spec: _repr(handle), "data": _same, "requires_grad_": _requires_grad,
+}
+"""What reads or copies codes, by name; a handler that gives NotImplemented leaves the operation to ``dispatch``."""

@@ -1,0 +1,329 @@
+"""The handle: what the caller holds in place of a dense cache tensor.
+
+It has the dense tensor's shape, dtype and device, one element of memory (a NaN), and a state. Compiled
+code sees a plain tensor; everything else goes through ``__torch_function__``, so that touching it can
+neither crash nor lie:
+
+* shape, dtype, device, size()... answer as the dense tensor would
+* zero_() (a cache's ``reset``), fill_(0), mul_(0) and [...] = 0 empty it; indexing rows, index_select,
+  repeat_interleave (beam search, batch select), [..., :n, :] (crop), clone, deepcopy and pickling act on the
+  codes, never on decoded values
+* all writes go through one ``gate``: those of tokens (index_copy_, slice and index assignment, copy_, index_put_, scatter_), to it or to
+  a view of it, are encoded into the codes, and ``cat`` with new tokens gives a handle of the longer cache, both with one warning
+  (``writes`` says what is sound); any other turns it back into the dense tensor of what its codes decode to (``thaw``), with one warning:
+  right, at the dense tensor's size, until a compiled call adopts it again
+* whoever asks for its address (data_ptr, untyped_storage, dlpack) gets that of the dense tensor, into which it is turned for it;
+  numpy() gives decoded values that numpy refuses to write to
+* any other read gives the decoded values, as a view where the dense tensor's result would share its memory
+
+A buffer that lives in a module or in a static cache keeps its identity: its class is changed in place
+and its storage replaced, which costs one recompilation of each graph that saw it dense, and none after.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, no_dynamo, storage_uses
+from kvcompile.runtime.handle.callers import user_line
+from kvcompile.runtime.handle.views import REAL, Origin, Place, is_view, name_of, refresh, show
+from kvcompile.runtime.handle.writes import Rejected, encode
+from kvcompile.runtime.store.parked_rows import in_one
+from kvcompile.runtime.store.state import CacheState
+from kvcompile.runtime.store.written_once import remember
+
+log = logging.getLogger(__name__)
+
+METADATA = {
+    *(name for name in dir(torch.Tensor) if name.startswith("is_") and inspect.isdatadescriptor(getattr(torch.Tensor, name))),
+    "shape", "dtype", "device", "layout", "requires_grad", "ndim", "grad", "grad_fn", "names", "_version", "itemsize", "output_nr",
+    "size", "dim", "numel", "nelement", "ndimension", "__len__", "is_floating_point", "is_complex", "get_device", "element_size",
+    "type", "is_inference", "is_pinned", "is_shared", "has_names", "__hash__", "is_contiguous", "stride", "storage_offset", "_is_view",
+    "__class__", "_base", "_backward_hooks", "is_conj", "is_neg",
+}
+
+
+class CompressedCache(torch.Tensor):
+    """A cache tensor whose values live compressed in a store; see the module docstring for what it can do."""
+
+    _kv: CacheState
+    _length: int
+    _epoch: int
+    _face: tuple[Any, ...]
+    _alone: bool
+    """Whether no other handle shows its state, so that a write into its codes changes nothing else."""
+    _views: list[weakref.ref[Any]]
+    """Handles of parts of it and decoded views: the dense tensor would share its memory with them."""
+    _origin: Origin | None
+    """What it is a part of, and its place there."""
+    _seen: tuple[Any, ...]
+    """What it saw of that."""
+    real = REAL  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo traces this branch into its graph; the next one runs while it looks at the real tensor.
+            with DisableTorchFunctionSubclass():
+                return func(*_exposed(args), **{name: _exposed(item) for name, item in kwargs.items()})
+        if torch.compiler.is_compiling():
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = name_of(func)
+        if name in METADATA:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        from kvcompile.runtime.handle.dispatch import answer
+
+        return answer(func, name, args, dict(kwargs))
+
+    def remember(self, view: torch.Tensor) -> None:
+        """Note a part or a view of it, to be turned into a view of the dense tensor with it."""
+        self._views = [ref for ref in self._views if ref() is not None] + [weakref.ref(view)]
+
+    def __copy__(self) -> Any:
+        """Return a view of all of it: a shallow copy of a tensor shares its memory."""
+        return torch.ops.aten.alias(self)
+
+    # Tensor's own are written in Python: Dynamo would ask ``__torch_function__`` for the bound method, and break the graph.
+
+    def split(self, split_size: Any, dim: int = 0) -> Any:
+        """As ``torch.Tensor.split``."""
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.kvcompile.expose(self).split(split_size, dim)
+        return torch.Tensor.split(self, split_size, dim)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.Tensor.set_``, which asks no ``__torch_function__``."""
+        if not torch.compiler.is_dynamo_compiling():
+            thaw(self, f"set_ gives it other memory, at {user_line()}")
+        return torch.Tensor.set_(self, *args, **kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As ``torch.Tensor.as_subclass``, which asks no ``__torch_function__``."""
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.kvcompile.expose(self).as_subclass(cls)
+        if cls is torch.Tensor:
+            return torch.ops.aten.alias(self)
+        return torch.Tensor.as_subclass(thaw(self, f"{cls} shows its memory, at {user_line()}"), cls)
+
+    def unflatten(self, dim: Any, sizes: Any) -> Any:
+        """As ``torch.Tensor.unflatten``."""
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.kvcompile.expose(self).unflatten(dim, sizes)
+        return torch.Tensor.unflatten(self, dim, sizes)
+
+
+# Called from code that Dynamo gave up on, this is a frame that Dynamo would compile for itself, as if it were the model's.
+_ENTRY = CompressedCache.__torch_function__.__func__.__code__  # type: ignore[attr-defined]
+no_dynamo(_ENTRY)
+
+
+def _exposed(item: Any) -> Any:
+    """Replace every compressed cache among arguments by the dense tensor that it stands for; Dynamo traces this."""
+    if isinstance(item, CompressedCache):
+        return torch.ops.kvcompile.expose(item)
+    if isinstance(item, (list, tuple)):
+        return type(item)([_exposed(part) for part in item])
+    return item
+
+
+def is_handle(value: object) -> TypeGuard[CompressedCache]:
+    """Whether a value is a compressed cache tensor."""
+    return isinstance(value, CompressedCache)
+
+
+def _stub(state: CacheState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the one NaN that all handles of a state share: whoever reads it by force reads no number.
+
+    Handles of different caches share no memory: Dynamo refuses to trace a nested region two of whose inputs do.
+    """
+    if state.stub is None or (state.stub.dtype, state.stub.device) != (dtype, device):
+        with torch.inference_mode(False):
+            state.stub = torch.full((1,), float("nan"), dtype=dtype, device=device)
+    return state.stub
+
+
+def face_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the facts that compiled code is compiled for: shape, dtype and device."""
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def make(
+    state: CacheState, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, length: int | None = None, alone: bool = False
+) -> CompressedCache:
+    """Make a handle of ``shape`` on a state; ``alone``: no other handle shows that state."""
+    # No view of the stub: what is thawed must own its memory alone to be taken over again.
+    with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(False):
+        handle = torch.Tensor._make_subclass(CompressedCache, torch.empty(0, dtype=dtype, device=device))
+        torch.Tensor.set_(handle, _stub(state, dtype, device).untyped_storage(), 0, shape, (0,) * len(shape))
+        handle._face = face_of(handle)
+    _attach(handle, state, state.length if length is None else length, alone)
+    return handle
+
+
+def take_over(tensor: torch.Tensor, state: CacheState) -> None:
+    """Turn a dense tensor into a handle in place: its memory is gone, its identity stays."""
+    with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        stub = _stub(state, tensor.dtype, tensor.device)
+        shape = tensor.shape
+        tensor.set_(stub.untyped_storage(), 0, shape, (0,) * len(shape))
+        tensor.__class__ = CompressedCache
+        tensor._face = face_of(tensor)  # type: ignore[attr-defined]
+    _attach(tensor, state, state.length, True)  # type: ignore[arg-type]
+
+
+def can_take_over(tensor: torch.Tensor) -> bool:
+    """Whether a tensor owns its memory and nobody else holds a view of it, so that changing it in place frees it and surprises nobody."""
+    return type(tensor) is torch.Tensor and tensor._base is None and not tensor.requires_grad and _holders(tensor) <= 1
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """Count the tensors that share a tensor's memory, as far as the storage knows: itself, views, detached ones; an owner not of torch."""
+    storage = tensor.untyped_storage()
+    # One of the uses is the storage object just made. Memory that came from outside (an array's, another process') cannot be resized.
+    return int(storage_uses(storage._cdata)) - 1 + (not storage.resizable())  # type: ignore[attr-defined]
+
+
+def rebind(handle: CompressedCache, state: CacheState, length: int) -> None:
+    """Let a handle show the last of ``length`` tokens of another state, made for it; its parts and views stay its own."""
+    handle._kv, handle._length, handle._epoch, handle._alone = state, length, state.epoch, True
+
+
+def _attach(handle: CompressedCache, state: CacheState, length: int, alone: bool) -> None:
+    handle._kv, handle._length, handle._epoch, handle._alone = state, length, state.epoch, alone
+    handle._views, handle._origin = [], None
+
+
+def home(value: Any) -> tuple[Any, Place | None]:
+    """Return the cache tensor that a handle, a part or a decoded view is of, and its place there; None for the tensor itself."""
+    origin = value._origin if is_handle(value) or is_view(value) else None
+    return (value, None) if origin is None else (origin.root, origin.place)
+
+
+def retake(part: CompressedCache, made: Any) -> bool:
+    """Let a part of a cache have the codes of the same part ``made`` anew; return False where that is no handle."""
+    if not is_handle(made):
+        return False
+    part._kv, part._length, part._epoch, part._alone = made._kv, made._length, made._epoch, made._alone
+    return True
+
+
+def thaw(value: torch.Tensor, why: str) -> torch.Tensor:
+    """Turn a handle back into the dense tensor that it stands for, in place: its identity stays, the bytes it saved are used again.
+
+    Parts and views of it become views of its memory; one of those is turned back with what it is of. ``why`` is said once
+    for each reason, unless it is "" or the cache is empty, which costs nothing but the memory.
+    """
+    root, _ = home(value)
+    if not is_handle(root):
+        return value
+    if root._length and why:
+        _say(why, root.numel() * root.element_size())
+    views = [ref() for ref in root._views]
+    state, length = root._kv, root._length
+    become(root, decoded(root).contiguous())
+    remember(root, state, length)
+    for view in views:
+        if (is_handle(view) or is_view(view)) and view._origin is not None and view._origin.root is root:
+            become(view, view._origin.place.within(root))
+    return value
+
+
+def become(value: torch.Tensor, dense: torch.Tensor) -> None:
+    """Let a handle or a decoded view have the memory of a dense tensor; its state is gone."""
+    value.__class__ = torch.Tensor  # type: ignore[assignment]
+    for name in ("_kv", "_views", "_origin", "_seen"):
+        value.__dict__.pop(name, None)
+    show(value, dense)
+
+
+def settle(value: Any) -> None:
+    """Have a compiled graph's argument show what the cache that it is a part of holds now; a view of memory where that is not in codes."""
+    if is_handle(value) and value._origin is not None:
+        refresh(value)
+    if is_view(value):
+        thaw(value, "a view of it is an argument of a compiled graph")
+
+
+def same_codes(one: CompressedCache, other: CompressedCache) -> bool:
+    """Whether two handles are compressed in the same way, so that one can have the codes of the other."""
+    ours, theirs = one._kv, other._kv
+    return one.shape == other.shape and ours.axes == theirs.axes and ours.device == theirs.device and all(
+        store.spec == theirs.stores[part].spec for part, store in ours.stores.items()
+    )
+
+
+def put(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]) -> bool:
+    """Encode what ``write`` overwrites in a dense tensor into a handle's codes; return False where that made the handle dense."""
+    line = user_line()
+    resume(handle)
+    if not in_one(handle._kv, handle.shape):
+        thaw(handle, f"{name} writes to it outside of compiled code, at {line}, and its rows hold different numbers of tokens")
+        return False
+    if not handle._alone:
+        rebind(handle, handle._kv.copied(handle._length), handle._length)
+    try:
+        encode(handle, write, shown(handle))
+    except Rejected as reason:
+        thaw(handle, f"{name} writes to it outside of compiled code, at {line}, and {reason}")
+        return False
+    handle._length, handle._epoch = handle._kv.length, handle._kv.epoch
+    tell(line)
+    return True
+
+
+@functools.cache
+def tell(line: str) -> None:
+    """Warn that a cache is used outside of compiled code, once for each line of the program."""
+    log.warning(
+        "a compressed cache tensor is used outside of compiled code, at %s: tokens written there are encoded, and all that is read is "
+        "decoded, which is slow", line,
+    )
+
+
+@functools.cache
+def _say(why: str, size: int) -> None:
+    """Warn that a cache becomes dense, once for each reason and size."""
+    log.warning("a compressed cache tensor becomes the dense tensor of %d bytes again: %s", size, why)
+
+
+def decoded(value: torch.Tensor) -> torch.Tensor:
+    """Return a dense copy of what a compressed cache tensor stands for; any other value as it is."""
+    refresh(value)
+    if is_view(value):
+        with DisableTorchFunctionSubclass():
+            return torch.Tensor.as_subclass(value, torch.Tensor).clone()  # type: ignore[no-any-return]
+    if not isinstance(value, CompressedCache):
+        return value
+    resume(value)
+    with DisableTorchFunctionSubclass():
+        return value._kv.dense(tuple(value.shape), value._length)
+
+
+def in_full(args: Sequence[Any], given: Collection[int], written: Mapping[int, str]) -> list[Any]:
+    """Return arguments with those of index ``given`` dense: the tensors themselves where a graph writes them, else decoded copies."""
+    return [
+        thaw(arg, written[index]) if index in written and is_handle(arg) else decoded(arg) if index in given else arg
+        for index, arg in enumerate(args)
+    ]
+
+
+def shown(handle: CompressedCache) -> int:
+    """Count the tokens that a handle shows: the last ones before its length."""
+    return min(handle._length, next(iter(handle._kv.axes.values())).room(handle.shape))
+
+
+def resume(handle: CompressedCache) -> None:
+    """Raise CacheStale where tokens that a handle shows were written over."""
+    handle._kv.resume(handle._length, handle._epoch, shown(handle))

@@ -1,0 +1,214 @@
+"""Views: the decoded tensors that indexing or reshaping a compressed cache gives outside of compiled code.
+
+The dense cache would share memory with its views, so a write into one changes the other. Which results are views is asked of the memory:
+an operation runs on a decoded copy, and what lies in that copy is a view of the cache (``dispatch``). It is made of decoded values, which
+are decoded again when the cache has been written since. A write to a view goes through the gate of its cache (``gate``): into the codes,
+or else the cache becomes dense, and all of its views become views of its memory.
+
+Parts of a cache that are handles themselves (rows, a crop) are views too, with codes in place of decoded values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, OpOverloadPacket
+
+if TYPE_CHECKING:
+    from kvcompile.runtime.handle.tensor import CompressedCache
+
+METADATA_OF_VIEWS = {"shape", "dtype", "device", "layout", "ndim", "size", "dim", "numel", "__len__", "__hash__", "__class__", "stride"}
+
+ASSIGNMENTS = {f"__i{name}__" for name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "div", "and", "or", "xor", "lshift", "rshift", "matmul",
+)} | {"__setitem__"}
+
+
+def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation of this name writes to its first operand or to ``out``."""
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in ASSIGNMENTS
+    return in_place or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+def written(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation says it writes to, lists of tensors taken apart; those of a torch operator by its schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None and isinstance(func, OpOverloadPacket):
+        schema = getattr(func, func.overloads()[0])._schema
+    found = []
+    if schema is not None:
+        given = {item.name: args[at] if at < len(args) else kwargs.get(item.name) for at, item in enumerate(schema.arguments)}
+        found = [given[item.name] for item in schema.arguments if item.is_write]
+    elif kwargs.get("out") is not None:
+        found = [kwargs["out"]]
+    elif writes(name, kwargs) or is_setter(func):
+        # ``torch.nn.init`` names its only operand.
+        found = [args[0] if args else next(iter(kwargs.values()), None)]
+    return [part for item in found for part in (item if isinstance(item, (list, tuple)) else [item])]
+
+
+def is_setter(func: Callable[..., Any]) -> bool:
+    """Whether ``__torch_function__`` was called for an assignment to a property."""
+    return getattr(func, "__name__", "") == "__set__"
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the bare name of what ``__torch_function__`` was called for: of a property its attribute's, of an overload its operator's."""
+    name = getattr(func, "__name__", "")
+    name = func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
+    return name.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a view lies in the memory of a contiguous tensor: dtype, sizes, and strides and offset in elements of that dtype."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(view: torch.Tensor) -> Place:
+        """Return the place of a view."""
+        return Place(view.dtype, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view of another tensor that lies there."""
+        with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(whole.is_inference()):
+            made = torch.empty(0, dtype=self.dtype, device=whole.device)
+            return made.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The cache tensor ``root`` that a view is of, and the view's place in it.
+
+    ``index``: what ``root`` was indexed by, of a part whose codes can be taken. The root is held: its views hold a dense tensor's memory.
+    """
+
+    root: CompressedCache
+    place: Place
+    index: Any = None
+
+    @property
+    def seen(self) -> tuple[Any, ...]:
+        """Return facts of the root that change when it is written to."""
+        return self.root._kv, self.root._length, self.root._epoch
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    return torch.real(value)
+
+
+def _set_real(value: torch.Tensor, new: torch.Tensor) -> None:
+    value.copy_(new)
+
+
+REAL = property(_real, _set_real)
+"""``real``, whose assignment asks no ``__torch_function__``."""
+
+
+class DecodedView(torch.Tensor):
+    """Decoded values of part of a compressed cache: an ordinary tensor to read; see the module docstring for writes."""
+
+    _origin: Origin
+    _seen: tuple[Any, ...]
+    real = REAL  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if torch.compiler.is_compiling() or (name in METADATA_OF_VIEWS and not is_setter(func)):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        from kvcompile.runtime.handle.dispatch import answer
+
+        return answer(func, name, args, dict(kwargs))
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As ``torch.Tensor.as_subclass``, which asks no ``__torch_function__``."""
+        from kvcompile.runtime.handle.tensor import thaw
+
+        if cls is torch.Tensor:
+            return torch.ops.aten.alias(self)
+        return torch.Tensor.as_subclass(thaw(self, f"{cls} shows its memory"), cls)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.Tensor.set_``, which asks no ``__torch_function__``."""
+        self.__class__ = torch.Tensor  # type: ignore[assignment]
+        return torch.Tensor.set_(self, *args, **kwargs)
+
+
+def is_view(value: object) -> TypeGuard[DecodedView]:
+    """Whether a value is a view of decoded values that no dense cache has taken over."""
+    return type(value) is DecodedView
+
+
+def view_of(root: CompressedCache, result: torch.Tensor) -> DecodedView:
+    """Return a result that lies in a decoded copy of ``root``, or in a view of it, as a view of ``root``."""
+    with DisableTorchFunctionSubclass():
+        view = result.as_subclass(DecodedView)
+        _join(view, Origin(root, Place.of(result)))
+    return view
+
+
+def join(part: CompressedCache, root: CompressedCache, index: Any) -> None:
+    """Let a handle be the part ``[index]`` of another one, or of what that is a part of."""
+    with DisableTorchFunctionSubclass():
+        whole = torch.empty(root.shape, dtype=root.dtype, device="meta")
+        above = root._origin
+        if above is not None:
+            whole = torch.empty(above.root.shape, dtype=root.dtype, device="meta").as_strided(
+                above.place.size, above.place.stride, above.place.offset
+            )
+        place = Place.of(whole[index])
+    # A part of a part is decoded where the codes of the whole cannot be taken again.
+    _join(part, Origin(root, place, index) if above is None else Origin(above.root, place))
+
+
+def _join(view: Any, origin: Origin) -> None:
+    view._origin, view._seen = origin, origin.seen
+    origin.root.remember(view)
+
+
+def refresh(value: Any) -> None:
+    """Let a view or a part of a cache show what the cache holds now."""
+    from kvcompile.runtime.handle.tensor import decoded, is_handle, retake
+
+    origin: Origin | None = value._origin if is_view(value) or is_handle(value) else None
+    if origin is None or value._seen == origin.seen:
+        return
+    if is_handle(value):
+        if origin.index is not None and retake(value, origin.root[origin.index]):
+            value._seen = origin.seen
+            return
+        del value._kv
+        value.__class__ = DecodedView  # type: ignore[assignment]
+    show(value, origin.place.within(decoded(origin.root)))
+    value._seen = origin.seen
+
+
+def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a compiled graph that may write to decoded views among its arguments: they become views of dense caches first."""
+    from kvcompile.runtime.handle.tensor import settle
+
+    def run(*args: Any) -> Any:
+        for arg in args:
+            settle(arg)
+        return compiled(*args)
+
+    return run
+
+
+def show(view: torch.Tensor, real: torch.Tensor) -> None:
+    """Let a tensor have the memory of another."""
+    with DisableTorchFunctionSubclass(), torch.no_grad(), torch.inference_mode(view.is_inference()):
+        torch.Tensor.set_(view, real.untyped_storage(), real.storage_offset(), real.shape, real.stride())  # type: ignore[call-overload]

@@ -1,0 +1,139 @@
+"""Encode dense tokens into a store outside of compiled code, and decode a store's tokens to a dense tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.errors import AnglesUnknown
+from kvcompile.lowering.ops.keep_first import keep_first_body
+from kvcompile.lowering.ops.operations import append_body, append_window_body, with_recent, write_rows
+from kvcompile.lowering.ops.sliding import taken
+from kvcompile.runtime.store.exact_window import lost, overlaid, rewind
+from kvcompile.runtime.store.store import Store
+from kvcompile.types import pages_for
+
+ENCODED_AT_ONCE = 4096
+"""Tokens encoded at a time when a filled cache is adopted; bounds the float32 scratch of ``encode``."""
+
+
+def encode(store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None = None, first: int = 0) -> None:
+    """Encode dense tokens from token ``first`` on, in bounded steps; ``left_padding`` [B]: first tokens that are no padding."""
+    for start in range(0, x_BKTD.shape[2], ENCODED_AT_ONCE):
+        part = x_BKTD[:, :, start : start + ENCODED_AT_ONCE]
+        if store.rope is not None:
+            pos = _places(store, part, first + start)
+            part = store.rope.unrotated(part, pos if left_padding is None else pos - left_padding[:, None])
+        _put(store, store.in_basis(part), left_padding, first + start)
+
+
+def _put(store: Store, x_BKnD: torch.Tensor, left_padding: torch.Tensor | None, first: int) -> None:
+    """Write tokens, as the store has them, from token ``first`` on."""
+    scheme, planes, pos = store.spec.scheme, store.planes[: store.spec.layout.written], _places(store, x_BKnD, first)
+    if store.window is None:
+        origin = left_padding if scheme.keeps_padding_out else None
+        append_body(x_BKnD, planes, pos - store.first, scheme.spell(), origin, store.tables)
+        kept, used = x_BKnD, left_padding
+    else:
+        newest, used = append_window_body(x_BKnD, planes, pos, left_padding, scheme.spell(), store.tables)
+        kept = newest[:, :, store.window.shape[2] :]
+    if store.early:
+        keep_first_body(kept, store.early, pos, used)
+
+
+def _places(store: Store, x_BKnD: torch.Tensor, first: int) -> torch.Tensor:
+    """The positions of tokens from token ``first`` on, int64 [1, n]."""
+    return torch.arange(first, first + x_BKnD.shape[2], device=store.device).unsqueeze(0)
+
+
+def decode(store: Store, tokens: int) -> torch.Tensor:
+    """Decode the first ``tokens`` tokens to [B, K, T, D] in the model's dtype; what is behind the newest one of a window is zero."""
+    values = store.in_basis(_held(store, tokens), back=True)
+    return _rotated(store, values) if store.spec.scheme.pre_rope else values
+
+
+def _held(store: Store, tokens: int) -> torch.Tensor:
+    """Decode the first ``tokens`` tokens as the store has them, exact ones laid over."""
+    pages = min(pages_for(tokens), store.pages)
+    values = store.values(0, pages)[:, :, :tokens].to(store.spec.slot.dtype)
+    values = values if store.window is None else overlaid(store, values)
+    if not store.early:
+        return values
+    # What was never written is zero there as well.
+    origins = store.origins
+    assert origins is not None
+    return with_recent(values, store.early[0][0], origins)
+
+
+def _rotated(store: Store, keys: torch.Tensor) -> torch.Tensor:
+    """Return the model's keys from keys that are stored before RoPE."""
+    if store.rope is None:
+        raise AnglesUnknown(length=keys.shape[2])
+    place, padding = torch.arange(keys.shape[2], device=store.device).unsqueeze(0), store.left_padding
+    return store.rope.rotated(keys, place if padding is None else place - padding[:, None])
+
+
+def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: int) -> str:
+    """Say why ``rows`` of the tokens ``at`` [n], ascending, cannot be encoded into a store of ``length`` tokens; "" where they can.
+
+    Waits for the device.
+    """
+    scheme = store.spec.scheme
+    if scheme.pre_rope and store.rope is None:
+        return "no compiled call has said by which angles its keys are turned"
+    if not length and (store.window is not None or store.early or scheme.keeps_padding_out):
+        return "its scheme must know the padding of the first tokens"
+    if (store.window is None and not scheme.in_order) or not len(at):
+        return ""
+    if store.window is None:
+        whole = at.equal(torch.arange(length, length + len(at), device=at.device)) and bool(rows_BKn.all())
+        return "" if whole else f"{scheme.name} takes tokens in their order, all heads of all rows, and none in place of another"
+    first, last, size = int(at[0]), int(at[-1]), store.window.shape[2]
+    if not store.keeps_originals and (length - first > size or bool(lost(store, first).any())):
+        return f"it writes over tokens that are only codes by now: {scheme.spell()} keeps {size} of {length} tokens"
+    behind = at >= length
+    if int(behind.sum()) != max(last + 1 - length, 0) or not rows_BKn[:, :, behind].all():
+        return f"{scheme.spell()} takes tokens in their order, all heads of all rows"
+    return ""
+
+
+def write_tokens(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor, length: int) -> None:
+    """Encode ``rows`` of the tokens ``at`` [n], ascending, into a store of ``length`` tokens with room for them; see ``unwritable``."""
+    if not len(at):
+        return
+    if store.window is None and store.in_order:
+        encode(store, x_BKnD, first=int(at[0]))
+        return
+    if store.window is None:
+        _write_codes(store, x_BKnD, rows_BKn, at)
+        return
+    first, last = int(at[0]), int(at[-1])
+    stored = _as_stored(store, x_BKnD, at)
+    held = stored.new_zeros(*stored.shape[:2], max(length, last + 1) - first, stored.shape[3])
+    if first < length:
+        # All of these are in the window, or their originals are kept, so nothing is encoded from what codes decode to.
+        held[:, :, : length - first] = _held(store, length)[:, :, first:]
+        rewind(store, first)
+    held[:, :, at - first] = torch.where(rows_BKn[..., None], stored, held[:, :, at - first])
+    for start in range(0, held.shape[2], ENCODED_AT_ONCE):
+        _put(store, held[:, :, start : start + ENCODED_AT_ONCE], store.left_padding, first + start)
+
+
+def _as_stored(store: Store, x_BKnD: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Tokens ``at`` [n] of the caller's numbering as the store has them."""
+    if store.rope is not None:
+        padding, place = store.left_padding, at.unsqueeze(0)
+        x_BKnD = store.rope.unrotated(x_BKnD, place if padding is None else place - padding[:, None])
+    return store.in_basis(x_BKnD)
+
+
+def _write_codes(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor) -> None:
+    """Write the codes of some rows of tokens of a scheme without a window; those of the others stay as they are."""
+    for start in range(0, len(at), ENCODED_AT_ONCE):
+        some, rows = at[start : start + ENCODED_AT_ONCE], rows_BKn[:, :, start : start + ENCODED_AT_ONCE, None]
+        x = _as_stored(store, torch.where(rows, x_BKnD[:, :, start : start + ENCODED_AT_ONCE], 0), some)
+        if store.early:
+            # The rows that stay are written as they are held.
+            kept = with_recent(x.new_zeros(*x.shape[:2], int(some[-1]) + 1, x.shape[3]), store.early[0][0], store.early[1][0, :, 0, 0, 0])
+            keep_first_body(torch.where(rows, x, kept[:, :, some]), store.early, some.unsqueeze(0), store.origins)
+        for plane, codes in zip(store.planes, store.spec.scheme.encode(x, *store.tables), strict=False):
+            write_rows(plane, torch.where(rows, codes.to(plane.dtype), taken(plane, some)), some.unsqueeze(0))

@@ -1,0 +1,104 @@
+"""The exact window of a store: its newest tokens in full precision, how far it can go back, and what it holds then.
+
+A scheme with blocks encodes a block once all of its tokens are there; until then, and some way beyond, the window has the originals. A
+store that keeps the originals of all tokens goes back to any length, its window refilled from those.
+Token t of a row, counted from its first token that is no padding, lies in slot t % W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvcompile.errors import TokensOutOfOrder, WindowPassed
+from kvcompile.lowering.ops.append_window import is_broken, said_of
+from kvcompile.runtime.store.store import Store
+from kvcompile.schemes.certificate.telemetry import REFILLED
+from kvcompile.types import LEAST_HELD, PAGE, pages_for
+
+
+def disorder(store: Store, where: str, row: int = 0) -> Iterator[TokensOutOfOrder]:
+    """Give an error for each row whose tokens came out of order, by what the store's clock says; its first row is the cache's ``row``.
+
+    Waits for the device.
+    """
+    if store.window is None:
+        return
+    held = store.lengths[0, :, 0, 0, 0]
+    if not bool(is_broken(held).any()):
+        return
+    for index, count in enumerate(held.tolist()):
+        if count >= LEAST_HELD:
+            continue
+        expected, found = said_of(count)
+        facts = {"expected": f"a token at position {expected}", "found": f"one at position {found}"}
+        if found < 0:
+            facts["found"] = "one before position 0"
+        elif expected == found:
+            facts = {"expected": f"tokens at positions below {expected}, as far as there is room,", "found": "one behind them"}
+        yield TokensOutOfOrder(**facts, row=row + index, where=where, scheme=store.spec.scheme.told())
+
+
+def overlaid(store: Store, values: torch.Tensor) -> torch.Tensor:
+    """Lay the window's tokens over decoded ones, each at its position of the caller's numbering; padding is zero.
+
+    Waits for the device, and raises TokensOutOfOrder: nobody knows what such a row would hold.
+    """
+    window = store.window
+    assert window is not None
+    for error in disorder(store, f"a store of {store.spec.slot.role.value}s"):
+        raise error
+    held, padding = store.lengths[0, :, 0, 0].unbind(-1)
+    t = torch.arange(values.shape[2], device=store.device) - padding[:, None]
+    rows = (-1, values.shape[1], -1, values.shape[3])
+    behind = values.gather(2, t.clamp(min=0)[:, None, :, None].expand(rows))
+    newest = window.gather(2, (t % window.shape[2])[:, None, :, None].expand(rows))
+    exact = (t >= held[:, None] - window.shape[2])[:, None, :, None]
+    return torch.where(((t >= 0) & (t < held[:, None]))[:, None, :, None], torch.where(exact, newest, behind), 0)
+
+
+def lost(store: Store, wanted: int | torch.Tensor) -> torch.Tensor:
+    """Return which rows would end, at ``wanted`` tokens, inside a block whose originals are nowhere any more; bool [B]."""
+    window = store.window
+    assert window is not None
+    size, block = window.shape[2], store.spec.scheme.block
+    held, padding = store.lengths[0, :, 0, 0].unbind(-1)
+    now = torch.minimum((wanted - padding).clamp(min=0), held)
+    return (now % block != 0) & (held - now > size - now % block) & (not store.keeps_originals)
+
+
+def rewind(store: Store, wanted: int | torch.Tensor) -> None:
+    """Go back to ``wanted`` tokens, of all rows or [B]: the window is refilled with what came before, from originals or from the codes.
+
+    A row that holds fewer stays as it is. Raises WindowPassed where a row ends inside a block whose originals are nowhere any more. The
+    plane ``refilled``, where there is one, then says up to which token the window holds what codes stand for. Waits for the device. A
+    store without a window has nothing to do.
+    """
+    window = store.window
+    if window is None:
+        return
+    lengths = store.lengths
+    size, block = window.shape[2], store.spec.scheme.block
+    held, padding = lengths[0, :, 0, 0].unbind(-1)
+    now = torch.minimum((wanted - padding).clamp(min=0), held)
+    if not (now < held).any():
+        return
+    if (gone := lost(store, wanted)).any():
+        raise WindowPassed(
+            scheme=store.spec.scheme.spell(), window=size, length=int((held + padding)[gone].max()),
+            wanted=int((now + padding)[gone].max()), block=block, most=size - block + 1,
+        )
+    slot = torch.arange(size, device=store.device)
+    newest = (held[:, None] - 1) - (held[:, None] - 1 - slot) % size
+    older = (now[:, None] - 1) - (now[:, None] - 1 - slot) % size
+    first, pages = max(0, int(older.min())) // PAGE, pages_for(int(now.max()))
+    if pages > first:
+        values = store.values(first, pages)
+        at = (older - first * PAGE).clamp(0, values.shape[2] - 1)[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
+        refill = ((newest >= now[:, None]) & (older >= 0))[:, None, :, None]
+        window.copy_(torch.where(refill, values.gather(2, at).to(window.dtype), window))
+    if (refilled := store.plane(REFILLED)) is not None:
+        first_exact = torch.minimum(torch.maximum(refilled[0, :, 0, 0, 0], held - size), now)
+        refilled.copy_(first_exact[None, :, None, None, None].expand_as(refilled))
+    lengths[0, :, :, 0, 0] = now[:, None]

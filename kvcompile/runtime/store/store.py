@@ -1,0 +1,273 @@
+"""The store: the mutable planes of one slot. The only mutable memory, and no numerics inside.
+
+Planes are [N, B, K, rows, width]: growing appends pages on the first axis, so no stride ever changes and
+what is compiled for one size runs for all. Fresh pages are zero, which every scheme decodes to zero:
+what was never written reads as an untouched dense buffer would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.lowering.ops.operations import as_tokens, decodable, write_rows
+from kvcompile.lowering.ops.sliding import taken
+from kvcompile.runtime.store import telemetry
+from kvcompile.runtime.store.pinned import host_plane
+from kvcompile.runtime.store.rope import Rope
+from kvcompile.runtime.store.telemetry import Telling
+from kvcompile.schemes import Scheme
+from kvcompile.schemes.basis import changed
+from kvcompile.schemes.certificate.telemetry import REFILLED
+from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """The description of a store: the slot, its scheme and layout. Two equal specs can share compiled code."""
+
+    slot: SlotSpec
+    scheme: Scheme
+    layout: Layout
+
+
+@contextlib.contextmanager
+def ordinary() -> Iterator[None]:
+    """Make ordinary planes: a cache filled in inference mode may be used outside, so no plane is an inference tensor."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Store:
+    """The planes of one slot for one cache."""
+
+    __slots__ = ("batch", "before", "device", "pages", "planes", "rope", "spec")
+
+    def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rope: Rope | None = None) -> None:
+        self.spec, self.batch, self.device, self.rope = spec, batch, device, rope
+        self.pages = 0
+        self.before: torch.Tensor | None = None
+        self.planes: list[torch.Tensor] = [self._zeros(plane, 0) for plane in spec.layout.planes]
+        self.reserve(pages)
+
+    @staticmethod
+    def holding(spec: StoreSpec, planes: list[torch.Tensor], rope: Rope | None = None) -> Store:
+        """Make a store around planes that exist, [N, B, K, rows, width] each."""
+        store = Store.__new__(Store)
+        store.spec, store.planes, store.rope = spec, planes, rope
+        store.pages, store.batch = planes[0].shape[:2]
+        store.device = planes[0].device
+        store._begin()
+        return store
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def _zeros(self, plane: PlaneSpec, pages: int) -> torch.Tensor:
+        """Make an empty plane where it belongs."""
+        with ordinary():
+            if plane.host and self.device.type == "cuda":
+                shape = plane.shape(pages, self.batch, self.spec.slot.heads)
+                return host_plane(shape, plane.dtype, self.device)
+            return self.spec.scheme.empty(plane, self.spec.slot, pages, self.batch, self.device)
+
+    def _where_they_belong(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Move those planes of a copy to pinned host memory that are kept there."""
+        if self.device.type != "cuda":
+            return list(planes)
+        return [
+            host_plane(tuple(plane.shape), plane.dtype, self.device).copy_(plane) if spec.host else plane
+            for plane, spec in zip(planes, self.spec.layout.planes, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes allocated, all planes."""
+        return sum(plane.untyped_storage().nbytes() for plane in self.planes)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Count the bytes in pinned host memory."""
+        return sum(plane.untyped_storage().nbytes() for plane, spec in self.described() if spec.host and self.device.type == "cuda")
+
+    @property
+    def first(self) -> int:
+        """Return the position of the first token in the planes that grow."""
+        return 0
+
+    @property
+    def room(self) -> int:
+        """Count the tokens that there are pages for."""
+        return self.pages * PAGE
+
+    @property
+    def in_order(self) -> bool:
+        """Whether tokens are taken in their order only, and those behind the last one written are forgotten."""
+        return self.window is not None or self.spec.scheme.in_order
+
+    def announced(self, tokens: int) -> int:
+        """Count the bytes that ``tokens`` tokens were said to take."""
+        del tokens
+        return self.spec.layout.nbytes(self.pages, self.batch, self.spec.slot.heads)
+
+    def reserve(self, pages: int, tokens: int | None = None) -> None:
+        """Have room for ``pages`` pages; one plane at a time is held twice while it is copied.
+
+        ``tokens``: how many the next call needs, for stores that have room for no more.
+        """
+        del tokens
+        if pages <= self.pages:
+            return
+        for index, (plane, spec) in enumerate(zip(self.planes, self.spec.layout.planes, strict=True)):
+            if spec.extent is not Extent.TOKENS:
+                continue
+            grown = self._zeros(spec, pages)
+            if self.pages:
+                grown[: self.pages].copy_(plane[: self.pages])
+            self.planes[index] = grown
+            del plane
+        self.pages = pages
+
+    def clear(self) -> None:
+        """Forget everything but telemetry and give the memory back."""
+        self.pages = 0
+        with ordinary():
+            for index, spec in enumerate(self.spec.layout.planes):
+                if spec.name == telemetry.PLANE:
+                    continue
+                self.planes[index] = self._zeros(spec, 0)
+
+    # --- planes ----------------------------------------------------------------------------------
+
+    def described(self) -> Iterator[tuple[torch.Tensor, PlaneSpec]]:
+        """Give each plane with its description."""
+        return zip(self.planes, self.spec.layout.planes, strict=True)
+
+    def plane(self, name: str) -> torch.Tensor | None:
+        """Return the plane of this name, None where the layout has none."""
+        return next((plane for plane, spec in self.described() if spec.name == name), None)
+
+    @property
+    def window(self) -> torch.Tensor | None:
+        """Return the newest tokens in full precision, [B, K, W, D], token t in slot t % W; None where the scheme keeps none."""
+        found = self.plane("window")
+        return None if found is None else found[0]
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether every token is kept as it was written, beside codes or in place of them."""
+        return any(plane.originals for plane in self.spec.layout.planes)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Return the number of tokens and the left padding of each row, int64 [1, B, 1, 1, 2], of a store with a window."""
+        found = self.plane("clock")
+        assert found is not None
+        return found
+
+    @property
+    def left_padding(self) -> torch.Tensor | None:
+        """Return the first position of each row that is no padding, int64 [B]; None without a window."""
+        found = self.plane("clock")
+        return None if found is None else found[0, :, 0, 0, 1]
+
+    @property
+    def early(self) -> list[torch.Tensor]:
+        """Return the planes of first tokens in full precision, and of where they begin if no clock says so; none without such tokens."""
+        return [plane for plane, spec in self.described() if spec.early]
+
+    @property
+    def origins(self) -> torch.Tensor | None:
+        """Return the position of each row's first token that is no padding, int64 [B], of a store that keeps first tokens or a window."""
+        found = self.plane("origin")
+        return self.left_padding if found is None else found[0, :, 0, 0, 0]
+
+    def in_basis(self, x_BKTD: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """Return tokens in the basis that the store's are in, or ``back`` from it, in their dtype."""
+        basis = self.spec.scheme.basis(self.spec.slot)
+        if basis is None:
+            return x_BKTD
+        plane = None if basis.plane is None else self.plane(basis.plane)
+        return changed(x_BKTD, basis.order, None if plane is None else plane[0], back)
+
+    @property
+    def encoded(self) -> list[torch.Tensor]:
+        """Return the planes that new tokens are encoded into."""
+        return self.planes[: self.spec.layout.encoded]
+
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """Return the constant planes that new tokens are encoded with."""
+        return [plane for plane, spec in self.described() if spec.encoding]
+
+    @property
+    def rolled_back(self) -> list[torch.Tensor]:
+        """Return the planes that a rollback and the step behind it change: exact tokens, lengths, and which of them are originals."""
+        return [plane for plane, spec in self.described() if spec.name in {"window", "clock", REFILLED} or spec.early]
+
+    @property
+    def never_calibrated(self) -> bool:
+        """Whether its scheme calibrates planes with queries and these planes never saw any. Waits for the device."""
+        calibrated = [plane for plane, spec in self.described() if spec.name in self.spec.scheme.calibrated]
+        return bool(calibrated) and not any(bool(plane.any()) for plane in calibrated)
+
+    @property
+    def told(self) -> Telling | None:
+        """Return the telemetry of attention over the store; None where it says nothing."""
+        plane = self.plane(telemetry.PLANE)
+        return None if plane is None else Telling(plane, self.before)
+
+    def _begin(self) -> None:
+        """Remember what telemetry holds already: it was counted where it came from."""
+        plane = self.plane(telemetry.PLANE)
+        self.before = None if plane is None else plane.clone()
+
+    def values(self, first: int, last: int) -> torch.Tensor:
+        """Return the tokens of pages [first, last) as [B, K, T, D], from the originals where the store has them, else decoded."""
+        originals = [plane[first:last] for plane, spec in self.described() if spec.originals]
+        if originals:
+            return as_tokens(originals[0])
+        grown = [plane[first:last] if spec.extent is Extent.TOKENS else plane for plane, spec in self.described()]
+        return self.spec.scheme.decode(decodable(self.spec.scheme, grown, self.spec.slot, slice(None)), self.spec.slot)
+
+    def restore(self, planes: list[torch.Tensor]) -> None:
+        """Take back planes that were there before; only a store that exchanges its planes has anything to do."""
+        del planes
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def clone(self) -> Store:
+        """Make a new store with the same content."""
+        with ordinary():
+            return Store.holding(self.spec, self._where_they_belong([plane.clone() for plane in self.planes]), self.rope)
+
+    def select_rows(self, rows: torch.Tensor) -> Store:
+        """Make a new store of the given batch rows: codes are copied, never re-encoded."""
+        with ordinary():
+            chosen = [
+                plane.clone() if spec.extent is Extent.BATCH else plane.index_select(1, rows.to(plane.device))
+                for plane, spec in self.described()
+            ]
+            return Store.holding(self.spec, self._where_they_belong(chosen), self.rope)
+
+    def gathered(self, first: int, count: int, slots: int | None) -> Store:
+        """Make a new store of the ``count`` tokens from position ``first`` on; here they go around in ``slots`` slots, or in none."""
+        made = Store(self.spec, self.batch, self.device, pages_for(count), self.rope)
+        if not count:
+            return made
+        self.reserve(pages_for(first + count if slots is None else min(first + count, slots)))
+        at, place = torch.arange(first, first + count, device=self.device), torch.arange(count, device=self.device).unsqueeze(0)
+        with ordinary():
+            for (plane, spec), target in zip(self.described(), made.planes, strict=True):
+                if spec.placed:
+                    # Blocks are elsewhere now, and copies of them nowhere.
+                    continue
+                if spec.extent is not Extent.TOKENS:
+                    # First tokens stand as far before these as they did.
+                    target.copy_(plane - first if spec.name == "origin" else plane)
+                    continue
+                write_rows(target, taken(plane, at if slots is None else at % slots), place)
+            made._begin()
+        return made

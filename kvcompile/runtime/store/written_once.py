@@ -1,0 +1,100 @@
+"""Written once: a cache that was dense for a while is encoded with the codes that it had, wherever its values are what those stand for.
+
+A scale is rounded up when it is stored, and what its codes stand for has a largest value of that scale: encoded again, its scale goes up by
+a unit in its last place, an eighth of a step at the largest of 8-bit codes, and again each time. So a tensor that is turned back into a
+dense one (``handle.thaw``) remembers its state as long as it lives. When it is encoded again, each block of tokens that nobody changed gets
+its codes as they were. Nothing is trusted: the values are compared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from kvcompile.runtime.store.codec import decode, encode
+from kvcompile.runtime.store.parked_rows import rows_of
+from kvcompile.runtime.store.store import Store
+from kvcompile.types import PAGE, Extent
+
+if TYPE_CHECKING:
+    from kvcompile.runtime.store.state import CacheState, Part
+
+_EARLIER: Any = WeakIdKeyDictionary()
+"""The state and the length that a dense tensor had when it was compressed, and which of the state's rows its first one is."""
+
+
+def remember(tensor: torch.Tensor, state: CacheState, length: int) -> None:
+    """Remember what a tensor was compressed to that is dense from now on; its codes take memory until it is encoded again, or gone."""
+    if length:
+        _EARLIER[tensor] = state, length, 0
+
+
+def remember_rows(tensor: torch.Tensor, rows: torch.Tensor, first: int) -> None:
+    """Remember of ``rows``, a view of a dense tensor's rows from row ``first`` on, what is remembered of the tensor."""
+    if (earlier := _EARLIER.get(tensor)) is not None:
+        _EARLIER[rows] = *earlier[:2], first
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """Free what a tensor was compressed to: it stays dense, or was encoded again."""
+    _EARLIER.pop(tensor, None)
+
+
+class Earlier:
+    """The codes that one part of a dense cache tensor had, as far as a new store of it can take them."""
+
+    def __init__(self, tensor: torch.Tensor, part: Part, store: Store) -> None:
+        state, self.length, first = _EARLIER.get(tensor, (None, 0, 0))
+        known = state is not None and state.slots is None and part in state.stores
+        held = rows_of(state, part, first, store.batch) if known else None
+        # Stores of adaptive schemes have no place for each position.
+        alike = type(held) is Store and held.spec == store.spec
+        self.before: Any = held if alike and (not store.spec.scheme.pre_rope or held.rope is store.rope) else None  # type: ignore[union-attr]
+        # Originals are exact, whatever is encoded from them.
+        self.held: Any = None if store.keeps_originals else self.before
+        # Rows of one state may hold different numbers of tokens.
+        self.length = min(self.length, self.before.pages * PAGE) if self.before is not None else 0
+        for name in store.spec.scheme.calibrated if self.held is not None else frozenset():
+            ours, theirs = store.plane(name), self.held.plane(name)  # type: ignore[union-attr]
+            if ours is not None and theirs is not None:
+                ours.copy_(theirs)
+
+    def encode(self, store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None = None, first: int = 0) -> None:
+        """Encode dense tokens from token ``first`` on, with the codes that they had where they are what those stand for."""
+        count = min(self.length - first, x_BKTD.shape[2])
+        if self.before is None or count <= 0:
+            encode(store, x_BKTD, left_padding, first)
+            return
+        unchanged = (decode(self.before, first + count)[:, :, first:] == x_BKTD[:, :, :count]).all(-1)
+        if left_padding is not None and (before := self.before.left_padding) is not None:
+            # The mask of one step hides what a sliding window has passed as it hides padding.
+            goes_on = (unchanged & (x_BKTD[:, :, :count] != 0).any(-1)).any(2).all(1)
+            left_padding = torch.where(goes_on, torch.minimum(left_padding, before), left_padding)
+        encode(store, x_BKTD, left_padding, first)
+        if self.held is None:
+            return
+        same = torch.zeros(*x_BKTD.shape[:2], store.pages * PAGE, dtype=torch.bool, device=store.device)
+        same[:, :, first : first + count] = unchanged
+        if (padding := store.left_padding) is not None:
+            if not padding.equal(self.held.left_padding):
+                return
+            # Planes count a row's tokens from the first that is no padding.
+            own = torch.arange(same.shape[2], device=store.device) + padding[:, None]
+            same = same.gather(2, own.clamp(max=same.shape[2] - 1)[:, None].expand_as(same)) & (own < same.shape[2])[:, None]
+        self._take(store, same)
+
+    def _take(self, store: Store, same_BKT: torch.Tensor) -> None:
+        """Take the codes of all blocks whose tokens are the ``same``."""
+        pages = min(store.pages, self.held.pages)
+        block = store.spec.scheme.block
+        whole = same_BKT[:, :, : pages * PAGE].unflatten(2, (-1, block)).all(-1)
+        for index in range(store.spec.layout.encoded):
+            spec, ours, theirs = store.spec.layout.planes[index], store.planes[index], self.held.planes[index]
+            if spec.extent is not Extent.TOKENS:
+                continue
+            rows = whole.repeat_interleave(max(block * spec.rows // PAGE, 1), 2)
+            # [B, K, N * rows] -> [N, B, K, rows, 1]
+            chosen = rows.unflatten(2, (pages, spec.rows)).permute(2, 0, 1, 3).unsqueeze(-1)
+            ours[:pages] = torch.where(chosen, theirs[:pages], ours[:pages])

@@ -1,0 +1,74 @@
+"""``kvcompile calibrate``: static scales of a model from text files, and what they clip."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvcompile.extensions.beyond.learning.text import batches, documents, sequences, split
+from kvcompile.extensions.static_scales.measure.calibrate import NAMES, Calibration, calibrate
+from kvcompile.extensions.static_scales.scales import Extent
+from kvcompile.extensions.static_scales.storage import save_scales
+from kvcompile.tools.cli.learn import add_text, tokens_of, whole
+from kvcompile.tools.cli.targets import Options as TargetOptions
+from kvcompile.tools.cli.targets import resolve
+from kvcompile.types import Role
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser("calibrate", help="measure static scales of int8 or fp8 for a model on text")
+    add_text(parser, "where the scales go, a .safetensors", 2048)
+    parser.add_argument("--scheme", choices=NAMES, default="int8", help="the codes (default int8)")
+    extents = [item.value for item in Extent]
+    parser.add_argument("--granularity", choices=extents, default="tensor", help="of a scale: a layer and half, or a kv head of it")
+    parser.add_argument("--percentile", type=float, default=100.0, help="how many of a hundred values a scale covers (default 100)")
+    parser.add_argument("--margin", type=float, default=1.0, help="how many times that magnitude a scale covers (default 1)")
+    parser.add_argument("--sequences", type=whole, default=512, help="at most, of those that the text gives (default 512)")
+    parser.add_argument("--batch", type=whole, default=1, help="sequences at a time (default 1)")
+    parser.add_argument("--validation", type=whole, default=16, help="sequences that are held out, to see what is clipped (default 16)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write the scales, and print what they clip."""
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    model = resolve(arguments.target, TargetOptions(dtype=dtype, device=arguments.device)).model
+    tokens = tokens_of(arguments, model)
+    known, held_out = split(sequences(documents(arguments.data), tokens, arguments.length), arguments.validation, arguments.seed)
+    found: list[Calibration] = []
+    scheme = calibrate(
+        model, batches(known[: arguments.sequences], tokens, arguments.batch), arguments.scheme, granularity=arguments.granularity,
+        percentile=arguments.percentile, margin=arguments.margin, validation=batches(held_out, tokens, arguments.batch), told=found.append,
+    )
+    save_scales(scheme, arguments.out, {"data": ", ".join(path.name for path in arguments.data)})
+    console = Console(stderr=True)
+    console.print(table(found[0]))
+    console.print(f"{arguments.out}: {scheme.name}, {len(found[0].slots) // 2} layers, {found[0].tokens:,} tokens", highlight=False)
+    return 0
+
+
+def table(found: Calibration) -> Table:
+    """The largest magnitude, the range and the shares clipped of every layer's keys and values."""
+    made = Table(
+        title="largest magnitude, largest range of a scale, share of values clipped (held out)", title_justify="left", title_style="bold",
+        box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False,
+    )
+    made.add_column("layer")
+    for role in Role:
+        for name in ("amax", "range", "clipped"):
+            made.add_column(f"{role.value}s\n{name}", justify="right")
+    for path in dict.fromkeys(slot.path for slot in found.slots):
+        cells = []
+        for role in Role:
+            slot = next(slot for slot in found.slots if (slot.path, slot.role) == (path, role))
+            beyond = "" if slot.clipped_validation is None else f" ({slot.clipped_validation:.3%})"
+            reach = float(slot.scales.values.max()) * found.scheme.qmax
+            cells += [f"{slot.amax:.4g}", f"{reach:.4g}", f"{slot.clipped:.3%}{beyond}"]
+        made.add_row(path, *cells)
+    return made

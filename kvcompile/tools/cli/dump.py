@@ -1,0 +1,206 @@
+"""Dump: one compiled graph as text, at any stage of the pipeline from what Dynamo gave to machine code.
+
+captured    the ATen graph before anything is matched
+normalised  what matching understood of each site
+rewritten   the graph after the rewrite, with append and attend
+inductor    Inductor's output module for this machine: C++ on a CPU, Triton on a GPU
+triton      the attend kernel of each distinct site, for a GPU, with or without one
+ptx, sass   that kernel compiled offline for an architecture
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable
+
+import torch
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from kvcompile.backend import Backend
+from kvcompile.errors import NothingToDump
+from kvcompile.lowering.compile import emitted_modules
+from kvcompile.lowering.decode.offline import ARCHITECTURES, OfflineCompilation, sass
+from kvcompile.lowering.site_kernel import ChunkedSite, PrefillSite, SiteKernel, attends, site_kernel
+from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.graph.shapes import estimate, module_path
+from kvcompile.passes.plan.plan import Plan
+from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
+from kvcompile.records import GraphRecord
+from kvcompile.report import count_text, short_paths, short_scheme
+from kvcompile.schemes import parse
+from kvcompile.tools.cli.normal_form import normal_form
+from kvcompile.variants import Variants, kernel_text
+
+
+class Stage(enum.Enum):
+    """A stage of the pipeline that can be dumped; members in pipeline order."""
+
+    CAPTURED = "captured"
+    NORMALISED = "normalised"
+    REWRITTEN = "rewritten"
+    INDUCTOR = "inductor"
+    TRITON = "triton"
+    PTX = "ptx"
+    SASS = "sass"
+
+
+LANGUAGES = {Stage.NORMALISED: "text", Stage.PTX: "gas", Stage.SASS: "text"}
+"""How to highlight a stage; Python where nothing is said."""
+
+
+class Dump:
+    """The stages of one graph that ``owner`` has seen; ``graph`` None is the last one with a site."""
+
+    def __init__(self, owner: Backend, graph: int | None = None, variant: Variant | None = None) -> None:
+        self.record = _choose(owner, graph)
+        self.index = self.record.report.index
+        self.asked = variant
+
+    def text(self, stage: Stage, arch: str = "sm_90") -> str:
+        """The text of one stage; raises NothingToDump where this graph has none."""
+        if arch not in ARCHITECTURES:
+            raise OfflineCompilation(expected=f"an architecture among {', '.join(ARCHITECTURES)}", found=arch, todo="pass one of these")
+        makers: dict[Stage, Callable[[], str]] = {
+            Stage.CAPTURED: self.captured, Stage.NORMALISED: self.normalised, Stage.REWRITTEN: self.rewritten,
+            Stage.INDUCTOR: self.inductor, Stage.TRITON: lambda: self.triton(arch), Stage.PTX: lambda: self.compiled(arch, "ptx"),
+            Stage.SASS: lambda: self.compiled(arch, "sass"),
+        }
+        return makers[stage]()
+
+    def captured(self) -> str:
+        """The ATen graph, with types and source lines."""
+        captured = self._captured()
+        inputs = "\n".join(f"#   {entry.node.name}: {_argument(entry.source)}" for entry in captured.inputs)
+        return f"# graph {self.index} as captured; its inputs are\n{inputs}\n" + _readable(captured.module)
+
+    def normalised(self) -> str:
+        """Return the matched sites in their normal form, as text."""
+        return normal_form(self._plan())
+
+    def rewritten(self) -> str:
+        """The rewritten graph of the chosen variant."""
+        variant, rewritten = self._rewritten()
+        title = f"# graph {self.index} rewritten, attention {kernel_text(rewritten, len(self._plan().sites))}\n"
+        others = ", ".join(item.value for item in self._variants() if item is not variant)
+        return title + (f"# other variants: {others}\n" if others else "") + _readable(rewritten.module)
+
+    def inductor(self) -> str:
+        """Inductor's output module of the chosen variant, made for this machine and not kept."""
+        variant, rewritten = self._rewritten()
+        sources = emitted_modules(rewritten.module, self._made().inputs(variant), self._captured().fake_mode)
+        if not sources:
+            raise NothingToDump(expected="Inductor to emit a module", found="none", todo="report this with the target")
+        return "\n".join(sources)
+
+    def kernels(self, arch: str) -> list[tuple[SiteKernel | PrefillSite | ChunkedSite, list[str]]]:
+        """The distinct attend kernels of the chosen variant, each with the module paths that it serves."""
+        _, rewritten = self._rewritten()
+        found: dict[SiteKernel | PrefillSite | ChunkedSite, list[str]] = {}
+        for node in attends(rewritten.module):
+            found.setdefault(site_kernel(node, arch, estimate), []).append(module_path(node) or node.name)
+        if not found:
+            raise NothingToDump(
+                expected="an attend kernel", found=f"graph {self.index} {kernel_text(rewritten, len(self._plan().sites))}",
+                todo="ask for a graph that reads a filled cache (see --graph and --variant)",
+            )
+        return list(found.items())
+
+    def triton(self, arch: str) -> str:
+        """The source of each distinct kernel."""
+        return "\n".join(_title("#", kernel, sites, arch) + kernel.source() for kernel, sites in self.kernels(arch))
+
+    def compiled(self, arch: str, form: str) -> str:
+        """PTX or SASS of each distinct kernel."""
+        parts = []
+        for kernel, sites in self.kernels(arch):
+            parts.append(_title("//", kernel, sites, arch))
+            for made in kernel.compiled(arch):
+                text = made["ptx"] if form == "ptx" else sass(made["cubin"])  # type: ignore[arg-type]
+                assert isinstance(text, str)
+                parts[-1] += text
+        return "\n".join(parts)
+
+    # --- choosing ----------------------------------------------------------------------------------
+
+    def _plan(self) -> Plan:
+        if self.record.planned is None:
+            raise NothingToDump(expected="a captured graph", found="a graph that could not be retraced", todo="see `kvcompile explain`")
+        return self.record.planned
+
+    def _captured(self) -> Captured:
+        assert self.record.captured is not None, "_choose returns captured graphs alone"
+        return self.record.captured
+
+    def _made(self) -> Variants:
+        """The rewritten graphs."""
+        if self.record.variants is None:
+            raise NothingToDump(
+                expected="a graph with a rewritten attention", found=f"graph {self.index} without one",
+                todo="see `kvcompile explain` for the reasons and pass another --graph",
+            )
+        return self.record.variants
+
+    def _variants(self) -> tuple[Variant, ...]:
+        kinds = [item.site.key.kind.facts for item in self._plan().sites]
+        if any(kind.created for kind in kinds):
+            return (Variant.FRESH,)
+        return (Variant.PAST,) if any(kind.extended for kind in kinds) else (Variant.PAST, Variant.FRESH)
+
+    def _rewritten(self) -> tuple[Variant, Rewritten]:
+        """The asked variant, else the one that a call needed."""
+        made, possible = self._made(), self._variants()
+        variant = self.asked or next((item for item in possible if item in made), possible[0])
+        if variant not in possible:
+            raise NothingToDump(
+                expected=f"the variant {' or '.join(item.value for item in possible)} of graph {self.index}", found=variant.value,
+                todo="its cache " + ("starts in this graph, so it is always empty" if Variant.FRESH in possible else "arrives filled"),
+            )
+        rewritten, _ = made.compiled(variant)
+        # The rewriter gives new nodes no types; printing and choosing kernels both need them.
+        with torch.no_grad():
+            FakeTensorProp(rewritten.module, self._captured().fake_mode).propagate_dont_convert_inputs(*made.inputs(variant))
+        return variant, rewritten
+
+
+def _choose(owner: Backend, graph: int | None) -> GraphRecord:
+    """The graph that was asked for, else the last one with a site, else the last one that was captured."""
+    known = {record.report.index: record for record in owner.records}
+    if graph is not None and graph not in known:
+        among = f"{min(known)}..{max(known)}" if known else "none, since nothing was compiled"
+        raise NothingToDump(expected=f"a graph among {among}", found=graph, todo="see `kvcompile explain` for the graphs")
+    with_sites = [record for record in owner.records if record.planned is not None and record.planned.sites]
+    chosen = known[graph] if graph is not None else next(reversed(with_sites or owner.records), None)
+    if chosen is None or chosen.captured is None:
+        found = "no graph at all" if chosen is None else "; ".join(str(item) for item in chosen.report.refusals)
+        raise NothingToDump(expected="a captured graph", found=found, todo="see `kvcompile explain` for the reasons")
+    return chosen
+
+
+def _readable(module: torch.fx.GraphModule) -> str:
+    return short_paths(module.print_readable(print_output=False)) + "\n"
+
+
+def _argument(source: str) -> str:
+    """``L['self']._modules['norm']._parameters['weight']`` is ``self.norm.weight``."""
+    plain = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
+    return re.sub(r"^L\['(?:kwargs'\]\[')?([^']*)'\]", r"\1", plain)
+
+
+def _title(comment: str, kernel: SiteKernel | PrefillSite | ChunkedSite, sites: list[str], arch: str) -> str:
+    config, tile = kernel.config, kernel.config.tile
+    heads = f"{config.kv_heads * config.group} query heads over {config.kv_heads} kv heads of {config.key_dim}"
+    cut = ", ".join((count_text(tile.num_warps, "warp"), count_text(tile.num_stages, "stage"), count_text(config.splits, "split")))
+    lines = [
+        f"attend of {', '.join(sites)}",
+        f"keys {_short(config.key_scheme)}, values {_short(config.value_scheme)}",
+        f"{heads}, batch {kernel.batch}, {count_text(kernel.queries, 'new token')}",
+        f"for {arch}: tile of {tile.block_t} tokens x {tile.block_r} rows, {cut}",
+    ]
+    if isinstance(kernel, ChunkedSite):
+        lines.append(f"{kernel.config.chunk} tokens at a time: decoded by the first kernel, attended to by the second")
+    return "".join(f"{comment} {line}\n" for line in lines)
+
+
+def _short(spelled: str) -> str:
+    return short_scheme(parse(spelled))

@@ -1,0 +1,236 @@
+"""``kvcompile eval``: quality of schemes on tinylm or a checkpoint, decoding through the compiled cache.
+
+    kvcompile eval --quick
+    kvcompile eval tinylm --schemes 'smartkv(budget=0.3)' --plot widths.png
+    kvcompile eval ./checkpoint --data book.txt --schemes dense,int8,int4 --tasks needle,variable,frequent --lengths 4096,16384 --out run
+    kvcompile eval ./checkpoint --data book.txt --schemes int8,scales.safetensors       # what calibrate or learn wrote
+    kvcompile eval --read run --beside int4                                             # another comparison of the same run
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from kvcompile import schemes
+from kvcompile.errors import BadEvaluation
+from kvcompile.extensions.beyond.storage import FILE as TABLES
+from kvcompile.extensions.beyond.storage import load_tables
+from kvcompile.extensions.static_scales.storage import load_scales
+from kvcompile.schemes import Adaptive
+from kvcompile.tools.cli.plan import console, positive
+from kvcompile.tools.cli.subjects import SHIPPED, checkpoint, tinylm
+from kvcompile.tools.evaluation import plots
+from kvcompile.tools.evaluation.bench import DENSE, QUICK, Bench, Effort, labels
+from kvcompile.tools.evaluation.machine import machine
+from kvcompile.tools.evaluation.measures import Measured
+from kvcompile.tools.evaluation.results import Results
+from kvcompile.tools.evaluation.subject import Subject
+from kvcompile.tools.evaluation.tables import beside_table, heatmap, layer_table, paired_table, summary_table, telemetry_table
+from kvcompile.tools.evaluation.tasks import TASKS
+from kvcompile.tools.evaluation.width_plots import constant
+
+SCHEMES = "dense,int8,fp8,int4"
+FILE = ".safetensors"
+CHECKPOINT = Effort(lengths=(4096,), tail=64, questions=20, batch=1)
+"""Of a checkpoint with a tokenizer, unless told: a large model's prompts go one by one."""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Callable[[str], list[str]]) -> None:
+    """Add the command; ``split`` is that of the other commands."""
+    parser = commands.add_parser("eval", help="quality of schemes on tinylm or a checkpoint, decoding through the compiled cache")
+    parser.add_argument("target", nargs="?", metavar="MODEL", help="a local checkpoint folder, or tinylm (the default), or tinylm-16k")
+    parser.add_argument("--schemes", type=split, default=split(SCHEMES), metavar="A,B", help=f"or .safetensors files (default {SCHEMES})")
+    parser.add_argument("--tasks", type=split, metavar="A,B", help=f"among {', '.join(TASKS)} (default: trained ones, else RULER's)")
+    parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="text for prompts (tinylm: its held-out text)")
+    parser.add_argument("--lengths", "--context", type=split, metavar="N,M", help="of prompts (default 2000; quick 600; checkpoint 4096)")
+    parser.add_argument("--depths", type=split, metavar="A,B", help="shares of text before a statement (default 0,0.25,0.5,0.75,1)")
+    parser.add_argument("--questions", type=positive, help="for each task and length (default 96; quick 16; checkpoint 20)")
+    parser.add_argument("--tail", type=positive, help="tokens decoded behind each text (default 128; quick 32; checkpoint 64)")
+    parser.add_argument("--keys", type=positive, help="lines of multikey and multiquery that share halves of their keys (default 16)")
+    parser.add_argument("--batch", type=positive, help="texts, and questions at a time (default 8; checkpoint 1)")
+    parser.add_argument("--quick", action="store_true", help="small sizes and the ops' eager bodies: about a minute on two cores")
+    parser.add_argument("--attention", action=argparse.BooleanOptionalAction, help="errors of attention by layer (quick: none)")
+    parser.add_argument("--bytes", action="store_true", help="token ids are bytes, as tinylm's: a model without tokenizer files")
+    parser.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles the rewritten graph")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: a checkpoint's own; tinylm float32 on a cpu")
+    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1: tinylm is too small for more)")
+    parser.add_argument("--jobs", type=positive, default=1, help="schemes measured side by side, each in a process of its own (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of questions and of bootstrap intervals")
+    parser.add_argument("--beside", metavar="SCHEME", help="also compare the others with this one, on the same questions")
+    parser.add_argument("--read", type=Path, metavar="DIR", help="print the run of an earlier --out in place of measuring")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV, pictures, settings and machine into a folder")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw what adaptive schemes did with tokens: a file (.png), or a folder")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--heatmaps", action="store_true", help="also print right answers by depth and length, of each task and scheme")
+    parser.add_argument("--telemetry", action="store_true", help="also print what certified attention did, bounds and fallbacks")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write after every scheme, print."""
+    if arguments.plot is not None:
+        plots.check(arguments.plot)
+    if arguments.out is not None and (arguments.out / "results.json").exists():
+        raise BadEvaluation(setting="--out", expected="a folder without a run", found=arguments.out, todo="name a new one")
+    base = None if arguments.beside is None else labelled([arguments.beside])[0][1]
+    if arguments.read is not None:
+        results = Results.load(arguments.read / "results.json")
+        if arguments.out is not None:
+            results.save(arguments.out)
+            plots.draw(results, arguments.out)
+        show(results, arguments, base)
+        return 0
+    wanted, effort = labelled(arguments.schemes), effort_of(arguments)
+    if base is not None:
+        # Before anything is measured.
+        Results({}, {}, Measured(DENSE), tuple(Measured(label) for _, label in wanted)).named(base)
+    if arguments.plot is not None and not any(_adaptive(name) for name, _ in wanted):
+        raise BadEvaluation(
+            setting="--plot", expected="asked for with an adaptive scheme among --schemes, as other schemes give all tokens the same bits",
+            found=", ".join(label for _, label in wanted), todo="add one, as --schemes 'smartkv(budget=0.3)'",
+        )
+    torch.set_num_threads(arguments.threads)
+    subject = subject_of(arguments)
+    for name, _ in wanted:
+        # What is wrong with a file is said before anything is measured.
+        scheme_of(name, subject)
+    done: dict[str, Measured] = {}
+    with Console(stderr=True).status(f"{subject.name}: building questions") as status:
+        bench = Bench(subject, effort, lambda what: status.update(f"{what} ({len(done)} of {len(wanted)} schemes done)"))
+        results = Results(config(subject, bench, arguments), machine(arguments.device), bench.reference(), ())
+        for row in measured(bench, arguments, wanted):
+            done[row.scheme] = row
+            # In the order that was asked for, whichever ended first.
+            results = dataclasses.replace(results, schemes=tuple(done[label] for _, label in wanted if label in done))
+            if arguments.out is not None:
+                # What was measured stays even where the command is stopped.
+                results.save(arguments.out)
+    if arguments.out is not None:
+        plots.draw(results, arguments.out)
+    show(results, arguments, base)
+    return 0
+
+
+def measured(bench: Bench, arguments: argparse.Namespace, wanted: Sequence[tuple[str, str]]) -> Iterator[Measured]:
+    """Measure (scheme, label) pairs, one after the other in this process or side by side in ``--jobs`` of them."""
+    if arguments.jobs == 1:
+        yield from (bench.measure(scheme_of(scheme, bench.subject), label) for scheme, label in wanted)
+        return
+    plain = argparse.Namespace(**{name: value for name, value in vars(arguments).items() if name != "run"})
+    # Forked processes could not use the GPU that this one has opened.
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        for ended in as_completed([pool.submit(_measured_alone, plain, scheme, label) for scheme, label in wanted]):
+            yield ended.result()
+
+
+def _measured_alone(arguments: argparse.Namespace, scheme: str, label: str) -> Measured:
+    """Measure one scheme in a process that has nothing else."""
+    torch.set_num_threads(arguments.threads)
+    subject = subject_of(arguments)
+    return Bench(subject, effort_of(arguments)).measure(scheme_of(scheme, subject), label)
+
+
+def labelled(names: Sequence[str]) -> list[tuple[str, str]]:
+    """(scheme, label) of each name; a file is called as it is written."""
+    return [(name, name) if name.endswith(FILE) else labels([name])[0] for name in names]
+
+
+def _adaptive(name: str) -> bool:
+    """Whether the scheme of a name changes the widths of its tokens; what files hold does not."""
+    return not name.endswith(FILE) and isinstance(schemes.parse(name), Adaptive)
+
+
+def scheme_of(name: str, subject: Subject) -> object:
+    """The name of a scheme as it is, or what a file of measured scales or learned tables holds for the subject's model."""
+    if not name.endswith(FILE):
+        return name
+    return load_tables(name, subject.model) if TABLES.marks(name) else load_scales(name, subject.model)
+
+
+def show(results: Results, arguments: argparse.Namespace, base: str | None) -> None:
+    """Print what was asked for, and draw it into ``--plot``; ``base``: the scheme that the others are compared with."""
+    shown, drawn = console(), None if arguments.plot is None else plots.draw_file(results, arguments.plot)
+    other = None if base is None else results.named(base)
+    if arguments.json:
+        others = {} if other is None else {row.scheme: results.beside(row, other).plain() for row in results.schemes if row is not other}
+        more = {} if other is None else {"beside": {"scheme": base, "others": others}}
+        shown.file.write(json.dumps(results.plain() | more, indent=2) + "\n")
+        return
+    shown.print(summary_table(results))
+    shown.print(paired_table(results))
+    if other is not None:
+        shown.print(beside_table(results, other))
+    if any(row.layers for row in results.schemes):
+        shown.print(layer_table(results.schemes))
+    if arguments.heatmaps:
+        for task in results.reference.tasks:
+            shown.print(heatmap((results.reference, *results.schemes), task, results.config["unit"]))
+    if arguments.telemetry:
+        shown.print(telemetry_table(results.schemes))
+    if arguments.plot is not None:
+        for name in constant(results):
+            shown.print(f"{name}: all tokens have the same bits, so --plot has no picture of it", markup=False, style="dim")
+        told = f"widths and importance are drawn in {drawn}" if drawn else "nothing is drawn: no token of a cache changed its width"
+        shown.print(told, markup=False)
+    for row in results.schemes:
+        if not row.dense_bytes:
+            shown.print(f"{row.scheme}: no attention over a cache was rewritten, so nothing was compressed", markup=False, style="yellow")
+        for reason in row.refusals:
+            shown.print(f"{row.scheme}: an attention stayed as it was: {reason}", markup=False, style="yellow")
+
+
+def config(subject: Subject, bench: Bench, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All settings of a run."""
+    effort = dataclasses.asdict(bench.effort)
+    names = list(dict.fromkeys(item.task for items in bench.questions.values() for item in items))
+    return {
+        "model": subject.name, "unit": subject.unit, "dtype": subject.dtype, "rule": subject.rule.value, "device": arguments.device,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in effort.items()}, "tasks": names,
+        "data": [path.name for path in arguments.data],
+    }
+
+
+def effort_of(arguments: argparse.Namespace) -> Effort:
+    """How much is measured: the defaults of the kind of run, and what was asked for."""
+    kind = QUICK if arguments.quick else Effort() if arguments.target in (None, *SHIPPED) or arguments.bytes else CHECKPOINT
+    given = {name: getattr(arguments, name) for name in ("questions", "tail", "batch", "inner", "attention", "keys")}
+    asked = {name: value for name, value in given.items() if value is not None}
+    if arguments.lengths is not None:
+        asked["lengths"] = tuple(dict.fromkeys(_number("--lengths", item, int, 1) for item in arguments.lengths))
+    if arguments.depths is not None:
+        asked["depths"] = tuple(_number("--depths", item, float, 0) for item in arguments.depths)
+    if arguments.tasks is not None:
+        asked["tasks"] = tuple(arguments.tasks)
+    return dataclasses.replace(kind, seed=arguments.seed, **asked)
+
+
+def _number(setting: str, text: str, kind: Callable[[str], Any], least: float) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not value >= least:
+        expected = f"numbers from {least} on, with commas between them"
+        raise BadEvaluation(setting=setting, expected=expected, found=repr(text), todo="correct it")
+    return value
+
+
+def subject_of(arguments: argparse.Namespace) -> Subject:
+    """tinylm, a model of bytes like it, or a checkpoint with its tokenizer."""
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    shipped = SHIPPED.get(arguments.target or "tinylm")
+    if shipped is not None or arguments.bytes:
+        return tinylm(arguments.device, dtype, shipped or Path(arguments.target), arguments.data)
+    return checkpoint(arguments.target, arguments.data, arguments.device, dtype)

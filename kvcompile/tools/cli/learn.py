@@ -1,0 +1,146 @@
+"""``kvcompile learn``: tables for a model from text files."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from kvcompile.errors import TargetError
+from kvcompile.extensions.beyond.learning import processes
+from kvcompile.extensions.beyond.learning.learn import Learned, learn
+from kvcompile.extensions.beyond.learning.settings import LearnSettings
+from kvcompile.extensions.beyond.learning.text import CHAT_PROMPT, Tokens, batches, documents, sequences, split
+from kvcompile.extensions.beyond.storage import save_tables
+from kvcompile.schemes import Beyond, parse
+from kvcompile.settings import Inner
+from kvcompile.tools.cli.targets import Options, resolve
+
+DEFAULTS = LearnSettings()
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser("learn", help="learn a scheme's levels and thresholds for a model from text")
+    add_text(parser, "where the tables go, a .safetensors", 8192)
+    parser.add_argument("--scheme", default="beyond", help="such as 'beyond(bits=3,group=64)' (default beyond)")
+    parser.add_argument("--steps", type=whole, default=DEFAULTS.steps, help=f"optimizer steps at most (default {DEFAULTS.steps})")
+    parser.add_argument("--batch", type=whole, default=DEFAULTS.batch, help=f"sequences a step (default {DEFAULTS.batch})")
+    parser.add_argument("--micro", type=whole, default=1, help="sequences at a time, whose gradients add up (default 1)")
+    parser.add_argument("--validation", type=whole, default=150, help="sequences that are held out (default 150)")
+    parser.add_argument("--rate", type=float, default=DEFAULTS.rate, help=f"of Adam (default {DEFAULTS.rate:g})")
+    parser.add_argument("--memory-budget", type=float, default=1.0, help="share of activations kept, 0 to 1; others are computed twice")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="log, checkpoints, pictures")
+    parser.add_argument("--resume", action="store_true", help="go on from its checkpoint")
+    parser.add_argument("--inner", choices=[item.value for item in Inner], default=Inner.INDUCTOR.value, help="what compiles the graph")
+    parser.set_defaults(run=run)
+
+
+def add_text(parser: argparse.ArgumentParser, out: str, length: int) -> None:
+    """Add what every command over a model and text files takes; ``out``: what is said of the file that it writes."""
+    parser.add_argument("target", metavar="MODEL", help="a local checkpoint folder, hf:TYPE, or file.py:factory")
+    parser.add_argument("--data", nargs="+", type=Path, required=True, metavar="FILE", help="text files, or .jsonl with a text a line")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
+    parser.add_argument("--length", type=whole, default=length, help=f"tokens a sequence (default {length})")
+    parser.add_argument("--prefix", choices=("chat", "start", "none"), help="before a sequence (default: chat where there is a template)")
+    parser.add_argument("--bytes", action="store_true", help="token ids are bytes: a model without tokenizer files")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of sequences")
+
+
+def whole(text: str) -> int:
+    """Read a positive whole number of the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[str]:
+    """The device of this process, which is with the others while ``torchrun`` started it, and leaves them when all have got here."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield device
+        return
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    if torch.distributed.is_initialized():
+        yield device
+        return
+    torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    yield device
+    # Nobody goes while another is at work: seen once of many runs, a process ended by an abort where nobody had left the group.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Learn, and write the tables."""
+    scheme = parse(arguments.scheme)
+    if not isinstance(scheme, Beyond):
+        raise TargetError(found=arguments.scheme, why=f"only the scheme {Beyond.name!r} has tables to learn")
+    settings = LearnSettings(
+        steps=arguments.steps, batch=arguments.batch, rate=arguments.rate, inner=Inner.of(arguments.inner),
+        memory_budget=arguments.memory_budget,
+    )
+    with joined(arguments.device) as device:
+        return _learn(arguments, scheme, settings, device)
+
+
+def _learn(arguments: argparse.Namespace, scheme: Beyond, settings: LearnSettings, device: str) -> int:
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    model = resolve(arguments.target, Options(dtype=dtype, device=device)).model
+    tokens = tokens_of(arguments, model)
+    training, held_out = split(sequences(documents(arguments.data), tokens, arguments.length), arguments.validation, arguments.seed)
+    # As many for every process: all of them take every step together.
+    training = training[: len(training) // processes.count() * processes.count()]
+    mine = slice(processes.rank(), None, processes.count())
+    found: list[Learned] = []
+    learned = learn(
+        model, batches(training[mine], tokens, arguments.micro), scheme, validation=batches(held_out[mine], tokens, arguments.micro),
+        settings=settings, run=arguments.folder, resume=arguments.resume, told=found.append,
+    )
+    if processes.rank() == 0:
+        save_tables(learned, arguments.out, {"data": ", ".join(path.name for path in arguments.data)})
+        Console(stderr=True).print(_summary(found[0], arguments.out), highlight=False)
+    return 0
+
+
+def _summary(found: Learned, out: Path) -> str:
+    losses = f"validation {found.initial:.4f} to {found.best:.4f} nats a token" if found.initial is not None else "not validated"
+    return f"{out}: {losses}, best at step {found.best_step} of {found.steps}; {found.stopped}"
+
+
+def tokens_of(arguments: argparse.Namespace, model: Any) -> Tokens:
+    """The target's tokenizer with the prefix that was asked for."""
+    start = getattr(getattr(model, "config", None), "bos_token_id", None)
+    if arguments.bytes:
+        if arguments.prefix == "chat":
+            raise TargetError(found=arguments.target, why="bytes have no chat template: pass --prefix start or none")
+        return Tokens(lambda text: list(text.encode()), () if arguments.prefix == "none" or start is None else (int(start),))
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.target, local_files_only=True)
+    except (OSError, ValueError) as error:
+        why = "it has no tokenizer: pass --bytes where its tokens are bytes"
+        raise TargetError(found=arguments.target, why=why) from error
+    template = getattr(tokenizer, "chat_template", None)
+    wanted = arguments.prefix or ("chat" if template else "start")
+    if wanted == "chat" and not template:
+        raise TargetError(found=arguments.target, why="its tokenizer has no chat template: pass --prefix start or none")
+    prefix: tuple[int, ...] = ()
+    if wanted == "chat":
+        asked = [{"role": "user", "content": CHAT_PROMPT}]
+        ids: Any = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=False)
+        prefix = tuple(ids)
+    elif wanted == "start" and start is not None:
+        prefix = (int(start),)
+    return Tokens(lambda text: tokenizer.encode(text, add_special_tokens=False), prefix)

@@ -1,0 +1,243 @@
+"""``kvcompile plan``: bytes of a model's cache under every scheme, what fits on a device, and a recommendation with its figures.
+
+    kvcompile plan config.json --gpu-memory 80 --context 4096 --batch 16 --weights int4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kvcompile.errors import TargetError
+from kvcompile.passes.plan.policy import Policy, policy_of
+from kvcompile.report import short_scheme
+from kvcompile.schemes import SETTINGS, parse, registered
+from kvcompile.tools.cli.plan_target import model_of
+from kvcompile.tools.planner.capacity import MOST_TOKENS, Demand
+from kvcompile.tools.planner.figures import figures
+from kvcompile.tools.planner.model import Model
+from kvcompile.tools.planner.recommend import Generation, Option, Recommendation, recommend
+from kvcompile.tools.planner.stores import Share, page_symbol
+from kvcompile.tools.planner.weights import WeightFormat
+
+GB = 10**9
+LIMIT = 0.01
+TARGET_HELP = "a config.json, a checkpoint folder (its weights are not read), hf:TYPE (a type at its default sizes), or file.py:factory"
+UNCOUNTED = (
+    "not counted: the allocator's rounding, workspaces of kernels (split attention's partial sums), CUDA graphs' pools, a compiler's memory"
+)
+
+
+def add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], dtypes: dict[str, torch.dtype], split: Callable[[str], list[str]]
+) -> None:
+    """Add the command; ``dtypes`` and ``split`` are those of the other commands."""
+    parser = commands.add_parser("plan", help="bytes of a model's cache under every scheme, what fits on a GPU, and what to choose")
+    parser.add_argument("target", metavar="CONFIG_OR_MODEL", help=TARGET_HELP)
+    parser.add_argument("--gpu-memory", type=gigabytes, default=80 * GB, metavar="GB", help="of one device, 10^9 bytes (default 80)")
+    parser.add_argument("--context", type=positive, default=4096, help="tokens of a request, prompt and answer (default 4096)")
+    parser.add_argument("--batch", type=positive, default=1, help="requests at once (default 1)")
+    parser.add_argument("--weights", default="native", help="native, fp8, int8, int4 (for linear layers and experts), or a number of GB")
+    parser.add_argument("--overhead", type=gigabytes, default=2 * GB, metavar="GB", help="kept free (default 2, the source's)")
+    parser.add_argument("--prefill", type=positive, metavar="TOKENS", help="of a prompt that one call takes (default: the context)")
+    parser.add_argument("--prefill-rows", type=positive, default=1, help="prompts that one call takes (default 1)")
+    parser.add_argument("--schemes", type=split, default=[], metavar="A,B", help="(default: all, and every setting that was measured)")
+    parser.add_argument("--gpu", choices=[item.value for item in Generation], default=Generation.HOPPER.value, help="(default sm_90)")
+    parser.add_argument("--damage", type=float, default=LIMIT, metavar="NATS", help=f"KL that more requests may cost (default {LIMIT})")
+    parser.add_argument("--dtype", choices=dtypes, help="of the model (default: the configuration's, else bfloat16)")
+    parser.add_argument("--symbolic", action="store_true", help="print the formulas of the bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run, dtypes=dtypes)
+
+
+def positive(text: str) -> int:
+    """A positive whole number of an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
+    return int(text)
+
+
+def gigabytes(text: str) -> int:
+    """Bytes of an argument in GB of 10^9."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1e9:
+        raise argparse.ArgumentTypeError(f"expected gigabytes (10^9 bytes), found {text!r}")
+    return int(found * GB)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trace the target, plan it under every scheme, and print the result."""
+    wanted = _policies(arguments.schemes)
+    prompt = min(arguments.prefill or arguments.context, arguments.context)
+    with Console(stderr=True).status("reading the model's graphs"):
+        model = model_of(arguments.target, arguments.context, prompt, arguments.dtypes.get(arguments.dtype))
+    demand = Demand(
+        arguments.gpu_memory, _weights(arguments.weights, model), arguments.overhead, arguments.batch, arguments.context, model.activations,
+        arguments.prefill, arguments.prefill_rows,
+    )
+    known = figures()
+    options = [Option.of(label, model.stores(policy, arguments.context), demand, known) for label, policy in wanted]
+    found = recommend(options, demand, Generation(arguments.gpu), arguments.damage)
+    shown = console()
+    if arguments.json:
+        shown.file.write(json.dumps(as_json(model, demand, options, found), indent=2) + "\n")
+        return 0
+    shown.print(tables(model, demand, options, found))
+    if arguments.symbolic:
+        shown.print(formulas(options))
+    return 0
+
+
+def console() -> Console:
+    """The console of all commands: plain and wide where the output is not a terminal."""
+    from kvcompile.tools.cli import _console as shared
+
+    return shared()
+
+
+def _policies(asked: Sequence[str]) -> list[tuple[str, Policy]]:
+    """The schemes to plan with their labels: those asked for, else all with their defaults, named settings and settings with figures."""
+    known = figures().labels
+    names = list(asked) or [*(kind.name for kind in registered()), *SETTINGS, *known]
+    # A setting's own name says more than its options, by which figures are found.
+    found: dict[str, tuple[str, Policy]] = {}
+    for name in names:
+        short = short_scheme(parse(name))
+        found.setdefault(short, (name if name in SETTINGS and short not in known else short, policy_of(name)))
+    return list(found.values())
+
+
+def _weights(text: str, model: Model) -> int:
+    """Bytes of weights: in a format, or as many GB as are said."""
+    try:
+        return model.weights.nbytes(WeightFormat(text))
+    except ValueError:
+        pass
+    try:
+        return gigabytes(text)
+    except argparse.ArgumentTypeError as error:
+        listed = ", ".join(item.value for item in WeightFormat)
+        raise TargetError(found=f"--weights {text}", why=f"it is none of {listed}, and no number of GB") from error
+
+
+def as_json(model: Model, demand: Demand, options: Sequence[Option], found: Recommendation) -> dict[str, Any]:
+    """Everything in the tables, in bytes."""
+    rows = []
+    for item in options:
+        stores, batch, tokens = item.stores, demand.batch, demand.context
+        rows.append({
+            "scheme": item.label, "bytes_per_token": stores.bytes_per_token(tokens),
+            "device_bytes_per_request": stores.device_bytes(1, tokens),
+            "host_bytes_per_request": stores.host_bytes(1, tokens), "device_bytes": stores.device_bytes(batch, tokens),
+            "host_bytes": stores.host_bytes(batch, tokens), "growing_bytes": stores.growing_bytes(batch, tokens),
+            "needed_bytes": demand.needed(stores, batch, tokens), "dense_bytes": stores.dense_bytes(batch, tokens), "fits": item.fits,
+            "largest_batch": item.largest_batch, "longest_context": item.longest_context,
+            "shares": {
+                share.name.lower() + ("_host" if host else ""): count for (share, host), count in stores.shares(batch, tokens).items()
+            },
+            "formula": str(stores.formula), "left_dense": [str(refusal) for refusal in stores.refusals],
+        })
+    return {
+        "model": model.name, "slots": len(options[0].stores.stored) if options else 0, "batch": demand.batch, "context": demand.context,
+        "memory_bytes": demand.memory, "weight_bytes": demand.weights, "overhead_bytes": demand.overhead,
+        "activation_bytes": demand.beside(demand.context) - demand.weights - demand.overhead, "longest_trained": model.longest,
+        "not_matched": [str(refusal) for refusal in model.observed.refusals], "schemes": rows,
+        "recommended": found.scheme, "most_requests": found.most_requests, "reasons": list(found.reasons), "uncounted": UNCOUNTED,
+    }
+
+
+def tables(model: Model, demand: Demand, options: Sequence[Option], found: Recommendation) -> RenderableType:
+    """The plan for people: one row a scheme, the purposes of the bytes, what stays dense, and the recommendation."""
+    prompt = demand.beside(demand.context) - demand.weights - demand.overhead
+    head = Text(f"{model.name}: {len(options[0].stores.stored)} cache slots", style="bold")
+    head.append(
+        f"\n{demand.memory / GB:g} GB = {demand.weights / GB:.2f} weights + {prompt / GB:.2f} activations of a prompt (estimate) + "
+        f"{demand.overhead / GB:g} kept free + {(demand.memory - demand.beside(demand.context)) / GB:.2f} for the cache", style="not bold",
+    )
+    parts: list[RenderableType] = [head, _main_table(demand, options), _share_table(demand, options)]
+    left: dict[str, list[str]] = {}
+    for item in options:
+        for path, reason in sorted({(refusal.path, refusal.reason) for refusal in item.stores.refusals}):
+            left.setdefault(reason, []).append(f"{path or 'an attention'} ({item.label})")
+    parts += [Text(f"left dense: {places[0]} and {len(places) - 1} more: {reason}", style="yellow") for reason, places in left.items()]
+    parts += [Text(f"refused, stays dense: {refusal}", style="yellow") for refusal in model.observed.refusals]
+    if model.longest is not None and demand.context > model.longest:
+        parts.append(Text(f"the model was made for {model.longest:,} positions, {demand.context:,} are asked for", style="yellow"))
+    parts.append(_advice(found))
+    parts.append(Text(UNCOUNTED, style="dim"))
+    return Group(*parts)
+
+
+def _main_table(demand: Demand, options: Sequence[Option]) -> Table:
+    table = Table(
+        title=f"{demand.batch} x {demand.context:,} tokens", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        header_style="bold", pad_edge=False,
+        caption="a token: device and host; request, total: on the device; host: pinned memory; needed: everything counted",
+        caption_justify="left",
+    )
+    table.add_column("scheme")
+    for name in ("a token, B", "request, GB", "total, GB", "host, GB", "of dense", "needed, GB", "largest batch", "longest context"):
+        table.add_column(name, justify="right")
+    for item in options:
+        stores, batch, tokens = item.stores, demand.batch, demand.context
+        total, host = stores.device_bytes(batch, tokens), stores.host_bytes(batch, tokens)
+        longest = f"{item.longest_context:,}" if item.longest_context < MOST_TOKENS else f"over {MOST_TOKENS:,}"
+        table.add_row(
+            escape(item.label), f"{stores.bytes_per_token(tokens):,.0f}", f"{stores.device_bytes(1, tokens) / GB:.3f}",
+            f"{total / GB:.3f}", f"{host / GB:.3f}" if host else "", f"{(total + host) / stores.dense_bytes(batch, tokens):.1%}",
+            f"{demand.needed(stores, batch, tokens) / GB:.1f}", f"{item.largest_batch:,}", longest,
+            style="" if item.fits else "dim",
+        )
+    return table
+
+
+def _share_table(demand: Demand, options: Sequence[Option]) -> Table:
+    table = Table(
+        title="bytes by purpose, MB", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False,
+        caption="scales: with zero points and norms; left: tensors that stay as the model made them; growing: a plane while a store grows",
+        caption_justify="left",
+    )
+    table.add_column("scheme")
+    for share in Share:
+        table.add_column(share.value, justify="right")
+    table.add_column("growing", justify="right")
+    for item in options:
+        found = item.stores.shares(demand.batch, demand.context)
+        counts = [found.get((share, False), 0) + found.get((share, True), 0) for share in Share]
+        growing = item.stores.growing_bytes(demand.batch, demand.context)
+        table.add_row(escape(item.label), *(f"{count / 1e6:,.1f}" if count else "" for count in [*counts, growing]))
+    return table
+
+
+def _advice(found: Recommendation) -> RenderableType:
+    lines = Text(f"recommended: {found.scheme or 'nothing'}", style="bold green" if found.scheme else "bold yellow")
+    if found.most_requests not in {None, found.scheme}:
+        lines.append(f"; for the most requests: {found.most_requests}", style="not bold")
+    for reason in found.reasons:
+        lines.append(f"\n  {reason}", style="not bold default")
+    return Padding(lines, (0, 0, 1, 0))
+
+
+def formulas(options: Sequence[Option]) -> RenderableType:
+    """The bytes of each scheme as formulas, from the same ``Layout.nbytes`` that allocates."""
+    lines = Text("bytes, device and host, of B requests of T tokens", style="bold")
+    for item in options:
+        lines.append(f"\n  {item.label}: ", style="bold").append(str(item.stores.formula), style="not bold")
+    ends = sorted({end for item in options for end in item.stores.ends if end is not None})
+    lines.append(f"\n  {page_symbol(None)}: pages of 64 tokens that hold T tokens; ceil(T / 64) in a static cache", style="not bold")
+    for end in ends:
+        lines.append(f"\n  {page_symbol(end)}: pages of a cache that holds {end:,} tokens at most", style="not bold")
+    return lines

@@ -1,0 +1,160 @@
+"""``kvcompile sensitivity``: how much each layer's keys and values lose to a scheme, measured; and a policy fitted to a budget of bytes.
+
+    kvcompile sensitivity -o tinylm.json
+    kvcompile sensitivity ./checkpoint --text some.txt --schemes 'int8,int4,kivi(bits=4)' -o checkpoint.json --memory 2 --fit-context 32768
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress
+from rich.table import Table
+from rich.text import Text
+
+from kvcompile.errors import TargetError
+from kvcompile.report import short_scheme
+from kvcompile.schemes import parse
+from kvcompile.tools.cli.plan import console, gigabytes, positive
+from kvcompile.tools.cli.plan_target import ODD
+from kvcompile.tools.cli.subjects import tinylm
+from kvcompile.tools.cli.targets import Options, quiet, resolve, static_cache
+from kvcompile.tools.planner.fitting import Fitted, fitted
+from kvcompile.tools.planner.model import traced
+from kvcompile.tools.planner.sensitivity import Layer, Sensitivity, Trial, layers_of, measured
+
+SCHEMES = "int8,int4,kivi(bits=4),kivi"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with tokens to decode."""
+
+    name: str
+    trial: Trial
+    layers: tuple[Layer, ...]
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Callable[[str], list[str]]) -> None:
+    """Add the command; ``split`` is that of the other commands."""
+    parser = commands.add_parser("sensitivity", help="what every layer's keys and values lose to a scheme, and a policy for a budget")
+    parser.add_argument("target", nargs="?", metavar="CHECKPOINT", help="a local folder with weights and a tokenizer (default: tinylm)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text to decode; needed for every target but tinylm")
+    parser.add_argument("--schemes", type=split, default=split(SCHEMES), metavar="A,B", help=f"(default {SCHEMES})")
+    parser.add_argument("--context", type=positive, default=600, help="tokens of a prompt (default 600)")
+    parser.add_argument("--steps", type=positive, default=16, help="tokens decoded behind it (default 16)")
+    parser.add_argument("--rows", type=positive, default=4, help="texts (default 4)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: cuda if there is one)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the damages as JSON, which kvcompile.fit reads")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="use the damages of an earlier run in place of measuring them")
+    parser.add_argument("--memory", type=gigabytes, metavar="GB", help="of all caches: fit a policy to it, and measure that too")
+    parser.add_argument("--fit-context", type=positive, metavar="TOKENS", help="the policy's (default: prompt and decoded tokens)")
+    parser.add_argument("--fit-batch", type=positive, default=1, metavar="ROWS", help="(default 1)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write, print, and fit where it is asked for."""
+    names = [short_scheme(parse(item)) for item in arguments.schemes]
+    known = None if arguments.read is None else Sensitivity.load(arguments.read)
+    subject = _tinylm(arguments) if arguments.target is None else _checkpoint(arguments)
+    if known is None:
+        known = _measured(subject, names)
+    if arguments.output is not None:
+        known.save(arguments.output)
+    shown = console()
+    shown.print(table(known))
+    if arguments.memory is not None:
+        tokens = arguments.fit_context or known.prompt + known.steps
+        found = fitted(known, arguments.memory, tokens, arguments.fit_batch)
+        with Console(stderr=True).status("measuring the policy"):
+            kl = subject.trial.kl(found.policy)
+        shown.print(fit_text(found, kl, tokens, arguments.fit_batch))
+    return 0
+
+
+def _measured(subject: Subject, names: list[str]) -> Sensitivity:
+    count = len(names) * sum(len(layer.halves) for layer in subject.layers)
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("sensitivity", total=count)
+
+        def done(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        return measured(subject.name, subject.trial, subject.layers, names, done)
+
+
+def _tinylm(arguments: argparse.Namespace) -> Subject:
+    """tinylm with its held-out text; a prompt has one start token more."""
+    found = tinylm(arguments.device)
+    return _subject("tinylm", found.model, found.texts(arguments.context, arguments.steps, arguments.rows), arguments.context + 1)
+
+
+def _checkpoint(arguments: argparse.Namespace) -> Subject:
+    """A checkpoint with equally long pieces of a text, as far apart as they can be."""
+    target = resolve(arguments.target, Options(device=arguments.device))
+    if not Path(arguments.target).is_dir() or arguments.text is None:
+        why = "sensitivity needs a checkpoint folder, and --text FILE: what random weights or tokens lose says nothing"
+        raise TargetError(found=arguments.target, why=why)
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            tokens = AutoTokenizer.from_pretrained(arguments.target, local_files_only=True)(arguments.text.read_text()).input_ids
+    except Exception as error:
+        raise TargetError(found=arguments.target, why=f"its tokenizer or the text could not be read ({error})") from error
+    each = arguments.context + arguments.steps
+    if len(tokens) < each * arguments.rows:
+        raise TargetError(found=str(arguments.text), why=f"it has {len(tokens)} tokens, {arguments.rows} x {each} are needed")
+    stride = (len(tokens) - each) // max(arguments.rows - 1, 1)
+    ids = torch.tensor([tokens[row * stride :][:each] for row in range(arguments.rows)], device=arguments.device)
+    return _subject(arguments.target, target.model, ids, arguments.context)
+
+
+def _subject(name: str, model: Any, ids: torch.Tensor, prompt: int) -> Subject:
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0)
+    capacity = max(ids.shape[1], longest if isinstance(longest, int) else 0) + ODD
+    inputs = {"input_ids": ids[:1, :prompt], "past_key_values": static_cache(model, capacity), "use_cache": True}
+    with torch.no_grad():
+        layers = layers_of(traced(name, model, inputs, capacity))
+    return Subject(name, Trial(model, ids, prompt, lambda: static_cache(model, ids.shape[1])), layers)
+
+
+def table(known: Sensitivity) -> Table:
+    """KL of every scheme in every half of every layer, and sums over layers."""
+    schemes = list(dict.fromkeys(item.scheme for item in known.damages))
+    halves = list(dict.fromkeys(half for layer in known.layers for half in layer.halves))
+    made = Table(
+        title=f"{known.model}: KL in nats a token, one half of one layer stored in a scheme", title_justify="left", title_style="bold",
+        caption=f"{known.rows} texts, prompts of {known.prompt:,} tokens, {known.steps} predictions each; all layers as they are: "
+        f"{known.floor:.1e}", caption_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False,
+    )
+    made.add_column("layer")
+    for scheme in schemes:
+        for half in halves:
+            made.add_column(f"{escape(scheme)}\n{half.value}", justify="right")
+    for layer in known.layers:
+        cells = [known.of(layer.path, half).get(scheme) for scheme in schemes for half in halves]
+        made.add_row(layer.path, *("" if kl is None else f"{kl:.1e}" for kl in cells))
+    sums = [
+        sum(known.of(layer.path, half).get(scheme, 0.0) for layer in known.layers) for scheme in schemes for half in halves
+    ]
+    made.add_row("sum", *(f"{total:.1e}" for total in sums), style="bold")
+    return made
+
+
+def fit_text(found: Fitted, kl: float, tokens: int, batch: int) -> Text:
+    """A fitted policy, its bytes, the damage that its parts add up to and the one that was measured."""
+    sums = f"KL {found.damage:.2e} by the sum, {kl:.2e} measured"
+    text = Text(f"{found.nbytes:,} bytes for {batch} x {tokens:,} tokens; {sums}", style="bold")
+    for path, pair in found.policy.pairs:
+        text.append(f"\n  {path}: keys {short_scheme(pair.k)}, values {short_scheme(pair.v)}", style="not bold")
+    return text

@@ -1,0 +1,94 @@
+"""Subjects of evaluation: tinylm with its held-out text, or a checkpoint folder with its tokenizer and text files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcompile.errors import BadBatch, BadEvaluation, TargetError
+from kvcompile.extensions.beyond.learning.text import documents
+from kvcompile.tools.cli.targets import Options, quiet, resolve, static_cache
+from kvcompile.tools.evaluation.subject import Rule, Subject, TokenWriting
+from kvcompile.tools.evaluation.tasks import BYTES
+
+TINYLM = Path(__file__).resolve().parents[3] / "examples" / "tinylm"
+SHIPPED = {"tinylm": TINYLM, "tinylm-16k": TINYLM.with_name("tinylm_16k")}
+"""Models of bytes that the repository has, by the names that commands take."""
+TRAINED = ("needle", "multikey", "variable")
+"""Tasks that both answer: one line among filler, one of many lines, a chain of assignments to follow."""
+
+
+def tinylm(
+    device: str = "cpu", dtype: torch.dtype | None = None, folder: Path = TINYLM, data: Sequence[Path] = ()
+) -> Subject:
+    """tinylm, or a model of bytes like it in another folder; its text is the held-out one unless ``data`` names files."""
+    if not (TINYLM / "codec.py").is_file():
+        raise TargetError(found=str(TINYLM), why="it is not tinylm's folder; eval of tinylm runs from a clone of the repository")
+    if str(TINYLM.parent) not in sys.path:
+        sys.path.insert(0, str(TINYLM.parent))
+    codec, corpus = import_module("tinylm.codec"), import_module("tinylm.corpus")
+    kind = dtype or (torch.bfloat16 if device.startswith("cuda") else torch.float32)
+    model = resolve(str(folder), Options(dtype=kind, device=device)).model
+    text = joined(data).encode() if data else corpus.heldout_text()
+    name = next((name for name, shipped in SHIPPED.items() if shipped == folder.resolve()), str(folder))
+    return Subject(
+        name, model, device, BYTES, text, (codec.BOS,), codec.decode, Rule.LINE,
+        lambda tokens: static_cache(model, tokens), longest(model), TRAINED,
+    )
+
+
+def checkpoint(path: str, data: Sequence[Path], device: str = "cpu", dtype: torch.dtype | None = None) -> Subject:
+    """A checkpoint folder with its tokenizer; ``data``: text files, which prompts are made of. Raises TargetError."""
+    target = resolve(path, Options(dtype=dtype, device=device))
+    if not Path(path).is_dir():
+        raise TargetError(found=path, why="eval needs a checkpoint folder with a tokenizer: random weights answer nothing")
+    if not data:
+        raise TargetError(found=path, why="eval of a checkpoint needs --data FILES, the text that its prompts are made of")
+    tokenizer = tokenizer_of(path)
+    model: Any = target.model
+    whole = joined(data)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def text(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    with quiet():
+        filler = encode(whole)
+    start = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
+    return Subject(
+        path, model, device, TokenWriting(encode, text), filler, start, text, Rule.PARTS, lambda tokens: static_cache(model, tokens),
+        longest(model),
+    )
+
+
+def joined(data: Sequence[Path]) -> str:
+    """The texts of files, one behind the other; raises BadEvaluation where one cannot be read."""
+    try:
+        return "\n\n".join(documents(data))
+    except BadBatch as error:
+        raise BadEvaluation(setting="--data", **error.facts) from error
+
+
+def tokenizer_of(path: str) -> Any:
+    """The tokenizer of a checkpoint folder; raises TargetError."""
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        why = f"its tokenizer could not be read ({type(error).__name__}: {error}); pass --bytes where its tokens are bytes, as tinylm's are"
+        raise TargetError(found=path, why=why) from error
+
+
+def longest(model: Any) -> int | None:
+    """The positions that a model's configuration names."""
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None

@@ -1,0 +1,126 @@
+"""The survey as tables: one row an architecture for the terminal, and the same as Markdown with what is behind it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from kvcompile.tools.cli.survey import Survey
+from kvcompile.tools.cli.trial import Case, Outcome
+
+WORST = (
+    Outcome.WRONG, Outcome.FAILED, Outcome.REFUSED, Outcome.PARTLY, Outcome.RECOMPILES, Outcome.REWRITTEN, Outcome.NOT_CAPTURED,
+    Outcome.NO_CACHE, Outcome.NOT_RUN,
+)
+"""An architecture is what its worst case is; a case that says nothing about this backend counts only where all do."""
+STYLES = {Outcome.WRONG: "bold red", Outcome.FAILED: "red", Outcome.REFUSED: "yellow", Outcome.PARTLY: "yellow", Outcome.REWRITTEN: "green"}
+
+
+def by_architecture(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    """The cases of each architecture, in order."""
+    found: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        found[case.architecture].append(case)
+    return dict(found)
+
+
+def verdict(cases: Sequence[Case]) -> Outcome:
+    """The outcome of an architecture."""
+    outcomes = {Outcome(case.outcome) for case in cases}
+    return next(outcome for outcome in WORST if outcome in outcomes)
+
+
+def tally(cases: Iterable[Case]) -> Counter[Outcome]:
+    """How many architectures have each outcome."""
+    return Counter(verdict(items) for items in by_architecture(cases).values())
+
+
+def survey_table(cases: Sequence[Case]) -> RenderableType:
+    """Everything, for the terminal."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name, right in (("architecture", False), ("outcome", False), ("sites", True), ("dense", True), ("scheme", True), ("graphs", True)):
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    table.add_column("why", overflow="fold", ratio=1)
+    for name, items in by_architecture(cases).items():
+        outcome = verdict(items)
+        table.add_row(
+            escape(name), Text(outcome.value, style=STYLES.get(outcome, "dim")), _span(case.sites for case in items if case.sites),
+            _worst(case.error_dense for case in items), _worst(case.error_scheme for case in items),
+            _graphs(items), escape("; ".join(_reasons(items))),
+        )
+    return Group(table, Text(summary(cases), style="bold"))
+
+
+def summary(cases: Sequence[Case]) -> str:
+    """How many of the architectures that count are rewritten at every site."""
+    counts = tally(cases)
+    inside = {outcome: count for outcome, count in counts.items() if not outcome.outside}
+    total, whole = sum(inside.values()), inside.get(Outcome.REWRITTEN, 0)
+    share = f" ({whole / total:.1%})" if total else ""
+    rest = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if outcome is not Outcome.REWRITTEN)
+    return f"{whole} of {total} architectures that cache softmax attention and that stock can capture: every site rewritten{share}" + (
+        f"; {rest}" if rest else ""
+    )
+
+
+def _reasons(cases: Sequence[Case]) -> list[str]:
+    """Why, each reason once with the cases that have it."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for case in cases:
+        outcome = Outcome(case.outcome)
+        said = case.refused or ((case.detail,) if outcome is not Outcome.REWRITTEN else ())
+        for reason in said if not case.detail or outcome is Outcome.REWRITTEN else (*case.refused, case.detail):
+            if reason and f"{case.cache} {case.attention}" not in where[reason]:
+                where[reason].append(f"{case.cache} {case.attention}")
+    return [reason if len(seen) == len(cases) else f"{', '.join(seen)}: {reason}" for reason, seen in where.items()]
+
+
+def _span(numbers: Iterable[int]) -> str:
+    found = sorted(set(numbers))
+    return "" if not found else str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
+
+
+def _worst(errors: Iterable[float | None]) -> str:
+    found = [error for error in errors if error is not None]
+    return f"{max(found):.0e}" if found else ""
+
+
+def _graphs(cases: Sequence[Case]) -> str:
+    found = [(case.graphs, case.stock_graphs) for case in cases if case.graphs]
+    if not found:
+        return ""
+    ours, stock = max(found)
+    return f"{ours} / {stock}" if stock else str(ours)
+
+
+def markdown(cases: Sequence[Case], survey: Survey) -> str:
+    """The table as a page: how it was made, what came of it, and one row an architecture."""
+    import transformers
+
+    settings = survey.settings
+    how = (
+        f"Made by `kvcompile survey` (transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}): tiny random "
+        f"float32 models, caches {', '.join(survey.caches)}, attention {', '.join(survey.attentions)}, batch "
+        f"{' and '.join(map(str, settings.rows))} (more than one row: left padded), a prompt of {settings.prompt} tokens and "
+        f"{settings.steps} steps, everything compiled. `dense` and `{settings.scheme}`: the largest difference of logits from the "
+        "uncompiled model, as a share of the largest logit. Graphs: ours / stock `torch.compile`, of the case with most. "
+        "`+encoder`: the encoder-decoder model; without: the decoder alone."
+    )
+    lines = [
+        "# Survey of architectures", "", how, "", summary(cases) + ".", "",
+        f"| architecture | outcome | sites | `dense` | `{settings.scheme}` | graphs | why |", "|---|---|---|---|---|---|---|",
+    ]
+    for name, items in sorted(by_architecture(cases).items()):
+        cells = (
+            name, verdict(items).value, _span(case.sites for case in items if case.sites), _worst(case.error_dense for case in items),
+            _worst(case.error_scheme for case in items), _graphs(items), "; ".join(_reasons(items)),
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,187 @@
+"""Bench: a subject with its texts, questions and reference, and the measurement of one scheme after another.
+
+Every scheme runs as in use: prompts are prefilled through the compiled model into an empty cache, then single tokens, the prompt's last
+one first, are decoded from what the cache holds. The reference is the model as it is, uncompiled; it answers through a cache of its own
+and predicts without one. Caches of all lengths have one capacity, so a scheme compiles one graph for each length's prompt and one for all
+steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcompile.backend import Backend, backend
+from kvcompile.errors import BadEvaluation
+from kvcompile.passes.graph.dynamo import many_versions
+from kvcompile.report import short_scheme
+from kvcompile.schemes import parse
+from kvcompile.settings import Inner
+from kvcompile.tools.evaluation.adaptation import Adaptation, Watch
+from kvcompile.tools.evaluation.decoding import answers, forced, last_only
+from kvcompile.tools.evaluation.fidelity import attention_errors
+from kvcompile.tools.evaluation.measures import Answer, Held, Layer, Measured, Text
+from kvcompile.tools.evaluation.subject import Question, Subject
+from kvcompile.tools.evaluation.tasks import KEYED, RULER, TASKS
+
+DENSE = "uncompressed"
+"""The name of the reference."""
+MOST_GRAPHS = 64
+"""Versions of one frame that Dynamo may compile: one for each length and a step's."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    ``lengths``: of prompts, in the subject's units. ``tail``: tokens decoded behind each text, of which there are ``batch``, as there are
+    questions at a time. ``questions``: a task and length. ``keys``: lines that share halves of their keys, where a task has such.
+    ``depths``: taken in turn; drawn where there are none. ``attention``: measure its outputs too.
+    """
+
+    lengths: tuple[int, ...] = (2000,)
+    tail: int = 128
+    questions: int = 96
+    keys: int = 16
+    batch: int = 8
+    inner: str = "inductor"
+    tasks: tuple[str, ...] = ()
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    attention: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        Inner.of(self.inner)
+        unknown = [task for task in self.tasks if task not in TASKS]
+        if unknown:
+            raise BadEvaluation(setting="--tasks", expected=f"names among {', '.join(TASKS)}", found=unknown[0], todo="correct the name")
+        outside = [depth for depth in self.depths if not 0 <= depth <= 1]
+        if outside:
+            raise BadEvaluation(setting="--depths", expected="shares between 0 and 1", found=outside[0], todo="pass 0.5 for the middle")
+
+
+QUICK = Effort(lengths=(600,), tail=32, questions=16, inner="eager", attention=False)
+
+
+class Bench:
+    """A subject with its texts and questions, and the reference that schemes are held against."""
+
+    def __init__(self, subject: Subject, effort: Effort, told: Callable[[str], None] = lambda what: None) -> None:
+        self.subject, self.effort, self.told = subject, effort, told
+        names = effort.tasks or subject.trained or RULER
+        depths = effort.depths or (None,)
+        self.questions: dict[int, list[Question]] = {
+            length: [
+                item for task in names
+                for item in subject.questions(task, effort.questions, length, depths, effort.seed, **_options(task, effort))
+            ] for length in effort.lengths
+        }
+        asked = max((item.answer_tokens for items in self.questions.values() for item in items), default=0)
+        self.capacity = len(subject.start) + max(effort.lengths) + max(effort.tail, asked)
+        if subject.positions is not None and self.capacity > subject.positions:
+            raise BadEvaluation(
+                setting="--lengths", expected=f"prompts that with {self.capacity - max(effort.lengths)} tokens more are within "
+                f"the {subject.positions:,} positions of {subject.name}", found=max(effort.lengths), todo="pass smaller lengths",
+            )
+        self.ids = {length: subject.texts(length, effort.tail, effort.batch) for length in effort.lengths}
+        self.options = last_only(subject.model)
+        self.logits = {length: self._plain(length) for length in effort.lengths}
+
+    @torch.no_grad()
+    def _plain(self, length: int) -> torch.Tensor:
+        """The uncompressed model's logits [B, tail, V] for the tail, without a cache, a row at a time."""
+        keep = {"logits_to_keep": self.effort.tail} if self.options else {}
+        calls = (self.subject.model(input_ids=row[None, :-1], use_cache=False, **keep) for row in self.ids[length])
+        return torch.cat([call.logits[:, -self.effort.tail :] for call in calls])
+
+    def reference(self) -> Measured:
+        """The uncompressed model's own figures and answers, through an uncompressed cache."""
+        started = time.perf_counter()
+        texts = tuple(self._text(length, self.logits[length].unbind(1)) for length in self.effort.lengths)
+        said = tuple(item for length in self.effort.lengths for item in self._answers(self.subject.model, length, DENSE))
+        return Measured(DENSE, texts, answers=said, seconds=time.perf_counter() - started)
+
+    def measure(self, scheme: object, label: str | None = None) -> Measured:
+        """The figures of one scheme."""
+        label, started = label or str(scheme), time.perf_counter()
+        # Code compiled for another scheme would count toward Dynamo's limit of versions.
+        torch.compiler.reset()
+        owner = backend(scheme, inner=self.effort.inner)
+        with many_versions(MOST_GRAPHS):
+            compiled = torch.compile(self.subject.model, backend=owner, dynamic=False)
+            decoded = [self._decoded(compiled, owner, length, label) for length in self.effort.lengths]
+            texts, held, seen = zip(*decoded, strict=True)
+            telemetry = owner.telemetry()
+            said = tuple(item for length in self.effort.lengths for item in self._answers(compiled, length, label))
+            asked = owner.telemetry().since(telemetry)
+            report = owner.report()
+            paths = [site.path for graph in report.graphs for site in graph.sites]
+            layers = self._layers(scheme, paths, label) if self.effort.attention else ()
+        return Measured(
+            label, texts, layers, said, held, time.perf_counter() - started, len(report.graphs),
+            tuple(dict.fromkeys(item.reason for item in report.refusals)), telemetry.plain(), asked.plain(),
+            tuple(each for each in seen if each is not None),
+        )
+
+    def _decoded(self, model: Any, owner: Backend, length: int, label: str) -> tuple[Text, Held, Adaptation | None]:
+        """The figures of one length's texts, the bytes of their cache once they were decoded, and what an adaptive scheme did with it."""
+        self.told(f"{label}: texts of {length:,} {self.subject.unit}")
+        # A cache that nobody holds, but that waits for the collector, would be counted too.
+        gc.collect()
+        cache = self.subject.cache(self.capacity)
+        prompt = len(self.subject.start) + length
+        watch = Watch(owner, length, prompt, self.effort.tail)
+        text = self._text(length, watch.over(forced(model, self.ids[length], prompt, cache, self.options)))
+        live = owner.report()
+        return text, Held(length, live.allocated, live.dense), watch.adaptation()
+
+    def _text(self, length: int, steps: Any) -> Text:
+        """Figures of a tail's logits [B, V], a step each."""
+        ids, prompt, tail = self.ids[length], len(self.subject.start) + length, self.effort.tail
+        nats = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
+        kl, same = torch.zeros_like(nats), torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        for at, logits in enumerate(steps):
+            # In float64: rounding of float32 probabilities is as large as the damage of eight bits.
+            ours, theirs = logits.double().log_softmax(-1), self.logits[length][:, at].double().log_softmax(-1)
+            nats -= ours.gather(-1, ids[:, prompt + at, None])[:, 0]
+            kl += torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
+            same += ours.argmax(-1) == theirs.argmax(-1)
+        counts = [self.subject.count_bytes(row, tail) for row in ids.tolist()]
+        bits = [value / math.log(2) / count for value, count in zip(nats.tolist(), counts, strict=True)]
+        return Text(length, tuple(bits), tuple((kl / tail).tolist()), tuple(same.tolist()), tail)
+
+    def _answers(self, model: Any, length: int, label: str) -> list[Answer]:
+        questions, done = self.questions[length], 0
+
+        def told(count: int) -> None:
+            nonlocal done
+            done += count
+            self.told(f"{label}: {done} of {len(questions)} questions of {length:,} {self.subject.unit}")
+
+        found = []
+        for item, said in zip(questions, answers(
+            model, self.subject, questions, self.effort.batch, self.capacity, self.options, told,
+        ), strict=True):
+            right, score = self.subject.rule.judge(item.task, item.expected, said)
+            found.append(Answer(item.name, item.task, item.length, item.depth, item.expected, said, right, score))
+        return found
+
+    def _layers(self, scheme: object, paths: Sequence[str], label: str) -> tuple[Layer, ...]:
+        self.told(f"{label}: outputs of attention")
+        return attention_errors(self.subject, scheme, paths, self.ids, self.capacity)
+
+
+def _options(task: str, effort: Effort) -> dict[str, int]:
+    """Options of a task's plan other than the plan's own defaults."""
+    return {"keys": effort.keys} if task in KEYED and effort.keys != Effort.keys else {}
+
+
+def labels(names: Sequence[str]) -> list[tuple[str, str]]:
+    """(spelled scheme, label) of each name; raises a SchemeError before anything runs."""
+    return [(name, short_scheme(parse(name))) for name in names]

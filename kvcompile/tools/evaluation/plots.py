@@ -1,0 +1,142 @@
+"""Pictures of results: quality against bytes held and length, heatmaps, widths of adaptive schemes. Needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvcompile.errors import BadEvaluation
+from kvcompile.tools.evaluation.measures import Measured, mean
+from kvcompile.tools.evaluation.results import Results
+from kvcompile.tools.evaluation.tables import grid
+from kvcompile.tools.evaluation.width_plots import NAME, draw_widths, rows_of
+
+SUFFIXES = (".png", ".svg", ".pdf")
+"""Formats of ``--plot``."""
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Draw all pictures into a folder; none where matplotlib is missing or there is nothing to show."""
+    if not can_draw() or not results.schemes:
+        return []
+    pictures: dict[str, Callable[[Results, Path], None]] = {"bytes.png": by_bytes, "length.png": by_length}
+    if results.reference.tasks:
+        pictures["heatmaps.png"] = heatmaps
+    if rows_of(results):
+        pictures[NAME] = draw_widths
+    for name, make in pictures.items():
+        make(results, folder / name)
+    return [folder / name for name in pictures]
+
+
+MARKERS = "os^DvPX"
+"""Markers of points: ten schemes share one, as there are ten colours."""
+
+
+def style(number: int) -> dict[str, str]:
+    """Colour and marker of the scheme of that number, no two alike among 70."""
+    return {"color": f"C{number % 10}", "marker": MARKERS[number // 10 % len(MARKERS)]}
+
+
+def check(to: Path) -> None:
+    """Raise BadEvaluation where pictures cannot be drawn into a file or folder."""
+    if not can_draw():
+        raise BadEvaluation(
+            setting="--plot", expected="drawn by matplotlib", found="that it is not installed", todo="pip install 'kvcompile[plots]'",
+        )
+    if to.suffix and not to.is_dir() and to.suffix.lower() not in SUFFIXES:
+        raise BadEvaluation(setting="--plot", expected=f"a folder or a file of {', '.join(SUFFIXES)}", found=to, todo="name one of these")
+
+
+def draw_file(results: Results, to: Path) -> Path | None:
+    """Draw what adaptive schemes did into a file, or into a folder under its usual name; None where there is nothing to show."""
+    if not rows_of(results):
+        return None
+    file = to if to.suffix.lower() in SUFFIXES and not to.is_dir() else to / NAME
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draw_widths(results, file)
+    return file
+
+
+def _axes(columns: int) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * columns, 4), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+
+
+def accuracy(row: Measured, length: int | None = None) -> float:
+    """The share of right answers over all tasks."""
+    return row.share(length=length).value
+
+
+def by_bytes(results: Results, to: Path) -> None:
+    """Draw KL, and right answers where questions were asked, against the share of the dense bytes that the longest caches hold."""
+    asked = bool(results.reference.tasks)
+    figure, axes = _axes(2 if asked else 1)
+    for number, row in enumerate(results.schemes):
+        if not row.dense_bytes:
+            continue
+        point = {"linestyle": "none", **style(number)}
+        held = 100 * row.cache_bytes / row.dense_bytes
+        kl = results.compared(row).kl
+        # A logarithmic axis holds no zero.
+        value, low, high = (max(1e-9, item) for item in (kl.value, kl.low, kl.high))
+        axes[0].errorbar([held], [value], yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], label=row.scheme, **point)
+        if asked:
+            share = row.share()
+            below, above = max(0.0, share.value - share.interval[0]), max(0.0, share.interval[1] - share.value)
+            axes[1].errorbar([held], [share.value], yerr=[[below], [above]], label=row.scheme, **point)
+    axes[0].set(xlabel="bytes held, % of dense", ylabel="KL, nats a token", yscale="log")
+    if asked:
+        axes[1].axhline(accuracy(results.reference), linestyle=":", color="gray", label="uncompressed")
+        axes[1].set(xlabel="bytes held, % of dense", ylabel="right answers, all tasks", ylim=(-0.02, 1.02))
+    axes[-1].legend(fontsize=7)
+    figure.savefig(to, dpi=120)
+
+
+def by_length(results: Results, to: Path) -> None:
+    """Draw KL and right answers against the length of prompts."""
+    asked = bool(results.reference.tasks)
+    figure, axes = _axes(2 if asked else 1)
+    for number, row in enumerate(results.schemes):
+        line = {"label": row.scheme, **style(number)}
+        axes[0].plot(results.lengths, [max(1e-9, mean(text.kl)) for text in row.texts], **line)
+        if asked:
+            axes[1].plot(results.lengths, [accuracy(row, length) for length in results.lengths], **line)
+    axes[0].set(xlabel=f"{results.config['unit']} of prompt", ylabel="KL, nats a token", yscale="log")
+    if asked:
+        dense = [accuracy(results.reference, length) for length in results.lengths]
+        axes[1].plot(results.lengths, dense, ":", color="gray", label="uncompressed")
+        axes[1].set(xlabel=f"{results.config['unit']} of prompt", ylabel="right answers, all tasks", ylim=(-0.02, 1.02))
+    axes[-1].legend(fontsize=7)
+    figure.savefig(to, dpi=120)
+
+
+def heatmaps(results: Results, to: Path) -> None:
+    """Draw right answers by depth and length, a row of pictures for each scheme and a column for each task."""
+    from matplotlib.figure import Figure
+
+    rows, tasks = [results.reference, *results.schemes], results.reference.tasks
+    figure = Figure(figsize=(2.4 * len(tasks) + 1, 1.8 * len(rows)), layout="constrained")
+    places = figure.subplots(len(rows), len(tasks), squeeze=False)
+    image = None
+    for row, line in zip(rows, places, strict=True):
+        for task, axes in zip(tasks, line, strict=True):
+            depths, lengths, cells = grid(row, task)
+            image = axes.imshow([[share.value for share in shares] for shares in cells], vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            few = range(0, len(depths), max(1, len(depths) // 5))
+            axes.set(title=f"{row.scheme}: {task}", xticks=range(len(lengths)), xticklabels=lengths)
+            axes.set(yticks=list(few), yticklabels=[f"{depths[at]:.0%}" for at in few])
+            axes.title.set_fontsize(7)
+            axes.tick_params(labelsize=6)
+    if image is not None:
+        figure.colorbar(image, ax=places, shrink=0.6)
+    figure.savefig(to, dpi=120)

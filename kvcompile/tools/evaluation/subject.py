@@ -1,0 +1,152 @@
+"""Subject: a model with its text, as evaluation sees it: how text becomes ids, real text to use, empty caches.
+
+Prompts of tinylm are bytes behind a start token; prompts of any other model are ids of its tokenizer. Both are planted by one definition.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcompile.errors import BadEvaluation
+from kvcompile.tools.evaluation.tasks import TASKS, Writing, posed
+
+SAMPLE = b"\n# Note: the number of bafi-dulok is 1234567\n"
+"""A statement by which bytes are counted in tokens."""
+TOKEN_SNAP = 48
+"""How far past the drawn place a line break is looked for, in tokens."""
+
+
+class Rule(enum.Enum):
+    """When an answer counts as right: it is the line that was expected, or has all of its parts somewhere (as RULER counts)."""
+
+    LINE = "line"
+    PARTS = "parts"
+
+    def judge(self, task: str, expected: str, said: str) -> tuple[bool, float]:
+        """Whether ``said`` is right, and the share of the answer's parts that are in it."""
+        kind = TASKS[task]
+        parts = [part.decode() for part in kind.parts(expected.encode())]
+        line, ended, _ = said.partition("\n")
+        within = (said if self is Rule.PARTS else line).lower()
+        share = sum(part.lower() in within for part in parts) / len(parts)
+        if self is Rule.PARTS:
+            return share == 1.0, share
+        same = line == expected if kind.ordered else sorted(line.split(", ")) == sorted(parts)
+        return same and bool(ended), share
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question as a model gets it: an id that says all of it, the prompt's ids with the start tokens, and the expected line."""
+
+    name: str
+    task: str
+    length: int
+    depth: float
+    prompt: tuple[int, ...]
+    expected: str
+    answer_tokens: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and all that evaluating it needs.
+
+    ``filler``: real text in units of ``writing``. ``start``: ids in front of every prompt. ``text``: the text of ids. ``cache``: an empty
+    cache with room for some tokens. ``positions``: the most tokens that the model was made for, None where it does not say. ``trained``:
+    tasks whose wording the model was trained on.
+    """
+
+    name: str
+    model: Any
+    device: str
+    writing: Writing[Any]
+    filler: Sequence[int] | np.ndarray
+    start: tuple[int, ...]
+    text: Callable[[Sequence[int]], str]
+    rule: Rule
+    cache: Callable[[int], Any]
+    positions: int | None = None
+    trained: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """The unit that lengths are counted in: bytes or tokens."""
+        return self.writing.unit
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the model's weights, by its name."""
+        return str(next(iter(self.model.parameters())).dtype).removeprefix("torch.")
+
+    def room(self, length: int) -> int:
+        """Bytes that statements are made for in a prompt of ``length`` units."""
+        return int(length * len(SAMPLE) / len(self.writing.write(SAMPLE)))
+
+    def questions(
+        self, task: str, count: int, length: int, depths: Sequence[float | None], seed: int, **options: int
+    ) -> list[Question]:
+        """``count`` questions of a task with prompts of ``length`` units, at the depths in turn (None: drawn); ``options`` of its plan."""
+        told = "".join(f"/{name}={value}" for name, value in options.items())
+        made = []
+        for number in range(count):
+            depth = depths[number % len(depths)]
+            item = posed(task, number, length, self.writing, self.filler, seed=seed, depth=depth, room=self.room(length), **options)
+            name = f"{task}/{self.unit}={length}/depth={'drawn' if depth is None else f'{depth:g}'}/seed={seed}{told}/{number}"
+            answer = len(self.writing.write(item.answer)) + (0 if self.rule is Rule.LINE else 8)
+            asked = round(item.depth, 1) if depth is None else depth
+            made.append(Question(name, task, length, asked, (*self.start, *item.prompt), item.answer.decode().strip(), answer))
+        return made
+
+    def texts(self, length: int, tail: int, rows: int) -> torch.Tensor:
+        """Ids [rows, start + length + tail] of parts of the text that are as far apart as they can be; raises BadEvaluation."""
+        whole = length + tail
+        if len(self.filler) < whole:
+            raise BadEvaluation(
+                setting="the text", expected=f"{whole:,} {self.unit} long at least", found=f"{len(self.filler):,}",
+                todo="pass --data with more text, or smaller --lengths",
+            )
+        stride = (len(self.filler) - whole) // rows
+        parts = [[*self.start, *(int(item) for item in self.filler[row * stride : row * stride + whole])] for row in range(rows)]
+        return torch.tensor(parts, device=self.device)
+
+    def count_bytes(self, row: Sequence[int], tail: int) -> int:
+        """UTF-8 bytes of the last ``tail`` ids of a row."""
+        return max(1, len(self.text(row).encode()) - len(self.text(row[:-tail]).encode()))
+
+
+class TokenWriting:
+    """Prompts of a tokenizer's ids. ``encode``: ids of a text without special tokens; ``text``: the text of ids."""
+
+    unit = "tokens"
+
+    def __init__(self, encode: Callable[[str], Sequence[int]], text: Callable[[Sequence[int]], str]) -> None:
+        self.encode, self.text = encode, text
+        self.breaks: dict[int, bool] = {}
+
+    def write(self, text: bytes) -> tuple[int, ...]:
+        """Ids of a text. No space is left at its end: tokenizers put it in front of the next word."""
+        return tuple(self.encode(text.decode().rstrip(" ")))
+
+    def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> tuple[int, ...]:
+        """A part of the filler."""
+        return tuple(int(item) for item in filler[start:stop])
+
+    def join(self, pieces: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        """Pieces one behind the other."""
+        return tuple(item for piece in pieces for item in piece)
+
+    def place(self, raw: tuple[int, ...], offset: int) -> int:
+        """Behind the next token with a line break that is within reach, else the offset."""
+        for at in range(offset, min(offset + TOKEN_SNAP, len(raw))):
+            if raw[at] not in self.breaks:
+                self.breaks[raw[at]] = "\n" in self.text([raw[at]])
+            if self.breaks[raw[at]]:
+                return at + 1
+        return offset

@@ -1,0 +1,27 @@
+"""Retrieval tasks after RULER, in kind: statements planted in real text and a question at its end, deterministic from a seed.
+
+Training of tinylm and evaluation of any model build their questions with this one definition. ``plans`` says what is planted and asked,
+``planting`` where it goes, ``questions`` names the tasks and makes prompts of an exact length, in bytes or in tokens.
+"""
+
+from kvcompile.tools.evaluation.tasks.plans import (
+    Plan,
+    code,
+    common_words_plan,
+    counting_plan,
+    digits,
+    frequent_words_plan,
+    multiquery_plan,
+    multivalue_plan,
+    needle_plan,
+    tracking_plan,
+    word,
+)
+from kvcompile.tools.evaluation.tasks.planting import BYTES, SNAP, BytesWriting, Filler, Writing, cut, plant
+from kvcompile.tools.evaluation.tasks.questions import KEYED, RULER, TASKS, Example, Posed, Task, examples, posed
+
+__all__ = [
+    "BYTES", "KEYED", "RULER", "SNAP", "TASKS", "BytesWriting", "Example", "Filler", "Plan", "Posed", "Task", "Writing", "code",
+    "common_words_plan", "counting_plan", "cut", "digits", "examples", "frequent_words_plan", "multiquery_plan", "multivalue_plan",
+    "needle_plan", "plant", "posed", "tracking_plan", "word",
+]

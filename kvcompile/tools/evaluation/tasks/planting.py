@@ -1,0 +1,128 @@
+"""Planting: a plan's lines at random depths of real text, which is cut to what makes the whole exactly as long as asked.
+
+A ``Writing`` says what prompts are made of: bytes, or the ids of a tokenizer. Lines stand on lines of their own in both.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from kvcompile.errors import QuestionTooLong
+from kvcompile.tools.evaluation.tasks.plans import Plan
+
+Filler = bytes | np.ndarray
+"""Real text to hide statements in: bytes, or a uint8 array of shape (N,)."""
+
+SNAP = 160
+"""How far past the drawn place a line break is looked for, in bytes, to plant between whole lines."""
+
+Units = TypeVar("Units", bytes, tuple[int, ...])
+
+
+class Writing(Protocol[Units]):
+    """The units that prompts are made of (bytes, a tokenizer's ids), and how text becomes units."""
+
+    unit: str
+
+    def write(self, text: bytes) -> Units:
+        """A text in units."""
+
+    def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> Units:
+        """A part of the filler."""
+
+    def join(self, pieces: Iterable[Units]) -> Units:
+        """Pieces one behind the other."""
+
+    def place(self, raw: Units, offset: int) -> int:
+        """The line break at or soon after an offset; the offset itself where there is none."""
+
+
+class BytesWriting:
+    """Prompts of bytes."""
+
+    unit = "bytes"
+
+    def write(self, text: bytes) -> bytes:
+        """The text itself."""
+        return text
+
+    def take(self, filler: Sequence[int] | np.ndarray, start: int, stop: int) -> bytes:
+        """A part of the filler."""
+        return bytes(filler[start:stop])
+
+    def join(self, pieces: Iterable[bytes]) -> bytes:
+        """Pieces one behind the other."""
+        return b"".join(pieces)
+
+    def place(self, raw: bytes, offset: int) -> int:
+        """The next line break within reach, else the offset."""
+        end = raw.find(b"\n", offset, offset + SNAP)
+        return offset if end < 0 else end
+
+
+BYTES = BytesWriting()
+
+
+def cut(rng: random.Random, filler: Filler, length: int) -> bytes:
+    """A random piece of `length` bytes of the filler, repeated where the filler is shorter."""
+    return piece(BYTES, rng, filler, length)
+
+
+def piece(writing: Writing[Units], rng: random.Random, filler: Sequence[int] | np.ndarray, length: int) -> Units:
+    """A random piece of ``length`` units of the filler, repeated where the filler is shorter."""
+    if not len(filler):
+        raise QuestionTooLong(needed=length, unit=f"{writing.unit} of filler text", found=0, todo="pass --data with more text")
+    start = rng.randrange(max(1, len(filler) - length + 1))
+    pieces = [writing.take(filler, start, start + length)]
+    missing = length - len(pieces[0])
+    while missing > 0:
+        pieces.append(writing.take(filler, 0, missing))
+        missing -= len(pieces[-1])
+    return writing.join(pieces)
+
+
+def plant(rng: random.Random, plan: Plan, filler: Filler, length: int, depth: float | None = None) -> tuple[bytes, float]:
+    """Filler with the plan's lines in it, exactly `length` bytes, and group 0's first depth.
+
+    Places are uniform over the text; `depth` says which share of the filler stands before the first line of group 0 instead, whose
+    other lines then lie uniformly behind it.
+    """
+    return planted(BYTES, rng, plan, filler, length, depth)
+
+
+def planted(
+    writing: Writing[Units], rng: random.Random, plan: Plan, filler: Sequence[int] | np.ndarray, length: int, depth: float | None = None,
+) -> tuple[Units, float]:
+    """``plant`` in the units of a writing."""
+    lines = [[writing.write(b"\n" + line + b"\n") for line in group] for group in plan.groups]
+    needed = sum(len(line) for group in lines for line in group)
+    room = length - needed
+    if room < 0:
+        raise QuestionTooLong(needed=needed, unit=writing.unit, found=length, todo="raise the length, or leave the task out")
+    raw = piece(writing, rng, filler, room) if room else writing.join(())
+    placed: list[tuple[int, int, Units]] = []
+    for number, group in enumerate(lines):
+        offsets = sorted(rng.randint(0, room) for _ in group)
+        if number == 0 and depth is not None:
+            offsets = _behind(min(room, int(depth * room)), offsets[1:], room)
+        placed += [(writing.place(raw, offset), number, line) for offset, line in zip(offsets, group, strict=True)]
+    placed.sort(key=lambda item: item[0])
+    pieces: list[Units] = []
+    done = used = 0
+    first: int | None = None
+    for offset, number, line in placed:
+        pieces += (raw[done:offset], line)
+        if number == 0 and first is None:
+            first = offset + used
+        done, used = offset, used + len(line)
+    pieces.append(raw[done:])
+    return writing.join(pieces), (first or 0) / max(1, length)
+
+
+def _behind(start: int, offsets: list[int], room: int) -> list[int]:
+    """``start``, and offsets in 0 to ``room`` brought into the room behind it."""
+    return [start, *(start + offset * (room - start) // max(1, room) for offset in offsets)]

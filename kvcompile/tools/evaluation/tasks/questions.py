@@ -1,0 +1,163 @@
+"""Tasks by name, and their questions: the seven kinds of RULER, and tinylm's counts of lines.
+
+    needle       one key-value line                       multikey     many keys, similar ones, one asked
+    multivalue   a key with several values, all asked     multiquery   several keys asked in one question
+    variable     a chain of assignments walked back       common       the words that are listed most often
+    frequent     coded words by a zeta distribution, the most frequent      counts   how many lines mark a word
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import numpy as np
+
+from kvcompile.tools.evaluation.tasks.plans import (
+    Plan,
+    common_words_plan,
+    counting_plan,
+    frequent_words_plan,
+    multiquery_plan,
+    multivalue_plan,
+    needle_plan,
+    tracking_plan,
+)
+from kvcompile.tools.evaluation.tasks.planting import BYTES, Filler, Units, Writing, planted
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question: `prompt_bytes` ends where `answer_bytes` (with its line break) begins.
+
+    `depth` is where in the prompt the first statement that matters stands (0 start, 1 end).
+    """
+
+    task: str
+    prompt_bytes: bytes
+    answer_bytes: bytes
+    depth: float
+
+
+@dataclass(frozen=True)
+class Posed(Generic[Units]):
+    """One question in units: the prompt, the answer with its line break, and the depth of the first statement that matters."""
+
+    prompt: Units
+    answer: bytes
+    depth: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of question.
+
+    ``plan``: makes a plan for a prompt of some bytes, fewer statements where they do not fit. ``parts``: the items of an answer, which
+    are scored one by one. ``ordered``: whether their order counts.
+    """
+
+    plan: Callable[..., Plan]
+    parts: Callable[[bytes], tuple[bytes, ...]]
+    ordered: bool = True
+
+
+def _needle(rng: random.Random, context: int) -> Plan:
+    return needle_plan(rng)
+
+
+def _multikey(rng: random.Random, context: int, keys: int = 16) -> Plan:
+    return needle_plan(rng, max(2, min(keys, (context - 60) // 100)))
+
+
+def _multivalue(rng: random.Random, context: int, lines: int = 12, values: int = 4) -> Plan:
+    fitting = max(2, min(lines, (context - 60) // 100))
+    each = max(2, min(values, fitting // 3))
+    return multivalue_plan(rng, fitting // each, each)
+
+
+def _multiquery(rng: random.Random, context: int, keys: int = 16, asked: int = 3) -> Plan:
+    fitting = max(2, min(keys, (context - 110) // 100))
+    return multiquery_plan(rng, fitting, min(asked, fitting))
+
+
+def _variable(rng: random.Random, context: int, chains: int = 4, hops: int = 2) -> Plan:
+    return tracking_plan(rng, max(1, min(chains, (context - 60) // (40 * (hops + 1)))), hops)
+
+
+def _counts(rng: random.Random, context: int, words: int = 3, most: int = 8) -> Plan:
+    return counting_plan(rng, words, max(1, min(most, (context - 60) // (30 * words))))
+
+
+def _common(rng: random.Random, context: int, few: int = 3, words: int = 120) -> Plan:
+    listed = max(4, min(words, (context - 100) // 24))
+    fitting = max(1, min(few, listed // 8))
+    times = max(3, min(10, listed // (2 * fitting)))
+    return common_words_plan(rng, fitting, times, max(1, listed - fitting * times))
+
+
+def _frequent(rng: random.Random, context: int, top: int = 3, words: int = 120, alpha: float = 2.0) -> Plan:
+    return frequent_words_plan(rng, top, max(6, min(words, (context - 100) // 24)), alpha)
+
+
+def _whole(answer: bytes) -> tuple[bytes, ...]:
+    return (answer.strip(),)
+
+
+def _listed(answer: bytes) -> tuple[bytes, ...]:
+    return tuple(answer.strip().split(b", "))
+
+
+def _told(answer: bytes) -> tuple[bytes, ...]:
+    return tuple(item.rpartition(b" is ")[2] for item in _listed(answer))
+
+
+def _chained(answer: bytes) -> tuple[bytes, ...]:
+    return tuple(answer.strip().split(b" = "))
+
+
+TASKS: dict[str, Task] = {
+    "needle": Task(_needle, _whole),
+    "multikey": Task(_multikey, _whole),
+    "variable": Task(_variable, _chained),
+    "counts": Task(_counts, _whole),
+    "multivalue": Task(_multivalue, _listed),
+    "multiquery": Task(_multiquery, _told),
+    "common": Task(_common, _listed, ordered=False),
+    "frequent": Task(_frequent, _listed, ordered=False),
+}
+
+RULER = ("needle", "multikey", "multivalue", "multiquery", "variable", "common", "frequent")
+"""The seven kinds that the sources report."""
+
+KEYED = ("multikey", "multiquery")
+"""Tasks whose plans take the number of keys that share their halves."""
+
+
+def posed(
+    task: str, number: int, length: int, writing: Writing[Units], filler: Sequence[int] | np.ndarray, *, seed: int = 0,
+    depth: float | None = None, room: int | None = None, **options: Any,
+) -> Posed[Units]:
+    """Question ``number`` of a task, whose prompt is exactly ``length`` units.
+
+    Equal arguments give equal questions on every machine, and other depths the same statements elsewhere. ``room``: bytes of a prompt
+    that statements are made for (default: its length). ``depth`` and ``options`` as in ``plant`` and the task's plan.
+    """
+    rng = random.Random(f"{task}:{seed}:{length}:{number}")
+    plan = TASKS[task].plan(rng, length if room is None else room, **options)
+    ask, answer = plan.questions[0]
+    question = writing.write(ask)
+    body, where = planted(writing, rng, plan, filler, length - len(question), depth)
+    return Posed(writing.join((body, question)), answer, where * (length - len(question)) / length)
+
+
+def examples(
+    task: str, count: int, context: int, filler: Filler, *, seed: int = 0, depth: float | None = None, **options: Any
+) -> list[Example]:
+    """`count` questions of a task (a key of TASKS), all with prompts of `context` bytes; `options` go to the task's plan.
+
+    With equal arguments they are the same on every machine.
+    """
+    made = (posed(task, number, context, BYTES, filler, seed=seed, depth=depth, **options) for number in range(count))
+    return [Example(task, item.prompt, item.answer, item.depth) for item in made]

@@ -1,0 +1,128 @@
+"""Fitting: schemes by layer for a budget of bytes, at the least sum of measured damages.
+
+``backend(scheme=kvcompile.fit(memory=2e9, sensitivity="sensitivity.json", context=32768))``. Every layer takes one of the measured
+schemes for its keys and one for its values, or leaves them as they are; the sum of bytes stays within the budget and the sum of KLs is
+the least that there is: choices that another one beats in both are dropped layer by layer (a multiple-choice knapsack by its Pareto
+front, exact). That damages add up is an assumption, as each was measured alone: ``kvcompile sensitivity --memory`` measures the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvcompile.errors import BudgetTooSmall, SchemeError
+from kvcompile.passes.plan.policy import Pair, Policy
+from kvcompile.schemes import Dense, Scheme, parse
+from kvcompile.tools.planner.sensitivity import Half, Layer, Sensitivity
+from kvcompile.tools.planner.stores import Stored
+from kvcompile.types import Role, SlotSpec
+
+T = TypeVar("T")
+
+MOST_CHOICES = 20_000
+"""Points of the front that are kept; of more, some between others of nearly equal bytes are dropped: the least sum may be missed."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Schemes of keys and values of one layer, their bytes and the sum of their damages."""
+
+    pair: Pair
+    nbytes: int
+    damage: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The choice for every layer, in order, with the sums of bytes and damages."""
+
+    policy: Policy
+    nbytes: int
+    damage: float
+
+
+def fit(memory: float, sensitivity: str | Path | Sensitivity, context: int, batch: int = 1) -> Policy:
+    """The policy by layer whose caches of ``batch`` x ``context`` tokens take at most ``memory`` bytes, at the least measured damage.
+
+    ``sensitivity``: what ``kvcompile sensitivity`` wrote for this model. Raises BudgetTooSmall or SensitivityUnread.
+    """
+    known = sensitivity if isinstance(sensitivity, Sensitivity) else Sensitivity.load(Path(sensitivity))
+    return fitted(known, int(memory), context, batch).policy
+
+
+def fitted(known: Sensitivity, memory: int, context: int, batch: int = 1) -> Fitted:
+    """The choice with its sums; bytes are those of static caches of ``context`` tokens."""
+    fronts = [_unbeaten(_choices(known, layer, context, batch), lambda item: (item.nbytes, item.damage)) for layer in known.layers]
+    least = [min(item.nbytes for item in front) for front in fronts]
+    if sum(least) > memory:
+        raise BudgetTooSmall(least=sum(least), batch=batch, context=context, memory=memory)
+    states: list[tuple[int, float, tuple[Pair, ...]]] = [(0, 0.0, ())]
+    for index, front in enumerate(fronts):
+        room = memory - sum(least[index + 1 :])
+        states = _thinned(_unbeaten((
+            (nbytes + item.nbytes, damage + item.damage, (*pairs, item.pair))
+            for nbytes, damage, pairs in states for item in front if nbytes + item.nbytes <= room
+        ), lambda state: state[:2]))
+    nbytes, damage, pairs = states[-1]
+    rules = tuple((layer.path, pair) for layer, pair in zip(known.layers, pairs, strict=True))
+    return Fitted(Policy(rules), nbytes, damage)
+
+
+def _choices(known: Sensitivity, layer: Layer, context: int, batch: int) -> list[Choice]:
+    """Every pair of measured schemes that one layer can have."""
+    options = {half: [(parse(name), kl) for name, kl in known.of(layer.path, half).items()] for half in layer.halves}
+    for found in options.values():
+        found.append((Dense(), 0.0))
+    if layer.halves == (Half.BOTH,):
+        pairs = [(Pair(scheme, scheme), kl) for scheme, kl in options[Half.BOTH]]
+    else:
+        pairs = [(Pair(k, v), of_k + of_v) for (k, of_k), (v, of_v) in itertools.product(options[Half.KEY], options[Half.VALUE])]
+    made = []
+    for pair, damage in pairs:
+        try:
+            made.append(Choice(pair, _nbytes(layer, pair, context, batch), damage))
+        except SchemeError:
+            # The two halves of an attention cannot have any two schemes.
+            continue
+    return made
+
+
+def _nbytes(layer: Layer, pair: Pair, context: int, batch: int) -> int:
+    """Bytes of one layer's stores under a pair; raises a SchemeError where they cannot be had together."""
+    window = max(pair.k.window, pair.v.window)
+    for scheme in (pair.k, pair.v):
+        scheme.check_pair(pair.k, pair.v, layer.halves == (Half.BOTH,), layer.path)
+    return sum(_stored(layer, slot, pair.k if _is_key(layer, slot) else pair.v, window).nbytes(batch, context) for slot in layer.slots)
+
+
+def _is_key(layer: Layer, slot: SlotSpec) -> bool:
+    """Whether the scheme of keys holds a slot: a latent is stored by it, in the form of values."""
+    return layer.halves == (Half.BOTH,) or slot.role is Role.KEY
+
+
+def _stored(layer: Layer, slot: SlotSpec, scheme: Scheme, window: int) -> Stored:
+    own = scheme.of(slot.role)
+    own.check(slot)
+    layout = own.layout(slot)
+    return Stored(layer.path, slot, own, layout.windowed(slot, window) if window else layout, layer.end, exact=layer.end is None)
+
+
+def _unbeaten(items: Iterable[T], cost: Callable[[T], tuple[int, float]]) -> list[T]:
+    """The items that no other beats in both bytes and damage, their ``cost``; from small to large, so the last has the least damage."""
+    kept: list[T] = []
+    for item in sorted(items, key=cost):
+        if not kept or cost(item)[1] < cost(kept[-1])[1]:
+            kept.append(item)
+    return kept
+
+
+def _thinned(states: list[tuple[int, float, tuple[Pair, ...]]]) -> list[tuple[int, float, tuple[Pair, ...]]]:
+    """At most about ``MOST_CHOICES`` states, the ends among them."""
+    if len(states) <= MOST_CHOICES:
+        return states
+    step = -(-len(states) // MOST_CHOICES)
+    return [*states[:-1:step], states[-1]]

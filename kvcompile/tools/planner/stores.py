@@ -1,0 +1,275 @@
+"""Stores of a model under a policy: the slots that the matcher found, planned by the package's own plan, and their bytes.
+
+A slot is compressed where every graph that attends over it lets its scheme hold it. Otherwise its tensor stays as the model made it, and
+costs what a dense cache costs. Bytes come from ``Layout.nbytes`` with as many pages as the runtime's ``Growth`` reserves, so what is
+planned is what stores hold, to the byte; but for a scheme that keeps to a budget, whose budget it is.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sympy
+
+from kvcompile.passes.graph.shapes import estimate, value_of
+from kvcompile.passes.match.sites import Refusal, Site, Stage
+from kvcompile.passes.plan.plan import BATCH, TOKENS, SlotPlan, plan, rolls
+from kvcompile.passes.plan.policy import Pair, Policy
+from kvcompile.runtime.store.growth import Growth
+from kvcompile.runtime.store.token_slots import LEAST_PAGES
+from kvcompile.schemes import Adaptive, Dense, Scheme
+from kvcompile.tools.planner.observer import Observed, Place
+from kvcompile.types import Extent, Layout, PlaneSpec, SlotSpec, pages_for
+
+GROWTH = Growth()
+DENSE = Policy((("*", Pair(Dense(), Dense())),))
+
+
+class Share(enum.Enum):
+    """The purpose of stored bytes."""
+
+    CODES = "codes"
+    SCALES = "scales"
+    WINDOW = "window"
+    TABLES = "tables"
+    OWN = "attention's own"
+    TIER2 = "tier 2"
+    LEFT = "left as it was"
+
+
+def _share(plane: PlaneSpec, first: bool) -> Share:
+    """The purpose of one plane, by what its layout says of it; ``first``: whether it is the first that ``encode`` makes."""
+    if plane.originals:
+        return Share.TIER2
+    if plane.tally or plane.placed:
+        return Share.OWN
+    if plane.extent is Extent.ROW:
+        return Share.WINDOW
+    if plane.extent is Extent.BATCH:
+        return Share.TABLES
+    return Share.CODES if first else Share.SCALES
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One slot in numbers: its scheme and layout, or None for a tensor that stays dense.
+
+    ``end``: the tokens that it holds at most, None for as many as the sequence has. ``exact``: whether a cache without an end is as long as
+    the sequence from the start (a static one), so that no room is reserved behind it. ``pooled``: a pool of ``end`` places that is
+    stored whole, whatever the batch. ``forgets``: whether it keeps its newest ``end`` tokens, as a sliding window does. ``once``: the
+    tokens of a cache that is written once, such as that of cross-attention, as many as in the traced call. ``still``: whether no room is
+    reserved behind its tokens.
+    """
+
+    path: str
+    slot: SlotSpec
+    scheme: Scheme | None
+    layout: Layout
+    end: int | None
+    exact: bool = False
+    pooled: bool = False
+    forgets: bool = False
+    once: int | None = None
+    still: bool = False
+
+    @staticmethod
+    def of(item: SlotPlan, site: Site, kept: bool, capacity: int | None, written: SlotPlan | None) -> Stored:
+        """The numbers of a planned slot; ``kept``: whether its tensor stays as it is; ``capacity``: that of caches as long as asked for.
+
+        ``written``: of a cache that is written once, its plan in the graph that writes it.
+        """
+        scheme = None if kept else item.scheme
+        if written is not None:
+            count = estimate(written.slot.write.count)
+            # A prompt that happens to be as long as what the encoder read tells the runtime nothing; this one is no measure.
+            still = written.slot.kind.facts.grows
+            return Stored(site.path, item.spec, scheme, item.layout, written.end, once=count, still=still)
+        pooled = item.slot.block_table is not None
+        end = int(item.slot.axes.room(value_of(item.slot.root).shape)) if pooled else item.end
+        exact = end is not None and end == capacity
+        forgets = item.slot.sliding is not None or rolls(site) is not None
+        return Stored(site.path, item.spec, scheme, item.layout, None if exact else end, exact, pooled, forgets)
+
+    def tokens(self, tokens: int) -> int:
+        """Tokens stored of ``tokens`` in the sequence."""
+        if self.once is not None:
+            return self.once
+        if self.pooled:
+            return self.end or 0
+        return tokens if self.end is None else min(tokens, self.end)
+
+    def pages(self, tokens: int) -> int:
+        """Pages that the runtime reserves for a sequence of ``tokens`` tokens."""
+        if self.pooled:
+            return pages_for(self.end or 0)
+        if self.still:
+            return max(LEAST_PAGES, pages_for(self.tokens(tokens)))
+        return max(LEAST_PAGES, GROWTH.pages(self.tokens(tokens), tokens if self.exact else self.end))
+
+    def bytes_per_token(self, tokens: int) -> float:
+        """Bytes that one more token of a row takes where it has ``tokens``: none in a window that is full, or a cache written once."""
+        if self.pooled or self.once is not None or (self.end is not None and tokens >= self.end):
+            return 0.0
+        values = self.slot.heads * self.slot.head_dim
+        if self.scheme is None:
+            return values * self.slot.dtype.itemsize
+        if isinstance(self.scheme, Adaptive):
+            return 2 * values * self.scheme.announced + self.slot.heads * self.scheme.original_bytes(self.slot)
+        return self.layout.bytes_per_token(self.slot.heads)
+
+    def dense(self, batch: int, tokens: int) -> int:
+        """Bytes of the tokens as the model makes them."""
+        rows = 1 if self.pooled else batch
+        return rows * self.tokens(tokens) * self.slot.heads * self.slot.head_dim * self.slot.dtype.itemsize
+
+    def shares(self, batch: int, tokens: int) -> Iterable[tuple[Share, bool, int]]:
+        """Bytes by their purpose, and whether they are in pinned host memory on a GPU."""
+        if self.scheme is None:
+            yield Share.LEFT, False, self.dense(batch, tokens)
+        elif isinstance(self.scheme, Adaptive):
+            count = batch * tokens if self.once is None else batch * self.once
+            yield Share.CODES, False, math.ceil(self.scheme.announced * 2 * count * self.slot.heads * self.slot.head_dim)
+            if kept := self.scheme.original_bytes(self.slot):
+                yield Share.TIER2, any(plane.host for plane in self.layout.planes), count * self.slot.heads * kept
+        else:
+            rows, pages = 1 if self.pooled else batch, self.pages(tokens)
+            for index, plane in enumerate(self.layout.planes):
+                yield _share(plane, index == 0), plane.host, Layout((plane,)).nbytes(pages, rows, self.slot.heads)
+
+    def nbytes(self, batch: int, tokens: int) -> int:
+        """Bytes of all planes, on the device and the host."""
+        return sum(count for _, _, count in self.shares(batch, tokens))
+
+    def formula(self, pages: sympy.Expr) -> sympy.Expr:
+        """Bytes over ``BATCH`` rows, ``pages`` pages and, where nothing is paged, ``TOKENS`` tokens."""
+        if self.once is not None:
+            fixed = self.scheme is None or isinstance(self.scheme, Adaptive)
+            return self.nbytes(1, 0) * BATCH if fixed else self.layout.nbytes(sympy.Integer(self.pages(0)), BATCH, self.slot.heads)
+        rows = sympy.Integer(1) if self.pooled else BATCH
+        values = rows * self.slot.heads * self.slot.head_dim
+        if self.scheme is None:
+            tokens = TOKENS if self.end is None else sympy.Min(TOKENS, self.end)
+            return values * (sympy.Integer(self.end or 0) if self.pooled else tokens) * self.slot.dtype.itemsize
+        if isinstance(self.scheme, Adaptive):
+            return sympy.ceiling(self.scheme.announced * 2 * values * TOKENS) + rows * self.slot.heads * TOKENS * (
+                self.scheme.original_bytes(self.slot)
+            )
+        return self.layout.nbytes(pages, rows, self.slot.heads)
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """Cache tensors of the model that no slot lives in: bytes of a row whatever its length, and bytes a token of a row."""
+
+    fixed: int = 0
+    per_token: int = 0
+
+    def nbytes(self, batch: int, tokens: int) -> int:
+        """Bytes of ``batch`` rows of ``tokens`` tokens."""
+        return batch * (self.fixed + self.per_token * tokens)
+
+
+@dataclass(frozen=True)
+class Stores:
+    """All stores of a model under one policy, what stays dense beside them, and why."""
+
+    stored: tuple[Stored, ...]
+    remainder: Remainder = Remainder()
+    refusals: tuple[Refusal, ...] = ()
+
+    def shares(self, batch: int, tokens: int) -> dict[tuple[Share, bool], int]:
+        """Bytes by purpose, on the device (False) and in pinned host memory (True)."""
+        found: Counter[tuple[Share, bool]] = Counter()
+        for item in self.stored:
+            for share, host, count in item.shares(batch, tokens):
+                found[share, host] += count
+        found[Share.LEFT, False] += self.remainder.nbytes(batch, tokens)
+        return dict(found)
+
+    def bytes_per_token(self, tokens: int) -> float:
+        """Bytes that one more token of a row takes, on the device and the host."""
+        return sum(item.bytes_per_token(tokens) for item in self.stored) + self.remainder.per_token
+
+    def device_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes on the device."""
+        return sum(count for (_, host), count in self.shares(batch, tokens).items() if not host)
+
+    def host_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes in pinned host memory."""
+        return sum(count for (_, host), count in self.shares(batch, tokens).items() if host)
+
+    def dense_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes of the cache as the model makes it, for as many tokens."""
+        return sum(item.dense(batch, tokens) for item in self.stored) + self.remainder.nbytes(batch, tokens)
+
+    def growing_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes of the largest plane on the device that grows: while a store grows, one plane of one slot is there twice."""
+        planes = (
+            Layout((plane,)).nbytes(item.pages(tokens), batch, item.slot.heads) for item in self.stored
+            if item.scheme is not None and not isinstance(item.scheme, Adaptive) and item.once is None
+            for plane in item.layout.planes if plane.extent is Extent.TOKENS and not plane.host
+        )
+        return max(planes, default=0)
+
+    @property
+    def formula(self) -> sympy.Expr:
+        """All bytes, on the device and the host, over ``BATCH``, ``TOKENS``, and the pages of stores by their end (``page_symbol``)."""
+        total = sum((item.formula(page_symbol(item.end)) for item in self.stored), sympy.Integer(0))
+        return sympy.expand(total + BATCH * (self.remainder.fixed + self.remainder.per_token * TOKENS))
+
+    @property
+    def ends(self) -> tuple[int | None, ...]:
+        """The different ends of its stores, those without one first."""
+        return tuple(sorted({item.end for item in self.stored if item.once is None}, key=lambda end: -1 if end is None else end))
+
+
+def page_symbol(end: int | None) -> sympy.Symbol:
+    """The symbol of the pages that stores with this end reserve."""
+    return sympy.Symbol("N" if end is None else f"N_{end}", integer=True, positive=True)
+
+
+def planned(observed: Observed, policy: Policy, remainder: Remainder = Remainder(), capacity: int | None = None) -> Stores:
+    """Plan every slot of a model; slots that a scheme refuses stay dense and are listed.
+
+    ``capacity``: that of the traced static cache, which stands for the length of whatever sequence bytes are asked for.
+    """
+    found: dict[Place, tuple[SlotPlan, Site]] = {}
+    known: dict[Place, tuple[SlotPlan, Site]] = {}
+    kept: set[Place] = set()
+    refusals: dict[tuple[str, str], Refusal] = {}
+    # The step's graphs first: what a prompt's graph says of a slot may know less, such as the slots of a window that is not full.
+    for seen in reversed(observed.graphs):
+        made = plan(seen.matched, policy)
+        refusals |= {(item.path, item.reason): item for item in made.refusals if item.stage is Stage.PLAN}
+        parts = {seen.place(part.slot): (part, item.site) for item in made.sites for part in item.parts}
+        every = {
+            seen.place(part.slot): (part, item.site) for item in plan(seen.matched, DENSE).sites for part in item.parts
+        }
+        kept |= every.keys() - parts.keys()
+        found = parts | found
+        known = every | known
+    once = _written_once(observed)
+    stored = tuple(
+        Stored.of(*(known[place] if place in kept else found[place]), place in kept, capacity, once.get(place)) for place in known
+    )
+    return Stores(stored, remainder, tuple(refusals.values()))
+
+
+def _written_once(observed: Observed) -> dict[Place, SlotPlan]:
+    """Slots that calls of one length write and those of another only read, as the first one that writes plans them.
+
+    Not graphs are compared but calls: where graphs break, one may write what the next one of the same call reads.
+    """
+    found: dict[Place, dict[int, list[SlotPlan]]] = {}
+    for seen in observed.graphs:
+        for item in plan(seen.matched, DENSE).sites:
+            for part in item.parts:
+                found.setdefault(seen.place(part.slot), {}).setdefault(estimate(item.site.tokens), []).append(part)
+    written = {
+        place: [[part for part in parts if part.slot.kind.facts.written] for parts in calls.values()] for place, calls in found.items()
+    }
+    return {place: next(filter(None, calls))[0] for place, calls in written.items() if any(calls) and not all(calls)}
