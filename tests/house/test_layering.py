@@ -103,7 +103,7 @@ ROOMS = {
     "kvcompile.passes.rewrite": ("graph", "capture", "match", "plan"),
     "kvcompile.runtime.store": (),
     "kvcompile.runtime.handle": ("store",),
-    "kvcompile.runtime.forms": ("store", "handle", "call.fast_path"),
+    "kvcompile.runtime.forms": ("store", "handle"),
     "kvcompile.tools.evaluation.tasks": (),
     "kvcompile.lowering.ops": (),
     "kvcompile.lowering.codegen": (),

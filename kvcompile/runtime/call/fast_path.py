@@ -15,24 +15,11 @@ from typing import Any
 import torch
 
 from kvcompile.passes.rewrite.rewritten import Rewritten
+from kvcompile.runtime.forms.form import Row
 from kvcompile.runtime.handle.tensor import CompressedCache
 from kvcompile.runtime.store.counters import Moment
 from kvcompile.runtime.store.state import CacheState, Part
 from kvcompile.runtime.store.token_slots import cursors
-
-
-@dataclass(frozen=True)
-class Row:
-    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its sliding window, 0 for none.
-
-    ``written``: whether the graph writes it, so that the call's counters say where its tokens go.
-    """
-
-    argument: int
-    capacity: int
-    count: int
-    slots: int
-    written: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from kvcompile.errors import CacheFull, NotServed, Unsupported
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.runtime.call.fast_path import Row
 from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.slot_groups import Group
 from kvcompile.runtime.handle import tensor as handles
@@ -19,6 +19,20 @@ from kvcompile.runtime.store.parked_rows import ends_of
 from kvcompile.runtime.store.state import CacheState
 from kvcompile.runtime.store.token_slots import readdressed
 from kvcompile.runtime.store.written_once import Earlier
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its sliding window, 0 for none.
+
+    ``written``: whether the graph writes it, so that the call's counters say where its tokens go.
+    """
+
+    argument: int
+    capacity: int
+    count: int
+    slots: int
+    written: bool = True
 
 
 class CacheForm(abc.ABC):

@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from kvcompile.runtime.call.fast_path import Row
 from kvcompile.runtime.forms.call_arguments import Call
-from kvcompile.runtime.forms.form import CacheForm
+from kvcompile.runtime.forms.form import CacheForm, Row
 from kvcompile.runtime.store.codec import ENCODED_AT_ONCE
 from kvcompile.runtime.store.dense_layout import tokens_of
 from kvcompile.runtime.store.state import CacheState
