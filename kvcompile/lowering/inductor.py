@@ -61,16 +61,10 @@ def _lower_append(*operands: Any) -> None:
     lower_append(*operands)
 
 
-def _lower_append_thresholds(*operands: Any) -> None:
-    from kvcompile.lowering.append.lower import lower_append_thresholds
+def _lower_append_own(*operands: Any) -> None:
+    from kvcompile.lowering.append.lower import lower_append_own
 
-    lower_append_thresholds(*operands)
-
-
-def _lower_append_static(*operands: Any) -> None:
-    from kvcompile.lowering.append.lower import lower_append_static
-
-    lower_append_static(*operands)
+    lower_append_own(*operands)
 
 
 def _lower_append_window(*operands: Any) -> Any:
@@ -99,7 +93,6 @@ def _install_shared() -> None:
     register_lowering(ops.attend, type_promotion_kind=None)(_lower_attend)
     for append in (append_ops.append_kernel, append_ops.append_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append)
-    register_lowering(append_ops.append_thresholds_kernel, type_promotion_kind=None)(_lower_append_thresholds)
-    register_lowering(append_ops.append_static_kernel, type_promotion_kind=None)(_lower_append_static)
+    register_lowering(append_ops.append_own_kernel, type_promotion_kind=None)(_lower_append_own)
     for append in (append_ops.append_window_kernel, append_ops.append_window_kernel_pair):
         register_lowering(append, type_promotion_kind=None)(_lower_append_window)

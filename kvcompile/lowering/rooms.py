@@ -20,12 +20,16 @@ from kvcompile.lowering.host.torch_api import OpOverload
 
 @dataclass(frozen=True)
 class AppendKernel:
-    """A kernel of one scheme for ``append_window`` of one token, on one slot or two; slots are ``append.window_token.Slot``."""
+    """A kernel of one scheme's own for one slot or two of an append.
+
+    Of a room: for ``append_window`` of one token; slots are ``append.window_token.Slot``. Of ``Scheme.append_kernel``: for ``append`` with
+    a constant plane; a slot is the operands of ``append_own_kernel``.
+    """
 
     fits: Callable[[Any], bool]
-    """Whether the kernel knows the append of a slot whose scheme has this room."""
+    """Whether the kernel knows the append of a slot of its scheme."""
     run: Callable[..., list[torch.Tensor]]
-    """The newest tokens of each slot, from slots and a launcher."""
+    """The newest tokens of each slot, none of ``append``, from slots and a launcher."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,17 @@ def rooms() -> tuple[Room, ...]:
     """The rooms of all registered schemes; the call defines the operations of those that were registered since the last one."""
     modules = dict.fromkeys(scheme.kernels for scheme in schemes.BY_NAME.values())
     return tuple(_room_at(module) for module in modules if module is not None)
+
+
+@functools.cache
+def _append_at(module: str) -> AppendKernel:
+    return importlib.import_module(module).APPEND  # type: ignore[no-any-return]
+
+
+def append_of(scheme: str) -> AppendKernel | None:
+    """The kernel that a scheme, by its text, brings for ``append`` with its constant plane; None where it has none."""
+    module = schemes.parse(scheme).append_kernel
+    return None if module is None else _append_at(module)
 
 
 def own_append(slots: Sequence[Any]) -> AppendKernel | None:

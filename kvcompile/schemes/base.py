@@ -64,6 +64,9 @@ class Scheme(abc.ABC):
     """Names of the planes of values that it writes, which follow those."""
     kernels: ClassVar[str | None] = None
     """The module that defines this operation and brings its kernels (``lowering.rooms``), where it is not ``attend``."""
+    append_kernel: ClassVar[str | None] = None
+    """The module whose ``APPEND`` (``lowering.rooms.AppendKernel``) encodes tokens on CUDA by a plane that is constant, where there is one:
+    such as tables of thresholds, or scales. Without it the eager body is compiled."""
     kernel_encoding: ClassVar[bool] = False
     """Whether kernels may encode as ``absmax`` or ``minmax`` says. Said by every class for itself: what a subclass encodes is its own."""
     in_order: ClassVar[bool] = False

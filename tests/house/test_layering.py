@@ -64,9 +64,7 @@ ALLOWED = {
     "kvcompile.files": ("kvcompile.errors", "kvcompile.files"),
     "kvcompile.schemes": ("kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes", "kvcompile.extensions"),
     "kvcompile.passes": ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes"),
-    "kvcompile.lowering": (
-        "kvcompile.types", "kvcompile.errors", "kvcompile.settings", "kvcompile.schemes", "kvcompile.lowering", "kvcompile.extensions",
-    ),
+    "kvcompile.lowering": ("kvcompile.types", "kvcompile.errors", "kvcompile.settings", "kvcompile.schemes", "kvcompile.lowering"),
     "kvcompile.runtime": (
         "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.ops", "kvcompile.runtime",
     ),

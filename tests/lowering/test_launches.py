@@ -65,7 +65,7 @@ def threshold_operands(text: str, count: int) -> list[Any]:
 
 
 def static_operands(text: str, count: int) -> list[Any]:
-    """Return the operands of ``append_static_kernel``."""
+    """Return the operands of ``append_own_kernel``."""
     codes, scales = planes_of(text, Role.KEY)
     x, pos = torch.zeros(1, count, K, D, dtype=torch.bfloat16).transpose(1, 2), torch.arange(count)[None]
     return [x, [codes], pos, scales, schemes.parse(text).spell()]
@@ -125,13 +125,13 @@ CASES: dict[str, tuple[Any, Callable[..., Any], Callable[[], list[Any]]]] = {
     "int8, many": (append_ops.append_kernel_pair, append_ops.rows_by_kernels, lambda: append_operands("int8", 40)),
     "int4, many, alone": (append_ops.append_kernel, append_ops.rows_by_kernels, lambda: append_operands("int4", 40)[:4]),
     "thresholds, many": (
-        append_ops.append_thresholds_kernel, append_ops.thresholds_by_kernel, lambda: threshold_operands("beyond", 40),
+        append_ops.append_own_kernel, append_ops.own_by_kernel, lambda: threshold_operands("beyond", 40),
     ),
     "thresholds of five bits, one": (
-        append_ops.append_thresholds_kernel, append_ops.thresholds_by_kernel, lambda: threshold_operands("beyond(bits=5)", 1),
+        append_ops.append_own_kernel, append_ops.own_by_kernel, lambda: threshold_operands("beyond(bits=5)", 1),
     ),
-    "static scales, many": (append_ops.append_static_kernel, append_ops.static_by_kernel, lambda: static_operands("fp8-static", 40)),
-    "static scales, one": (append_ops.append_static_kernel, append_ops.static_by_kernel, lambda: static_operands("int8-static", 1)),
+    "static scales, many": (append_ops.append_own_kernel, append_ops.own_by_kernel, lambda: static_operands("fp8-static", 40)),
+    "static scales, one": (append_ops.append_own_kernel, append_ops.own_by_kernel, lambda: static_operands("int8-static", 1)),
     "kivi, one": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("kivi", 1)),
     "kivi, one, alone": (append_ops.append_window_kernel, append_ops.windows_by_kernels, lambda: append_operands("kivi", 1, True)[6:]),
     "kivi, many": (append_ops.append_window_kernel_pair, append_ops.windows_by_kernels, lambda: append_operands("kivi", 40, True)),

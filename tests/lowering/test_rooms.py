@@ -14,8 +14,9 @@ from torch import fx
 import kvcompile  # noqa: F401 - what a user imports, and all that is needed
 from kvcompile import schemes
 from kvcompile.lowering.attend_kernels import kernel_lines
-from kvcompile.lowering.rooms import AppendKernel, Room, own_append, room_of, rooms
+from kvcompile.lowering.rooms import AppendKernel, Room, append_of, own_append, room_of, rooms
 from kvcompile.schemes import SCHEMES, Int8, Scheme
+from kvcompile.types import Role
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
@@ -31,6 +32,7 @@ class Foreign(Int8):
     name: ClassVar[str] = "foreign"
     attention: ClassVar[str] = "foreign_attend"
     kernels: ClassVar[str | None] = "foreign_room"
+    append_kernel: ClassVar[str | None] = "foreign_room"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def foreign() -> Iterator[Room]:
         AppendKernel(lambda slot: slot.x > 0, lambda slots, launcher=None: [slot.x for slot in slots]),
     )
     module: Any = types.ModuleType("foreign_room")
-    module.ROOM = room
+    module.ROOM, module.APPEND = room, room.append
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "foreign_room", module)
         patched.setitem(schemes.BY_NAME, "foreign", Foreign)
@@ -62,3 +64,10 @@ def test_two_slots_share_a_launch_in_one_room_only(foreign: Room) -> None:
     own, other, plain = (types.SimpleNamespace(scheme=scheme, x=1) for scheme in ("foreign", "certified(half=key)", "int8"))
     assert own_append([own, own]) is foreign.append
     assert own_append([own, other]) is None and own_append([own, plain]) is None and own_append([plain]) is None
+
+
+def test_a_scheme_brings_the_kernel_of_its_constant_planes(foreign: Room) -> None:
+    assert append_of("foreign") is foreign.append
+    assert {scheme.name for scheme in SCHEMES if append_of(scheme.name)} == {
+        scheme.name for scheme in SCHEMES if scheme().of(Role.KEY).bins(64) or scheme().of(Role.KEY).static(64)
+    } != set()

@@ -53,6 +53,7 @@ class Beyond(Scheme):
     tables: ModelTables | SiteTables | None = dataclasses.field(default=None, metadata=DATA, repr=False)
 
     name: ClassVar[str] = "beyond"
+    append_kernel: ClassVar[str | None] = "kvcompile.extensions.beyond.threshold_rows"
     kernel_encoding: ClassVar[bool] = True
     reads_back: ClassVar[bool] = True
     source: ClassVar[str] = "Beyond: Better-than-Full-Precision KV Caches via Learnable Non-Uniform Quantization, section 3"

@@ -10,6 +10,7 @@ Positions outside of the planes poison the last row, as there. Keys and values a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from kvcompile import schemes
 from kvcompile.lowering.append.rounding import in_scales, stored_range
 from kvcompile.lowering.append.rows import launch, places, tokens_of
 from kvcompile.lowering.host.launches import Launcher
+from kvcompile.lowering.rooms import AppendKernel
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import Bins
 
@@ -124,3 +126,12 @@ def fits(slot: ThresholdRows) -> bool:
 def append_threshold_rows(slot: ThresholdRows, launcher: Launcher | None = None) -> None:
     """``append_body`` of one slot in one launch; for what ``fits``. None launches at once."""
     launch(append_thresholds, slot, launcher)
+
+
+def _run(slots: Sequence[tuple[Any, ...]], launcher: Launcher) -> list[torch.Tensor]:
+    for slot in slots:
+        append_threshold_rows(ThresholdRows(*slot), launcher)
+    return []
+
+
+APPEND = AppendKernel(lambda slot: fits(ThresholdRows(*slot)), _run)

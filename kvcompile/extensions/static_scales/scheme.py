@@ -173,6 +173,7 @@ class StaticInt8(Calibrated):
     """Eight-bit integers in [-127, 127], -128 for NaN; scales that were measured."""
 
     name: ClassVar[str] = "int8-static"
+    append_kernel: ClassVar[str | None] = "kvcompile.extensions.static_scales.static_rows"
     kernel_encoding: ClassVar[bool] = True
     dynamic: ClassVar[str] = "int8"
     qmax: ClassVar[float] = 127.0
@@ -202,6 +203,7 @@ class StaticFp8(Calibrated):
     amax: float = 448.0
 
     name: ClassVar[str] = "fp8-static"
+    append_kernel: ClassVar[str | None] = "kvcompile.extensions.static_scales.static_rows"
     kernel_encoding: ClassVar[bool] = True
     dynamic: ClassVar[str] = "fp8"
     qmax: ClassVar[float] = 448.0

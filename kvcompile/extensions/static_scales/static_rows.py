@@ -10,6 +10,7 @@ bit what ``append_body`` writes; a test holds the two together. Positions outsid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from kvcompile import schemes
 from kvcompile.lowering.append.rounding import MAGIC, quotient
 from kvcompile.lowering.append.rows import _e4m3, converts, launch, tokens_of
 from kvcompile.lowering.host.launches import Launcher
+from kvcompile.lowering.rooms import AppendKernel
 from kvcompile.types import Static
 
 TILE = 4096
@@ -117,3 +119,12 @@ def fits(slot: StaticRows) -> bool:
 def append_static_rows(slot: StaticRows, launcher: Launcher | None = None) -> None:
     """``append_body`` of one slot in one launch; for what ``fits``. None launches at once."""
     launch(append_static, slot, launcher)
+
+
+def _run(slots: Sequence[tuple[Any, ...]], launcher: Launcher) -> list[torch.Tensor]:
+    for slot in slots:
+        append_static_rows(StaticRows(*slot), launcher)
+    return []
+
+
+APPEND = AppendKernel(lambda slot: fits(StaticRows(*slot)), _run)

@@ -1,8 +1,8 @@
 """How appends stand in a graph that is compiled: as their bodies, or on CUDA as kernels, keys and values in one launch where they can.
 
 ``append``         ``rows``, one token or many: the body is some forty nodes a slot, half of what a layer of a decode step
-                   has, and becomes four kernels where this is one launch for keys and values. ``threshold_rows`` where thresholds are
-                   given, ``static_rows`` where scales are, a launch a slot.
+                   has, and becomes four kernels where this is one launch for keys and values. The kernel of a scheme's own where it
+                   encodes by a constant plane, thresholds or scales (``Scheme.append_kernel``), a launch a slot.
 ``append_window``  one token: ``window_token`` or the kernel of a scheme's own room; more: ``window_blocks``, or else the operation as it
                    is.
 
@@ -23,7 +23,7 @@ from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.append.operations import ROW_OPERANDS
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.append_window import one_token
-from kvcompile.lowering.rooms import own_append
+from kvcompile.lowering.rooms import append_of, own_append
 
 TABLED_OPERANDS, WINDOW_CALL = 6, 5
 """Operands of ``append`` with thresholds or given scales, of ``append_window`` without them; the kernels of windows know neither."""
@@ -81,17 +81,12 @@ def _rows(calls: list[tuple[Any, ...]]) -> None:
 
 
 def _tabled(call: tuple[Any, ...]) -> None:
-    """One ``append``, by the kernel of thresholds or of given scales where it knows the call, else by its body."""
+    """One ``append``, by the kernel that its scheme brings for its constant plane where that knows the call, else by its body."""
     if len(call) == TABLED_OPERANDS and call[4] is None and len(call[5]) == 1:
-        from kvcompile.extensions.beyond import threshold_rows
-        from kvcompile.extensions.static_scales import static_rows
-
-        x, planes, pos, scheme, _, (table,) = call
-        if threshold_rows.fits(threshold_rows.ThresholdRows(x, list(planes), pos, table, scheme)):
-            append_ops.append_thresholds_kernel(x, planes, pos, table, scheme)
-            return
-        if static_rows.fits(static_rows.StaticRows(x, list(planes), pos, table, scheme)):
-            append_ops.append_static_kernel(x, planes, pos, table, scheme)
+        x, planes, pos, scheme, _, (constant,) = call
+        own = append_of(scheme)
+        if own is not None and own.fits((x, list(planes), pos, constant, scheme)):
+            append_ops.append_own_kernel(x, planes, pos, constant, scheme)
             return
     ops.append_body(*call)
 

@@ -7,9 +7,8 @@ from typing import Any
 from kvcompile.lowering.append.operations import (
     ROW_OPERANDS,
     WINDOW_OPERANDS,
+    own_by_kernel,
     rows_by_kernels,
-    static_by_kernel,
-    thresholds_by_kernel,
     windows_by_kernels,
 )
 from kvcompile.lowering.host.launch_node import lower_launches
@@ -20,14 +19,9 @@ def lower_append(*operands: Any) -> None:
     lower_launches(rows_by_kernels, operands, [plane for planes in operands[1::ROW_OPERANDS] for plane in planes])
 
 
-def lower_append_thresholds(*operands: Any) -> None:
-    """Add the kernel of ``append_thresholds_kernel``."""
-    lower_launches(thresholds_by_kernel, operands, operands[1])
-
-
-def lower_append_static(*operands: Any) -> None:
-    """Add the kernel of ``append_static_kernel``."""
-    lower_launches(static_by_kernel, operands, operands[1])
+def lower_append_own(*operands: Any) -> None:
+    """Add the kernel of ``append_own_kernel``."""
+    lower_launches(own_by_kernel, operands, operands[1])
 
 
 def lower_append_window(*operands: Any) -> Any:

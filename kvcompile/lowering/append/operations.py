@@ -3,8 +3,8 @@
 ``append_kernel``         what ``append`` says, of many tokens (``rows``)
 ``append_window_kernel``  what ``append_window`` says, of one token (``window_token``, or the kernel of a scheme's own room) or many
                           (``window_blocks``), but for the origins in force: they are tensor code that reads the clock before
-``append_thresholds_kernel``  what ``append`` says of tokens that are encoded by a table of thresholds (``threshold_rows``)
-``append_static_kernel``  what ``append`` says of tokens that are encoded by given scales (``static_rows``)
+``append_own_kernel``     what ``append`` says of tokens that are encoded by a constant plane of their scheme, its table or its scales
+                          (``Scheme.append_kernel``)
 
 The first two have a form for two slots. They only take what the kernels know (``appends`` asks), run the kernels where they are called,
 and declare every plane that a kernel writes as mutated, none else: a compiled graph functionalizes them and puts them back in place.
@@ -19,7 +19,7 @@ import torch
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded
 from kvcompile.lowering.ops.operations import LIBRARY
-from kvcompile.lowering.rooms import own_append
+from kvcompile.lowering.rooms import append_of, own_append
 
 ROWS = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor pos{0}, str scheme{0}"
 WINDOW = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor? moves{0}, Tensor pos{0}, Tensor? origin{0}, str scheme{0}"
@@ -29,8 +29,7 @@ ROW_OPERANDS, WINDOW_OPERANDS = 4, 6
 
 LIBRARY.define(f"append_kernel({ROWS.format('', 'a')}) -> ()")
 LIBRARY.define(f"append_kernel_pair({ROWS.format('', 'a')}, {ROWS.format('_2', 'b')}) -> ()")
-LIBRARY.define("append_thresholds_kernel(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor table, str scheme) -> ()")
-LIBRARY.define("append_static_kernel(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor scales, str scheme) -> ()")
+LIBRARY.define("append_own_kernel(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor constant, str scheme) -> ()")
 LIBRARY.define(f"append_window_kernel({WINDOW.format('', 'a')}) -> Tensor")
 LIBRARY.define(f"append_window_kernel_pair({WINDOW.format('', 'a')}, {WINDOW.format('_2', 'b')}) -> (Tensor, Tensor)")
 
@@ -48,20 +47,11 @@ def rows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
     return []
 
 
-def thresholds_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
-    """Start the kernel of ``append_thresholds_kernel``; returns nothing."""
-    from kvcompile.extensions.beyond.threshold_rows import ThresholdRows, append_threshold_rows
-
-    append_threshold_rows(ThresholdRows(*operands), launcher)
-    return []
-
-
-def static_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
-    """Start the kernel of ``append_static_kernel``; returns nothing."""
-    from kvcompile.extensions.static_scales.static_rows import StaticRows, append_static_rows
-
-    append_static_rows(StaticRows(*operands), launcher)
-    return []
+def own_by_kernel(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
+    """Start the kernel of ``append_own_kernel``, the one that the operands' scheme brings; returns nothing."""
+    own = append_of(operands[-1])
+    assert own is not None
+    return own.run([operands], launcher)
 
 
 def windows_by_kernels(launcher: Launcher, *operands: Any) -> list[torch.Tensor]:
@@ -84,12 +74,8 @@ def _rows_body(*operands: Any) -> None:
     rows_by_kernels(Direct(operands[0].device.type == "cuda"), *operands)
 
 
-def _thresholds_body(*operands: Any) -> None:
-    thresholds_by_kernel(Direct(operands[0].device.type == "cuda"), *operands)
-
-
-def _static_body(*operands: Any) -> None:
-    static_by_kernel(Direct(operands[0].device.type == "cuda"), *operands)
+def _own_body(*operands: Any) -> None:
+    own_by_kernel(Direct(operands[0].device.type == "cuda"), *operands)
 
 
 def _window_body(*operands: Any) -> torch.Tensor:
@@ -119,7 +105,7 @@ def _newest_of_both(*operands: Any) -> tuple[torch.Tensor, ...]:
 
 for name, body, meta in (
     ("append_kernel", _rows_body, _rows_meta), ("append_kernel_pair", _rows_body, _rows_meta),
-    ("append_thresholds_kernel", _thresholds_body, _rows_meta), ("append_static_kernel", _static_body, _rows_meta),
+    ("append_own_kernel", _own_body, _rows_meta),
     ("append_window_kernel", _window_body, _newest), ("append_window_kernel_pair", _windows_body, _newest_of_both),
 ):
     LIBRARY.impl(name, body, "CompositeExplicitAutograd")
@@ -127,7 +113,6 @@ for name, body, meta in (
 
 append_kernel = torch.ops.kvcompile.append_kernel.default
 append_kernel_pair = torch.ops.kvcompile.append_kernel_pair.default
-append_thresholds_kernel = torch.ops.kvcompile.append_thresholds_kernel.default
-append_static_kernel = torch.ops.kvcompile.append_static_kernel.default
+append_own_kernel = torch.ops.kvcompile.append_own_kernel.default
 append_window_kernel = torch.ops.kvcompile.append_window_kernel.default
 append_window_kernel_pair = torch.ops.kvcompile.append_window_kernel_pair.default
