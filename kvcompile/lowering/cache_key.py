@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.lowering.host.inductor_api import CustomGraphPass
+from kvcompile.lowering.host.inductor_entry import CustomGraphPass
 from kvcompile.schemes import Scheme, registered
 
 PACKAGE = Path(__file__).resolve().parent.parent

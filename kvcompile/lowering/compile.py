@@ -22,7 +22,6 @@ import torch
 from torch import fx
 
 from kvcompile.errors import BadSetting, KvcompileError, NotCompiled, OwnFault
-from kvcompile.lowering import inductor
 from kvcompile.lowering.append import appends
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.certificate import report_op as report_site
@@ -30,7 +29,7 @@ from kvcompile.lowering.damaged import damaged_entry, rebuilding
 from kvcompile.lowering.fold import fold
 from kvcompile.lowering.frozen import Frozen, as_attributes
 from kvcompile.lowering.gluon.choice import Choice, choosing
-from kvcompile.lowering.host.inductor_api import compile_by_inductor, config, exact_division, list_mode_options, written_modules
+from kvcompile.lowering.host.inductor_entry import compile_by_inductor, config, exact_division, list_mode_options, written_modules
 from kvcompile.lowering.host.torch_api import (
     BackendCompilerFailed,
     FakeTensorMode,
@@ -254,6 +253,9 @@ def _built(
         with _context(fake_mode):
             if settings.inner is Inner.AOT_EAGER:
                 return lookup_backend("aot_eager")(inlined, list(fakes))
+            # It brings Inductor's lowerings and ours, which no process needs that compiles nothing by Inductor.
+            from kvcompile.lowering import inductor
+
             inductor.install()
             patches = inductor_patches(settings, mode, options, plan, replayed)
             marked = patches.get(CACHEABLE, getattr(config, CACHEABLE))

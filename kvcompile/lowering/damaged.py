@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompile.errors import DamagedCache
-from kvcompile.lowering.host.inductor_api import cache_dir, forget_module, module_key
+from kvcompile.lowering.host.inductor_entry import cache_dir, forget_module, module_key
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvcompile.lowering.cache_key import SALTED, sources_hash
-from kvcompile.lowering.host.inductor_api import cache_dir, config
+from kvcompile.lowering.host.inductor_entry import cache_dir, config
 
 SOURCES = (*SALTED, "runtime", "validation")
 

@@ -171,6 +171,7 @@ def test_only_lowering_touches_inductor_and_triton() -> None:
 
 DOORS = (
     "kvcompile.passes.graph.dynamo", "kvcompile.lowering.host.torch_api", "kvcompile.lowering.host.inductor_api",
+    "kvcompile.lowering.host.inductor_entry",
     "kvcompile.lowering.host.triton_api", "kvcompile.lowering.host.gluon_api",
 )
 """The only modules that know private names of torch, or Triton beyond its language."""

@@ -21,7 +21,7 @@ from kvcompile.lowering.decode.template import GLOBALS, LOG2E, SOURCE
 from kvcompile.lowering.decode.tiles import choose_tiles, folds, ragged_splits, splits_for, writes_directly
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, pairs_of_rows, realize, static, varies
 from kvcompile.lowering.host.inductor_api import SymbolicGridFn, TritonTemplate, autotuned, ir, lowerings
-from kvcompile.lowering.host.inductor_api import config as inductor_config
+from kvcompile.lowering.host.inductor_entry import config as inductor_config
 from kvcompile.lowering.host.kept_tokens import kept_tokens
 from kvcompile.lowering.host.triton_api import lays_out_as_known
 from kvcompile.lowering.ops.kept_tokens import RUN

@@ -21,7 +21,7 @@ from kvcompile.lowering.decode.config import Bias, Masks
 from kvcompile.lowering.decode.lower import attend_grid, merge
 from kvcompile.lowering.host.buffers import equals, examples, hint, multiple, realize, static, varies
 from kvcompile.lowering.host.inductor_api import TritonTemplate, autotuned, fallback_handler, ir, lowerings
-from kvcompile.lowering.host.inductor_api import config as inductor_config
+from kvcompile.lowering.host.inductor_entry import config as inductor_config
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill import chunked, first_tokens
 from kvcompile.lowering.prefill.config import SMALLEST, PrefillConfig, slots

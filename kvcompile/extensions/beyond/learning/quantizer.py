@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from kvcompile.extensions.beyond.scheme import codes_of
-from kvcompile.lowering.host.inductor_api import exact_division
+from kvcompile.lowering.host.inductor_entry import exact_division
 from kvcompile.lowering.ops.operations import LIBRARY
 from kvcompile.schemes.asymmetric import in_scales, stored_range
 

@@ -19,7 +19,7 @@ from torch import fx
 
 from kvcompile.extensions.beyond.learning.parameters import Parameters, SlotParameters
 from kvcompile.extensions.beyond.learning.quantizer import Rule, hard_quantize
-from kvcompile.lowering.host.inductor_api import compile_for_training
+from kvcompile.lowering.host.inductor_entry import compile_for_training
 from kvcompile.lowering.host.torch_api import lookup_backend
 from kvcompile.passes.capture.attributes import lifted
 from kvcompile.passes.capture.capture import Captured, capture
