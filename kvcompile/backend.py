@@ -37,8 +37,8 @@ class Backend:
     """A Dynamo backend for one policy and one set of settings; make it with ``kvcompile.backend``."""
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
-        # A scheme that was registered since defines the operation of its attention now.
-        rooms()
+        # A rewritten graph calls its schemes' operations by name: they are defined before there can be one.
+        rooms(scheme for _, pair in policy.pairs for scheme in (pair.k, pair.v))
         self.policy, self.settings = policy, settings
         self.graphs: list[GraphReport] = []
         self.records = records()

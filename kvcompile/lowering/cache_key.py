@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvcompile.lowering.host.inductor_entry import CustomGraphPass
-from kvcompile.schemes import Scheme, registered
+from kvcompile.schemes import Scheme, loaded
 
 PACKAGE = Path(__file__).resolve().parent.parent
 SALTED = ("types.py", "compilation.py", "variants.py", "schemes", "passes", "lowering", "extensions")
@@ -28,7 +28,7 @@ def sources_hash(package: Path = PACKAGE, names: tuple[str, ...] = SALTED) -> st
 
     ``names``: the files and folders of ``package`` that count.
     """
-    return _hash(package, names, registered())
+    return _hash(package, names, loaded())
 
 
 @functools.cache

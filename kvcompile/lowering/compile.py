@@ -40,15 +40,11 @@ from kvcompile.lowering.host.torch_api import (
     tracing,
 )
 from kvcompile.lowering.ops import operations as ops
-from kvcompile.lowering.rooms import rooms
 from kvcompile.settings import Inner, Settings
 
 log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
-
-# A rewritten graph calls its schemes' operations by name: they are defined before there can be one.
-rooms()
 
 
 @contextlib.contextmanager

@@ -1,14 +1,14 @@
 """Rooms: the packages of kernels that schemes bring for an attention of their own, which is not ``attend``.
 
 A scheme names its room's module in ``Scheme.kernels``, and that module defines the scheme's operation and a constant ``ROOM``. Inductor's
-lowerings, the appends on CUDA, ``explain`` and ``dump`` ask the rooms of the registered schemes, so that no other module knows a scheme.
+lowerings, the appends on CUDA, ``explain`` and ``dump`` ask the rooms of schemes that are in use, so that no other module knows a scheme.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.lowering.host.torch_api import OpOverload
+from kvcompile.schemes import Scheme
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,14 @@ class Room:
     append: AppendKernel | None = None
 
 
-@functools.cache
+_DEFINED: dict[str, Room] = {}
+"""The rooms whose operations are defined, by their modules."""
+
+
 def _room_at(module: str) -> Room:
-    return importlib.import_module(module).ROOM
+    if module not in _DEFINED:
+        _DEFINED[module] = importlib.import_module(module).ROOM
+    return _DEFINED[module]
 
 
 def room_of(scheme: str) -> Room | None:
@@ -55,10 +61,12 @@ def room_of(scheme: str) -> Room | None:
     return None if module is None else _room_at(module)
 
 
-def rooms() -> tuple[Room, ...]:
-    """The rooms of all registered schemes; the call defines the operations of those that were registered since the last one."""
-    modules = dict.fromkeys(scheme.kernels for scheme in schemes.BY_NAME.values())
-    return tuple(_room_at(module) for module in modules if module is not None)
+def rooms(wanted: Iterable[Scheme] = ()) -> tuple[Room, ...]:
+    """The rooms of ``wanted`` schemes and of all that were asked for so far; the call defines the operations of those that are new."""
+    for scheme in (*wanted, *schemes.loaded()):
+        if scheme.kernels is not None:
+            _room_at(scheme.kernels)
+    return tuple(_DEFINED.values())
 
 
 @functools.cache

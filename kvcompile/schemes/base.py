@@ -124,6 +124,11 @@ class Scheme(abc.ABC):
         """The settings that every test of all schemes runs with: the default, then one per option that matters."""
         return (cls(),)
 
+    @classmethod
+    def named(cls) -> dict[str, dict[str, object]]:
+        """Settings that a source gives a name of its own, which begins with the scheme's and a hyphen, by that name: their options."""
+        return {}
+
     @property
     def by_token(self) -> bool:
         """Whether a token's codes depend on that token of its own head alone, however many are written with it."""

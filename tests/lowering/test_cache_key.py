@@ -25,6 +25,7 @@ from kvcompile.lowering.cache_key import PACKAGE, SALTED, CacheKey, sources_hash
 from kvcompile.lowering.compile import inductor_patches, own_functions
 from kvcompile.lowering.ops import operations
 from kvcompile.lowering.ops.append_window import append_window_body
+from kvcompile.lowering.remembered import SOURCES
 from kvcompile.schemes import Int4
 from kvcompile.settings import Settings
 
@@ -47,6 +48,18 @@ def test_any_source_that_makes_kernels_changes_the_hash(package: Path, name: str
     cache_key._hash.cache_clear()
     target.write_text(target.read_text() + "\n# another kernel\n")
     assert sources_hash(package) != before
+
+
+@pytest.mark.parametrize("name", [
+    "extensions/certified/kernels/finish.py", "extensions/smartkv/scheme.py", "extensions/beyond/threshold_rows.py",
+    "extensions/static_scales/static_rows.py", "extensions/squat/subspace.py",
+])
+def test_an_edit_in_an_extension_changes_every_key(package: Path, name: str) -> None:
+    """Kernels and schemes of extensions stand in compiled graphs, and verdicts were reached with them."""
+    keys = sources_hash(package), sources_hash(package, SOURCES)
+    cache_key._hash.cache_clear()
+    (package / name).write_text((package / name).read_text() + "\n# another kernel\n")
+    assert not {sources_hash(package), sources_hash(package, SOURCES)} & set(keys)
 
 
 def test_a_new_file_and_a_new_name_change_the_hash(package: Path) -> None:
@@ -175,7 +188,7 @@ class Mine(Int4):
 
 
 def test_an_edited_scheme_of_another_package_changes_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schemes, "BY_NAME", dict(schemes.BY_NAME))
+    monkeypatch.setattr(schemes.BY_NAME, "found", dict(schemes.BY_NAME.found))
     hashes = [sources_hash()]
     for name, extra in (("one", ""), ("two", "    bits = 3\n")):
         (tmp_path / f"{name}.py").write_text(SCHEME + extra)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-import kvcompile  # noqa: F401 - what a user imports, and all that is needed
+import kvcompile
 from kvcompile import schemes
 from kvcompile.lowering.attend_kernels import kernel_lines
 from kvcompile.lowering.rooms import AppendKernel, Room, append_of, own_append, room_of, rooms
@@ -21,6 +21,7 @@ from kvcompile.types import Role
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 def test_the_operation_of_every_scheme_is_defined(scheme: type[Scheme]) -> None:
+    kvcompile.backend(scheme())
     assert isinstance(getattr(torch.ops.kvcompile, scheme.attention).default, torch._ops.OpOverload)
     assert (scheme.kernels is None) == (scheme.attention == Scheme.attention)
     assert (room_of(scheme.name) is None) == (scheme.kernels is None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +18,10 @@ from static_scales import random_scales
 
 import kvcompile
 from kvcompile.extensions.beyond.tables import ModelTables
+from kvcompile.files.pickled import STORED, classes
+from kvcompile.passes.match.sites import Axes
+from kvcompile.runtime.handle.operations import rebuild
+from kvcompile.runtime.store.store import StoreSpec
 from kvcompile.schemes import BY_NAME, SCHEMES, Int8, parse
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
@@ -84,8 +90,41 @@ class Mine(Int8):
     name: ClassVar[str] = "int8-of-mine"
 
 
-def test_another_process_needs_the_import_alone(tmp_path: Path) -> None:
-    torch.save({"keys": filled("kivi")}, tmp_path / "cache.pt")
+@pytest.mark.parametrize("scheme", ["kivi", "certified"])
+def test_another_process_needs_the_import_alone(scheme: str, tmp_path: Path) -> None:
+    torch.save({"keys": filled(scheme)}, tmp_path / "cache.pt")
     text = f"import torch, kvcompile; print(torch.load({str(tmp_path / 'cache.pt')!r})['keys'])"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
-    assert "CompressedCache(shape=(1, 2, 300, 64), tokens=150, kivi" in done.stdout, done.stderr
+    assert f"CompressedCache(shape=(1, 2, 300, 64), tokens=150, {scheme}" in done.stdout, done.stderr
+
+
+def test_the_table_of_pickles_has_every_class_that_a_cache_may_hold() -> None:
+    """A class that is missing would be loaded after an import of its module, and refused in a process that only loads a file."""
+    roots = [*SCHEMES, StoreSpec, Axes]
+    held = {(item.__module__, item.__qualname__) for item in (rebuild, *(item for root in roots for item in classes(root)))}
+    assert held == {(module, name) for module, (names, _) in STORED.items() for name in names}
+
+
+def earlier(data: bytes) -> bytes:
+    """What version 0.1 wrote for the same objects: a pickle of the protocols up to 2 says modules as lines of text."""
+    for module, (names, former) in STORED.items():
+        for name in names if former is not None else ():
+            data = data.replace(f"c{module}\n{name}\n".encode(), f"c{former}\n{name}\n".encode())
+    return data
+
+
+@pytest.mark.parametrize("scheme", schemes(), ids=str)
+def test_a_cache_that_version_0_1_wrote_comes_back(scheme: Any) -> None:
+    keys = filled(scheme)
+    file, former = io.BytesIO(), io.BytesIO()
+    torch.save(keys, file)
+    with zipfile.ZipFile(file) as written, zipfile.ZipFile(former, "w") as changed:
+        for item in written.infolist():
+            data = written.read(item)
+            changed.writestr(item.filename, earlier(data) if item.filename.endswith("/data.pkl") else data)
+            assert not item.filename.endswith("/data.pkl") or b"ckvcompile.runtime.operations\nrebuild\n" in earlier(data) != data
+    former.seek(0)
+    back = torch.load(former)
+    assert repr(back) == repr(keys) and torch.equal(kvcompile.decoded(back), kvcompile.decoded(keys))
+    again = pickle.loads(earlier(pickle.dumps(keys, protocol=2)))
+    assert repr(again) == repr(keys) and torch.equal(kvcompile.decoded(again), kvcompile.decoded(keys))

@@ -32,7 +32,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvcompile.schemes import SETTINGS
+from kvcompile.schemes import settings
 from kvcompile.tools.cli.subjects import SHIPPED, tinylm
 from kvcompile.tools.evaluation.bench import Bench, Effort, labels
 from kvcompile.tools.evaluation.machine import machine
@@ -56,7 +56,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "table3-pre": grid("squat-pre", LAMS, RANKS, False),
     "normalised": (*grid("squat", MEAN_LAMS, MEAN_RANKS, True), *grid("squat-pre", MEAN_LAMS, MEAN_RANKS, True)),
     "blocks": tuple(f"squat(lam=1.0,rank={rank},subblock={block})" for rank in (20, 60) for block in (32, 16, 8, 4)),
-    "presets": tuple(name for name in SETTINGS if name not in {"squat-pre"} and name.startswith("squat")),
+    "presets": tuple(name for name in settings() if name not in {"squat-pre"} and name.startswith("squat")),
 }
 
 

@@ -26,10 +26,10 @@ from kvcompile.extensions.smartkv.buckets import Buckets, values
 from kvcompile.extensions.smartkv.decode_step import Step, scheme_of, step_by_kernels, step_gap
 from kvcompile.extensions.smartkv.importance import LEAST, head_measure
 from kvcompile.extensions.smartkv.movement import BY_KERNELS
+from kvcompile.extensions.smartkv.scheme import Smartkv
 from kvcompile.lowering.host.launches import Direct
 from kvcompile.lowering.ops.operands import AttendOperands, attend_operands, named
 from kvcompile.lowering.ops.operations import LIBRARY, as_tokens, softmax_parts, weighted
-from kvcompile.schemes import Smartkv
 
 OPERANDS = (
     "Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"

@@ -15,9 +15,9 @@ from kvcompile.extensions.smartkv.importance import LEAST, Measure
 from kvcompile.extensions.smartkv.kernels import bits_of_levels
 from kvcompile.extensions.smartkv.kernels.attend import attend_tokens
 from kvcompile.extensions.smartkv.kernels.finish import CHUNK, ELEMENTS, finish
+from kvcompile.extensions.smartkv.scheme import Smartkv
 from kvcompile.lowering.host.launches import Launcher
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.schemes import Smartkv
 from kvcompile.types import PAGE
 
 QUERIES, ROWS = 8, 64

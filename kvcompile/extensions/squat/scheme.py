@@ -67,6 +67,11 @@ LONGBENCH: dict[tuple[str, bool], dict[str, Any]] = {
 """The source's settings for LongBench (its appendix E.2) by model, and whether keys are stored before RoPE."""
 
 
+def _changes(scheme: Scheme) -> dict[str, object]:
+    """The options of a scheme that are not its defaults."""
+    return {field.name: value for field in scheme.options() if (value := getattr(scheme, field.name)) != field.default}
+
+
 @dataclasses.dataclass(frozen=True)
 class Squat(Kivi):
     """Asymmetric codes, the error of keys kept orthogonal to the prompt's queries; values and window as kivi."""
@@ -117,6 +122,16 @@ class Squat(Kivi):
         known = sorted({name for name, _ in LONGBENCH})
         require(model in known, cls.name, "longbench", f"one of {', '.join(known)}", model, "Squat.paper() has the source's other setting")
         return cls.paper(**{**LONGBENCH[model, pre_rope], "pre_rope": pre_rope, **options})
+
+    @classmethod
+    def named(cls) -> dict[str, dict[str, object]]:
+        if cls is not Squat:
+            return {}
+        made = {
+            "squat-paper": cls.paper(), "squat-pre-paper": cls.paper(pre_rope=True),
+            **{f"squat{'-pre' if before else ''}-longbench-{model}": cls.longbench(model, before) for model, before in LONGBENCH},
+        }
+        return {"squat-pre": {"pre_rope": True}, **{name: _changes(scheme) for name, scheme in made.items()}}
 
     @property
     def calibrates_before_rope(self) -> bool:  # type: ignore[override]

@@ -9,7 +9,6 @@ import torch
 
 from kvcompile.errors import OtherFormat, WindowPassed
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, mark_dynamic, parse_to
-from kvcompile.passes.match.sites import Axes
 from kvcompile.runtime.handle.callers import user_line
 from kvcompile.runtime.handle.tensor import CompressedCache, make, resume, shown, tell
 from kvcompile.runtime.handle.views import join
@@ -18,8 +17,6 @@ from kvcompile.runtime.store.adaptive_store import store_class
 from kvcompile.runtime.store.dense_layout import tokens_of
 from kvcompile.runtime.store.parked_rows import in_one
 from kvcompile.runtime.store.state import CacheState
-from kvcompile.runtime.store.store import StoreSpec
-from kvcompile.schemes.pickled import admit
 
 
 def _derived(
@@ -156,9 +153,6 @@ def rebuild(
     state.top = state.behind = max(top, length)
     state.held = held
     return make(state, shape, dtype, next(iter(stores.values())).device, length, True)
-
-
-admit(rebuild, Axes, StoreSpec)
 
 
 def _repr(handle: CompressedCache, **kwargs: Any) -> str:

@@ -17,8 +17,9 @@ from kvcompile.extensions.beyond.learning import processes
 from kvcompile.extensions.beyond.learning.learn import Learned, learn
 from kvcompile.extensions.beyond.learning.settings import LearnSettings
 from kvcompile.extensions.beyond.learning.text import CHAT_PROMPT, Tokens, batches, documents, sequences, split
+from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.extensions.beyond.storage import save_tables
-from kvcompile.schemes import Beyond, parse
+from kvcompile.schemes import parse
 from kvcompile.settings import Inner
 from kvcompile.tools.cli.targets import Options, resolve
 

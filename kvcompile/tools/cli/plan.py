@@ -21,7 +21,7 @@ from rich.text import Text
 from kvcompile.errors import TargetError
 from kvcompile.passes.plan.policy import Policy, policy_of
 from kvcompile.report import short_scheme
-from kvcompile.schemes import SETTINGS, parse, registered
+from kvcompile.schemes import parse, registered, settings
 from kvcompile.tools.cli.plan_target import model_of
 from kvcompile.tools.planner.capacity import MOST_TOKENS, Demand
 from kvcompile.tools.planner.figures import figures
@@ -111,12 +111,13 @@ def console() -> Console:
 def _policies(asked: Sequence[str]) -> list[tuple[str, Policy]]:
     """The schemes to plan with their labels: those asked for, else all with their defaults, named settings and settings with figures."""
     known = figures().labels
-    names = list(asked) or [*(kind.name for kind in registered()), *SETTINGS, *known]
+    own = settings()
+    names = list(asked) or [*(kind.name for kind in registered()), *own, *known]
     # A setting's own name says more than its options, by which figures are found.
     found: dict[str, tuple[str, Policy]] = {}
     for name in names:
         short = short_scheme(parse(name))
-        found.setdefault(short, (name if name in SETTINGS and short not in known else short, policy_of(name)))
+        found.setdefault(short, (name if name in own and short not in known else short, policy_of(name)))
     return list(found.values())
 
 

@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvcompile
+from kvcompile import schemes
 from kvcompile.backend import Backend
 from kvcompile.errors import BadOption, HeadDimNotDivisible, UnknownScheme
 from kvcompile.extensions.squat import subspace
@@ -28,7 +29,7 @@ from kvcompile.lowering.ops.append_window import append_window_body
 from kvcompile.lowering.ops.operations import calibrate_body
 from kvcompile.runtime.store.codec import decode
 from kvcompile.runtime.store.store import Store, StoreSpec
-from kvcompile.schemes import SETTINGS, Kivi, Squat, make, parse
+from kvcompile.schemes import Kivi, Squat, make, parse
 from kvcompile.types import Extent, Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -660,7 +661,7 @@ def test_the_sources_settings_have_names() -> None:
         "squat-longbench-llama-3.1-8b": (10, 5e-4, 64), "squat-pre-longbench-llama-3.1-8b": (60, 5e-4, 32),
         "squat-longbench-mistral-7b": (5, 1e-3, 64), "squat-pre-longbench-mistral-7b": (20, 5e-4, 64),
     }
-    assert set(listed) == {name for name in SETTINGS if name not in {"squat-pre"} and name.startswith("squat")}
+    assert set(listed) == {name for name in schemes.settings() if name not in {"squat-pre"} and name.startswith("squat")}
     for name, numbers in listed.items():
         made = parse(name)
         assert isinstance(made, Squat) and (made.rank, made.lam, made.subblock) == numbers and not made.normalise, name

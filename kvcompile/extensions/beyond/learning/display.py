@@ -7,8 +7,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.report import short_scheme
-from kvcompile.schemes import Beyond
 
 
 class Display:

@@ -20,7 +20,7 @@ from kvcompile.extensions.beyond.learning.loss import Loss, NextToken, moved, pa
 from kvcompile.extensions.beyond.learning.run_folder import Progress, RunFolder
 from kvcompile.extensions.beyond.learning.settings import LearnSettings
 from kvcompile.extensions.beyond.learning.trainer import Trainer
-from kvcompile.schemes import Beyond
+from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.schemes.model_file import fingerprint
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.errors import BadTables
+from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.extensions.beyond.tables import ModelTables, SiteTables, Table, uniform_table
-from kvcompile.schemes import Beyond
 from kvcompile.types import Role
 
 

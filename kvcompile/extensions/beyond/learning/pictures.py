@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvcompile.errors import BadTables
+from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.extensions.beyond.tables import ModelTables, uniform_levels, uniform_thresholds
-from kvcompile.schemes import Beyond
 from kvcompile.types import Role
 
 

@@ -18,11 +18,11 @@ import torch
 from kvcompile.errors import BadRun, FileUnfit
 from kvcompile.extensions.beyond.learning.parameters import Parameters
 from kvcompile.extensions.beyond.learning.trainer import Trainer
+from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.extensions.beyond.storage import save_tables
 from kvcompile.files.declared import Range, Whole
 from kvcompile.files.json_file import parsed, read_json
 from kvcompile.files.tensor_file import Entry, read_tensors
-from kvcompile.schemes import Beyond
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
 Count = Annotated[int, Range(0)]

@@ -18,7 +18,7 @@ from kvcompile.extensions.beyond.learning.loss import parts
 from kvcompile.extensions.beyond.learning.parameters import Parameters
 from kvcompile.extensions.beyond.learning.quantizer import Rule
 from kvcompile.extensions.beyond.learning.training_graph import TrainingBackend
-from kvcompile.schemes import Beyond
+from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.settings import Inner
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from kvcompile.extensions.beyond.learning.projection import ordered
 from kvcompile.extensions.beyond.learning.quantizer import Rule, rectified
 from kvcompile.extensions.beyond.learning.settings import LearnSettings
 from kvcompile.extensions.beyond.learning.training_graph import TrainingBackend
+from kvcompile.extensions.beyond.scheme import Beyond
 from kvcompile.passes.graph.dynamo import many_versions
-from kvcompile.schemes import Beyond
 
 MOST_GRAPHS = 1024
 """Versions of one frame that are compiled: texts of another length, and validation, are graphs of their own."""

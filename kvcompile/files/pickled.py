@@ -1,0 +1,128 @@
+"""Classes in pickles: what ``torch.load`` must admit to read a compressed cache, by their names, without an import of any of them.
+
+A pickle names the module of every class that it holds. ``STORED`` has all names of ours that a cache may hold, and the modules that they
+were in before; each is admitted as a stand-in, which imports the class when a file makes one. So whoever imports this module can load a
+cache of any scheme, of this version or an earlier one, and has not paid for what the file does not hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+STORED: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "kvcompile.runtime.handle.operations": (("rebuild",), "kvcompile.runtime.operations"),
+    "kvcompile.runtime.store.store": (("StoreSpec",), "kvcompile.runtime.store"),
+    "kvcompile.passes.match.sites": (("Axes",), None),
+    "kvcompile.types": (("Extent", "Granularity", "Half", "Layout", "PlaneSpec", "Role", "SlotSpec"), None),
+    "kvcompile.schemes.asymmetric": (("Axis", "Kivi"), None),
+    "kvcompile.schemes.base": (("Scheme",), None),
+    "kvcompile.schemes.basis": (("Rotate",), None),
+    "kvcompile.schemes.dense": (("Dense",), None),
+    "kvcompile.schemes.nf4": (("Nf4",), None),
+    "kvcompile.schemes.symmetric": (("Fp8", "Int4", "Int8"), None),
+    "kvcompile.extensions.beyond.scheme": (("Beyond",), "kvcompile.schemes.beyond.scheme"),
+    "kvcompile.extensions.beyond.tables": (("ModelTables", "SiteTables", "Table"), "kvcompile.schemes.beyond.tables"),
+    "kvcompile.extensions.certified.scheme": (("Certified", "Tier2", "Values"), "kvcompile.schemes.certified"),
+    "kvcompile.extensions.smartkv.codes": (("Frame",), "kvcompile.schemes.smartkv.codes"),
+    "kvcompile.extensions.smartkv.importance": (("Measure",), "kvcompile.schemes.smartkv.importance"),
+    "kvcompile.extensions.smartkv.scheme": (("Scope", "Smartkv", "Tier2"), "kvcompile.schemes.smartkv.scheme"),
+    "kvcompile.extensions.squat.normed": (("Normed", "Turn"), "kvcompile.schemes.normed"),
+    "kvcompile.extensions.squat.scheme": (("Queries", "Squat", "Subspace"), "kvcompile.schemes.squat"),
+    "kvcompile.extensions.static_scales.scales": (("ModelScales", "Scales", "SiteScales"), "kvcompile.schemes.calibrated.scales"),
+    "kvcompile.extensions.static_scales.scheme": (("StaticFp8", "StaticInt8"), "kvcompile.schemes.calibrated.scheme"),
+}
+"""By module: the classes and functions of it that pickles of caches name, and the module that they were in up to version 0.1."""
+
+
+class _Resolved(type):
+    """The class of stand-ins: to call one is to call what it stands for."""
+
+    place: tuple[str, str]
+
+    def real(cls) -> Any:
+        """Import what the class stands for, and admit it by itself: what is made of it is asked for its own class."""
+        module, name = cls.place
+        found = getattr(importlib.import_module(module), name)
+        torch.serialization.add_safe_globals([(found, f"{module}.{name} as it is")])
+        return found
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.real()(*args, **kwargs)
+
+
+def _stand_in(module: str, name: str) -> type:
+    """Make a class in whose place an unpickler makes objects of another class, which it imports then."""
+
+    def make(cls: Any, *args: Any) -> Any:
+        real = cls.real()
+        return real.__new__(real, *args)
+
+    return _Resolved(name, (), {"__new__": make, "place": (module, name)})
+
+
+class _Former(types.ModuleType):
+    """A module that is gone, as ``pickle`` imports it: it has the names of what pickles of earlier versions hold."""
+
+    names: tuple[str, ...]
+    place: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.names:
+            return getattr(importlib.import_module(self.place), name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+def install() -> None:
+    """Let ``torch.load`` with its default ``weights_only=True``, and ``pickle``, read the caches of this version and of earlier ones.
+
+    The classes hold data and no code of the file's: an unpickler that admits them can run nothing else.
+    """
+    for module, (names, former) in STORED.items():
+        stand_ins = {name: _stand_in(module, name) for name in names}
+        for place in filter(None, (module, former)):
+            torch.serialization.add_safe_globals([(made, f"{place}.{name}") for name, made in stand_ins.items()])
+        # The one module that is a folder now has its name in the folder's own module.
+        if former is not None and not module.startswith(former + "."):
+            gone = _Former(former)
+            gone.names, gone.place = names, module
+            sys.modules.setdefault(former, gone)
+
+
+def admit(*roots: type) -> None:
+    """Let ``torch.load`` make classes of other packages, and those of their fields that ``STORED`` has not."""
+    found = [item for root in roots for item in classes(root)]
+    torch.serialization.add_safe_globals([item for item in found if item.__qualname__ not in STORED.get(item.__module__, ((), None))[0]])
+
+
+def classes(root: type) -> list[type]:
+    """Return a dataclass or an enum, and every such class that the fields of it are annotated with, of fields of fields too."""
+    found: dict[type, None] = {}
+    queue = [root]
+    while queue:
+        item = queue.pop()
+        if item in found:
+            continue
+        found[item] = None
+        if dataclasses.is_dataclass(item):
+            queue += [part for hint in typing.get_type_hints(item).values() for part in _parts(hint)]
+    return list(found)
+
+
+def _parts(hint: Any) -> Iterator[type]:
+    """Yield every dataclass and enum that a type annotation names."""
+    if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, enum.Enum)):
+        yield hint
+    for inner in typing.get_args(hint):
+        yield from _parts(inner)
+
+
+install()

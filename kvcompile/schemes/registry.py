@@ -1,0 +1,226 @@
+"""The registry: schemes by name. Those of extensions and of other packages are imported when somebody asks for them.
+
+A scheme joins in one of three ways: by a line in ``PLACES``; by ``register``, called by whoever imports it; or, from a package that is
+installed, by an entry point of the group ``kvcompile.schemes`` whose name is the scheme's::
+
+    [project.entry-points."kvcompile.schemes"]
+    ternary = "my_package.ternary:Ternary"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import functools
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+
+from kvcompile.errors import BadOption, BadScheme, UnknownOption, UnknownScheme
+from kvcompile.files.pickled import admit
+from kvcompile.schemes.base import Scheme
+
+log = logging.getLogger(__name__)
+
+PLACES = {
+    "dense": "kvcompile.schemes.dense:Dense",
+    "int8": "kvcompile.schemes.symmetric:Int8",
+    "int4": "kvcompile.schemes.symmetric:Int4",
+    "nf4": "kvcompile.schemes.nf4:Nf4",
+    "fp8": "kvcompile.schemes.symmetric:Fp8",
+    "kivi": "kvcompile.schemes.asymmetric:Kivi",
+    "normed": "kvcompile.extensions.squat.normed:Normed",
+    "squat": "kvcompile.extensions.squat.scheme:Squat",
+    "certified": "kvcompile.extensions.certified.scheme:Certified",
+    "smartkv": "kvcompile.extensions.smartkv.scheme:Smartkv",
+    "beyond": "kvcompile.extensions.beyond.scheme:Beyond",
+    "int8-static": "kvcompile.extensions.static_scales.scheme:StaticInt8",
+    "fp8-static": "kvcompile.extensions.static_scales.scheme:StaticFp8",
+}
+"""The module and the class of every scheme of this package, in the order in which they are listed."""
+
+GROUP = "kvcompile.schemes"
+"""The group of entry points of schemes that other packages bring."""
+
+
+@functools.cache
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """The entry points of other packages' schemes, by name, without those that have a name of ours."""
+    found = {}
+    for point in importlib.metadata.entry_points(group=GROUP):
+        if point.name in PLACES:
+            log.warning("the entry point %r of the group %r is left out: a scheme of kvcompile has its name", point.value, GROUP)
+            continue
+        found[point.name] = point
+    return found
+
+
+def _checked(scheme: object) -> type[Scheme]:
+    """Return what is given as a scheme; raises BadScheme where it is none."""
+    if not (isinstance(scheme, type) and issubclass(scheme, Scheme) and dataclasses.is_dataclass(scheme)):
+        raise BadScheme(expected="a frozen dataclass that derives from kvcompile.Scheme", found=scheme)
+    scheme()
+    return scheme
+
+
+def _from_entry_point(point: importlib.metadata.EntryPoint) -> type[Scheme]:
+    """Import the scheme of an entry point; raises BadScheme where that fails, or where its name is another one."""
+    try:
+        scheme = _checked(point.load())
+    except BadScheme:
+        raise
+    except Exception as error:
+        raise BadScheme(
+            expected=f"the entry point {point.name!r} of the group {GROUP!r} to import",
+            found=f"{point.value}: {type(error).__name__}: {error}",
+        ) from error
+    if scheme.name != point.name:
+        raise BadScheme(expected=f"the entry point {point.value!r} to have the name of its scheme, {scheme.name!r}", found=repr(point.name))
+    admit(scheme)
+    return scheme
+
+
+class Registry(MutableMapping[str, type[Scheme]]):
+    """Scheme classes by name; one that nobody asked for yet is imported where it is looked up, and not where names are listed."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, type[Scheme]] = {}
+
+    def __getitem__(self, name: str) -> type[Scheme]:
+        if name in self.found:
+            return self.found[name]
+        if name in PLACES:
+            module, _, kind = PLACES[name].partition(":")
+            self.found[name] = getattr(importlib.import_module(module), kind)
+        elif name in _entry_points():
+            self.found[name] = _from_entry_point(_entry_points()[name])
+        return self.found[name]
+
+    def __setitem__(self, name: str, scheme: type[Scheme]) -> None:
+        self.found[name] = scheme
+
+    def __delitem__(self, name: str) -> None:
+        del self.found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*PLACES, *_entry_points(), *self.found)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.found or name in PLACES or name in _entry_points()
+
+
+BY_NAME = Registry()
+"""All schemes by name."""
+
+Kind = TypeVar("Kind", bound=type[Scheme])
+
+
+def register(scheme: Kind) -> Kind:
+    """Add a scheme of another package by its name; a decorator. Raises BadScheme.
+
+    What was compiled for it is kept on disk under its source file too: after an edit it is compiled anew. Registering the
+    class of a name again, as a notebook does, takes the place of the first.
+    """
+    _checked(scheme)
+    if scheme.name in PLACES or _setting(scheme.name) is not None:
+        raise BadScheme(expected="a name that no scheme of kvcompile has", found=repr(scheme.name))
+    BY_NAME[scheme.name] = scheme
+    admit(scheme)
+    parse.cache_clear()
+    return scheme
+
+
+def packaged() -> tuple[type[Scheme], ...]:
+    """All schemes of this package, in the order of ``PLACES``; imports them."""
+    return tuple(BY_NAME[name] for name in PLACES)
+
+
+def registered() -> tuple[type[Scheme], ...]:
+    """All schemes, those of the package first; imports them, and leaves out entry points that cannot be imported, with a warning."""
+    found = list(packaged())
+    for name in BY_NAME:
+        if name in PLACES:
+            continue
+        try:
+            found.append(BY_NAME[name])
+        except BadScheme as error:
+            log.warning("%s", error)
+    return tuple(found)
+
+
+def loaded() -> tuple[type[Scheme], ...]:
+    """The schemes that somebody asked for or registered: a graph that is compiled can have no other."""
+    return tuple(BY_NAME.found.values())
+
+
+def settings() -> Mapping[str, tuple[str, dict[str, object]]]:
+    """The names of settings that a source gives a name of its own, of all schemes: the scheme's name, and the options."""
+    return {name: (kind.name, options) for kind in registered() for name, options in kind.named().items()}
+
+
+def _setting(name: str) -> tuple[str, dict[str, object]] | None:
+    """The scheme and the options of a setting by its name, which begins with the scheme's; imports no other scheme."""
+    for known in BY_NAME:
+        if name.startswith(f"{known}-") and (options := BY_NAME[known].named().get(name)) is not None:
+            return known, options
+    return None
+
+
+def _option(scheme: type[Scheme], name: str, text: object) -> object:
+    """One option's value from text, by the type of the field's default."""
+    known = {field.name: field for field in scheme.options()}
+    if name not in known:
+        raise UnknownOption(scheme=scheme.name, known=sorted(known), option=name)
+    default: Any = known[name].default
+    if not isinstance(text, str):
+        return text
+    try:
+        if isinstance(default, enum.Enum):
+            return type(default)(text)
+        if isinstance(default, torch.dtype):
+            value = getattr(torch, text)
+            if not isinstance(value, torch.dtype):
+                raise ValueError(text)
+            return value
+        if isinstance(default, bool):
+            return {"True": True, "False": False}[text]
+        return type(default)(text)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise BadOption(
+            scheme=scheme.name, option=name, expected=f"like {default}", found=text, todo="correct the value"
+        ) from error
+
+
+def make(name: str, **options: object) -> Scheme:
+    """A scheme by name with options; raises UnknownScheme, UnknownOption or BadOption, BadScheme for an entry point that is none."""
+    if name in BY_NAME:
+        cls = BY_NAME[name]
+        return cls(**{key: _option(cls, key, value) for key, value in options.items()})
+    setting = _setting(name)
+    if setting is not None:
+        base, given = setting
+        return make(base, **{**given, **options})
+    names = [*BY_NAME, *settings()]
+    near = difflib.get_close_matches(name, names, n=1)
+    raise UnknownScheme(known=names, name=name, hint=f"; did you mean {near[0]!r}?" if near else "")
+
+
+@functools.cache
+def parse(text: str) -> Scheme:
+    """The scheme that ``Scheme.spell`` wrote, or a plain name: ``int4`` or ``int4(group=64)``."""
+    name, opened, rest = text.strip().partition("(")
+    if opened and not rest.endswith(")"):
+        raise UnknownScheme(known=list(BY_NAME), name=text, hint="; options end with ')'")
+    options = {}
+    for item in filter(None, rest.removesuffix(")").split(",")):
+        key, _, value = item.partition("=")
+        options[key.strip()] = value.strip()
+    return make(name.strip(), **options)
