@@ -62,7 +62,7 @@ ALLOWED = {
     "kvcompile.errors": (),
     "kvcompile.settings": ("kvcompile.errors",),
     "kvcompile.files": ("kvcompile.errors", "kvcompile.files"),
-    "kvcompile.schemes": ("kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes", "kvcompile.extensions"),
+    "kvcompile.schemes": ("kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes"),
     "kvcompile.passes": ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes"),
     "kvcompile.lowering": ("kvcompile.types", "kvcompile.errors", "kvcompile.settings", "kvcompile.schemes", "kvcompile.lowering"),
     "kvcompile.runtime": (
@@ -237,10 +237,51 @@ def test_names_and_sizes() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_importing_the_package_loads_no_compiler_and_no_model_library() -> None:
-    look = "import sys, {}; print([name for name in ('triton', 'transformers', 'matplotlib', 'torch._inductor') if name in sys.modules])"
-    plain, ours = (
-        subprocess.run([sys.executable, "-c", look.format(name)], check=True, capture_output=True, text=True, cwd=ROOT).stdout
-        for name in ("torch._dynamo", "kvcompile")
-    )
-    assert ours == plain
+def loaded(statements: str) -> set[str]:
+    """The modules that a process has when it has run these statements."""
+    look = f"{statements}\nimport sys; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True, cwd=ROOT).stdout.split())
+
+
+INDUCTOR = {"torch._inductor.lowering", "torch._inductor.select_algorithm", "torch._inductor.codegen.triton", "torch._inductor.ir"}
+"""Modules of Inductor that lower and generate; importing one takes a second and more."""
+LIBRARIES = {"transformers", "matplotlib", "safetensors"}
+
+
+def imports_at_once(path: Path) -> set[str]:
+    """The modules that a source imports as soon as it is imported itself, from other packages."""
+    found = set[str]()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+KERNELS = {dotted(path) for path in MODULES if "triton" in {name.split(".")[0] for name in imports_at_once(path)}}
+"""Our modules of kernels: they cannot be imported without Triton."""
+
+
+def test_importing_the_package_loads_torch_and_next_to_nothing_of_ours() -> None:
+    found = loaded("import kvcompile")
+    ours = {name for name in found if within(name, "kvcompile") and not name.startswith("kvcompile.schemes.")}
+    assert "torch" in found and "kvcompile.files.pickled" in ours, "nothing was looked at"
+    assert not found & (INDUCTOR | KERNELS | LIBRARIES | {"triton", "torch._dynamo", "torch._inductor"})
+    assert not [name for name in ours if within(name, "kvcompile.lowering", "kvcompile.extensions", "kvcompile.tools", "kvcompile.passes")]
+
+
+def test_a_backend_loads_its_scheme_and_no_kernel_or_lowering_before_it_compiles() -> None:
+    for scheme, extensions in (("int4", set()), ("kivi(bits=4)", set()), ("squat-paper", {"squat"}), ("beyond", {"beyond"})):
+        found = loaded(f"import kvcompile; kvcompile.backend({scheme!r})")
+        assert "kvcompile.lowering.compile" in found, "no backend was made"
+        assert not found & (INDUCTOR | KERNELS | LIBRARIES), scheme
+        assert {name.split(".")[2] for name in found if name.startswith("kvcompile.extensions.")} == extensions
+        assert not [name for name in found if within(name, "kvcompile.tools")]
+
+
+def test_the_modules_that_are_looked_for_have_these_names() -> None:
+    """Else the two tests above would hold whatever is imported."""
+    assert len(KERNELS) > 20 and {name.split(".")[1] for name in KERNELS} == {"lowering", "extensions"}
+    names = "; ".join(f"import {name}" for name in sorted(KERNELS | LIBRARIES))
+    assert loaded(f"import kvcompile.lowering.inductor; {names}") >= INDUCTOR | KERNELS | LIBRARIES | {"triton"}

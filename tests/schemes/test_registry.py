@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +55,23 @@ def test_a_scheme_is_where_its_line_says(name: str) -> None:
     found = BY_NAME[name]
     assert found.name == name and f"{found.__module__}:{found.__qualname__}" == PLACES[name]
     assert getattr(schemes, found.__name__) is found
+
+
+def test_names_are_listed_and_one_is_parsed_without_an_import_of_others() -> None:
+    text = """
+import sys
+from kvcompile import schemes
+
+def extensions():
+    return {name.split(".")[2] for name in sys.modules if name.startswith("kvcompile.extensions.")}
+
+print(list(schemes.BY_NAME), "squat" in schemes.BY_NAME, schemes.parse("int4(group=64)"))
+assert not extensions()
+schemes.parse("squat-paper")
+print(extensions())
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.stdout.splitlines()[1:] == ["{'squat'}"] and str(list(PLACES)) in done.stdout, done.stderr
 
 
 def test_an_entry_point_is_a_scheme(installed: dict[str, str]) -> None:
