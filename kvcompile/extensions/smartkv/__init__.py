@@ -11,6 +11,7 @@
 ``buckets``       the stored tokens of a layer's keys or values, those of equal width together
 ``moves``         tokens go to the buckets of their new widths
 ``originals``     tier 2: codes of a token whose width changes come from its original
+``rules``         what reallocation asks of the scheme
 ``reallocation``  importance becomes new widths, and new buckets
 ``scheme``        the scheme: options, layout, and what the runtime asks of it
 

@@ -30,11 +30,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvcompile.extensions.smartkv import codes as coder
-from kvcompile.extensions.smartkv import originals
 from kvcompile.extensions.smartkv.codes import ENTERING, Frame
 from kvcompile.schemes.adaptive import on_device
 from kvcompile.schemes.base import Planes
-from kvcompile.types import Extent, PlaneSpec, SlotSpec
+from kvcompile.types import PAGE, Extent, PlaneSpec, SlotSpec
 
 CODES, SCALES, FIRST, ENDS, SETTLED_SCALES, WHERE, POOL, MEAN = range(8)
 """The index of each plane in a layout without tier 2; only keys in a frame of their own have the last."""
@@ -66,6 +65,20 @@ class Form:
         return MEAN + self.turned + self.kept
 
 
+ENTERED, ORIGINALS = "entered", "originals"
+"""Names of the planes."""
+
+
+def entered_spec(slot: SlotSpec) -> PlaneSpec:
+    """The plane of the originals of entering tokens."""
+    return PlaneSpec(ENTERED, slot.dtype, slot.head_dim, originals=True)
+
+
+def originals_spec(slot: SlotSpec, host: bool) -> PlaneSpec:
+    """The plane of the originals of settled tokens."""
+    return PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, PAGE, Extent.STORE, host=host, tally=True, originals=True)
+
+
 def plane_specs(slot: SlotSpec, form: Form, scale_dtype: torch.dtype, host: bool = False) -> tuple[PlaneSpec, ...]:
     """The planes of one half, in the order of ``Buckets``; ``host``: originals of settled tokens lie in pinned host memory."""
     own = Extent.STORE
@@ -73,14 +86,14 @@ def plane_specs(slot: SlotSpec, form: Form, scale_dtype: torch.dtype, host: bool
     return (
         PlaneSpec("codes", torch.uint8, slot.head_dim),
         PlaneSpec("scales", scale_dtype, 1),
-        *((originals.entered_spec(slot),) if form.kept else ()),
+        *((entered_spec(slot),) if form.kept else ()),
         PlaneSpec("first", torch.int64, 1, 1, Extent.BATCH, tally=True, shared=True, first=True),
         PlaneSpec("ends", torch.int32, 2 * len(form.widths), 1, Extent.ROW, tally=True, shared=True),
         PlaneSpec("settled_scales", scale_dtype, 1, 1, own, tally=True, pooled=True),
         PlaneSpec("where", torch.int32, 1, 1, own, tally=True, shared=True, pooled=True),
         PlaneSpec("pool", torch.uint8, ROW, 1, own, tally=True, shared=True, pooled=True),
         *mean,
-        *((originals.originals_spec(slot, host),) if form.kept else ()),
+        *((originals_spec(slot, host),) if form.kept else ()),
     )
 
 

@@ -16,31 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from kvcompile.extensions.smartkv.buckets import Buckets
 from kvcompile.extensions.smartkv.codes import ENTERING
-from kvcompile.types import PAGE, Extent, PlaneSpec, SlotSpec, pages_for
-
-if TYPE_CHECKING:
-    from kvcompile.extensions.smartkv.buckets import Buckets
-
-ENTERED, ORIGINALS = "entered", "originals"
-"""Names of the planes."""
+from kvcompile.types import PAGE, pages_for
 
 AT_ONCE = 4096
 """Tokens of a batch row that are coded at a time; bounds the float32 scratch of ``encode``."""
-
-
-def entered_spec(slot: SlotSpec) -> PlaneSpec:
-    """The plane of the originals of entering tokens."""
-    return PlaneSpec(ENTERED, slot.dtype, slot.head_dim, originals=True)
-
-
-def originals_spec(slot: SlotSpec, host: bool) -> PlaneSpec:
-    """The plane of the originals of settled tokens."""
-    return PlaneSpec(ORIGINALS, slot.dtype, slot.head_dim, PAGE, Extent.STORE, host=host, tally=True, originals=True)
 
 
 @dataclass(frozen=True)

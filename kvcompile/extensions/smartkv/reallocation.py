@@ -19,7 +19,6 @@ import bisect
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,13 +30,10 @@ from kvcompile.extensions.smartkv.hysteresis import Bounds, Decided, decide
 from kvcompile.extensions.smartkv.importance import blended, recent
 from kvcompile.extensions.smartkv.moves import SLACK, Order
 from kvcompile.extensions.smartkv.originals import Again
+from kvcompile.extensions.smartkv.rules import Rules
 from kvcompile.schemes.adaptive import Churn, Look, Reallocated, on_device
 from kvcompile.schemes.base import Planes
 from kvcompile.types import PAGE, SlotSpec, pages_for
-
-if TYPE_CHECKING:
-    from kvcompile.extensions.smartkv.scheme import Smartkv
-
 
 TOGETHER = 1 << 20
 """Tokens, of all rows and layers, whose levels are decided side by side: some 120 bytes of scratch each."""
@@ -64,7 +60,7 @@ def forgotten(plane: torch.Tensor, count: int) -> torch.Tensor:
     return put(plane, by_position(plane, min(count, plane.shape[0] * PAGE)))
 
 
-def drifted(scheme: Smartkv, importance_LBTw: torch.Tensor) -> torch.Tensor:
+def drifted(scheme: Rules, importance_LBTw: torch.Tensor) -> torch.Tensor:
     """Whether any row's importance has drifted since the last allocation, bool [L], from what ``of_layers`` gives."""
     now, _, before = importance_LBTw.flatten(0, 1).unbind(-1)
     common = (now > 0) & (before > 0)
@@ -73,7 +69,7 @@ def drifted(scheme: Smartkv, importance_LBTw: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def interval(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
+def interval(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int) -> int:
     """Steps from an allocation of ``count`` tokens to the next one: the clock's, or fewer where their pages would exceed the budget."""
     steps = clock.interval(layer, count, scheme.interval)
     needed = _needed(scheme, slot, count)
@@ -85,26 +81,26 @@ def interval(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int)
     return (pages[met] if met < len(pages) else 1) * PAGE
 
 
-def can_be_met(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int) -> bool:
+def can_be_met(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int) -> bool:
     """Whether the least widths of ``count`` tokens, and the page that the next ones take, are within the budget."""
     steps = min(PAGE, clock.interval(layer, count, scheme.interval))
     return spendable(scheme, slot, rows, count, layer, steps) >= _needed(scheme, slot, count)
 
 
-def _needed(scheme: Smartkv, slot: SlotSpec, count: int) -> int:
+def _needed(scheme: Rules, slot: SlotSpec, count: int) -> int:
     """The least bytes of a row's settled tokens."""
     cost, halves = scheme.cost(slot), scheme.halves
     widest, least = cost.token(halves.keys[-1], halves.values[-1]), cost.token(halves.keys[0], halves.values[0])
     return count * least + min(count, scheme.protect_first + scheme.protect_last) * (widest - least)
 
 
-def spendable(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
+def spendable(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
     """Bytes that a row's settled tokens may take where their planes have slack too; see ``settled_bytes``."""
     rounding = (buckets.ROW - 1) * 2 * len(scheme.levels) * rows
     return max(0, int((settled_bytes(scheme, slot, rows, count, layer, last) - rounding) / (1 + 1 / SLACK) / rows))
 
 
-def settled_bytes(scheme: Smartkv, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
+def settled_bytes(scheme: Rules, slot: SlotSpec, rows: int, count: int, layer: int, last: int) -> int:
     """Bytes that planes of a layer's settled tokens may take, so that the budget holds at each of ``last`` steps up to the next allocation.
 
     Until then new tokens take whole pages, and everything that is kept by position grows with them.
@@ -193,7 +189,7 @@ class Decision:
     some: tuple[_Some, ...]
 
 
-def decided(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
+def decided(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> Decision:
     """Decide the levels of the tokens of some layers from their importance, float32 [L, B, T, 3]. Waits for nothing."""
     rows, count = importance_LBTw.shape[1:3]
     together = max(1, TOGETHER // (rows * count))
@@ -202,7 +198,7 @@ def decided(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance
     ))
 
 
-def _some(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _Some:
+def _some(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBTw: torch.Tensor) -> _Some:
     """Decide the levels of layers side by side."""
     terms, levels, rows, count = scheme.terms(slot), scheme.levels, *importance_LBTw.shape[1:3]
     plain, weighted, _ = importance_LBTw.flatten(0, 1).unbind(-1)
@@ -251,7 +247,7 @@ def _some(scheme: Smartkv, layers: Sequence[Layer], slot: SlotSpec, importance_L
     )
 
 
-def moved(scheme: Smartkv, layer: Layer, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
+def moved(scheme: Rules, layer: Layer, slot: SlotSpec, decision: Decision, number: int, held: int) -> Reallocated:
     """A layer's planes after its move, ``number`` among the layers of the decision; ``held`` tokens are there by now.
 
     Planes stay where they are as long as they have room and are within the budget. Waits for the decision.

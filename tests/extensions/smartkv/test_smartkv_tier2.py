@@ -42,7 +42,7 @@ def kept(options: str = DRIFT, **given: Any) -> Run:
 
 def beside(run: Run) -> int:
     """Bytes of originals, as their memory says."""
-    names = {originals.ENTERED, originals.ORIGINALS}
+    names = {buckets.ENTERED, buckets.ORIGINALS}
     return sum(plane.untyped_storage().nbytes() for store in run.stores for plane, spec in store.described() if spec.name in names)
 
 
@@ -321,7 +321,7 @@ def test_rows_are_taken_with_their_originals() -> None:
     tokens = [x.index_select(0, rows) for x in made(run)]
     assert_codes_are_those_of_originals(stores, tokens)  # type: ignore[arg-type]
     for store, x in zip(stores, tokens, strict=True):
-        plane = store.plane(originals.ORIGINALS)
+        plane = store.plane(buckets.ORIGINALS)
         assert plane is not None
         assert torch.equal(plane.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : store.first], x[:, :, : store.first])
 

@@ -1,0 +1,105 @@
+"""The rules of reallocation: what it asks of the scheme smartkv, whose module stands above it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvcompile.extensions.smartkv.allocation import Terms
+from kvcompile.extensions.smartkv.budget import Cost, Halves
+from kvcompile.extensions.smartkv.hysteresis import Sticking
+from kvcompile.extensions.smartkv.ladder import Ladder, Taste
+from kvcompile.types import SlotSpec
+
+
+class Rules(Protocol):
+    """Options of the scheme, by their names, and what follows from them."""
+
+    @property
+    def tau(self) -> float:
+        """As the scheme's option."""
+        ...
+
+    @property
+    def moved(self) -> float:
+        """As the scheme's option."""
+        ...
+
+    @property
+    def drift(self) -> float:
+        """As the scheme's option."""
+        ...
+
+    @property
+    def interval(self) -> int:
+        """As the scheme's option."""
+        ...
+
+    @property
+    def protect_first(self) -> int:
+        """As the scheme's option."""
+        ...
+
+    @property
+    def protect_last(self) -> int:
+        """As the scheme's option."""
+        ...
+
+    @property
+    def head_share(self) -> float:
+        """As the scheme's option."""
+        ...
+
+    @property
+    def recency(self) -> float:
+        """As the scheme's option."""
+        ...
+
+    @property
+    def levels(self) -> Ladder:
+        """The levels of a token."""
+        ...
+
+    @property
+    def halves(self) -> Halves:
+        """The widths of keys and of values."""
+        ...
+
+    @property
+    def taste(self) -> Taste:
+        """The weights of a step's worth."""
+        ...
+
+    @property
+    def sticking(self) -> Sticking:
+        """How a width holds."""
+        ...
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether tokens may become wider."""
+        ...
+
+    @property
+    def for_good(self) -> int:
+        """Bytes that attention and the allocator keep of each token."""
+        ...
+
+    def __hash__(self) -> int:
+        """Decisions are kept by it."""
+        ...
+
+    def terms(self, slot: SlotSpec) -> Terms:
+        """The terms of a decision."""
+        ...
+
+    def cost(self, slot: SlotSpec) -> Cost:
+        """Bytes of a token that is settled."""
+        ...
+
+    def mean_bytes(self, slot: SlotSpec) -> int:
+        """Bytes of what is added to a head's narrow keys."""
+        ...
+
+    def layer_share(self, tokens: int, slot: SlotSpec, layer: int) -> float:
+        """The budget of one layer at a number of tokens."""
+        ...
