@@ -39,7 +39,8 @@ from kvcompile.runtime.call.dense_calls import DenseCalls, written_handles
 from kvcompile.runtime.call.returned import is_returned, noting
 from kvcompile.runtime.handle import tensor as handles
 from kvcompile.runtime.handle.guards import accept_handles
-from kvcompile.runtime.handle.views import DecodedView, over_tensors
+from kvcompile.runtime.handle.tensor import over_tensors
+from kvcompile.runtime.handle.views import DecodedView
 from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import Ledger
 from kvcompile.settings import Settings, Validate

@@ -19,8 +19,8 @@ from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, TracingC
 from kvcompile.runtime.handle import gate
 from kvcompile.runtime.handle.callers import user_line
 from kvcompile.runtime.handle.operations import HANDLERS, concatenated
-from kvcompile.runtime.handle.tensor import decoded, home, is_handle, thaw
-from kvcompile.runtime.handle.views import Place, is_setter, is_view, refresh, view_of, written
+from kvcompile.runtime.handle.tensor import decoded, home, is_handle, refresh, thaw
+from kvcompile.runtime.handle.views import Place, is_setter, is_view, view_of, written
 
 log = logging.getLogger(__name__)
 

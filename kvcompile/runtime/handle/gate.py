@@ -6,7 +6,7 @@ What it is told is the tensor that is written to (the cache itself, a part of it
 * the codes: an operation that overwrites what it writes to is encoded (``writes``), through the place that the target has in the cache
 * the dense tensor: the cache becomes it, its parts and views become views of its memory, and the operation runs on those
 
-Views and parts need not be told: each remembers what it saw of its cache, and looks again when that has changed (``views.refresh``).
+Views and parts need not be told: each remembers what it saw of its cache, and looks again when that has changed (``tensor.refresh``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, tree_map
 from kvcompile.runtime.handle.callers import user_line
-from kvcompile.runtime.handle.tensor import CompressedCache, decoded, home, put, rebind, same_codes, thaw
-from kvcompile.runtime.handle.views import refresh
+from kvcompile.runtime.handle.tensor import CompressedCache, decoded, home, put, rebind, refresh, same_codes, thaw
 from kvcompile.runtime.handle.writes import overwrites
 
 

@@ -27,13 +27,13 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, no_dynamo, storage_uses
 from kvcompile.runtime.handle.callers import user_line
-from kvcompile.runtime.handle.views import REAL, Origin, Place, is_view, name_of, refresh, show
+from kvcompile.runtime.handle.views import ABOVE, REAL, DecodedView, Origin, Place, is_view, name_of, show
 from kvcompile.runtime.handle.writes import Rejected, encode
 from kvcompile.runtime.store.parked_rows import in_one
 from kvcompile.runtime.store.state import CacheState
@@ -83,9 +83,7 @@ class CompressedCache(torch.Tensor):
         if name in METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        from kvcompile.runtime.handle.dispatch import answer
-
-        return answer(func, name, args, dict(kwargs))
+        return ABOVE.answer(func, name, args, dict(kwargs))
 
     def remember(self, view: torch.Tensor) -> None:
         """Note a part or a view of it, to be turned into a view of the dense tensor with it."""
@@ -248,12 +246,37 @@ def become(value: torch.Tensor, dense: torch.Tensor) -> None:
     show(value, dense)
 
 
+def refresh(value: Any) -> None:
+    """Let a view or a part of a cache show what the cache holds now."""
+    origin: Origin | None = value._origin if is_view(value) or is_handle(value) else None
+    if origin is None or value._seen == origin.seen:
+        return
+    if is_handle(value):
+        if origin.index is not None and retake(value, origin.root[origin.index]):
+            value._seen = origin.seen
+            return
+        del value._kv
+        value.__class__ = DecodedView  # type: ignore[assignment]
+    show(value, origin.place.within(decoded(cast(torch.Tensor, origin.root))))
+    value._seen = origin.seen
+
+
 def settle(value: Any) -> None:
     """Have a compiled graph's argument show what the cache that it is a part of holds now; a view of memory where that is not in codes."""
     if is_handle(value) and value._origin is not None:
         refresh(value)
     if is_view(value):
         thaw(value, "a view of it is an argument of a compiled graph")
+
+
+def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a compiled graph that may write to decoded views among its arguments: they become views of dense caches first."""
+    def run(*args: Any) -> Any:
+        for arg in args:
+            settle(arg)
+        return compiled(*args)
+
+    return run
 
 
 def same_codes(one: CompressedCache, other: CompressedCache) -> bool:

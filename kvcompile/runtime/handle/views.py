@@ -2,8 +2,8 @@
 
 The dense cache would share memory with its views, so a write into one changes the other. Which results are views is asked of the memory:
 an operation runs on a decoded copy, and what lies in that copy is a view of the cache (``dispatch``). It is made of decoded values, which
-are decoded again when the cache has been written since. A write to a view goes through the gate of its cache (``gate``): into the codes,
-or else the cache becomes dense, and all of its views become views of its memory.
+are decoded again when the cache has been written since (``tensor.refresh``). A write to a view goes through the gate of its cache
+(``gate``): into the codes, or else the cache becomes dense, and all of its views become views of its memory.
 
 Parts of a cache that are handles themselves (rows, a crop) are views too, with codes in place of decoded values.
 """
@@ -12,14 +12,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, OpOverloadPacket
+from kvcompile.runtime.store.state import CacheState
 
-if TYPE_CHECKING:
-    from kvcompile.runtime.handle.tensor import CompressedCache
+
+class Handle(Protocol):
+    """A compressed cache tensor as modules below its class see it."""
+
+    _kv: CacheState
+    _length: int
+    _epoch: int
+    _origin: Origin | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """As of every tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of every tensor."""
+
+    @property
+    def device(self) -> torch.device:
+        """As of every tensor."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Return a part of the cache."""
+
+    def remember(self, view: torch.Tensor) -> None:
+        """Note a part or a view of the cache."""
+
+
+@dataclass
+class Above:
+    """Functions of modules above that the classes of tensors call, which are below them; ``handle/__init__`` hands them in."""
+
+    answer: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]
+    """The result of an operation, by its name, on arguments with a compressed cache or a view of one among them."""
+    thaw: Callable[[torch.Tensor, str], torch.Tensor]
+    """A view as one of dense memory; why."""
+
+
+def _not_yet(*args: Any) -> Any:
+    raise AssertionError("kvcompile.runtime.handle was not imported as a package")
+
+
+ABOVE = Above(_not_yet, _not_yet)
 
 METADATA_OF_VIEWS = {"shape", "dtype", "device", "layout", "ndim", "size", "dim", "numel", "__len__", "__hash__", "__class__", "stride"}
 
@@ -91,7 +133,7 @@ class Origin:
     ``index``: what ``root`` was indexed by, of a part whose codes can be taken. The root is held: its views hold a dense tensor's memory.
     """
 
-    root: CompressedCache
+    root: Handle
     place: Place
     index: Any = None
 
@@ -129,17 +171,13 @@ class DecodedView(torch.Tensor):
         if torch.compiler.is_compiling() or (name in METADATA_OF_VIEWS and not is_setter(func)):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        from kvcompile.runtime.handle.dispatch import answer
-
-        return answer(func, name, args, dict(kwargs))
+        return ABOVE.answer(func, name, args, dict(kwargs))
 
     def as_subclass(self, cls: Any) -> Any:
         """As ``torch.Tensor.as_subclass``, which asks no ``__torch_function__``."""
-        from kvcompile.runtime.handle.tensor import thaw
-
         if cls is torch.Tensor:
             return torch.ops.aten.alias(self)
-        return torch.Tensor.as_subclass(thaw(self, f"{cls} shows its memory"), cls)
+        return torch.Tensor.as_subclass(ABOVE.thaw(self, f"{cls} shows its memory"), cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """As ``torch.Tensor.set_``, which asks no ``__torch_function__``."""
@@ -152,7 +190,7 @@ def is_view(value: object) -> TypeGuard[DecodedView]:
     return type(value) is DecodedView
 
 
-def view_of(root: CompressedCache, result: torch.Tensor) -> DecodedView:
+def view_of(root: Handle, result: torch.Tensor) -> DecodedView:
     """Return a result that lies in a decoded copy of ``root``, or in a view of it, as a view of ``root``."""
     with DisableTorchFunctionSubclass():
         view = result.as_subclass(DecodedView)
@@ -160,7 +198,7 @@ def view_of(root: CompressedCache, result: torch.Tensor) -> DecodedView:
     return view
 
 
-def join(part: CompressedCache, root: CompressedCache, index: Any) -> None:
+def join(part: Handle, root: Handle, index: Any) -> None:
     """Let a handle be the part ``[index]`` of another one, or of what that is a part of."""
     with DisableTorchFunctionSubclass():
         whole = torch.empty(root.shape, dtype=root.dtype, device="meta")
@@ -177,35 +215,6 @@ def join(part: CompressedCache, root: CompressedCache, index: Any) -> None:
 def _join(view: Any, origin: Origin) -> None:
     view._origin, view._seen = origin, origin.seen
     origin.root.remember(view)
-
-
-def refresh(value: Any) -> None:
-    """Let a view or a part of a cache show what the cache holds now."""
-    from kvcompile.runtime.handle.tensor import decoded, is_handle, retake
-
-    origin: Origin | None = value._origin if is_view(value) or is_handle(value) else None
-    if origin is None or value._seen == origin.seen:
-        return
-    if is_handle(value):
-        if origin.index is not None and retake(value, origin.root[origin.index]):
-            value._seen = origin.seen
-            return
-        del value._kv
-        value.__class__ = DecodedView  # type: ignore[assignment]
-    show(value, origin.place.within(decoded(origin.root)))
-    value._seen = origin.seen
-
-
-def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled graph that may write to decoded views among its arguments: they become views of dense caches first."""
-    from kvcompile.runtime.handle.tensor import settle
-
-    def run(*args: Any) -> Any:
-        for arg in args:
-            settle(arg)
-        return compiled(*args)
-
-    return run
 
 
 def show(view: torch.Tensor, real: torch.Tensor) -> None:

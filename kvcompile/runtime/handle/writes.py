@@ -20,18 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass
+from kvcompile.runtime.handle.views import Handle
 from kvcompile.runtime.store.codec import ENCODED_AT_ONCE, decode, unwritable, write_tokens
 from kvcompile.runtime.store.dense_layout import tokens_of
 from kvcompile.runtime.store.state import CacheState, Part
 from kvcompile.runtime.store.store import Store
-
-if TYPE_CHECKING:
-    from kvcompile.runtime.handle.tensor import CompressedCache
 
 OVERWRITES = {"zero_", "index_copy_", "copy_", "__setitem__", "index_put_", "scatter_", "fill_", "index_fill_", "masked_fill_",
               "masked_scatter_"}
@@ -63,7 +61,7 @@ class Rejected(Exception):
     """The reason why a write cannot be encoded; the cache then becomes dense."""
 
 
-def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown: int) -> None:
+def encode(handle: Handle, write: Callable[[torch.Tensor], Any], shown: int) -> None:
     """Encode what ``write(dense)`` writes into the stores of a handle that owns its state; raises Rejected, and nothing has changed."""
     state = handle._kv
     if handle.dtype not in UNTOUCHED:
@@ -92,7 +90,7 @@ def encode(handle: CompressedCache, write: Callable[[torch.Tensor], Any], shown:
         state.overwrite(length if state.windowed else max(int(tokens.at[-1]) + 1 for tokens in found.values()))
 
 
-def _written(state: CacheState, handle: CompressedCache, write: Callable[[torch.Tensor], Any]) -> dict[Part, _Tokens]:
+def _written(state: CacheState, handle: Handle, write: Callable[[torch.Tensor], Any]) -> dict[Part, _Tokens]:
     """Return by part the tokens that ``write`` writes into a dense tensor like the handle; raises Rejected where rows are half written."""
     integers, mark = UNTOUCHED[handle.dtype]
     with torch.inference_mode(False):
