@@ -63,7 +63,8 @@ def room_of(scheme: str) -> Room | None:
 
 def rooms(wanted: Iterable[Scheme] = ()) -> tuple[Room, ...]:
     """The rooms of ``wanted`` schemes and of all that were asked for so far; the call defines the operations of those that are new."""
-    for scheme in (*wanted, *schemes.loaded()):
+    known: list[Scheme | type[Scheme]] = [*wanted, *schemes.loaded()]
+    for scheme in known:
         if scheme.kernels is not None:
             _room_at(scheme.kernels)
     return tuple(_DEFINED.values())
