@@ -1,5 +1,5 @@
 """``python -m kvcompile`` is the command ``kvcompile``."""
 
-from kvcompile.tools.cli import main
+from kvcompile.tools.cli.main import main
 
 raise SystemExit(main())

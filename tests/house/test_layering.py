@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kvcompile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -137,6 +139,16 @@ def test_rooms() -> None:
                 wrong.append(f"{name}:{line} imports {imported}: {room} may import {ROOMS[room]}")
     assert not empty, f"rooms without a module: {empty}"
     assert not wrong, "\n".join(wrong)
+
+
+def test_modules_import_one_another_in_no_circle() -> None:
+    """Nor by an import inside a function, or one for types alone: what is understood together stands together."""
+    graph = nx.DiGraph()
+    for path in MODULES:
+        name = dotted(path)
+        graph.add_edges_from((name, imported) for imported, _ in imports(path) if within(imported, "kvcompile") and imported != name)
+    circles = [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
+    assert graph.number_of_edges() > 1000 and not circles, circles
 
 
 def importers(*allowed: str, of: tuple[str, ...]) -> list[str]:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcompile.schemes.certificate.policy import NAIVE
-from kvcompile.tools.cli import main as kvcompile_main
+from kvcompile.tools.cli.main import main as kvcompile_main
 from kvcompile.tools.evaluation.bench import labels
 from kvcompile.tools.evaluation.measures import Measured, mean
 from kvcompile.tools.evaluation.results import Results

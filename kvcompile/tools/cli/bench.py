@@ -36,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "rest", nargs=argparse.REMAINDER, metavar="...",
         help="--json FILE keeps the figures, --plot FILE draws them (attention), anything else is the benchmark's own",
     )
-    bench.set_defaults(run=run)
+    bench.set_defaults(run="kvcompile.tools.cli.bench:run")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 from rich import box
@@ -11,28 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcompile.extensions.beyond.learning.text import batches, documents, sequences, split
-from kvcompile.extensions.static_scales.measure.calibrate import NAMES, Calibration, calibrate
-from kvcompile.extensions.static_scales.scales import Extent
+from kvcompile.extensions.static_scales.measure.calibrate import Calibration, calibrate
 from kvcompile.extensions.static_scales.storage import save_scales
-from kvcompile.tools.cli.learn import add_text, tokens_of, whole
+from kvcompile.tools.cli.learn import tokens_of
 from kvcompile.tools.cli.targets import Options as TargetOptions
 from kvcompile.tools.cli.targets import resolve
 from kvcompile.types import Role
-
-
-def add(commands: Any) -> None:
-    """Add the command to the parser's."""
-    parser = commands.add_parser("calibrate", help="measure static scales of int8 or fp8 for a model on text")
-    add_text(parser, "where the scales go, a .safetensors", 2048)
-    parser.add_argument("--scheme", choices=NAMES, default="int8", help="the codes (default int8)")
-    extents = [item.value for item in Extent]
-    parser.add_argument("--granularity", choices=extents, default="tensor", help="of a scale: a layer and half, or a kv head of it")
-    parser.add_argument("--percentile", type=float, default=100.0, help="how many of a hundred values a scale covers (default 100)")
-    parser.add_argument("--margin", type=float, default=1.0, help="how many times that magnitude a scale covers (default 1)")
-    parser.add_argument("--sequences", type=whole, default=512, help="at most, of those that the text gives (default 512)")
-    parser.add_argument("--batch", type=whole, default=1, help="sequences at a time (default 1)")
-    parser.add_argument("--validation", type=whole, default=16, help="sequences that are held out, to see what is clipped (default 16)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ from kvcompile.extensions.beyond.storage import FILE as TABLES
 from kvcompile.extensions.beyond.storage import load_tables
 from kvcompile.extensions.static_scales.storage import load_scales
 from kvcompile.schemes import Adaptive
-from kvcompile.tools.cli.plan import console, positive
+from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.subjects import SHIPPED, checkpoint, tinylm
 from kvcompile.tools.evaluation import plots
 from kvcompile.tools.evaluation.bench import DENSE, QUICK, Bench, Effort, labels
@@ -36,46 +36,11 @@ from kvcompile.tools.evaluation.measures import Measured
 from kvcompile.tools.evaluation.results import Results
 from kvcompile.tools.evaluation.subject import Subject
 from kvcompile.tools.evaluation.tables import beside_table, heatmap, layer_table, paired_table, summary_table, telemetry_table
-from kvcompile.tools.evaluation.tasks import TASKS
 from kvcompile.tools.evaluation.width_plots import constant
 
-SCHEMES = "dense,int8,fp8,int4"
 FILE = ".safetensors"
 CHECKPOINT = Effort(lengths=(4096,), tail=64, questions=20, batch=1)
 """Of a checkpoint with a tokenizer, unless told: a large model's prompts go one by one."""
-
-
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Callable[[str], list[str]]) -> None:
-    """Add the command; ``split`` is that of the other commands."""
-    parser = commands.add_parser("eval", help="quality of schemes on tinylm or a checkpoint, decoding through the compiled cache")
-    parser.add_argument("target", nargs="?", metavar="MODEL", help="a local checkpoint folder, or tinylm (the default), or tinylm-16k")
-    parser.add_argument("--schemes", type=split, default=split(SCHEMES), metavar="A,B", help=f"or .safetensors files (default {SCHEMES})")
-    parser.add_argument("--tasks", type=split, metavar="A,B", help=f"among {', '.join(TASKS)} (default: trained ones, else RULER's)")
-    parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help="text for prompts (tinylm: its held-out text)")
-    parser.add_argument("--lengths", "--context", type=split, metavar="N,M", help="of prompts (default 2000; quick 600; checkpoint 4096)")
-    parser.add_argument("--depths", type=split, metavar="A,B", help="shares of text before a statement (default 0,0.25,0.5,0.75,1)")
-    parser.add_argument("--questions", type=positive, help="for each task and length (default 96; quick 16; checkpoint 20)")
-    parser.add_argument("--tail", type=positive, help="tokens decoded behind each text (default 128; quick 32; checkpoint 64)")
-    parser.add_argument("--keys", type=positive, help="lines of multikey and multiquery that share halves of their keys (default 16)")
-    parser.add_argument("--batch", type=positive, help="texts, and questions at a time (default 8; checkpoint 1)")
-    parser.add_argument("--quick", action="store_true", help="small sizes and the ops' eager bodies: about a minute on two cores")
-    parser.add_argument("--attention", action=argparse.BooleanOptionalAction, help="errors of attention by layer (quick: none)")
-    parser.add_argument("--bytes", action="store_true", help="token ids are bytes, as tinylm's: a model without tokenizer files")
-    parser.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles the rewritten graph")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="cpu or cuda (default: cuda if there is one)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: a checkpoint's own; tinylm float32 on a cpu")
-    parser.add_argument("--threads", type=positive, default=1, help="CPU threads (default 1: tinylm is too small for more)")
-    parser.add_argument("--jobs", type=positive, default=1, help="schemes measured side by side, each in a process of its own (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of questions and of bootstrap intervals")
-    parser.add_argument("--beside", metavar="SCHEME", help="also compare the others with this one, on the same questions")
-    parser.add_argument("--read", type=Path, metavar="DIR", help="print the run of an earlier --out in place of measuring")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON, CSV, pictures, settings and machine into a folder")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw what adaptive schemes did with tokens: a file (.png), or a folder")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--heatmaps", action="store_true", help="also print right answers by depth and length, of each task and scheme")
-    parser.add_argument("--telemetry", action="store_true", help="also print what certified attention did, bounds and fallbacks")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -23,45 +23,6 @@ from kvcompile.schemes import parse
 from kvcompile.settings import Inner
 from kvcompile.tools.cli.targets import Options, resolve
 
-DEFAULTS = LearnSettings()
-
-
-def add(commands: Any) -> None:
-    """Add the command to the parser's."""
-    parser = commands.add_parser("learn", help="learn a scheme's levels and thresholds for a model from text")
-    add_text(parser, "where the tables go, a .safetensors", 8192)
-    parser.add_argument("--scheme", default="beyond", help="such as 'beyond(bits=3,group=64)' (default beyond)")
-    parser.add_argument("--steps", type=whole, default=DEFAULTS.steps, help=f"optimizer steps at most (default {DEFAULTS.steps})")
-    parser.add_argument("--batch", type=whole, default=DEFAULTS.batch, help=f"sequences a step (default {DEFAULTS.batch})")
-    parser.add_argument("--micro", type=whole, default=1, help="sequences at a time, whose gradients add up (default 1)")
-    parser.add_argument("--validation", type=whole, default=150, help="sequences that are held out (default 150)")
-    parser.add_argument("--rate", type=float, default=DEFAULTS.rate, help=f"of Adam (default {DEFAULTS.rate:g})")
-    parser.add_argument("--memory-budget", type=float, default=1.0, help="share of activations kept, 0 to 1; others are computed twice")
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="log, checkpoints, pictures")
-    parser.add_argument("--resume", action="store_true", help="go on from its checkpoint")
-    parser.add_argument("--inner", choices=[item.value for item in Inner], default=Inner.INDUCTOR.value, help="what compiles the graph")
-    parser.set_defaults(run=run)
-
-
-def add_text(parser: argparse.ArgumentParser, out: str, length: int) -> None:
-    """Add what every command over a model and text files takes; ``out``: what is said of the file that it writes."""
-    parser.add_argument("target", metavar="MODEL", help="a local checkpoint folder, hf:TYPE, or file.py:factory")
-    parser.add_argument("--data", nargs="+", type=Path, required=True, metavar="FILE", help="text files, or .jsonl with a text a line")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
-    parser.add_argument("--length", type=whole, default=length, help=f"tokens a sequence (default {length})")
-    parser.add_argument("--prefix", choices=("chat", "start", "none"), help="before a sequence (default: chat where there is a template)")
-    parser.add_argument("--bytes", action="store_true", help="token ids are bytes: a model without tokenizer files")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's own")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of sequences")
-
-
-def whole(text: str) -> int:
-    """Read a positive whole number of the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
-    return int(text)
-
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from kvcompile.errors import TargetError
 from kvcompile.passes.plan.policy import Policy, policy_of
 from kvcompile.report import short_scheme
 from kvcompile.schemes import parse, registered, settings
+from kvcompile.tools.cli.arguments import GB, gigabytes
+from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.plan_target import model_of
 from kvcompile.tools.planner.capacity import MOST_TOKENS, Demand
 from kvcompile.tools.planner.figures import figures
@@ -30,52 +32,9 @@ from kvcompile.tools.planner.recommend import Generation, Option, Recommendation
 from kvcompile.tools.planner.stores import Share, page_symbol
 from kvcompile.tools.planner.weights import WeightFormat
 
-GB = 10**9
-LIMIT = 0.01
-TARGET_HELP = "a config.json, a checkpoint folder (its weights are not read), hf:TYPE (a type at its default sizes), or file.py:factory"
 UNCOUNTED = (
     "not counted: the allocator's rounding, workspaces of kernels (split attention's partial sums), CUDA graphs' pools, a compiler's memory"
 )
-
-
-def add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], dtypes: dict[str, torch.dtype], split: Callable[[str], list[str]]
-) -> None:
-    """Add the command; ``dtypes`` and ``split`` are those of the other commands."""
-    parser = commands.add_parser("plan", help="bytes of a model's cache under every scheme, what fits on a GPU, and what to choose")
-    parser.add_argument("target", metavar="CONFIG_OR_MODEL", help=TARGET_HELP)
-    parser.add_argument("--gpu-memory", type=gigabytes, default=80 * GB, metavar="GB", help="of one device, 10^9 bytes (default 80)")
-    parser.add_argument("--context", type=positive, default=4096, help="tokens of a request, prompt and answer (default 4096)")
-    parser.add_argument("--batch", type=positive, default=1, help="requests at once (default 1)")
-    parser.add_argument("--weights", default="native", help="native, fp8, int8, int4 (for linear layers and experts), or a number of GB")
-    parser.add_argument("--overhead", type=gigabytes, default=2 * GB, metavar="GB", help="kept free (default 2, the source's)")
-    parser.add_argument("--prefill", type=positive, metavar="TOKENS", help="of a prompt that one call takes (default: the context)")
-    parser.add_argument("--prefill-rows", type=positive, default=1, help="prompts that one call takes (default 1)")
-    parser.add_argument("--schemes", type=split, default=[], metavar="A,B", help="(default: all, and every setting that was measured)")
-    parser.add_argument("--gpu", choices=[item.value for item in Generation], default=Generation.HOPPER.value, help="(default sm_90)")
-    parser.add_argument("--damage", type=float, default=LIMIT, metavar="NATS", help=f"KL that more requests may cost (default {LIMIT})")
-    parser.add_argument("--dtype", choices=dtypes, help="of the model (default: the configuration's, else bfloat16)")
-    parser.add_argument("--symbolic", action="store_true", help="print the formulas of the bytes")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=run, dtypes=dtypes)
-
-
-def positive(text: str) -> int:
-    """A positive whole number of an argument."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
-    return int(text)
-
-
-def gigabytes(text: str) -> int:
-    """Bytes of an argument in GB of 10^9."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < 1e9:
-        raise argparse.ArgumentTypeError(f"expected gigabytes (10^9 bytes), found {text!r}")
-    return int(found * GB)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = _policies(arguments.schemes)
     prompt = min(arguments.prefill or arguments.context, arguments.context)
     with Console(stderr=True).status("reading the model's graphs"):
-        model = model_of(arguments.target, arguments.context, prompt, arguments.dtypes.get(arguments.dtype))
+        model = model_of(arguments.target, arguments.context, prompt, getattr(torch, arguments.dtype) if arguments.dtype else None)
     demand = Demand(
         arguments.gpu_memory, _weights(arguments.weights, model), arguments.overhead, arguments.batch, arguments.context, model.activations,
         arguments.prefill, arguments.prefill_rows,
@@ -99,13 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.symbolic:
         shown.print(formulas(options))
     return 0
-
-
-def console() -> Console:
-    """The console of all commands: plain and wide where the output is not a terminal."""
-    from kvcompile.tools.cli import _console as shared
-
-    return shared()
 
 
 def _policies(asked: Sequence[str]) -> list[tuple[str, Policy]]:

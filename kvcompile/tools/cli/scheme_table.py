@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import inspect
 
@@ -15,7 +16,15 @@ from rich.text import Text
 from kvcompile.errors import SchemeError
 from kvcompile.report import size_text
 from kvcompile.schemes import Adaptive, Scheme, registered
+from kvcompile.tools.cli.console import console
 from kvcompile.types import Role, SlotSpec, pages_for
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table."""
+    dtype = getattr(torch, arguments.dtype)
+    console().print(scheme_table(arguments.heads, arguments.head_dim, arguments.layers, dtype, arguments.tokens))
+    return 0
 
 
 def scheme_table(heads: int, head_dim: int, layers: int, dtype: torch.dtype, tokens: int) -> RenderableType:

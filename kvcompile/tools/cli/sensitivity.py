@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,13 @@ from rich.text import Text
 from kvcompile.errors import TargetError
 from kvcompile.report import short_scheme
 from kvcompile.schemes import parse
-from kvcompile.tools.cli.plan import console, gigabytes, positive
+from kvcompile.tools.cli.console import console
 from kvcompile.tools.cli.plan_target import ODD
 from kvcompile.tools.cli.subjects import tinylm
 from kvcompile.tools.cli.targets import Options, quiet, resolve, static_cache
 from kvcompile.tools.planner.fitting import Fitted, fitted
 from kvcompile.tools.planner.model import traced
 from kvcompile.tools.planner.sensitivity import Layer, Sensitivity, Trial, layers_of, measured
-
-SCHEMES = "int8,int4,kivi(bits=4),kivi"
 
 
 @dataclass(frozen=True)
@@ -41,24 +38,6 @@ class Subject:
     name: str
     trial: Trial
     layers: tuple[Layer, ...]
-
-
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Callable[[str], list[str]]) -> None:
-    """Add the command; ``split`` is that of the other commands."""
-    parser = commands.add_parser("sensitivity", help="what every layer's keys and values lose to a scheme, and a policy for a budget")
-    parser.add_argument("target", nargs="?", metavar="CHECKPOINT", help="a local folder with weights and a tokenizer (default: tinylm)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text to decode; needed for every target but tinylm")
-    parser.add_argument("--schemes", type=split, default=split(SCHEMES), metavar="A,B", help=f"(default {SCHEMES})")
-    parser.add_argument("--context", type=positive, default=600, help="tokens of a prompt (default 600)")
-    parser.add_argument("--steps", type=positive, default=16, help="tokens decoded behind it (default 16)")
-    parser.add_argument("--rows", type=positive, default=4, help="texts (default 4)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: cuda if there is one)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the damages as JSON, which kvcompile.fit reads")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="use the damages of an earlier run in place of measuring them")
-    parser.add_argument("--memory", type=gigabytes, metavar="GB", help="of all caches: fit a policy to it, and measure that too")
-    parser.add_argument("--fit-context", type=positive, metavar="TOKENS", help="the policy's (default: prompt and decoded tokens)")
-    parser.add_argument("--fit-batch", type=positive, default=1, metavar="ROWS", help="(default 1)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

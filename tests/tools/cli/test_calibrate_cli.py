@@ -9,7 +9,7 @@ import torch
 
 import kvcompile
 from kvcompile.extensions.static_scales.scales import Extent, ModelScales
-from kvcompile.tools.cli import main
+from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.targets import Options, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")

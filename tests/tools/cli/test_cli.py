@@ -13,7 +13,9 @@ import torch
 
 from kvcompile.errors import TargetError
 from kvcompile.schemes import SCHEMES
-from kvcompile.tools.cli import _split, evaluate, main
+from kvcompile.tools.cli import evaluate
+from kvcompile.tools.cli.arguments import split
+from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.targets import Options, resolve
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -196,7 +198,7 @@ def test_sliding_layers_are_kept_beside_full_ones() -> None:
 
 
 def test_split_at_outer_commas() -> None:
-    assert _split("int8, int4(group=16,scale_dtype=float32),") == ["int8", "int4(group=16,scale_dtype=float32)"]
+    assert split("int8, int4(group=16,scale_dtype=float32),") == ["int8", "int4(group=16,scale_dtype=float32)"]
 
 
 @pytest.mark.slow

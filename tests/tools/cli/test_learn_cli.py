@@ -12,7 +12,7 @@ from processes import in_two_processes
 from kvcompile.errors import BadBatch
 from kvcompile.extensions.beyond.learning.text import Tokens, batches, documents, sequences, split
 from kvcompile.extensions.beyond.storage import load_tables
-from kvcompile.tools.cli import main
+from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.targets import Options, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcompile.passes.plan.policy import policy_of
-from kvcompile.tools.cli import main
+from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.plan_target import model_of
 from kvcompile.tools.planner.stores import BATCH, page_symbol
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvcompile import schemes
-from kvcompile.tools.cli import main
 from kvcompile.tools.cli.architectures import WITH_ENCODER, names
 from kvcompile.tools.cli.control import rounded
+from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.shrink import tiny_config
 from kvcompile.tools.cli.survey import Survey, conduct, read_cases, untried
 from kvcompile.tools.cli.survey_table import markdown, summary, tally, verdict

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcompile.schemes import Churn, StoredTokens
-from kvcompile.tools.cli import main
+from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.subjects import tinylm
 from kvcompile.tools.evaluation import adaptation
 from kvcompile.tools.evaluation.adaptation import Adaptation, Watch

@@ -11,7 +11,7 @@ import torch
 
 import kvcompile
 from kvcompile import schemes
-from kvcompile.tools.cli import main
+from kvcompile.tools.cli.main import main
 from kvcompile.tools.cli.subjects import tinylm
 from kvcompile.tools.evaluation.bench import QUICK, Bench
 from kvcompile.tools.evaluation.decoding import forced

@@ -1,0 +1,17 @@
+"""The console of all commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console
+
+PIPED_WIDTH = 120
+
+
+def console() -> Console:
+    """Plain and wide where the output is not a terminal."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return Console()
+    return Console(width=PIPED_WIDTH)

@@ -1,0 +1,85 @@
+"""``kvcompile explain`` and ``kvcompile dump``: a target is run once under a backend, whose report or graphs are printed."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+
+import torch
+from rich.console import Console
+from rich.syntax import Syntax
+
+from kvcompile.backend import Backend, backend
+from kvcompile.errors import KvcompileError, TargetError
+from kvcompile.explain import described, observe
+from kvcompile.passes.plan.policy import policy_of
+from kvcompile.passes.rewrite.rewritten import Variant
+from kvcompile.tools.cli.console import console
+from kvcompile.tools.cli.targets import CacheKind, Options, Target, resolve
+
+log = logging.getLogger(__name__)
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """Print the report of a target."""
+    report = described(_observed(arguments), arguments.tokens)
+    console().print(report)
+    return int(arguments.strict and bool(report.refusals))
+
+
+def dump(arguments: argparse.Namespace) -> int:
+    """Print a graph of a target, or write it to a file."""
+    from kvcompile.tools.cli.dump import LANGUAGES, Dump, Stage
+
+    stage = Stage(arguments.stage)
+    owner = _observed(arguments)
+    text = Dump(owner, arguments.graph, Variant(arguments.variant) if arguments.variant else None).text(stage, arguments.arch)
+    if arguments.output is not None:
+        arguments.output.write_text(text)
+        Console(stderr=True).print(f"{arguments.output}: {stage.value}, {len(text.splitlines()):,} lines", highlight=False)
+    elif sys.stdout.isatty():
+        Console().print(Syntax(text, LANGUAGES.get(stage, "python"), theme="ansi_dark", word_wrap=True))
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+def _policy(arguments: argparse.Namespace) -> object:
+    """Parse an argument into what ``backend(scheme=...)`` takes, before a model is built."""
+    pair: object = arguments.scheme
+    if arguments.key_scheme or arguments.value_scheme:
+        pair = {"k": arguments.key_scheme or arguments.scheme, "v": arguments.value_scheme or arguments.scheme}
+    layers = {glob: None if scheme == "none" else scheme for glob, _, scheme in (item.partition("=") for item in arguments.layer)}
+    return policy_of({"*": pair, **layers} if layers else pair)
+
+
+def _observed(arguments: argparse.Namespace) -> Backend:
+    """The target, run once under a backend that keeps what every stage made."""
+    policy = _policy(arguments)
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    options = Options(CacheKind(arguments.cache), arguments.attention, dtype, arguments.device)
+    target = resolve(arguments.target, options)
+    owner = backend(policy, inner="eager")
+    _run(target, owner)
+    if not owner.graphs:
+        raise TargetError(found=arguments.target, why="calling it compiled no graph: it runs no tensor code that Dynamo can see")
+    return owner
+
+
+def _run(target: Target, owner: Backend) -> None:
+    torch.compiler.reset()
+    try:
+        with warnings.catch_warnings():
+            # Dynamo's advice about the model's code would stand in the middle of the output.
+            warnings.simplefilter("ignore")
+            observe(target.model, target.inputs, owner)
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        if isinstance(inner, KvcompileError):
+            raise inner from error
+        log.debug("the target failed", exc_info=True)
+        message = str(inner).strip().splitlines()
+        why = f"calling it raised {type(inner).__name__}: {message[0] if message else 'no message'}"
+        raise TargetError(found=target.name, why=why) from error
