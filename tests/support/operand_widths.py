@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from typing import Any
+
+import pytest
 
 LANES = 4
 """Threads that share the inner dim of an operand of the tensor cores."""
@@ -26,3 +30,20 @@ def too_wide(ttgir: str) -> list[str]:
         if int(product["inner"]) < LANES * max(widths):
             found.append(product.group())
     return found
+
+
+def hold_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every compilation of a Triton kernel fail that has such a product; without Triton there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    import triton
+
+    compiled = triton.compile
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        made = compiled(*args, **kwargs)
+        wide = too_wide(made.asm.get("ttgir", ""))
+        assert not wide, wide[0]
+        return made
+
+    monkeypatch.setattr(triton, "compile", held)
