@@ -59,6 +59,13 @@ def within(name: str, *roots: str) -> bool:
     return any(name == root or name.startswith(root + ".") for root in roots)
 
 
+CODES = ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes")
+KERNELS_OF = ("kvcompile.lowering.ops", "kvcompile.lowering.host", "kvcompile.lowering.rooms", "kvcompile.lowering.append")
+TRAINERS = (
+    "kvcompile.files", "kvcompile.settings", "kvcompile.passes", "kvcompile.report", "kvcompile.backend", "kvcompile.extensions.model_runs",
+)
+"""What extensions may import: all of them codes, those with kernels what these stand on, those with trainers what captures a model."""
+
 ALLOWED = {
     "kvcompile.types": (),
     "kvcompile.errors": (),
@@ -71,6 +78,14 @@ ALLOWED = {
         "kvcompile.types", "kvcompile.errors", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.ops", "kvcompile.runtime",
     ),
     "kvcompile.validation": ("kvcompile.types", "kvcompile.errors", "kvcompile.passes", "kvcompile.runtime", "kvcompile.validation"),
+    "kvcompile.extensions.model_runs": (),
+    "kvcompile.extensions.beyond": (*CODES, *KERNELS_OF, *TRAINERS, "kvcompile.extensions.beyond"),
+    "kvcompile.extensions.certified": (
+        *CODES, *KERNELS_OF, "kvcompile.lowering.certificate", "kvcompile.lowering.decode.offline", "kvcompile.extensions.certified",
+    ),
+    "kvcompile.extensions.smartkv": (*CODES, *KERNELS_OF, "kvcompile.lowering.codegen", "kvcompile.extensions.smartkv"),
+    "kvcompile.extensions.squat": (*CODES, "kvcompile.extensions.squat"),
+    "kvcompile.extensions.static_scales": (*CODES, *KERNELS_OF, *TRAINERS, "kvcompile.extensions.static_scales"),
     "kvcompile.tools.planner": (
         "kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.rooms",
         "kvcompile.runtime",
@@ -176,6 +191,27 @@ def test_direction() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+FACE = "kvcompile"
+"""The package's own module, which imports public names where they are and is imported by no layer."""
+
+
+def test_nothing_imports_an_extension_but_tools_and_the_face() -> None:
+    """The registry has their places as text."""
+    found = importers("kvcompile.extensions", "kvcompile.tools", of=("kvcompile.extensions",))
+    assert not [line for line in found if line.split(":")[0] != FACE]
+
+
+def test_nothing_imports_a_tool_but_the_command_and_the_face() -> None:
+    found = importers("kvcompile.tools", "kvcompile.__main__", of=("kvcompile.tools",))
+    assert not [line for line in found if line.split(":")[0] != FACE]
+
+
+def test_every_extension_has_a_row_of_its_own() -> None:
+    folders = {f"kvcompile.extensions.{path.parent.name}" for path in (PACKAGE / "extensions").glob("*/__init__.py")}
+    rows = {layer for layer in ALLOWED if layer.startswith("kvcompile.extensions.")}
+    assert folders and rows == folders | {"kvcompile.extensions.model_runs"}
+
+
 def test_only_lowering_touches_inductor_and_triton() -> None:
     wrong = importers("kvcompile.lowering", "kvcompile.extensions", of=("torch._inductor", "triton"))
     assert not wrong, "only kvcompile.lowering and kernels of extensions may:\n" + "\n".join(wrong)
@@ -220,14 +256,11 @@ def test_no_model_family_is_named_in_the_passes() -> None:
     assert passes and not wrong, "recognisers are about graphs:\n" + "\n".join(wrong)
 
 
-OWN_ROOMS = ("kvcompile.extensions.certified", "kvcompile.extensions.smartkv")
-"""The rooms of schemes, each of which may name its scheme."""
-
 def test_no_scheme_is_named_outside_its_room() -> None:
     layers = ("kvcompile.lowering", "kvcompile.passes", "kvcompile.runtime", "kvcompile.validation")
     found = {
         dotted(path): {name.lower() for name in re.findall(r"(?i)(?<![a-z])(certified|squat|kivi|smartkv)(?![a-z])", path.read_text())}
-        for path in MODULES if within(dotted(path), *layers) and not within(dotted(path), *OWN_ROOMS)
+        for path in MODULES if within(dotted(path), *layers)
     }
     wrong = {module: names for module, names in found.items() if names}
     assert not wrong, f"a scheme brings what others need to know of it (kvcompile/lowering/rooms.py): {wrong}"

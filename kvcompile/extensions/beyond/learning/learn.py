@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
@@ -16,11 +15,12 @@ import torch
 from kvcompile.errors import BadBatch, BadLearnSetting, BadTables
 from kvcompile.extensions.beyond.learning import processes, serving
 from kvcompile.extensions.beyond.learning.display import Display
-from kvcompile.extensions.beyond.learning.loss import Loss, NextToken, moved, parts
+from kvcompile.extensions.beyond.learning.loss import Loss, NextToken, parts
 from kvcompile.extensions.beyond.learning.run_folder import Progress, RunFolder
 from kvcompile.extensions.beyond.learning.settings import LearnSettings
 from kvcompile.extensions.beyond.learning.trainer import Trainer
 from kvcompile.extensions.beyond.scheme import Beyond
+from kvcompile.extensions.model_runs import frozen, moved
 from kvcompile.schemes.model_file import fingerprint
 
 log = logging.getLogger(__name__)
@@ -40,23 +40,6 @@ class Learned:
     stopped: str
     losses: tuple[tuple[int, float], ...]
     validations: tuple[tuple[int, float], ...]
-
-
-@contextlib.contextmanager
-def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Set a model to evaluation with no parameter that learns, and back to what it was."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    modules = [module for module in model.modules() if module.training]
-    model.eval()
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        for module in modules:
-            module.training = True
 
 
 def sequences(batch: Any) -> int:

@@ -65,12 +65,3 @@ def parts(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
         raise BadBatch(expected=f"a loss_mask of {tuple(ids.shape)}", found=getattr(mask, "shape", type(mask).__name__), todo="one a token")
     return ids, mask.to(torch.bool)
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: moved(value, device) for name, value in batch.items()}
-    return batch

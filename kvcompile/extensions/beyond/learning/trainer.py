@@ -14,13 +14,14 @@ import torch
 
 from kvcompile.errors import BadBatch, KvcompileError, NothingToLearn
 from kvcompile.extensions.beyond.learning import processes
-from kvcompile.extensions.beyond.learning.loss import Loss, moved
+from kvcompile.extensions.beyond.learning.loss import Loss
 from kvcompile.extensions.beyond.learning.parameters import Parameters
 from kvcompile.extensions.beyond.learning.projection import ordered
 from kvcompile.extensions.beyond.learning.quantizer import Rule, rectified
 from kvcompile.extensions.beyond.learning.settings import LearnSettings
 from kvcompile.extensions.beyond.learning.training_graph import TrainingBackend
 from kvcompile.extensions.beyond.scheme import Beyond
+from kvcompile.extensions.model_runs import moved
 from kvcompile.passes.graph.dynamo import many_versions
 
 MOST_GRAPHS = 1024

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from kvcompile.errors import BadBatch, BadCalibration, BadScales, KvcompileError, NothingToLearn
-from kvcompile.extensions.beyond.learning.learn import frozen
-from kvcompile.extensions.beyond.learning.loss import moved
+from kvcompile.extensions.model_runs import frozen, moved
 from kvcompile.extensions.static_scales.measure.magnitudes import Clipped, Magnitudes
 from kvcompile.extensions.static_scales.measure.observing_graph import Observed, ObservingBackend
 from kvcompile.extensions.static_scales.scales import Extent, ModelScales, Scales, SiteScales

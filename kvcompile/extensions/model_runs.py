@@ -1,0 +1,35 @@
+"""Runs of a whole model that learn or measure something of it: the model as it is, and batches where it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch on a device."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: moved(value, device) for name, value in batch.items()}
+    return batch
+
+
+@contextlib.contextmanager
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Set a model to evaluation with no parameter that learns, and back to what it was."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    modules = [module for module in model.modules() if module.training]
+    model.eval()
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        for module in modules:
+            module.training = True
