@@ -25,6 +25,7 @@ from kvcompile.passes.capture.nested import inlined
 from kvcompile.passes.capture.retrace import unexposed
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, compile_lock, detect_fake_mode
 from kvcompile.passes.graph.effects import Effects
+from kvcompile.passes.graph.late_guards import Beliefs
 from kvcompile.passes.graph.shapes import same
 from kvcompile.passes.match.match import Matched, match
 from kvcompile.passes.match.sites import Refusal, Stage
@@ -316,9 +317,14 @@ class Compilation:
         return made
 
     def _as_captured(self, captured: Captured) -> Code:
-        """The graph without its rewrite, compiled when a call first needs it."""
+        """The graph without its rewrite, compiled when a call first needs it; run as it is where that fixes a size that nobody guards."""
+        before = Beliefs.of(captured.fake_mode.shape_env)
         with compile_lock:
-            return self.inner(captured.module, captured.fakes, captured.fake_mode, constant=parameters(captured.inputs))
+            code = self.inner(captured.module, captured.fakes, captured.fake_mode, constant=parameters(captured.inputs))
+        if not before.fixed_since(()):
+            return code
+        before.restore()
+        return captured.module.forward  # type: ignore[return-value]
 
 
 REPORT = "please report this model with the output of TORCH_LOGS=+kvcompile"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -80,6 +80,14 @@ class InnerCompiler:
             self.report.compile_seconds += time.perf_counter() - started
 
 
+class Made(NamedTuple):
+    """Code of one variant, what graphs that may share it have in common (None: none may), and its kernels as the report says them."""
+
+    code: Code
+    key: str | None
+    text: str
+
+
 class Variants:
     """The variants of one captured graph: rewritten, verified, compiled.
 
@@ -135,7 +143,7 @@ class Variants:
     def _compile(self, variant: Variant) -> Code:
         before = Beliefs.of(self.captured.fake_mode.shape_env)
         try:
-            return self._code_of(variant, *self._described(variant))
+            made = self._code_of(variant, *self._described(variant))
         finally:
             # Whatever looks at the inputs may guard on them: the checks, a kernel's choice, compiling, also where it fails.
             ours = {symbol for _, symbols in self._inputs.values() for symbol in symbols}
@@ -144,8 +152,13 @@ class Variants:
                 # Code of other variants, and of the graph as it was captured, would be made for these numbers too.
                 before.restore()
                 raise SizesFixed(sizes=", ".join(f"{symbol} = {value}" for symbol, value in fixed.items()), variant=TITLES[variant])
+        if made.key is not None:
+            self.known[made.key] = made.code
+        report = self.inner.report
+        report.variants, report.kernels = (*report.variants, variant.value), (*report.kernels, made.text)
+        return made.code
 
-    def _code_of(self, variant: Variant, fakes: tuple[Any, ...], symbols: dict[Any, str]) -> Code:
+    def _code_of(self, variant: Variant, fakes: tuple[Any, ...], symbols: dict[Any, str]) -> Made:
         """Code of a variant whose inputs are like ``fakes``: that of an equal graph, or compiled now."""
         report, settings, started = self.inner.report, self.inner.settings, time.perf_counter()
         rewritten = self.rewritten(variant)
@@ -164,8 +177,4 @@ class Variants:
             constant = parameters(self.captured.inputs[index] for index in rewritten.kept)
             with compiling():
                 code = self.inner(rewritten.module, fakes, self.captured.fake_mode, key, replayed=replayed, constant=constant)
-            if print_key is not None:
-                self.known[print_key] = code
-        report.variants = (*report.variants, variant.value)
-        report.kernels = (*report.kernels, text)
-        return code
+        return Made(code, print_key, text)

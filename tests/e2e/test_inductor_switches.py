@@ -21,7 +21,7 @@ import kvcompile
 from kvcompile.errors import DamagedCache, NotCompiled, OwnFault
 from kvcompile.lowering.compile import compiling, inline_append
 from kvcompile.lowering.damaged import rebuilding
-from kvcompile.lowering.host.inductor_api import module_key
+from kvcompile.lowering.host.inductor_entry import module_key
 
 Tensor = torch.Tensor
 SLOTS, WIDTH = 24, 32
