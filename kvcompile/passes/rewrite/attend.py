@@ -93,10 +93,20 @@ def _flash(emit: Emitter, item: SitePlan, source: Sources) -> fx.Node:
     attention = item.site.attention
     assert source.fresh is not None
     count = size_along(attention.q, attention.q_roles, "S", attention.folded)
+    fresh, grouped = source.fresh, source.grouped
+    # On a GPU the operator reads the sizes of grouped heads of float32 as numbers (torch 2.11): a graph for every length is none then.
+    if grouped and isinstance(count, torch.SymInt) and source.dtype == torch.float32:
+        fresh, grouped = (_repeated(emit, fresh[0], item.site.groups), _repeated(emit, fresh[1], item.site.groups)), False
     return emit.call(
-        aten.scaled_dot_product_attention.default, source.q, *source.fresh, None, 0.0, not same(count, 1),
-        scale=attention.scale, enable_gqa=source.grouped,
+        aten.scaled_dot_product_attention.default, source.q, *fresh, None, 0.0, not same(count, 1), scale=attention.scale,
+        enable_gqa=grouped,
     )
+
+
+def _repeated(emit: Emitter, x: fx.Node, groups: int) -> fx.Node:
+    """Emit keys or values [B, K, T, D] once for each query head, [B, K * groups, T, D]."""
+    wide = emit.call(aten.expand.default, emit.call(aten.unsqueeze.default, x, 2), [-1, -1, groups, -1, -1])
+    return emit.call(aten.flatten.using_ints, wide, 1, 2)
 
 
 def _is_plain_causal(context: Context, item: SitePlan) -> bool:
