@@ -107,7 +107,7 @@ def _append_certified(
     used, remembered, fits = origin_of(first, kept, given, HAS_ORIGIN)
     start = first - used
     room = pages * PAGE
-    follows = (first == 0) | (start == held)
+    follows = (first == 0) | (first == held + kept)
     ordered = follows & (start < room) & fits
     x = tl.where(ordered, x, float("nan")).to(X.dtype.element_ty)
 
@@ -125,7 +125,7 @@ def _append_certified(
     # Nothing of the window may be overwritten before all of the program has read it.
     tl.debug_barrier()
     tl.store(ring + slot * D + d, x)
-    tl.store(clock, held_behind(start + 1, room, follows, first, first, held, kept))
+    tl.store(clock, held_behind(start + 1, room, follows, fits, first, first, held, kept, given, HAS_ORIGIN))
     tl.store(clock + 1, remembered)
 
     blocks: tl.constexpr = PAGE // TOKENS

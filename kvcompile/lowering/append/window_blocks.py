@@ -80,7 +80,7 @@ def _append_blocks(
     held = tl.load(CLOCK + (b * HEADS + h) * 2)
     start = first - used
     room = pages * PAGE
-    ordered = ((first == 0) | (start == held)) & fits
+    ordered = ((first == 0) | (first == held + kept)) & fits
     i, d = tl.arange(0, ROWS), tl.arange(0, D)
     ring = RING + (b * HEADS + h) * (W * D)
     recent = RECENT + (b * HEADS + h) * ((W + count) * D)
@@ -178,21 +178,22 @@ def _roll(
     h = (program % HEADS).to(tl.int64)
     first = tl.load(POS + b * pos_b)
     kept = tl.load(CLOCK + (b * HEADS + h) * 2 + 1)
-    used, remembered, _ = origin_of(first, kept, tl.load(ORIGIN + b) if HAS_ORIGIN else kept, HAS_ORIGIN)
+    given = tl.load(ORIGIN + b) if HAS_ORIGIN else kept
+    used, remembered, fits = origin_of(first, kept, given, HAS_ORIGIN)
     end = first - used + count
     j, d = (program // HEADS) * COPY + tl.arange(0, COPY), tl.arange(0, D)
     row = b * HEADS + h
     newest = tl.load(RECENT + row * ((W + count) * D) + (count + j)[:, None] * D + d[None, :])
     tl.store(RING + row * (W * D) + ((end + j) & (W - 1))[:, None] * D + d[None, :], newest)
     if program < HEADS:
-        # The origin that the others read is the one that stands there, or at position 0 does not come from there.
+        # The others may read the origin before or after, which gives the same one in force: see ``begins``.
         held = tl.load(CLOCK + row * 2)
-        follows = (first == 0) | (first - used == held)
+        follows = (first == 0) | (first == held + kept)
         at = first * 0
         if follows:
             at = _first_apart(POS + b * pos_b, first, count, pos_s)
         found = tl.load(POS + b * pos_b + at * pos_s)
-        tl.store(CLOCK + row * 2, held_behind(end, pages * PAGE, follows, first + at, found, held, kept))
+        tl.store(CLOCK + row * 2, held_behind(end, pages * PAGE, follows, fits, first + at, found, held, kept, given, HAS_ORIGIN))
         tl.store(CLOCK + row * 2 + 1, remembered)
 
 

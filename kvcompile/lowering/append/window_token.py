@@ -36,6 +36,7 @@ NORMED = tl.constexpr(-1)
 BROKEN = tl.constexpr(append_window.BROKEN)
 LEAST = tl.constexpr(LEAST_HELD)
 MOST_PLACE = tl.constexpr(append_window.MOST_PLACE)
+SHOWN = tl.constexpr(append_window.SHOWN)
 
 
 @triton.jit
@@ -93,34 +94,38 @@ def normed(content, stored: tl.constexpr, ULP: tl.constexpr, TINY: tl.constexpr)
 
 @triton.jit
 def origin_of(first, kept, given, HAS_ORIGIN: tl.constexpr):
-    """A row's origin in force, what its clock will say of it, and whether the row's mask agrees.
+    """A row's origin in force, what its clock will say of it, and whether the row's mask agrees; ``ops.append_window.begins``.
 
     Of loaded numbers: torch takes whatever a call is given for written, where what it returns becomes part of an address.
     """
     if HAS_ORIGIN:
-        used = tl.where(first == 0, given, kept)
+        used = tl.where((first == 0) | ((kept >= first) & (given >= first)), given, kept)
         fits = given >= used
         remembered = used
     else:
         used = kept * 0
-        fits = kept == 0
+        fits = (first == 0) | (kept == 0)
         remembered = tl.where(first == 0, 0, kept)
     return used, remembered, fits
 
 
 @triton.jit
-def held_behind(end, room, follows, expected, found, held, kept):
+def held_behind(end, room, follows, fits, expected, found, held, kept, given, HAS_ORIGIN: tl.constexpr):
     """A row's number of tokens behind a call that ends at ``end``, which says where the row is broken; ``ops.append_window``.
 
     ``follows``: the first token is where the row goes on; then the first that is not in order was ``expected`` and ``found`` there, two
-    equal places where none is. All are int64 numbers that were loaded or computed.
+    equal places where none is. ``fits``: its mask, which shows positions from ``given`` on, shows none before its origin. All are int64
+    numbers that were loaded or computed.
     """
+    unfit = follows & (fits == 0)
     whole = expected == found
     wanted = tl.where(follows, tl.where(whole, room, expected), held + kept)
-    found = tl.where(follows & whole, room, found)
+    wanted = tl.where(unfit, kept, wanted)
+    found = tl.where(unfit, given if HAS_ORIGIN else kept * 0, tl.where(follows & whole, room, found))
     lost = BROKEN + (tl.minimum(tl.maximum(wanted, 0), MOST_PLACE) << 32) + tl.minimum(tl.maximum(found, -1), MOST_PLACE) + 1
+    lost += tl.where(unfit, SHOWN, 0)
     lost = tl.where((follows == 0) & (held < LEAST), held, lost)
-    return tl.where(follows & whole & (end <= room), end, lost)
+    return tl.where(follows & fits & whole & (end <= room), end, lost)
 
 
 @triton.jit
@@ -180,7 +185,7 @@ def _append_token(
     used, remembered, fits = origin_of(first, kept, given, HAS_ORIGIN)
     start = first - used
     room = pages * PAGE
-    follows = (first == 0) | (start == held)
+    follows = (first == 0) | (first == held + kept)
     ordered = follows & (start < room) & fits
     x = tl.where(ordered, x, float("nan")).to(X.dtype.element_ty)
 
@@ -202,7 +207,7 @@ def _append_token(
     # Nothing of the window may be overwritten before all of the program has read it.
     tl.debug_barrier()
     tl.store(ring + slot * D + d, x)
-    tl.store(clock, held_behind(start + 1, room, follows, first, first, held, kept))
+    tl.store(clock, held_behind(start + 1, room, follows, fits, first, first, held, kept, given, HAS_ORIGIN))
     tl.store(clock + 1, remembered)
 
     # Whoever moves channels does so once a block.
@@ -309,8 +314,10 @@ class Slot(NamedTuple):
     @property
     def used(self) -> torch.Tensor:
         """The origins in force, int64 [1 or B], from what the clock says before the append."""
-        first = self.pos[:, 0]
-        return torch.zeros_like(first) if self.origin is None else torch.where(first == 0, self.origin, self.clock[0, :, 0, 0, 1])
+        first, kept = self.pos[:, 0], self.clock[0, :, 0, 0, 1]
+        if self.origin is None:
+            return torch.zeros_like(first)
+        return torch.where(append_window.begins(first, kept, self.origin), self.origin, kept)
 
     def recent(self) -> torch.Tensor:
         """Room for the newest tokens, [B, K, W + S, D]."""

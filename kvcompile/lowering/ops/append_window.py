@@ -10,17 +10,19 @@ read from the codes; [start - W, start + S) are ``recent``, which is what this o
 
 Left padding: a row's tokens are counted from its ``origin``, the first position that its mask lets anybody see, so
 that blocks of a padded row hold what they would hold without padding, and padding never sets a scale. It is fixed
-by the call that writes position 0.
+by the call that writes position 0, and again by each call that finds nothing but padding in the row: the mask of a prompt's
+first chunk does not say where padding ends that is longer than the chunk.
 
 The clock plane [1, B, 1, 1, 2] holds a row's number of tokens and its origin. Writes must come in order, since a
 window that skipped tokens holds others than attention would look for: tokens that neither follow the last one nor
 start again at 0 are written as NaN; so are new tokens of a row whose mask now shows positions before its origin,
 which were never stored.
 
-A row whose tokens came out of order is *broken*: places that the window does not know of may hold anything else than the
-dense tensor would. From then on its number of tokens is ``broken(expected, found)``, a number so far below 0 that no position
-follows it, until the row begins again at 0. Attention asks ``is_broken`` and gives such a row NaN (``rewrite.order``),
-whatever it sees; the host, which waits for no step, reads the number when it reads the cache (``runtime.exact_window``).
+A row whose tokens came out of order, or whose mask shows what was never stored, is *broken*: places that the window does not know
+of may hold anything else than the dense tensor would. From then on its number of tokens is ``broken(expected, found)``, or
+``unstored(origin, shown)``, a number so far below 0 that no position follows it, until the row begins again at 0. Attention asks
+``is_broken`` and gives such a row NaN (``rewrite.order``), whatever it sees; the host, which waits for no step, reads the number when
+it reads the cache (``runtime.exact_window``).
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ BROKEN = -(1 << 62)
 MOST_PLACE = (1 << 29) - 1
 """The furthest place that a broken row remembers."""
 
+SHOWN = 1 << 30
+"""What tells a row whose mask showed padding that was never stored from one whose tokens came out of order."""
+
 
 def broken(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """Return the number of tokens of a row that is broken where a token was ``expected`` at one place and ``found`` at another, int64.
@@ -48,14 +53,32 @@ def broken(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     return BROKEN + (expected.clamp(0, MOST_PLACE) << 32) + found.clamp(-1, MOST_PLACE) + 1
 
 
+def unstored(origin: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+    """Return the number of tokens of a row that is broken as its mask shows position ``shown``, before its ``origin``, int64."""
+    return broken(origin, shown) + SHOWN
+
+
 def is_broken(held: torch.Tensor) -> torch.Tensor:
     """Whether rows are broken, by their numbers of tokens."""
     return held < LEAST_HELD
 
 
-def said_of(held: int) -> tuple[int, int]:
-    """Return where a broken row's token was expected, and where it was found; -1 stands for every place before 0."""
-    return (held - BROKEN) >> 32, ((held - BROKEN) & 0xFFFFFFFF) - 1
+def said_of(held: int) -> tuple[int, int, bool]:
+    """Return where a broken row's token was expected, and where it was found; -1 stands for every place before 0.
+
+    The last says whether these are its origin, and a position before it that a mask showed.
+    """
+    said = (held - BROKEN) & 0xFFFFFFFF
+    return (held - BROKEN) >> 32, said % SHOWN - 1, said >= SHOWN
+
+
+def begins(first: torch.Tensor, kept: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+    """Whether rows begin where a call's mask says, ``shown``, and not where they did, ``kept``, for a call that begins at ``first``.
+
+    So at position 0, and where all tokens so far are padding, of which the mask shows none. Either origin gives the same answer, since
+    programs of a kernel may read the clock as another writes it.
+    """
+    return (first == 0) | ((kept >= first) & (shown >= first))
 
 
 def one_token(x_BKSD: torch.Tensor) -> bool:
@@ -102,14 +125,16 @@ def append_window_body(
     first = pos[:, :1]
     if origin is None:
         # One position for all rows, as long as the call has one for them.
-        used = torch.zeros_like(first)
+        shown = used = torch.zeros_like(first)
         fits = kept == 0
     else:
-        used = torch.where(first == 0, origin[:, None], kept)
-        fits = origin[:, None] >= used
+        shown = origin[:, None]
+        used = torch.where(begins(first, kept, shown), shown, kept)
+        fits = shown >= used
+    fits = (first == 0) | fits
     start = first - used
     end = start + S
-    follows = (first == 0) | (start == held)
+    follows = (first == 0) | (first == held + kept)
     apart = pos != first + torch.arange(S, device=x.device)
     inside = follows & ~apart & (pos - used < room)
     x = torch.where((inside & fits)[:, None, :, None], x, float("nan"))
@@ -135,8 +160,9 @@ def append_window_body(
     at = apart.to(torch.int64).argmax(-1, keepdim=True) if not one_token(x) else torch.zeros_like(first)
     found, whole = pos.gather(1, at), ~apart.any(-1, keepdim=True)
     late = broken(torch.where(whole, room, first + at), torch.where(whole, room, found))
-    lost = torch.where(is_broken(held), held, broken(held + kept, first.expand_as(held)))
-    now = torch.where(follows, torch.where(whole & (end <= room), end, late), lost)
+    lost = torch.where(follows, unstored(kept, shown), broken(held + kept, first.expand_as(held)))
+    lost = torch.where(is_broken(held), held, lost)
+    now = torch.where(follows & fits, torch.where(whole & (end <= room), end, late), lost)
     clock.copy_(torch.stack([now, remembered.expand_as(now)], dim=-1)[None, :, :, None].expand_as(clock))
     return recent, used[:, 0]
 

@@ -67,7 +67,10 @@ class RopeTables:
                 clock = self.planes.named(slot)["clock"]
                 for dim, at in ((0, 0), (1, 0), (1, 0), (1, 1)):
                     clock = emit.call(aten.select.int, clock, dim, at)
-                begins = emit.call(aten.eq.Scalar, emit.call(aten.select.int, position, 1, 0), 0)
+                # As ``append_window.begins`` has it.
+                first = emit.call(aten.select.int, position, 1, 0)
+                padded = emit.call(aten.ge.Tensor, emit.call(aten.minimum.default, clock, origin), first)
+                begins = emit.call(aten.logical_or.default, emit.call(aten.eq.Scalar, first, 0), padded)
                 origin = emit.call(aten.where.self, begins, origin, clock)
             self.places[key] = emit.call(aten.sub.Tensor, position, emit.call(aten.unsqueeze.default, origin, 1))
         return self.places[key]

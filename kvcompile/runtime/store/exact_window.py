@@ -31,9 +31,11 @@ def disorder(store: Store, where: str, row: int = 0) -> Iterator[TokensOutOfOrde
     for index, count in enumerate(held.tolist()):
         if count >= LEAST_HELD:
             continue
-        expected, found = said_of(count)
+        expected, found, shown = said_of(count)
         facts = {"expected": f"a token at position {expected}", "found": f"one at position {found}"}
-        if found < 0:
+        if shown:
+            facts = {"expected": f"a mask that hides the padding before position {expected}", "found": f"one that shows {found}"}
+        elif found < 0:
             facts["found"] = "one before position 0"
         elif expected == found:
             facts = {"expected": f"tokens at positions below {expected}, as far as there is room,", "found": "one behind them"}
