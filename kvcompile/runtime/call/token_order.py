@@ -60,13 +60,15 @@ class TokenOrder:
 
     def _groups(self, form: CacheForm, state: CacheState, rows: int, call: Call) -> list[Counts] | Broken:
         """Return what is counted of the groups of rows that a call takes, as one where each row was asked for its own place."""
-        if (places := form.places(state, call)) is not None and (broken := self._misplaced(form, state, places, rows)):
+        if (places := form.places(state, call)) is not None and (broken := self._misplaced(form, state, places, rows, call)):
             return broken
         own, *others = taking_part(state, rows)
         held = [own._replace(length=form.length(state, call)), *others]
         return held if places is None else [in_all(held)]
 
-    def _misplaced(self, form: CacheForm, state: CacheState, places: tuple[torch.Tensor, bool], rows: int) -> Broken | None:
+    def _misplaced(
+        self, form: CacheForm, state: CacheState, places: tuple[torch.Tensor, bool], rows: int, call: Call
+    ) -> Broken | None:
         """Return why a window cannot take the places that a call's tokens have in their rows, None where it can.
 
         Raises TokensOutOfOrder where a row goes on that calls which nobody looked at have broken.
@@ -81,6 +83,8 @@ class TokenOrder:
             row = int(str(error.facts["row"]))
             if row < rows and int(first[min(row, len(first) - 1)]):
                 raise error
+        if why := _shown_again(form, state, first, call):
+            return Broken(group, why, False)
         ends = ends_of(state, rows)
         ahead = first > ends
         if not isinstance(ends, torch.Tensor) or not bool(ahead.any()):
@@ -110,6 +114,24 @@ class TokenOrder:
             group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window "
             + ("has nothing" if following else "forgets what lies") + " behind the tokens that were written last", True,
         )
+
+
+def _shown_again(form: CacheForm, state: CacheState, first: torch.Tensor, call: Call) -> str:
+    """Say which tokens a call's mask shows that an earlier one's made padding, "" for none; only of those that a dense cache would have."""
+    begins = [store.left_padding for store in state.stores.values() if store.padding is not None]
+    if not begins or begins[0] is None:
+        return ""
+    count = min(len(begins[0]), form.rows(call))
+    kept, given = begins[0][:count], call.positions().left_padding(form.group.site)
+    shown = torch.zeros_like(kept) if given is None else given[:count]
+    again = ((first if len(first) == 1 else first[:count]) != 0) & (shown < kept)
+    if not bool(again.any()):
+        return ""
+    row = int(again.nonzero()[0])
+    return (
+        f"row {row} was compressed by a call whose mask hid the tokens before position {int(kept[row])}, and now a mask shows them from "
+        f"position {int(shown[row])} on"
+    )
 
 
 def _forgotten(group: Group, why: str) -> Unsupported:

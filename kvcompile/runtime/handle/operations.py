@@ -134,12 +134,13 @@ def _reduce(handle: CompressedCache, protocol: int) -> Any:
     parts = {part: (store.spec, store.planes) for part, store in handle._kv.stores.items()}
     rest = handle._kv.slots, handle._kv.top, handle._kv.grown
     facts = handle._kv.axes, parts, tuple(handle.shape), handle.dtype, str(handle.device), handle._length
-    return rebuild, (*facts, *rest, FORMAT, handle._kv.held)
+    padding = {part: store.padding.planes for part, store in handle._kv.stores.items() if store.padding is not None}
+    return rebuild, (*facts, *rest, FORMAT, handle._kv.held, *([padding] if padding else []))
 
 
 def rebuild(
     axes: Any, parts: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str, length: int, slots: int | None = None, top: int = 0,
-    grown: bool = False, form: int = 0, held: int = 0,
+    grown: bool = False, form: int = 0, held: int = 0, padding: Any = None,
 ) -> CompressedCache:
     """Make a handle from what pickling kept: planes and layout, codes as they were. Raises OtherFormat."""
     if form != FORMAT:
@@ -147,6 +148,8 @@ def rebuild(
     stores = {}
     for part, (spec, planes) in parts.items():
         stores[part] = store_class(spec).holding(spec, list(planes))
+        if padding and part in padding:
+            stores[part].padding = store_class(spec).holding(spec, list(padding[part]))
     del device
     state = CacheState(axes, stores, length, slots=slots, grown=grown)
     # A cropped tensor of a state that went on: its stores hold more tokens than it shows.

@@ -46,7 +46,7 @@ class AdaptiveStore(Store):
     def holding(spec: StoreSpec, planes: list[torch.Tensor], rope: Rope | None = None) -> AdaptiveStore:
         """Make a store around planes that exist. Waits for the device."""
         store = AdaptiveStore.__new__(AdaptiveStore)
-        store.spec, store.rope, store.churn, store.before = spec, rope, Churn(), None
+        store.spec, store.rope, store.churn, store.before, store.padding = spec, rope, Churn(), None, None
         store.batch = planes[0].shape[1]
         store.device = planes[0].device
         store._take(planes)

@@ -26,6 +26,18 @@ def encode(store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None
         _put(store, store.in_basis(part), left_padding, first + start)
 
 
+def keep_padding(store: Store, x_BKTD: torch.Tensor) -> None:
+    """Keep of dense tokens those before each row's origin, which the window leaves out, beside the store. Waits for the device."""
+    count = 0 if store.left_padding is None else min(int(store.left_padding.max()), x_BKTD.shape[2])
+    if not count or not bool(x_BKTD[:, :, :count].any()):
+        return
+    store.padding = Store(store.spec, store.batch, store.device, pages_for(count), store.rope)
+    for (plane, spec), ours in zip(store.padding.described(), store.planes, strict=True):
+        if spec.name in store.spec.scheme.calibrated:
+            plane.copy_(ours)
+    encode(store.padding, x_BKTD[:, :, :count])
+
+
 def _put(store: Store, x_BKnD: torch.Tensor, left_padding: torch.Tensor | None, first: int) -> None:
     """Write tokens, as the store has them, from token ``first`` on."""
     scheme, planes, pos = store.spec.scheme, store.planes[: store.spec.layout.written], _places(store, x_BKnD, first)
@@ -48,7 +60,15 @@ def _places(store: Store, x_BKnD: torch.Tensor, first: int) -> torch.Tensor:
 def decode(store: Store, tokens: int) -> torch.Tensor:
     """Decode the first ``tokens`` tokens to [B, K, T, D] in the model's dtype; what is behind the newest one of a window is zero."""
     values = store.in_basis(_held(store, tokens), back=True)
-    return _rotated(store, values) if store.spec.scheme.pre_rope else values
+    values = _rotated(store, values) if store.spec.scheme.pre_rope else values
+    if store.padding is None or store.left_padding is None:
+        return values
+    # A store that was loaded learns its angles later.
+    store.padding.rope = store.rope
+    padding = decode(store.padding, tokens)
+    count = padding.shape[2]
+    hidden = (torch.arange(count, device=store.device) < store.left_padding[:, None])[:, None, :, None]
+    return torch.cat([torch.where(hidden, padding, values[:, :, :count]), values[:, :, count:]], 2)
 
 
 def _held(store: Store, tokens: int) -> torch.Tensor:
@@ -88,6 +108,8 @@ def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: i
         whole = at.equal(torch.arange(length, length + len(at), device=at.device)) and bool(rows_BKn.all())
         return "" if whole else f"{scheme.name} takes tokens in their order, all heads of all rows, and none in place of another"
     first, last, size = int(at[0]), int(at[-1]), store.window.shape[2]
+    if store.padding is not None and first < int(store.left_padding.max()):  # type: ignore[union-attr]
+        return "it writes over tokens that the call which compressed the cache took for padding"
     if not store.keeps_originals and (length - first > size or bool(lost(store, first).any())):
         return f"it writes over tokens that are only codes by now: {scheme.spell()} keeps {size} of {length} tokens"
     behind = at >= length

@@ -205,6 +205,9 @@ def _joined(stores: Sequence[Store], empty: int, written: Store) -> Store:
             made.before = torch.zeros_like(told.plane)
             tellings = [each for store in stores if (each := store.told) is not None]
             _put_rows(made.before, [torch.zeros_like(each.plane) if each.before is None else each.before for each in tellings])
+    if padding := [store.padding for store in stores if store.padding is not None]:
+        every = [store.padding or Store(store.spec, store.batch, store.device, 0, store.rope) for store in stores]
+        made.padding = _joined(every, empty, padding[0])
     return made
 
 

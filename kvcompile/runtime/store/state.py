@@ -106,6 +106,9 @@ class CacheState:
         if isinstance(ends := self.row_ends(), torch.Tensor):
             self.tops = ends if self.tops is None else torch.maximum(self.tops, ends)
         for store in self.stores.values():
+            if isinstance(wanted, int) and not wanted:
+                # What comes next has nothing in common with it.
+                store.padding = None
             if isinstance(store, AdaptiveStore):
                 store.cut(wanted)
             else:

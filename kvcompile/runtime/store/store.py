@@ -42,14 +42,19 @@ def ordinary() -> Iterator[None]:
 
 
 class Store:
-    """The planes of one slot for one cache."""
+    """The planes of one slot for one cache.
 
-    __slots__ = ("batch", "before", "device", "pages", "planes", "rope", "spec")
+    ``padding``: the tokens before each row's origin, counted from 0, of a store with a window that was made from a dense cache; None where
+    there are none. The mask of one step hides them, which proves no padding: whoever reads the cache finds them. No compiled call does.
+    """
+
+    __slots__ = ("batch", "before", "device", "padding", "pages", "planes", "rope", "spec")
 
     def __init__(self, spec: StoreSpec, batch: int, device: torch.device, pages: int, rope: Rope | None = None) -> None:
         self.spec, self.batch, self.device, self.rope = spec, batch, device, rope
         self.pages = 0
         self.before: torch.Tensor | None = None
+        self.padding: Store | None = None
         self.planes: list[torch.Tensor] = [self._zeros(plane, 0) for plane in spec.layout.planes]
         self.reserve(pages)
 
@@ -57,7 +62,7 @@ class Store:
     def holding(spec: StoreSpec, planes: list[torch.Tensor], rope: Rope | None = None) -> Store:
         """Make a store around planes that exist, [N, B, K, rows, width] each."""
         store = Store.__new__(Store)
-        store.spec, store.planes, store.rope = spec, planes, rope
+        store.spec, store.planes, store.rope, store.padding = spec, planes, rope, None
         store.pages, store.batch = planes[0].shape[:2]
         store.device = planes[0].device
         store._begin()
@@ -85,12 +90,13 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Count the bytes allocated, all planes."""
-        return sum(plane.untyped_storage().nbytes() for plane in self.planes)
+        return sum(plane.untyped_storage().nbytes() for plane in self.planes) + (self.padding.nbytes if self.padding else 0)
 
     @property
     def host_nbytes(self) -> int:
         """Count the bytes in pinned host memory."""
-        return sum(plane.untyped_storage().nbytes() for plane, spec in self.described() if spec.host and self.device.type == "cuda")
+        own = sum(plane.untyped_storage().nbytes() for plane, spec in self.described() if spec.host and self.device.type == "cuda")
+        return own + (self.padding.host_nbytes if self.padding else 0)
 
     @property
     def first(self) -> int:
@@ -132,7 +138,7 @@ class Store:
 
     def clear(self) -> None:
         """Forget everything but telemetry and give the memory back."""
-        self.pages = 0
+        self.pages, self.padding = 0, None
         with ordinary():
             for index, spec in enumerate(self.spec.layout.planes):
                 if spec.name == telemetry.PLANE:
@@ -241,7 +247,9 @@ class Store:
     def clone(self) -> Store:
         """Make a new store with the same content."""
         with ordinary():
-            return Store.holding(self.spec, self._where_they_belong([plane.clone() for plane in self.planes]), self.rope)
+            made = Store.holding(self.spec, self._where_they_belong([plane.clone() for plane in self.planes]), self.rope)
+        made.padding = self.padding.clone() if self.padding else None
+        return made
 
     def select_rows(self, rows: torch.Tensor) -> Store:
         """Make a new store of the given batch rows: codes are copied, never re-encoded."""
@@ -250,7 +258,9 @@ class Store:
                 plane.clone() if spec.extent is Extent.BATCH else plane.index_select(1, rows.to(plane.device))
                 for plane, spec in self.described()
             ]
-            return Store.holding(self.spec, self._where_they_belong(chosen), self.rope)
+            made = Store.holding(self.spec, self._where_they_belong(chosen), self.rope)
+        made.padding = self.padding.select_rows(rows) if self.padding else None
+        return made
 
     def gathered(self, first: int, count: int, slots: int | None) -> Store:
         """Make a new store of the ``count`` tokens from position ``first`` on; here they go around in ``slots`` slots, or in none."""
@@ -270,4 +280,5 @@ class Store:
                     continue
                 write_rows(target, taken(plane, at if slots is None else at % slots), place)
             made._begin()
+        made.padding = self.padding.clone() if self.padding and not first else None
         return made

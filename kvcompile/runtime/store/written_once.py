@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kvcompile.runtime.store.codec import decode, encode
+from kvcompile.runtime.store.codec import decode, encode, keep_padding
 from kvcompile.runtime.store.parked_rows import rows_of
 from kvcompile.runtime.store.store import Store
 from kvcompile.types import PAGE, Extent
@@ -62,7 +62,15 @@ class Earlier:
                 ours.copy_(theirs)
 
     def encode(self, store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None = None, first: int = 0) -> None:
-        """Encode dense tokens from token ``first`` on, with the codes that they had where they are what those stand for."""
+        """Encode dense tokens from token ``first`` on, with the codes that they had where they are what those stand for.
+
+        What ``left_padding`` leaves out of a window is kept beside it.
+        """
+        self._encode(store, x_BKTD, left_padding, first)
+        if left_padding is not None and not first:
+            keep_padding(store, x_BKTD)
+
+    def _encode(self, store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None, first: int) -> None:
         count = min(self.length - first, x_BKTD.shape[2])
         if self.before is None or count <= 0:
             encode(store, x_BKTD, left_padding, first)
