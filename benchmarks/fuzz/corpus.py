@@ -38,6 +38,9 @@ CORPUS: tuple[tuple[int, Choice], ...] = (
     (1, {"cast": "brain", "chunks": "301,1,1,3,1,1", "dtype": "bfloat16", "unwritten": "nines"}),
     # Tokens behind a sliding window's mask, taken for padding when a cache that was written to is encoded again.
     (1, {"scheme": "kivi", "extent": "written", "mask": "tril-window-tail", "given": "float", "event": "tokens-mul"}),
+    # An eager prompt's tokens, taken for padding when the cache is adopted.
+    (1, {"scheme": "kivi", "given": "padding", "prompt": "eager"}),
+    (303368, {"scheme": "normed", "given": "padding", "places": "reversed"}),
     # Errors where stock runs.
     (1, {"layout": "negative"}),
     (1, {"event": "swapped"}),
