@@ -14,7 +14,7 @@ from transformers import StaticCache
 
 import kvcompile
 from kvcompile.errors import TokensOutOfOrder
-from kvcompile.runtime import host_reads
+from kvcompile.runtime.store import host_reads
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_dynamo")
 
