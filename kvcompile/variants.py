@@ -14,6 +14,7 @@ from kvcompile.errors import NotCompiled, SizesFixed
 from kvcompile.lowering.attend_kernels import kernel_lines
 from kvcompile.lowering.compile import compile_graph, compiling, gluon_choice
 from kvcompile.lowering.gluon.choice import Choice, choosing
+from kvcompile.lowering.host.inductor_entry import uncached
 from kvcompile.lowering.reuse import fingerprint
 from kvcompile.passes.capture.capture import Captured, Input
 from kvcompile.passes.capture.floats import settled
@@ -134,13 +135,24 @@ class Variants:
         # A variant may be made in the middle of a call, where Dynamo does not hold its lock; tracing is not thread-safe.
         with compile_lock:
             try:
-                self._compiled[variant] = self.rewritten(variant), self._compile(variant)
+                code = self._compile(variant)
+                self._compiled[variant] = self.rewritten(variant), code
             except NotCompiled as error:
                 self._failed[variant] = error
                 raise
         return self._compiled[variant]
 
     def _compile(self, variant: Variant) -> Code:
+        try:
+            return self._compiled_for_all_sizes(variant)
+        except SizesFixed:
+            # An entry of Inductor's caches may be code of a call that was made for one size, with a guard that held in this one.
+            self.made.pop(variant)
+            self._inputs.pop(variant)
+            with uncached():
+                return self._compiled_for_all_sizes(variant)
+
+    def _compiled_for_all_sizes(self, variant: Variant) -> Code:
         before = Beliefs.of(self.captured.fake_mode.shape_env)
         try:
             made = self._code_of(variant, *self._described(variant))

@@ -12,6 +12,7 @@ Importing this module imports no lowering and no kernel of Inductor's, so that m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 __all__ = [
     "CustomGraphPass", "cache_dir", "compile_by_inductor", "compile_for_training", "config", "exact_division", "forget_module",
-    "list_mode_options", "module_key", "written_modules",
+    "list_mode_options", "module_key", "uncached", "written_modules",
 ]
 
 
@@ -60,6 +61,11 @@ def forget_module(path: Path) -> None:
     from torch._inductor.codecache import PyCodeCache
 
     PyCodeCache.modules_no_attr.pop(str(path), None)
+
+
+def uncached() -> AbstractContextManager[None]:
+    """Let Inductor take no code from its caches, and put none there."""
+    return config.patch({"force_disable_caches": True})  # type: ignore[no-any-return]
 
 
 def exact_division() -> dict[str, Any]:

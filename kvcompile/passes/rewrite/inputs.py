@@ -19,6 +19,8 @@ from kvcompile.types import Extent
 
 log = logging.getLogger(__name__)
 
+NOT_EMPTY = 2
+"""The hint of an int that is 0 in the captured call."""
 PAGES_HINT = 64
 """Pages of a store that the compiler may assume where it must choose."""
 
@@ -69,10 +71,16 @@ def _symint(mode: Any, expr: Any) -> torch.SymInt:
 
 
 def _canonical(mode: Any, value: Any) -> Any:
-    """A symbolic int under the name that the tracer settled on for it, which is the one that code of the graph uses."""
-    if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr or value.node.expr.is_number:
+    """A symbolic int under the name that the tracer settled on for it, which is the one that code of the graph uses.
+
+    What is 0 in the captured call is not where code is made behind Dynamo's guards: asked whether a tensor is empty, such an int would be
+    0 from then on, and nobody would guard that.
+    """
+    if not isinstance(value, torch.SymInt) or value.node.expr.is_number:
         return value
-    return _symint(mode, value.node.expr)
+    if mode.shape_env.frozen and value.node.hint == 0:
+        return mode.shape_env.create_symintnode(value.node.expr, hint=NOT_EMPTY)
+    return value if value.node.expr == value.node._expr else _symint(mode, value.node.expr)
 
 
 def mark_inputs(captured: Captured, rewritten: Rewritten, steady: Collection[int]) -> None:
