@@ -17,7 +17,7 @@ import torch
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import DisableTorchFunction, no_modes
 from kvcompile.passes.graph.effects import Effects
-from kvcompile.passes.match.sites import Site
+from kvcompile.passes.match.sites import LimitKind, Site
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.cut import NotApart, Number, Outline, clusters, cut, fingerprint, outline, same
 from kvcompile.validation.plain import plain, unguarded
@@ -67,12 +67,20 @@ def _verdict(whole: Outline, examples: Sequence[Any]) -> Verdict:
         verdict = _apart(whole, examples)
     except NotApart as reason:
         verdict = Verdict(Outcome.UNKNOWN, str(reason))
+    if once is not None and verdict.outcome is Outcome.EQUAL and (most := _constant_limit(whole)):
+        verdict = Verdict(Outcome.UNKNOWN, f"a limit of {most} tokens was read in it, which smaller sizes do not reach")
     if verdict.outcome is not Outcome.UNKNOWN or (once is None and (once := _first_step(whole, examples)) is None):
         return verdict
     if once.outcome is Outcome.DIFFERENT:
         return once
     said = "its first step is equal" if once.outcome is Outcome.EQUAL else f"nor could its first step be compared: {once.reason}"
     return Verdict(Outcome.UNKNOWN, f"{verdict.reason}; {said}")
+
+
+def _constant_limit(whole: Outline) -> int:
+    """Return the largest number of tokens that a program's attentions see whatever its sizes are; 0 where sizes say how many."""
+    limits = (site.bounds.hi for site in whole.sites)
+    return max((limit.offset for limit in limits if limit.kind is LimitKind.CONST and limit.amount is None), default=0)
 
 
 def _moves(whole: Outline) -> bool:

@@ -43,7 +43,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         return [importlib.metadata.EntryPoint(name, value, group) for name, value in points.items()]
 
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", entry_points)
-    monkeypatch.setattr(BY_NAME, "found", dict(BY_NAME.found))
+    monkeypatch.setattr(BY_NAME, "found", {name: scheme for name, scheme in BY_NAME.found.items() if name in PLACES})
     registry._entry_points.cache_clear()
     yield points
     registry._entry_points.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -208,8 +209,8 @@ def test_a_limit_that_is_a_number_of_one_call_is_no_match(monkeypatch: pytest.Mo
     from kvcompile.passes.graph.shapes import hint
     from kvcompile.passes.match import match as matching
 
-    def read(captured: Captured, effects: object) -> Matched:
-        found = matched(captured, effects)
+    def read(captured: Captured, *known: Any) -> Matched:
+        found = matched(captured, *known)
         sizes = [node.meta["val"] for node in captured.graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], torch.SymInt)]
         return frozen(found, hint(sizes[0])) if sizes else found
 

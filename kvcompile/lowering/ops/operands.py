@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -58,15 +58,17 @@ class AttendOperands(Generic[T]):
 
     def arguments(self) -> tuple[Any, ...]:
         """The operands in the schema's order, without those at the end that have their defaults."""
-        found = [getattr(self, field.name) for field in fields(self)]
-        for field in reversed(fields(self)):
-            if found[-1] is not field.default:
-                break
+        found = [getattr(self, name) for name in NAMES]
+        while len(found) > REQUIRED and found[-1] is DEFAULTS[len(found) - 1 - REQUIRED]:
             found.pop()
         return tuple(found)
 
 
-FIELDS = frozenset(field.name for field in fields(AttendOperands))
+# Dynamo traces ``arguments`` and knows no ``MISSING``.
+NAMES = tuple(field.name for field in fields(AttendOperands))
+DEFAULTS = tuple(field.default for field in fields(AttendOperands) if field.default is not MISSING)
+REQUIRED = len(NAMES) - len(DEFAULTS)
+FIELDS = frozenset(NAMES)
 
 
 def attend_operands(given: Mapping[str, Any]) -> AttendOperands:

@@ -240,7 +240,7 @@ def test_a_plan_counts_originals_apart() -> None:
     spec = SlotSpec(K, D, torch.bfloat16, Role.KEY)
     for where, host in ((Tier2.DEVICE, False), (Tier2.HOST, True)):
         scheme = Smartkv(tier2=where)
-        stored = SimpleNamespace(scheme=scheme, slot=spec, layout=scheme.layout(spec), pooled=False, end=None)
+        stored = SimpleNamespace(scheme=scheme, slot=spec, layout=scheme.layout(spec), pooled=False, end=None, once=None)
         shares = {share: (on_host, count) for share, on_host, count in Planned.shares(stored, 3, 1000)}  # type: ignore[arg-type]
         assert shares[Share.TIER2] == (host, 3 * 1000 * K * D * 2) and shares[Share.CODES] == (False, int(0.4 * 3 * 1000 * K * D * 2))
         assert Planned.bytes_per_token(stored, 1000) == pytest.approx(1.4 * K * D * 2)  # type: ignore[arg-type]
