@@ -170,6 +170,11 @@ def value_in_capture(env: Any, symbol: Any) -> int | None:
     return int(known[symbol]) if symbol in known else None
 
 
+def empty_when_captured(size: torch.SymInt) -> bool:
+    """Whether a symbolic int is 0 in the captured call, which is one of its values and no fact about it."""
+    return bool(size.node.hint == 0)
+
+
 def known_symbols(env: Any) -> tuple[Any, ...]:
     """The symbols of a shape environment that have a value in the capture, whatever became of them since; () without an environment."""
     if env is None:

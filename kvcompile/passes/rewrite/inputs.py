@@ -13,6 +13,7 @@ from kvcompile.passes.capture.attributes import STATIC
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.dynamo import ConstantSource
 from kvcompile.passes.graph.shapes import value_of
+from kvcompile.passes.graph.worlds import empty_when_captured
 from kvcompile.passes.plan.plan import Growing
 from kvcompile.passes.rewrite.rewritten import Rewritten
 from kvcompile.types import Extent
@@ -78,7 +79,7 @@ def _canonical(mode: Any, value: Any) -> Any:
     """
     if not isinstance(value, torch.SymInt) or value.node.expr.is_number:
         return value
-    if mode.shape_env.frozen and value.node.hint == 0:
+    if mode.shape_env.frozen and empty_when_captured(value):
         return mode.shape_env.create_symintnode(value.node.expr, hint=NOT_EMPTY)
     return value if value.node.expr == value.node._expr else _symint(mode, value.node.expr)
 
