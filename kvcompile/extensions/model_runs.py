@@ -10,7 +10,7 @@ import torch
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device."""
+    """Return a batch with its tensors moved to a device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

@@ -48,7 +48,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Whole:
-    """The mark of an annotated dataclass that must be given every field, also one with a default."""
+    """Mark a dataclass in an annotation so that a file must give every field, fields with defaults included."""
 
 
 def as_declared(kind: Any, value: Any, where: str = "the file") -> Any:

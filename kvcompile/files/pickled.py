@@ -49,7 +49,7 @@ class _Resolved(type):
     place: tuple[str, str]
 
     def real(cls) -> Any:
-        """Import what the class stands for, and admit it by itself: what is made of it is asked for its own class."""
+        """Import the real class and add it to torch's safe globals, since ``torch.load`` checks the class of each object that it made."""
         module, name = cls.place
         found = getattr(importlib.import_module(module), name)
         torch.serialization.add_safe_globals([(found, f"{module}.{name} as it is")])
@@ -60,7 +60,7 @@ class _Resolved(type):
 
 
 def _stand_in(module: str, name: str) -> type:
-    """Make a class in whose place an unpickler makes objects of another class, which it imports then."""
+    """Return a class for a pickle's class name: unpickling it imports the real class and makes an object of that."""
 
     def make(cls: Any, *args: Any) -> Any:
         real = cls.real()
@@ -70,7 +70,7 @@ def _stand_in(module: str, name: str) -> type:
 
 
 class _Former(types.ModuleType):
-    """A module that is gone, as ``pickle`` imports it: it has the names of what pickles of earlier versions hold."""
+    """Stand in ``sys.modules`` for a module of an earlier version, so that pickles that name its classes load."""
 
     names: tuple[str, ...]
     place: str
@@ -118,7 +118,7 @@ def classes(root: type) -> list[type]:
 
 
 def _parts(hint: Any) -> Iterator[type]:
-    """Yield every dataclass and enum that a type annotation names."""
+    """Yield each dataclass and enum class inside a type annotation, the arguments of unions and generics included."""
     if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, enum.Enum)):
         yield hint
     for inner in typing.get_args(hint):

@@ -170,7 +170,7 @@ def outline(captured: Captured, effects: Effects, sites: tuple[Site, ...]) -> Ou
 
 
 def _beside(sites: Sequence[Site]) -> list[fx.Node]:
-    """Operands of cached tokens that stand behind learned ones: sites know them, and nothing in their graph reads them."""
+    """Return the slices of keys, values and masks that a site with learned tokens reads, nodes that the user's graph does not use."""
     parted = [site.attention for site in sites if site.attention.memory is not None]
     found = [node for attention in parted for node in (attention.k, attention.v, *(term.node for term in attention.masks))]
     return [*found, *(term.node for attention in parted if attention.memory is not None for term in attention.memory.masks)]

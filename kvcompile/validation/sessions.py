@@ -45,7 +45,7 @@ def countings(part: Cut, arguments: Arguments) -> list[frozenset[Any]]:
 
 @dataclass(frozen=True)
 class Sessions:
-    """The sessions of one program in which ``counters`` among its symbols count tokens."""
+    """Make the calls with which a trial compares a program, given the symbols (``counters``) that count tokens."""
 
     part: Cut
     arguments: Arguments

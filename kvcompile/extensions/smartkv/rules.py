@@ -1,4 +1,4 @@
-"""The rules of reallocation: what it asks of the scheme smartkv, whose module stands above it."""
+"""Rules: the options of ``smartkv`` that reallocation reads, as a protocol, since the scheme's own module imports reallocation."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Rules(Protocol):
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether tokens may become wider."""
+        """Return whether reallocation may give a stored token more bits."""
         ...
 
     @property

@@ -210,7 +210,7 @@ class Smartkv(Adaptive):
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether tokens may become wider."""
+        """Return whether reallocation may give a stored token more bits."""
         return self.tier2 is not Tier2.OFF
 
     def original_bytes(self, slot: SlotSpec) -> int:

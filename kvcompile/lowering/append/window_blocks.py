@@ -160,7 +160,7 @@ def _append_blocks(
 
 @triton.jit
 def _first_apart(positions, first, count, pos_s):
-    """The number of the first of ``count`` tokens whose position does not follow those before it, 0 where all do."""
+    """Return the index of the first of ``count`` tokens whose position is not its predecessor's plus one, 0 where there is none."""
     least = first * 0 + count
     for part in range(0, count, CHECKED):
         s = part + tl.arange(0, CHECKED)

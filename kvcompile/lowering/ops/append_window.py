@@ -36,13 +36,13 @@ from kvcompile import schemes
 from kvcompile.types import LEAST_HELD
 
 BROKEN = -(1 << 62)
-"""What a broken row counts as its tokens, plus what ``broken`` says of the first token that is out of order."""
+"""The token count of a broken row, before ``broken`` adds the expected and the found position to it."""
 
 MOST_PLACE = (1 << 29) - 1
 """The furthest place that a broken row remembers."""
 
 SHOWN = 1 << 30
-"""What tells a row whose mask showed padding that was never stored from one whose tokens came out of order."""
+"""The bit of a broken row's count that is set where a mask showed unstored padding, and clear where tokens came out of order."""
 
 
 def broken(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def unstored(origin: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
 
 
 def is_broken(held: torch.Tensor) -> torch.Tensor:
-    """Whether rows are broken, by their numbers of tokens."""
+    """Return for each token count in a clock plane whether it marks its row as broken."""
     return held < LEAST_HELD
 
 

@@ -1,4 +1,4 @@
-"""Joins of three whose last two are joined elsewhere as well, in the form that recognisers know: one behind the other.
+"""Nested joins: rewrite ``cat(a, b, c)`` as ``cat(a, cat(b, c))`` where the graph has ``cat(b, c)`` too, as the matcher expects.
 
     keys = cat([memory, past, new], 2)              present = cat([past, new], 2)
     present = cat([past, new], 2)             is    keys = cat([memory, present], 2)

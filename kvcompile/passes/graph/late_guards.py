@@ -16,7 +16,7 @@ from kvcompile.passes.graph.worlds import known_symbols
 
 @dataclass(frozen=True)
 class Beliefs:
-    """Which symbols of a shape environment were other sizes or numbers at one moment, and their ranges."""
+    """A copy of the replacements and ranges that a shape environment holds for its symbols."""
 
     env: Any
     replacements: dict[Any, Any]
@@ -28,7 +28,7 @@ class Beliefs:
         return Beliefs(env, {}, {}) if env is None else Beliefs(env, dict(env.replacements), dict(env.var_to_range))
 
     def fixed_since(self, ours: Collection[Any]) -> dict[Any, Any]:
-        """Return what symbols became since and nobody guards: those of ``ours``, and the frame's where its guards are made."""
+        """Return replacements made since, by symbol: those of ``ours``, and of the frame's symbols once the environment is frozen."""
         if self.env is None:
             return {}
         asked = {*ours, *(known_symbols(self.env) if self.env.frozen else ())}
