@@ -16,42 +16,42 @@ class Rules(Protocol):
 
     @property
     def tau(self) -> float:
-        """As the scheme's option."""
+        """The divergence of importance, in nats, above which widths are decided anew."""
         ...
 
     @property
     def moved(self) -> float:
-        """As the scheme's option."""
+        """The share of all ranks by which a token's rank must change to count as moved."""
         ...
 
     @property
     def drift(self) -> float:
-        """As the scheme's option."""
+        """The share of moved tokens above which widths are decided anew."""
         ...
 
     @property
     def interval(self) -> int:
-        """As the scheme's option."""
+        """The least number of decode steps between two decisions."""
         ...
 
     @property
     def protect_first(self) -> int:
-        """As the scheme's option."""
+        """How many tokens at the start of a row keep the largest widths."""
         ...
 
     @property
     def protect_last(self) -> int:
-        """As the scheme's option."""
+        """How many of a row's newest tokens keep the largest widths."""
         ...
 
     @property
     def head_share(self) -> float:
-        """As the scheme's option."""
+        """The share of head-weighted importance in a token's worth, 0 to 1."""
         ...
 
     @property
     def recency(self) -> float:
-        """As the scheme's option."""
+        """How many tokens back the bonus of new tokens reaches; 0 for no bonus."""
         ...
 
     @property

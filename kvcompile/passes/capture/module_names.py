@@ -52,7 +52,7 @@ def _value(root: str, scopes: dict[str, dict[str, Any]]) -> Any:
 
 
 def _below(value: Any, name: str) -> set[str]:
-    """Names of a module and of those in it; of another object, those of the modules that its attributes are. A model has a name itself."""
+    """Return the dotted names of all modules under ``value``: a module itself, or an object that has modules as attributes."""
     if isinstance(value, nn.Module):
         return {_joined(name, inner) for inner, _ in value.named_modules(remove_duplicate=False)}
     return {
