@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from e2e_models import Case, by_position, inputs
+from e2e_models import Case, by_position
 from memory_models import Grown, Static, Tiled
 from torch import nn
+from two_requests import ALLOWED, error
 
 import kvcompile
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
-
-CHUNKS = (36, 1, 1, 4, 1, 1)
-KIVI = "kivi(bits=4,group=16,window=16)"
-ALLOWED = {"dense": 3e-6, "int8": 0.02, KIVI: 0.2}
-
 
 def grown(module: nn.Module, call: Callable[..., Any], chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """forward(x, past), which returns the next past."""
@@ -37,21 +32,6 @@ CASES = (
     Case("grown-capped", lambda **given: Grown(softcap=5.0, **given), grown),
     Case("static", Static, by_position), Case("static-grouped", Static, by_position, sizes={"kv": 2}), Case("tiled", Tiled, by_position),
 )
-
-
-def error(case: Case, backend: Callable[..., Any], dtype: torch.dtype = torch.float32) -> float:
-    """The largest difference over two requests to one compiled module; caches are made empty in between."""
-    module = case.make(dtype)
-    plain, worst = copy.deepcopy(module), 0.0
-    run = torch.compile(module, backend=backend, fullgraph=True)
-    for seed in (1, 2):
-        given = inputs(module, CHUNKS, dtype, seed)
-        with torch.no_grad():
-            expected, found = case.drive(plain, plain, given), case.drive(module, run, given)
-            for cache in (item for item in (*plain.buffers(), *module.buffers()) if item.is_floating_point()):
-                cache.zero_()
-        worst = max(worst, *((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)))
-    return worst
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
