@@ -16,6 +16,7 @@ import kvcompile
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
+
 def two_caches(module: nn.Module, call: Callable[..., Any], chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """forward(x, *caches), which returns them too."""
     results, caches = [], ()

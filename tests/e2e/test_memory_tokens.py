@@ -16,6 +16,7 @@ import kvcompile
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
+
 def grown(module: nn.Module, call: Callable[..., Any], chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """forward(x, past), which returns the next past."""
     results, past = [], None
