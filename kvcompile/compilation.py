@@ -321,10 +321,7 @@ class Compilation:
         before = Beliefs.of(captured.fake_mode.shape_env)
         with compile_lock:
             code = self.inner(captured.module, captured.fakes, captured.fake_mode, constant=parameters(captured.inputs))
-        if not before.fixed_since(()):
-            return code
-        before.restore()
-        return captured.module.forward  # type: ignore[return-value]
+        return captured.module.forward if before.take_back() else code  # type: ignore[return-value]
 
 
 REPORT = "please report this model with the output of TORCH_LOGS=+kvcompile"

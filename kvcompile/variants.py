@@ -160,9 +160,7 @@ class Variants:
             # Whatever looks at the inputs may guard on them: the checks, a kernel's choice, compiling, also where it fails.
             ours = {symbol for _, symbols in self._inputs.values() for symbol in symbols}
             forget_guards(self.captured, ours)
-            if fixed := before.fixed_since(ours):
-                # Code of other variants, and of the graph as it was captured, would be made for these numbers too.
-                before.restore()
+            if fixed := before.take_back(ours):
                 raise SizesFixed(sizes=", ".join(f"{symbol} = {value}" for symbol, value in fixed.items()), variant=TITLES[variant])
         if made.key is not None:
             self.known[made.key] = made.code

@@ -27,16 +27,21 @@ class Beliefs:
         """Note what an environment believes now; None has no symbols."""
         return Beliefs(env, {}, {}) if env is None else Beliefs(env, dict(env.replacements), dict(env.var_to_range))
 
-    def fixed_since(self, ours: Collection[Any]) -> dict[Any, Any]:
-        """Return replacements made since, by symbol: those of ``ours``, and of the frame's symbols once the environment is frozen."""
+    def take_back(self, ours: Collection[Any] = ()) -> dict[Any, Any]:
+        """Return replacements made since, by symbol: those of ``ours``, and of the frame's symbols once the environment is frozen.
+
+        Where there are any the environment is restored, so that no later code is made for these numbers.
+        """
         if self.env is None:
             return {}
         asked = {*ours, *(known_symbols(self.env) if self.env.frozen else ())}
         now = self.env.replacements
-        return {symbol: now[symbol] for symbol in now if symbol in asked and now[symbol] != self.replacements.get(symbol)}
+        fixed = {symbol: now[symbol] for symbol in now if symbol in asked and now[symbol] != self.replacements.get(symbol)}
+        if fixed:
+            self._restore()
+        return fixed
 
-    def restore(self) -> None:
-        """Let the environment believe of its symbols what it did, so that no code is made for what was found since."""
+    def _restore(self) -> None:
         self.env.replacements.clear()
         self.env.replacements.update(self.replacements)
         self.env.var_to_range.update(self.ranges)
