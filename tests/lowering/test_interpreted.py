@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -53,10 +54,28 @@ def test_an_access_outside_of_the_tensors_of_a_launch_is_a_failure() -> None:
             interpreted(copy_rows, *sizes, guarded=True)
 
 
+def multiply(x: int, y: int) -> None:
+    assert x * y == 42 and "TRITON_INTERPRET" not in os.environ
+
+
+def test_another_server_of_the_process_keeps_neither_from_its_own() -> None:
+    """Whichever is started first."""
+    process = multiprocessing.get_context("forkserver").Process(target=multiply, args=(6, 7))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    support.started.cache_clear()
+    interpreted(copy_rows, 20, 20)
+    again = multiprocessing.get_context("forkserver").Process(target=multiply, args=(6, 7))
+    again.start()
+    again.join()
+    assert again.exitcode == 0
+
+
 def test_two_threads_that_start_it_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # Undone in any case.
     monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(support.forkserver, "ensure_running", lambda: time.sleep(0.3))
+    monkeypatch.setattr(support.forkserver.ForkServer, "ensure_running", lambda self: time.sleep(0.3))
     support.started.cache_clear()
     try:
         with ThreadPoolExecutor(2) as pool:

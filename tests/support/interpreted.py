@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
 
@@ -24,8 +25,8 @@ import torch
 STARTING = threading.Lock()
 
 
-def interpreting() -> Any:
-    """What starts processes with the interpreter; what takes seconds to import is imported once for all of them.
+def interpreting() -> forkserver.ForkServer:
+    """The server whose forks have the interpreter; what takes seconds to import is imported once for all of them.
 
     One thread at a time: of two that change the environment together the second puts back what the first had set, and from then on
     this process would define kernels for the interpreter.
@@ -35,14 +36,21 @@ def interpreting() -> Any:
 
 
 @functools.cache
-def started() -> Any:
-    """The context of processes whose server runs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton", "kvcompile"])
+def started() -> forkserver.ForkServer:
+    """A server of its own, which runs: the one of the process may have been started without the interpreter."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["torch", "triton", "kvcompile"])
     paths = os.pathsep.join(filter(None, sys.path))
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=paths):
-        forkserver.ensure_running()
-    return context
+        server.ensure_running()
+    return server
+
+
+def start(process: BaseProcess) -> None:
+    """Start a process as a fork of the server of the interpreter."""
+    server = interpreting()
+    with STARTING, mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        process.start()
 
 
 def patch_language_once_a_launch() -> None:
@@ -196,8 +204,8 @@ def interpreted(function: Callable[..., object], *args: object, guarded: bool = 
     ``guarded``: an access outside of a launch's tensors is a failure.
     """
     found, to = multiprocessing.Pipe(duplex=False)
-    process = interpreting().Process(target=attempt, args=(to, guarded, function, *args), daemon=True)
-    process.start()
+    process = multiprocessing.get_context("forkserver").Process(target=attempt, args=(to, guarded, function, *args), daemon=True)
+    start(process)
     to.close()
     try:
         failure = found.recv()
