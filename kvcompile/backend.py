@@ -13,10 +13,10 @@ from torch import fx
 
 from kvcompile.compilation import Compilation, Memory
 from kvcompile.errors import EntryUnmatched
+from kvcompile.lowering.attention_plugins import rooms
 from kvcompile.lowering.certificate.summary import HeadCertificate, HeadTelemetry, Telemetry, certificates_of, of_heads, ordered
 from kvcompile.lowering.certificate.telemetry import added_up
-from kvcompile.lowering.remembered import Remembered
-from kvcompile.lowering.rooms import rooms
+from kvcompile.lowering.persistent_keys import Remembered
 from kvcompile.passes.capture.module_names import module_names
 from kvcompile.passes.graph.dynamo import TensorifyScalarRestartAnalysis
 from kvcompile.passes.plan.certify import certifying
@@ -28,7 +28,7 @@ from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import Ledger
 from kvcompile.schemes import Certify, StoredTokens
 from kvcompile.settings import Gluon, Inner, Settings, Validate
-from kvcompile.validation.known import Known
+from kvcompile.validation.verdict_cache import Known
 
 log = logging.getLogger(__name__)
 

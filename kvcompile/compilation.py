@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from kvcompile.errors import KvcompileError, NotCompiled, SiteRefused, Unsupported, VerificationFailed
-from kvcompile.lowering.reuse import call_key, identities
+from kvcompile.lowering.graph_cache import call_key, identities
 from kvcompile.passes.capture import floats
 from kvcompile.passes.capture.attributes import lifted
 from kvcompile.passes.capture.capture import Captured, capture

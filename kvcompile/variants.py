@@ -13,9 +13,9 @@ from torch import fx
 from kvcompile.errors import NotCompiled, SizesFixed
 from kvcompile.lowering.attend_kernels import kernel_lines
 from kvcompile.lowering.compile import compile_graph, compiling, gluon_choice
-from kvcompile.lowering.gluon.choice import Choice, choosing
+from kvcompile.lowering.gluon.eligibility import Choice, choosing
+from kvcompile.lowering.graph_cache import fingerprint
 from kvcompile.lowering.host.inductor_entry import uncached
-from kvcompile.lowering.reuse import fingerprint
 from kvcompile.passes.capture.capture import Captured, Input
 from kvcompile.passes.capture.floats import settled
 from kvcompile.passes.graph.dynamo import compile_lock

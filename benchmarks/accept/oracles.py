@@ -21,7 +21,7 @@ import torch
 from benchmarks.accept.axes import Case, Prompt, Trait
 from kvcompile import schemes
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.basis import changed
+from kvcompile.schemes.rotation import changed
 from kvcompile.types import Role, SlotSpec
 
 

@@ -25,7 +25,7 @@ STORED: dict[str, tuple[tuple[str, ...], str | None]] = {
     "kvcompile.types": (("Extent", "Granularity", "Half", "Layout", "PlaneSpec", "Role", "SlotSpec"), None),
     "kvcompile.schemes.asymmetric": (("Axis", "Kivi"), None),
     "kvcompile.schemes.base": (("Scheme",), None),
-    "kvcompile.schemes.basis": (("Rotate",), None),
+    "kvcompile.schemes.rotation": (("Rotate",), "kvcompile.schemes.basis"),
     "kvcompile.schemes.dense": (("Dense",), None),
     "kvcompile.schemes.nf4": (("Nf4",), None),
     "kvcompile.schemes.symmetric": (("Fp8", "Int4", "Int8"), None),

@@ -14,15 +14,15 @@ import torch
 from torch import fx
 
 from kvcompile import schemes
+from kvcompile.lowering.attention_plugins import rooms
 from kvcompile.lowering.certificate.report_op import report_site
-from kvcompile.lowering.gluon.choice import OneToken, one_token
+from kvcompile.lowering.gluon.eligibility import OneToken, one_token
 from kvcompile.lowering.gluon.plan import FEW, NoFragments, key_plan, measured, value_plan
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.prefill.decode_chunk import TOKENS
 from kvcompile.lowering.prefill.table_slot import chunk_slot
 from kvcompile.lowering.prefill.tiles import FEWEST_ROWS
-from kvcompile.lowering.rooms import rooms
 from kvcompile.types import BESIDE, PAGE, QUERY_GROUP, QUERY_ROWS, Role, SlotSpec
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

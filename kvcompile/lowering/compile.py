@@ -26,9 +26,8 @@ from kvcompile.lowering.append import appends
 from kvcompile.lowering.cache_key import CacheKey, sources_hash
 from kvcompile.lowering.certificate import report_op as report_site
 from kvcompile.lowering.damaged import damaged_entry, rebuilding
-from kvcompile.lowering.fold import fold
 from kvcompile.lowering.frozen import Frozen, as_attributes
-from kvcompile.lowering.gluon.choice import Choice, choosing
+from kvcompile.lowering.gluon.eligibility import Choice, choosing
 from kvcompile.lowering.host.inductor_entry import compile_by_inductor, config, exact_division, list_mode_options, written_modules
 from kvcompile.lowering.host.torch_api import (
     BackendCompilerFailed,
@@ -39,6 +38,7 @@ from kvcompile.lowering.host.torch_api import (
     lookup_backend,
     tracing,
 )
+from kvcompile.lowering.layer_regions import fold
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.settings import Inner, Settings
 

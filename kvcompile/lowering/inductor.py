@@ -12,12 +12,12 @@ from typing import Any
 
 from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.attend_kernels import AttendFacts, kernels_for
-from kvcompile.lowering.gluon.choice import one_token
+from kvcompile.lowering.attention_plugins import Room, rooms
+from kvcompile.lowering.gluon.eligibility import one_token
 from kvcompile.lowering.host.buffers import equals, static
 from kvcompile.lowering.host.inductor_api import register_lowering
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.rooms import Room, rooms
 from kvcompile.types import Role, SlotSpec
 
 

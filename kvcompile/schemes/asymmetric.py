@@ -25,10 +25,10 @@ import sympy
 import torch
 
 from kvcompile.schemes.base import AMAX, SPREAD, Planes, Scheme, require, require_divides
-from kvcompile.schemes.basis import Rotate
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import STEP, ZERO
 from kvcompile.schemes.low_bit import LowBit
+from kvcompile.schemes.rotation import Rotate
 from kvcompile.schemes.symmetric import SCALE_DTYPES, SCALE_ULP, TINY, as_stored, rounded_up
 from kvcompile.types import PAGE, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 

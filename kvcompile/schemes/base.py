@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer, HeadDimNotDivisible, LatentNotHeld
-from kvcompile.schemes.basis import Basis
+from kvcompile.schemes.rotation import Basis
 from kvcompile.types import AbsMax, Bins, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec, Static
 
 Planes = tuple[torch.Tensor, ...]
@@ -63,10 +63,10 @@ class Scheme(abc.ABC):
     attention_writes_values: ClassVar[tuple[str, ...]] = ()
     """Names of the planes of values that it writes, which follow those."""
     kernels: ClassVar[str | None] = None
-    """The module that defines this operation and brings its kernels (``lowering.rooms``), where it is not ``attend``."""
+    """The module that defines this operation and brings its kernels (``lowering.attention_plugins``), where it is not ``attend``."""
     append_kernel: ClassVar[str | None] = None
-    """The module whose ``APPEND`` (``lowering.rooms.AppendKernel``) encodes tokens on CUDA by a plane that is constant, where there is one:
-    such as tables of thresholds, or scales. Without it the eager body is compiled."""
+    """The module whose ``APPEND`` (``lowering.attention_plugins.AppendKernel``) encodes tokens on CUDA by a constant plane, such as
+    tables of thresholds, or scales; None where the eager body is compiled."""
     kernel_encoding: ClassVar[bool] = False
     """Whether kernels may encode as ``absmax`` or ``minmax`` says. Said by every class for itself: what a subclass encodes is its own."""
     in_order: ClassVar[bool] = False
@@ -178,7 +178,7 @@ class Scheme(abc.ABC):
         """The rotation of channels that a slot's tokens are stored in; None where they are stored as they are.
 
         ``encode``, ``decode`` and the bounds are in that basis. Whoever hands tokens to a store or reads them changes it, and
-        whoever attends changes its queries and results (``schemes.basis``).
+        whoever attends changes its queries and results (``schemes.rotation``).
         """
         del slot
         return None

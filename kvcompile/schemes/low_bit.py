@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvcompile.schemes.base import QUIET, Scheme, require
-from kvcompile.schemes.basis import ORDERS, Basis, Rotate, order_of
+from kvcompile.schemes.rotation import ORDERS, Basis, Rotate, order_of
 from kvcompile.types import Role, SlotSpec
 
 MOST_SINKS = 1024

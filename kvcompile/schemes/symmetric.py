@@ -20,10 +20,10 @@ import torch
 
 from kvcompile.errors import HeadDimNotDivisible
 from kvcompile.schemes.base import AMAX, Planes, require, require_divides
-from kvcompile.schemes.basis import Rotate
 from kvcompile.schemes.certificate.bounds import STEP
 from kvcompile.schemes.certificate.bounds import TINY as TINIEST
 from kvcompile.schemes.low_bit import LowBit
+from kvcompile.schemes.rotation import Rotate
 from kvcompile.types import AbsMax, Granularity, KernelFormat, Layout, PlaneSpec, SlotSpec
 
 DEFAULT_GROUP, LEAST_GROUP = 32, 8

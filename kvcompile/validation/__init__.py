@@ -19,10 +19,10 @@ from kvcompile.passes.graph.dynamo import DisableTorchFunction, no_modes
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.match.sites import LimitKind, Site
 from kvcompile.validation.coverage import Coverage
-from kvcompile.validation.cut import NotApart, Number, Outline, clusters, cut, fingerprint, outline, same
-from kvcompile.validation.plain import plain, unguarded
+from kvcompile.validation.cpu_program import plain, unguarded
+from kvcompile.validation.equivalence import Outcome, Verdict, first_step, tried
 from kvcompile.validation.sizes import MOST, captured_values, elements, hints, reductions
-from kvcompile.validation.trial import Outcome, Verdict, first_step, tried
+from kvcompile.validation.subgraph import NotApart, Number, Outline, clusters, cut, fingerprint, outline, same
 
 log = logging.getLogger(__name__)
 

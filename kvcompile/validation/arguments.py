@@ -26,9 +26,9 @@ from kvcompile.passes.match.mask.masks import shown_by
 from kvcompile.passes.match.mask.reach import held
 from kvcompile.passes.match.sites import LimitKind, MaskKind, MaskTerm
 from kvcompile.types import NUMBERS
-from kvcompile.validation.cut import Cut, NotApart
 from kvcompile.validation.inverse import solve
 from kvcompile.validation.sizes import Values, hints, past, read
+from kvcompile.validation.subgraph import Cut, NotApart
 
 COMBINATIONS = 400
 """Readings of a program's arguments that are tried."""

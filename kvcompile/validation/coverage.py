@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvcompile.passes.graph.worlds import Values
-from kvcompile.validation.cut import Cut
 from kvcompile.validation.sizes import named, symbols
+from kvcompile.validation.subgraph import Cut
 
 REFUSED = 4
 """Other values of a symbol that the runtime must refuse before it counts as one that has a single value."""

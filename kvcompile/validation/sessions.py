@@ -17,8 +17,8 @@ from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.graph.worlds import Values
 from kvcompile.validation.arguments import Arguments, Moment
 from kvcompile.validation.coverage import Coverage
-from kvcompile.validation.cut import Cut
 from kvcompile.validation.sizes import allowed, hints, loose, others, past, pasts, read
+from kvcompile.validation.subgraph import Cut
 
 MIDDLE = 128
 """Places of a cache from which on calls start in its middle too, where a coarse dtype holds no position exactly."""

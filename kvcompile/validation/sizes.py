@@ -20,7 +20,7 @@ from kvcompile.passes.graph.operators import COPIES
 from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
 from kvcompile.passes.graph.worlds import Values, moved, neighbors, value_in_capture
 from kvcompile.passes.match.sites import Slot
-from kvcompile.validation.cut import Cut, NotApart, Number
+from kvcompile.validation.subgraph import Cut, NotApart, Number
 
 SMALL = 48
 """A size up to this is taken as it was captured."""

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import kvcompile
 from kvcompile import validation
-from kvcompile.lowering.reuse import call_key
+from kvcompile.lowering.graph_cache import call_key
 from kvcompile.passes.graph.shapes import AS_WRITTEN
-from kvcompile.validation.cut import Cut
+from kvcompile.validation.subgraph import Cut
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_refused_for_its_reason_and_right(case: Case) -> None:
 def test_validation_runs_nothing_in_which_others_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that knows the verdict from before would not come, and the others would wait: the cut begins behind such calls."""
     seen: list[str] = []
-    plain = validation.plain
+    plain = validation.cpu_program
 
     def looked_at(part: Cut, *rest: Any) -> Cut:
         seen.extend(str(node.target) for node in part.captured.graph.nodes if AS_WRITTEN in node.meta and node.op != "placeholder")

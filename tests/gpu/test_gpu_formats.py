@@ -12,7 +12,7 @@ from test_triton_attend import Case, early_cases, normed_cases
 
 import kvcompile
 from kvcompile.lowering.ops.operations import change_basis_body, keep_first_body
-from kvcompile.schemes.basis import changed
+from kvcompile.schemes.rotation import changed
 
 transformers = pytest.importorskip("transformers")
 

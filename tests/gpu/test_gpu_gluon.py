@@ -14,7 +14,7 @@ from test_gpu_attend import moved
 from test_triton_attend import Case, check, operands
 
 import kvcompile
-from kvcompile.lowering.gluon.choice import LEAST, MEASURED_ON, available
+from kvcompile.lowering.gluon.eligibility import LEAST, MEASURED_ON, available
 from kvcompile.lowering.gluon.launch import device_of, launches
 from kvcompile.lowering.ops.operands import AttendOperands
 

@@ -60,7 +60,7 @@ def within(name: str, *roots: str) -> bool:
 
 
 CODES = ("kvcompile.types", "kvcompile.errors", "kvcompile.schemes")
-KERNELS_OF = ("kvcompile.lowering.ops", "kvcompile.lowering.host", "kvcompile.lowering.rooms", "kvcompile.lowering.append")
+KERNELS_OF = ("kvcompile.lowering.ops", "kvcompile.lowering.host", "kvcompile.lowering.attention_plugins", "kvcompile.lowering.append")
 TRAINERS = (
     "kvcompile.files", "kvcompile.settings", "kvcompile.passes", "kvcompile.report", "kvcompile.backend", "kvcompile.extensions.model_runs",
 )
@@ -87,9 +87,9 @@ ALLOWED = {
     "kvcompile.extensions.squat": (*CODES, "kvcompile.extensions.squat"),
     "kvcompile.extensions.static_scales": (*CODES, *KERNELS_OF, *TRAINERS, "kvcompile.extensions.static_scales"),
     "kvcompile.tools.planner": (
-        "kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes", "kvcompile.passes", "kvcompile.lowering.rooms",
-        "kvcompile.runtime",
-        "kvcompile.report", "kvcompile.explain", "kvcompile.backend", "kvcompile.tools.planner",
+        "kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes", "kvcompile.passes",
+        "kvcompile.lowering.attention_plugins", "kvcompile.runtime", "kvcompile.report", "kvcompile.explain", "kvcompile.backend",
+        "kvcompile.tools.planner",
     ),
     "kvcompile.tools.evaluation": (
         "kvcompile.types", "kvcompile.errors", "kvcompile.files", "kvcompile.schemes", "kvcompile.settings",
@@ -123,8 +123,8 @@ ROOMS = {
     "kvcompile.lowering.ops": (),
     "kvcompile.lowering.codegen": (),
     "kvcompile.lowering.host": (),
-    "kvcompile.lowering.rooms": ("host",),
-    "kvcompile.lowering.append": ("ops", "host", "rooms"),
+    "kvcompile.lowering.attention_plugins": ("host",),
+    "kvcompile.lowering.append": ("ops", "host", "attention_plugins"),
     "kvcompile.lowering.certificate": ("ops",),
     "kvcompile.lowering.cpu": ("ops", "codegen", "host"),
     "kvcompile.lowering.decode": ("ops", "codegen", "host"),
@@ -139,7 +139,7 @@ def may_import(layer: str, imported: str) -> bool:
     return any(within(imported, root) or root.startswith(imported + ".") for root in ALLOWED[layer])
 
 
-def test_rooms() -> None:
+def test_attention_plugins() -> None:
     wrong, empty = [], set(ROOMS)
     for path in MODULES:
         name = dotted(path)
@@ -263,7 +263,7 @@ def test_no_scheme_is_named_outside_its_room() -> None:
         for path in MODULES if within(dotted(path), *layers)
     }
     wrong = {module: names for module, names in found.items() if names}
-    assert not wrong, f"a scheme brings what others need to know of it (kvcompile/lowering/rooms.py): {wrong}"
+    assert not wrong, f"a scheme brings what others need to know of it (kvcompile/lowering/attention_plugins.py): {wrong}"
     assert found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from kvcompile import schemes
 from kvcompile.extensions.smartkv import codes
-from kvcompile.extensions.smartkv.kernels import fields
+from kvcompile.extensions.smartkv.kernels import bit_fields
 from kvcompile.lowering.codegen.bit_tricks import multiplied, scaled_by
 from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
 from kvcompile.types import Role, SlotSpec
@@ -178,13 +178,13 @@ def test_fields_are_the_codes_of_smartkv(bits: int, values: bool, monkeypatch: p
     def upper_of_second(second: None, upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
         return (lower & 0xFFFF) | (upper & 0xFFFF0000)
 
-    monkeypatch.setattr(fields, "tl", types.SimpleNamespace(load=lambda at, mask: at, where=upper_of_second))
+    monkeypatch.setattr(bit_fields, "tl", types.SimpleNamespace(load=lambda at, mask: at, where=upper_of_second))
     for name in ("_of", "_moved"):
-        monkeypatch.setattr(fields, name, lambda word, text: ran(text, word))
-    monkeypatch.setattr(fields, "_chosen", lambda one, other, text: ran(text, one, other))
-    words = fields.load_words.fn([each.astype(np.uint32).view(Register) for each in loaded], None, None, bits, True)
+        monkeypatch.setattr(bit_fields, name, lambda word, text: ran(text, word))
+    monkeypatch.setattr(bit_fields, "_chosen", lambda one, other, text: ran(text, one, other))
+    words = bit_fields.load_words.fn([each.astype(np.uint32).view(Register) for each in loaded], None, None, bits, True)
     for run in range(8):
-        found = halves(np.asarray(fields.field.fn(words[run], bits, run, values, True, None))).astype(np.float64)
-        power = (getattr(fields, f"POWERS_{bits}").value >> (4 * run) & 15) - 24
+        found = halves(np.asarray(bit_fields.field.fn(words[run], bits, run, values, True, None))).astype(np.float64)
+        power = (getattr(bit_fields, f"POWERS_{bits}").value >> (4 * run) & 15) - 24
         wanted = (raised[:, run] - (1 << (bits - 1)) * values).double() * 2.0**power
         assert np.array_equal(found, wanted.numpy()), run

@@ -25,7 +25,7 @@ from kvcompile.lowering.cache_key import PACKAGE, SALTED, CacheKey, sources_hash
 from kvcompile.lowering.compile import inductor_patches, own_functions
 from kvcompile.lowering.ops import operations
 from kvcompile.lowering.ops.append_window import append_window_body
-from kvcompile.lowering.remembered import SOURCES
+from kvcompile.lowering.persistent_keys import SOURCES
 from kvcompile.schemes import Int4
 from kvcompile.settings import Settings
 

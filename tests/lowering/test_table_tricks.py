@@ -11,7 +11,7 @@ import torch
 from inline_assembly import LANES, Warp
 
 from kvcompile import schemes
-from kvcompile.lowering.codegen import paired_values, picked_keys, scale_words, shared_tables
+from kvcompile.lowering.codegen import prmt_key_lookup, shared_tables, smem_value_lookup, vector_scales
 from kvcompile.lowering.decode.slot_plan import INDEX_BITS as BITS
 from kvcompile.lowering.decode.slot_plan import SlotPlan, slot_plan
 from kvcompile.schemes.asymmetric import pack
@@ -67,7 +67,7 @@ def test_keys_are_picked_in_the_order_of_the_tensor_cores(bits: int, dim: int) -
     """The blocks of each plane of a piece add up to the level of the channel that the piece says of each column."""
     warp, plan = Warp(), plan_of(bits, Role.KEY, dim)
     generator = np.random.default_rng(1)
-    levels = generator.integers(0, picked_keys.LARGEST + 1, 1 << bits).astype(np.uint64)
+    levels = generator.integers(0, prmt_key_lookup.LARGEST + 1, 1 << bits).astype(np.uint64)
     at = shared_tables.plane_bytes(bits)
     run(warp, shared_tables.declared("planes", 2 * at))
     index = np.arange(1 << bits, dtype=np.uint64)
@@ -77,14 +77,14 @@ def test_keys_are_picked_in_the_order_of_the_tensor_cores(bits: int, dim: int) -
     rows = pack(torch.from_numpy(codes), bits).numpy()
     runs = {}
     for byte_run in plan.byte_runs:
-        part = np.zeros((2, LANES, picked_keys.RUN), np.uint64)
+        part = np.zeros((2, LANES, prmt_key_lookup.RUN), np.uint64)
         part[..., : byte_run.count] = rows[..., byte_run.first : byte_run.first + byte_run.count]
         four = [sum(part[row, :, 16 * half + byte] << np.uint64(8 * byte) for byte in range(4)) for half in range(2) for row in range(2)]
         runs[byte_run.name] = four
-    blocks, seen = picked_keys.picked_blocks(bits), set()
-    assert len(picked_keys.picked_names(bits).split(",")) == 2 * blocks
+    blocks, seen = prmt_key_lookup.picked_blocks(bits), set()
+    assert len(prmt_key_lookup.picked_names(bits).split(",")) == 2 * blocks
     for piece in plan.pieces:
-        found = run(warp, picked_keys.picked(bits, piece.sides, list(runs), "planes", at), **runs)
+        found = run(warp, prmt_key_lookup.picked(bits, piece.sides, list(runs), "planes", at), **runs)
         for column, register in columns_of_thread():
             if eval(piece.word(str(column))) >= piece.chunk.count:
                 continue
@@ -98,14 +98,14 @@ def test_keys_are_picked_in_the_order_of_the_tensor_cores(bits: int, dim: int) -
                 )
                 assert np.array_equal(high * 128 + low, levels[codes[row, :, channel]]), (piece, column, row)
             where, word = (eval(text) for text in plan.place(str(channel)))
-            assert plan.pieces[where] == piece and eval(picked_keys.picked_column(str(word))) == column
+            assert plan.pieces[where] == piece and eval(prmt_key_lookup.picked_column(str(word))) == column
     assert len(seen) == sum(eval(piece.word(str(c))) < piece.chunk.count for piece in plan.pieces for c, _ in columns_of_thread())
 
 
 def test_columns_of_a_piece_are_its_words_four_to_a_thread() -> None:
-    words = [eval(picked_keys.picked_word(str(column))) for column in range(32)]
+    words = [eval(prmt_key_lookup.picked_word(str(column))) for column in range(32)]
     assert sorted(words) == list(range(32)) and all(word // 4 % 4 == column % 16 // 4 for column, word in enumerate(words))
-    assert [eval(picked_keys.picked_column(str(word))) for word in words] == list(range(32))
+    assert [eval(prmt_key_lookup.picked_column(str(word))) for word in words] == list(range(32))
 
 
 @pytest.mark.parametrize("stride", [1, 3])
@@ -113,8 +113,8 @@ def test_columns_of_a_piece_are_its_words_four_to_a_thread() -> None:
 def test_values_of_two_tokens_are_one_pair(bits: int, stride: int) -> None:
     memory = np.random.default_rng(2).standard_normal(512).astype(np.float32)
     warp, start, plan = Warp(memory), 7, plan_of(bits, Role.VALUE)
-    run(warp, shared_tables.declared("pairs", paired_values.pair_bytes(bits)))
-    run(warp, paired_values.fill_pairs(bits, "pairs", "levels", str(stride)), levels=Pointer(4 * start))
+    run(warp, shared_tables.declared("pairs", smem_value_lookup.pair_bytes(bits)))
+    run(warp, smem_value_lookup.fill_pairs(bits, "pairs", "levels", str(stride)), levels=Pointer(4 * start))
     halved = (memory[start : start + stride * (1 << bits) : stride] * np.float32(0.5)).astype(np.float16)
     codes = np.random.default_rng(4).integers(0, 1 << bits, (2, LANES, 128))
     rows = pack(torch.from_numpy(codes), bits).numpy().reshape(2, LANES, plan.segments, plan.row_words).astype(np.uint64)
@@ -123,7 +123,7 @@ def test_values_of_two_tokens_are_one_pair(bits: int, stride: int) -> None:
         words = {f"w{segment}": pair[0, :, segment] | pair[1, :, segment] << np.uint64(16) for segment in range(plan.segments)}
         for byte in range(2):
             for part in range(128 // plan.row_words):
-                (found,) = run(warp, paired_values.looked_up(bits, part, byte, list(words), "pairs"), **words)
+                (found,) = run(warp, smem_value_lookup.looked_up(bits, part, byte, list(words), "pairs"), **words)
                 wanted = halved[codes[:, :, part * plan.row_words + 2 * view + byte]]
                 assert np.array_equal(halves(found), wanted.T), (view, byte, part)
 
@@ -137,7 +137,7 @@ def test_values_in_registers_are_those_of_pairs(part: int) -> None:
     index, raw = np.arange(16, dtype=np.uint64), levels.view(np.uint16).astype(np.uint64)
     run(warp, shared_tables.store_planes(bits, "halves", at, "index", "level", 8), index=index, level=raw)
     words = random_words(2)
-    found = run(warp, paired_values.picked_pairs(part, "words", "halves", at), words=words)
+    found = run(warp, smem_value_lookup.picked_pairs(part, "words", "halves", at), words=words)
     for byte in range(2):
         for register, word in enumerate(words):
             for token in range(2):
@@ -156,11 +156,11 @@ def numbers(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def test_scales_of_words_are_spread(count: int) -> None:
     warp = Warp()
     (a, one), (b, other) = numbers(count, 4), numbers(count, 5)
-    wide = run(warp, scale_words.widened("words", count), words=a)
+    wide = run(warp, vector_scales.widened("words", count), words=a)
     assert all(np.array_equal(each.astype(np.uint32).view(np.float32), one[:, at]) for at, each in enumerate(wide))
-    beside = run(warp, scale_words.beside("words", count), words=[a, b])
+    beside = run(warp, vector_scales.beside("words", count), words=[a, b])
     assert all(np.array_equal(halves(each), np.stack([one[:, at], other[:, at]], -1)) for at, each in enumerate(beside))
-    rows = run(warp, scale_words.by_row("words", count, "like"), words=[a, b], like=np.uint64(0))[0]
+    rows = run(warp, vector_scales.by_row("words", count, "like"), words=[a, b], like=np.uint64(0))[0]
     row = np.arange(LANES) // 4
     assert np.array_equal(halves(rows), np.stack([one[np.arange(LANES), row % count], other[np.arange(LANES), row % count]], -1))
 
@@ -172,7 +172,7 @@ def test_statistics_are_scales_then_zero_points(count: int, zeros: bool) -> None
     warp = Warp()
     (scales, s), (offsets, z) = numbers(count, 6), numbers(count, 7)
     found = run(
-        warp, scale_words.statistics("scales", "zeros" if zeros else None, count, "like"), scales=[scales] * 4,
+        warp, vector_scales.statistics("scales", "zeros" if zeros else None, count, "like"), scales=[scales] * 4,
         zeros=[offsets] * 4, like=np.uint64(0),
     )
     lane = np.arange(LANES)

@@ -20,7 +20,7 @@ from kvcompile.backend import Backend
 from kvcompile.errors import CacheStale
 from kvcompile.lowering.ops.operations import append_body, as_tokens, unroll_body
 from kvcompile.schemes import Int8
-from kvcompile.validation import sizes, trial
+from kvcompile.validation import equivalence, sizes
 
 KINDS = ("static", "dynamic")
 BY_NAME = {case.name: case for case in SLIDING_CASES}
@@ -154,7 +154,7 @@ def test_the_ring_is_all_that_is_held(kind: str) -> None:
 
 def test_a_window_that_is_too_large_to_try_is_tried_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards hold the past at its end, or made a number of it."""
-    for module in (sizes, trial, validation):
+    for module in (sizes, equivalence, validation):
         monkeypatch.setattr(module, "MOST", 1 << 15)
     model, backend = mistral(window=1030), eager()
     compiled = torch.compile(model, backend=backend, fullgraph=True)

@@ -20,8 +20,8 @@ import triton.language as tl
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import in_scales, stored_range
 from kvcompile.lowering.append.rows import launch, places, tokens_of
+from kvcompile.lowering.attention_plugins import AppendKernel
 from kvcompile.lowering.host.launches import Launcher
-from kvcompile.lowering.rooms import AppendKernel
 from kvcompile.schemes.symmetric import SCALE_ULP, TINY
 from kvcompile.types import Bins
 

@@ -111,7 +111,7 @@ class Certified(Scheme):
     attention: ClassVar[str] = "certified_site"
     attention_writes: ClassVar[tuple[str, ...]] = (TELEMETRY_PLANE.name, PLACES, SCRATCH)
     attention_writes_values: ClassVar[tuple[str, ...]] = (PLACES, SCRATCH)
-    kernels: ClassVar[str | None] = "kvcompile.extensions.certified.room"
+    kernels: ClassVar[str | None] = "kvcompile.extensions.certified.plugin"
     warning: ClassVar[str | None] = (
         "certified keeps the originals, beside the codes or (tier2=host) in pinned host memory, so it saves device memory with tier2=host "
         "only; its kernels are for CUDA, and elsewhere every step reads everything"

@@ -13,7 +13,7 @@ from kvcompile.extensions.smartkv.buckets import Buckets
 from kvcompile.extensions.smartkv.codes import Frame
 from kvcompile.extensions.smartkv.kernels import bits_of_levels
 from kvcompile.extensions.smartkv.kernels.levels import choose_levels
-from kvcompile.extensions.smartkv.kernels.moves import decode_tokens, move_tokens, say_levels
+from kvcompile.extensions.smartkv.kernels.reencode import decode_tokens, move_tokens, say_levels
 from kvcompile.extensions.smartkv.moves import Order
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.schemes.adaptive import on_device

@@ -119,7 +119,7 @@ class Smartkv(Adaptive):
     attention: ClassVar[str] = "smartkv_attend"
     observes: ClassVar[str] = "smartkv_observe"
     attention_writes: ClassVar[tuple[str, ...]] = (IMPORTANCE, HEADS)
-    kernels: ClassVar[str | None] = "kvcompile.extensions.smartkv.room"
+    kernels: ClassVar[str | None] = "kvcompile.extensions.smartkv.plugin"
 
     def __post_init__(self) -> None:
         def number(option: str, least: float, most: float, todo: str, above: bool = False) -> None:

@@ -30,9 +30,9 @@ from kvcompile.extensions.squat import subspace as algebra
 from kvcompile.extensions.squat.scheme import Subspace
 from kvcompile.schemes.asymmetric import Axis, Kivi
 from kvcompile.schemes.base import AMAX, NORM, QUIET, Planes, Scheme, require
-from kvcompile.schemes.basis import Basis, Rotate, rotation
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import STEP, ZERO
+from kvcompile.schemes.rotation import Basis, Rotate, rotation
 from kvcompile.schemes.symmetric import TINY, rounded_up
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 

@@ -33,7 +33,7 @@ from kvcompile.errors import BadOption
 from kvcompile.extensions.squat import subspace as algebra
 from kvcompile.schemes.asymmetric import Axis, Kivi, pack
 from kvcompile.schemes.base import Planes, Scheme, require, require_divides
-from kvcompile.schemes.basis import Rotate
+from kvcompile.schemes.rotation import Rotate
 from kvcompile.types import Extent, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
 

@@ -20,8 +20,8 @@ import triton.language as tl
 from kvcompile import schemes
 from kvcompile.lowering.append.rounding import MAGIC, quotient
 from kvcompile.lowering.append.rows import _e4m3, converts, launch, tokens_of
+from kvcompile.lowering.attention_plugins import AppendKernel
 from kvcompile.lowering.host.launches import Launcher
-from kvcompile.lowering.rooms import AppendKernel
 from kvcompile.types import Static
 
 TILE = 4096

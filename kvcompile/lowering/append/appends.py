@@ -21,9 +21,9 @@ from torch import fx
 
 from kvcompile.lowering.append import operations as append_ops
 from kvcompile.lowering.append.operations import ROW_OPERANDS
+from kvcompile.lowering.attention_plugins import append_of, own_append
 from kvcompile.lowering.ops import operations as ops
 from kvcompile.lowering.ops.append_window import one_token
-from kvcompile.lowering.rooms import append_of, own_append
 
 TABLED_OPERANDS, WINDOW_CALL = 6, 5
 """Operands of ``append`` with thresholds or given scales, of ``append_window`` without them; the kernels of windows know neither."""

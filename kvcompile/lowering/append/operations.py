@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from kvcompile.lowering.attention_plugins import append_of, own_append
 from kvcompile.lowering.host.launches import Direct, Launcher
 from kvcompile.lowering.ops.append_window import _encoded
 from kvcompile.lowering.ops.operations import LIBRARY
-from kvcompile.lowering.rooms import append_of, own_append
 
 ROWS = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor pos{0}, str scheme{0}"
 WINDOW = "Tensor x{0}, Tensor({1}!)[] planes{0}, Tensor? moves{0}, Tensor pos{0}, Tensor? origin{0}, str scheme{0}"

@@ -30,9 +30,9 @@ from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import decodable, with_recent
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.base import _spread
-from kvcompile.schemes.basis import Basis, rounding
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import Bound, Outward, Over
+from kvcompile.schemes.rotation import Basis, rounding
 from kvcompile.types import Role, SlotSpec
 
 _center_norm = aten(bounds.CENTER_NORM)

@@ -23,7 +23,7 @@ import torch
 from kvcompile import schemes
 from kvcompile.lowering.codegen.bit_tricks import find_trick, multiplied
 from kvcompile.lowering.codegen.expressions import TRITON_TYPES, triton_expression
-from kvcompile.lowering.codegen.picked_keys import RUN, Codes, picked_word
+from kvcompile.lowering.codegen.prmt_key_lookup import RUN, Codes, picked_word
 from kvcompile.types import KernelFormat, Role, SlotSpec
 
 INDEX_BITS = (2, 3, 4, 5)

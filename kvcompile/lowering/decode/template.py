@@ -5,7 +5,7 @@ Rendered by Inductor (``lower``) and, with stand-ins for Inductor's hooks, by ``
 
 from __future__ import annotations
 
-from kvcompile.lowering.codegen import paired_values, picked_keys, scale_words, shared_tables
+from kvcompile.lowering.codegen import prmt_key_lookup, shared_tables, smem_value_lookup, vector_scales
 from kvcompile.lowering.codegen.bit_tricks import multiplied, scaled_by
 from kvcompile.lowering.codegen.padding import skip_padding
 from kvcompile.lowering.codegen.template_files import joined
@@ -18,10 +18,11 @@ SOURCE = joined(__file__, "operands", "loads", "tables", "scores", "values", "ke
 
 PRINTERS = (
     multiplied, scaled_by, skip_padding, shared_tables.declared, shared_tables.filled, shared_tables.kept, shared_tables.taken,
-    shared_tables.plane_bytes, shared_tables.store_planes, picked_keys.picked, picked_keys.picked_blocks, picked_keys.picked_names,
-    picked_keys.picked_column, paired_values.pair_bytes, paired_values.fill_pairs, paired_values.looked_up, paired_values.picked_pairs,
-    scale_words.widened, scale_words.beside, scale_words.statistics, scale_words.by_row,
+    shared_tables.plane_bytes, shared_tables.store_planes, prmt_key_lookup.picked, prmt_key_lookup.picked_blocks,
+    prmt_key_lookup.picked_names, prmt_key_lookup.picked_column, smem_value_lookup.pair_bytes, smem_value_lookup.fill_pairs,
+    smem_value_lookup.looked_up, smem_value_lookup.picked_pairs,
+    vector_scales.widened, vector_scales.beside, vector_scales.statistics, vector_scales.by_row,
 )
 
-GLOBALS = {**SIZES, **{printer.__name__: printer for printer in PRINTERS}, "LARGEST": picked_keys.LARGEST, "RUN": RUN}
+GLOBALS = {**SIZES, **{printer.__name__: printer for printer in PRINTERS}, "LARGEST": prmt_key_lookup.LARGEST, "RUN": RUN}
 """What the template calls while it is rendered, but the plans of its slots."""

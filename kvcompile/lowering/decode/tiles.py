@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvcompile.lowering.codegen.paired_values import pair_bytes
-from kvcompile.lowering.codegen.picked_keys import RUN
+from kvcompile.lowering.codegen.prmt_key_lookup import RUN
 from kvcompile.lowering.codegen.shared_tables import plane_bytes
+from kvcompile.lowering.codegen.smem_value_lookup import pair_bytes
 from kvcompile.lowering.decode.config import AttendConfig, Bias, Tile
 
 DECODE_ROWS = 32

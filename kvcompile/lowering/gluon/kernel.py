@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+from kvcompile.lowering.gluon.exact_tokens import attend_recent
 from kvcompile.lowering.gluon.extent import extent, kept_extent, visible
 from kvcompile.lowering.gluon.layouts import (
     by_thread,
@@ -28,9 +29,8 @@ from kvcompile.lowering.gluon.layouts import (
     value_words,
 )
 from kvcompile.lowering.gluon.merge import LOWEST, let_next_begin, write_channels, write_slot
-from kvcompile.lowering.gluon.recent import attend_recent
-from kvcompile.lowering.gluon.rings import allocated, fetch
 from kvcompile.lowering.gluon.scores import folded_scores, offset_scores, queries_of, scaled_scores
+from kvcompile.lowering.gluon.smem_pipeline import allocated, fetch
 from kvcompile.lowering.gluon.tiles import (
     bytes_apart,
     exp2,

@@ -5,7 +5,7 @@
     ``barrier``               waits for all threads of a program; ``thread_barrier`` in 3.6
     ``GluonASTSource``        compiles a kernel for an architecture that this machine need not have
 
-Importing this module imports Triton; ``lowering.gluon.choice.available`` says beforehand whether there is one that has Gluon.
+Importing this module imports Triton; ``lowering.gluon.eligibility.available`` says beforehand whether there is one that has Gluon.
 """
 
 from __future__ import annotations

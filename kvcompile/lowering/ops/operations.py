@@ -5,7 +5,8 @@
 ``kvcompile::read_back``  gives new tokens [B, K, S, D] as their codes stand for them, in x's dtype; nothing is stored.
 ``kvcompile::calibrate``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
 ``kvcompile::keep_first``  writes the first tokens of each row into the plane of a store that keeps them as they are (``keep_first.py``).
-``kvcompile::change_basis``  rotates channels of tokens, queries or results [B, heads, S, D] to a store's basis or back (``schemes.basis``).
+``kvcompile::change_basis``  rotates channels of tokens, queries or results [B, heads, S, D] as a store's are, or back
+                             (``schemes.rotation``).
 ``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
 ``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
 ``kvcompile::unroll``  copies the codes of a sliding cache's newest tokens, then of new ones, in the order of the tokens (``sliding.py``).
@@ -64,7 +65,7 @@ from kvcompile.lowering.ops.gather import gather_body, gather_meta
 from kvcompile.lowering.ops.keep_first import keep_first_body, keep_first_meta, origins
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.sliding import unroll_body, unroll_meta
-from kvcompile.schemes.basis import changed
+from kvcompile.schemes.rotation import changed
 from kvcompile.types import Role, SlotSpec
 
 LIBRARY = torch.library.Library("kvcompile", "DEF")

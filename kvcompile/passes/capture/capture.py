@@ -21,11 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kvcompile.passes.capture.combined import combine_behind
 from kvcompile.passes.capture.flex import Stays
 from kvcompile.passes.capture.in_place import write_in_place
-from kvcompile.passes.capture.memo import Memo
 from kvcompile.passes.capture.nested_joins import nest_joins
 from kvcompile.passes.capture.prefix import join_prefixes
 from kvcompile.passes.capture.retrace import Retrace
 from kvcompile.passes.capture.stacked import join_stacked
+from kvcompile.passes.capture.trace_cache import Memo
 from kvcompile.passes.graph.dynamo import (
     DisableTorchFunctionSubclass,
     FakeTensor,

@@ -19,8 +19,8 @@ from torch import fx
 
 from kvcompile.errors import Unsupported
 from kvcompile.passes.capture import flex
-from kvcompile.passes.capture.memo import Memo
 from kvcompile.passes.capture.subclasses import calls_on_composed, record_as_written
+from kvcompile.passes.capture.trace_cache import Memo
 from kvcompile.passes.capture.vmap import Region, regions
 from kvcompile.passes.graph.shapes import source_line
 

@@ -37,7 +37,7 @@ from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, Stage
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.passes.plan.reporting import check_scheme, check_site, with_tally
 from kvcompile.schemes import Adaptive, Certify, Scheme
-from kvcompile.schemes.basis import Basis
+from kvcompile.schemes.rotation import Basis
 from kvcompile.types import PAGE, Layout, Role, SlotSpec
 
 BATCH, TOKENS = sympy.Symbol("B", integer=True, positive=True), sympy.Symbol("T", integer=True, nonnegative=True)

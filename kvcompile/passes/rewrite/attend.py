@@ -24,7 +24,7 @@ from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import estimate, same, size_along, value_of
 from kvcompile.passes.match.sites import LimitKind
 from kvcompile.passes.plan.plan import SitePlan
-from kvcompile.passes.rewrite import basis, latent, log_sums, memory
+from kvcompile.passes.rewrite import latent, log_sums, memory, rotation
 from kvcompile.passes.rewrite.appends import Appends
 from kvcompile.passes.rewrite.context import Context, device_of
 from kvcompile.passes.rewrite.head_tiles import HeadTile
@@ -71,7 +71,7 @@ def attend(shared: Shared, item: SitePlan) -> None:
     if attention.gives_log_sums:
         out, log = log_sums.apart(emit, both, source)
     if source.fresh is None:
-        out = basis.changed(emit, shared.planes, item.value, out, back=True)
+        out = rotation.changed(emit, shared.planes, item.value, out, back=True)
     if site.assembly is not None and source.fresh is None:
         out = latent.result(emit, out, source.dtype, site.assembly.value, site.heads)
     if attention.memory is not None and log is not None:

@@ -11,7 +11,7 @@ from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.sites import Factor, Slot
 from kvcompile.passes.plan.plan import DTYPES, SitePlan, SlotPlan
-from kvcompile.passes.rewrite import basis, latent
+from kvcompile.passes.rewrite import latent, rotation
 from kvcompile.passes.rewrite.appends import Appends
 from kvcompile.passes.rewrite.context import device_of
 from kvcompile.passes.rewrite.paged import rows_of
@@ -50,7 +50,7 @@ def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
     made, site = item.site.assembly, item.site
     if made is not None:
         q = latent.queries(emit, q, dtype, made.keys, site.read_as_keys, site.heads)
-    return replace(stored, q=basis.queries(emit, appends.planes, item.keys, q))
+    return replace(stored, q=rotation.queries(emit, appends.planes, item.keys, q))
 
 
 def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:

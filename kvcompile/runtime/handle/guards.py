@@ -2,7 +2,7 @@
 
 Dynamo guards every tensor argument on its class, sizes and strides. A dense cache that is adopted by the first call becomes a
 handle, which is another class with other strides, so that the second call would trace and guard the whole model again: five
-seconds at 32 layers. The graph is the same either way (``lowering.reuse``), and what runs it looks at the tensor itself. The
+seconds at 32 layers. The graph is the same either way (``lowering.graph_cache``), and what runs it looks at the tensor itself. The
 guard is replaced by one that accepts the dense tensor that Dynamo saw or a handle of the same shape, dtype and device.
 
 The one fact that is relied on is private: ``TracingContext.guards_context.dynamo_guards`` holds the guards that are built when

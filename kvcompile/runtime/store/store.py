@@ -20,8 +20,8 @@ from kvcompile.runtime.store.pinned import host_plane
 from kvcompile.runtime.store.rope import Rope
 from kvcompile.runtime.store.telemetry import Telling
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.basis import changed
 from kvcompile.schemes.certificate.telemetry import REFILLED
+from kvcompile.schemes.rotation import changed
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from kvcompile.explain import observe
-from kvcompile.lowering.rooms import rooms
+from kvcompile.lowering.attention_plugins import rooms
 from kvcompile.passes.capture.attributes import lifted
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.nested import inlined

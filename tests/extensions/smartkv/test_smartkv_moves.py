@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from kvcompile.extensions.smartkv import buckets, codes, movement, moves, originals
 from kvcompile.extensions.smartkv.buckets import Buckets, Form, Room
 from kvcompile.extensions.smartkv.codes import Frame
-from kvcompile.extensions.smartkv.kernels.moves import move_tokens
+from kvcompile.extensions.smartkv.kernels.reencode import move_tokens
 from kvcompile.extensions.smartkv.movement import Kernels
 from kvcompile.lowering.host.launches import Direct, KernelLaunch, Recorder
 from kvcompile.types import PAGE, Role, SlotSpec, pages_for

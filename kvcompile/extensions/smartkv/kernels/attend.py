@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcompile.extensions.smartkv.kernels.fields import advanced, field, load_words, pointers
-from kvcompile.extensions.smartkv.kernels.runs import apart, channels_of, operands_of, queries_of, rescaled, together, turned
+from kvcompile.extensions.smartkv.kernels.bit_fields import advanced, field, load_words, pointers
+from kvcompile.extensions.smartkv.kernels.channel_runs import apart, channels_of, operands_of, queries_of, rescaled, together, turned
 from kvcompile.extensions.smartkv.kernels.tokens import PAGE, end_of, pool_of
 
 LOG2E = tl.constexpr(1.4426950408889634)

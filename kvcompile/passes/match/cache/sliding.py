@@ -27,7 +27,7 @@ from kvcompile.passes.graph.effects import Effects, same_memory, written_argumen
 from kvcompile.passes.graph.operators import CONCATENATIONS, SIZES, UPDATES, VIEWS
 from kvcompile.passes.graph.pullback import Trail, trace
 from kvcompile.passes.graph.shapes import at_most, bind, hint, is_tensor, negative, op_name, operand, plain, same, settled, sizes, value_of
-from kvcompile.passes.match.cache.token_runs import Lines, Run, Unknown
+from kvcompile.passes.match.cache.token_spans import Lines, Run, Unknown
 from kvcompile.passes.match.sites import Miss, Position, SlidingCache, Slot, Write
 from kvcompile.passes.match.slot_kinds import SlotKind
 

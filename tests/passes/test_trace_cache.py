@@ -10,7 +10,7 @@ from torch import fx
 from versions import OLD_TRANSFORMERS
 
 from kvcompile.passes.capture import capture as capturing
-from kvcompile.passes.capture.memo import Memo
+from kvcompile.passes.capture.trace_cache import Memo
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ from torch import fx
 import kvcompile
 from kvcompile import schemes
 from kvcompile.lowering.attend_kernels import kernel_lines
-from kvcompile.lowering.rooms import AppendKernel, Room, append_of, own_append, room_of, rooms
+from kvcompile.lowering.attention_plugins import AppendKernel, Room, append_of, own_append, room_of, rooms
 from kvcompile.schemes import SCHEMES, Int8, Scheme
 from kvcompile.types import Role
 

@@ -31,9 +31,9 @@ from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.live_caches import Ledger
 from kvcompile.validation.arguments import Arguments, Moment
 from kvcompile.validation.coverage import Coverage
-from kvcompile.validation.cut import Cut, NotApart
 from kvcompile.validation.sessions import Sessions, countings
 from kvcompile.validation.sizes import MOST, captured_values, elements, hints, read
+from kvcompile.validation.subgraph import Cut, NotApart
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kvcompile.extensions.certified.site_op import certified_site
+from kvcompile.lowering.attention_plugins import AppendKernel, Room
 from kvcompile.lowering.host.launches import Launcher
-from kvcompile.lowering.rooms import AppendKernel, Room
 
 
 def _lower(*operands: Any, **named: Any) -> Any:

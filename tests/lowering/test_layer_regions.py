@@ -13,7 +13,7 @@ from torch import fx
 from versions import OLD_TRANSFORMERS
 
 import kvcompile
-from kvcompile.lowering.fold import fold
+from kvcompile.lowering.layer_regions import fold
 from kvcompile.lowering.ops import operations as ops
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ def test_equal_layers_become_calls_of_one_region() -> None:
 
 def test_many_layers_are_found_among_few_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 32 layers the search looked at every pair of them, and took longer than the compilation that it saves."""
-    module_of_fold, seen = sys.modules["kvcompile.lowering.fold"], []
+    module_of_fold, seen = sys.modules["kvcompile.lowering.layer_regions"], []
     moved = module_of_fold._moved
     monkeypatch.setattr(module_of_fold, "_moved", lambda *given: seen.append(1) or moved(*given))
     module, fakes = fakes_and_module(plain, 32)

@@ -22,7 +22,7 @@ from kvcompile.passes.graph.dynamo import python_dispatcher
 from kvcompile.passes.graph.effects import analyse
 from kvcompile.passes.graph.shapes import is_tensor, op_name, value_of
 from kvcompile.types import NUMBERS
-from kvcompile.validation.cut import Cut, NotApart, Number, same
+from kvcompile.validation.subgraph import Cut, NotApart, Number, same
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcompile.validation.trial import Outcome, Verdict
+from kvcompile.validation.equivalence import Outcome, Verdict
 
 
 class Lasting(Protocol):

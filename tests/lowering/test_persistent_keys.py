@@ -9,10 +9,10 @@ import torch
 from torch._inductor import config
 
 import kvcompile
-from kvcompile.lowering import remembered
-from kvcompile.lowering.remembered import Remembered
+from kvcompile.lowering import persistent_keys
+from kvcompile.lowering.persistent_keys import Remembered
 from kvcompile.validation import Outcome, Verdict
-from kvcompile.validation.known import Known
+from kvcompile.validation.verdict_cache import Known
 
 CONTAINS = Remembered.__contains__
 EQUAL, DIFFERENT = Verdict(Outcome.EQUAL), Verdict(Outcome.DIFFERENT, "it differs")
@@ -22,7 +22,7 @@ EQUAL, DIFFERENT = Verdict(Outcome.EQUAL), Verdict(Outcome.DIFFERENT, "it differ
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache folder of the test's own."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(remembered, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(persistent_keys, "cache_dir", lambda: str(tmp_path))
     # All other tests go without what is kept on disk.
     monkeypatch.setattr(Remembered, "__contains__", CONTAINS)
 
@@ -44,7 +44,7 @@ def test_other_sources_and_versions_forget(monkeypatch: pytest.MonkeyPatch) -> N
     keys.add("a")
     assert "a" in keys
     with monkeypatch.context() as patched:
-        patched.setattr(remembered, "sources_hash", lambda names: "other")
+        patched.setattr(persistent_keys, "sources_hash", lambda names: "other")
         assert "a" not in keys
     monkeypatch.setattr(torch, "__version__", "0.0")
     assert "a" not in keys
@@ -64,8 +64,8 @@ def test_nothing_is_kept_where_inductor_keeps_nothing(off: dict[str, bool]) -> N
 
 def test_the_sources_counted_are_all_that_a_verdict_depends_on() -> None:
     package = Path(kvcompile.__file__).parent
-    assert all((package / name).exists() for name in remembered.SOURCES)
-    assert {"passes", "runtime", "validation", "schemes"} <= set(remembered.SOURCES)
+    assert all((package / name).exists() for name in persistent_keys.SOURCES)
+    assert {"passes", "runtime", "validation", "schemes"} <= set(persistent_keys.SOURCES)
 
 
 def test_only_inductor_backends_keep_verdicts() -> None:

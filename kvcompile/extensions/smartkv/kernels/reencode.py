@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcompile.extensions.smartkv.kernels.hadamard8 import across, of_run
 from kvcompile.extensions.smartkv.kernels.tokens import PAGE, ROW, bits_of, end_of, entered
-from kvcompile.extensions.smartkv.kernels.turning import across, of_run
 from kvcompile.lowering.append.rounding import MAGIC, quotient, rounded_up
 
 

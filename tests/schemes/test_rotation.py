@@ -10,8 +10,8 @@ from kvcompile.errors import BadOption, HeadDimNotDivisible
 from kvcompile.extensions.squat import subspace as algebra
 from kvcompile.lowering.ops.operations import append_body, change_basis
 from kvcompile.schemes import Scheme, make, parse
-from kvcompile.schemes.basis import ORDERS, Basis, changed, rotation, signs
 from kvcompile.schemes.low_bit import LowBit
+from kvcompile.schemes.rotation import ORDERS, Basis, changed, rotation, signs
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

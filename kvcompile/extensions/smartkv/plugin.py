@@ -6,7 +6,7 @@ from typing import Any
 
 from kvcompile.extensions.smartkv.attend import smartkv_attend
 from kvcompile.extensions.smartkv.decode_step import QUERIES
-from kvcompile.lowering.rooms import Room
+from kvcompile.lowering.attention_plugins import Room
 
 
 def _lower(*operands: Any, **keywords: Any) -> Any:

@@ -22,8 +22,8 @@ from kvcompile.errors import BadSetting
 from kvcompile.lowering import attend_kernels
 from kvcompile.lowering.attend_kernels import DECODE, GLUON, KERNELS, AttendFacts, choose
 from kvcompile.lowering.compile import gluon_choice
-from kvcompile.lowering.gluon import choice, launch, lower
-from kvcompile.lowering.gluon.choice import Choice, OneToken, choosing, one_token
+from kvcompile.lowering.gluon import eligibility, launch, lower
+from kvcompile.lowering.gluon.eligibility import Choice, OneToken, choosing, one_token
 from kvcompile.settings import Gluon, Settings
 from kvcompile.types import Role, SlotSpec
 
@@ -75,7 +75,7 @@ def test_what_it_cannot_compute_is_never_chosen(scheme: str) -> None:
 
 
 def test_a_triton_without_it_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "available", lambda: False)
+    monkeypatch.setattr(eligibility, "available", lambda: False)
     assert choose(facts()) == (DECODE, "not in Gluon: this Triton has none")
 
 

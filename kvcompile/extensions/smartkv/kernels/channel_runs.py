@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvcompile.extensions.smartkv.kernels.fields import POWERS_2, POWERS_3, POWERS_4, POWERS_8
-from kvcompile.extensions.smartkv.kernels.turning import across, of_run
+from kvcompile.extensions.smartkv.kernels.bit_fields import POWERS_2, POWERS_3, POWERS_4, POWERS_8
+from kvcompile.extensions.smartkv.kernels.hadamard8 import across, of_run
 
 
 @triton.jit
