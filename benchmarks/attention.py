@@ -117,10 +117,10 @@ class Asked(NamedTuple):
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     hi: torch.Tensor
-    recent: list[torch.Tensor] | None = None
+    exact_newest: list[torch.Tensor] | None = None
     base: torch.Tensor | None = None
-    early: list[torch.Tensor] | None = None
-    early_at: torch.Tensor | None = None
+    exact_first: list[torch.Tensor] | None = None
+    exact_first_at: torch.Tensor | None = None
     plane: torch.Tensor | None = None
     keep: torch.Tensor | None = None
 
@@ -140,27 +140,27 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None, padding:
     for plane in (*keys, *values):
         torch._dynamo.maybe_mark_dynamic(plane, 0)
     newest = schemes.parse(scheme).window and schemes.parse(scheme).window + 1
-    recent = [torch.randn(batch, K, newest, D, device="cuda").to(torch.bfloat16) for _ in range(2)] if newest else None
+    exact_newest = [torch.randn(batch, K, newest, D, device="cuda").to(torch.bfloat16) for _ in range(2)] if newest else None
     base = torch.full((1,), tokens - newest, device="cuda") if newest else None
     first = schemes.parse(scheme).sinks
-    early = [torch.randn(1, batch, K, first, D, device="cuda").to(torch.bfloat16) for _ in range(2)] if first else None
-    early_at = torch.zeros(1, batch, 1, 1, 1, dtype=torch.int64, device="cuda") if first and not newest else None
+    exact_first = [torch.randn(1, batch, K, first, D, device="cuda").to(torch.bfloat16) for _ in range(2)] if first else None
+    exact_first_at = torch.zeros(1, batch, 1, 1, 1, dtype=torch.int64, device="cuda") if first and not newest else None
     plane = torch.randn(1, 1, K, D, D, device="cuda") / D**0.5
     keep = shown(batch, tokens, padding)
 
     # Found here: torch 2.11 does not trace through the parsing of a scheme.
     bases = [basis_of(scheme, role) for role in Role]
 
-    def attend(q, keys, values, hi, recent, base, early, early_at, plane, keep):
+    def attend(q, keys, values, hi, exact_newest, base, exact_first, exact_first_at, plane, keep):
         out = torch.ops.kvcompile.attend(
-            turned(bases[0], q, plane, False), keys, values, hi, None, keep, None, None, spell, spell, D**-0.5, 0.0, D, recent, base,
-            early=early, early_at=early_at,
+            turned(bases[0], q, plane, False), keys, values, hi, None, keep, None, None, spell, spell, D**-0.5, 0.0, D, exact_newest, base,
+            exact_first=exact_first, exact_first_at=exact_first_at,
         )
         return turned(bases[1], out, plane, True)
 
     run = torch.compile(attend, fullgraph=True, mode=mode)
-    size = sum(item.numel() * item.element_size() for item in (*keys, *values, *(recent or ()), *(early or ())))
-    asked = Asked(scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane, keep)
+    size = sum(item.numel() * item.element_size() for item in (*keys, *values, *(exact_newest or ()), *(exact_first or ())))
+    asked = Asked(scheme, spell, q, keys, values, hi, exact_newest, base, exact_first, exact_first_at, plane, keep)
     return (lambda: run(*asked[2:])), asked, size
 
 
@@ -177,7 +177,7 @@ def turned(basis: tuple[int, bool] | None, x: torch.Tensor, plane: torch.Tensor 
 
 def relative_error(out: torch.Tensor, asked: Asked) -> float:
     """Distance from the same codes' attention in float32; rows one after the other, as decoded tokens are many."""
-    scheme, spell, q, keys, values, hi, recent, base, early, early_at, plane, keep = asked
+    scheme, spell, q, keys, values, hi, exact_newest, base, exact_first, exact_first_at, plane, keep = asked
     wrong = right = 0.0
     for row in range(q.shape[0]):
         one = slice(row, row + 1)
@@ -185,13 +185,13 @@ def relative_error(out: torch.Tensor, asked: Asked) -> float:
         def of(planes: list[torch.Tensor] | None, one: slice = one) -> list[torch.Tensor] | None:
             return planes and [plane[:, one] if plane.shape[1] > 1 else plane for plane in planes]
 
-        newest = [x[one] for x in recent] if recent else None
+        newest = [x[one] for x in exact_newest] if exact_newest else None
         basis = None if plane is None else plane[:, one] if plane.shape[1] > 1 else plane
-        at = early_at[:, one] if early_at is not None and early_at.shape[1] > 1 else early_at
+        at = exact_first_at[:, one] if exact_first_at is not None and exact_first_at.shape[1] > 1 else exact_first_at
         queries = turned(basis_of(scheme, Role.KEY), q[one].float(), basis, False)
         exact = attend_body(AttendOperands(
             queries, of(keys), of(values), hi, None, None if keep is None else keep[one], None, None, spell, spell, D**-0.5, 0.0, D, newest,
-            base, early=of(early), early_at=at,
+            base, exact_first=of(exact_first), exact_first_at=at,
         ))
         exact = turned(basis_of(scheme, Role.VALUE), exact, basis, True)
         wrong += (out[one].float() - exact).square().sum().item()

@@ -59,8 +59,8 @@ def both_ms(found: tuple[Launch, Launch]) -> float:
 def measure(scheme: str, batch: int, tokens: int, dense: float, merges: list[str], splits: list[int], padding: int) -> str:
     """One row of the table, and one for each merge and number of splits."""
     call, asked, size = bench.attend_call(scheme, batch, tokens, None, padding)
-    _, spelled, q, keys, values, hi, recent, base, *_, keep = asked
-    given = (q, keys, values, hi, None, keep, None, spelled, spelled, bench.D**-0.5, bench.D, recent, base)
+    _, spelled, q, keys, values, hi, exact_newest, base, *_, keep = asked
+    given = (q, keys, values, hi, None, keep, None, spelled, spelled, bench.D**-0.5, bench.D, exact_newest, base)
     # A graph counts what its mask keeps once for all layers.
     kept = None if keep is None else kept_tokens(keep)
 
@@ -71,14 +71,14 @@ def measure(scheme: str, batch: int, tokens: int, dense: float, merges: list[str
     wanted = template.float()
     if batch * tokens <= 131072:
         exact = AttendOperands(
-            q.float(), keys, values, hi, None, keep, None, None, spelled, spelled, bench.D**-0.5, 0.0, bench.D, recent, base
+            q.float(), keys, values, hi, None, keep, None, None, spelled, spelled, bench.D**-0.5, 0.0, bench.D, exact_newest, base
         )
         wanted = attend_body(exact)
     error = error_of(found, wanted)
     if not error < 1e-2:
         return f"  {scheme} WRONG: error {error:.2e}"
     whole, other = bench.graph_ms(gluon), bench.graph_ms(call)
-    exact = AttendOperands(*given[:6], None, None, spelled, spelled, bench.D**-0.5, 0.0, bench.D, recent, base)
+    exact = AttendOperands(*given[:6], None, None, spelled, spelled, bench.D**-0.5, 0.0, bench.D, exact_newest, base)
     device = device_of(q.device)
     _, (attend, _) = launches(exact, device, kept=kept)
     alone = bench.graph_ms(attend.run)

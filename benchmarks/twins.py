@@ -53,7 +53,7 @@ def tensors_of(scheme: str, batch: int, tokens: int, device: str) -> tuple[Atten
     slots = [SlotSpec(K, D, torch.bfloat16, role) for role in Role]
     formats = [half.format(slot) for half, slot in zip(halves, slots, strict=True)]
     newest = made.window and made.window + 1
-    beside = Beside(bool(newest), False, early=made.sinks, early_at=bool(made.sinks and not newest))
+    beside = Beside(bool(newest), False, exact_first=made.sinks, exact_first_at=bool(made.sinks and not newest))
     packs = [plane.width if (plane := half.layout(slot).planes[1]).width in {2, 4} else 1 for half, slot in zip(halves, slots, strict=True)]
     base = AttendConfig(
         *(half.spell() for half in halves), D, D, K, H // K, torch.bfloat16, *(fmt.word_dtype for fmt in formats), D**-0.5, beside=beside,
@@ -118,13 +118,13 @@ def measure(scheme: str, batch: int, tokens: int, kernel: Kernel) -> tuple[float
     top = out[..., -2:-1].amax(0)
     weight = torch.exp2(out[..., -2:-1] - top)
     found = (out[..., :-2] * weight).sum(0) / (out[..., -1:] * weight).sum(0)
-    recent = [operands["RECENT_K"], operands["RECENT_V"]] if config.beside.recent else None
-    early = [operands["EARLY_K"], operands["EARLY_V"]] if config.beside.early else None
+    exact_newest = [operands["RECENT_K"], operands["RECENT_V"]] if config.beside.exact_newest else None
+    exact_first = [operands["EARLY_K"], operands["EARLY_V"]] if config.beside.exact_first else None
     planes = [[operands[name] for name in (f"{letter}_{part}" for part in ("WORDS", "SCALES", "ZEROS", "NORMS")) if name in operands]
               for letter in "KV"]
     exact = attend_body(AttendOperands(
         operands["Q"].float(), *planes, operands["HI"], None, None, None, None, config.key_scheme, config.value_scheme, D**-0.5, 0.0, D,
-        recent, operands.get("BASE"), early=early, early_at=operands.get("EARLY_AT"),
+        exact_newest, operands.get("BASE"), exact_first=exact_first, exact_first_at=operands.get("EARLY_AT"),
     ))
     return graph_ms(call), ((found - exact).norm() / exact.norm()).item()
 

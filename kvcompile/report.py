@@ -169,7 +169,7 @@ def site_report(item: SitePlan, tokens: int | None = None) -> SiteReport:
     at = {BATCH: estimate(site.key.batch), TOKENS: tokens if tokens is not None else estimate(site.key.capacity)}
     schemes = [short_scheme(item.key.scheme), short_scheme(item.value.scheme)]
     warnings = {part.scheme.warning for part in item.parts if part.scheme.warning} | ({REPORTS} if item.certify is not None else set())
-    keys = [part for part in (item.key, item.more) if part is not None]
+    keys = [part for part in (item.key, item.extra_key) if part is not None]
     width = sum(part.spec.head_dim for part in item.parts)
     bits = sum(part.scheme.bits_per_value(part.spec) * part.spec.head_dim for part in item.parts) / width
     return SiteReport(

@@ -41,12 +41,12 @@ class AttendFacts:
     dtype: torch.dtype = torch.float32
     page_rows: int = PAGE
     rows: int | None = None
-    recent: bool = False
-    rotation: bool = False
-    more: bool = False
+    exact_newest: bool = False
+    rope: bool = False
+    extra_key_planes: bool = False
     bias: bool = False
     one: OneToken | None = None
-    early: bool = False
+    exact_first: bool = False
     log_sums: bool = False
 
 
@@ -72,7 +72,7 @@ class AttendKernel:
 
 
 def _cuda_gap(facts: AttendFacts) -> str | None:
-    if facts.more:
+    if facts.extra_key_planes:
         return "keys in two planes, as of a latent with its rotary part"
     if facts.dtype not in QUERY_DTYPES:
         return f"queries in {facts.dtype}"
@@ -87,8 +87,8 @@ def _gluon_gap(facts: AttendFacts) -> str | None:
     assert facts.one is not None
     (key_scheme, key), (value_scheme, value) = facts.slots
     given = {
-        "keys stored before RoPE": facts.rotation, "keys in two planes": facts.more, "a mask operand of its own": facts.bias,
-        "first tokens in full precision": facts.early, "log-sums beside the result": facts.log_sums,
+        "keys stored before RoPE": facts.rope, "keys in two planes": facts.extra_key_planes, "a mask operand of its own": facts.bias,
+        "first tokens in full precision": facts.exact_first, "log-sums beside the result": facts.log_sums,
         f"queries in {facts.dtype}": facts.dtype not in {torch.float16, torch.bfloat16},
         f"heads of {key.head_dim} and {value.head_dim} channels": key.head_dim != value.head_dim,
         f"pages of {facts.page_rows} tokens": facts.page_rows != PAGE,
@@ -106,7 +106,7 @@ def _gluon_gap(facts: AttendFacts) -> str | None:
 
 
 def _prefill_gap(facts: AttendFacts) -> str | None:
-    if facts.rotation:
+    if facts.rope:
         return "keys stored before RoPE"
     if facts.bias:
         return "a mask operand of its own"
@@ -137,8 +137,8 @@ def _cpu_gap(facts: AttendFacts) -> str | None:
             return f"norms of tokens ({scheme.name})"
         if fmt.segments > 1:
             return f"words of several bytes ({scheme.name})"
-    given = {"newest tokens in full precision": facts.recent, "first tokens in full precision": facts.early,
-             "keys stored before RoPE": facts.rotation, "keys in two planes": facts.more}
+    given = {"newest tokens in full precision": facts.exact_newest, "first tokens in full precision": facts.exact_first,
+             "keys stored before RoPE": facts.rope, "keys in two planes": facts.extra_key_planes}
     return next((what for what, there in given.items() if there), None)
 
 
@@ -210,8 +210,10 @@ def facts_of(node: fx.Node, device: str, slots: Mapping[str, SlotSpec]) -> Atten
     return AttendFacts(
         device, pair, pair[0][1].dtype if queries is None else queries.dtype,
         rows=rows if device == "cuda" and rows >= FEWEST_ROWS else None,
-        recent=bool(given.recent), rotation=bool(given.rotation), more=bool(given.more), bias=given.bias is not None,
-        one=one_token(group, given.softcap) if device == "cuda" and rows == 1 and group is not None else None, early=bool(given.early),
+        exact_newest=bool(given.exact_newest), rope=bool(given.rope), extra_key_planes=bool(given.extra_key_planes),
+        bias=given.bias is not None,
+        one=one_token(group, given.softcap) if device == "cuda" and rows == 1 and group is not None else None,
+        exact_first=bool(given.exact_first),
         log_sums=given.log_sums,
     )
 

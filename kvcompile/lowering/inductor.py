@@ -36,8 +36,8 @@ def _facts(operands: AttendOperands[Any]) -> AttendFacts:
     alone = device == "cuda" and equals(q.get_size()[2], 1)
     return AttendFacts(
         device, slots, q.get_dtype(), 1 if equals(pages, 1) else static(page_rows), _many_rows(operands) if device == "cuda" else None,
-        bool(operands.recent), bool(operands.rotation), bool(operands.more), operands.bias is not None,
-        one_token(static(q.get_size()[1]) // heads, operands.softcap) if alone else None, bool(operands.early),
+        bool(operands.exact_newest), bool(operands.rope), bool(operands.extra_key_planes), operands.bias is not None,
+        one_token(static(q.get_size()[1]) // heads, operands.softcap) if alone else None, bool(operands.exact_first),
         operands.log_sums,
     )
 

@@ -99,7 +99,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     """The kernel of one ``attend`` node whose operands carry fake values; ``hint`` makes sizes plain numbers."""
     values_of: Any = fx.node.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
     given: AttendOperands[torch.Tensor] = AttendOperands(*values_of[0], **values_of[1])
-    q, keys, values, recent, base, rotation = given.q, given.keys, given.values, given.recent, given.base, given.rotation
+    q, keys, values, exact_newest, base, rope = given.q, given.keys, given.values, given.exact_newest, given.base, given.rope
     batch, heads, queries, head_dim = (hint(size) for size in q.shape)
     kv_heads = hint(keys[0].shape[2])
     pages = keys[0].shape[0]
@@ -109,9 +109,9 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     formats = [schemes.parse(text).format(SlotSpec(kv_heads, dim, planes[0].dtype, role)) for text, planes, role, dim in slots]
     scales = [_half(planes, fmt) for (_, planes, _, _), fmt in zip(slots, formats, strict=True)]
     beside = Beside(
-        bool(recent), base is not None and hint(base.shape[0]) != 1, hint(rotation[0].shape[2]) if rotation else 0,
-        bool(given.interleaved), rotation is not None and hint(rotation[0].shape[0]) != 1,
-        hint(given.early[0].shape[3]) if given.early else 0, given.early_at is not None,
+        bool(exact_newest), base is not None and hint(base.shape[0]) != 1, hint(rope[0].shape[2]) if rope else 0,
+        bool(given.interleaved), rope is not None and hint(rope[0].shape[0]) != 1,
+        hint(given.exact_first[0].shape[3]) if given.exact_first else 0, given.exact_first_at is not None,
     )
     even = all(hint(plane.shape[-1]) % 2 == 0 for plane in scales[0])
     config = AttendConfig(
@@ -124,10 +124,10 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
     )
     rows = queries * group
     many = None
-    if rotation is None and given.bias is None:
+    if rope is None and given.bias is None:
         # First tokens are summed apart there, and a mask hides their codes.
-        masks = dataclasses.replace(config.masks, keep=True, keep_per_batch=config.masks.keep_per_batch or given.early_at is not None)
-        apart = dataclasses.replace(config, masks=masks) if given.early else config
+        masks = dataclasses.replace(config.masks, keep=True, keep_per_batch=config.masks.keep_per_batch or given.exact_first_at is not None)
+        apart = dataclasses.replace(config, masks=masks) if given.exact_first else config
         many = _many_rows(apart, rows, hint(keys[0].shape[3]) if paged else 1)
     if many is not None:
         tokens, capacity = hint(pages) * hint(keys[0].shape[3]), pages * keys[0].shape[3] if isinstance(pages, int) else None
@@ -137,7 +137,7 @@ def site_kernel(node: fx.Node, arch: str, hint: Callable[[Any], int]) -> SiteKer
         fitting = prefill_tiles.choose_tiles(many, rows, SHARED_MEMORY[arch], tuned=False) if many.fits else []
         if fitting:
             splits = prefill_tiles.splits_for(fitting[0], rows, batch * kv_heads, MULTIPROCESSORS[arch], tokens)
-            splits = max(splits, 2 if given.early or given.log_sums else 1)
+            splits = max(splits, 2 if given.exact_first or given.log_sums else 1)
             return PrefillSite(fitting[0].with_splits(splits), batch, queries)
     tiled = choose_tiles(config, rows, PAGE if paged else None, tuned=False, shared_memory=SHARED_MEMORY[arch])[0]
     splits = splits_for(tiled, rows, batch * kv_heads, MULTIPROCESSORS[arch], hint(pages) * hint(keys[0].shape[3]))
@@ -152,7 +152,7 @@ def _many_rows(config: AttendConfig, rows: int, page_rows: int) -> PrefillConfig
     many = PrefillConfig(
         config.key_scheme, config.value_scheme, config.key_dim, config.value_dim, config.kv_heads, config.group, config.dtype,
         config.key_word, config.value_word, config.scale, config.softcap, config.masks, page_rows, config.paged,
-        recent=config.beside.recent, base_per_batch=config.beside.base_per_batch,
+        exact_newest=config.beside.exact_newest, base_per_batch=config.beside.base_per_batch,
     )
     if not many.fits:
         # Tables are decoded by chunks, or not at all by this template.

@@ -68,10 +68,10 @@ def test_every_spelling(case: Case) -> None:
     assert (stored(module) - before).abs().max() <= TOLERANCE, "what is stored is not the key before its rotation"
     length = sum(CHUNKS)
     assert (kvcompile.decoded(module.k_cache) - plain.k_cache)[:, :, :length].abs().max() <= TOLERANCE
-    rotations = [item.key.rotation for record in backend.records for item in record.planned.sites]
-    assert all(rotation.interleaved == (case.name in INTERLEAVED or case.name == "sliced-table") for rotation in rotations)
-    assert {rotation.angles.width for rotation in rotations} == {8 if case.name == "partial" else 16}
-    assert len({rotation.angles for rotation in rotations}) == 1, "one model, one function of the position, whatever the graph's shapes"
+    ropes = [item.key.rope for record in backend.records for item in record.planned.sites]
+    assert all(rope.interleaved == (case.name in INTERLEAVED or case.name == "sliced-table") for rope in ropes)
+    assert {rope.angles.width for rope in ropes} == {8 if case.name == "partial" else 16}
+    assert len({rope.angles for rope in ropes}) == 1, "one model, one function of the position, whatever the graph's shapes"
 
 
 def test_concatenated_caches() -> None:
@@ -118,7 +118,7 @@ def test_channels_read_the_frequencies_as_they_are_laid_out() -> None:
         torch._dynamo.reset()
         backend = eager()
         run(of(TURNS[name]), backend)
-        spreads[name] = backend.records[-1].planned.sites[0].key.rotation.angles.spread
+        spreads[name] = backend.records[-1].planned.sites[0].key.rope.angles.spread
     assert spreads == {"halves": Spread.HALVES, "pairs": Spread.PAIRS, "two_tables": Spread.WHOLE}
 
 

@@ -36,8 +36,9 @@ def attend(args: dict, **changes: object) -> torch.Tensor:
     args = {**args, **changes}
     return torch.ops.kvcompile.attend(
         args["q"], args["keys"], args["values"], args["hi"], args["lo"], args["keep"], args["bias"], args["sinks"],
-        args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"], args["recent"], args["base"],
-        args["rotation"], args["interleaved"], early=args["early"], early_at=args["early_at"], log_sums=args.get("log_sums", False),
+        args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"], args["exact_newest"], args["base"],
+        args["rope"], args["interleaved"], exact_first=args["exact_first"], exact_first_at=args["exact_first_at"],
+        log_sums=args.get("log_sums", False),
     )
 
 
@@ -67,9 +68,9 @@ def cases() -> list[Case]:
             base,
             dataclasses.replace(base, T=1, B=3), dataclasses.replace(base, T=63, G=1), dataclasses.replace(base, T=65, G=7, B=3),
             Case(odd, odd, dtype=torch.bfloat16, K=2, G=8, D=96 if scheme == "lookup" else 80, Dv=96, T=200),
-            dataclasses.replace(base, recent=40, B=3), dataclasses.replace(base, recent=160, G=7, sinks=True),
-            dataclasses.replace(base, recent=36, S=4, B=2, lo=True, keep=True), dataclasses.replace(base, T=20, recent=36),
-            dataclasses.replace(base, rotary=128), dataclasses.replace(base, rotary=64, interleaved=True, recent=40, B=2, S=3),
+            dataclasses.replace(base, exact_newest=40, B=3), dataclasses.replace(base, exact_newest=160, G=7, sinks=True),
+            dataclasses.replace(base, exact_newest=36, S=4, B=2, lo=True, keep=True), dataclasses.replace(base, T=20, exact_newest=36),
+            dataclasses.replace(base, rotary=128), dataclasses.replace(base, rotary=64, interleaved=True, exact_newest=40, B=2, S=3),
             dataclasses.replace(base, D=256, Dv=256, T=300), dataclasses.replace(base, D=64, Dv=64, dtype=torch.float16),
             dataclasses.replace(base, dtype=torch.float32, T=200),
             dataclasses.replace(base, S=5, B=2, lo=True, keep=True), dataclasses.replace(base, S=70, T=500, sinks=True),
@@ -152,7 +153,7 @@ SUMMED = (
     Case("dense", "dense", dtype=torch.bfloat16, B=1024, T=3, D=64, Dv=64, K=2),
     Case("int4", "kivi", dtype=torch.bfloat16, T=4000, sinks=True),
     Case("int8", "int8", dtype=torch.bfloat16, K=2, D=128, Dv=128, S=200, T=900),
-    Case("kivi", "kivi", dtype=torch.bfloat16, S=3, T=300, recent=40),
+    Case("kivi", "kivi", dtype=torch.bfloat16, S=3, T=300, exact_newest=40),
 )
 
 

@@ -42,7 +42,7 @@ def attentions() -> list[Case]:
     changes: tuple[dict[str, object], ...] = (
         {"key": "beyond(group=64)", "value": "beyond(group=128)"}, {"key": "beyond(group=128)", "value": "beyond(group=64)", "G": 8},
         {"key": "beyond(group=64)", "value": "beyond(group=64)", "D": 256, "Dv": 256, "G": 2, "T": 300},
-        {"D": 96, "Dv": 96, "T": 200}, {"D": 80, "Dv": 80, "T": 200}, {"value": "int4"}, {"key": "kivi", "recent": 40},
+        {"D": 96, "Dv": 96, "T": 200}, {"D": 80, "Dv": 80, "T": 200}, {"value": "int4"}, {"key": "kivi", "exact_newest": 40},
         {"key": "int8", "value": "nf4"}, {"S": 8, "T": 300}, {"S": 15, "T": 300}, {"S": 70, "T": 500}, {"outlier": True},
         {"magnitude": 1e-4}, {"T": 9000, "sinks": True}, {"bias": Bias.ADDED, "S": 3, "softcap": 20.0}, {"dtype": torch.float32, "T": 200},
         {"key": "beyond(scale_dtype=bfloat16)", "value": "nf4(scale_dtype=float32)", "T": 200},

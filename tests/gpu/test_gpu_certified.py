@@ -98,7 +98,7 @@ def operands(step: Step) -> list[Any]:
     telemetry = torch.zeros(1, step.q.shape[0], cache.keys[0].shape[2], 1, TELEMETRY, dtype=torch.float64, device=DEVICE)
     return [
         step.q, [*cache.keys, cache.originals[0]], [*cache.values, cache.originals[1]], step.hi, step.lo, None, None, step.sinks, spelled,
-        spelled, step.scale, 0.0, cache.originals[1].shape[-1], cache.recent, cache.base, telemetry,
+        spelled, step.scale, 0.0, cache.originals[1].shape[-1], cache.exact_newest, cache.base, telemetry,
     ]
 
 

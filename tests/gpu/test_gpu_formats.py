@@ -26,9 +26,10 @@ def cases() -> list[Case]:
     """What the interpreter runs, at the head size and dtype of models."""
     found = [dataclasses.replace(case, dtype=torch.bfloat16, D=128, Dv=128, K=2) for case in (*early_cases()[1::2], *normed_cases()[::2])
              if not case.rotary and case.dtype != torch.float32]
-    base = Case("int4", "int4", dtype=torch.bfloat16, D=128, Dv=128, K=2, T=5000, early=16, early_at=0)
-    return [*found, base, dataclasses.replace(base, key="normed", value="kivi", early_at=None, recent=33),
-            dataclasses.replace(base, S=70, B=2), dataclasses.replace(base, key="kivi", value="kivi", early_at=None, recent=100, S=70)]
+    base = Case("int4", "int4", dtype=torch.bfloat16, D=128, Dv=128, K=2, T=5000, exact_first=16, exact_first_at=0)
+    return [*found, base, dataclasses.replace(base, key="normed", value="kivi", exact_first_at=None, exact_newest=33),
+            dataclasses.replace(base, S=70, B=2),
+            dataclasses.replace(base, key="kivi", value="kivi", exact_first_at=None, exact_newest=100, S=70)]
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

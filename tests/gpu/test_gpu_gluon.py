@@ -27,7 +27,8 @@ pytestmark = [
 ]
 
 LONG = [
-    dataclasses.replace(case, T=T, B=B, K=8) for case in (case_of("int4"), case_of("kivi", recent=33), case_of("int8"), case_of("fp8"))
+    dataclasses.replace(case, T=T, B=B, K=8)
+    for case in (case_of("int4"), case_of("kivi", exact_newest=33), case_of("int8"), case_of("fp8"))
     for T, B in ((1000, 1), (9000, 3), (20000, 2))
 ]
 

@@ -33,7 +33,8 @@ def attend(args: dict[str, Any]) -> torch.Tensor:
     """The operation with the operands in their order."""
     return torch.ops.kvcompile.attend(
         args["q"], args["keys"], args["values"], args["hi"], args["lo"], args["keep"], args["bias"], args["sinks"],
-        args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"], args.get("recent"), args.get("base"),
+        args["key_scheme"], args["value_scheme"], args["scale"], args["softcap"], args["value_dim"], args.get("exact_newest"),
+        args.get("base"),
     )
 
 

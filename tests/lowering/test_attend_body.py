@@ -64,7 +64,7 @@ class Problem:
     def __post_init__(self) -> None:
         self.keys, self.values = self.keys.of(Role.KEY), self.values.of(Role.VALUE)
         self.window = max(self.keys.window, self.values.window)
-        self.recent: list[torch.Tensor] = []
+        self.exact_newest: list[torch.Tensor] = []
         # The newest tokens come in one last call, as the queries' own do.
         self.base = torch.tensor([max(self.tokens - self.queries, 0) - self.window]) if self.window else None
         self.q = normal(self.batch, self.kv_heads * self.groups, self.queries, self.width, dtype=self.dtype, seed=1) / 4
@@ -87,7 +87,7 @@ class Problem:
         before = max(self.tokens - self.queries, 0)
         if before:
             append_window_body(x[:, :, :before], planes, pos[:, :before], None, scheme.spell())
-        self.recent.append(append_window_body(x[:, :, before:], planes, pos[:, before:], None, scheme.spell())[0])
+        self.exact_newest.append(append_window_body(x[:, :, before:], planes, pos[:, before:], None, scheme.spell())[0])
         decoded = scheme.decode(decodable(scheme, planes, spec, slice(None)), spec)[:, :, : self.tokens]
         exact = pos[0] >= before - self.window
         return planes, torch.where(exact[:, None], x.to(torch.float32), decoded)
@@ -97,7 +97,7 @@ class Problem:
         return (
             self.q, self.read(Role.KEY), self.read(Role.VALUE), self.hi if hi is None else hi, operands.get("lo"), operands.get("keep"),
             operands.get("bias"), operands.get("sinks"), self.keys.spell(), self.values.spell(), self.scale,
-            operands.get("softcap", 0.0), self.width_v, self.recent or None, self.base,
+            operands.get("softcap", 0.0), self.width_v, self.exact_newest or None, self.base,
         )
 
     def read(self, role: Role) -> list[torch.Tensor]:
@@ -227,8 +227,8 @@ def test_nan_that_is_read_comes_out(cls: type[Scheme], role: Role, sinks: torch.
     # Query 0 stands before the token, the others see it. Inf times a negative query is minus infinity: no mass.
     problem.q.abs_()
     if problem.window:
-        recent = problem.recent[0 if role is Role.KEY else 1]
-        recent[:, :, at - int(problem.base)] = poison  # type: ignore[arg-type]
+        exact_newest = problem.exact_newest[0 if role is Role.KEY else 1]
+        exact_newest[:, :, at - int(problem.base)] = poison  # type: ignore[arg-type]
     else:
         append_body(x, planes, torch.tensor([[at]]), scheme.spell())
     out = attend(*problem.arguments(sinks=sinks))

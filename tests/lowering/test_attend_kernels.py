@@ -103,7 +103,7 @@ def test_other_compilers_run_eager_bodies_and_say_so() -> None:
 def test_every_scheme_gets_a_kernel_or_a_reason(cls: type[Scheme], device: str) -> None:
     for scheme in cls.variants():
         slots = tuple((scheme.of(role).spell(), SlotSpec(2, 128, torch.float32, role)) for role in Role)
-        kernel, why = choose(AttendFacts(device, slots, recent=bool(scheme.window)))
+        kernel, why = choose(AttendFacts(device, slots, exact_newest=bool(scheme.window)))
         assert kernel.device in {None, device} and kernel in KERNELS
         assert (kernel is EAGER) == (why is not None) or device == "xpu"
 
@@ -111,10 +111,10 @@ def test_every_scheme_gets_a_kernel_or_a_reason(cls: type[Scheme], device: str) 
 @pytest.mark.parametrize(
     ("device", "given", "found"),
     [
-        ("cuda", {"more": True}, "keys in two planes"), ("cuda", {"dtype": torch.float64}, "queries in torch.float64"),
-        ("cuda", {"page_rows": 48}, "pages of 48 tokens"), ("cpu", {"recent": True}, "newest tokens in full precision"),
-        ("cpu", {"early": True}, "first tokens in full precision"),
-        ("cpu", {"rotation": True}, "keys stored before RoPE"), ("cpu", {"more": True}, "keys in two planes"),
+        ("cuda", {"extra_key_planes": True}, "keys in two planes"), ("cuda", {"dtype": torch.float64}, "queries in torch.float64"),
+        ("cuda", {"page_rows": 48}, "pages of 48 tokens"), ("cpu", {"exact_newest": True}, "newest tokens in full precision"),
+        ("cpu", {"exact_first": True}, "first tokens in full precision"),
+        ("cpu", {"rope": True}, "keys stored before RoPE"), ("cpu", {"extra_key_planes": True}, "keys in two planes"),
     ],
 )
 def test_gaps(device: str, given: dict[str, Any], found: str) -> None:
@@ -129,9 +129,9 @@ def test_many_rows_are_a_kernels_own_business() -> None:
     slots = tuple(("int8", SlotSpec(2, 64, torch.float32, role)) for role in Role)
     many = AttendFacts("cuda", slots, rows=512)
     assert list(kernels_for(many)) == [(PREFILL, None), (DECODE, None), (EAGER, None)]
-    assert choose(dataclasses.replace(many, rotation=True)) == (DECODE, "keys stored before RoPE")
+    assert choose(dataclasses.replace(many, rope=True)) == (DECODE, "keys stored before RoPE")
     assert choose(dataclasses.replace(many, bias=True)) == (DECODE, "a mask operand of its own")
-    assert choose(dataclasses.replace(many, early=True)) == (PREFILL, None)
+    assert choose(dataclasses.replace(many, exact_first=True)) == (PREFILL, None)
     assert choose(dataclasses.replace(many, device="cpu")) == (CPP, None)
 
 
@@ -152,7 +152,7 @@ def test_tables_beside_dense_tokens_are_no_chunks(pair: tuple[str, str]) -> None
     assert choose(AttendFacts("cuda", slots, torch.bfloat16, rows=512)) == (DECODE, "tables of levels that no chunk is decoded by")
 
 
-@pytest.mark.parametrize("given", [{}, {"recent": [1, 2], "base": 3}, {"interleaved": True, "more_dim": 4}])
+@pytest.mark.parametrize("given", [{}, {"exact_newest": [1, 2], "base": 3}, {"interleaved": True, "extra_key_dim": 4}])
 def test_operands_are_those_of_the_schema(given: dict[str, Any]) -> None:
     names = names_of(ops.attend)
     assert [field.name for field in dataclasses.fields(AttendOperands)] == list(names)
@@ -195,7 +195,7 @@ def test_inductor_sums_first_tokens_in_operations_of_its_own(monkeypatch: pytest
 
     def lower(operands: AttendOperands[Any]) -> Any:
         operands, sums = lower_first(operands)
-        assert operands.keep is not None and not operands.early
+        assert operands.keep is not None and not operands.exact_first
         nothing = [1, *operands.q.get_size()[:3], operands.value_dim + 2]
         none = lowerings[aten.full](nothing, 0.0, dtype=torch.float32, device=operands.q.get_device())
         return merge(none, None, operands.value_dim, operands.q.get_dtype(), sums)

@@ -40,17 +40,17 @@ def test_no_head_step_is_beyond_what_is_reported(case: Callable[[Draw, Shape], I
             step, k, v = inputs.step(Certify(), dtype)
             ks, vs = parse(keys_by).of(Role.KEY), parse(values_by).of(Role.VALUE)
             keys, values = planes_of(ks, k), planes_of(vs, v)
-            recent, base = None, None
+            exact_newest, base = None, None
             if exact:
                 base = torch.tensor([shape.T - exact])
-                recent = [k[:, :, -exact:], v[:, :, -exact:]]
+                exact_newest = [k[:, :, -exact:], v[:, :, -exact:]]
                 for plane in (keys[0], values[0]):
                     # Whole blocks behind the last one that any token is read from.
                     plane[-1, :, :, 32:] = 0 if not plane.is_floating_point() else float("nan")
             fixed = step.bias, step.sinks
             common = (step.hi, step.lo, step.keep, *fixed)
             operands = AttendOperands(
-                step.q, keys, values, *common, ks.spell(), vs.spell(), step.scale, step.softcap, shape.D, recent, base
+                step.q, keys, values, *common, ks.spell(), vs.spell(), step.scale, step.softcap, shape.D, exact_newest, base
             )
             output = attend_body(operands)
             found, _ = report_step(output, operands)

@@ -40,7 +40,7 @@ def cases(scheme: str) -> list[Prefill]:
             dataclasses.replace(base, keep=True, B=2), dataclasses.replace(base, D=128, Dv=64, G=7, T=400, splits=1),
             dataclasses.replace(base, S=3, T=161, magnitude=1e-3, outlier=True), dataclasses.replace(base, B=2, fronts=(170, 5)),
         ]
-        return [Prefill(case, recent=schemes.parse(scheme).window) for case in (found if scheme == "kivi" else found[:2])]
+        return [Prefill(case, exact_newest=schemes.parse(scheme).window) for case in (found if scheme == "kivi" else found[:2])]
     found = [
         base, dataclasses.replace(base, T=20, splits=1), dataclasses.replace(base, T=128, B=3, splits=1),
         dataclasses.replace(base, T=129, S=2), dataclasses.replace(base, D=128, Dv=64, K=2, T=330, G=7),
@@ -121,7 +121,7 @@ def through_inductor() -> list[str]:
 
     def attend(args: dict) -> torch.Tensor:
         names = ("q", "keys", "values", "hi", "lo", "keep", "bias", "sinks", "key_scheme", "value_scheme", "scale", "softcap", "value_dim")
-        return ops.attend(*(args[name] for name in names), args.get("recent"), args.get("base"))
+        return ops.attend(*(args[name] for name in names), args.get("exact_newest"), args.get("base"))
 
     base = Case("int4", "int8", S=256, T=500, sinks=True, lo=True)
     failures = []
@@ -152,7 +152,7 @@ def compare(*names: str) -> None:
         failures += [off_scratch(name, dtype) for dtype in (torch.float16, torch.bfloat16)]
     for prefill in itertools.chain.from_iterable(cases(name) for name in names):
         case = prefill.case
-        args = windowed(case) if prefill.recent else operands(case)
+        args = windowed(case) if prefill.exact_newest else operands(case)
         try:
             failures.append(check(case, run_chunks(case, args), args))
         except Exception as error:  # noqa: BLE001 - every case must be reported
@@ -171,7 +171,7 @@ def config_of(scheme: str, tile: Tile) -> PrefillConfig:
     words = [made.format(SlotSpec(8, 128, torch.bfloat16, role)).word_dtype for made, role in zip(own, Role, strict=True)]
     return PrefillConfig(
         own[0].spell(), own[1].spell(), 128, 128, 8, 4, torch.bfloat16, words[0], words[1], 0.088, splits=2, tile=tile, chunk=8192,
-        recent=bool(schemes.parse(scheme).window),
+        exact_newest=bool(schemes.parse(scheme).window),
     )
 
 

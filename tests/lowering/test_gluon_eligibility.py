@@ -40,20 +40,20 @@ def facts(scheme: str = "int4", dim: int = 128, **changes: Any) -> AttendFacts:
 
 @pytest.mark.parametrize("scheme", ["int4", "kivi", "int4(group=64)"])
 def test_it_is_chosen_where_it_was_measured(scheme: str) -> None:
-    assert choose(facts(scheme, recent=scheme == "kivi")) == (GLUON, None)
+    assert choose(facts(scheme, exact_newest=scheme == "kivi")) == (GLUON, None)
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
         (facts("int8"), "not measured to be faster"), (facts("kivi(bits=4)"), "not measured to be faster"),
-        (facts(dim=64), "heads of 64"), (facts(dtype=torch.float32), "float32"), (facts(rotation=True), "RoPE"),
+        (facts(dim=64), "heads of 64"), (facts(dtype=torch.float32), "float32"), (facts(rope=True), "RoPE"),
         (facts(bias=True), "a mask operand"), (facts(page_rows=1), "pages of 1"), (facts(page_rows=128), "pages of 128"),
         (facts(one=dataclasses.replace(ONE, group=16)), "16 query heads"), (facts(one=dataclasses.replace(ONE, softcap=20.0)), "a softcap"),
         (facts(one=dataclasses.replace(ONE, capability=(8, 0))), "capability 8.0"),
         (facts(one=dataclasses.replace(ONE, capability=(7, 5), measured=False)), "capability 7.5"),
         (facts(one=dataclasses.replace(ONE, capability=None)), "capability none"),
-        (facts(early=True), "first tokens"), (facts("normed", recent=True), "norms of tokens"),
+        (facts(exact_first=True), "first tokens"), (facts("normed", exact_newest=True), "norms of tokens"),
     ],
 )
 def test_gaps_leave_it_to_the_template(given: AttendFacts, found: str) -> None:
@@ -61,7 +61,9 @@ def test_gaps_leave_it_to_the_template(given: AttendFacts, found: str) -> None:
     assert kernel is DECODE and why is not None and found in why and why.startswith("not in Gluon: ")
 
 
-@pytest.mark.parametrize("given", [facts("int8"), facts("fp8"), facts("kivi(bits=4)", recent=True), facts("int8", dim=64), facts(dim=256)])
+@pytest.mark.parametrize(
+    "given", [facts("int8"), facts("fp8"), facts("kivi(bits=4)", exact_newest=True), facts("int8", dim=64), facts(dim=256)]
+)
 def test_what_did_not_win_is_chosen_on_demand(given: AttendFacts) -> None:
     kernel, why = choose(given)
     assert kernel is DECODE and why is not None and "not measured to be faster" in why
@@ -70,7 +72,7 @@ def test_what_did_not_win_is_chosen_on_demand(given: AttendFacts) -> None:
 
 @pytest.mark.parametrize("scheme", ["nf4", "normed", "int8-static", "dense"])
 def test_what_it_cannot_compute_is_never_chosen(scheme: str) -> None:
-    given = facts(scheme, recent=scheme == "normed", one=dataclasses.replace(ONE, measured=False))
+    given = facts(scheme, exact_newest=scheme == "normed", one=dataclasses.replace(ONE, measured=False))
     assert choose(given)[0] is DECODE
 
 

@@ -39,17 +39,18 @@ def case_of(scheme: str, **changes: Any) -> Case:
 # Cases behind one another compile to one kernel where their operands are of one kind.
 CASES = [
     case_of("int4", T=500), case_of("int4", T=1), case_of("int4", magnitude=5000.0), case_of("int4", outlier=True),
-    case_of("int4", T=200, B=3, K=1, lo=True, keep=True, recent=36, sinks=True, G=7),
-    case_of("kivi", recent=33, T=300), case_of("kivi", recent=36, T=20), case_of("kivi", recent=33, magnitude=5000.0),
-    case_of("kivi", recent=33, magnitude=1e-3), case_of("kivi", recent=33, equal=True),
-    case_of("kivi", T=300, recent=40, B=2, K=1, shares=2, dtype=torch.float16),
+    case_of("int4", T=200, B=3, K=1, lo=True, keep=True, exact_newest=36, sinks=True, G=7),
+    case_of("kivi", exact_newest=33, T=300), case_of("kivi", exact_newest=36, T=20), case_of("kivi", exact_newest=33, magnitude=5000.0),
+    case_of("kivi", exact_newest=33, magnitude=1e-3), case_of("kivi", exact_newest=33, equal=True),
+    case_of("kivi", T=300, exact_newest=40, B=2, K=1, shares=2, dtype=torch.float16),
     # Padding in front: in some splits, all of a row but its newest token, none of a row but a few tokens of its middle.
     case_of("int4", T=900, B=2, K=1, fronts=(899, 100)), case_of("int4", T=900, B=2, K=1, fronts=(0, 0)),
-    case_of("kivi", T=900, B=2, K=1, recent=33, fronts=(520, 20)),
+    case_of("kivi", T=900, B=2, K=1, exact_newest=33, fronts=(520, 20)),
     # What is served on demand: codes that gained little, slots of two formats, other widths.
     case_of("int8", T=300), case_of("int8", magnitude=5000.0), case_of("fp8", T=300, B=2, K=1, lo=True, keep=True, G=7),
-    case_of("fp8", outlier=True), case_of("kivi(bits=4)", T=300, recent=33, D=256, Dv=256), case_of("int8", value="int4", D=64, Dv=64),
-    case_of("int4", value="fp8", T=300), case_of("kivi(bits=4)", value="kivi", T=300, recent=33), case_of("int8", D=256, Dv=256),
+    case_of("fp8", outlier=True), case_of("kivi(bits=4)", T=300, exact_newest=33, D=256, Dv=256),
+    case_of("int8", value="int4", D=64, Dv=64),
+    case_of("int4", value="fp8", T=300), case_of("kivi(bits=4)", value="kivi", T=300, exact_newest=33), case_of("int8", D=256, Dv=256),
 ]
 
 
@@ -77,12 +78,12 @@ def test_the_merge_begins_early_and_waits_before_it_reads_what_splits_write() ->
     """Ahead of the wait it loads the position alone; where launches do not overlap nothing waits."""
     args = AttendOperands(**operands(case_of("int4")))
     _, (attend, merge) = launches(args, HOPPER)
-    assert merge.early and not attend.early
+    assert merge.exact_first and not attend.exact_first
     assert compile_launch(attend)[0]["ptx"].count("griddepcontrol.launch_dependents") == 1
     before, after = compile_launch(merge)[0]["ptx"].split("griddepcontrol.wait;")
     assert before.count("ld.global") == 1 and "st.global" not in before and "ld.global" in after
     _, found = launches(args, dataclasses.replace(HOPPER, overlaps=False))
-    assert not any(launch.early or "griddepcontrol" in compile_launch(launch)[0]["ptx"] for launch in found)
+    assert not any(launch.exact_first or "griddepcontrol" in compile_launch(launch)[0]["ptx"] for launch in found)
 
 
 @pytest.mark.compile
@@ -98,7 +99,7 @@ def test_partial_sums_are_written_sixteen_bytes_a_thread(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["int4", "kivi", "int8", "fp8"])
 def test_what_is_no_number_stays_none(scheme: str) -> None:
     """A query of NaN gives NaN, and others what they gave; codes of a place that nobody attends to do not show."""
-    case = case_of(scheme, recent=33 if scheme == "kivi" else 0, T=100)
+    case = case_of(scheme, exact_newest=33 if scheme == "kivi" else 0, T=100)
     args = operands(case)
     plain = run(args)
     bad = torch.arange(case.K * case.G)[None, :, None, None] == 1
@@ -112,7 +113,7 @@ def test_what_is_no_number_stays_none(scheme: str) -> None:
 @pytest.mark.parametrize(("scheme", "most"), [("int4", 1.8), ("kivi", 1.95), ("int8", 2.0), ("fp8", 3.0)])
 def test_instructions_of_the_hot_loop(scheme: str, most: float) -> None:
     """The Triton template issues 2.8 a K or V element; loads and products of the loop are what is expected, and nothing spills."""
-    case = case_of(scheme, recent=33 if scheme == "kivi" else 0)
+    case = case_of(scheme, exact_newest=33 if scheme == "kivi" else 0)
     _, (attend, _) = launches(AttendOperands(**operands(case)), HOPPER)
     made, _ = compile_launch(attend)
     body = hot_way(made["cubin"])
@@ -150,7 +151,7 @@ def test_the_merge_follows_the_pairs_and_not_the_capacity() -> None:
     """Few pairs: programs of eight channels, enough for every multiprocessor."""
 
     def chosen(scheme: str, pairs_of: dict[str, int], pages: int = 2) -> Merge:
-        case = case_of(scheme, T=100 * pages, recent=33 if scheme == "kivi" else 0, **pairs_of)
+        case = case_of(scheme, T=100 * pages, exact_newest=33 if scheme == "kivi" else 0, **pairs_of)
         made = operands(case)
         made["hi"] = made["hi"][:1]
         return launches(AttendOperands(**made), HOPPER)[1][1].arguments[-1]

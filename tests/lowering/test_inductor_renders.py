@@ -31,9 +31,9 @@ from kvcompile.lowering.ops.operations import attend_body
 
 HALF: dict[str, Any] = {"dtype": torch.bfloat16, "D": 128, "Dv": 128, "K": 2}
 CASES = [
-    Case("int4", "int4", T=200, **HALF), Case("kivi", "kivi", T=200, recent=40, **HALF), Case("beyond", "beyond", T=200, **HALF),
+    Case("int4", "int4", T=200, **HALF), Case("kivi", "kivi", T=200, exact_newest=40, **HALF), Case("beyond", "beyond", T=200, **HALF),
     dataclasses.replace(normed_cases()[0], **HALF), dataclasses.replace(early_cases()[1], **HALF),
-    Case("kivi", "kivi", T=200, B=2, recent=40, keep=True, **HALF),
+    Case("kivi", "kivi", T=200, B=2, exact_newest=40, keep=True, **HALF),
 ]
 
 

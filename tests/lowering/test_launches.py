@@ -80,11 +80,11 @@ def site_operands(options: str = "", scratch: bool = False) -> list[Any]:
         )} for role in Role
     )
     read = [[planes[name] for name in ("codes", "scales", "zeros", "notes", "originals")] for planes in (keys, values)]
-    recent = [torch.zeros(1, K, 17, D, dtype=torch.bfloat16) for _ in Role]
+    exact_newest = [torch.zeros(1, K, 17, D, dtype=torch.bfloat16) for _ in Role]
     telemetry = torch.zeros(1, 1, K, 1, TELEMETRY, dtype=torch.float64)
     return [
         torch.zeros(1, K * G, 1, D, dtype=torch.bfloat16), *read, torch.zeros(1, 1, dtype=torch.int64), None, None, None, None,
-        *(schemes.parse(text).of(role).spell() for role in Role), 0.125, 0.0, D, recent, torch.zeros(1, dtype=torch.int64), telemetry,
+        *(schemes.parse(text).of(role).spell() for role in Role), 0.125, 0.0, D, exact_newest, torch.zeros(1, dtype=torch.int64), telemetry,
         *([keys[PLACES], keys[SCRATCH], values[PLACES], values[SCRATCH]] if scratch else [None] * 4),
     ]
 

@@ -35,10 +35,10 @@ class Prefill:
     """A case of the other template, and whether its last tokens are recent ones in full precision."""
 
     case: Case
-    recent: int = 0
+    exact_newest: int = 0
 
     def __str__(self) -> str:
-        return f"{self.case} recent={self.recent}"
+        return f"{self.case} exact_newest={self.exact_newest}"
 
 
 def cases(scheme: str) -> list[Prefill]:
@@ -55,7 +55,7 @@ def cases(scheme: str) -> list[Prefill]:
             dataclasses.replace(base, T=330, B=2, fronts=(150, 3)),
         ]
         found = found[:3] if scheme in SHORT else found
-        return [Prefill(case, recent=schemes.parse(scheme).window) for case in found]
+        return [Prefill(case, exact_newest=schemes.parse(scheme).window) for case in found]
     base = Case(scheme, scheme, S=20, T=150, tile=TILE)
     found = [
         base, dataclasses.replace(base, T=20), dataclasses.replace(base, T=64, B=3),
@@ -94,13 +94,16 @@ def cases(scheme: str) -> list[Prefill]:
 
 def early_cases() -> list[Prefill]:
     """First tokens in full precision: within a tile, over several, all of them, of rows that begin elsewhere."""
-    base = Case("int4", "int4", S=20, T=150, tile=TILE, early=4)
+    base = Case("int4", "int4", S=20, T=150, tile=TILE, exact_first=4)
     kivi = dataclasses.replace(base, key="kivi", value="kivi", T=190)
     return [Prefill(dataclasses.replace(case, splits=max(case.splits, 2))) for case in (
-        base, dataclasses.replace(base, early=70, early_at=3, B=2, keep=True), dataclasses.replace(base, T=30, early=64, softcap=5.0),
-        dataclasses.replace(base, early=9, early_at=61, B=3, lo=True, sinks=True), dataclasses.replace(base, early_at=-2, G=1, key="int8"),
-        dataclasses.replace(base, early=16, early_at=0, K=2, D=128, Dv=64, key="dense", value="dense", T=330),
-        dataclasses.replace(kivi, early=16, recent=40), dataclasses.replace(kivi, early=33, recent=60, B=2, keep=True, lo=True),
+        base, dataclasses.replace(base, exact_first=70, exact_first_at=3, B=2, keep=True),
+        dataclasses.replace(base, T=30, exact_first=64, softcap=5.0),
+        dataclasses.replace(base, exact_first=9, exact_first_at=61, B=3, lo=True, sinks=True),
+        dataclasses.replace(base, exact_first_at=-2, G=1, key="int8"),
+        dataclasses.replace(base, exact_first=16, exact_first_at=0, K=2, D=128, Dv=64, key="dense", value="dense", T=330),
+        dataclasses.replace(kivi, exact_first=16, exact_newest=40),
+        dataclasses.replace(kivi, exact_first=33, exact_newest=60, B=2, keep=True, lo=True),
     )]
 
 
@@ -125,9 +128,9 @@ def windowed(case: Case, seed: int = 0) -> dict[str, Any]:
         if past:
             append_window_body(x[:, :, :past], planes, torch.arange(past).unsqueeze(0), None, scheme.spell())
         new = torch.arange(past, case.T).unsqueeze(0)
-        recent, _ = append_window_body(x[:, :, past:], planes, new, None, scheme.spell())
+        exact_newest, _ = append_window_body(x[:, :, past:], planes, new, None, scheme.spell())
         fmt = scheme.format(SlotSpec(case.K, dim, case.dtype, role))
-        found.append((planes[: fmt.planes], recent))
+        found.append((planes[: fmt.planes], exact_newest))
     (keys, recent_k), (values, recent_v) = found
     hi = torch.arange(case.T - case.S, case.T).unsqueeze(0).repeat(case.B, 1)
     keep = kept_tokens(case, g)
@@ -137,7 +140,7 @@ def windowed(case: Case, seed: int = 0) -> dict[str, Any]:
         q=randn(case.B, case.S, case.K * case.G, case.D).transpose(1, 2) / case.magnitude, keys=keys, values=values, hi=hi,
         lo=(hi - 66) if case.lo else None, keep=keep, bias=None, sinks=None, key_scheme=schemes.parse(case.key).of(Role.KEY).spell(),
         value_scheme=schemes.parse(case.value).of(Role.VALUE).spell(), scale=case.scale / case.magnitude, softcap=case.softcap,
-        value_dim=case.Dv, recent=[recent_k, recent_v], base=torch.tensor([case.T - case.S - schemes.parse(case.key).window]),
+        value_dim=case.Dv, exact_newest=[recent_k, recent_v], base=torch.tensor([case.T - case.S - schemes.parse(case.key).window]),
     )
 
 
@@ -148,7 +151,7 @@ def config_for(case: Case, args: dict[str, Any]) -> PrefillConfig:
     return PrefillConfig(
         args["key_scheme"], args["value_scheme"], case.D, case.Dv, case.K, case.G, case.dtype, keys[0].dtype, values[0].dtype,
         args["scale"], case.softcap, masks, keys[0].shape[3], not case.plain, case.splits,
-        recent=args.get("recent") is not None, base_per_batch=case.early > 0, packed=False, tile=case.tile,
+        exact_newest=args.get("exact_newest") is not None, base_per_batch=case.exact_first > 0, packed=False, tile=case.tile,
     )
 
 
@@ -156,20 +159,20 @@ def run_kernel(case: Case, args: dict[str, Any]) -> torch.Tensor:
     """The rendered kernel and a merge in eager torch."""
     q, keys, values = args["q"], args["keys"], args["values"]
     more = None
-    if case.early:
+    if case.exact_first:
         more, keep = first_sums(case, args)
         args = {**args, "keep": keep}
     config = config_for(case, args)
     assert config.fits
     key, _ = config.slots
     small, scales = normalized(q)
-    recent = args.get("recent") or (None, None)
+    exact_newest = args.get("exact_newest") or (None, None)
     tensors = {
         "Q": small if key.scaled else q, "Q_RAW": q, "Q_SCALES": scales, "HI": args["hi"], "K_WORDS": keys[0], "V_WORDS": values[0],
         "K_SCALES": keys[min(1, len(keys) - 1)], "V_SCALES": values[min(1, len(values) - 1)],
         "K_ZEROS": keys[-1], "V_ZEROS": values[-1],
         "LO": args["lo"], "KEEP": args["keep"], "SINKS": args["sinks"],
-        "RECENT_K": recent[0], "RECENT_V": recent[1], "BASE": args.get("base"),
+        "RECENT_K": exact_newest[0], "RECENT_V": exact_newest[1], "BASE": args.get("base"),
     }
     inputs = {name: tensors[name] for name in config.operands}
     heads = case.K * case.G
@@ -189,10 +192,10 @@ def first_sums(case: Case, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Te
     found: AttendOperands[torch.Tensor] = AttendOperands(**args)
     capacity = found.keys[0].shape[0] * found.keys[0].shape[3]
     seen = capacity if found.keep is None else found.keep.shape[1]
-    place = first_tokens.places(do, found, case.early, case.B, found.q.device)
+    place = first_tokens.places(do, found, case.exact_first, case.B, found.q.device)
     sizes = case.B, case.K * case.G, case.K, case.S, case.D, case.Dv
-    sums = first_tokens.partial_sums(do, lambda x: x, found, place, sizes, case.early, capacity, seen)
-    return torch.cat(sums, -1).unsqueeze(0), first_tokens.kept(do, found.keep, place, case.early, seen, found.q.device)
+    sums = first_tokens.partial_sums(do, lambda x: x, found, place, sizes, case.exact_first, capacity, seen)
+    return torch.cat(sums, -1).unsqueeze(0), first_tokens.kept(do, found.keep, place, case.exact_first, seen, found.q.device)
 
 
 def merged(out: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -218,7 +221,7 @@ def compare(*names: str) -> None:
         case = prefill.case
         if case.dtype == torch.bfloat16 and "dense" in (case.key, case.value):
             continue  # The interpreter's dot treats bfloat16 as integers; test_gpu_attend has these.
-        args = windowed(case) if prefill.recent else operands(case)
+        args = windowed(case) if prefill.exact_newest else operands(case)
         try:
             failure = check(case, run_kernel(case, args), args)
         except Exception as error:  # noqa: BLE001 - every case must be reported

@@ -49,13 +49,13 @@ def attentions(draw: st.DrawFn) -> Case:
         "lo": draw(st.booleans()), "keep": draw(st.booleans()), "sinks": draw(st.booleans()),
         "bias": draw(st.sampled_from((Bias.NONE, Bias.NONE, Bias.ADDED, Bias.BOOLEAN))),
         "softcap": draw(st.sampled_from((0.0, 0.0, 5.0))), "magnitude": draw(st.sampled_from((1.0, 1e-3, 30.0))),
-        "recent": draw(st.sampled_from((0, 20, 40, 100))) if windowed else 0, "rotary": draw(st.sampled_from((0, 0, 0, 32, 64))),
-        "interleaved": draw(st.booleans()), "early": draw(st.sampled_from((0, 0, 1, 4, 40))),
+        "exact_newest": draw(st.sampled_from((0, 20, 40, 100))) if windowed else 0, "rotary": draw(st.sampled_from((0, 0, 0, 32, 64))),
+        "interleaved": draw(st.booleans()), "exact_first": draw(st.sampled_from((0, 0, 1, 4, 40))),
     }
-    if shape["early"] and not windowed:
-        shape["early_at"] = draw(st.sampled_from((0, 3, -2, 10)))
+    if shape["exact_first"] and not windowed:
+        shape["exact_first_at"] = draw(st.sampled_from((0, 3, -2, 10)))
     # What is not encoded has a split of its own.
-    return Case(key, value, splits=draw(st.integers(2 if shape["recent"] or shape["early"] else 1, 3)), **shape)
+    return Case(key, value, splits=draw(st.integers(2 if shape["exact_newest"] or shape["exact_first"] else 1, 3)), **shape)
 
 
 def fits(case: Case) -> bool:

@@ -57,7 +57,7 @@ def launcher(tile: Tile) -> Callable[[Any, tuple, list[torch.Tensor]], None]:
 
 CASES = [
     dataclasses.replace(BASE, B=3), dataclasses.replace(BASE, S=8, lo=True, keep=True),
-    dataclasses.replace(BASE, key="beyond(bits=3)", value="beyond(bits=5)", G=2, recent=20, splits=2),
+    dataclasses.replace(BASE, key="beyond(bits=3)", value="beyond(bits=5)", G=2, exact_newest=20, splits=2),
     dataclasses.replace(BASE, key="beyond(group=64)", value="beyond(group=64)", D=256, Dv=256, G=2, T=40),
     # Tiles of 16 tokens, whose masks are bytes.
     dataclasses.replace(BASE, key="nf4", value="nf4", D=256, Dv=256, G=2, T=40, keep=True),

@@ -28,7 +28,7 @@ BARE = re.compile(r".*(?:(?<!\()1 \+ s0|1 \+ s0(?!\))).*")
 
 def _decode_text(scheme: str, queries: int) -> str:
     """The decode kernel's text with sums for strides, without its signature."""
-    beside = Beside(recent=scheme.startswith("kivi"), base_per_batch=scheme.startswith("kivi"), rotary_dim=64, rotation_per_batch=True)
+    beside = Beside(exact_newest=scheme.startswith("kivi"), base_per_batch=scheme.startswith("kivi"), rotary_dim=64, rope_per_batch=True)
     config = config_of(scheme, masks=MASKS, beside=beside, one_query=queries == 1)
     operands = _symbolic(offline.operands_for(config, 3, queries))
     return offline.render(config, operands, offline.output_for(config, 3, queries)).split("):", 1)[1]

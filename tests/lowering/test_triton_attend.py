@@ -55,11 +55,11 @@ class Case:
     magnitude: float = 1.0
     outlier: bool = False
     equal: bool = False
-    recent: int = 0
+    exact_newest: int = 0
     rotary: int = 0
     interleaved: bool = False
-    early: int = 0
-    early_at: int | None = None
+    exact_first: int = 0
+    exact_first_at: int | None = None
 
     def __str__(self) -> str:
         plain = Case(self.key, self.value)
@@ -162,15 +162,15 @@ def asymmetric_cases(scheme: str) -> list[Case]:
         dataclasses.replace(base, T=200, B=3, lo=True, keep=True), dataclasses.replace(base, S=3, T=150, B=2, bias=Bias.ADDED),
         dataclasses.replace(base, value=four, S=5, T=150, tile=Tile(32, 16, True), sinks=True, softcap=5.0),
         dataclasses.replace(base, key=four, S=20, T=100, tile=Tile(32, 32, False)),
-        dataclasses.replace(base, T=100, recent=40, B=3), dataclasses.replace(base, T=700, recent=40, B=4, splits=9, shares=2),
-        dataclasses.replace(base, T=100, recent=100, sinks=True),
-        dataclasses.replace(base, T=20, recent=36, D=80 if scheme == "lookup" else 96, Dv=96),
-        dataclasses.replace(base, T=150, recent=70, S=4, B=2, lo=True, keep=True),
-        dataclasses.replace(base, T=150, recent=40, bias=Bias.BOOLEAN, B=2, S=4),
-        dataclasses.replace(base, T=90, rotary=64), dataclasses.replace(base, T=120, rotary=32, recent=40, B=2, interleaved=True),
+        dataclasses.replace(base, T=100, exact_newest=40, B=3), dataclasses.replace(base, T=700, exact_newest=40, B=4, splits=9, shares=2),
+        dataclasses.replace(base, T=100, exact_newest=100, sinks=True),
+        dataclasses.replace(base, T=20, exact_newest=36, D=80 if scheme == "lookup" else 96, Dv=96),
+        dataclasses.replace(base, T=150, exact_newest=70, S=4, B=2, lo=True, keep=True),
+        dataclasses.replace(base, T=150, exact_newest=40, bias=Bias.BOOLEAN, B=2, S=4),
+        dataclasses.replace(base, T=90, rotary=64), dataclasses.replace(base, T=120, rotary=32, exact_newest=40, B=2, interleaved=True),
         dataclasses.replace(base, T=90, rotary=64, interleaved=True, S=5, tile=Tile(32, 16, True)),
-        Case("dense", "dense", T=120, rotary=48, recent=50, B=2, tile=Tile(32, 16, False), S=2),
-        Case("int4", "int8", T=120, recent=33),
+        Case("dense", "dense", T=120, rotary=48, exact_newest=50, B=2, tile=Tile(32, 16, False), S=2),
+        Case("int4", "int8", T=120, exact_newest=33),
     ]
     if scheme == "lookup":
         # Large magnitudes overflow float16 in the low-precision reference, not here.
@@ -191,8 +191,8 @@ def tabled_cases() -> list[Case]:
     return [
         Case(four, four, T=100, B=3, tile=twice), Case(five, five, T=70, D=128, Dv=64, K=2, tile=twice),
         Case(three, two, T=90, S=3, B=2, D=128, lo=True, keep=True, tile=Tile(32, 16, True)), Case(two, five, T=65, dtype=torch.float32),
-        Case("beyond(group=64)", "beyond(group=128)", T=130, D=128, Dv=128, G=8), Case("int4", five, T=100, Dv=128, recent=33),
-        Case(four, "kivi", T=100, recent=40, tile=twice), Case(five, three, S=20, T=100, tile=Tile(32, 32, False)),
+        Case("beyond(group=64)", "beyond(group=128)", T=130, D=128, Dv=128, G=8), Case("int4", five, T=100, Dv=128, exact_newest=33),
+        Case(four, "kivi", T=100, exact_newest=40, tile=twice), Case(five, three, S=20, T=100, tile=Tile(32, 32, False)),
         Case("nf4", "nf4", T=130, D=96, Dv=96, K=2, dtype=torch.bfloat16, magnitude=30.0, tile=twice, sinks=True, softcap=5.0),
         Case("nf4", four, T=200, B=2, D=80, Dv=64, G=3, bias=Bias.ADDED, tile=twice),
         Case(three, five, T=70, D=256, Dv=256, G=2, tile=Tile(16, 8, True, copies=2)), Case(two, two, T=65, outlier=True, tile=twice),
@@ -202,30 +202,37 @@ def tabled_cases() -> list[Case]:
 def early_cases() -> list[Case]:
     """First tokens as they are: beside the newest ones, behind padding, partly seen, more than a tile of them and fewer."""
     fine = Tile(block_t=32)
-    four, kivi = Case("int4", "int4", early=4), Case("kivi", "kivi", tile=fine, recent=40)
-    tabled = Case("nf4", "beyond", tile=fine, early_at=0)
+    four, kivi = Case("int4", "int4", exact_first=4), Case("kivi", "kivi", tile=fine, exact_newest=40)
+    tabled = Case("nf4", "beyond", tile=fine, exact_first_at=0)
     return [
-        *(dataclasses.replace(four, T=T, B=3, early=early, early_at=at) for T, early, at in ((3, 4, 0), (70, 4, 2), (200, 64, 61))),
-        dataclasses.replace(four, T=90, B=2, early_at=-2),
-        dataclasses.replace(four, key="dense", value="int8", T=130, early=70, early_at=3),
-        dataclasses.replace(four, T=100, B=2, early=9, early_at=3, lo=True, keep=True),
-        dataclasses.replace(four, T=100, B=2, early=9, early_at=3, S=4, lo=True),
-        dataclasses.replace(four, T=100, B=2, early=9, early_at=3, S=4, bias=Bias.BOOLEAN, sinks=True),
-        dataclasses.replace(four, T=100, S=20, early=5, early_at=1, tile=Tile(32, 64, False)),
-        dataclasses.replace(four, T=300, B=3, early=7, early_at=1, splits=9, shares=2),
-        *(dataclasses.replace(kivi, T=T, early=early, B=2) for T, early in ((200, 4), (200, 32), (130, 70), (45, 20), (20, 64))),
-        dataclasses.replace(kivi, T=150, early=6, S=4, B=2, lo=True, keep=True),
-        dataclasses.replace(kivi, T=150, early=6, S=5, softcap=5.0), dataclasses.replace(kivi, T=120, early=5, rotary=32),
-        dataclasses.replace(tabled, T=150, early=5), dataclasses.replace(tabled, T=150, early=40, early_at=37, B=2),
-        dataclasses.replace(tabled, T=30, early=3, S=3),
+        *(
+            dataclasses.replace(four, T=T, B=3, exact_first=count, exact_first_at=at)
+            for T, count, at in ((3, 4, 0), (70, 4, 2), (200, 64, 61))
+        ),
+        dataclasses.replace(four, T=90, B=2, exact_first_at=-2),
+        dataclasses.replace(four, key="dense", value="int8", T=130, exact_first=70, exact_first_at=3),
+        dataclasses.replace(four, T=100, B=2, exact_first=9, exact_first_at=3, lo=True, keep=True),
+        dataclasses.replace(four, T=100, B=2, exact_first=9, exact_first_at=3, S=4, lo=True),
+        dataclasses.replace(four, T=100, B=2, exact_first=9, exact_first_at=3, S=4, bias=Bias.BOOLEAN, sinks=True),
+        dataclasses.replace(four, T=100, S=20, exact_first=5, exact_first_at=1, tile=Tile(32, 64, False)),
+        dataclasses.replace(four, T=300, B=3, exact_first=7, exact_first_at=1, splits=9, shares=2),
+        *(
+            dataclasses.replace(kivi, T=T, exact_first=count, B=2)
+            for T, count in ((200, 4), (200, 32), (130, 70), (45, 20), (20, 64))
+        ),
+        dataclasses.replace(kivi, T=150, exact_first=6, S=4, B=2, lo=True, keep=True),
+        dataclasses.replace(kivi, T=150, exact_first=6, S=5, softcap=5.0), dataclasses.replace(kivi, T=120, exact_first=5, rotary=32),
+        dataclasses.replace(tabled, T=150, exact_first=5), dataclasses.replace(tabled, T=150, exact_first=40, exact_first_at=37, B=2),
+        dataclasses.replace(tabled, T=30, exact_first=3, S=3),
     ]
 
 
 def normed_cases() -> list[Case]:
     """Norms of tokens beside folded scales, beside what is decoded element by element, and first tokens."""
-    normed = Case("normed", "kivi", T=150, tile=Tile(block_t=32), recent=40, B=2)
+    normed = Case("normed", "kivi", T=150, tile=Tile(block_t=32), exact_newest=40, B=2)
     return [
-        normed, dataclasses.replace(normed, T=200, D=128, Dv=128, early=4, outlier=True), dataclasses.replace(normed, key="normed(bits=3)"),
+        normed, dataclasses.replace(normed, T=200, D=128, Dv=128, exact_first=4, outlier=True),
+        dataclasses.replace(normed, key="normed(bits=3)"),
         dataclasses.replace(normed, key="normed(bits=4,group=16,window=16)", tile=Tile(16), S=3, softcap=5.0),
         dataclasses.replace(normed, dtype=torch.float32), dataclasses.replace(normed, S=20, tile=Tile(32, 32, False), sinks=True),
         dataclasses.replace(normed, magnitude=1000.0, keep=True, lo=True), dataclasses.replace(normed, tile=Tile(64), magnitude=1e-3),
@@ -235,16 +242,16 @@ def normed_cases() -> list[Case]:
 def padded_cases() -> list[Case]:
     """Padding in front of rows, where tiles that hide nothing have a loop of their own: whole splits of it, all of a row, or none."""
     fine = Tile(block_t=32)
-    kivi = Case("kivi", "kivi", T=300, B=2, fronts=(170, 33), recent=40, tile=fine)
+    kivi = Case("kivi", "kivi", T=300, B=2, fronts=(170, 33), exact_newest=40, tile=fine)
     return [
         kivi, dataclasses.replace(kivi, fronts=(0, 999)), dataclasses.replace(kivi, S=4, fronts=(64, 1)),
         dataclasses.replace(kivi, S=20, fronts=(64, 1), tile=Tile(32, 32, False)),
         dataclasses.replace(kivi, splits=9, T=600, fronts=(500, 0)),
         dataclasses.replace(kivi, key="normed", fronts=(5, 290)), dataclasses.replace(kivi, T=40, fronts=(7, 0)),
-        *(dataclasses.replace(kivi, early=early, fronts=(90, 3)) for early in (4, 50)),
+        *(dataclasses.replace(kivi, exact_first=exact_first, fronts=(90, 3)) for exact_first in (4, 50)),
         Case("nf4", "beyond", T=300, B=2, fronts=(100, 201), tile=fine),
         Case("nf4", "nf4", T=300, B=2, fronts=(250, 0), splits=1, tile=fine),
-        Case("nf4", "beyond", T=200, B=2, fronts=(60, 60), early=5, early_at=60, tile=fine),
+        Case("nf4", "beyond", T=200, B=2, fronts=(60, 60), exact_first=5, exact_first_at=60, tile=fine),
         Case("nf4", "nf4", T=600, B=3, fronts=(1, 100, 0), splits=9, shares=2, tile=fine),
     ]
 
@@ -335,34 +342,35 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
     if case.bias in {Bias.BOOLEAN, Bias.REPLACING}:
         bias = (torch.rand(1, H, 1, case.T - 5, generator=g) > 0.5).expand(case.B, H, case.S, case.T - 5)
     sinks = torch.randn(H, generator=g) if case.sinks else None
-    recent = base = rotation = None
-    if case.recent:
-        recent = [randn(case.B, case.K, case.recent, width) for width in (case.D, case.Dv)]
-        base = case.T - case.recent - 3 * torch.arange(case.B)
-    early = early_at = None
-    if case.early:
-        early = [randn(1, case.B, case.K, case.early, width) for width in (case.D, case.Dv)]
-        if case.early_at is not None:
-            early_at = (case.early_at + 5 * torch.arange(case.B)).reshape(1, case.B, 1, 1, 1)
-        poison_first(early_at, case.early, keys, values)
+    exact_newest = base = rope = None
+    if case.exact_newest:
+        exact_newest = [randn(case.B, case.K, case.exact_newest, width) for width in (case.D, case.Dv)]
+        base = case.T - case.exact_newest - 3 * torch.arange(case.B)
+    exact_first = exact_first_at = None
+    if case.exact_first:
+        exact_first = [randn(1, case.B, case.K, case.exact_first, width) for width in (case.D, case.Dv)]
+        if case.exact_first_at is not None:
+            exact_first_at = (case.exact_first_at + 5 * torch.arange(case.B)).reshape(1, case.B, 1, 1, 1)
+        poison_first(exact_first_at, case.exact_first, keys, values)
     if case.rotary:
         angle = torch.rand(1, case.T, case.rotary, generator=g) * 6
-        rotation = [angle.cos(), angle.sin()]
+        rope = [angle.cos(), angle.sin()]
     return dict(
         q=q, keys=keys, values=values, hi=hi, lo=lo, keep=keep, bias=bias, sinks=sinks, key_scheme=schemes.parse(case.key).spell(),
         value_scheme=schemes.parse(case.value).spell(), scale=case.scale / case.magnitude, softcap=case.softcap, value_dim=case.Dv,
-        recent=recent, base=base, rotation=rotation, interleaved=case.interleaved, early=early, early_at=early_at,
+        exact_newest=exact_newest, base=base, rope=rope, interleaved=case.interleaved, exact_first=exact_first,
+        exact_first_at=exact_first_at,
         **({"fill": FILL} if case.bias in {Bias.REPLACING, Bias.ADDED_OR_REPLACING} else {}),
     )
 
 
-def poison_first(early_at: torch.Tensor | None, count: int, *stores: list[torch.Tensor]) -> None:
+def poison_first(exact_first_at: torch.Tensor | None, count: int, *stores: list[torch.Tensor]) -> None:
     """NaN in the scales of tokens whose codes nobody may read, where a token has its own."""
     for planes in stores:
         for plane in planes[1:]:
             if plane.dtype.is_floating_point and plane.shape[3] == planes[0].shape[3]:
                 for row in range(plane.shape[1]):
-                    first = 0 if early_at is None else int(early_at[0, row])
+                    first = 0 if exact_first_at is None else int(exact_first_at[0, row])
                     for t in range(max(first, 0), min(first + count, plane.shape[0] * PAGE)):
                         plane[t // PAGE, row, :, t % PAGE] = float("nan")
 
@@ -419,16 +427,16 @@ def run_kernel(
     config = AttendConfig(
         args["key_scheme"], args["value_scheme"], case.D, case.Dv, case.K, case.G, case.dtype, keys[0].dtype, values[0].dtype,
         args["scale"], case.softcap, case.S == 1, masks,
-        Beside(case.recent > 0, True, case.rotary, case.interleaved, False, case.early, case.early_at is not None),
+        Beside(case.exact_newest > 0, True, case.rotary, case.interleaved, False, case.exact_first, case.exact_first_at is not None),
         keys[0].shape[3], not case.plain, case.splits, case.shares, case.direct, wide_keys=True, wide_values=True, packed=packed,
         key_scale_pack=scale_pack(keys, formats[0]), value_scale_pack=scale_pack(values, formats[1]),
         key_generic=not half[0], value_generic=not half[1], tile=case.tile,
     )
-    recent, rotation = args["recent"] or [None] * 2, args["rotation"] or [None] * 2
+    exact_newest, rope = args["exact_newest"] or [None] * 2, args["rope"] or [None] * 2
     tensors = {"Q": q, "HI": args["hi"], "K_WORDS": keys[0], "V_WORDS": values[0], "LO": args["lo"], "KEEP": args["keep"],
                "KEPT": None if args["keep"] is None else kept_of_runs(args["keep"]), "BIAS": args["bias"], "SINKS": args["sinks"],
-               "RECENT_K": recent[0], "RECENT_V": recent[1], "BASE": args["base"], "COS": rotation[0], "SIN": rotation[1],
-               "EARLY_AT": args["early_at"], **dict(zip(("EARLY_K", "EARLY_V"), args["early"] or (), strict=False))}
+               "RECENT_K": exact_newest[0], "RECENT_V": exact_newest[1], "BASE": args["base"], "COS": rope[0], "SIN": rope[1],
+               "EARLY_AT": args["exact_first_at"], **dict(zip(("EARLY_K", "EARLY_V"), args["exact_first"] or (), strict=False))}
     for letter, planes, fmt in zip("KV", (keys, values), formats, strict=True):
         tensors |= {f"{letter}_SCALES": planes[min(1, len(planes) - 1)], f"{letter}_ZEROS": planes[2] if fmt.zeros else None,
                     f"{letter}_TABLE": planes[fmt.planes - 1], f"{letter}_STATIC": planes[fmt.planes - 1],
@@ -532,9 +540,9 @@ COMPILED = [
     ("int8-static", "sm_80", {}), ("fp8-static", "sm_80", {}),
     ("fp8-static", "sm_90", {"tile": Tile(64, 64, False, 4, 3), "one_query": False}), ("int8-static", "sm_100", {"one_query": False}),
     ("dense", "sm_90", {"tile": Tile(64, 64, False, 4, 3), "one_query": False, "direct": True, "splits": 1}),
-    ("kivi", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(recent=True)}),
-    ("kivi(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2), "beside": Beside(recent=True, rotary_dim=128)}),
-    ("normed", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(recent=True, early=4), "value_scheme": "kivi"}),
+    ("kivi", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(exact_newest=True)}),
+    ("kivi(bits=3)", "sm_80", {"tile": Tile(32, 8, True, 4, 2), "beside": Beside(exact_newest=True, rotary_dim=128)}),
+    ("normed", "sm_90", {"tile": Tile(32, 8, True, 1, 3), "beside": Beside(exact_newest=True, exact_first=4), "value_scheme": "kivi"}),
     ("beyond", "sm_80", {"tile": Tile(32, 8, True, 1, 3, 2, 1), "value_scale_pack": 4, "key_scale_pack": 4}),
     ("beyond(bits=3)", "sm_100", {"tile": Tile(32, 8, True, 1, 3), "value_scale_pack": 4, "key_scale_pack": 4}),
     ("lookup", "sm_100", {"tile": Tile(32, 16, True, 4, 2), "one_query": False, "beside": Beside(rotary_dim=64, interleaved=True)}),
@@ -556,7 +564,7 @@ def test_norms_are_copied_asynchronously() -> None:
     """As words and scales are: a load of their own, 16 bits a thread, took a quarter of the kernel's time on an H200."""
     copies = []
     for scheme in ("kivi", "normed"):
-        config = config_of(scheme, value_scheme="kivi", tile=Tile(32, 8, True, 1, 3), beside=Beside(recent=True))
+        config = config_of(scheme, value_scheme="kivi", tile=Tile(32, 8, True, 1, 3), beside=Beside(exact_newest=True))
         built = offline.compile_offline(offline.attend_source(config), config)
         copies.append(str(built["ttgir"]).count("async_copy_global_to_local"))
     assert copies[1] > copies[0]
@@ -601,11 +609,11 @@ def test_rows_of_one_length_keep_their_splits() -> None:
     """More splits only where rows may differ in length and have more than one program each."""
     from kvcompile.lowering.decode.tiles import ONE_PASS, ragged_splits
 
-    uniform, recent = Masks(hi_per_batch=False, lo_per_batch=False), Beside(recent=True)
+    uniform, exact_newest = Masks(hi_per_batch=False, lo_per_batch=False), Beside(exact_newest=True)
     config = config_of("int8", masks=Masks(lo_per_batch=False))
     assert ragged_splits(config, 8, 16) == (64, 8)
     assert ragged_splits(config, 8, 2) == (16, 8)
-    assert ragged_splits(config_of("kivi", masks=config.masks, beside=recent), 5, 4) == (17, 4)
+    assert ragged_splits(config_of("kivi", masks=config.masks, beside=exact_newest), 5, 4) == (17, 4)
     assert ragged_splits(config, ONE_PASS, 2) == (2 * ONE_PASS, ONE_PASS)
     for other, splits, batch in (
         (config_of("int8", masks=uniform), 8, 16), (config, 1, 240), (config, 128, 1),
@@ -623,7 +631,7 @@ def test_the_merge_has_few_terms(scheme: str, tokens: int) -> None:
 
     window = schemes.parse(scheme).window > 0
     counts = set()
-    for beside in (Beside(recent=window), Beside(recent=window, early=4)):
+    for beside in (Beside(exact_newest=window), Beside(exact_newest=window, exact_first=4)):
         config = choose_tiles(config_of(scheme, masks=Masks(lo_per_batch=False), beside=beside), 4, PAGE, False, SHARED_MEMORY["sm_90"])[0]
         for batch, heads, multiprocessors in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 8, 32), (108, 132, 148)):
             counts.add(ragged_splits(config, splits_for(config, 4, batch * heads, multiprocessors, tokens), batch)[0])
@@ -636,7 +644,7 @@ def test_the_merge_has_few_terms(scheme: str, tokens: int) -> None:
 def test_queries_wider_than_the_newest_tokens_compile(scheme: str) -> None:
     """GPT-J and CodeGen attend in float32 over a cache in bfloat16: the newest tokens are brought to the queries' type."""
     spell = [schemes.parse(scheme).of(role).spell() for role in Role]
-    base = config_of("kivi", tile=Tile(32, 8, True, 1, 3), beside=Beside(recent=True), splits=4)
+    base = config_of("kivi", tile=Tile(32, 8, True, 1, 3), beside=Beside(exact_newest=True), splits=4)
     config = dataclasses.replace(base, key_scheme=spell[0], value_scheme=spell[1], dtype=torch.float32)
     source = offline.attend_source(config)
     operands = offline.operands_for(config)

@@ -101,7 +101,7 @@ def test_copies_of_a_store_keep_them(text: str) -> None:
         later = store.gathered(3, 60, None)
         assert torch.equal(decode(later, 60), decode(store, 63)[:, :, 3:]), "the first tokens stand three places earlier now"
     store.clear()
-    assert not any(plane.any() for plane in store.early)
+    assert not any(plane.any() for plane in store.exact_first)
 
 
 # --- models ----------------------------------------------------------------------------------------------

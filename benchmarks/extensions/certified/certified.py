@@ -68,7 +68,7 @@ def step_of(tokens: int, policy: Certify, tier2: str, sharp: float, values: Valu
     q = (torch.randn(1, H, 1, D, generator=draw, device="cuda") * sharp).to(torch.bfloat16)
     k, v = (torch.randn(1, K, length, D, generator=draw, device="cuda").to(torch.bfloat16) for _ in range(2))
     cache = Cache.of(k, v, values, poison=False)
-    cache.recent = [x[:, :, -17:].contiguous() for x in (k, v)]
+    cache.exact_newest = [x[:, :, -17:].contiguous() for x in (k, v)]
     cache.base = torch.tensor([length - 17], device="cuda")
     for half in range(2 if values is Values.INT4 else 1) if tier2 == "host" else ():
         plane = cache.originals[half]
@@ -88,7 +88,7 @@ def operands(step: Step, tier2: str = "device", scratch: tuple[int, int] = (0, 0
         held += [places, torch.zeros(1, 1, K, slots * BLOCK, D, dtype=step.q.dtype, device="cuda")] if slots else [None, None]
     return [
         step.q, [*cache.keys, cache.originals[0]], cache.values if full else [*cache.values, cache.originals[1]], step.hi, None, None, None,
-        None, spelled, spelled, step.scale, 0.0, D, cache.recent, cache.base,
+        None, spelled, spelled, step.scale, 0.0, D, cache.exact_newest, cache.base,
         torch.zeros(1, 1, K, 1, TELEMETRY, dtype=torch.float64, device="cuda"), *held,
     ]
 

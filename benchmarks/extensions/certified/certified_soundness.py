@@ -49,7 +49,7 @@ class Cache:
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     originals: list[torch.Tensor]
-    recent: list[torch.Tensor]
+    exact_newest: list[torch.Tensor]
     base: torch.Tensor
     length: int
 
@@ -73,14 +73,14 @@ class Cache:
         for x in (k_BKTD, v_BKTD):
             tail = torch.full_like(x[:, :, :1], float("nan")).expand(-1, -1, pages * PAGE - length, -1)
             originals.append(paged(torch.cat([x, tail], dim=2), pages))
-        recent = []
+        exact_newest = []
         for x in (k_BKTD, v_BKTD):
             room = torch.zeros_like(x[:, :, :1]).expand(-1, -1, BLOCK - (length - whole), -1)
-            recent.append(torch.cat([x[:, :, whole:], room], dim=2))
+            exact_newest.append(torch.cat([x[:, :, whole:], room], dim=2))
         if values is Values.FULL:
             # They are read where they are.
             planes[1] = [originals[1], planes[1][1]]
-        return Cache(planes[0], planes[1], originals, recent, torch.tensor([whole], device=k_BKTD.device), length)
+        return Cache(planes[0], planes[1], originals, exact_newest, torch.tensor([whole], device=k_BKTD.device), length)
 
 
 @dataclasses.dataclass
@@ -118,7 +118,7 @@ class Step:
         cache = self.cache
         return AttendOperands(
             self.q, cache.keys, cache.values, self.hi, self.lo, self.keep, self.bias, self.sinks, "certified", "certified", self.scale,
-            self.softcap, cache.originals[1].shape[-1], cache.recent, cache.base,
+            self.softcap, cache.originals[1].shape[-1], cache.exact_newest, cache.base,
         )
 
     def exact(self, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Step:
         """The scheme ``dense`` over the originals."""
         planes = [plane.to(self.q.device) for plane in self.cache.originals]
         return attend_body(dataclasses.replace(
-            self.operands(), keys=planes[:1], values=planes[1:], key_scheme="dense", value_scheme="dense", recent=None, base=None
+            self.operands(), keys=planes[:1], values=planes[1:], key_scheme="dense", value_scheme="dense", exact_newest=None, base=None
         ))
 
 

@@ -31,8 +31,8 @@ from kvcompile.extensions.smartkv.importance import (
     blended,
     head_measure,
     head_weights,
-    recent,
     token_mass,
+    weighted_by_recency,
 )
 from kvcompile.tools.cli import quality
 from kvcompile.types import Role, SlotSpec
@@ -96,7 +96,7 @@ class Adaptive:
         age, protected = tokens - 1 - torch.arange(tokens).expand(rows, -1), (torch.arange(tokens) < PROTECTED).expand(rows, -1)
         given = [across_layers(torch.stack(self.importance))] * len(self.importance) if self.aggregated else self.importance
         if self.temperature:
-            given = [recent(each, age, self.temperature) for each in given]
+            given = [weighted_by_recency(each, age, self.temperature) for each in given]
         found = [allocate(each, spend, self.cost, self.halves, self.taste, protected_RT=protected) for each in given]
         self.widths = [(each.keys, each.values) for each in found]
 

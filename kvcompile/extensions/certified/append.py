@@ -224,12 +224,13 @@ def _split(slot: Slot) -> tuple[torch.Tensor, ...]:
     return originals, originals, originals, notes, originals
 
 
-def _operands(slot: Slot, recent: torch.Tensor) -> tuple[object, ...]:
+def _operands(slot: Slot, exact_newest: torch.Tensor) -> tuple[object, ...]:
     """Arguments of the kernels, in their order: whole planes, no views."""
     codes, scales, zeros, notes, originals, *more = _split(slot)
     origin = slot.pos if slot.origin is None else slot.origin
     return (
-        slot.x, slot.window, slot.clock, codes, scales, zeros, notes, originals, more[0] if more else slot.pos, slot.pos, origin, recent,
+        slot.x, slot.window, slot.clock, codes, scales, zeros, notes, originals, more[0] if more else slot.pos, slot.pos, origin,
+        exact_newest,
         slot.x.stride(0), slot.x.stride(1), slot.x.stride(3), codes.shape[0], slot.x.shape[0],
         0 if slot.pos.shape[0] == 1 else slot.pos.stride(0),
     )
@@ -252,8 +253,8 @@ def _constants(slot: Slot, suffix: str = "") -> dict[str, Any]:
 def append_certified(slots: Sequence[Slot], launcher: Launcher | None = None) -> list[torch.Tensor]:
     """The newest tokens that ``append_window_body`` gives for one slot or two of what ``fits``, in one launch; None launches at once."""
     launcher = launcher or Direct(slots[0].x.device.type == "cuda")
-    results = [slot.recent() for slot in slots]
-    operands = [operand for slot, recent in zip(slots, results, strict=True) for operand in _operands(slot, recent)]
+    results = [slot.exact_newest() for slot in slots]
+    operands = [operand for slot, exact_newest in zip(slots, results, strict=True) for operand in _operands(slot, exact_newest)]
     grid = (sum(slot.programs for slot in slots),)
     if len(slots) == 1:
         launcher.kernel(certified_one, grid, *operands, **_constants(slots[0]))

@@ -37,7 +37,7 @@ from kvcompile.lowering.certificate.head_bounds import Sum, Values, causes_of
 from kvcompile.lowering.certificate.logits import Scores, gaps, visible_to_queries
 from kvcompile.lowering.certificate.telemetry import Counted, counts_of, figures_of
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.ops.operations import as_tokens, attend_body, with_recent
+from kvcompile.lowering.ops.operations import as_tokens, attend_body, with_exact_rows
 from kvcompile.schemes.certificate.policy import Cause, Certify, Fallback
 from kvcompile.types import Role, SlotSpec
 
@@ -147,18 +147,18 @@ def _sides(
     scheme: Certified, operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Tensor], seen: torch.Tensor
 ) -> tuple[Tokens, Tokens]:
     """Keys and values, with the window laid over both forms of each."""
-    q, K, recent, base = operands.q, operands.keys[0].shape[2], operands.recent, operands.base
+    q, K, exact_newest, base = operands.q, operands.keys[0].shape[2], operands.exact_newest, operands.base
     slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     k, v = (
         Tokens(*_tokens(scheme.of(slot.role), planes, plane, slot, seen))
         for planes, plane, slot in zip((operands.keys, operands.values), originals, slots, strict=True)
     )
-    if not recent:
+    if not exact_newest:
         return k, v
     assert base is not None
     k, v = (
-        Tokens(*(torch.where(seen[..., None], with_recent(x, new, base), 0) for x in side))
-        for side, new in zip((k, v), recent, strict=True)
+        Tokens(*(torch.where(seen[..., None], with_exact_rows(x, new, base), 0) for x in side))
+        for side, new in zip((k, v), exact_newest, strict=True)
     )
     return k, v
 
@@ -174,7 +174,7 @@ def _dense(operands: AttendOperands[torch.Tensor], originals: Sequence[torch.Ten
     """Attention over the originals as the scheme ``dense`` has it, [B, H, S, Dv]."""
     keys, values = (plane.to(operands.q.device) for plane in originals)
     return attend_body(dataclasses.replace(
-        operands, keys=[keys], values=[values], key_scheme="dense", value_scheme="dense", recent=None, base=None
+        operands, keys=[keys], values=[values], key_scheme="dense", value_scheme="dense", exact_newest=None, base=None
     ))
 
 

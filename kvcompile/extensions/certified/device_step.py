@@ -144,8 +144,8 @@ class DeviceStep:
         from kvcompile.extensions.certified.kernels.dense_fallback import tile_of
         from kvcompile.extensions.certified.kernels.weighted_values import NEAR, turn_of
 
-        q, keys, values, recent, value_dim = operands.q, operands.keys, operands.values, operands.recent, operands.value_dim
-        assert recent
+        q, keys, values, exact_newest, value_dim = operands.q, operands.keys, operands.values, operands.exact_newest, operands.value_dim
+        assert exact_newest
         B, H, S, _ = q.shape
         K = keys[0].shape[2]
         self.operands = operands
@@ -153,7 +153,7 @@ class DeviceStep:
         self.full, self.hosted = scheme.values is Values.FULL, scheme.tier2 is Tier2.HOST
         self.q = q if q.stride(-1) == 1 else q.contiguous()
         self.keys, self.values, self.originals = keys, values, originals
-        self.new_k, self.new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in recent)
+        self.new_k, self.new_v = (x if x.stride(-1) == 1 else x.contiguous() for x in exact_newest)
         self.heads, self.blocks, self.page = (K, H // K), keys[1].shape[0] * keys[1].shape[3], keys[0].shape[3]
         self.shape = (B, K, H // K * S)
         Q, N = self.shape[2], self.blocks

@@ -25,9 +25,9 @@ def lower_certified_site(*args: Any, **kwargs: Any) -> Any:
     """The result of a site as a box; operands as ``site_op`` has them. Logs why CUDA is left with the definition."""
     given = named(certified_site, args, kwargs)
     if given["q"].get_device().type == "cuda":
-        given = {**given, "q": channels_together(given["q"]), "recent": [channels_together(x) for x in given["recent"]]}
+        given = {**given, "q": channels_together(given["q"]), "exact_newest": [channels_together(x) for x in given["exact_newest"]]}
         # Of a mask it only matters that there is one.
-        planes = ("q", "keys", "values", "recent")
+        planes = ("q", "keys", "values", "exact_newest")
         fakes = {name: tree_map(lambda box: stand_in(realize(box)), given[name], is_leaf=is_box) for name in planes}
         gap = site_gap(SiteOperands.of((), {**given, **fakes}))
         if gap is None:

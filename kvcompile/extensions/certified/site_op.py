@@ -31,7 +31,7 @@ from kvcompile.types import Half
 
 LIBRARY.define(
     "certified_site(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
-    " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[] recent, Tensor base,"
+    " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[] exact_newest, Tensor base,"
     " Tensor(a!) telemetry, Tensor(b!)? places=None, Tensor(c!)? scratch=None, Tensor(d!)? value_places=None,"
     " Tensor(e!)? value_scratch=None) -> Tensor"
 )

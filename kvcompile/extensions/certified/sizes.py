@@ -69,7 +69,7 @@ def kernel_gap(operands: AttendOperands[torch.Tensor], scheme: Certified) -> str
     D, rows, page = q.shape[-1], q.shape[1] // keys[0].shape[2] * q.shape[2], keys[0].shape[3]
     if operands.keep is not None or operands.bias is not None or operands.softcap:
         return "a mask other than from a first to a last position, a bias or a softcap"
-    if not operands.recent:
+    if not operands.exact_newest:
         return "no newest tokens in full precision"
     if not isinstance(rows, int) or rows > MOST_ROWS:
         return f"{rows} rows of queries a kv head, above {MOST_ROWS}"

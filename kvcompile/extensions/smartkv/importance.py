@@ -94,7 +94,7 @@ def across_layers(importance_LRT: torch.Tensor, keep_RT: torch.Tensor | None = N
     return of_mean_one(importance_LRT.to(torch.float32).mean(0), keep_RT)
 
 
-def recent(importance_RT: torch.Tensor, age_RT: torch.Tensor, temperature: float) -> torch.Tensor:
+def weighted_by_recency(importance_RT: torch.Tensor, age_RT: torch.Tensor, temperature: float) -> torch.Tensor:
     """Importance times exp(-age / temperature); ages in steps since a token's birth (4.1)."""
     return importance_RT * torch.exp(-age_RT.to(torch.float32) / temperature)
 

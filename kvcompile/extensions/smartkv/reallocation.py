@@ -27,7 +27,7 @@ from kvcompile.extensions.smartkv.allocation import allocate
 from kvcompile.extensions.smartkv.buckets import Buckets, Room
 from kvcompile.extensions.smartkv.codes import ENTERING
 from kvcompile.extensions.smartkv.hysteresis import Bounds, Decided, decide
-from kvcompile.extensions.smartkv.importance import blended, recent
+from kvcompile.extensions.smartkv.importance import blended, weighted_by_recency
 from kvcompile.extensions.smartkv.moves import SLACK, Order
 from kvcompile.extensions.smartkv.originals import Again
 from kvcompile.extensions.smartkv.rules import Rules
@@ -209,7 +209,7 @@ def _some(scheme: Rules, layers: Sequence[Layer], slot: SlotSpec, importance_LBT
     value = blended(plain, weighted, scheme.head_share, there)
     places = torch.arange(count, device=device)
     if scheme.recency:
-        value = recent(value, (count - 1 - places).expand_as(value), scheme.recency)
+        value = weighted_by_recency(value, (count - 1 - places).expand_as(value), scheme.recency)
     reader = moves.movement(device)
     now = torch.cat([reader.levels(layer.keys, count) for layer in layers])
     before = now.clamp(max=top)

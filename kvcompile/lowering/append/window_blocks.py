@@ -275,7 +275,7 @@ class Blocks(NamedTuple):
     """A slot of many tokens, and how programs share it."""
 
     slot: Slot
-    recent: torch.Tensor
+    exact_newest: torch.Tensor
 
     @property
     def rows(self) -> int:
@@ -318,7 +318,7 @@ class Blocks(NamedTuple):
         """Arguments of the first launch's kernels, in their order: whole planes, no views."""
         x, pos, (codes, scales, zeros), (own, *own_strides) = self.slot.x, self.slot.pos, self.slot.planes[:3], self.slot.own
         return (
-            x, self.slot.window, self.slot.clock, codes, scales, zeros, own, pos, self.origin, self.recent, x.stride(0), x.stride(1),
+            x, self.slot.window, self.slot.clock, codes, scales, zeros, own, pos, self.origin, self.exact_newest, x.stride(0), x.stride(1),
             x.stride(2), x.stride(3), x.shape[2], codes.shape[0], codes.stride(0), scales.stride(0), self.pos_b, pos.stride(1),
             codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *own_strides,
         )
@@ -332,7 +332,8 @@ class Blocks(NamedTuple):
         """Return the operands of the second launch's kernels, in their order."""
         slot, pos = self.slot, self.slot.pos
         return (
-            slot.window, slot.clock, pos, self.origin, self.recent, slot.x.shape[2], slot.planes[0].shape[0], self.pos_b, pos.stride(1),
+            slot.window, slot.clock, pos, self.origin, self.exact_newest, slot.x.shape[2], slot.planes[0].shape[0], self.pos_b,
+            pos.stride(1),
         )
 
     def roll_constants(self, suffix: str = "") -> dict[str, Any]:
@@ -363,7 +364,7 @@ def append_window_blocks(slots: Sequence[Slot], launcher: Launcher | None = None
     """
     launcher, batch = launcher or Direct(slots[0].x.device.type == "cuda"), slots[0].x.shape[0]
     assert all(slot.x.shape[0] == batch for slot in slots)
-    work = [Blocks(slot, slot.recent()) for slot in slots]
+    work = [Blocks(slot, slot.exact_newest()) for slot in slots]
     operands = [operand for blocks in work for operand in blocks.operands()]
     rolled = [operand for blocks in work for operand in blocks.roll_operands()]
     grids = (sum(blocks.programs for blocks in work), batch), (sum(blocks.rolls for blocks in work), batch)
@@ -376,4 +377,4 @@ def append_window_blocks(slots: Sequence[Slot], launcher: Launcher | None = None
         two = others[0]
         launcher.kernel(append_blocks_two, grids[0], one.programs, *operands, warps=warps, **one.constants(), **two.constants("_2"))
         launcher.kernel(roll_two, grids[1], one.rolls, *rolled, **one.roll_constants(), **two.roll_constants("_2"))
-    return [blocks.recent for blocks in work]
+    return [blocks.exact_newest for blocks in work]

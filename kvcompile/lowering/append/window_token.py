@@ -319,17 +319,17 @@ class Slot(NamedTuple):
             return torch.zeros_like(first)
         return torch.where(append_window.begins(first, kept, self.origin), self.origin, kept)
 
-    def recent(self) -> torch.Tensor:
+    def exact_newest(self) -> torch.Tensor:
         """Room for the newest tokens, [B, K, W + S, D]."""
         return self.x.new_empty(*self.x.shape[:2], self.window.shape[3] + self.x.shape[2], self.x.shape[3])
 
-    def operands(self, recent: torch.Tensor) -> tuple[object, ...]:
+    def operands(self, exact_newest: torch.Tensor) -> tuple[object, ...]:
         """Arguments of the kernels, in their order: whole planes, no views."""
         codes, scales, zeros = self.planes[:3]
         origin = self.pos if self.origin is None else self.origin
         own, *own_strides = self.own
         return (
-            self.x, self.window, self.clock, codes, scales, zeros, own, self.pos, origin, recent, self.x.stride(0), self.x.stride(1),
+            self.x, self.window, self.clock, codes, scales, zeros, own, self.pos, origin, exact_newest, self.x.stride(0), self.x.stride(1),
             self.x.stride(3), codes.shape[0], codes.stride(0), scales.stride(0), 0 if self.pos.shape[0] == 1 else self.pos.stride(0),
             codes.stride(1), codes.stride(2), scales.stride(1), scales.stride(2), *own_strides,
         )
@@ -376,8 +376,8 @@ def append_window_slots(slots: Sequence[Slot], launcher: Launcher | None = None)
     None launches at once. Origins in force are ``Slot.used``, to be asked for before.
     """
     launcher = launcher or Direct(slots[0].x.device.type == "cuda")
-    results = [slot.recent() for slot in slots]
-    operands = [operand for slot, recent in zip(slots, results, strict=True) for operand in slot.operands(recent)]
+    results = [slot.exact_newest() for slot in slots]
+    operands = [operand for slot, exact_newest in zip(slots, results, strict=True) for operand in slot.operands(exact_newest)]
     grid = (sum(slot.programs for slot in slots),)
     if len(slots) == 1:
         launcher.kernel(append_one, grid, *operands, **slots[0].constants())

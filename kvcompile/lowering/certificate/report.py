@@ -27,7 +27,7 @@ from kvcompile.lowering.certificate.head_bounds import OUTPUT_TINY, OUTPUT_UNIT,
 from kvcompile.lowering.certificate.logits import NEAR, Scores, gaps, visible_to_queries
 from kvcompile.lowering.ops.keep_first import origins
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.ops.operations import decodable, with_recent
+from kvcompile.lowering.ops.operations import decodable, with_exact_rows
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.base import _spread
 from kvcompile.schemes.certificate import bounds
@@ -138,26 +138,26 @@ def _tokens(
     operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None, carries: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Errors, Errors]:
     """Keys and values as attention sees them, float32 [B, K, T, D], and how far both may be from their originals."""
-    q, recent, base, K = operands.q, operands.recent, operands.base, operands.keys[0].shape[2]
+    q, exact_newest, base, K = operands.q, operands.exact_newest, operands.base, operands.keys[0].shape[2]
     key_slot, value_slot = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     k, key_radius = decoded_with_radius(schemes.parse(operands.key_scheme), operands.keys, key_slot)
     v, value_radius = decoded_with_radius(schemes.parse(operands.value_scheme), operands.values, value_slot)
     key, value = Errors.of(k, key_radius, carries), Errors.of(v, value_radius, None)
     place = torch.arange(k.shape[2], device=q.device)
-    if recent:
+    if exact_newest:
         assert base is not None
         first = base if refilled is None else torch.maximum(base, refilled)
         new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
-        k, v = with_recent(k, recent[0], base), with_recent(v, recent[1], base)
+        k, v = with_exact_rows(k, exact_newest[0], base), with_exact_rows(v, exact_newest[1], base)
         key, value = (
             Errors(errors.own, errors.rest + torch.where(new, _stored_rounding(x, rows.dtype), 0), errors.carries).where(exact, 0)
-            for errors, x, rows in zip((key, value), (k, v), recent, strict=True)
+            for errors, x, rows in zip((key, value), (k, v), exact_newest, strict=True)
         )
-    if operands.early:
-        at = origins(operands.early_at, q.device)[:, None]
-        early = ((place >= at) & (place < at + operands.early[0].shape[3]))[:, None, :, None]
-        k, v = (with_recent(x, rows[0], at[:, 0]) for x, rows in zip((k, v), operands.early, strict=True))
-        key, value = (errors.where(early, 0) for errors in (key, value))
+    if operands.exact_first:
+        at = origins(operands.exact_first_at, q.device)[:, None]
+        exact_first = ((place >= at) & (place < at + operands.exact_first[0].shape[3]))[:, None, :, None]
+        k, v = (with_exact_rows(x, rows[0], at[:, 0]) for x, rows in zip((k, v), operands.exact_first, strict=True))
+        key, value = (errors.where(exact_first, 0) for errors in (key, value))
     turned = zip((key, value), (k, v), turnings(operands), strict=True)
     key, value = (Errors(errors.own, errors.rest + turning.rest(x, errors.own), errors.carries) for errors, x, turning in turned)
     return k, v, key, value
@@ -179,7 +179,7 @@ def report_step(
 ) -> tuple[Certificate, torch.Tensor]:
     """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S].
 
-    ``refilled``: int64 [B], the first of the ``recent`` tokens that is an original. Those before are what their codes stand for, as
+    ``refilled``: int64 [B], the first of the ``exact_newest`` tokens that is an original. Those before are what their codes stand for, as
     they were put back by a rollback, and are rounded to their dtype besides. ``carries``: the keys' plane of that name
     (``Scheme.carries``), float32 [1 or B, K, D, D].
     """

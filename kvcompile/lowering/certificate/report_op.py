@@ -27,8 +27,8 @@ from kvcompile.schemes.certificate.policy import parse_policy
 
 LIBRARY.define(
     "report_site(Tensor output, Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
-    " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[]? recent, Tensor? base,"
-    " Tensor(a!) telemetry, str certify, Tensor? refilled, Tensor? carries, Tensor[]? early=None, Tensor? early_at=None) -> ()"
+    " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[]? exact_newest, Tensor? base,"
+    " Tensor(a!) telemetry, str certify, Tensor? refilled, Tensor? carries, Tensor[]? exact_first=None, Tensor? exact_first_at=None) -> ()"
 )
 LIBRARY.define("as_stored(Tensor x) -> Tensor")
 
@@ -73,10 +73,10 @@ def report_site_code(*args: Any, **kwargs: Any) -> None:
     """The body as tensor code of a graph that ``attend`` stands in."""
     operands = ReportOperands.of(args, kwargs)
     attend = operands.attend
-    recent = attend.recent and [as_stored(x) for x in attend.recent]
+    exact_newest = attend.exact_newest and [as_stored(x) for x in attend.exact_newest]
     bias, sinks = (None if x is None else as_stored(x) for x in (attend.bias, attend.sinks))
     output, q = as_stored(operands.output), as_stored(attend.q)
-    attend = dataclasses.replace(attend, q=q, bias=bias, sinks=sinks, recent=recent)
+    attend = dataclasses.replace(attend, q=q, bias=bias, sinks=sinks, exact_newest=exact_newest)
     add_report(dataclasses.replace(operands, output=output, attend=attend))
 
 

@@ -53,21 +53,21 @@ class Masks:
 class Beside:
     """Operands beside the planes: newest and first tokens in full precision, angles that keys are rotated by.
 
-    ``early``: how many first tokens, and ``early_at`` whether a plane says where they begin.
+    ``exact_first``: how many first tokens, and ``exact_first_at`` whether a plane says where they begin.
     """
 
-    recent: bool = False
+    exact_newest: bool = False
     base_per_batch: bool = True
     rotary_dim: int = 0
     interleaved: bool = False
-    rotation_per_batch: bool = True
-    early: int = 0
-    early_at: bool = False
+    rope_per_batch: bool = True
+    exact_first: int = 0
+    exact_first_at: bool = False
 
     @property
     def tail(self) -> bool:
         """Whether there are tokens that are not encoded, which are a split of their own."""
-        return self.recent or self.early > 0
+        return self.exact_newest or self.exact_first > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +150,9 @@ class AttendConfig:
             "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "BIAS_KIND": int(masks.bias), "HAS_SINKS": int(masks.sinks),
             "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
             "BIAS_B": int(masks.bias_per_batch), "BIAS_H": int(masks.bias_per_head), "BIAS_S": int(masks.bias_per_query),
-            "HAS_RECENT": int(beside.recent), "BASE_B": int(beside.base_per_batch), "ROTARY_DIM": beside.rotary_dim,
-            "EARLY": beside.early, "EARLY_MOVED": int(beside.early_at), "HAS_TAIL": int(beside.tail),
-            "INTERLEAVED": int(beside.interleaved), "ROTATION_B": int(beside.rotation_per_batch),
+            "HAS_RECENT": int(beside.exact_newest), "BASE_B": int(beside.base_per_batch), "ROTARY_DIM": beside.rotary_dim,
+            "EARLY": beside.exact_first, "EARLY_MOVED": int(beside.exact_first_at), "HAS_TAIL": int(beside.tail),
+            "INTERLEAVED": int(beside.interleaved), "ROTATION_B": int(beside.rope_per_batch),
             "NORM_PAIRS": int(self.norm_pairs and pairs),
             # Where warps share a tile, others run while one waits: int8 at 131,072 tokens took 0.109 ms so, and 0.099 otherwise (H100).
             "KEY_SCALE_PAIRS": int(self.key_scale_pairs and pairs and tile.num_warps == 1),
@@ -191,8 +191,9 @@ class AttendConfig:
             (key.static, "K_STATIC"), (value.static, "V_STATIC"), (key.norms, "K_NORMS"),
             (self.masks.lo, "LO"), (self.masks.keep, "KEEP"), (self.masks.keep and value.clear(self.masks.lo, self.masks.bias), "KEPT"),
             (self.masks.bias is not Bias.NONE, "BIAS"),
-            (self.direct and self.masks.sinks, "SINKS"), (beside.recent, "RECENT_K"), (beside.recent, "RECENT_V"),
-            (beside.recent, "BASE"), (beside.early > 0, "EARLY_K"), (beside.early > 0, "EARLY_V"), (beside.early_at, "EARLY_AT"),
+            (self.direct and self.masks.sinks, "SINKS"), (beside.exact_newest, "RECENT_K"), (beside.exact_newest, "RECENT_V"),
+            (beside.exact_newest, "BASE"), (beside.exact_first > 0, "EARLY_K"), (beside.exact_first > 0, "EARLY_V"),
+            (beside.exact_first_at, "EARLY_AT"),
             (rotated, "COS"), (rotated, "SIN"),
         )
         return tuple(name for there, name in present if there)

@@ -83,14 +83,14 @@ def _nodes_and_config(
     operands: AttendOperands[Any], H: int, K: int, D: int, Dv: int, page_rows: int, paged: bool
 ) -> tuple[dict[str, Any], AttendConfig]:
     """Every operand that the template may ask for, realized, and the kernel before it is cut into tiles and splits."""
-    q, keys, values, recent, rotation = operands.q, operands.keys, operands.values, operands.recent, operands.rotation
+    q, keys, values, exact_newest, rope = operands.q, operands.keys, operands.values, operands.exact_newest, operands.rope
     nodes = {
         "Q": q, "HI": operands.hi, "LO": operands.lo, "KEEP": operands.keep, "BIAS": operands.bias, "SINKS": operands.sinks,
-        "BASE": operands.base, "EARLY_AT": operands.early_at,
+        "BASE": operands.base, "EARLY_AT": operands.exact_first_at,
     }
-    early = operands.early or ()
-    nodes |= dict(zip(("EARLY_K", "EARLY_V"), early, strict=False))
-    nodes |= dict(zip(("RECENT_K", "RECENT_V"), recent or (), strict=False)) | dict(zip(("COS", "SIN"), rotation or (), strict=False))
+    exact_first = operands.exact_first or ()
+    nodes |= dict(zip(("EARLY_K", "EARLY_V"), exact_first, strict=False))
+    nodes |= dict(zip(("RECENT_K", "RECENT_V"), exact_newest or (), strict=False)) | dict(zip(("COS", "SIN"), rope or (), strict=False))
     formats = []
     for letter, planes, spelled, role, dim in (
         ("K", keys, operands.key_scheme, Role.KEY, D), ("V", values, operands.value_scheme, Role.VALUE, Dv),
@@ -101,10 +101,10 @@ def _nodes_and_config(
     nodes = {name: realize(node) for name, node in nodes.items() if node is not None}
     packs = [_scale_pack(nodes, letter) for letter in "KV"]
     beside = Beside(
-        bool(recent), recent is not None and not equals(nodes["BASE"].get_size()[0], 1),
-        static(nodes["COS"].get_size()[2]) if rotation else 0, bool(operands.interleaved),
-        rotation is not None and not equals(nodes["COS"].get_size()[0], 1),
-        static(nodes["EARLY_K"].get_size()[3]) if early else 0, "EARLY_AT" in nodes,
+        bool(exact_newest), exact_newest is not None and not equals(nodes["BASE"].get_size()[0], 1),
+        static(nodes["COS"].get_size()[2]) if rope else 0, bool(operands.interleaved),
+        rope is not None and not equals(nodes["COS"].get_size()[0], 1),
+        static(nodes["EARLY_K"].get_size()[3]) if exact_first else 0, "EARLY_AT" in nodes,
     )
     config = AttendConfig(
         operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),

@@ -78,8 +78,8 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
         return Operand.contiguous((1, 1, config.kv_heads, plan.dim // plan.group, plan.levels), torch.float32)
 
     heads_scales = Operand.contiguous((1, 1, config.kv_heads, 1, 1), torch.float32)
-    recent = Operand.contiguous((batch, config.kv_heads, "RECENT", config.key_dim), config.dtype)
-    rotation = Operand((batch if beside.rotation_per_batch else 1, "TOKENS", beside.rotary_dim), (0, beside.rotary_dim, 1), torch.float32)
+    exact_newest = Operand.contiguous((batch, config.kv_heads, "RECENT", config.key_dim), config.dtype)
+    rope = Operand((batch if beside.rope_per_batch else 1, "TOKENS", beside.rotary_dim), (0, beside.rotary_dim, 1), torch.float32)
     every = {
         "Q": Operand.contiguous((batch, heads, queries, config.key_dim), config.dtype),
         "HI": Operand.contiguous((batch if masks.hi_per_batch else 1, queries), torch.int64),
@@ -96,14 +96,14 @@ def operands_for(config: AttendConfig, batch: int = 1, queries: int = 1) -> dict
             config.dtype if masks.bias in {Bias.ADDED, Bias.ADDED_OR_REPLACING} else torch.bool,
         ),
         "SINKS": Operand.contiguous((heads,), torch.float32),
-        "RECENT_K": dataclasses.replace(recent, stride=("RECENT_HEADS", "RECENT_HEAD", config.key_dim, 1)),
+        "RECENT_K": dataclasses.replace(exact_newest, stride=("RECENT_HEADS", "RECENT_HEAD", config.key_dim, 1)),
         "RECENT_V": Operand(
             (batch, config.kv_heads, "RECENT", config.value_dim), ("RECENT_HEADS_V", "RECENT_HEAD_V", config.value_dim, 1), config.dtype
         ),
-        "EARLY_K": Operand.contiguous((1, batch, config.kv_heads, beside.early, config.key_dim), config.dtype),
-        "EARLY_V": Operand.contiguous((1, batch, config.kv_heads, beside.early, config.value_dim), config.dtype),
+        "EARLY_K": Operand.contiguous((1, batch, config.kv_heads, beside.exact_first, config.key_dim), config.dtype),
+        "EARLY_V": Operand.contiguous((1, batch, config.kv_heads, beside.exact_first, config.value_dim), config.dtype),
         "EARLY_AT": Operand.contiguous((1, batch, 1, 1, 1), torch.int64),
-        "BASE": Operand.contiguous((batch if beside.base_per_batch else 1,), torch.int64), "COS": rotation, "SIN": rotation,
+        "BASE": Operand.contiguous((batch if beside.base_per_batch else 1,), torch.int64), "COS": rope, "SIN": rope,
     }
     return {name: every[name] for name in config.operands}
 

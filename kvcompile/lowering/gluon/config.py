@@ -38,7 +38,7 @@ class GluonConfig:
     """The kernel's constants, its ``C``.
 
     ``rows``: columns of a product that are different query heads, 4 or 8, of which ``kept`` are written. ``lo``, ``keep``, ``sinks``,
-    ``recent``: which optional operands are there. ``ragged``: rows of the batch may differ in length. ``overlap``: see ``Merge``.
+    ``exact_newest``: which optional operands are there. ``ragged``: rows of the batch may differ in length. ``overlap``: see ``Merge``.
     """
 
     dim: int
@@ -53,7 +53,7 @@ class GluonConfig:
     lo: bool = False
     keep: bool = False
     sinks: bool = False
-    recent: bool = False
+    exact_newest: bool = False
     ragged: bool = False
     overlap: bool = False
 

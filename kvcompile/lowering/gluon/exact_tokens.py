@@ -12,7 +12,7 @@ from kvcompile.lowering.host.gluon_api import gl, gluon, mma_v2
 
 
 @gluon.jit
-def attend_recent(
+def attend_exact(
     Q, KEEP, K, V, SUMS, TOPS, slot, batch_row, head, q_head, rows, k_batch, k_head, k_row, v_batch, v_head, v_row, keep_batch,
     keep_tokens, scale, start, stop, base, KEY: gl.constexpr, C: gl.constexpr,
 ):

@@ -42,7 +42,7 @@ def tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity
         since = gl.full([32 * WARPS], 0, gl.int64, layout=lanes)
         if C.lo:
             since = gl.minimum(gl.maximum(gl.load(LO + other * lo_batch, mask=there, other=0), 0), capacity)
-        if C.recent:
+        if C.exact_newest:
             until = gl.minimum(until, gl.load(BASE + other * base_batch, mask=there, other=0))
         length = gl.where(there, gl.maximum(until - since, 0), 0).to(gl.int32)
         count += gl.sum(gl.cdiv(length, C.warps * C.tokens), 0)
@@ -81,7 +81,7 @@ def extent(
     """
     first = start // C.tokens * C.tokens
     base = stop
-    if C.recent:
+    if C.exact_newest:
         base = gl.maximum(gl.load(BASE + batch_row * base_batch), LOWEST_BASE).to(gl.int32)
     until = gl.maximum(gl.minimum(stop, base), first)
     tiles = gl.cdiv(until - first, C.warps * C.tokens)
@@ -89,7 +89,7 @@ def extent(
     if C.ragged:
         share = gl.cdiv(tiles_of_batch(HI, LO, BASE, batch, hi_batch, lo_batch, base_batch, capacity, WARPS, C), shares * batch)
         active = gl.minimum(active, gl.cdiv(tiles, gl.maximum(share, 1)))
-    if not C.recent:
+    if not C.exact_newest:
         # Somebody has to write that there is nothing.
         active = gl.maximum(active, 1)
     return first, until, base, tiles, active

@@ -3,7 +3,7 @@
     columns   query heads of one kv head, on the narrow side of products (8); of at most four every one stands there twice
     tile      WARPS * TOKENS tokens; every warp has TOKENS of its own, softmax and sums of its own, and nothing passes between warps
     ring      STAGES slots of shared memory that words and scales are copied into before they are needed
-    split     program_id(0): its share of the tokens (``extent``). With RECENT the last one attends to the newest tokens (``recent``)
+    split     program_id(0): its share of the tokens (``extent``). With RECENT the last one attends to the newest tokens (``exact_newest``)
     m         what is subtracted from scores in the exponent. Not the maximum: it is raised by octaves, when a probability times a scale
               might not fit float16, which after a few tiles happens hardly ever; results do not depend on it but for rounding
     output    partial sums, a slot a warp, for ``merge``
@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from kvcompile.lowering.gluon.exact_tokens import attend_recent
+from kvcompile.lowering.gluon.exact_tokens import attend_exact
 from kvcompile.lowering.gluon.extent import extent, kept_extent, visible
 from kvcompile.lowering.gluon.layouts import (
     by_thread,
@@ -74,7 +74,7 @@ def attend(
     if C.keep:
         capacity = gl.minimum(capacity, keep_tokens)
     start, stop = visible(HI, LO, batch_row, hi_batch, lo_batch, capacity, C)
-    splits = gl.num_programs(0) - C.recent
+    splits = gl.num_programs(0) - C.exact_newest
     first, until, base, tiles, active = extent(
         HI, LO, BASE, batch_row, start, stop, batch, hi_batch, lo_batch, base_batch, capacity, splits, shares, C.warps, C
     )
@@ -82,9 +82,9 @@ def attend(
     slots = gl.num_programs(0) * C.warps
     Q += batch_row * q_batch + head * C.group * q_head
     if split >= active:
-        if C.recent:
+        if C.exact_newest:
             if split == splits:
-                attend_recent(
+                attend_exact(
                     Q, KEEP, RECENT_K, RECENT_V, SUMS, TOPS, pair * slots + active * C.warps, batch_row, head, q_head, recent_rows, k_batch,
                     k_head, k_row, v_batch, v_head, v_row, keep_batch, keep_tokens, scale, start, stop, base, KEY, C,
                 )

@@ -25,7 +25,7 @@ LOG2E = 1.4426950408889634
 
 LIBRARY.define(
     "attend_gluon(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? sinks, str key_scheme,"
-    " str value_scheme, float scale, int value_dim, Tensor[]? recent, Tensor? base, Tensor? kept=None) -> Tensor"
+    " str value_scheme, float scale, int value_dim, Tensor[]? exact_newest, Tensor? base, Tensor? kept=None) -> Tensor"
 )
 
 
@@ -79,13 +79,14 @@ def plans(
 
 @functools.lru_cache(maxsize=64)
 def constants(
-    cut: Cut, dim: int, kv_heads: int, group: int, page_rows: int, lo: bool, keep: bool, sinks: bool, recent: bool, ragged: bool,
+    cut: Cut, dim: int, kv_heads: int, group: int, page_rows: int, lo: bool, keep: bool, sinks: bool, exact_newest: bool, ragged: bool,
     overlap: bool,
 ) -> GluonConfig:
     """The constants of the kernel."""
     rows = FEW if group <= FEW else 8
     return GluonConfig(
-        dim, kv_heads, group, rows, 1 << (group - 1).bit_length(), cut.warps, cut.tokens, cut.stages, page_rows, lo, keep, sinks, recent,
+        dim, kv_heads, group, rows, 1 << (group - 1).bit_length(), cut.warps, cut.tokens, cut.stages, page_rows, lo, keep, sinks,
+        exact_newest,
         ragged, overlap,
     )
 
@@ -101,7 +102,8 @@ def launches(
     """
     from kvcompile.lowering.gluon import kernel, merge
 
-    q, hi, lo, keep, base, recent = _dense(operands.q), operands.hi, operands.lo, operands.keep, operands.base, operands.recent or ()
+    q, hi, lo, keep, base = _dense(operands.q), operands.hi, operands.lo, operands.keep, operands.base
+    exact_newest = operands.exact_newest or ()
     keys, values = operands.keys, operands.values
     keep, sinks = (None if x is None else _dense(x) for x in (keep, operands.sinks))
     if keep is not None and kept is None:
@@ -112,7 +114,7 @@ def launches(
     cut, key, value = plans(operands.key_scheme, operands.value_scheme, D, (keys[0].dtype, values[0].dtype), group <= FEW)
     assert cut.tokens % RUN == 0, "a tile would have a part of a run that nobody looks at"
     ragged = B > 1 and (hi.shape[0] > 1 or (lo is not None and lo.shape[0] > 1))
-    optional = (lo is not None, keep is not None, sinks is not None, bool(recent))
+    optional = (lo is not None, keep is not None, sinks is not None, bool(exact_newest))
     overlap = device.overlaps if merging is None else merging.overlap
     config = constants(cut, D, K, group, page_rows, *optional, ragged, overlap)
 
@@ -120,7 +122,7 @@ def launches(
         shares = splits_for(cut, B * K, device.multiprocessors, capacity)
         if most is not None:
             shares = min(shares, most)
-        return shares, (ragged_splits(shares, B) if ragged else shares) + config.recent
+        return shares, (ragged_splits(shares, B) if ragged else shares) + config.exact_newest
 
     shares, splits = splits_of(pages * page_rows)
     merging = merging or merge_for(cut, config, B * K, device.multiprocessors, splits_of(UNBOUNDED)[1])
@@ -128,15 +130,15 @@ def launches(
     out = q.new_empty((B, H, 1, D))
     sums = q.new_empty((B * K, slots, config.kept, D), dtype=torch.float32)
     tops = q.new_empty((B * K, slots, 2, 8), dtype=torch.float32)
-    newest = [_dense(x) for x in recent]
-    steps = [*newest[0].stride()[:3], *newest[1].stride()[:3]] if recent else [0] * 6
+    newest = [_dense(x) for x in exact_newest]
+    steps = [*newest[0].stride()[:3], *newest[1].stride()[:3]] if exact_newest else [0] * 6
     k_zeros, v_zeros = keys[2] if key.block else None, values[2] if value.zeros else None
     hi_batch, lo_batch, keep_batch, kept_batch, base_batch = (_step(x) for x in (hi, lo, keep, kept, base))
     keep_tokens = 0 if keep is None else keep.shape[1]
     attending = (
         q, hi, lo, keep, kept, keys[0], keys[1], k_zeros, values[0], values[1], v_zeros, *(newest or (None, None)), base, sums, tops,
         q.stride(0), q.stride(1), *steps, hi_batch, lo_batch, keep_batch, kept_batch, base_batch,
-        newest[0].shape[2] if recent else 0, B, pages, keep_tokens, shares, operands.scale * LOG2E, key, value, config,
+        newest[0].shape[2] if exact_newest else 0, B, pages, keep_tokens, shares, operands.scale * LOG2E, key, value, config,
     )
     merged = (
         hi, lo, sinks, base, sums, tops, out, hi_batch, lo_batch, base_batch, B, pages, keep_tokens, slots, shares, config, merging,

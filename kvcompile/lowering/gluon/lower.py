@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 
 def lower_gluon(operands: AttendOperands[Any]) -> Any | None:
     """The result of ``attend`` as a TensorBox, None where planes lie otherwise than the kernel reads them or it does not compile."""
-    q, planes, recent = operands.q, (*operands.keys, *operands.values), operands.recent or ()
+    q, planes, exact_newest = operands.q, (*operands.keys, *operands.values), operands.exact_newest or ()
     numbers = (*operands.keys[1:], *operands.values[1:])
     batch, _, queries, _ = q.get_size()
     known = (
         equals(queries, 1) and all(_lies(plane, batch) for plane in planes)
         and all(plane.get_dtype() == torch.float16 for plane in numbers)
-        and all(rows.get_dtype() == q.get_dtype() for rows in recent)
+        and all(rows.get_dtype() == q.get_dtype() for rows in exact_newest)
     )
     if not known or not compiles(_forms(operands), str(q.get_device())):
         return None
     return fallback_handler(launch.operation)(
         q, list(operands.keys), list(operands.values), operands.hi, operands.lo, operands.keep, operands.sinks, operands.key_scheme,
-        operands.value_scheme, float(operands.scale), int(operands.value_dim), list(recent) if recent else None, operands.base,
+        operands.value_scheme, float(operands.scale), int(operands.value_dim), list(exact_newest) if exact_newest else None, operands.base,
         None if operands.keep is None else kept_tokens(operands.keep, RUN),
     )
 

@@ -82,11 +82,11 @@ def merge(
     if C.keep:
         capacity = gl.minimum(capacity, keep_tokens)
     start, stop = visible(HI, LO, batch_row, hi_batch, lo_batch, capacity, C)
-    splits = slots // C.warps - C.recent
+    splits = slots // C.warps - C.exact_newest
     _, _, _, _, active = extent(
         HI, LO, BASE, batch_row, start, stop, batch, hi_batch, lo_batch, base_batch, capacity, splits, shares, M.warps, C
     )
-    count = (active + C.recent) * C.warps
+    count = (active + C.exact_newest) * C.warps
 
     if C.overlap:
         wait_for_last()

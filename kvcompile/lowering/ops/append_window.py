@@ -6,7 +6,7 @@ again with the next token: nobody reads it before it has left the window whole. 
 costs what every step costs, there is no branch, and no position ever comes to the host.
 
 Token ``t`` of a row lies in slot t % W of its window. Which tokens are where: positions below ``start - W`` are
-read from the codes; [start - W, start + S) are ``recent``, which is what this operation returns.
+read from the codes; [start - W, start + S) are ``exact_newest``, which is what this operation returns.
 
 Left padding: a row's tokens are counted from its ``origin``, the first position that its mask lets anybody see, so
 that blocks of a padded row hold what they would hold without padding, and padding never sets a scale. It is fixed
@@ -145,7 +145,7 @@ def append_window_body(
         new = _rows(x, (t - start).clamp(0, S - 1))
         return torch.where((t < start)[:, None, :, None], old, new)
 
-    recent = tokens(start - W + torch.arange(W + S, device=x.device))
+    exact_newest = tokens(start - W + torch.arange(W + S, device=x.device))
 
     last = ((end - 1) // g).clamp(0, room // g - 1)
     blocks = ((start.clamp(min=0) // g).minimum(last) + torch.arange((S + g - 2) // g + 1 if g > 1 else S, device=x.device)).minimum(last)
@@ -164,7 +164,7 @@ def append_window_body(
     lost = torch.where(is_broken(held), held, lost)
     now = torch.where(follows & fits, torch.where(whole & (end <= room), end, late), lost)
     clock.copy_(torch.stack([now, remembered.expand_as(now)], dim=-1)[None, :, :, None].expand_as(clock))
-    return recent, used[:, 0]
+    return exact_newest, used[:, 0]
 
 
 def _encoded(planes: list[torch.Tensor]) -> int:
@@ -193,6 +193,6 @@ def append_window_meta(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes of the results, [B, K, W + S, D] in x's dtype and int64 [1 or B]."""
     window = planes[_encoded(planes)]
-    recent = x.new_empty(x.shape[0], x.shape[1], window.shape[3] + x.shape[2], x.shape[3])
+    exact_newest = x.new_empty(x.shape[0], x.shape[1], window.shape[3] + x.shape[2], x.shape[3])
     rows = pos if origin is None else origin
-    return recent, rows.new_empty(rows.shape[0], dtype=torch.int64)
+    return exact_newest, rows.new_empty(rows.shape[0], dtype=torch.int64)

@@ -44,15 +44,15 @@ class AttendOperands(Generic[T]):
     scale: float
     softcap: float
     value_dim: Any
-    recent: Sequence[T] | None = None
+    exact_newest: Sequence[T] | None = None
     base: T | None = None
-    rotation: Sequence[T] | None = None
+    rope: Sequence[T] | None = None
     interleaved: bool = False
-    more: Sequence[T] | None = None
-    more_scheme: str = ""
-    more_dim: Any = 0
-    early: Sequence[T] | None = None
-    early_at: T | None = None
+    extra_key_planes: Sequence[T] | None = None
+    extra_key_scheme: str = ""
+    extra_key_dim: Any = 0
+    exact_first: Sequence[T] | None = None
+    exact_first_at: T | None = None
     fill: float | None = None
     log_sums: bool = False
 

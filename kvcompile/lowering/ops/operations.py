@@ -28,17 +28,17 @@ Operands of ``attend``
                 added to the scores after the softcap (bool: False means ``fill`` in place of the score, and so does minus
                 infinity in a float one where ``fill`` is given); beyond T' none
     sinks       float [H] or None: one extra logit a head that takes mass and has no value
-    recent      None or the newest keys and values in full precision, [B, K, R, D] and [B, K, R, Dv]: row j is the
+    exact_newest  None or the newest keys and values in full precision, [B, K, R, D] and [B, K, R, Dv]: row j is the
                 token at position base + j, and the planes hold nothing from base on that may be read
-    base        int64 [1 or B], may be negative (rows at negative positions are nobody's); None without ``recent``
-    rotation    None or cos and sin, each float [1 or B, T', Dr]: keys, decoded and recent, are stored before RoPE, and
+    base        int64 [1 or B], may be negative (rows at negative positions are nobody's); None without ``exact_newest``
+    rope        None or cos and sin, each float [1 or B, T', Dr]: keys, decoded and exact, are stored before RoPE, and
                 their first Dr channels are rotated by their position here: channel c < Dr / 2 pairs with
                 c + Dr / 2 (``interleaved``: 2i with 2i + 1): k * cos + rotated(k) * sin; T' covers every visible token
-    more        None or the planes of a second key store, whose ``more_dim`` channels stand behind those of ``keys``
-                (the rotary part beside a latent); recent keys have the channels of both
-    early       None or the first tokens in full precision, planes [1, B, K, N, D] and [1, B, K, N, Dv]: row j is the token at position
-                early_at + j, whatever the codes and ``recent`` say of it
-    early_at    None for 0, or a plane int64 [1, B, 1, 1, 1]
+    extra_key_planes  None or the planes of a second key store, whose ``extra_key_dim`` channels stand behind those of ``keys``
+                (the rotary part beside a latent); exact keys have the channels of both
+    exact_first  None or the first tokens in full precision, planes [1, B, K, N, D] and [1, B, K, N, Dv]: row j is the token at position
+                exact_first_at + j, whatever the codes and ``exact_newest`` say of it
+    exact_first_at  None for 0, or a plane int64 [1, B, 1, 1, 1]
     fill        the score of a token that ``bias`` excludes, where a model masks with a number; None for -inf
     scale       multiplies q . k;  softcap: scores become softcap * tanh(scores / softcap) where > 0
     log_sums    whether the log-sum of each query's scores, with its sink's, stands behind the result as one more channel
@@ -86,9 +86,9 @@ LIBRARY.define("gather(Tensor[] planes, Tensor places, SymInt head_dim, str sche
 LIBRARY.define(
     "attend(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias,"
     " Tensor? sinks, str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim,"
-    " Tensor[]? recent=None, Tensor? base=None, Tensor[]? rotation=None, bool interleaved=False,"
-    " Tensor[]? more=None, str more_scheme='', SymInt more_dim=0, Tensor[]? early=None, Tensor? early_at=None, float? fill=None,"
-    " bool log_sums=False) -> Tensor"
+    " Tensor[]? exact_newest=None, Tensor? base=None, Tensor[]? rope=None, bool interleaved=False,"
+    " Tensor[]? extra_key_planes=None, str extra_key_scheme='', SymInt extra_key_dim=0, Tensor[]? exact_first=None,"
+    " Tensor? exact_first_at=None, float? fill=None, bool log_sums=False) -> Tensor"
 )
 
 
@@ -216,11 +216,11 @@ def first_visible_body(seen: torch.Tensor) -> torch.Tensor:
     return (index + (seen == 0).to(torch.int64) * tokens).amin(1)
 
 
-def with_recent(decoded: torch.Tensor, recent: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Decoded tokens [B, K, T, D] with ``recent`` [B, K, R, D] laid over those from ``base`` [1 or B] on."""
-    tokens, rows = decoded.shape[2], recent.shape[2]
+def with_exact_rows(decoded: torch.Tensor, exact_newest: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Decoded tokens [B, K, T, D] with ``exact_newest`` [B, K, R, D] laid over those from ``base`` [1 or B] on."""
+    tokens, rows = decoded.shape[2], exact_newest.shape[2]
     j = torch.arange(tokens, device=decoded.device) - base[:, None]
-    taken = recent.gather(2, j.clamp(0, rows - 1)[:, None, :, None].expand(*recent.shape[:2], tokens, recent.shape[3]))
+    taken = exact_newest.gather(2, j.clamp(0, rows - 1)[:, None, :, None].expand(*exact_newest.shape[:2], tokens, exact_newest.shape[3]))
     return torch.where(((j >= 0) & (j < rows))[:, None, :, None], taken.to(decoded.dtype), decoded)
 
 
@@ -239,24 +239,24 @@ def attend_body(operands: AttendOperands[torch.Tensor], compute: torch.dtype | N
 
 def _decoded(operands: AttendOperands[torch.Tensor], one: slice, compute: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [B, 1, T, .] of one kv head as attention multiplies them: newest tokens laid over, keys rotated."""
-    more, recent, base = operands.more, operands.recent, operands.base
+    extra_key_planes, exact_newest, base = operands.extra_key_planes, operands.exact_newest, operands.base
     ks, vs = schemes.parse(operands.key_scheme), schemes.parse(operands.value_scheme)
-    key_slot = slot_spec(operands.keys, operands.q.shape[3] - operands.more_dim, Role.KEY)
+    key_slot = slot_spec(operands.keys, operands.q.shape[3] - operands.extra_key_dim, Role.KEY)
     value_slot = slot_spec(operands.values, operands.value_dim, Role.VALUE)
     k = ks.decode(decodable(ks, operands.keys, key_slot, one), key_slot).to(compute)
-    if more:
-        ms, more_slot = schemes.parse(operands.more_scheme), slot_spec(more, operands.more_dim, Role.KEY)
-        k = torch.cat((k, ms.decode(decodable(ms, more, more_slot, one), more_slot).to(compute)), dim=-1)
+    if extra_key_planes:
+        ms, more_slot = schemes.parse(operands.extra_key_scheme), slot_spec(extra_key_planes, operands.extra_key_dim, Role.KEY)
+        k = torch.cat((k, ms.decode(decodable(ms, extra_key_planes, more_slot, one), more_slot).to(compute)), dim=-1)
     v = vs.decode(decodable(vs, operands.values, value_slot, one), value_slot).to(compute)
     tokens = k.shape[2]
-    if recent:
+    if exact_newest:
         assert base is not None
-        k, v = with_recent(k, recent[0][:, one], base), with_recent(v, recent[1][:, one], base)
-    if operands.early:
-        first = origins(operands.early_at, k.device)
-        k, v = (with_recent(x, rows[0, :, one], first) for x, rows in zip((k, v), operands.early, strict=True))
-    if operands.rotation:
-        cos, sin = (_fitted(table.to(compute), tokens) for table in operands.rotation)
+        k, v = with_exact_rows(k, exact_newest[0][:, one], base), with_exact_rows(v, exact_newest[1][:, one], base)
+    if operands.exact_first:
+        first = origins(operands.exact_first_at, k.device)
+        k, v = (with_exact_rows(x, rows[0, :, one], first) for x, rows in zip((k, v), operands.exact_first, strict=True))
+    if operands.rope:
+        cos, sin = (_fitted(table.to(compute), tokens) for table in operands.rope)
         k = rotate(k, cos, sin, operands.interleaved)
     return k, v
 

@@ -32,7 +32,7 @@ from kvcompile.lowering.prefill.offline import render
 
 LIBRARY.define(
     "attend_chunks(Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, str key_scheme, str value_scheme,"
-    " float scale, float softcap, int value_dim, Tensor[]? recent, Tensor? base, int[] cut) -> Tensor"
+    " float scale, float softcap, int value_dim, Tensor[]? exact_newest, Tensor? base, int[] cut) -> Tensor"
 )
 
 
@@ -132,23 +132,24 @@ def launches(
     masks = Masks(lo is not None, keep is not None, Bias.NONE, False, *(x is not None and x.shape[0] != 1 for x in (hi, lo, keep)))
     config = PrefillConfig(
         operands.key_scheme, operands.value_scheme, D, value_dim, K, H // K, q.dtype, keys[0].dtype, values[0].dtype, operands.scale,
-        operands.softcap, masks, keys[0].shape[3], recent=bool(operands.recent), base_per_batch=base is not None and base.shape[0] != 1,
+        operands.softcap, masks, keys[0].shape[3], exact_newest=bool(operands.exact_newest),
+        base_per_batch=base is not None and base.shape[0] != 1,
         packed=torch.version.hip is None if packed is None else packed,
     )
     config = cut_as(config, cut)
     chunk, splits = config.chunk, config.splits
-    q, recent = _inner_dense(q), [_inner_dense(x) for x in operands.recent or ()]
+    q, exact_newest = _inner_dense(q), [_inner_dense(x) for x in operands.exact_newest or ()]
     out = q.new_empty((splits, B, H, S, value_dim + 2), dtype=torch.float32)
     scratch = [q.new_empty((1, B, K, chunk, dim)) for dim in (D, value_dim)]
     capacity = keys[0].shape[0] * keys[0].shape[3]
     attended = {
         "Q": q, "HI": hi, "LO": lo, "KEEP": keep, "BASE": base, "K_WORDS": scratch[0], "V_WORDS": scratch[1], "OUT": out, "S": S,
-        **dict(zip(("RECENT_K", "RECENT_V"), recent, strict=False)), "CAPACITY": capacity,
+        **dict(zip(("RECENT_K", "RECENT_V"), exact_newest, strict=False)), "CAPACITY": capacity,
         **_steps("q", "bhs", q), **_steps("hi", "bs", hi), **_steps("lo", "bs", lo), **_steps("keep", "bt", keep),
         **_steps("base", "b", base), **_steps("out", "zbh", out),
-        "keep_n": 0 if keep is None else keep.shape[1], "recent_n": recent[0].shape[2] if recent else 0,
+        "keep_n": 0 if keep is None else keep.shape[1], "recent_n": exact_newest[0].shape[2] if exact_newest else 0,
     }
-    for name, rows in zip(("recent_k", "recent_v"), recent, strict=False):
+    for name, rows in zip(("recent_k", "recent_v"), exact_newest, strict=False):
         attended |= _steps(name, "bhj", rows)
     limits = {"NEWEST": hi.amax(1), "OLDEST": None if lo is None else lo.amin(1), "BASE": base}
     decoded = {"K_OUT": scratch[0], "V_OUT": scratch[1], "CAPACITY": capacity, **limits}

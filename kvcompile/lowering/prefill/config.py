@@ -43,7 +43,7 @@ class PrefillConfig:
     page_rows: int = PAGE
     paged: bool = True
     splits: int = 1
-    recent: bool = False
+    exact_newest: bool = False
     base_per_batch: bool = False
     packed: bool = True
     tile: Tile = SQUARE
@@ -111,8 +111,9 @@ class PrefillConfig:
         present = (
             (key.scaled, "Q_SCALES"), (key.scaled, "K_SCALES"), (key.zeros, "K_ZEROS"),
             (value.scaled, "V_SCALES"), (value.zeros, "V_ZEROS"),
-            (self.masks.lo, "LO"), (self.masks.keep, "KEEP"), (self.recent, "RECENT_K"), (self.recent, "RECENT_V"), (self.recent, "BASE"),
-            (self.recent and key.scaled, "Q_RAW"), (self.direct and self.masks.sinks, "SINKS"),
+            (self.masks.lo, "LO"), (self.masks.keep, "KEEP"), (self.exact_newest, "RECENT_K"), (self.exact_newest, "RECENT_V"),
+            (self.exact_newest, "BASE"),
+            (self.exact_newest and key.scaled, "Q_RAW"), (self.direct and self.masks.sinks, "SINKS"),
         )
         return (*names, *(name for there, name in present if there))
 
@@ -128,7 +129,7 @@ class PrefillConfig:
             "PAGE_ROWS": self.page_rows, "PAGED": int(self.paged),
             # Without a cap, scores are in base-2 units from the start.
             "QK_SCALE": self.scale * (1.0 if self.softcap > 0 else LOG2E), "SOFTCAP": self.softcap, "LOG2E": LOG2E, "FOLDED": int(folded),
-            "SPLITS": self.splits, "DIRECT": int(self.direct), "HAS_RECENT": int(self.recent), "BASE_B": int(self.base_per_batch),
+            "SPLITS": self.splits, "DIRECT": int(self.direct), "HAS_RECENT": int(self.exact_newest), "BASE_B": int(self.base_per_batch),
             "HAS_LO": int(masks.lo), "HAS_KEEP": int(masks.keep), "HAS_SINKS": int(masks.sinks),
             "HI_B": int(masks.hi_per_batch), "LO_B": int(masks.lo_per_batch), "KEEP_B": int(masks.keep_per_batch),
             "BLOCK_T": tile.block_t, "BLOCK_R": tile.block_r, "RAISED": RAISED,

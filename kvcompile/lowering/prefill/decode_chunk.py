@@ -36,7 +36,7 @@ def arguments_of(config: PrefillConfig) -> tuple[tuple[str, ...], tuple[str, ...
     strides of pages, batch rows, heads and rows; those of NEWEST, OLDEST and BASE (0 where all rows share one); CAPACITY, FIRST.
     """
     planes = [plane for letter, slot in zip("KV", config.decoded, strict=True) for plane in planes_of(letter, slot)]
-    limits = ["NEWEST", *(["OLDEST"] if config.masks.lo else []), *(["BASE"] if config.recent else [])]
+    limits = ["NEWEST", *(["OLDEST"] if config.masks.lo else []), *(["BASE"] if config.exact_newest else [])]
     strides = [f"{plane}_{axis}" for plane in planes for axis in "nbhr"]
     return (*planes, *limits, "K_OUT", "V_OUT"), (*strides, *(f"{limit}_b" for limit in limits), "CAPACITY", "FIRST")
 
@@ -45,7 +45,7 @@ def decode_source(config: PrefillConfig) -> str:
     """The module of one kernel for the slots of ``config``, both of codes; its ``chunk`` says how many tokens a scratch holds."""
     pointers, integers = arguments_of(config)
     newest = ["newest = tl.minimum(tl.load(NEWEST + b * NEWEST_b), CAPACITY - 1)"]
-    newest += ["newest = tl.minimum(newest, tl.load(BASE + b * BASE_b) - 1)"] if config.recent else []
+    newest += ["newest = tl.minimum(newest, tl.load(BASE + b * BASE_b) - 1)"] if config.exact_newest else []
     unseen = "t0 > newest" + (f") | (t0 + {TOKENS} <= tl.load(OLDEST + b * OLDEST_b)" if config.masks.lo else "")
     body = [
         f"b = (tl.program_id(1) // {config.kv_heads}).to(tl.int64)", f"h = (tl.program_id(1) % {config.kv_heads}).to(tl.int64)",

@@ -22,7 +22,7 @@ Do = Callable[..., Any]
 def places(do: Do, operands: AttendOperands[Any], count: int, batch: Any, device: torch.device) -> Any:
     """The positions of the first tokens, int64 [1 or B, N]."""
     row = do(aten.unsqueeze, _iota(do, count, device), 0)
-    return row if operands.early_at is None else do(aten.add, do(aten.reshape, operands.early_at, [batch, 1]), row)
+    return row if operands.exact_first_at is None else do(aten.add, do(aten.reshape, operands.exact_first_at, [batch, 1]), row)
 
 
 def kept(do: Do, keep: Any | None, place: Any, count: int, tokens: Any, device: torch.device) -> Any:
@@ -43,7 +43,7 @@ def partial_sums(
     sums of elementwise products: they are few, and the lowering of a matrix product looks at the node that is lowered, which is none here.
     """
     batch, heads, kv, queries, dim, value_dim = sizes
-    assert operands.early is not None
+    assert operands.exact_first is not None
     shape = [batch, kv, heads // kv, queries]
     visible = _visible(do, operands, place, count, batch, capacity, keep_tokens)
 
@@ -52,7 +52,7 @@ def partial_sums(
 
     keys, values = (
         do(aten.reshape, do(aten.select, plane, 0, 0), [batch, kv, 1, 1, count, width])
-        for plane, width in zip(operands.early, (dim, value_dim), strict=True)
+        for plane, width in zip(operands.exact_first, (dim, value_dim), strict=True)
     )
     queries_first = do(aten.reshape, operands.q, [*shape, 1, dim])
     scores = do(aten.sum, do(aten.mul, wide(queries_first), wide(keys)), [-1])

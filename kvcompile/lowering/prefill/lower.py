@@ -45,23 +45,23 @@ def many_rows(operands: AttendOperands[Any]) -> int | None:
 
 def lower_prefill(operands: AttendOperands[Any]) -> Any | None:
     """The result of ``attend`` of many rows as a TensorBox, None where the template does not know the operands' strides or scheme."""
-    if not operands.early or many_rows(operands) is None:
+    if not operands.exact_first or many_rows(operands) is None:
         return _lower(operands)
     return _lower(*lower_first(operands))
 
 
 def lower_first(operands: AttendOperands[Any]) -> tuple[AttendOperands[Any], tuple[Any, Any, Any]]:
     """Operands whose mask hides the codes of first tokens, and sums, maxima and totals over those, as ``merge`` takes them."""
-    assert operands.early is not None
+    assert operands.exact_first is not None
     q, keys, device = operands.q, operands.keys, operands.q.get_device()
-    (batch, heads, queries, dim), kv, count = q.get_size(), static(keys[0].get_size()[2]), static(operands.early[0].get_size()[3])
+    (batch, heads, queries, dim), kv, count = q.get_size(), static(keys[0].get_size()[2]), static(operands.exact_first[0].get_size()[3])
     capacity = keys[0].get_size()[0] * keys[0].get_size()[3]
     seen = capacity if operands.keep is None else operands.keep.get_size()[1]
     place = first_tokens.places(_do, operands, count, batch, device)
     sizes = batch, static(heads), kv, queries, static(dim), static(operands.value_dim)
     sums = first_tokens.partial_sums(_do, realize, operands, place, sizes, count, capacity, seen)
     keep = first_tokens.kept(_do, operands.keep, place, count, seen, device)
-    return dataclasses.replace(operands, keep=keep, early=None, early_at=None), sums
+    return dataclasses.replace(operands, keep=keep, exact_first=None, exact_first_at=None), sums
 
 
 def _do(op: Any, *args: Any, **options: Any) -> Any:
@@ -71,11 +71,12 @@ def _do(op: Any, *args: Any, **options: Any) -> Any:
 
 def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = None) -> Any | None:
     """The result of an ``attend`` without first tokens apart, or of one whose partial sums over those are ``more``."""
-    q, keys, values, hi, lo, keep, sinks, recent, base = (
-        operands.q, operands.keys, operands.values, operands.hi, operands.lo, operands.keep, operands.sinks, operands.recent, operands.base,
+    q, keys, values, hi, lo, keep, sinks, exact_newest, base = (
+        operands.q, operands.keys, operands.values, operands.hi, operands.lo, operands.keep, operands.sinks, operands.exact_newest,
+        operands.base,
     )
     rows = many_rows(operands)
-    if operands.rotation or operands.bias is not None or rows is None:
+    if operands.rope or operands.bias is not None or rows is None:
         return None
     B, H, S, D = q.get_size()
     H, K, D, Dv = (static(x) for x in (H, keys[0].get_size()[2], D, operands.value_dim))
@@ -85,7 +86,7 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
         operands.key_scheme, operands.value_scheme, D, Dv, K, H // K, q.get_dtype(), keys[0].get_dtype(), values[0].get_dtype(),
         float(operands.scale), float(operands.softcap),
         Masks(lo is not None, keep is not None, Bias.NONE, sinks is not None, varies(hi), varies(lo), varies(keep)), page_rows, paged,
-        recent=bool(recent), base_per_batch=varies(base), packed=torch.version.hip is None,
+        exact_newest=bool(exact_newest), base_per_batch=varies(base), packed=torch.version.hip is None,
     )
     if not (config.fits or config.chunks) or (paged and page_rows & (page_rows - 1)):
         return None
@@ -104,7 +105,7 @@ def _lower(operands: AttendOperands[Any], more: tuple[Any, Any, Any] | None = No
     if cut is not None:
         partial = fallback_handler(chunked.operation)(
             q, list(keys), list(values), hi, lo, keep, operands.key_scheme, operands.value_scheme, float(operands.scale),
-            float(operands.softcap), Dv, recent, base, list(cut),
+            float(operands.softcap), Dv, exact_newest, base, list(cut),
         )
         return merge(partial, nodes.get("SINKS"), Dv, dtype, more)
     if not config.fits:
@@ -145,8 +146,8 @@ def _operands(config: PrefillConfig, operands: AttendOperands[Any]) -> dict[str,
             nodes[f"{letter}_SCALES"] = planes[1]
         if slot.zeros:
             nodes[f"{letter}_ZEROS"] = planes[2]
-    if operands.recent:
-        nodes["RECENT_K"], nodes["RECENT_V"] = operands.recent
+    if operands.exact_newest:
+        nodes["RECENT_K"], nodes["RECENT_V"] = operands.exact_newest
     return {name: realize(node) for name, node in nodes.items() if node is not None}
 
 

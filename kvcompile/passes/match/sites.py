@@ -425,7 +425,7 @@ class Site:
     tokens: Any = field(compare=False)
     """New tokens of a call, an int or a SymInt."""
     read: fx.Node
-    more: Slot | None = None
+    extra_key: Slot | None = None
     """A second slot whose channels stand behind the key slot's: the rotary part of a latent cache."""
     assembly: Assembly | None = None
     """How keys and values are made, where they are not what the cache holds; key and value slot may then be one."""
@@ -433,12 +433,12 @@ class Site:
     @property
     def read_as_keys(self) -> tuple[Slot, ...]:
         """The slots whose channels, one after another, are what queries are multiplied with."""
-        return (self.key,) if self.more is None else (self.key, self.more)
+        return (self.key,) if self.extra_key is None else (self.key, self.extra_key)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """The slots that the site reads, each once."""
-        found = {(slot.root, slot.axes.select): slot for slot in (self.key, self.value, self.more) if slot is not None}
+        found = {(slot.root, slot.axes.select): slot for slot in (self.key, self.value, self.extra_key) if slot is not None}
         return tuple(found.values())
 
 

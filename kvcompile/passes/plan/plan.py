@@ -32,7 +32,7 @@ from kvcompile.passes.match.agreement import agreed
 from kvcompile.passes.match.attention.steps import SEEN, UNSEEN
 from kvcompile.passes.match.mask.masks import hiding
 from kvcompile.passes.match.match import Matched, refuse
-from kvcompile.passes.match.rope.rope import Rotation, recognise
+from kvcompile.passes.match.rope.rope import KeyRope, recognise
 from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, Stage
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.passes.plan.reporting import check_scheme, check_site, with_tally
@@ -73,7 +73,7 @@ class SlotPlan:
     layout: Layout
     window: int = 0
     """Tokens kept in full precision: the larger of both halves of the site, since one attention reads both."""
-    rotation: Rotation | None = None
+    rope: KeyRope | None = None
     """The rotary embedding of keys that are stored before it."""
     sinks: int = 0
     """First tokens kept in full precision: the larger of both halves of the site."""
@@ -148,19 +148,19 @@ class SitePlan:
     site: Site
     key: SlotPlan
     value: SlotPlan
-    more: SlotPlan | None = None
+    extra_key: SlotPlan | None = None
     certify: Certify | None = None
 
     @property
     def parts(self) -> tuple[SlotPlan, ...]:
         """The plans of the slots, each once."""
         distinct = (self.key,) if self.value is self.key else (self.key, self.value)
-        return distinct if self.more is None else (*distinct, self.more)
+        return distinct if self.extra_key is None else (*distinct, self.extra_key)
 
     @property
     def keys(self) -> tuple[SlotPlan, ...]:
         """The plans of the slots whose channels, one behind the other, attention takes as keys."""
-        return (self.key,) if self.more is None else (self.key, self.more)
+        return (self.key,) if self.extra_key is None else (self.key, self.extra_key)
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,9 @@ def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], r
         _check_table(scheme, layout)
     elif rolling is not None:
         _check_ring(rolling, scheme, layout)
-    rotation = agreed(effects.output.graph, lambda: recognise(slot, effects), slot.write.node) if scheme.pre_rope else None
+    rope = agreed(effects.output.graph, lambda: recognise(slot, effects), slot.write.node) if scheme.pre_rope else None
     layout = layout.windowed(spec, window).with_sinks(spec, sinks) if window else layout
-    return SlotPlan(slot, role, scheme, spec, layout, window, rotation, sinks)
+    return SlotPlan(slot, role, scheme, spec, layout, window, rope, sinks)
 
 
 def _needs_order(scheme: Scheme, layout: Layout, blocks: str, beside: str, turned: str) -> str | None:
@@ -358,8 +358,8 @@ def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     # What serves as keys and as values is stored once, by the scheme of the keys, the more sensitive half; in the
     # form that values have (scales of its own for every token), as nothing is known of a latent's channels.
     key = planned(site.key, Role.VALUE, pair.k)
-    more = None if site.more is None else planned(site.more, Role.VALUE, pair.k)
-    return SitePlan(site, key, key if site.value is site.key else planned(site.value, Role.VALUE, pair.v), more)
+    extra_key = None if site.extra_key is None else planned(site.extra_key, Role.VALUE, pair.k)
+    return SitePlan(site, key, key if site.value is site.key else planned(site.value, Role.VALUE, pair.v), extra_key)
 
 
 def plan(matched: Matched, policy: Policy) -> Plan:

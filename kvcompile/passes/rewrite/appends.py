@@ -34,7 +34,7 @@ from kvcompile.passes.rewrite.sliding import SlidingCaches
 
 
 @dataclass(frozen=True)
-class Recent:
+class ExactNewest:
     """The results of an append to a slot with a window: the newest tokens, where the new ones start, the rows' origins (None: all 0)."""
 
     tokens: fx.Node
@@ -43,13 +43,13 @@ class Recent:
 
 
 class Appends:
-    """The appends of one graph while it is rewritten; ``tokens`` and ``recent`` are by the part of a cache that was written."""
+    """The appends of one graph while it is rewritten; ``tokens`` and ``exact_newest`` are by the part of a cache that was written."""
 
     def __init__(self, context: Context, planes: Planes, rope: RopeTables, sliding: SlidingCaches, paged: PagedCaches) -> None:
         self.context, self.planes, self.rope, self.sliding, self.paged = context, planes, rope, sliding, paged
         self.positions = NewPositions(context.variant, context.effects)
         self.tokens: dict[Part, fx.Node] = {}
-        self.recent: dict[Part, Recent] = {}
+        self.exact_newest: dict[Part, ExactNewest] = {}
         self._origins: dict[Any, fx.Node] = {}
 
     def append(self, slot: SlotPlan, late: Emitter | None = None) -> fx.Node:
@@ -104,7 +104,7 @@ class Appends:
         start = emit.call(aten.select.int, position, 1, 0)
         if origin is not None:
             start = emit.call(aten.sub.Tensor, start, used)
-        self.recent[slot.slot.part] = Recent(newest, start, used if origin is not None else None)
+        self.exact_newest[slot.slot.part] = ExactNewest(newest, start, used if origin is not None else None)
 
     def _keep_first(self, emit: Emitter, slot: SlotPlan, stored: fx.Node, position: fx.Node, origin: fx.Node | None) -> None:
         """Emit the operation that keeps a row's first tokens as they are, where the site has any."""

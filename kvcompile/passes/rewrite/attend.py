@@ -130,7 +130,7 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
         filled["log_sums"] = True
     if source.fresh is not None:
         return _with_rows(emit.call(torch.ops.kvcompile.attend.default, *operands, **filled), item)
-    optional, early, scheme = _optional(shared, emit, item), _early(shared, emit, item), item.key.scheme
+    optional, exact_first, scheme = _optional(shared, emit, item), _exact_first(shared, emit, item), item.key.scheme
     planes, own = shared.planes.named(item.key), shared.planes.named(item.value)
     written = [planes.get(name) for name in scheme.attention_writes] + [own.get(name) for name in scheme.attention_writes_values]
     operation = getattr(torch.ops.kvcompile, scheme.attention).default
@@ -138,17 +138,19 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
         of_all = frozenset(planes[spec.name] for spec in item.key.layout.planes if spec.shared)
         parts = [HeadTile(emit, item, number, tiles, of_all) for number in range(tiles)]
         made = [
-            _with_rows(emit.call(operation, *part.operands(operands), *part.optional(optional), **part.early(early), **filled), item)
+            _with_rows(
+                emit.call(operation, *part.operands(operands), *part.optional(optional), **part.exact_first(exact_first), **filled), item
+            )
             for part in parts
         ]
         for further in made[1:]:
             further.meta[BESIDE] = True
         return emit.call(aten.cat.default, made, 1)
-    out = _with_rows(emit.call(operation, *operands, *optional, *written, **early, **filled), item)
+    out = _with_rows(emit.call(operation, *operands, *optional, *written, **exact_first, **filled), item)
     if item.certify is not None:
         emit.call(
             torch.ops.kvcompile.report_site.default, out, *operands, *(optional or [None, None]), planes[TELEMETRY_PLANE.name],
-            item.certify.spell(), planes.get(REFILLED), planes.get(scheme.carries or ""), **early,
+            item.certify.spell(), planes.get(REFILLED), planes.get(scheme.carries or ""), **exact_first,
         )
     return out
 
@@ -196,7 +198,7 @@ def _from_padding(shared: Shared, emit: Emitter, item: SitePlan, source: Sources
     """Count positions from each row's first token, as a store with a window does."""
     if source.fresh is not None or not item.key.window:
         return seen
-    origin = shared.appends.recent[item.site.key.part].origin
+    origin = shared.appends.exact_newest[item.site.key.part].origin
     return seen if origin is None else from_origin(emit, origin, device_of(item), item.site.bounds, seen)
 
 
@@ -221,31 +223,31 @@ def _reads_slots(shared: Shared, item: SitePlan, source: Sources) -> bool:
 
 def _optional(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
     """The optional operands: the newest tokens and where they begin, RoPE tables of keys stored before it, a second store of keys."""
-    recent, tables = _recent(shared, emit, item), shared.rope.operands(emit, item.key)
-    if item.more is not None:
-        more = [read_planes(shared.appends, item.more, item), item.more.scheme.spell(), item.more.spec.head_dim]
-        return [*(recent or [None, None]), *(tables or [None, False]), *more]
-    return [*(recent or ([None, None] if tables else [])), *tables]
+    exact_newest, tables = _exact_newest(shared, emit, item), shared.rope.operands(emit, item.key)
+    if item.extra_key is not None:
+        extra_key = [read_planes(shared.appends, item.extra_key, item), item.extra_key.scheme.spell(), item.extra_key.spec.head_dim]
+        return [*(exact_newest or [None, None]), *(tables or [None, False]), *extra_key]
+    return [*(exact_newest or ([None, None] if tables else [])), *tables]
 
 
-def _early(shared: Shared, emit: Emitter, item: SitePlan) -> dict[str, Any]:
+def _exact_first(shared: Shared, emit: Emitter, item: SitePlan) -> dict[str, Any]:
     """The operands of a site that keeps first tokens, by name: the planes of their rows, and of where they begin if not at 0."""
     if not item.key.sinks:
         return {}
     rows = [shared.planes.named(slot)["sinks"] for slot in item.keys]
     keys = rows[0] if len(rows) == 1 else emit.call(aten.cat.default, rows, -1)
-    found: dict[str, Any] = {"early": [keys, shared.planes.named(item.value)["sinks"]]}
+    found: dict[str, Any] = {"exact_first": [keys, shared.planes.named(item.value)["sinks"]]}
     origin = shared.planes.named(item.key).get("origin")
-    return found if origin is None else {**found, "early_at": origin}
+    return found if origin is None else {**found, "exact_first_at": origin}
 
 
-def _recent(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
+def _exact_newest(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
     """The newest tokens of a site with a window, and the position of the first of them."""
     if not item.key.window:
         return []
-    made = shared.appends.recent
+    made = shared.appends.exact_newest
     key, value = (made[slot.slot.part] for slot in (item.key, item.value))
     keys = key.tokens
-    if item.more is not None:
-        keys = emit.call(aten.cat.default, [keys, made[item.more.slot.part].tokens], -1)
+    if item.extra_key is not None:
+        keys = emit.call(aten.cat.default, [keys, made[item.extra_key.slot.part].tokens], -1)
     return [[keys, value.tokens], emit.call(aten.sub.Scalar, key.start, item.key.window)]

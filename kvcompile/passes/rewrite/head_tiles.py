@@ -51,12 +51,12 @@ class HeadTile:
         keys, values = whole[0]
         return [[self._part(keys, 1, self.item.key.spec.heads), values], *whole[1:]]
 
-    def early(self, whole: dict[str, Any]) -> dict[str, Any]:
+    def exact_first(self, whole: dict[str, Any]) -> dict[str, Any]:
         """The first tokens, keys of this tile's heads."""
         if not whole:
             return whole
-        keys, values = whole["early"]
-        return {**whole, "early": [self.plane(keys), values]}
+        keys, values = whole["exact_first"]
+        return {**whole, "exact_first": [self.plane(keys), values]}
 
     def plane(self, plane: fx.Node) -> fx.Node:
         """A plane [N, B, K, rows, width] with this tile's heads; one that all heads share as it is."""

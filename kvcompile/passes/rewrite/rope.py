@@ -17,7 +17,7 @@ from torch import fx
 from kvcompile.passes.graph.emit import Emitter, aten
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.passes.match.rope.angles import tables
-from kvcompile.passes.match.rope.rope import Rotation
+from kvcompile.passes.match.rope.rope import KeyRope
 from kvcompile.passes.plan.plan import SlotPlan
 from kvcompile.passes.rewrite.planes import Planes
 from kvcompile.types import PAGE
@@ -36,16 +36,16 @@ class RopeTables:
 
     def undo(self, emit: Emitter, slot: SlotPlan, keys: fx.Node, position: fx.Node, origin: fx.Node | None) -> fx.Node:
         """New keys [B, K, S, D] at ``position`` as they are stored; ``origin``: the first token that this call's mask shows in each row."""
-        rotation = slot.rotation
-        if rotation is None:
+        rope = slot.rope
+        if rope is None:
             return keys
         place = self._place(emit, slot, position, origin)
-        cos, sin = self._at(emit, slot, rotation, place)
-        return emit.call(torch.ops.kvcompile.unrotate.default, keys, cos, sin, rotation.interleaved)
+        cos, sin = self._at(emit, slot, rope, place)
+        return emit.call(torch.ops.kvcompile.unrotate.default, keys, cos, sin, rope.interleaved)
 
     def operands(self, emit: Emitter, slot: SlotPlan) -> list[Any]:
         """The operands of attend that turn what is stored: the tables of every place, and how channels are paired."""
-        if slot.rotation is None:
+        if slot.rope is None:
             return []
         plane = self.planes.of(slot)[0]
         # Stores that grow alike have as many places.
@@ -53,7 +53,7 @@ class RopeTables:
         if key not in self.places:
             count = emit.call(operator.mul, emit.call(aten.sym_size.int, plane, 0), PAGE)
             self.places[key] = emit.positions(count, 0, value_of(slot.slot.root).device)
-        return [self._at(emit, slot, slot.rotation, self.places[key]), slot.rotation.interleaved]
+        return [self._at(emit, slot, slot.rope, self.places[key]), slot.rope.interleaved]
 
     def _place(self, emit: Emitter, slot: SlotPlan, position: fx.Node, origin: fx.Node | None) -> fx.Node:
         """Where new tokens stand in the store, int64 [1 or B, S]: positions less the row's origin, as the append will count."""
@@ -75,10 +75,10 @@ class RopeTables:
             self.places[key] = emit.call(aten.sub.Tensor, position, emit.call(aten.unsqueeze.default, origin, 1))
         return self.places[key]
 
-    def _at(self, emit: Emitter, slot: SlotPlan, rotation: Rotation, place: fx.Node) -> list[fx.Node]:
-        key = (rotation.angles, rotation.constants, place)
+    def _at(self, emit: Emitter, slot: SlotPlan, rope: KeyRope, place: fx.Node) -> list[fx.Node]:
+        key = (rope.angles, rope.constants, place)
         if key not in self.made:
-            constants = [emit.copies[node] for node in rotation.constants]
-            shapes = [value_of(node).shape for node in rotation.constants]
-            self.made[key] = tables(rotation.angles, emit.call, place, constants, shapes, value_of(slot.slot.root).device)
+            constants = [emit.copies[node] for node in rope.constants]
+            shapes = [value_of(node).shape for node in rope.constants]
+            self.made[key] = tables(rope.angles, emit.call, place, constants, shapes, value_of(slot.slot.root).device)
         return self.made[key]

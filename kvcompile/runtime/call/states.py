@@ -11,7 +11,7 @@ import torch
 from kvcompile.errors import CachesSwapped, SchemeChanged, Unsupported
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.shapes import value_of
-from kvcompile.passes.match.rope.rope import Rotation
+from kvcompile.passes.match.rope.rope import KeyRope
 from kvcompile.passes.rewrite.rewritten import Binding
 from kvcompile.runtime.call.calibration import Calibration
 from kvcompile.runtime.forms.call_arguments import Call
@@ -53,8 +53,8 @@ class States:
 
     def __init__(self, captured: Captured, forms: Sequence[CacheForm], growth: Growth, live: Ledger, calibration: Calibration) -> None:
         self.growth, self.live, self.calibration = growth, live, calibration
-        rotations = {item.plan.rotation for form in forms for item in form.group.bindings if item.plan.rotation is not None}
-        self.ropes: dict[Rotation | None, RopeReader] = {rotation: RopeReader(captured, rotation) for rotation in rotations}
+        rotations = {item.plan.rope for form in forms for item in form.group.bindings if item.plan.rope is not None}
+        self.ropes: dict[KeyRope | None, RopeReader] = {rope: RopeReader(captured, rope) for rope in rotations}
 
     def find(self, form: CacheForm, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:
         """Return the state of a call's cache tensor; ``whole`` is called where all places of a dense one are encoded."""
@@ -87,7 +87,7 @@ class States:
             store = state.stores.get(item.part)
             if store is None or store.spec != store_spec(item):
                 raise _other_store(store_spec(item), store.spec if store is not None else None, where)
-            if (reader := self.ropes.get(item.plan.rotation)) is not None:
+            if (reader := self.ropes.get(item.plan.rope)) is not None:
                 store.rope = reader.check(store.rope, call.args, state.length, store.device, where)
 
     def _empty(self, form: CacheForm, device: torch.device, call: Call) -> CacheState:
@@ -107,7 +107,7 @@ class States:
         return state
 
     def _rope(self, binding: Binding, args: tuple[Any, ...]) -> Rope | None:
-        reader = self.ropes.get(binding.plan.rotation)
+        reader = self.ropes.get(binding.plan.rope)
         return reader.read(args) if reader is not None else None
 
     def _adopted(self, form: CacheForm, tensor: torch.Tensor, call: Call, whole: Callable[[CacheForm, torch.Tensor], None]) -> CacheState:

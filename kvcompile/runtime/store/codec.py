@@ -6,7 +6,7 @@ import torch
 
 from kvcompile.errors import AnglesUnknown
 from kvcompile.lowering.ops.keep_first import keep_first_body
-from kvcompile.lowering.ops.operations import append_body, append_window_body, with_recent, write_rows
+from kvcompile.lowering.ops.operations import append_body, append_window_body, with_exact_rows, write_rows
 from kvcompile.lowering.ops.sliding import taken
 from kvcompile.runtime.store.exact_window import lost, overlaid, rewind
 from kvcompile.runtime.store.store import Store
@@ -48,8 +48,8 @@ def _put(store: Store, x_BKnD: torch.Tensor, left_padding: torch.Tensor | None, 
     else:
         newest, used = append_window_body(x_BKnD, planes, pos, left_padding, scheme.spell(), store.tables)
         kept = newest[:, :, store.window.shape[2] :]
-    if store.early:
-        keep_first_body(kept, store.early, pos, used)
+    if store.exact_first:
+        keep_first_body(kept, store.exact_first, pos, used)
 
 
 def _places(store: Store, x_BKnD: torch.Tensor, first: int) -> torch.Tensor:
@@ -76,12 +76,12 @@ def _held(store: Store, tokens: int) -> torch.Tensor:
     pages = min(pages_for(tokens), store.pages)
     values = store.values(0, pages)[:, :, :tokens].to(store.spec.slot.dtype)
     values = values if store.window is None else overlaid(store, values)
-    if not store.early:
+    if not store.exact_first:
         return values
     # What was never written is zero there as well.
     origins = store.origins
     assert origins is not None
-    return with_recent(values, store.early[0][0], origins)
+    return with_exact_rows(values, store.exact_first[0][0], origins)
 
 
 def _rotated(store: Store, keys: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: i
     scheme = store.spec.scheme
     if scheme.pre_rope and store.rope is None:
         return "no compiled call has said by which angles its keys are turned"
-    if not length and (store.window is not None or store.early or scheme.keeps_padding_out):
+    if not length and (store.window is not None or store.exact_first or scheme.keeps_padding_out):
         return "its scheme must know the padding of the first tokens"
     if (store.window is None and not scheme.in_order) or not len(at):
         return ""
@@ -153,9 +153,11 @@ def _write_codes(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at:
     for start in range(0, len(at), ENCODED_AT_ONCE):
         some, rows = at[start : start + ENCODED_AT_ONCE], rows_BKn[:, :, start : start + ENCODED_AT_ONCE, None]
         x = _as_stored(store, torch.where(rows, x_BKnD[:, :, start : start + ENCODED_AT_ONCE], 0), some)
-        if store.early:
+        if store.exact_first:
             # The rows that stay are written as they are held.
-            kept = with_recent(x.new_zeros(*x.shape[:2], int(some[-1]) + 1, x.shape[3]), store.early[0][0], store.early[1][0, :, 0, 0, 0])
-            keep_first_body(torch.where(rows, x, kept[:, :, some]), store.early, some.unsqueeze(0), store.origins)
+            kept = with_exact_rows(
+                x.new_zeros(*x.shape[:2], int(some[-1]) + 1, x.shape[3]), store.exact_first[0][0], store.exact_first[1][0, :, 0, 0, 0]
+            )
+            keep_first_body(torch.where(rows, x, kept[:, :, some]), store.exact_first, some.unsqueeze(0), store.origins)
         for plane, codes in zip(store.planes, store.spec.scheme.encode(x, *store.tables), strict=False):
             write_rows(plane, torch.where(rows, codes.to(plane.dtype), taken(plane, some)), some.unsqueeze(0))

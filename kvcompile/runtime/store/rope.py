@@ -18,7 +18,7 @@ from kvcompile.errors import AnglesChanged
 from kvcompile.lowering.ops.operations import rotate, unrotate_body
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.match.rope.angles import Angles, tables
-from kvcompile.passes.match.rope.rope import Rotation
+from kvcompile.passes.match.rope.rope import KeyRope
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +64,11 @@ def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool
 class RopeReader:
     """Reads the angles of a graph's RoPE from the constants among a call's arguments."""
 
-    def __init__(self, captured: Captured, rotation: Rotation) -> None:
-        self.rotation = rotation
+    def __init__(self, captured: Captured, rope: KeyRope) -> None:
+        self.rope = rope
         index = {entry.node: entry.index for entry in captured.inputs}
-        self.arguments = [index.get(node) for node in rotation.constants]
-        self.own = [getattr(captured.module, str(node.target)) if node.op == "get_attr" else None for node in rotation.constants]
+        self.arguments = [index.get(node) for node in rope.constants]
+        self.own = [getattr(captured.module, str(node.target)) if node.op == "get_attr" else None for node in rope.constants]
         self.seen: tuple[tuple[torch.Tensor, int], ...] = ()
         self.found: Rope | None = None
 
@@ -85,7 +85,7 @@ class RopeReader:
             given: list[Any] = [own if at is None else args[at] for at, own in zip(self.arguments, self.own, strict=True)]
             self.seen = tuple((tensor, _version(tensor)) for tensor in given)
             # A copy: what is compared later are the angles that the stored keys were written with.
-            self.found = Rope(self.rotation.angles, self.rotation.interleaved, tuple(tensor.detach().clone() for tensor in given))
+            self.found = Rope(self.rope.angles, self.rope.interleaved, tuple(tensor.detach().clone() for tensor in given))
         return self.found
 
     def check(self, held: Rope | None, args: tuple[Any, ...], length: int, device: torch.device, where: str) -> Rope:

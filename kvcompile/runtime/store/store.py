@@ -180,7 +180,7 @@ class Store:
         return None if found is None else found[0, :, 0, 0, 1]
 
     @property
-    def early(self) -> list[torch.Tensor]:
+    def exact_first(self) -> list[torch.Tensor]:
         """Return the planes of first tokens in full precision, and of where they begin if no clock says so; none without such tokens."""
         return [plane for plane, spec in self.described() if spec.early]
 

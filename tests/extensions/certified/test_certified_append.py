@@ -63,7 +63,7 @@ def compare(text: str, dtype: torch.dtype, before: int, pages: int) -> None:
             slots = [Slot(new, planes, pos, origin, half) for planes, half in zip(found, halves, strict=True)]
             assert all(certified_append.fits(slot) for slot in slots)
             used = [slot.used for slot in slots]
-            recent = certified_append.append_certified(slots)
+            exact_newest = certified_append.append_certified(slots)
             certified_append.append_certified([slots[1]._replace(planes=alone)])
             for index, half in enumerate(halves):
                 expected = windows.append_window_body(new, wanted[index], pos, origin, half)
@@ -71,7 +71,7 @@ def compare(text: str, dtype: torch.dtype, before: int, pages: int) -> None:
                 noted = next(at for at, plane in enumerate(found[index]) if plane.shape[3:] == (PAGE // BLOCK, 2))
                 others = [at for at in range(len(found[index])) if at != noted]
                 assert_same(
-                    (*(found[index][at] for at in others), recent[index], used[index]),
+                    (*(found[index][at] for at in others), exact_newest[index], used[index]),
                     (*(wanted[index][at] for at in others), *expected), what,
                 )
                 assert_noted(found[index][noted], wanted[index][noted], what)

@@ -285,7 +285,7 @@ def test_the_window_that_the_write_path_makes_is_understood() -> None:
     k, v, q = draw.normal(B, K, T, D), draw.normal(B, K, T, D), draw.normal(B, H, 1, D)
     origin = torch.tensor([0, 9])
     planes: dict[Role, list[torch.Tensor]] = {}
-    recent: dict[Role, torch.Tensor] = {}
+    exact_newest: dict[Role, torch.Tensor] = {}
     for role, x in ((Role.KEY, k), (Role.VALUE, v)):
         scheme = Certified().of(role)
         layout = scheme.layout(SlotSpec(K, D, torch.float32, role))
@@ -295,14 +295,14 @@ def test_the_window_that_the_write_path_makes_is_understood() -> None:
             patched.setattr("kvcompile.lowering.ops.append_window.schemes.parse", lambda _, scheme=scheme: scheme)
             for first, count in ((0, 40), *((at, 1) for at in range(40, T))):
                 pos = torch.arange(first, first + count)[None]
-                recent[role], _ = append_window_body(x[:, :, first : first + count], planes[role], pos, origin, "any")
+                exact_newest[role], _ = append_window_body(x[:, :, first : first + count], planes[role], pos, origin, "any")
     base = (T - 1 - origin) - BLOCK
     hi = (T - 1 - origin)[:, None]
     moved = [torch.stack([torch.roll(x[b], -int(origin[b]), 1) for b in range(B)]) for x in (k, v)]
     originals = [torch.nn.functional.pad(x, (0, 0, 0, 2 * PAGE - T)).unflatten(2, (2, PAGE)).permute(2, 0, 1, 3, 4) for x in moved]
     attended = AttendOperands(
         q, planes[Role.KEY][:4], planes[Role.VALUE][:4], hi, None, None, None, None, "certified", "certified", D**-0.5, 0.0, D,
-        [recent[Role.KEY], recent[Role.VALUE]], base,
+        [exact_newest[Role.KEY], exact_newest[Role.VALUE]], base,
     )
     output, figures, counts = certified_step(Certify(tau_cov=0.5, k_min=0), Certified(), attended, originals, torch.tensor([1]))
     weights = torch.einsum("bhsd,bhtd->bhst", q.double(), k.double().repeat_interleave(2, 1)) * D**-0.5
@@ -316,15 +316,16 @@ def test_the_window_that_the_write_path_makes_is_understood() -> None:
 def operands(step: Step) -> tuple[object, ...]:
     """What changes from step to step."""
     cache = step.cache
-    return step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([step.clock]), cache.recent, cache.base
+    return step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([step.clock]), cache.exact_newest, cache.base
 
 
 def body_of(step: Step):  # noqa: ANN201
     """The definition with what is fixed put in."""
 
-    def attend(q, keys, values, originals, hi, clock, recent, base):  # noqa: ANN001, ANN202
+    def attend(q, keys, values, originals, hi, clock, exact_newest, base):  # noqa: ANN001, ANN202
         attended = AttendOperands(
-            q, keys, values, hi, None, None, None, None, "certified", "certified", step.scale, 0.0, originals[1].shape[-1], recent, base
+            q, keys, values, hi, None, None, None, None, "certified", "certified", step.scale, 0.0, originals[1].shape[-1], exact_newest,
+            base
         )
         return certified_step(step.policy, Certified(), attended, originals, clock)
 

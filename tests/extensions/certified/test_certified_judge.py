@@ -170,7 +170,7 @@ def telemetry(device: str) -> None:
 
     planes = list(step.cache.values)
     planes[3] = torch.full_like(planes[3], float("nan"))
-    broken = Cache(step.cache.keys, planes, step.cache.originals, step.cache.recent, step.cache.base, step.cache.length)
+    broken = Cache(step.cache.keys, planes, step.cache.originals, step.cache.exact_newest, step.cache.base, step.cache.length)
     step = Step(step.q, broken, step.scale, Certify(rank=0))
     columns, counts = counted(step, 1)
     assert (counts[..., Count.CAUSES] & int(Cause.NOT_FINITE) != 0).all() and torch.isinf(columns["most_candidate_key"]).all()
@@ -205,11 +205,11 @@ def test_nothing_but_kernels_stands_in_a_graph(policy: Certify, kernels: int) ->
     step, _, _ = gaussian(Draw(1), Shape(B=2, H=8, K=2, S=1, D=64, T=333)).step(policy, torch.bfloat16)
     cache, mode, recorder = step.cache, FakeTensorMode(), Recorder()
     held = torch.zeros(1, 2, 2, 1, TELEMETRY, dtype=F64)
-    given = (step.q, cache.keys, cache.values, cache.originals, step.hi, cache.recent, cache.base, held)
-    q, keys, values, originals, hi, recent, base, held = (
+    given = (step.q, cache.keys, cache.values, cache.originals, step.hi, cache.exact_newest, cache.base, held)
+    q, keys, values, originals, hi, exact_newest, base, held = (
         [mode.from_tensor(x) for x in side] if isinstance(side, list) else mode.from_tensor(side) for side in given
     )
     with mode, OnlyRoom():
-        attended = AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.1, 0.0, 64, recent, base)
+        attended = AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.1, 0.0, 64, exact_newest, base)
         certified_by_kernels(policy, Certified(), attended, originals, held, telemetry=held, launcher=recorder)
     assert [type(step) for step in recorder.steps] == [KernelLaunch] * kernels

@@ -82,8 +82,8 @@ def early(length: int) -> None:
     made = gaussian(Draw(5), Shape(B=2, H=4, K=2, S=1, D=32, T=length))
     cache = Cache.of(made.k, made.v)
     before = torch.randn(2, 2, 17, 32, generator=torch.Generator().manual_seed(length))
-    recent = [torch.cat([before, x], 2)[:, :, length : length + 17] for x in (made.k, made.v)]
-    cache = dataclasses.replace(cache, recent=recent, base=torch.tensor([length - 17] * 2))
+    exact_newest = [torch.cat([before, x], 2)[:, :, length : length + 17] for x in (made.k, made.v)]
+    cache = dataclasses.replace(cache, exact_newest=exact_newest, base=torch.tensor([length - 17] * 2))
     step = Step(made.q, cache, 0.2, Certify(tau_cov=0.5, k_min=1, explore=0.3))
     counts = compare(step, made.k, made.v, f"early {length}")
     assert (counts[..., Count.BLOCKS] == max(0, -(-(length - 17) // BLOCK))).all()
@@ -186,7 +186,7 @@ def test_what_the_kernels_do_not_know_is_said() -> None:
 
     assert gap() is None
     assert "softcap" in str(gap(softcap=3.0)) and "bias" in str(gap(bias=torch.zeros(1, 1, 1, 40)))
-    assert "newest tokens" in str(gap(recent=None))
+    assert "newest tokens" in str(gap(exact_newest=None))
     assert "20 rows" in str(gap(step.q.expand(-1, -1, 5, -1)))
     assert "channels" in str(gap(value_dim=80)) and "channels" in str(gap(group=32))
     assert "values of torch.float32" in str(gap(values=[step.cache.originals[1], step.cache.values[3]], stored=Values.FULL))
@@ -233,12 +233,12 @@ def test_a_step_is_recorded_kernel_by_kernel(growing: bool, slots: int) -> None:
         return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
     operands = [faked(x) for x in (
-        step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([1]), cache.recent, cache.base, scratch,
+        step.q, cache.keys, cache.values, cache.originals, step.hi, torch.tensor([1]), cache.exact_newest, cache.base, scratch,
     )]
-    q, keys, values, originals, hi, clock, recent, base, held = operands
+    q, keys, values, originals, hi, clock, exact_newest, base, held = operands
     recorder = Recorder()
     with mode, OnlyRoom():
-        attended = AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.1, 0.0, 64, recent, base)
+        attended = AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.1, 0.0, 64, exact_newest, base)
         certified_device.certified_by_kernels(
             Certify(), Certified(), attended, originals, clock, launcher=recorder,
             scratch=certified_device.Scratches(*[(held[0], held[1])] * 2) if slots else certified_device.Scratches(),
@@ -257,15 +257,15 @@ def test_kernels_change_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None
     step, _, _ = gaussian(Draw(1), Shape(S=1, T=333, D=64)).step(policy, BF16)
     pages, mode = step.cache.keys[0].shape[0], FakeTensorMode()
     held = [torch.zeros(pages, 1, 2, 4, 2, dtype=torch.int32), torch.zeros(1, 1, 2, SET * BLOCK, 64, dtype=BF16)]
-    given = (step.q, step.cache.keys, step.cache.values, step.cache.originals, step.hi, step.cache.recent, step.cache.base, held,
+    given = (step.q, step.cache.keys, step.cache.values, step.cache.originals, step.hi, step.cache.exact_newest, step.cache.base, held,
              torch.zeros(1, 1, 2, 1, TELEMETRY, dtype=torch.float64))
 
-    q, keys, values, originals, hi, recent, base, scratch, telemetry = (
+    q, keys, values, originals, hi, exact_newest, base, scratch, telemetry = (
         [mode.from_tensor(x) for x in side] if isinstance(side, list) else mode.from_tensor(side) for side in given
     )
     recorder = Recorder()
     with mode:
-        attended = AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.1, 0.0, 64, recent, base)
+        attended = AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.1, 0.0, 64, exact_newest, base)
         certified_device.certified_by_kernels(
             policy, Certified(), attended, originals, telemetry, telemetry=telemetry, launcher=recorder,
             scratch=certified_device.Scratches((scratch[0], scratch[1])),
@@ -304,11 +304,11 @@ def recorded(scheme: str, policy: Certify, tokens: int = 131072) -> dict[str, Ke
         coded = [[side[name] for name in ("codes", "scales", "zeros", "notes") if name in side] for side in planes]
         if scheme == "full":
             coded[1] = [planes[1]["originals"], planes[1]["notes"]]
-        q, recent = torch.empty(1, 32, 1, D, dtype=BF16, device="cuda"), [torch.empty(1, K, 17, D, dtype=BF16, device="cuda")] * 2
+        q, exact_newest = torch.empty(1, 32, 1, D, dtype=BF16, device="cuda"), [torch.empty(1, K, 17, D, dtype=BF16, device="cuda")] * 2
         hi, base = torch.empty(1, 1, dtype=torch.int64, device="cuda"), torch.empty(1, dtype=torch.int64, device="cuda")
         recorder, telemetry = Recorder(), planes[0]["telemetry"]
         certified_device.certified_by_kernels(
-            policy, made, AttendOperands(q, *coded, hi, None, None, None, None, "certified", "certified", 0.09, 0.0, D, recent, base),
+            policy, made, AttendOperands(q, *coded, hi, None, None, None, None, "certified", "certified", 0.09, 0.0, D, exact_newest, base),
             [side["originals"] for side in planes], telemetry, telemetry=telemetry, launcher=recorder,
             scratch=certified_device.Scratches(*((side["places"], side["scratch"]) if "scratch" in side else None for side in planes)),
         )

@@ -54,12 +54,12 @@ class Layer:
 
     def write(self, x: torch.Tensor, at: int) -> list[torch.Tensor]:
         """Append x [2, B, K, S, D] at a position; the newest tokens."""
-        recent = []
+        exact_newest = []
         for store, new in zip(self.stores, x, strict=True):
             store.reserve(pages_for(at + new.shape[2]))
             planes, pos = store.planes[: store.spec.layout.written], torch.arange(at, at + new.shape[2], device=self.device)[None]
-            recent.append(append_window_body(new, planes, pos, None, store.spec.scheme.spell())[0])
-        return recent
+            exact_newest.append(append_window_body(new, planes, pos, None, store.spec.scheme.spell())[0])
+        return exact_newest
 
     def scratch(self) -> Scratches:
         """The operand of the kernels."""
@@ -68,22 +68,23 @@ class Layer:
 
     def attend(self, x: torch.Tensor, q: torch.Tensor, at: int) -> tuple[torch.Tensor, ...]:
         """What queries [B, H, 1, D] get with one new token: output, figures, counters."""
-        recent, (keys, values) = self.write(x, at), (store.planes for store in self.stores)
+        exact_newest, (keys, values) = self.write(x, at), (store.planes for store in self.stores)
         return certified_by_kernels(
-            parse_policy(self.scheme.certify), self.scheme, self.operands(q, at, recent), [keys[4], values[4]], self.telemetry, splits=2,
+            parse_policy(self.scheme.certify), self.scheme, self.operands(q, at, exact_newest), [keys[4], values[4]], self.telemetry,
+            splits=2,
             telemetry=self.telemetry, scratch=self.scratch(),
         )
 
-    def operands(self, q: torch.Tensor, at: int, recent: list[torch.Tensor]) -> AttendOperands[torch.Tensor]:
+    def operands(self, q: torch.Tensor, at: int, exact_newest: list[torch.Tensor]) -> AttendOperands[torch.Tensor]:
         """The operands of ``attend`` over the codes."""
         keys, values = (store.planes[:4] for store in self.stores)
         hi, base = (torch.tensor(x, device=self.device) for x in ([[at]], [at - self.scheme.window]))
-        return AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.4, 0.0, D, recent, base)
+        return AttendOperands(q, keys, values, hi, None, None, None, None, "certified", "certified", 0.4, 0.0, D, exact_newest, base)
 
     def read(self, x: torch.Tensor, q: torch.Tensor, at: int, promoted: int = 3) -> None:
         """The same up to the exact logits, which must be those of the originals, wherever they were read; no block may look damaged."""
-        recent, (keys, values), scratch = self.write(x, at), (store.planes for store in self.stores), self.scratch()
-        run = DeviceStep(parse_policy(self.scheme.certify), self.scheme, self.operands(q, at, recent), [keys[4], values[4]], 2)
+        exact_newest, (keys, values), scratch = self.write(x, at), (store.planes for store in self.stores), self.scratch()
+        run = DeviceStep(parse_policy(self.scheme.certify), self.scheme, self.operands(q, at, exact_newest), [keys[4], values[4]], 2)
         run.key_scores()
         read, _, explored = run.select_blocks(self.telemetry)
         assert scratch.keys is not None

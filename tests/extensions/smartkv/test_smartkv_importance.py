@@ -34,9 +34,9 @@ from kvcompile.extensions.smartkv.importance import (
     head_measure,
     head_weights,
     of_mean_one,
-    recent,
     token_mass,
     unbiased,
+    weighted_by_recency,
 )
 from kvcompile.extensions.smartkv.ladder import Taste, ladder
 
@@ -139,7 +139,7 @@ def test_averages_over_steps_and_layers() -> None:
         assert unbiased(average, torch.tensor([step]), 0.9).item() == pytest.approx(1)
     layers = torch.tensor([[[1.0, 3.0]], [[3.0, 1.0]]])
     assert across_layers(layers)[0].tolist() == pytest.approx([1, 1])
-    assert recent(torch.ones(1, 2), torch.tensor([[0, 512]]), 512)[0].tolist() == pytest.approx([1, math.exp(-1)])
+    assert weighted_by_recency(torch.ones(1, 2), torch.tensor([[0, 512]]), 512)[0].tolist() == pytest.approx([1, math.exp(-1)])
 
 
 def test_a_head_that_is_not_finite_gives_nothing() -> None:

@@ -12,7 +12,7 @@ complex numbers, part of the channels) does not matter.
     cache = index_copy_(cache, 2, pos, k)
     after, for a scheme with pre_rope:
     append(unrotate(k, cos_of_place, sin_of_place), planes, ...)
-    attend(..., rotation=[cos_of_all_places, sin_of_all_places])
+    attend(..., rope=[cos_of_all_places, sin_of_all_places])
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvcompile.passes.match.sites import Miss, Slot
 
 
 @dataclass(frozen=True)
-class Rotation:
+class KeyRope:
     """The rotation of a slot's keys: its angles, the graph's constants that these use, whether neighbours are partners."""
 
     angles: Angles
@@ -185,7 +185,7 @@ def _samples(slot: Slot) -> tuple[Coords, np.ndarray, int]:
     return coords, column["S"], len(grid) // slot.head_dim
 
 
-def recognise(slot: Slot, effects: Effects) -> Rotation:
+def recognise(slot: Slot, effects: Effects) -> KeyRope:
     """The rotation of what is written into a slot; raises Miss where there is none that is understood."""
     if not slot.kind.facts.written:
         raise Miss("its keys come from another graph, and so does their rotation, if they have one", slot.root)
@@ -264,7 +264,7 @@ def _factors(expansion: _Expansion, base: int, pairs: list[list[tuple[_Product, 
     return _Factors(element.reshape(2, outer, width), sign.reshape(2, outer, width), angle)
 
 
-def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot: Slot, effects: Effects) -> Rotation:
+def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot: Slot, effects: Effects) -> KeyRope:
     for interleaved in (False, True):
         for direction in (1, -1):
             first = _cosines(factors, width, interleaved, direction)
@@ -280,7 +280,7 @@ def _rotation(factors: _Factors, token: np.ndarray, outer: int, width: int, slot
             sine = with_ranges(sin[0], ranges)
             if direction < 0:
                 sine = Step("neg.default", (sine,))
-            return Rotation(Angles(cosine, sine, spread, width), tuple(reader.constants), interleaved)
+            return KeyRope(Angles(cosine, sine, spread, width), tuple(reader.constants), interleaved)
     raise Miss("the channels are paired in a way that is no known rotation", slot.write.node)
 
 
