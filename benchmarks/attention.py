@@ -5,7 +5,7 @@
 
 H=32 query heads, K=8 kv heads, D=128, bfloat16. Times are medians over CUDA-graph replays, so launches are
 not counted against anybody. "Roof" is the time that the scheme's bytes need at 4.3 TB/s, the copy bandwidth of
-an H200. ``--twins`` times formats beside the schemes that they are options of: rotated channels, with the change of basis of queries and
+an H200. ``--twins`` times formats beside the schemes that they are options of: rotated channels, with the rotation of queries and
 results, first tokens kept exact, keys without their norms. ``--padding``: a mask hides the first 1 to N tokens of the rows,
 more of each row than of the one before; SDPA has none. ``--sweep`` times the bare kernel over tiles and splits (what
 ``lowering/decode/tiles.py`` was chosen by).
@@ -35,7 +35,7 @@ from kvcompile import schemes
 from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import AttendConfig, Tile, plane_names
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.ops.operations import attend_body, change_basis_body
+from kvcompile.lowering.ops.operations import attend_body, rotate_channels_body
 from kvcompile.types import PAGE, Role, SlotSpec, pages_for
 
 H, K, D = 32, 8, 128
@@ -109,7 +109,7 @@ def sdpa_ms(batch: int, tokens: int, backend) -> float | None:
 
 
 class Asked(NamedTuple):
-    """Operands of one attention; ``plane``: what a scheme adds to its basis; ``keep`` [B, T]: which are no padding."""
+    """Operands of one attention; ``plane``: what a scheme adds to its rotation; ``keep`` [B, T]: which are no padding."""
 
     scheme: str
     spell: str
@@ -149,14 +149,15 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None, padding:
     keep = shown(batch, tokens, padding)
 
     # Found here: torch 2.11 does not trace through the parsing of a scheme.
-    bases = [basis_of(scheme, role) for role in Role]
+    rotations = [rotation_of(scheme, role) for role in Role]
 
     def attend(q, keys, values, hi, exact_newest, base, exact_first, exact_first_at, plane, keep):
         out = torch.ops.kvcompile.attend(
-            turned(bases[0], q, plane, False), keys, values, hi, None, keep, None, None, spell, spell, D**-0.5, 0.0, D, exact_newest, base,
+            turned(rotations[0], q, plane, False), keys, values, hi, None, keep, None, None, spell, spell, D**-0.5, 0.0, D, exact_newest,
+            base,
             exact_first=exact_first, exact_first_at=exact_first_at,
         )
-        return turned(bases[1], out, plane, True)
+        return turned(rotations[1], out, plane, True)
 
     run = torch.compile(attend, fullgraph=True, mode=mode)
     size = sum(item.numel() * item.element_size() for item in (*keys, *values, *(exact_newest or ()), *(exact_first or ())))
@@ -164,15 +165,15 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None, padding:
     return (lambda: run(*asked[2:])), asked, size
 
 
-def basis_of(scheme: str, role: Role) -> tuple[int, bool] | None:
-    """The order of a half's basis, and whether a plane adds to it; None where channels stay as they are."""
-    basis = schemes.parse(scheme).of(role).basis(SlotSpec(K, D, torch.bfloat16, role))
-    return None if basis is None else (basis.order, basis.plane is not None)
+def rotation_of(scheme: str, role: Role) -> tuple[int, bool] | None:
+    """The order of the rotation of keys or values, and whether a plane adds to it; None where channels stay as they are."""
+    rotation = schemes.parse(scheme).of(role).rotation(SlotSpec(K, D, torch.bfloat16, role))
+    return None if rotation is None else (rotation.order, rotation.plane is not None)
 
 
-def turned(basis: tuple[int, bool] | None, x: torch.Tensor, plane: torch.Tensor | None, back: bool) -> torch.Tensor:
-    """Queries in the basis of a scheme's keys, or results ``back`` from that of its values."""
-    return x if basis is None else change_basis_body(x, basis[0], plane if basis[1] else None, back)
+def turned(rotation: tuple[int, bool] | None, x: torch.Tensor, plane: torch.Tensor | None, back: bool) -> torch.Tensor:
+    """Queries rotated as a scheme's keys are, or results of its values rotated ``back``."""
+    return x if rotation is None else rotate_channels_body(x, rotation[0], plane if rotation[1] else None, back)
 
 
 def relative_error(out: torch.Tensor, asked: Asked) -> float:
@@ -186,14 +187,14 @@ def relative_error(out: torch.Tensor, asked: Asked) -> float:
             return planes and [plane[:, one] if plane.shape[1] > 1 else plane for plane in planes]
 
         newest = [x[one] for x in exact_newest] if exact_newest else None
-        basis = None if plane is None else plane[:, one] if plane.shape[1] > 1 else plane
+        added = None if plane is None else plane[:, one] if plane.shape[1] > 1 else plane
         at = exact_first_at[:, one] if exact_first_at is not None and exact_first_at.shape[1] > 1 else exact_first_at
-        queries = turned(basis_of(scheme, Role.KEY), q[one].float(), basis, False)
+        queries = turned(rotation_of(scheme, Role.KEY), q[one].float(), added, False)
         exact = attend_body(AttendOperands(
             queries, of(keys), of(values), hi, None, None if keep is None else keep[one], None, None, spell, spell, D**-0.5, 0.0, D, newest,
             base, exact_first=of(exact_first), exact_first_at=at,
         ))
-        exact = turned(basis_of(scheme, Role.VALUE), exact, basis, True)
+        exact = turned(rotation_of(scheme, Role.VALUE), exact, added, True)
         wrong += (out[one].float() - exact).square().sum().item()
         right += exact.square().sum().item()
     return (wrong / right) ** 0.5

@@ -3,7 +3,7 @@
     python benchmarks/twins.py [--shapes 1x131072,16x32768] [--budget SECONDS]
 
 Kernels are rendered as ``kvcompile dump`` renders them, compiled by all cores, and launched bare: no merge of splits. Beside them the
-change of basis of queries that a rotated scheme adds to a step, compiled by Inductor. H=32, K=8, D=128, bfloat16, medians over CUDA graphs.
+rotation of queries that a rotated scheme adds to a step, compiled by Inductor. H=32, K=8, D=128, bfloat16, medians over CUDA graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcompile.lowering.decode import offline
 from kvcompile.lowering.decode.config import AttendConfig, Beside, plane_names
 from kvcompile.lowering.decode.tiles import choose_tiles, splits_for
 from kvcompile.lowering.ops.operands import AttendOperands
-from kvcompile.lowering.ops.operations import attend_body, change_basis_body
+from kvcompile.lowering.ops.operations import attend_body, rotate_channels_body
 from kvcompile.types import PAGE, Role, SlotSpec
 
 TWINS = ("int4", "int4(sinks=4)", "int4(sinks=64)", "int8", "int8(sinks=4)", "kivi", "kivi(sinks=4)", "kivi(sinks=64)", "normed",
@@ -159,10 +159,12 @@ def main() -> None:
         torch.cuda.empty_cache()
     Console(width=120).print(table)
     q = torch.randn(1, H, 1, D, device="cuda", dtype=torch.bfloat16)
-    turned = torch.compile(lambda q: change_basis_body(q * 1.0, D, None, False))
+    turned = torch.compile(lambda q: rotate_channels_body(q * 1.0, D, None, False))
     plain_ms = graph_ms(lambda: torch.add(q, 1.0))
     turned(q)
-    print(f"change of basis of one token's queries: {graph_ms(lambda: turned(q)):.5f} ms; an elementwise kernel: {plain_ms:.5f} ms")
+    print(
+        f"rotation of one token's queries: {graph_ms(lambda: turned(q)):.5f} ms; an elementwise kernel: {plain_ms:.5f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from benchmarks.accept.axes import Case, Prompt, Trait
 from kvcompile import schemes
 from kvcompile.schemes import Scheme
-from kvcompile.schemes.rotation import changed
+from kvcompile.schemes.rotation import rotate, unrotate
 from kvcompile.types import Role, SlotSpec
 
 
@@ -38,11 +38,11 @@ def round_trip(scheme: Scheme, x_BKSD: torch.Tensor, role: Role) -> torch.Tensor
     if not x_BKSD.shape[2]:
         return x_BKSD
     spec = SlotSpec(x_BKSD.shape[1], x_BKSD.shape[3], x_BKSD.dtype, role)
-    basis = scheme.basis(spec)
-    if basis is None:
+    rotation = scheme.rotation(spec)
+    if rotation is None:
         return scheme.decode(scheme.encode(x_BKSD), spec).to(x_BKSD.dtype)
-    decoded = scheme.decode(scheme.encode(changed(x_BKSD, basis.order, None, False)), spec).to(x_BKSD.dtype)
-    return changed(decoded, basis.order, None, True)
+    decoded = scheme.decode(scheme.encode(rotate(x_BKSD, rotation.order, None)), spec).to(x_BKSD.dtype)
+    return unrotate(decoded, rotation.order, None)
 
 
 def _layers(past: Any) -> list[tuple[Any, bool]]:

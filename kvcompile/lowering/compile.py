@@ -89,9 +89,9 @@ def own_line(error: BaseException) -> str | None:
 
 
 BODIES: dict[Any, Callable[..., Any]] = {
-    ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.unrotate: ops.unrotate_body, ops.unroll: ops.unroll_body,
+    ops.append: ops.append_body, ops.append_window: ops.append_window_body, ops.undo_rope: ops.undo_rope_body, ops.unroll: ops.unroll_body,
     ops.gather: ops.gather_body, ops.read_back: ops.read_back_body, ops.first_visible: ops.first_visible_body,
-    ops.keep_first: ops.keep_first_body, ops.change_basis: ops.change_basis_body,
+    ops.keep_first: ops.keep_first_body, ops.rotate_channels: ops.rotate_channels_body,
     report_site.report_site: report_site.report_site_traced,
 }
 

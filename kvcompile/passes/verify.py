@@ -21,7 +21,7 @@ from kvcompile.passes.graph.shapes import equal, op_name, source_line
 from kvcompile.passes.rewrite.rewritten import Binding, Rewritten
 from kvcompile.schemes import Adaptive
 
-KEEP_FIRST, CHANGE_BASIS = "kvcompile::keep_first", "kvcompile::change_basis"
+KEEP_FIRST, ROTATE_CHANNELS = "kvcompile::keep_first", "kvcompile::rotate_channels"
 APPENDS = {"kvcompile::append", "kvcompile::append_window", KEEP_FIRST}
 CALIBRATE, UNROLL, GATHER = "kvcompile::calibrate", "kvcompile::unroll", "kvcompile::gather"
 READ_BACK = "kvcompile::read_back"
@@ -64,7 +64,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         beside = {user for user in joined if all(_name(reader) in attends for reader in user.users)}
         readers = [user for user in plane.users if _name(user) in attends or _name(user) == GATHER or user in beside]
         calibrated = [user for user in plane.users if _name(user) == CALIBRATE]
-        turns = [user for user in plane.users if _name(user) == CHANGE_BASIS]
+        turns = [user for user in plane.users if _name(user) == ROTATE_CHANNELS]
         copies = [user for user in plane.users if _name(user) == UNROLL]
         tables = [user for user in plane.users if spec.constant and _name(user) == READ_BACK]
         known = {*writers, *readers, *calibrated, *copies, *tables, *turns}
@@ -77,7 +77,7 @@ def verify(rewritten: Rewritten, captured: Captured, fakes: tuple[Any, ...]) -> 
         if plane not in unwritten and not spec.tally and not spec.constant and len(writers) != 1:
             _fail("one append into every plane", f"{len(writers)} appends into {plane.name}")
         if any(order[turn] < order[node] for turn in turns for node in calibrated):
-            _fail("a basis is calibrated before anything is brought into it", turns[0].format_node(), turns[0])
+            _fail("a rotation is calibrated before anything is rotated by it", turns[0].format_node(), turns[0])
         if others:
             _fail("only calibrate, append, gather and attend touch a plane", others[0].format_node(), others[0])
         if not writers:

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from kvcompile.errors import BadOption, HalvesDiffer, HeadDimNotDivisible, LatentNotHeld
-from kvcompile.schemes.rotation import Basis
+from kvcompile.schemes.rotation import Rotation
 from kvcompile.types import AbsMax, Bins, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec, Static
 
 Planes = tuple[torch.Tensor, ...]
@@ -174,11 +174,11 @@ class Scheme(abc.ABC):
         """Whether this very class, and not one that it derives from, says that kernels may encode."""
         return bool(vars(type(self)).get("kernel_encoding", False))
 
-    def basis(self, slot: SlotSpec) -> Basis | None:
+    def rotation(self, slot: SlotSpec) -> Rotation | None:
         """The rotation of channels that a slot's tokens are stored in; None where they are stored as they are.
 
-        ``encode``, ``decode`` and the bounds are in that basis. Whoever hands tokens to a store or reads them changes it, and
-        whoever attends changes its queries and results (``schemes.rotation``).
+        ``encode``, ``decode`` and the bounds are of rotated channels. Whoever hands tokens to a store or reads them rotates them, and
+        whoever attends rotates its queries and results (``schemes.rotation``).
         """
         del slot
         return None

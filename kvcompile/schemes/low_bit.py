@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvcompile.schemes.base import QUIET, Scheme, require
-from kvcompile.schemes.rotation import ORDERS, Basis, Rotate, order_of
+from kvcompile.schemes.rotation import ORDERS, Rotate, Rotation, order_of
 from kvcompile.types import Role, SlotSpec
 
 MOST_SINKS = 1024
@@ -15,7 +15,7 @@ MOST_SINKS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class LowBit(Scheme):
-    """``rotate``: which halves are stored in a rotated basis; ``order``: the channels of a block of it, 0 for the most that fit a head.
+    """``rotate``: which halves are stored with rotated channels; ``order``: the channels of a block of it, 0 for the most that fit a head.
 
     ``sinks``: how many first tokens of a row, padding apart, stay exact, as attention gives them weight whatever is asked.
     """
@@ -40,13 +40,13 @@ class LowBit(Scheme):
         """These options, for the scheme of another half."""
         return {"rotate": self.rotate, "order": self.order, "sinks": self.sinks}
 
-    def basis(self, slot: SlotSpec) -> Basis | None:
+    def rotation(self, slot: SlotSpec) -> Rotation | None:
         if self.rotate is Rotate.NONE or (slot.role is Role.VALUE and self.rotate is Rotate.K):
             return None
-        return Basis(order_of(slot.head_dim, self.order, self.name))
+        return Rotation(order_of(slot.head_dim, self.order, self.name))
 
     def check(self, slot: SlotSpec) -> None:
-        self.basis(slot)
+        self.rotation(slot)
 
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
         super().check_pair(keys, values, latent, path)

@@ -1,8 +1,8 @@
-"""The basis that a store holds its tokens in: channels rotated by one orthogonal matrix, so that outliers of a channel spread over many.
+"""Rotation of the channels that a store holds: by one orthogonal matrix, so that outliers of a channel spread over many.
 
 With an orthogonal R, q . k = (q R) . (k R): keys enter a store as k R, queries meet them as q R, and scores are what they were. Values
 enter as v R, and what attention makes of them is taken back by the transpose of R. Everything in between (codes, scales, exact tokens,
-bounds) is in the basis of the store and need not know of it.
+bounds) is rotated and need not know of it.
 
 R is a block Hadamard matrix H, the same block of ``order`` channels along the head (Sylvester's: entry i, j is -1 where i & j has an odd
 number of bits, over the root of the order). A plane of the store may add to it: R = H + plane, so that a plane of zeros is H itself.
@@ -33,7 +33,7 @@ class Rotate(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Basis:
+class Rotation:
     """A rotation of channels: blocks of ``order`` of them, and the name of the plane [1, 1 or B, K, D, D] that adds to it, if any."""
 
     order: int
@@ -57,7 +57,7 @@ def signs(order: int, device: torch.device | None = None) -> torch.Tensor:
     return 1.0 - 2.0 * (both & 1).to(torch.float32)
 
 
-def rotation(head_dim: int, order: int, plane: torch.Tensor) -> torch.Tensor:
+def rotation_matrix(head_dim: int, order: int, plane: torch.Tensor) -> torch.Tensor:
     """R of a store whose plane [..., D, D] adds to the Hadamard matrix."""
     place = torch.arange(head_dim, device=plane.device) // order
     inside = place[:, None] == place
@@ -65,17 +65,26 @@ def rotation(head_dim: int, order: int, plane: torch.Tensor) -> torch.Tensor:
     return torch.where(inside, signs(order, plane.device).repeat(blocks, blocks) * order**-0.5, 0.0) + plane
 
 
-def changed(x: torch.Tensor, order: int, plane: torch.Tensor | None, back: bool) -> torch.Tensor:
-    """x [B, heads, S, D] in the basis of a store, or ``back`` from it, in its dtype; ``plane`` [1 or B, K, D, D], K divides the heads.
+def rotate(x: torch.Tensor, order: int, plane: torch.Tensor | None) -> torch.Tensor:
+    """Rotate the channels of x [B, heads, S, D] as a store's are, in x's dtype; ``plane`` [1 or B, K, D, D], K divides the heads.
 
     One token is a sum of products, which a compiler fuses with its neighbours; more are a matrix product.
     """
+    return _rotated(x, order, plane, inverse=False)
+
+
+def unrotate(x: torch.Tensor, order: int, plane: torch.Tensor | None) -> torch.Tensor:
+    """Undo ``rotate``."""
+    return _rotated(x, order, plane, inverse=True)
+
+
+def _rotated(x: torch.Tensor, order: int, plane: torch.Tensor | None, inverse: bool) -> torch.Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if plane is None:
         blocks = wide.unflatten(-1, (x.shape[-1] // order, order))
         return (_product(blocks, signs(order, x.device).to(wide.dtype), x) * order**-0.5).flatten(-2).to(x.dtype)
-    matrix = rotation(x.shape[-1], order, plane).to(wide.dtype)
-    if back:
+    matrix = rotation_matrix(x.shape[-1], order, plane).to(wide.dtype)
+    if inverse:
         matrix = matrix.transpose(-1, -2)
     grouped = wide.unflatten(1, (plane.shape[1], x.shape[1] // plane.shape[1]))
     return _product(grouped, matrix.unsqueeze(2), x).flatten(1, 2).to(x.dtype)

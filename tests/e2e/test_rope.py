@@ -16,7 +16,7 @@ from rope_models import INTERLEAVED, ROPE_CASES, TURNS, Rotating, RotatingConcat
 import kvcompile
 from kvcompile.backend import Backend
 from kvcompile.errors import AnglesChanged, AnglesUnknown
-from kvcompile.lowering.ops.operations import as_tokens, rotate, unrotate_body
+from kvcompile.lowering.ops.operations import apply_rope, as_tokens, undo_rope_body
 from kvcompile.passes.match.rope.angles import Spread
 
 LOSSLESS = "dense(pre_rope=True)"
@@ -108,8 +108,8 @@ def test_turning_back_is_the_inverse_of_whatever_the_tables_hold(interleaved: bo
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 5, 16, generator=generator, dtype=torch.float64).float()
     cos, sin = (torch.rand(2, 5, 8, generator=generator) + 0.5 for _ in range(2))
-    assert torch.allclose(unrotate_body(rotate(x, cos, sin, interleaved), cos, sin, interleaved), x, atol=1e-5)
-    assert torch.equal(unrotate_body(x, cos, sin, interleaved)[..., 8:], x[..., 8:])
+    assert torch.allclose(undo_rope_body(apply_rope(x, cos, sin, interleaved), cos, sin, interleaved), x, atol=1e-5)
+    assert torch.equal(undo_rope_body(x, cos, sin, interleaved)[..., 8:], x[..., 8:])
 
 
 def test_channels_read_the_frequencies_as_they_are_laid_out() -> None:

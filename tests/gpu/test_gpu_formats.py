@@ -11,8 +11,8 @@ from test_gpu_attend import assert_equals_eager, compiled
 from test_triton_attend import Case, early_cases, normed_cases
 
 import kvcompile
-from kvcompile.lowering.ops.operations import change_basis_body, keep_first_body
-from kvcompile.schemes.rotation import changed
+from kvcompile.lowering.ops.operations import keep_first_body, rotate_channels_body
+from kvcompile.schemes.rotation import unrotate
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,13 +39,13 @@ def test_attention_over_first_tokens_and_norms(case: Case) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_basis_is_changed_as_on_a_cpu(tokens: int, own: bool) -> None:
+def test_channels_are_rotated_as_on_a_cpu(tokens: int, own: bool) -> None:
     x = torch.randn(2, 8, tokens, 128, device="cuda", dtype=torch.bfloat16)
     plane = torch.randn(1, 1, 2, 128, 128, device="cuda") / 8 if own else None
-    wanted = change_basis_body(x.cpu().double(), 64, None if plane is None else plane.cpu().double(), False)
-    found = torch.compile(lambda x, plane: change_basis_body(x * 1.0, 64, plane, False), dynamic=tokens > 1)(x, plane)
+    wanted = rotate_channels_body(x.cpu().double(), 64, None if plane is None else plane.cpu().double(), False)
+    found = torch.compile(lambda x, plane: rotate_channels_body(x * 1.0, 64, plane, False), dynamic=tokens > 1)(x, plane)
     assert ((found.cpu().double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-5).all()
-    back = changed(found, 64, None, True) if plane is None else None
+    back = unrotate(found, 64, None) if plane is None else None
     assert back is None or (back - x).abs().max() < 0.05
 
 

@@ -154,7 +154,7 @@ def compiled_step() -> tuple[int, int]:
 def test_functions_of_a_graph_have_one_order() -> None:
     """Their names are part of the key on disk; in the order of a set every second process would compile what another one has."""
     graph = fx.Graph()
-    bodies = (operations.change_basis_body, append_window_body, operations.append_body, operations.attend_body)
+    bodies = (operations.rotate_channels_body, append_window_body, operations.append_body, operations.attend_body)
     for body in bodies:
         graph.call_function(body)
     names = [f"{body.__module__}.{body.__name__}" for body in bodies]

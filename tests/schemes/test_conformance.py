@@ -234,7 +234,7 @@ def test_a_block_is_encoded_alone(scheme: Scheme) -> None:
 
 
 @each_variant
-def test_a_store_returns_tokens_in_the_basis_of_the_model(scheme: Scheme) -> None:
+def test_a_store_returns_tokens_as_the_model_has_them(scheme: Scheme) -> None:
     """The first tokens and the newest ones as they were, others within what a rotation makes of the bounds of its channels."""
     spec, tokens = fitting(scheme), 3 * PAGE + 7
     layout = scheme.layout(spec)
@@ -244,20 +244,20 @@ def test_a_store_returns_tokens_in_the_basis_of_the_model(scheme: Scheme) -> Non
     encode(store, x[:, :, :100], padding)
     encode(store, x[:, :, 100:], padding, first=100)
     found = decode(store, tokens)
-    turned = 1e-5 if scheme.basis(spec) else 0.0
+    turned = 1e-5 if scheme.rotation(spec) else 0.0
     for row, first in enumerate(padding.tolist() if layout.is_windowed or scheme.sinks else [0, 0]):
         for part in (slice(first, first + scheme.sinks), slice(tokens - scheme.window, tokens)):
             assert torch.allclose(found[row, :, part], x[row, :, part], rtol=turned, atol=turned)
     if scheme.bound(spec) is None:
         return
-    # In the basis of the store the bound is that of each channel; behind the rotation it is that of their sum.
-    stored = store.in_basis(x)
-    assert bool((stored == x).all()) == (scheme.basis(spec) is None)
+    # Of rotated channels the bound is that of each channel; behind the rotation it is that of their sum.
+    stored = store.rotated(x)
+    assert bool((stored == x).all()) == (scheme.rotation(spec) is None)
     bound = bound_of(scheme, stored, spec)
-    if scheme.basis(spec) is not None:
+    if scheme.rotation(spec) is not None:
         bound = torch.linalg.vector_norm(bound, dim=-1, keepdim=True) + 1e-4
     skipped = -(-9 // scheme.block) * scheme.block + scheme.block
-    error = torch.linalg.vector_norm(found.double() - x, dim=-1, keepdim=True) if scheme.basis(spec) else (found.double() - x).abs()
+    error = torch.linalg.vector_norm(found.double() - x, dim=-1, keepdim=True) if scheme.rotation(spec) else (found.double() - x).abs()
     assert (error <= bound)[0].all() and (scheme.window or scheme.keeps_padding_out or (error <= bound)[1, :, skipped:].all())
 
 

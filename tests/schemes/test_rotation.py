@@ -8,10 +8,10 @@ from registry import normal, slot
 
 from kvcompile.errors import BadOption, HeadDimNotDivisible
 from kvcompile.extensions.squat import subspace as algebra
-from kvcompile.lowering.ops.operations import append_body, change_basis
+from kvcompile.lowering.ops.operations import append_body, rotate_channels
 from kvcompile.schemes import Scheme, make, parse
 from kvcompile.schemes.low_bit import LowBit
-from kvcompile.schemes.rotation import ORDERS, Basis, changed, rotation, signs
+from kvcompile.schemes.rotation import ORDERS, Rotation, rotate, rotation_matrix, signs, unrotate
 from kvcompile.types import Role, SlotSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +23,7 @@ EXACT = torch.float64
 def plane(width: int, order: int, heads: int = 2) -> torch.Tensor:
     """What a random rotation adds to the Hadamard matrix, [1, K, D, D]."""
     random = torch.randn(1, heads, width, width, dtype=EXACT, generator=torch.Generator().manual_seed(3))
-    return torch.linalg.qr(random).Q - rotation(width, order, torch.zeros(width, width, dtype=EXACT))
+    return torch.linalg.qr(random).Q - rotation_matrix(width, order, torch.zeros(width, width, dtype=EXACT))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -37,35 +37,35 @@ def test_blocks_are_hadamard_matrices(order: int) -> None:
 def test_scores_and_tokens_are_what_they_were(width: int, order: int, own: bool) -> None:
     q, k = (torch.randn(3, heads, 5, width, dtype=EXACT, generator=torch.Generator().manual_seed(heads)) for heads in (6, 2))
     added = plane(width, order) if own else None
-    turned_q, turned_k = (changed(x, order, added, False) for x in (q, k))
+    turned_q, turned_k = (rotate(x, order, added) for x in (q, k))
     scores, expected = (a @ b.repeat_interleave(3, 1).mT for a, b in ((turned_q, turned_k), (q, k)))
     assert torch.allclose(scores, expected, atol=1e-12) and not torch.allclose(turned_k, k, atol=0.1)
-    assert torch.allclose(changed(turned_k, order, added, True), k, atol=1e-12)
+    assert torch.allclose(unrotate(turned_k, order, added), k, atol=1e-12)
     # One token is summed, several are multiplied: the operation of a graph takes either way.
-    one = change_basis(k[:, :, :1], order, None if added is None else added.unsqueeze(0), False)
+    one = rotate_channels(k[:, :, :1], order, None if added is None else added.unsqueeze(0), False)
     assert torch.allclose(one, turned_k[:, :, :1], atol=1e-12)
 
 
 def test_an_outlier_spreads_over_its_block_and_nothing_else() -> None:
     x = torch.zeros(1, 1, 1, 96)
     x[..., 40] = 8.0
-    found = changed(x, 32, None, False)[0, 0, 0]
+    found = rotate(x, 32, None)[0, 0, 0]
     assert torch.allclose(found[32:64].abs(), torch.full((32,), 8 / 32**0.5)) and not found[:32].any() and not found[64:].any()
     for poison in (float("nan"), float("inf"), float("-inf")):
         x[..., 40] = poison
-        found = changed(x, 32, None, False)[0, 0, 0]
+        found = rotate(x, 32, None)[0, 0, 0]
         assert not found[32:64].isfinite().any() and found[:32].isfinite().all() and found[64:].isfinite().all()
-        assert not changed(x, 32, torch.zeros(1, 1, 96, 96), False).isfinite().any()
+        assert not rotate(x, 32, torch.zeros(1, 1, 96, 96)).isfinite().any()
 
 
 def test_zeros_stay_zeros() -> None:
-    """Places that nobody wrote, and padding, decode to zero in any basis."""
-    assert not changed(torch.zeros(1, 1, 3, 64), 64, None, True).any()
+    """Places that nobody wrote, and padding, decode to zero however channels are rotated."""
+    assert not unrotate(torch.zeros(1, 1, 3, 64), 64, None).any()
 
 
 @pytest.mark.parametrize(("width", "order", "found"), [(64, 0, 64), (80, 0, 16), (96, 0, 32), (128, 0, 128), (256, 0, 128), (128, 32, 32)])
 def test_the_largest_block_that_fits_is_the_default(width: int, order: int, found: int) -> None:
-    assert make("int8", rotate="k", order=order).basis(slot(head_dim=width)) == Basis(found)
+    assert make("int8", rotate="k", order=order).rotation(slot(head_dim=width)) == Rotation(found)
 
 
 def test_heads_that_no_block_divides_are_refused() -> None:
@@ -78,9 +78,9 @@ def test_heads_that_no_block_divides_are_refused() -> None:
 def test_which_halves_are_rotated(name: str) -> None:
     scheme = parse(name)
     assert isinstance(scheme, LowBit)
-    for rotate, rotated in (("none", set()), ("k", {Role.KEY}), ("kv", set(Role))):
-        made = make(name, rotate=rotate)
-        assert {role for role in Role if made.of(role).basis(slot(role=role)) is not None} == rotated
+    for halves, rotated in (("none", set()), ("k", {Role.KEY}), ("kv", set(Role))):
+        made = make(name, rotate=halves)
+        assert {role for role in Role if made.of(role).rotation(slot(role=role)) is not None} == rotated
 
 
 def test_keys_before_rope_and_latents_are_not_rotated_alone() -> None:
@@ -97,10 +97,10 @@ def test_loud_channels_cost_less_where_they_are_rotated(name: str) -> None:
     k[..., 5] += 30.0
 
     def error(scheme: Scheme) -> torch.Tensor:
-        basis = scheme.basis(spec)
-        turned = k if basis is None else changed(k, basis.order, None, False)
+        rotation = scheme.rotation(spec)
+        turned = k if rotation is None else rotate(k, rotation.order, None)
         found = scheme.decode(scheme.encode(turned), spec)
-        found = found if basis is None else changed(found, basis.order, None, True)
+        found = found if rotation is None else unrotate(found, rotation.order, None)
         return (q @ (found - k).mT).norm()
 
     plain, rotated = (make(name, rotate=rotate, **({"granularity": "token"} if name.startswith("int") else {})).of(Role.KEY)
@@ -134,28 +134,28 @@ def test_eigenvectors_are_orthonormal_and_order_what_queries_look_at() -> None:
 @pytest.mark.parametrize("turn", ["queries", "both"])
 def test_a_rotation_by_queries_is_one_whatever_they_were(turn: str) -> None:
     scheme, spec = make("normed", turn=turn).of(Role.KEY), slot(head_dim=64)
-    basis = scheme.basis(spec)
-    assert basis is not None and basis.plane == "rotation"
+    rotation = scheme.rotation(spec)
+    assert rotation is not None and rotation.plane == "rotation"
     q = normal(2, 2, 3, 50, 64)
     keep = torch.ones(2, 50, dtype=torch.bool)
     keep[0, :20] = False
     loud = torch.where(keep[:, None, None, :, None], q, 1e6)
     (added,), (masked,) = scheme.calibrate(q[:, :, :, 20:], None), scheme.calibrate(loud, keep)
     assert torch.equal(added, masked), "padding taught something"
-    found = rotation(64, basis.order, added[0].to(EXACT))
+    found = rotation_matrix(64, rotation.order, added[0].to(EXACT))
     assert (found.mT @ found - torch.eye(64, dtype=EXACT)).abs().max() < 1e-5
     for broken in (torch.full_like(q, float("nan")), torch.where(q > 3, float("inf"), q)):
         assert not scheme.calibrate(broken, None)[0].any(), "without finite queries it is the Hadamard matrix"
 
 
 @pytest.mark.parametrize("name", ["int4(rotate=kv)", "fp8(rotate=k)"])
-def test_nan_never_becomes_a_number_on_its_way_through_a_basis(name: str) -> None:
+def test_nan_never_becomes_a_number_on_its_way_through_a_rotation(name: str) -> None:
     scheme, spec = parse(name), SlotSpec(1, 64, torch.float32, Role.KEY)
-    basis = scheme.basis(spec)
-    assert basis is not None
+    rotation = scheme.rotation(spec)
+    assert rotation is not None
     x = normal(1, 1, 3, 64)
     x[0, 0, 1, 7] = float("nan")
     planes = [scheme.empty(plane, spec, 1, 1) for plane in scheme.layout(spec).planes[:2]]
-    append_body(changed(x, basis.order, None, False), planes, torch.arange(3)[None], name)
-    found = changed(scheme.decode([plane[0] for plane in planes], spec)[:, :, :3], basis.order, None, True)
+    append_body(rotate(x, rotation.order, None), planes, torch.arange(3)[None], name)
+    found = unrotate(scheme.decode([plane[0] for plane in planes], spec)[:, :, :3], rotation.order, None)
     assert not found[0, 0, 1].isfinite().any() and found[0, 0, [0, 2]].isfinite().all()

@@ -32,7 +32,7 @@ from kvcompile.schemes.asymmetric import Axis, Kivi
 from kvcompile.schemes.base import AMAX, NORM, QUIET, Planes, Scheme, require
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import STEP, ZERO
-from kvcompile.schemes.rotation import Basis, Rotate, rotation
+from kvcompile.schemes.rotation import Rotate, Rotation, rotation_matrix
 from kvcompile.schemes.symmetric import TINY, rounded_up
 from kvcompile.types import PAGE, Extent, KernelFormat, Layout, MinMax, PlaneSpec, Role, SlotSpec
 
@@ -97,9 +97,9 @@ class Normed(Kivi):
     def calibrates(self, slot: SlotSpec) -> bool:
         return slot.role is Role.KEY and self.turn is not Turn.HADAMARD
 
-    def basis(self, slot: SlotSpec) -> Basis | None:
-        basis = super().basis(slot)
-        return dataclasses.replace(basis, plane="rotation") if basis is not None and self.calibrates(slot) else basis
+    def rotation(self, slot: SlotSpec) -> Rotation | None:
+        rotation = super().rotation(slot)
+        return dataclasses.replace(rotation, plane="rotation") if rotation is not None and self.calibrates(slot) else rotation
 
     def layout(self, slot: SlotSpec) -> Layout:
         layout = super().layout(slot)
@@ -121,9 +121,9 @@ class Normed(Kivi):
             q_BKGSD = torch.where(keep_BS[:, None, None, :, None], q_BKGSD, torch.zeros((), dtype=q_BKGSD.dtype, device=q_BKGSD.device))
         found = algebra.eigenvectors(algebra.gram(q_BKGSD.flatten(2, 3)))
         slot = SlotSpec(q_BKGSD.shape[1], q_BKGSD.shape[-1], q_BKGSD.dtype, Role.KEY)
-        basis = self.basis(slot)
-        assert basis is not None
-        hadamard = rotation(slot.head_dim, basis.order, torch.zeros_like(found))
+        rotation = self.rotation(slot)
+        assert rotation is not None
+        hadamard = rotation_matrix(slot.head_dim, rotation.order, torch.zeros_like(found))
         added = (found @ hadamard if self.turn is Turn.BOTH else found) - hadamard
         finite = torch.isfinite(added).all(-1, keepdim=True).all(-2, keepdim=True)
         return (torch.where(finite, added, torch.zeros_like(added)).to(torch.float32).unsqueeze(0),)

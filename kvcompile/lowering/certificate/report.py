@@ -7,7 +7,7 @@ sum_c |((I + M) q)_c| radius_c: less than without M, where M turns the error awa
 ``schemes.bounds``, applied to attention over what the codes stand for, computed here in float64. How far the output is from that is no
 bound but measured, and part of the arithmetic: so the certificate holds whatever multiplied, in whatever precision.
 
-Keys and values that are stored in another basis are compared there, where lengths are what they were. What the change of basis rounds, of
+Keys and values that are stored with rotated channels are compared so, where lengths are what they were. What that rotation rounds, of
 tokens, queries and the result, is added (``Turning``).
 """
 
@@ -32,7 +32,7 @@ from kvcompile.schemes import Scheme
 from kvcompile.schemes.base import _spread
 from kvcompile.schemes.certificate import bounds
 from kvcompile.schemes.certificate.bounds import Bound, Outward, Over
-from kvcompile.schemes.rotation import Basis, rounding
+from kvcompile.schemes.rotation import Rotation, rounding
 from kvcompile.types import Role, SlotSpec
 
 _center_norm = aten(bounds.CENTER_NORM)
@@ -107,26 +107,26 @@ class Errors:
 
 @dataclass(frozen=True)
 class Turning:
-    """How far tokens and queries, or tokens and results, may be from exact ones by their change of basis to or from ``dtype``."""
+    """How far tokens and queries, or tokens and results, may be from exact ones by the rotation of their channels to or from ``dtype``."""
 
-    basis: Basis | None
+    rotation: Rotation | None
     head_dim: int
     dtype: torch.dtype
 
     def rest(self, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor | float:
         """Bound each channel's error, [B, K, T, D]: of a token's own rounding, and for keys of that of the queries that it meets."""
-        if self.basis is None:
+        if self.rotation is None:
             return 0.0
         size = values.abs() + own
         length = torch.linalg.vector_norm(size, dim=-1, keepdim=True)
-        return 2 * _stored_rounding(size, self.dtype) + rounding(self.basis.order, self.head_dim) * length
+        return 2 * _stored_rounding(size, self.dtype) + rounding(self.rotation.order, self.head_dim) * length
 
     def result(self, size: torch.Tensor) -> torch.Tensor | float:
         """Bound the error of a result of norm ``size``."""
-        if self.basis is None:
+        if self.rotation is None:
             return 0.0
         tiny = OUTPUT_TINY[self.dtype] * math.sqrt(self.head_dim)
-        return size * (OUTPUT_UNIT[self.dtype] + math.sqrt(self.head_dim) * rounding(self.basis.order, self.head_dim)) + tiny
+        return size * (OUTPUT_UNIT[self.dtype] + math.sqrt(self.head_dim) * rounding(self.rotation.order, self.head_dim)) + tiny
 
 
 def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -164,12 +164,12 @@ def _tokens(
 
 
 def turnings(operands: AttendOperands[torch.Tensor]) -> tuple[Turning, Turning]:
-    """Bound the rounding by a change of basis, of keys and of values."""
+    """Bound the rounding by a rotation of channels, of keys and of values."""
     q, K = operands.q, operands.keys[0].shape[2]
     slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     spelled = operands.key_scheme, operands.value_scheme
     return tuple(  # type: ignore[return-value]
-        Turning(schemes.parse(text).basis(slot), slot.head_dim, q.dtype) for text, slot in zip(spelled, slots, strict=True)
+        Turning(schemes.parse(text).rotation(slot), slot.head_dim, q.dtype) for text, slot in zip(spelled, slots, strict=True)
     )
 
 

@@ -5,9 +5,9 @@
 ``kvcompile::read_back``  gives new tokens [B, K, S, D] as their codes stand for them, in x's dtype; nothing is stored.
 ``kvcompile::calibrate``   fills the planes of a store that its scheme computes from queries, before the first tokens are encoded.
 ``kvcompile::keep_first``  writes the first tokens of each row into the plane of a store that keeps them as they are (``keep_first.py``).
-``kvcompile::change_basis``  rotates channels of tokens, queries or results [B, heads, S, D] as a store's are, or back
+``kvcompile::rotate_channels``  rotates channels of tokens, queries or results [B, heads, S, D] as a store's are, or back
                              (``schemes.rotation``).
-``kvcompile::unrotate``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
+``kvcompile::undo_rope``  turns new keys [B, K, S, D] back by angles [1 or B, S, Dr]: what is stored before RoPE.
 ``kvcompile::first_visible``  finds the first position [B] that a mask [B, T] lets through: where a row's left padding ends.
 ``kvcompile::unroll``  copies the codes of a sliding cache's newest tokens, then of new ones, in the order of the tokens (``sliding.py``).
 ``kvcompile::gather``  copies the codes of tokens by the numbers of their places in a store of one row (``gather.py``).
@@ -65,7 +65,7 @@ from kvcompile.lowering.ops.gather import gather_body, gather_meta
 from kvcompile.lowering.ops.keep_first import keep_first_body, keep_first_meta, origins
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.sliding import unroll_body, unroll_meta
-from kvcompile.schemes.rotation import changed
+from kvcompile.schemes.rotation import rotate, unrotate
 from kvcompile.types import Role, SlotSpec
 
 LIBRARY = torch.library.Library("kvcompile", "DEF")
@@ -78,8 +78,8 @@ LIBRARY.define("read_back(Tensor x, Tensor[] levels, Tensor[] tables, str scheme
 # What it runs may choose algorithms by size and device, so it is left out of CUDA graphs; no decode step has it.
 LIBRARY.define("calibrate(Tensor q, Tensor(a!)[] planes, Tensor? keep, str scheme) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 LIBRARY.define("keep_first(Tensor x, Tensor(a!)[] planes, Tensor pos, Tensor? origin) -> ()")
-LIBRARY.define("change_basis(Tensor x, int order, Tensor? plane, bool back) -> Tensor")
-LIBRARY.define("unrotate(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
+LIBRARY.define("rotate_channels(Tensor x, int order, Tensor? plane, bool inverse) -> Tensor")
+LIBRARY.define("undo_rope(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor")
 LIBRARY.define("first_visible(Tensor seen) -> Tensor")
 LIBRARY.define("unroll(Tensor x, Tensor[] planes, Tensor cursor, SymInt past, int slots, str scheme, Tensor[]? tables=None) -> Tensor[]")
 LIBRARY.define("gather(Tensor[] planes, Tensor places, SymInt head_dim, str scheme) -> Tensor[]")
@@ -184,7 +184,7 @@ def _padded(mask: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
     return torch.cat([mask, torch.full((*mask.shape[:-1], missing), fill, dtype=mask.dtype, device=mask.device)], -1)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """RoPE on the first Dr channels of x [B, K, T, D], with cos and sin [1 or B, T, Dr]."""
     width = cos.shape[-1]
     part, rest = x[..., :width], x[..., width:]
@@ -195,8 +195,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return torch.cat((part * cos.unsqueeze(1) + turned * sin.unsqueeze(1), rest), dim=-1)
 
 
-def unrotate_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Undo ``rotate``, in x's dtype; where cos and sin are no rotation, by the inverse of what they are."""
+def undo_rope_body(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Undo ``apply_rope``, in x's dtype; where cos and sin are no rotation, by the inverse of what they are."""
     width = cos.shape[-1]
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(exact).unsqueeze(1), sin.to(exact).unsqueeze(1)
@@ -257,7 +257,7 @@ def _decoded(operands: AttendOperands[torch.Tensor], one: slice, compute: torch.
         k, v = (with_exact_rows(x, rows[0, :, one], first) for x, rows in zip((k, v), operands.exact_first, strict=True))
     if operands.rope:
         cos, sin = (_fitted(table.to(compute), tokens) for table in operands.rope)
-        k = rotate(k, cos, sin, operands.interleaved)
+        k = apply_rope(k, cos, sin, operands.interleaved)
     return k, v
 
 
@@ -352,16 +352,16 @@ def _read_back_meta(x: torch.Tensor, levels: Sequence[torch.Tensor], tables: Seq
     return x.new_empty(x.shape)
 
 
-def change_basis_body(x: torch.Tensor, order: int, plane: torch.Tensor | None, back: bool) -> torch.Tensor:
-    """Change the basis of x by a plane [1, 1 or B, K, D, D] that adds to the Hadamard matrix, or by that matrix alone."""
-    return changed(x, order, None if plane is None else plane[0], back)
+def rotate_channels_body(x: torch.Tensor, order: int, plane: torch.Tensor | None, inverse: bool) -> torch.Tensor:
+    """Rotate the channels of x by a plane [1, 1 or B, K, D, D] that adds to the Hadamard matrix, or by that matrix alone."""
+    return (unrotate if inverse else rotate)(x, order, None if plane is None else plane[0])
 
 
-def _change_basis_meta(x: torch.Tensor, order: int, plane: torch.Tensor | None, back: bool) -> torch.Tensor:
+def _rotate_channels_meta(x: torch.Tensor, order: int, plane: torch.Tensor | None, inverse: bool) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _unrotate_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _undo_rope_meta(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
@@ -395,10 +395,10 @@ LIBRARY.impl("gather", gather_meta, "Meta")
 LIBRARY.impl("append", _append_meta, "Meta")
 LIBRARY.impl("keep_first", keep_first_body, "CompositeExplicitAutograd")
 LIBRARY.impl("keep_first", keep_first_meta, "Meta")
-LIBRARY.impl("change_basis", change_basis_body, "CompositeExplicitAutograd")
-LIBRARY.impl("change_basis", _change_basis_meta, "Meta")
-LIBRARY.impl("unrotate", unrotate_body, "CompositeExplicitAutograd")
-LIBRARY.impl("unrotate", _unrotate_meta, "Meta")
+LIBRARY.impl("rotate_channels", rotate_channels_body, "CompositeExplicitAutograd")
+LIBRARY.impl("rotate_channels", _rotate_channels_meta, "Meta")
+LIBRARY.impl("undo_rope", undo_rope_body, "CompositeExplicitAutograd")
+LIBRARY.impl("undo_rope", _undo_rope_meta, "Meta")
 LIBRARY.impl("first_visible", first_visible_body, "CompositeExplicitAutograd")
 LIBRARY.impl("first_visible", _first_visible_meta, "Meta")
 LIBRARY.impl("attend", _attend_meta, "Meta")
@@ -409,8 +409,8 @@ append_window = torch.ops.kvcompile.append_window.default
 read_back = torch.ops.kvcompile.read_back.default
 calibrate = torch.ops.kvcompile.calibrate.default
 keep_first = torch.ops.kvcompile.keep_first.default
-change_basis = torch.ops.kvcompile.change_basis.default
-unrotate = torch.ops.kvcompile.unrotate.default
+rotate_channels = torch.ops.kvcompile.rotate_channels.default
+undo_rope = torch.ops.kvcompile.undo_rope.default
 first_visible = torch.ops.kvcompile.first_visible.default
 unroll = torch.ops.kvcompile.unroll.default
 gather = torch.ops.kvcompile.gather.default

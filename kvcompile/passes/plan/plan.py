@@ -37,7 +37,7 @@ from kvcompile.passes.match.sites import Miss, Refusal, Site, Slot, Stage
 from kvcompile.passes.plan.policy import Pair, Policy
 from kvcompile.passes.plan.reporting import check_scheme, check_site, with_tally
 from kvcompile.schemes import Adaptive, Certify, Scheme
-from kvcompile.schemes.rotation import Basis
+from kvcompile.schemes.rotation import Rotation
 from kvcompile.types import PAGE, Layout, Role, SlotSpec
 
 BATCH, TOKENS = sympy.Symbol("B", integer=True, positive=True), sympy.Symbol("T", integer=True, nonnegative=True)
@@ -86,9 +86,9 @@ class SlotPlan:
         return bool(self.window or self.sinks) or self.scheme.keeps_padding_out
 
     @property
-    def basis(self) -> Basis | None:
-        """Return the basis that the store's tokens are in, None for that of the model."""
-        return self.scheme.basis(self.spec)
+    def rotation(self) -> Rotation | None:
+        """Return the rotation of the channels of the store's tokens, None where they are as the model has them."""
+        return self.scheme.rotation(self.spec)
 
     @property
     def end(self) -> int | None:
@@ -275,8 +275,8 @@ def _check_tiles(site: Site, pair: Pair, value: SlotPlan) -> None:
     found = f"the attention of {own} takes as many of both" if own is not None else None
     if pair.certify is not None:
         found = "a certificate takes as many of both"
-    elif value.basis is not None and value.basis.plane is not None:
-        found = f"{pair.v.name} computes a basis for each of them"
+    elif value.rotation is not None and value.rotation.plane is not None:
+        found = f"{pair.v.name} computes a rotation for each of them"
     if found is not None:
         raise Miss(f"the values have fewer heads than the keys, and {found}", site.attention.output, advice="use another scheme here")
 

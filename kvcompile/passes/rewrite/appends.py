@@ -65,12 +65,12 @@ class Appends:
         emit, device = self.context.emit_before(write.at), value_of(write.values).device
         if write.places is not None:
             tokens, where = self.paged.new_tokens(emit, slot), self.paged.written(emit, slot, device)
-            self._emit(emit, slot, rotation.changed(emit, self.planes, slot, tokens), planes, where, None)
+            self._emit(emit, slot, rotation.rotated(emit, self.planes, slot, tokens), planes, where, None)
             return tokens
         tokens = new_tokens(emit, slot)
         if slot.slot.sliding is not None:
             anew = self.context.variant is Variant.FRESH
-            stored = rotation.changed(emit, self.planes, slot, tokens)
+            stored = rotation.rotated(emit, self.planes, slot, tokens)
             self.sliding.append(emit, slot, stored, self.planes.written(slot), self.planes.encoding(slot), device, anew)
             return tokens
         position = self.positions.of(emit, slot)
@@ -86,7 +86,7 @@ class Appends:
         origin = None
         if slot.knows_padding:
             emit, position, origin = self._counted_from_padding(emit, slot, position)
-        stored = rotation.changed(emit, self.planes, slot, self.rope.undo(emit, slot, tokens, position, origin))
+        stored = rotation.rotated(emit, self.planes, slot, self.rope.undo(emit, slot, tokens, position, origin))
         planes, scheme = self.planes.written(slot), slot.scheme.spell()
         if not slot.window:
             place = self.planes.from_first(emit, slot, position)
@@ -145,8 +145,8 @@ class Appends:
         if not self.context.is_calibrated(slot) or slot.slot.part in self.tokens:
             return
         queries = self._before_rope(emit, item, q_BHSD)
-        if slot.basis is not None and slot.basis.plane is None:
-            queries = rotation.changed(emit, self.planes, slot, queries)
+        if slot.rotation is not None and slot.rotation.plane is None:
+            queries = rotation.rotated(emit, self.planes, slot, queries)
         calibrate(emit, item, queries, self.planes.of(slot), slot.slot.write.count)
 
     def _before_rope(self, emit: Emitter, item: SitePlan, q_BHSD: fx.Node) -> fx.Node:

@@ -71,7 +71,7 @@ def attend(shared: Shared, item: SitePlan) -> None:
     if attention.gives_log_sums:
         out, log = log_sums.apart(emit, both, source)
     if source.fresh is None:
-        out = rotation.changed(emit, shared.planes, item.value, out, back=True)
+        out = rotation.unrotated(emit, shared.planes, item.value, out)
     if site.assembly is not None and source.fresh is None:
         out = latent.result(emit, out, source.dtype, site.assembly.value, site.heads)
     if attention.memory is not None and log is not None:

@@ -41,7 +41,7 @@ class RopeTables:
             return keys
         place = self._place(emit, slot, position, origin)
         cos, sin = self._at(emit, slot, rope, place)
-        return emit.call(torch.ops.kvcompile.unrotate.default, keys, cos, sin, rope.interleaved)
+        return emit.call(torch.ops.kvcompile.undo_rope.default, keys, cos, sin, rope.interleaved)
 
     def operands(self, emit: Emitter, slot: SlotPlan) -> list[Any]:
         """The operands of attend that turn what is stored: the tables of every place, and how channels are paired."""

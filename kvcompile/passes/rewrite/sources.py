@@ -37,7 +37,7 @@ class Sources:
     fresh: tuple[fx.Node, fx.Node] | None = None
     grouped: bool = False
     asked: fx.Node | None = None
-    """The queries as the model has them, before any change of basis."""
+    """The queries as the model has them, before any rotation of channels."""
 
 
 def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
@@ -50,7 +50,7 @@ def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
     made, site = item.site.assembly, item.site
     if made is not None:
         q = latent.queries(emit, q, dtype, made.keys, site.read_as_keys, site.heads)
-    return replace(stored, q=rotation.queries(emit, appends.planes, item.keys, q))
+    return replace(stored, q=rotation.rotated_queries(emit, appends.planes, item.keys, q))
 
 
 def _queries(emit: Emitter, item: SitePlan) -> tuple[fx.Node, torch.dtype]:

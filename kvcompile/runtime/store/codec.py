@@ -23,7 +23,7 @@ def encode(store: Store, x_BKTD: torch.Tensor, left_padding: torch.Tensor | None
         if store.rope is not None:
             pos = _places(store, part, first + start)
             part = store.rope.unrotated(part, pos if left_padding is None else pos - left_padding[:, None])
-        _put(store, store.in_basis(part), left_padding, first + start)
+        _put(store, store.rotated(part), left_padding, first + start)
 
 
 def keep_padding(store: Store, x_BKTD: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ def _places(store: Store, x_BKnD: torch.Tensor, first: int) -> torch.Tensor:
 
 def decode(store: Store, tokens: int) -> torch.Tensor:
     """Decode the first ``tokens`` tokens to [B, K, T, D] in the model's dtype; what is behind the newest one of a window is zero."""
-    values = store.in_basis(_held(store, tokens), back=True)
+    values = store.unrotated(_held(store, tokens))
     values = _rotated(store, values) if store.spec.scheme.pre_rope else values
     if store.padding is None or store.left_padding is None:
         return values
@@ -145,7 +145,7 @@ def _as_stored(store: Store, x_BKnD: torch.Tensor, at: torch.Tensor) -> torch.Te
     if store.rope is not None:
         padding, place = store.left_padding, at.unsqueeze(0)
         x_BKnD = store.rope.unrotated(x_BKnD, place if padding is None else place - padding[:, None])
-    return store.in_basis(x_BKnD)
+    return store.rotated(x_BKnD)
 
 
 def _write_codes(store: Store, x_BKnD: torch.Tensor, rows_BKn: torch.Tensor, at: torch.Tensor) -> None:

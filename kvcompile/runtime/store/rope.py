@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvcompile.errors import AnglesChanged
-from kvcompile.lowering.ops.operations import rotate, unrotate_body
+from kvcompile.lowering.ops.operations import apply_rope, undo_rope_body
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.match.rope.angles import Angles, tables
 from kvcompile.passes.match.rope.rope import KeyRope
@@ -42,12 +42,12 @@ class Rope:
         """Return the model's keys from stored ones."""
         exact = torch.promote_types(x_BKTD.dtype, torch.float32)
         cos, sin = (table.to(exact) for table in self.at(position))
-        return rotate(x_BKTD.to(exact), cos, sin, self.interleaved).to(x_BKTD.dtype)
+        return apply_rope(x_BKTD.to(exact), cos, sin, self.interleaved).to(x_BKTD.dtype)
 
     def unrotated(self, x_BKTD: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Return the model's keys as they are stored, before RoPE."""
         cos, sin = self.at(position)
-        return unrotate_body(x_BKTD, cos, sin, self.interleaved)
+        return undo_rope_body(x_BKTD, cos, sin, self.interleaved)
 
     def same(self, other: Rope, length: int, device: torch.device) -> bool:
         """Whether another RoPE gives the same angles to the first ``length`` tokens."""

@@ -21,7 +21,7 @@ from kvcompile.runtime.store.rope import Rope
 from kvcompile.runtime.store.telemetry import Telling
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.certificate.telemetry import REFILLED
-from kvcompile.schemes.rotation import changed
+from kvcompile.schemes.rotation import Rotation, rotate, unrotate
 from kvcompile.types import PAGE, Extent, Layout, PlaneSpec, SlotSpec, pages_for
 
 
@@ -190,13 +190,19 @@ class Store:
         found = self.plane("origin")
         return self.left_padding if found is None else found[0, :, 0, 0, 0]
 
-    def in_basis(self, x_BKTD: torch.Tensor, back: bool = False) -> torch.Tensor:
-        """Return tokens in the basis that the store's are in, or ``back`` from it, in their dtype."""
-        basis = self.spec.scheme.basis(self.spec.slot)
-        if basis is None:
-            return x_BKTD
-        plane = None if basis.plane is None else self.plane(basis.plane)
-        return changed(x_BKTD, basis.order, None if plane is None else plane[0], back)
+    def rotated(self, x_BKTD: torch.Tensor) -> torch.Tensor:
+        """Return tokens with their channels rotated as the store's are, in their dtype."""
+        rotation = self.spec.scheme.rotation(self.spec.slot)
+        return x_BKTD if rotation is None else rotate(x_BKTD, rotation.order, self._rotation_plane(rotation))
+
+    def unrotated(self, x_BKTD: torch.Tensor) -> torch.Tensor:
+        """Return tokens of the store with their channels rotated back, in their dtype."""
+        rotation = self.spec.scheme.rotation(self.spec.slot)
+        return x_BKTD if rotation is None else unrotate(x_BKTD, rotation.order, self._rotation_plane(rotation))
+
+    def _rotation_plane(self, rotation: Rotation) -> torch.Tensor | None:
+        plane = None if rotation.plane is None else self.plane(rotation.plane)
+        return None if plane is None else plane[0]
 
     @property
     def encoded(self) -> list[torch.Tensor]:

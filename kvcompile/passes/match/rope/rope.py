@@ -11,7 +11,7 @@ complex numbers, part of the channels) does not matter.
     k     = add(mul(x, cos), mul(cat([neg(slice(x, 3, D / 2)), slice(x, 3, 0, D / 2)], -1), sin))
     cache = index_copy_(cache, 2, pos, k)
     after, for a scheme with pre_rope:
-    append(unrotate(k, cos_of_place, sin_of_place), planes, ...)
+    append(undo_rope(k, cos_of_place, sin_of_place), planes, ...)
     attend(..., rope=[cos_of_all_places, sin_of_all_places])
 """
 
