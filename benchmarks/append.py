@@ -33,13 +33,13 @@ CAPACITY = 32768
 
 def planes_of(scheme: str, role: Role, device: str = "cuda") -> list[torch.Tensor]:
     """An empty store."""
-    layout = schemes.parse(scheme).of(role).layout(SlotSpec(K, D, torch.bfloat16, role))
+    layout = schemes.parse(scheme).for_role(role).layout(SlotSpec(K, D, torch.bfloat16, role))
     return [torch.zeros(plane.shape(pages_for(CAPACITY), 1, K), dtype=plane.dtype, device=device) for plane in layout.planes]
 
 
 def both(scheme: str, window: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
     """A step's two appends: new keys, new values, positions and all planes to the newest tokens, by the operations or their bodies."""
-    spelled = [schemes.parse(scheme).of(role).spell() for role in Role]
+    spelled = [schemes.parse(scheme).for_role(role).spec() for role in Role]
 
     def run(keys: torch.Tensor, values: torch.Tensor, pos: torch.Tensor, *planes: torch.Tensor) -> list[torch.Tensor]:
         halves = list(planes[: len(planes) // 2]), list(planes[len(planes) // 2 :])
@@ -83,7 +83,7 @@ def measure(scheme: str, tokens: int) -> dict[str, Any]:
     took = time.perf_counter() - begun
     wrong = differences(scheme, run, arguments)
     size = sum(
-        tokens * K * D * 2 + tokens * made.of(role).layout(SlotSpec(K, D, torch.bfloat16, role)).bytes_per_token(K) for role in Role
+        tokens * K * D * 2 + tokens * made.for_role(role).layout(SlotSpec(K, D, torch.bfloat16, role)).bytes_per_token(K) for role in Role
     )
     us, roof = graph_ms(lambda: run(*arguments)) * 1e3, size / BANDWIDTH * 1e6
     row = {
@@ -92,7 +92,7 @@ def measure(scheme: str, tokens: int) -> dict[str, Any]:
     }
     if not made.window or tokens > 1:
         return row
-    block = made.of(Role.KEY).block
+    block = made.for_role(Role.KEY).block
     steps = []
     for at in (block // 2, block - 1):
         step = [*new, torch.full_like(pos, at), *arguments[3:]]

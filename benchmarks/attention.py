@@ -51,7 +51,7 @@ SHAPES = ((1, 131072), (16, 32768), (1, 8192), (1, 4096), (1, 2048), (1, 1024))
 
 def store(scheme: str, batch: int, tokens: int, role: Role) -> list[torch.Tensor]:
     """The planes that a kernel reads, of ``tokens`` random tokens, encoded in pieces to keep the peak low."""
-    parsed = schemes.parse(scheme).of(role)
+    parsed = schemes.parse(scheme).for_role(role)
     pages = pages_for(tokens)
     slot = SlotSpec(K, D, torch.bfloat16, role)
     fmt = parsed.format(slot)
@@ -133,7 +133,7 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None, padding:
     from kvcompile.lowering import inductor
 
     inductor.install()
-    spell = schemes.parse(scheme).spell()
+    spell = schemes.parse(scheme).spec()
     keys, values = store(scheme, batch, tokens, Role.KEY), store(scheme, batch, tokens, Role.VALUE)
     q = torch.randn(batch, H, 1, D, device="cuda", dtype=torch.bfloat16)
     hi = torch.full((1, 1), tokens - 1, device="cuda")
@@ -167,7 +167,7 @@ def attend_call(scheme: str, batch: int, tokens: int, mode: str | None, padding:
 
 def rotation_of(scheme: str, role: Role) -> tuple[int, bool] | None:
     """The order of the rotation of keys or values, and whether a plane adds to it; None where channels stay as they are."""
-    rotation = schemes.parse(scheme).of(role).rotation(SlotSpec(K, D, torch.bfloat16, role))
+    rotation = schemes.parse(scheme).for_role(role).rotation(SlotSpec(K, D, torch.bfloat16, role))
     return None if rotation is None else (rotation.order, rotation.plane is not None)
 
 
@@ -241,7 +241,7 @@ def measure_extend() -> None:
         hi = torch.arange(tokens - new, tokens, device="cuda").unsqueeze(0)
         for scheme in SCHEMES:
             torch._dynamo.reset()
-            spell = schemes.parse(scheme).spell()
+            spell = schemes.parse(scheme).spec()
             keys, values = store(scheme, 1, tokens, Role.KEY), store(scheme, 1, tokens, Role.VALUE)
             run = torch.compile(lambda: torch.ops.kvcompile.attend(
                 q, keys, values, hi, None, None, None, None, spell, spell, D**-0.5, 0.0, D
@@ -312,9 +312,9 @@ class Job:
 
 
 def base_config(scheme: str, **changes: object) -> AttendConfig:
-    spell = schemes.parse(scheme).spell()
+    spell = schemes.parse(scheme).spec()
     word = schemes.parse(scheme).format(SlotSpec(K, D, torch.bfloat16, Role.KEY)).word_dtype
-    made = schemes.parse(scheme).of(Role.VALUE).format(SlotSpec(K, D, torch.bfloat16, Role.VALUE))
+    made = schemes.parse(scheme).for_role(Role.VALUE).format(SlotSpec(K, D, torch.bfloat16, Role.VALUE))
     pack = D // made.group if made.scaled and D // made.group in {2, 4} else 1
     base = AttendConfig(
         spell, spell, D, D, K, H // K, torch.bfloat16, word, word, D**-0.5, key_scale_pack=pack, value_scale_pack=pack,

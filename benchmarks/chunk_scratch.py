@@ -60,13 +60,13 @@ def cuts(scheme: str, queries: int) -> list[Cut]:
 
 def arguments(cut: Cut, q: torch.Tensor, keys: list, values: list, hi: torch.Tensor) -> tuple:
     """What ``attend_chunks`` takes."""
-    own = [schemes.parse(cut.scheme).of(role).spell() for role in Role]
+    own = [schemes.parse(cut.scheme).for_role(role).spec() for role in Role]
     return AttendOperands(q, keys, values, hi, None, None, None, None, *own, D**-0.5, 0.0, D), list(cut.cut)
 
 
 def empty_store(scheme: str, role: Role) -> list[torch.Tensor]:
     """The planes of ``store`` without memory."""
-    made, slot = schemes.parse(scheme).of(role), SlotSpec(K, D, torch.bfloat16, role)
+    made, slot = schemes.parse(scheme).for_role(role), SlotSpec(K, D, torch.bfloat16, role)
     specs = made.layout(slot).planes[: made.format(slot).planes]
     return [torch.empty(spec.shape(pages_for(TOKENS), 1, K), dtype=spec.dtype, device="meta") for spec in specs]
 
@@ -122,7 +122,7 @@ def through_inductor(cut: Cut, q: torch.Tensor, keys: list, values: list, hi: to
     """Error and time of ``attend`` as a compiled graph has it."""
     inductor.install()
     torch._dynamo.reset()
-    own = [schemes.parse(cut.scheme).of(role).spell() for role in Role]
+    own = [schemes.parse(cut.scheme).for_role(role).spec() for role in Role]
 
     def call(q: torch.Tensor, keys: list, values: list, hi: torch.Tensor) -> torch.Tensor:
         return attend(q, keys, values, hi, None, None, None, None, *own, D**-0.5, 0.0, D)
@@ -163,7 +163,7 @@ def main() -> None:
                 one = slice(0, 1)
                 exact = attend_body(AttendOperands(
                     q[:, : H // K].float(), [plane[:, :, one] for plane in keys], [plane[:, :, one] for plane in values], hi, None, None,
-                    None, None, *(schemes.parse(name).of(role).spell() for role in Role), D**-0.5, 0.0, D,
+                    None, None, *(schemes.parse(name).for_role(role).spec() for role in Role), D**-0.5, 0.0, D,
                 ))
                 found = [] if options.compiled else [measure(cut, q, keys, values, hi, exact) for cut in todo[name, queries]]
                 found.append(through_inductor(todo[name, queries][0], q, keys, values, hi, exact))

@@ -49,11 +49,11 @@ class Job:
 
 def job(scheme: str, queries: int, tile: tuple[int, int, int, int]) -> Job:
     """A kernel with as many splits as the lowering would choose on an H200."""
-    own = [schemes.parse(scheme).of(role) for role in Role]
+    own = [schemes.parse(scheme).for_role(role) for role in Role]
     words = [made.format(SlotSpec(K, D, torch.bfloat16, role)).word_dtype for made, role in zip(own, Role, strict=True)]
     block_t, block_r, warps, stages = tile
     config = PrefillConfig(
-        own[0].spell(), own[1].spell(), D, D, K, H // K, torch.bfloat16, words[0], words[1], D**-0.5,
+        own[0].spec(), own[1].spec(), D, D, K, H // K, torch.bfloat16, words[0], words[1], D**-0.5,
         tile=Tile(block_t, block_r, False, warps, stages),
     )
     return Job(scheme, queries, config.with_splits(splits_for(config, queries * H // K, K, 132, TOKENS)))

@@ -60,7 +60,7 @@ def attention(planes: list[list[torch.Tensor]], q: torch.Tensor, hi: torch.Tenso
 
 def measure(scheme: str) -> list[dict[str, Any]]:
     """A row for each set of lengths."""
-    spell, longest = schemes.parse(scheme).spell(), max(max(lengths) for lengths in LENGTHS.values())
+    spell, longest = schemes.parse(scheme).spec(), max(max(lengths) for lengths in LENGTHS.values())
     planes = [store(scheme, 16, longest, role) for role in Role]
     token = sum(plane.nbytes for plane in (*planes[0], *planes[1])) / 16 / longest
     q = torch.randn(16, H, 1, D, device="cuda", dtype=torch.bfloat16)

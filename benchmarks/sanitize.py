@@ -85,7 +85,7 @@ def exercise(identifier: str, steps: int = 4) -> None:
     with quiet(), fresh():
         module = Trait.MODULE in case.architecture.traits
         subject = Module.build(case, device) if module else Words.build(case, device, 1)
-        owner = kvcompile.backend(case.scheme.spell(int(case.head_dim)))
+        owner = kvcompile.backend(case.scheme.spec(int(case.head_dim)))
         requests = [subject.request(7, LONG, steps), subject.request(8, LONG if module else SHORT, steps)]
         trace, _ = compiled(subject, requests, owner, lambda: 0)
         torch.cuda.synchronize()

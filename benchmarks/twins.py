@@ -49,14 +49,14 @@ class Kernel:
 def tensors_of(scheme: str, batch: int, tokens: int, device: str) -> tuple[AttendConfig, dict[str, torch.Tensor]]:
     """The kernel that is chosen without tuning, and its operands; on ``meta`` for their shapes alone."""
     made = schemes.parse(scheme)
-    halves = [made.of(role) for role in Role]
+    halves = [made.for_role(role) for role in Role]
     slots = [SlotSpec(K, D, torch.bfloat16, role) for role in Role]
     formats = [half.format(slot) for half, slot in zip(halves, slots, strict=True)]
     newest = made.window and made.window + 1
     beside = Beside(bool(newest), False, exact_first=made.sinks, exact_first_at=bool(made.sinks and not newest))
     packs = [plane.width if (plane := half.layout(slot).planes[1]).width in {2, 4} else 1 for half, slot in zip(halves, slots, strict=True)]
     base = AttendConfig(
-        *(half.spell() for half in halves), D, D, K, H // K, torch.bfloat16, *(fmt.word_dtype for fmt in formats), D**-0.5, beside=beside,
+        *(half.spec() for half in halves), D, D, K, H // K, torch.bfloat16, *(fmt.word_dtype for fmt in formats), D**-0.5, beside=beside,
         key_scale_pack=packs[0], value_scale_pack=packs[1],
     )
     properties = torch.cuda.get_device_properties(0)
@@ -78,7 +78,7 @@ def tensors_of(scheme: str, batch: int, tokens: int, device: str) -> tuple[Atten
             specs = half.layout(slot).planes[: fmt.planes]
             planes = [torch.empty(spec.shape(tokens // PAGE, batch, K), dtype=spec.dtype, device="meta") for spec in specs]
         else:
-            planes = store(half.spell(), batch, tokens, slot.role)
+            planes = store(half.spec(), batch, tokens, slot.role)
         found |= plane_names(letter, planes, fmt)
     return config, {name: found[name] for name in config.operands}
 

@@ -161,7 +161,7 @@ class Compilation:
             planned = self._validated(captured, matched, plan(matched, self.policy))
             # Two models of one shape do not share a callable: a CUDA graph holds the addresses of one.
             salt = f"{settled}:{identities(self.examples)}"
-            variants = Variants(captured, planned, matched.effects, self.inner, self.memory.compiled, self.policy.spell(), salt)
+            variants = Variants(captured, planned, matched.effects, self.inner, self.memory.compiled, self.policy.spec(), salt)
             if planned.sites:
                 variants.rewritten(Variant.PAST)
             described = graph_report(self.report.index, planned, matched.uncached)

@@ -34,7 +34,7 @@ class Half(enum.Enum):
     KEY = "key"
     VALUE = "value"
 
-    def of(self, role: Role) -> Half:
+    def for_role(self, role: Role) -> Half:
         """Return the half that stores a slot of this role."""
         return self if self is not Half.AUTO else Half(role.value)
 

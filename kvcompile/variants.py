@@ -42,7 +42,7 @@ def kernel_text(rewritten: Rewritten, sites: int, inner: Inner = Inner.INDUCTOR,
     ``choice``: what the compilation says about the Gluon kernel; none says what ``torch.compile`` does without a mode.
     """
     device = value_of(rewritten.bindings[0].plan.slot.root).device.type
-    slots = {binding.plan.scheme.spell(): binding.plan.spec for binding in rewritten.bindings}
+    slots = {binding.plan.scheme.spec(): binding.plan.spec for binding in rewritten.bindings}
     with choosing(choice or Choice()):
         return f"{TITLES[rewritten.variant]}: {kernel_lines(rewritten.module.graph, device, slots, sites, inner is Inner.INDUCTOR)}"
 

@@ -90,7 +90,7 @@ class Scheme(enum.Enum):
     ROTATED = "int4-rotated"
     FIRST = "int8-sinks"
 
-    def spell(self, head_dim: int) -> dict[str, str]:
+    def spec(self, head_dim: int) -> dict[str, str]:
         """Return {"k": spec, "v": spec} with groups that divide ``head_dim``."""
         odd = head_dim % 32 != 0
         grouped = {"int4": "group=16", "nf4": "group=16", "kivi": "group=16", "normed": "group=16", "squat": "group=16,subblock=16"}

@@ -111,7 +111,7 @@ def _judged(case: Case, layers: int, raises: bool, spent: Spent) -> Result:
     with spent.on("build"):
         subject = _built(case, device, layers)
     requests = _requests(subject)
-    owner = kvcompile.backend(case.scheme.spell(int(case.head_dim)), options=OURS_ALONE if case.mode is Mode.MAX_AUTOTUNE else None)
+    owner = kvcompile.backend(case.scheme.spec(int(case.head_dim)), options=OURS_ALONE if case.mode is Mode.MAX_AUTOTUNE else None)
     ours = subject.copied()
     poison(device)
     try:

@@ -27,10 +27,10 @@ from kvcompile.types import Role, SlotSpec
 
 def scheme_of(case: Case, role: Role) -> Scheme:
     """Return the scheme that holds a case's keys or values; a latent is stored in the form that values have, by the keys' scheme."""
-    spec = case.scheme.spell(int(case.head_dim))
+    spec = case.scheme.spec(int(case.head_dim))
     if Trait.LATENT in case.architecture.traits:
-        return schemes.parse(spec["k"]).of(Role.VALUE)
-    return schemes.parse(spec["k" if role is Role.KEY else "v"]).of(role)
+        return schemes.parse(spec["k"]).for_role(Role.VALUE)
+    return schemes.parse(spec["k" if role is Role.KEY else "v"]).for_role(role)
 
 
 def round_trip(scheme: Scheme, x_BKSD: torch.Tensor, role: Role) -> torch.Tensor:

@@ -166,7 +166,7 @@ def _definition(subject: Any, requests: Sequence[Any]) -> list[Logits]:
     """Return the logits of the rewritten graph run by the eager definitions of its operations, over given tokens."""
     case = subject.case
     torch._dynamo.reset()
-    owner = kvcompile.backend(case.scheme.spell(int(case.head_dim)), inner="eager")
+    owner = kvcompile.backend(case.scheme.spec(int(case.head_dim)), inner="eager")
     twin = subject.copied()
     if case.caching.generates:
         twin.model.forward = torch.compile(twin.model.forward, backend=owner)

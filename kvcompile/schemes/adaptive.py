@@ -139,7 +139,7 @@ class Adaptive(Scheme):
     in_order: ClassVar[bool] = True
 
     @property
-    def alone(self) -> bool:
+    def position_independent(self) -> bool:
         return False
 
     @abc.abstractmethod

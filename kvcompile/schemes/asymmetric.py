@@ -159,7 +159,7 @@ class Kivi(LowBit):
         ]
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 
-    def of(self, role: Role) -> Kivi:
+    def for_role(self, role: Role) -> Kivi:
         axis = self.axis
         if axis is Axis.AUTO:
             axis = Axis.CHANNEL if role is Role.KEY else Axis.TOKEN
@@ -183,11 +183,11 @@ class Kivi(LowBit):
     def check(self, slot: SlotSpec) -> None:
         super().check(slot)
         require_divides(PARTS[self.bits], slot, self.name, "codes per word")
-        if self.of(slot.role).axis is Axis.TOKEN:
+        if self.for_role(slot.role).axis is Axis.TOKEN:
             require_divides(self.group, slot, self.name, "group")
 
     def layout(self, slot: SlotSpec) -> Layout:
-        own = self.of(slot.role)
+        own = self.for_role(slot.role)
         rows, width = (PAGE // self.group, slot.head_dim) if own.axis is Axis.CHANNEL else (PAGE, slot.head_dim // self.group)
         return Layout((
             PlaneSpec("codes", torch.uint8, slot.head_dim * self.bits // 8),
@@ -195,7 +195,7 @@ class Kivi(LowBit):
         )).windowed(slot, self.window).with_sinks(slot, self.sinks)
 
     def format(self, slot: SlotSpec) -> KernelFormat:
-        own = self.of(slot.role)
+        own = self.for_role(slot.role)
         group, block = (1, self.group) if own.axis is Axis.CHANNEL else (self.group, 1)
         return KernelFormat(
             torch.uint8, PARTS[self.bits], group, True, UNPACK[self.bits], block=block, zeros=True, segments=SEGMENTS[self.bits]

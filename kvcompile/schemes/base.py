@@ -75,10 +75,10 @@ class Scheme(abc.ABC):
     """The devices that its attention runs on, None for all."""
     exact: ClassVar[bool] = False
     """Whether ``decode`` returns what was encoded."""
-    carries: ClassVar[str | None] = None
+    error_feedback_plane: ClassVar[str | None] = None
     """The plane of keys [D, D] by whose row i the error of channel i was added to other channels before they were encoded; ``radius`` then
     bounds the error of a channel's codes alone."""
-    reads_back: ClassVar[bool] = False
+    prefill_reads_codes: ClassVar[bool] = False
     """Whether attention of a call that fills an empty cache, too, reads what the codes of its tokens stand for, as decode steps do."""
     source: ClassVar[str] = ""
     warning: ClassVar[str | None] = None
@@ -135,7 +135,7 @@ class Scheme(abc.ABC):
         return self.block == 1
 
     @property
-    def alone(self) -> bool:
+    def position_independent(self) -> bool:
         """Whether a token's codes mean the same wherever they lie in a store, whatever lies beside them."""
         return self.by_token and not self.window and not self.sinks and not self.calibrated and not self.pre_rope
 
@@ -202,12 +202,12 @@ class Scheme(abc.ABC):
         """The fixed planes, in the layout's order, from queries; ``keep``: which tokens are no padding, all where None."""
         raise NotImplementedError(f"{self.name} is not calibrated")
 
-    def at(self, path: str) -> Scheme:
+    def for_module(self, path: str) -> Scheme:
         """The scheme of the attention at a module path, where layers have tables of their own; raises a SchemeError where it has none."""
         del path
         return self
 
-    def of(self, role: Role) -> Scheme:
+    def for_role(self, role: Role) -> Scheme:
         """The scheme that holds slots of this role, where keys and values are encoded differently."""
         del role
         return self
@@ -227,7 +227,7 @@ class Scheme(abc.ABC):
         ``latent``: keys and values are made from a cached latent. ``path``: the module path, for the message.
         """
         if keys.attention != values.attention:
-            raise HalvesDiffer(scheme=self.name, keys=keys.spell(), values=values.spell(), path=path)
+            raise HalvesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
         if latent and self.attention != Scheme.attention:
             raise LatentNotHeld(scheme=self.name, path=path)
 
@@ -278,11 +278,11 @@ class Scheme(abc.ABC):
         found = (field for field in dataclasses.fields(cls) if field.metadata.get("option", True))
         return tuple(sorted(found, key=lambda field: bool(field.metadata.get("quiet"))))
 
-    def told(self) -> str:
+    def display_name(self) -> str:
         """The scheme in an error's words: its text, and whatever sets it apart from others of that text."""
-        return self.spell()
+        return self.spec()
 
-    def spell(self) -> str:
+    def spec(self) -> str:
         """The scheme as text that ``schemes.parse`` reads back, e.g. ``int4(group=32)``; part of cache keys."""
         fields = []
         for field in self.options():

@@ -35,7 +35,7 @@ class Dense(Scheme):
     def __post_init__(self) -> None:
         require(isinstance(self.pre_rope, bool), self.name, "pre_rope", "True or False", self.pre_rope, "False is the usual choice")
 
-    def of(self, role: Role) -> Dense:
+    def for_role(self, role: Role) -> Dense:
         return self if role is Role.KEY else Dense()
 
     def layout(self, slot: SlotSpec) -> Layout:

@@ -215,7 +215,7 @@ def make(name: str, **options: object) -> Scheme:
 
 @functools.cache
 def parse(text: str) -> Scheme:
-    """The scheme that ``Scheme.spell`` wrote, or a plain name: ``int4`` or ``int4(group=64)``."""
+    """The scheme that ``Scheme.spec`` wrote, or a plain name: ``int4`` or ``int4(group=64)``."""
     name, opened, rest = text.strip().partition("(")
     if opened and not rest.endswith(")"):
         raise UnknownScheme(known=list(BY_NAME), name=text, hint="; options end with ')'")

@@ -294,7 +294,7 @@ def test_a_wrong_result_is_seen_whatever_made_it() -> None:
     q, k, v = (torch.randn(1, 2, tokens, D, generator=generator) for tokens in (1, PAGE, PAGE))
     scheme, hi = parse("int8"), torch.tensor([[60]])
     keys, values = ([x.unsqueeze(0) for x in scheme.encode(part)] for part in (k, v))
-    operands = AttendOperands(q, keys, values, hi, None, None, None, None, scheme.spell(), scheme.spell(), 0.2, 0.0, D)
+    operands = AttendOperands(q, keys, values, hi, None, None, None, None, scheme.spec(), scheme.spec(), 0.2, 0.0, D)
     good = attend_body(operands)
     exact = sdpa(q.double(), k[:, :, :61].double(), v[:, :, :61].double(), scale=0.2)
     for output in (good, good + 0.1, good.to(torch.bfloat16), torch.zeros_like(good)):
@@ -380,8 +380,8 @@ def test_what_cannot_be_reported_is_refused_with_the_reason() -> None:
     with pytest.raises(BadSetting, match="certify"):
         kvcompile.backend(scheme="int8", certify="report")  # type: ignore[arg-type]
     mixed = kvcompile.backend(scheme={"*": "certified", "lm.0": "dense"}, certify=Certify(v_tol=0.5)).policy
-    assert [pair.certify for _, pair in mixed.rules] == [None, None] and "v_tol:0.5" in mixed.spell()
-    assert kvcompile.backend(scheme="int8", certify=REPORT).policy.spell() != policy_of("int8").spell()
+    assert [pair.certify for _, pair in mixed.rules] == [None, None] and "v_tol:0.5" in mixed.spec()
+    assert kvcompile.backend(scheme="int8", certify=REPORT).policy.spec() != policy_of("int8").spec()
 
 
 @pytest.mark.parametrize(("case", "reason"), [

@@ -48,7 +48,7 @@ def test_tokens_without_a_window(text: str, dim: int, dtype: torch.dtype, batch:
     pos = positions(batch).cuda()[:, -count:]
     pos = torch.where(pos == PAGES * 64 - 1, PAGES * 64, pos)
     wanted, found = stores(text, dim, dtype, "cuda"), stores(text, dim, dtype, "cuda")
-    spelled = schemes.parse(text).spell()
+    spelled = schemes.parse(text).spec()
 
     def run(k: torch.Tensor, v: torch.Tensor, pos: torch.Tensor, *planes: torch.Tensor) -> list[torch.Tensor]:
         for x, half in zip((k, v), (planes[:2], planes[2:]), strict=True):
@@ -72,7 +72,7 @@ def test_tokens_that_the_graph_makes(text: str, dim: int, dtype: torch.dtype) ->
     # Products with powers of two are exact in either dtype.
     scale = torch.exp2(torch.randint(-2, 3, (count, dim), device="cuda")).to(dtype)
     wanted, found = (stores(text, dim, dtype, "cuda")[0] for _ in range(2))
-    spelled = schemes.parse(text).spell()
+    spelled = schemes.parse(text).spec()
 
     def run(h: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, pos: torch.Tensor, *planes: torch.Tensor) -> list[torch.Tensor]:
         k = (h @ w).view(rows, count, KV, dim).transpose(1, 2) * scale
@@ -97,7 +97,7 @@ def taken(rest: tuple[torch.Tensor, ...], planes: list[list[torch.Tensor]]) -> t
     ("kivi(scale_dtype=bfloat16)", 128), ("squat(lam=0.0)", 256),
 ])
 def test_one_token_into_a_window(text: str, dim: int, padded: bool) -> None:
-    halves = [schemes.parse(text).of(role) for role in Role]
+    halves = [schemes.parse(text).for_role(role) for role in Role]
     rows, before = 2 if padded else 1, halves[0].window + halves[0].group - 2
     origin = torch.tensor([0, 3], device="cuda") if padded else None
     x = (torch.randn(2, KV, before + 4, dim, generator=torch.Generator().manual_seed(dim)) * 3 + torch.arange(dim)).cuda().to(BF16)
@@ -106,7 +106,7 @@ def test_one_token_into_a_window(text: str, dim: int, padded: bool) -> None:
     for scheme, role in zip(halves, Role, strict=True):
         layout = scheme.layout(SlotSpec(KV, dim, BF16, role))
         planes = [torch.zeros(plane.shape(3, 2, KV), dtype=plane.dtype, device="cuda") for plane in layout.planes]
-        ops.append_window_body(x[:, :, :before], planes, torch.arange(before, device="cuda").expand(rows, -1), origin, scheme.spell())
+        ops.append_window_body(x[:, :, :before], planes, torch.arange(before, device="cuda").expand(rows, -1), origin, scheme.spec())
         wanted.append(planes)
     found = [[plane.clone() for plane in planes] for planes in wanted]
 
@@ -114,7 +114,7 @@ def test_one_token_into_a_window(text: str, dim: int, padded: bool) -> None:
         keys, values, given = taken(rest, wanted)
         results = []
         for x, half, scheme in zip((k, v), (keys, values), halves, strict=True):
-            results += ops.append_window(x, list(half), pos, given[0] if given else None, scheme.spell())
+            results += ops.append_window(x, list(half), pos, given[0] if given else None, scheme.spec())
         return results
 
     step = None
@@ -126,7 +126,7 @@ def test_one_token_into_a_window(text: str, dim: int, padded: bool) -> None:
         results = step(*arguments)
         expected: list[torch.Tensor] = []
         for planes, scheme in zip(wanted, halves, strict=True):
-            expected += ops.append_window_body(new, planes, pos, origin, scheme.spell())
+            expected += ops.append_window_body(new, planes, pos, origin, scheme.spec())
         assert_same((*found[0], *found[1], *results), (*wanted[0], *wanted[1], *expected), (text, dim, at))
 
 
@@ -147,7 +147,7 @@ def test_blocks_into_a_window(
     monkeypatch.setattr(appends, "_window_kernels", lambda slots: traced.append(len(slots)) or real(slots))
     given, rows = origins()[padding]
     origin = None if given is None else given.cuda()
-    halves = [schemes.parse(text).of(role).spell() for role in Role]
+    halves = [schemes.parse(text).for_role(role).spec() for role in Role]
     count = sum(pieces)
     new = [new_tokens(seed, count, dim, dtype).cuda() for seed in range(2)]
     wanted, found = (empty(text, dim, dtype, pages, "cuda") for _ in range(2))

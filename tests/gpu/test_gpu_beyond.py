@@ -66,10 +66,10 @@ def test_append_is_its_body(text: str, dim: int, dtype: torch.dtype, count: int)
     pos = torch.where(pos == PAGES * 64 - 1, PAGES * 64, pos)
     table = thresholds(scheme.bits, groups, 3).cuda()  # type: ignore[attr-defined]
     wanted, found = ([plane.cuda() for plane in stores(text, dim, dtype)] for _ in range(2))
-    ops.append_body(x, wanted, pos, scheme.spell(), None, [table])
+    ops.append_body(x, wanted, pos, scheme.spec(), None, [table])
 
     def run(x: torch.Tensor, pos: torch.Tensor, table: torch.Tensor, *planes: torch.Tensor) -> list[torch.Tensor]:
-        ops.append(x, list(planes), pos, scheme.spell(), None, [table])
+        ops.append(x, list(planes), pos, scheme.spec(), None, [table])
         return []
 
     arguments = [x, pos, table, *found]
@@ -101,7 +101,7 @@ def test_compiled_gradients_are_those_of_tensor_code(bits: int) -> None:
     found = torch.ops.kvcompile.table_gradients(grad, x, levels, edges, bits, torch.float16, rule.window)
     for mine, wanted in zip(found, table_gradients(grad, x, levels, edges, rule), strict=True):
         assert mine.is_contiguous() and torch.allclose(mine, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
-    scheme = parse(f"beyond(bits={bits},trained=True)").spell()
+    scheme = parse(f"beyond(bits={bits},trained=True)").spec()
     mapped = torch.ops.kvcompile.level_mapped(x, levels, edges, bits, torch.float16)
     # A product and a sum may be one instruction; codes are those of eager code.
     torch.testing.assert_close(mapped, ops.read_back_body(x, [levels[None, None]], [edges[None, None]], scheme))

@@ -94,7 +94,7 @@ def test_a_flipped_bit_sends_the_row_to_the_originals_and_no_other_row() -> None
 def operands(step: Step) -> list[Any]:
     """Return the operands of ``kvcompile::certified_site``, with telemetry of no steps."""
     cache = step.cache
-    spelled = f"certified(certify={step.policy.spell()})"
+    spelled = f"certified(certify={step.policy.spec()})"
     telemetry = torch.zeros(1, step.q.shape[0], cache.keys[0].shape[2], 1, TELEMETRY, dtype=torch.float64, device=DEVICE)
     return [
         step.q, [*cache.keys, cache.originals[0]], [*cache.values, cache.originals[1]], step.hi, step.lo, None, None, step.sinks, spelled,

@@ -125,16 +125,16 @@ def test_a_compiled_prefill_teaches_a_store(model: torch.nn.Module, config: obje
 
 
 def test_learning_does_not_wait_for_the_device() -> None:
-    scheme = parse("squat").of(Role.KEY)
+    scheme = parse("squat").for_role(Role.KEY)
     queries = torch.randn(2, HEADS, 200, DIM, device="cuda", dtype=torch.bfloat16)
     keep = torch.ones(2, 256, device="cuda", dtype=torch.bool)
     planes = [torch.zeros(1, 1, KV, DIM, DIM, device="cuda")]
-    calibrate_body(queries, planes, keep, scheme.spell())
+    calibrate_body(queries, planes, keep, scheme.spec())
     expected = scheme.calibrate(queries.cpu().unflatten(1, (KV, -1)), None)[0]
     assert torch.allclose(planes[0].cpu(), expected, atol=1e-3)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        calibrate_body(queries, planes, keep, scheme.spell())
+        calibrate_body(queries, planes, keep, scheme.spec())
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -30,10 +30,10 @@ def test_append_is_its_body(text: str, dim: int, dtype: torch.dtype, count: int)
     pos = torch.where(pos == PAGES * 64 - 1, PAGES * 64, pos)
     given = scales(3).cuda()
     wanted, found = ([plane.cuda() for plane in stores(text, dim, dtype)] for _ in range(2))
-    ops.append_body(x, wanted, pos, scheme.spell(), None, [given])
+    ops.append_body(x, wanted, pos, scheme.spec(), None, [given])
 
     def run(x: torch.Tensor, pos: torch.Tensor, given: torch.Tensor, *planes: torch.Tensor) -> list[torch.Tensor]:
-        ops.append(x, list(planes), pos, scheme.spell(), None, [given])
+        ops.append(x, list(planes), pos, scheme.spec(), None, [given])
         return []
 
     arguments = [x, pos, given, *found]

@@ -45,18 +45,18 @@ def compare(text: str, module: str, name: str) -> None:
     fuse()
     one = getattr(importlib.import_module(module), name)
     for role in Role:
-        half = schemes.parse(text).of(role)
+        half = schemes.parse(text).for_role(role)
         wanted, found, at = empty(half, role), empty(half, role), 0
         x = torch.randn(BATCH, KV, sum(count for count, _ in CHUNKS), DIM, generator=torch.Generator().manual_seed(1))
         for index, (count, begins) in enumerate(CHUNKS):
             new, pos, origin = x[:, :, at : at + count], torch.arange(at, at + count)[None], torch.tensor(begins)
-            slot = Slot(new, found, pos, origin, half.spell())
+            slot = Slot(new, found, pos, origin, half.spec())
             used = slot.used
             if count > 1 and text == "certified":
-                mine = windows.append_window_body(new, found, pos, origin, half.spell())
+                mine = windows.append_window_body(new, found, pos, origin, half.spec())
             else:
                 mine = ((one if count == 1 else window_blocks.append_window_blocks)([slot])[0], used)
-            body = windows.append_window_body(new, wanted, pos, origin, half.spell())
+            body = windows.append_window_body(new, wanted, pos, origin, half.spec())
             if text == "certified":
                 # Notes are a unit in the last place apart.
                 assert_same((clock_of(found), *mine), (clock_of(wanted), *body), (text, role, index))

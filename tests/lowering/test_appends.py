@@ -30,12 +30,12 @@ aten = torch.ops.aten
 
 def planes_of(text: str, role: Role) -> list[torch.Tensor]:
     """An empty store of two pages."""
-    layout = schemes.parse(text).of(role).layout(SlotSpec(KV, DIM, torch.float32, role))
+    layout = schemes.parse(text).for_role(role).layout(SlotSpec(KV, DIM, torch.float32, role))
     return [torch.zeros(plane.shape(2, 1, KV), dtype=plane.dtype) for plane in layout.planes]
 
 
 def spelled(text: str) -> list[str]:
-    return [schemes.parse(text).of(role).spell() for role in Role]
+    return [schemes.parse(text).for_role(role).spec() for role in Role]
 
 
 def graph_of(text: str, between: Callable[..., Any] | None = None) -> fx.GraphModule:
@@ -92,7 +92,7 @@ def test_two_appends_with_tables_are_what_they_were(window: bool) -> None:
     k, v, pos, *rest = names
     made = []
     for x, half, table in zip((k, v), (rest[2 : 2 + written], rest[2 + written :]), rest[:2], strict=True):
-        operands = (x, half, pos, None, scheme.spell(), [table]) if window else (x, half, pos, scheme.spell(), None, [table])
+        operands = (x, half, pos, None, scheme.spec(), [table]) if window else (x, half, pos, scheme.spec(), None, [table])
         made.append(graph.call_function(ops.append_window if window else ops.append, operands))
     graph.output([graph.call_function(operator.getitem, (item, 0)) for item in made] if window else k)
     plain = fx.GraphModule(torch.nn.Module(), graph)

@@ -62,7 +62,7 @@ class Problem:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.keys, self.values = self.keys.of(Role.KEY), self.values.of(Role.VALUE)
+        self.keys, self.values = self.keys.for_role(Role.KEY), self.values.for_role(Role.VALUE)
         self.window = max(self.keys.window, self.values.window)
         self.exact_newest: list[torch.Tensor] = []
         # The newest tokens come in one last call, as the queries' own do.
@@ -82,12 +82,12 @@ class Problem:
         x = normal(self.batch, self.kv_heads, self.tokens, width, dtype=self.dtype, seed=seed)
         pos = torch.arange(self.tokens).unsqueeze(0)
         if not self.window:
-            append_body(x, planes, pos, scheme.spell())
+            append_body(x, planes, pos, scheme.spec())
             return planes, scheme.decode(decodable(scheme, planes, spec, slice(None)), spec)[:, :, : self.tokens]
         before = max(self.tokens - self.queries, 0)
         if before:
-            append_window_body(x[:, :, :before], planes, pos[:, :before], None, scheme.spell())
-        self.exact_newest.append(append_window_body(x[:, :, before:], planes, pos[:, before:], None, scheme.spell())[0])
+            append_window_body(x[:, :, :before], planes, pos[:, :before], None, scheme.spec())
+        self.exact_newest.append(append_window_body(x[:, :, before:], planes, pos[:, before:], None, scheme.spec())[0])
         decoded = scheme.decode(decodable(scheme, planes, spec, slice(None)), spec)[:, :, : self.tokens]
         exact = pos[0] >= before - self.window
         return planes, torch.where(exact[:, None], x.to(torch.float32), decoded)
@@ -96,7 +96,7 @@ class Problem:
         """The operation's operands, in order."""
         return (
             self.q, self.read(Role.KEY), self.read(Role.VALUE), self.hi if hi is None else hi, operands.get("lo"), operands.get("keep"),
-            operands.get("bias"), operands.get("sinks"), self.keys.spell(), self.values.spell(), self.scale,
+            operands.get("bias"), operands.get("sinks"), self.keys.spec(), self.values.spec(), self.scale,
             operands.get("softcap", 0.0), self.width_v, self.exact_newest or None, self.base,
         )
 
@@ -178,7 +178,7 @@ def test_heads_and_lengths(kv_heads: int, groups: int, tokens: int) -> None:
     Problem(VARIANTS[-1], VARIANTS[0], kv_heads=kv_heads, groups=groups, tokens=tokens, queries=1, batch=3).check()
 
 
-@pytest.mark.parametrize("values", VARIANTS, ids=lambda scheme: scheme.spell())
+@pytest.mark.parametrize("values", VARIANTS, ids=lambda scheme: scheme.spec())
 def test_keys_and_values_have_schemes_and_widths_of_their_own(values: Scheme) -> None:
     for keys in VARIANTS[:: len(VARIANTS) // 5]:
         if holds(keys, slot(head_dim=128)) and holds(values, fitting(values)):
@@ -230,7 +230,7 @@ def test_nan_that_is_read_comes_out(cls: type[Scheme], role: Role, sinks: torch.
         exact_newest = problem.exact_newest[0 if role is Role.KEY else 1]
         exact_newest[:, :, at - int(problem.base)] = poison  # type: ignore[arg-type]
     else:
-        append_body(x, planes, torch.tensor([[at]]), scheme.spell())
+        append_body(x, planes, torch.tensor([[at]]), scheme.spec())
     out = attend(*problem.arguments(sinks=sinks))
     assert not torch.isfinite(out[:, :, 2:]).any()
     if role is Role.KEY:

@@ -102,7 +102,7 @@ def test_other_compilers_run_eager_bodies_and_say_so() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cpu", "xpu"])
 def test_every_scheme_gets_a_kernel_or_a_reason(cls: type[Scheme], device: str) -> None:
     for scheme in cls.variants():
-        slots = tuple((scheme.of(role).spell(), SlotSpec(2, 128, torch.float32, role)) for role in Role)
+        slots = tuple((scheme.for_role(role).spec(), SlotSpec(2, 128, torch.float32, role)) for role in Role)
         kernel, why = choose(AttendFacts(device, slots, exact_newest=bool(scheme.window)))
         assert kernel.device in {None, device} and kernel in KERNELS
         assert (kernel is EAGER) == (why is not None) or device == "xpu"
@@ -140,7 +140,7 @@ def test_many_rows_are_a_kernels_own_business() -> None:
     ("beyond", 96, torch.bfloat16, False), ("beyond", 128, torch.float32, False),
 ])
 def test_many_rows_over_tables_are_attended_to_by_decoded_chunks(text: str, dim: int, dtype: torch.dtype, knows: bool) -> None:
-    slots = tuple((parse(text).spell(), SlotSpec(2, dim, dtype, role)) for role in Role)
+    slots = tuple((parse(text).spec(), SlotSpec(2, dim, dtype, role)) for role in Role)
     found = choose(AttendFacts("cuda", slots, dtype, rows=512))
     assert found == ((PREFILL, None) if knows else (DECODE, "tables of levels that no chunk is decoded by"))
 
@@ -148,7 +148,7 @@ def test_many_rows_over_tables_are_attended_to_by_decoded_chunks(text: str, dim:
 @pytest.mark.parametrize("pair", [("beyond", "dense"), ("dense", "nf4")])
 def test_tables_beside_dense_tokens_are_no_chunks(pair: tuple[str, str]) -> None:
     """The lowering decodes chunks of both halves or of none, and the kernel that is named must be the one that runs."""
-    slots = tuple((parse(text).spell(), SlotSpec(2, 128, torch.bfloat16, role)) for text, role in zip(pair, Role, strict=True))
+    slots = tuple((parse(text).spec(), SlotSpec(2, 128, torch.bfloat16, role)) for text, role in zip(pair, Role, strict=True))
     assert choose(AttendFacts("cuda", slots, torch.bfloat16, rows=512)) == (DECODE, "tables of levels that no chunk is decoded by")
 
 

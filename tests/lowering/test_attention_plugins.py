@@ -70,5 +70,5 @@ def test_two_slots_share_a_launch_in_one_room_only(foreign: Room) -> None:
 def test_a_scheme_brings_the_kernel_of_its_constant_planes(foreign: Room) -> None:
     assert append_of("foreign") is foreign.append
     assert {scheme.name for scheme in SCHEMES if append_of(scheme.name)} == {
-        scheme.name for scheme in SCHEMES if scheme().of(Role.KEY).bins(64) or scheme().of(Role.KEY).static(64)
+        scheme.name for scheme in SCHEMES if scheme().for_role(Role.KEY).bins(64) or scheme().for_role(Role.KEY).static(64)
     } != set()

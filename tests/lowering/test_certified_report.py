@@ -38,7 +38,7 @@ def test_no_head_step_is_beyond_what_is_reported(case: Callable[[Draw, Shape], I
         inputs = case(Draw(number), shape)
         for keys_by, values_by in PAIRS:
             step, k, v = inputs.step(Certify(), dtype)
-            ks, vs = parse(keys_by).of(Role.KEY), parse(values_by).of(Role.VALUE)
+            ks, vs = parse(keys_by).for_role(Role.KEY), parse(values_by).for_role(Role.VALUE)
             keys, values = planes_of(ks, k), planes_of(vs, v)
             exact_newest, base = None, None
             if exact:
@@ -50,7 +50,7 @@ def test_no_head_step_is_beyond_what_is_reported(case: Callable[[Draw, Shape], I
             fixed = step.bias, step.sinks
             common = (step.hi, step.lo, step.keep, *fixed)
             operands = AttendOperands(
-                step.q, keys, values, *common, ks.spell(), vs.spell(), step.scale, step.softcap, shape.D, exact_newest, base
+                step.q, keys, values, *common, ks.spec(), vs.spec(), step.scale, step.softcap, shape.D, exact_newest, base
             )
             output = attend_body(operands)
             found, _ = report_step(output, operands)
@@ -64,7 +64,7 @@ def test_no_head_step_is_beyond_what_is_reported(case: Callable[[Draw, Shape], I
     assert nearest > 0.02, "certificates that nothing comes near prove little"
 
 
-@pytest.mark.parametrize("scheme", [item for item in VARIANTS if item.certifying("rank:1") is None], ids=Scheme.spell)
+@pytest.mark.parametrize("scheme", [item for item in VARIANTS if item.certifying("rank:1") is None], ids=Scheme.spec)
 def test_a_radius_by_what_is_stored_bounds_and_is_not_above_the_announced_bound(scheme: Scheme) -> None:
     """The announced bound allows for any rounding of the scale; the radius knows the scale."""
     spec = fitting(scheme)
@@ -92,7 +92,7 @@ def test_a_radius_by_what_is_stored_bounds_and_is_not_above_the_announced_bound(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_certificate_follows_errors_that_moved_other_channels(spelled: str, dtype: torch.dtype) -> None:
     """Products with queries stay within ``along``, keys within ``every``; where they turn away from queries, far below kivi's bound."""
-    scheme, spec, draw = parse(spelled).of(Role.KEY), slot(2, 64), Draw(7)
+    scheme, spec, draw = parse(spelled).for_role(Role.KEY), slot(2, 64), Draw(7)
     # Queries of few directions, as a trained model's are, and keys that lie along them.
     basis = draw.normal(2, 6, 64)
     q = (draw.normal(2, 2, 3, 128, 6) @ basis[:, None] + 0.05 * draw.normal(2, 2, 3, 128, 64)).to(dtype)
@@ -108,7 +108,7 @@ def test_a_certificate_follows_errors_that_moved_other_channels(spelled: str, dt
     assert (score <= bound).all()
     assert (score / bound).max() > 0.2, "bounds that nothing comes near prove little"
     if "lam=0.001" not in spelled:
-        plain = parse(f"kivi(bits={scheme.bits})").of(Role.KEY)
+        plain = parse(f"kivi(bits={scheme.bits})").for_role(Role.KEY)
         encoded = plain.encode(k)
         _, kivi = decoded_with_radius(plain, [paged(plane, 2) for plane in encoded], spec)
         assert bound.mean() < 0.7 * Errors.of(decoded, kivi, None).along(flat).mean()

@@ -167,10 +167,10 @@ def test_interpreted_kernels_equal_eager(names: tuple[str, ...]) -> None:
 
 
 def config_of(scheme: str, tile: Tile) -> PrefillConfig:
-    own = [schemes.parse(scheme).of(role) for role in Role]
+    own = [schemes.parse(scheme).for_role(role) for role in Role]
     words = [made.format(SlotSpec(8, 128, torch.bfloat16, role)).word_dtype for made, role in zip(own, Role, strict=True)]
     return PrefillConfig(
-        own[0].spell(), own[1].spell(), 128, 128, 8, 4, torch.bfloat16, words[0], words[1], 0.088, splits=2, tile=tile, chunk=8192,
+        own[0].spec(), own[1].spec(), 128, 128, 8, 4, torch.bfloat16, words[0], words[1], 0.088, splits=2, tile=tile, chunk=8192,
         exact_newest=bool(schemes.parse(scheme).window),
     )
 

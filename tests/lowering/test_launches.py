@@ -38,7 +38,7 @@ K, G, D, PAGES = 2, 2, 64, 4
 
 def planes_of(text: str, role: Role, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     """A store of zeros."""
-    layout = schemes.parse(text).of(role).layout(SlotSpec(K, D, dtype, role))
+    layout = schemes.parse(text).for_role(role).layout(SlotSpec(K, D, dtype, role))
     return [torch.zeros(plane.shape(PAGES, 1, K), dtype=plane.dtype) for plane in layout.planes]
 
 
@@ -46,7 +46,7 @@ def append_operands(text: str, count: int, padded: bool = False) -> list[Any]:
     """Those of an append of keys and values by kernels."""
     operands: list[Any] = []
     for role in Role:
-        planes, spelled = planes_of(text, role), schemes.parse(text).of(role).spell()
+        planes, spelled = planes_of(text, role), schemes.parse(text).for_role(role).spec()
         x, pos = torch.zeros(1, count, K, D, dtype=torch.bfloat16).transpose(1, 2), torch.arange(count)[None]
         if not schemes.parse(text).window:
             operands += [x, planes, pos, spelled]
@@ -61,14 +61,14 @@ def threshold_operands(text: str, count: int) -> list[Any]:
     """Operands of an append by thresholds."""
     *planes, _, table = planes_of(text, Role.KEY)
     x, pos = torch.zeros(1, count, K, D, dtype=torch.bfloat16).transpose(1, 2), torch.arange(count)[None]
-    return [x, planes, pos, table, schemes.parse(text).spell()]
+    return [x, planes, pos, table, schemes.parse(text).spec()]
 
 
 def static_operands(text: str, count: int) -> list[Any]:
     """Return the operands of ``append_own_kernel``."""
     codes, scales = planes_of(text, Role.KEY)
     x, pos = torch.zeros(1, count, K, D, dtype=torch.bfloat16).transpose(1, 2), torch.arange(count)[None]
-    return [x, [codes], pos, scales, schemes.parse(text).spell()]
+    return [x, [codes], pos, scales, schemes.parse(text).spec()]
 
 
 def site_operands(options: str = "", scratch: bool = False) -> list[Any]:
@@ -76,7 +76,7 @@ def site_operands(options: str = "", scratch: bool = False) -> list[Any]:
     text = f"certified({options})"
     keys, values = (
         {plane.name: made for plane, made in zip(
-            schemes.parse(text).of(role).layout(SlotSpec(K, D, torch.bfloat16, role)).planes, planes_of(text, role), strict=True,
+            schemes.parse(text).for_role(role).layout(SlotSpec(K, D, torch.bfloat16, role)).planes, planes_of(text, role), strict=True,
         )} for role in Role
     )
     read = [[planes[name] for name in ("codes", "scales", "zeros", "notes", "originals")] for planes in (keys, values)]
@@ -84,7 +84,8 @@ def site_operands(options: str = "", scratch: bool = False) -> list[Any]:
     telemetry = torch.zeros(1, 1, K, 1, TELEMETRY, dtype=torch.float64)
     return [
         torch.zeros(1, K * G, 1, D, dtype=torch.bfloat16), *read, torch.zeros(1, 1, dtype=torch.int64), None, None, None, None,
-        *(schemes.parse(text).of(role).spell() for role in Role), 0.125, 0.0, D, exact_newest, torch.zeros(1, dtype=torch.int64), telemetry,
+        *(schemes.parse(text).for_role(role).spec() for role in Role), 0.125, 0.0, D, exact_newest, torch.zeros(1, dtype=torch.int64),
+        telemetry,
         *([keys[PLACES], keys[SCRATCH], values[PLACES], values[SCRATCH]] if scratch else [None] * 4),
     ]
 
@@ -98,11 +99,11 @@ def smartkv_operands() -> list[Any]:
     """Return the operands of ``kvcompile::smartkv_attend``."""
     keys, values = (planes_of("smartkv", role) for role in Role)
     scheme = schemes.make("smartkv")
-    count = scheme.of(Role.KEY).planes_read(SlotSpec(K, D, torch.bfloat16, Role.KEY))
+    count = scheme.for_role(Role.KEY).planes_read(SlotSpec(K, D, torch.bfloat16, Role.KEY))
     importance, _, heads, _ = keys[count:]
     return [
         torch.zeros(1, K * G, 1, D, dtype=torch.bfloat16), keys[:count], values, torch.zeros(1, 1, dtype=torch.int64), None, None, None,
-        None, *(scheme.of(role).spell() for role in Role), 0.125, 0.0, D, importance, heads,
+        None, *(scheme.for_role(role).spec() for role in Role), 0.125, 0.0, D, importance, heads,
     ]
 
 

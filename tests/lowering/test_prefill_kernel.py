@@ -119,16 +119,16 @@ def windowed(case: Case, seed: int = 0) -> dict[str, Any]:
 
     found = []
     for role, name, dim in ((Role.KEY, case.key, case.D), (Role.VALUE, case.value, case.Dv)):
-        scheme = schemes.parse(name).of(role)
+        scheme = schemes.parse(name).for_role(role)
         layout = scheme.layout(SlotSpec(case.K, dim, case.dtype, role))
         pages = pages_for(case.T) + 1
         planes = [torch.zeros(plane.shape(pages, case.B, case.K), dtype=plane.dtype) for plane in layout.planes]
         x = randn(case.B, case.K, case.T, dim)
         past = case.T - case.S
         if past:
-            append_window_body(x[:, :, :past], planes, torch.arange(past).unsqueeze(0), None, scheme.spell())
+            append_window_body(x[:, :, :past], planes, torch.arange(past).unsqueeze(0), None, scheme.spec())
         new = torch.arange(past, case.T).unsqueeze(0)
-        exact_newest, _ = append_window_body(x[:, :, past:], planes, new, None, scheme.spell())
+        exact_newest, _ = append_window_body(x[:, :, past:], planes, new, None, scheme.spec())
         fmt = scheme.format(SlotSpec(case.K, dim, case.dtype, role))
         found.append((planes[: fmt.planes], exact_newest))
     (keys, recent_k), (values, recent_v) = found
@@ -138,8 +138,8 @@ def windowed(case: Case, seed: int = 0) -> dict[str, Any]:
         poison_rejected([p for p in keys if p.shape[3] == 64], values, 9)
     return dict(
         q=randn(case.B, case.S, case.K * case.G, case.D).transpose(1, 2) / case.magnitude, keys=keys, values=values, hi=hi,
-        lo=(hi - 66) if case.lo else None, keep=keep, bias=None, sinks=None, key_scheme=schemes.parse(case.key).of(Role.KEY).spell(),
-        value_scheme=schemes.parse(case.value).of(Role.VALUE).spell(), scale=case.scale / case.magnitude, softcap=case.softcap,
+        lo=(hi - 66) if case.lo else None, keep=keep, bias=None, sinks=None, key_scheme=schemes.parse(case.key).for_role(Role.KEY).spec(),
+        value_scheme=schemes.parse(case.value).for_role(Role.VALUE).spec(), scale=case.scale / case.magnitude, softcap=case.softcap,
         value_dim=case.Dv, exact_newest=[recent_k, recent_v], base=torch.tensor([case.T - case.S - schemes.parse(case.key).window]),
     )
 
@@ -241,10 +241,10 @@ COMPILED = [("int4", "sm_90", "ttng.warp_group_dot"), ("kivi", "sm_80", "tt.dot"
 
 @pytest.mark.parametrize(("scheme", "arch", "product"), COMPILED)
 def test_compiles_offline(scheme: str, arch: str, product: str) -> None:
-    own = [schemes.parse(scheme).of(role) for role in Role]
+    own = [schemes.parse(scheme).for_role(role) for role in Role]
     words = [made.format(SlotSpec(8, 128, torch.bfloat16, role)).word_dtype for made, role in zip(own, Role, strict=True)]
     config = PrefillConfig(
-        own[0].spell(), own[1].spell(), 128, 128, 8, 4, torch.bfloat16, words[0], words[1], 0.088, splits=2, tile=Tile(64, 128, False, 8, 2)
+        own[0].spec(), own[1].spec(), 128, 128, 8, 4, torch.bfloat16, words[0], words[1], 0.088, splits=2, tile=Tile(64, 128, False, 8, 2)
     )
     built = prefill_offline.compile_offline(prefill_offline.prefill_source(config), config, arch)
     text = built["ttgir"]

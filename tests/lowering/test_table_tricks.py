@@ -54,7 +54,7 @@ def random_words(count: int, seed: int = 0) -> list[np.ndarray]:
 
 def plan_of(bits: int, role: Role, dim: int = 128) -> SlotPlan:
     """The plan of a slot of ``beyond``."""
-    return slot_plan(schemes.parse(f"beyond(bits={bits})").spell(), role, dim, torch.uint8, torch.bfloat16, wide=True, packed=True)
+    return slot_plan(schemes.parse(f"beyond(bits={bits})").spec(), role, dim, torch.uint8, torch.bfloat16, wide=True, packed=True)
 
 
 def columns_of_thread() -> list[tuple[int, int]]:

@@ -69,10 +69,10 @@ def test_a_mutant_of_strides_is_seen(mutant: Callable[[object], str], monkeypatc
 
 @pytest.mark.parametrize("scheme", ["dense", "int8", "int4(group=32)", "kivi(bits=2)"])
 def test_prefill(scheme: str) -> None:
-    own = [schemes.parse(scheme).of(role) for role in Role]
+    own = [schemes.parse(scheme).for_role(role) for role in Role]
     words = [made.format(SlotSpec(8, 128, torch.bfloat16, role)).word_dtype for made, role in zip(own, Role, strict=True)]
     config = PrefillConfig(
-        own[0].spell(), own[1].spell(), 128, 128, 8, 4, torch.bfloat16, *words, 0.088, splits=2,
+        own[0].spec(), own[1].spec(), 128, 128, 8, 4, torch.bfloat16, *words, 0.088, splits=2,
         tile=Tile(64, 128, False, 8, 2), masks=MASKS,
     )
     operands = _symbolic(prefill_offline.operands_for(config, 3, 40))

@@ -57,7 +57,7 @@ def compare() -> None:
     for index, text in enumerate(spelled):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[index % 3]
         pages = 2 if index == 4 else 3
-        halves = [schemes.parse(text).of(role) for role in Role]
+        halves = [schemes.parse(text).for_role(role) for role in Role]
         before = 126 if index == 4 else halves[0].window + halves[0].group - 1
         x = torch.randn(2, KV, before + 3, DIM, generator=torch.Generator().manual_seed(index)) * 3 + torch.arange(DIM)
         x[0, 0, -2] = 0
@@ -69,20 +69,20 @@ def compare() -> None:
             for scheme, role in zip(halves, Role, strict=True):
                 layout = scheme.layout(SlotSpec(KV, DIM, dtype, role))
                 planes = [torch.zeros(plane.shape(pages, 2, KV), dtype=plane.dtype) for plane in layout.planes]
-                windows.append_window_body(x[:, :, :before], planes, torch.arange(before).expand(rows, -1), origin, scheme.spell())
+                windows.append_window_body(x[:, :, :before], planes, torch.arange(before).expand(rows, -1), origin, scheme.spec())
                 stores.append(planes)
             kernel = [[plane.clone() for plane in planes] for planes in stores]
             # The last one is out of order; with two pages, tokens 128 and on are beyond the store.
             for at in (*range(before, before + 3), before + 9):
                 pos, new = torch.full((rows, 1), at), x[:, :, min(at, before + 2)].unsqueeze(2)
-                slots = [triton_append.Slot(new, planes, pos, origin, half.spell()) for planes, half in zip(kernel, halves, strict=True)]
+                slots = [triton_append.Slot(new, planes, pos, origin, half.spec()) for planes, half in zip(kernel, halves, strict=True)]
                 assert all(triton_append.fits(slot) for slot in slots)
                 # The clock is read before it moves on.
                 origins = [slot.used for slot in slots]
                 found = zip(triton_append.append_window_slots(slots), origins, strict=True)
                 for planes, half, mine, results in zip(stores, halves, kernel, found, strict=True):
-                    wanted = windows.append_window_body(new, planes, pos, origin, half.spell())
-                    assert_same((*mine, *results), (*planes, *wanted), (half.spell(), dtype, at, rows))
+                    wanted = windows.append_window_body(new, planes, pos, origin, half.spec())
+                    assert_same((*mine, *results), (*planes, *wanted), (half.spec(), dtype, at, rows))
 
 
 @pytest.mark.timeout(600)

@@ -41,7 +41,7 @@ def new_tokens(seed: int, count: int, dim: int, dtype: torch.dtype) -> torch.Ten
 
 def empty(text: str, dim: int, dtype: torch.dtype, pages: int, device: str = "cpu") -> list[list[torch.Tensor]]:
     """Planes of keys and values, full of what must not be seen where anything is written."""
-    layouts = [schemes.parse(text).of(role).layout(SlotSpec(KV, dim, dtype, role)) for role in Role]
+    layouts = [schemes.parse(text).for_role(role).layout(SlotSpec(KV, dim, dtype, role)) for role in Role]
     shapes = [[(plane.shape(pages, BATCH, KV), plane.dtype) for plane in layout.planes] for layout in layouts]
     stores = [[torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in planes] for planes in shapes]
     for planes in stores:
@@ -77,7 +77,7 @@ def compare(case: int) -> None:
 
     fuse()
     text, dim, dtype, pages = CASES[case]
-    halves = [schemes.parse(text).of(role).spell() for role in Role]
+    halves = [schemes.parse(text).for_role(role).spec() for role in Role]
     count = sum(PIECES[0])
     new = [new_tokens(2 * case + index, count, dim, dtype) for index in range(2)]
     for pieces, (origin, rows) in zip(PIECES, (origins() * 2)[case % 4 :], strict=False):
@@ -108,7 +108,7 @@ def test_pieces_are_the_whole(text: str, dim: int, dtype: torch.dtype, pages: in
     """Of the body, which the kernels are bit for bit."""
     count = sum(PIECES[0])
     for seed, role in enumerate(Role):
-        x, half = new_tokens(seed, count, dim, dtype), schemes.parse(text).of(role).spell()
+        x, half = new_tokens(seed, count, dim, dtype), schemes.parse(text).for_role(role).spec()
         for origin, rows in origins():
             whole = []
             for pieces in PIECES:
@@ -129,7 +129,7 @@ def test_what_the_kernels_do_not_know(text: str, count: int, dim: int, window: i
     from kvcompile.lowering.append.window_token import Slot
 
     planes = empty(text, dim, torch.bfloat16, 2)[0]
-    x, half = torch.zeros(BATCH, KV, count, dim, dtype=torch.bfloat16), schemes.parse(text).of(Role.KEY).spell()
+    x, half = torch.zeros(BATCH, KV, count, dim, dtype=torch.bfloat16), schemes.parse(text).for_role(Role.KEY).spec()
     slot = Slot(x, planes, torch.arange(count)[None], None, half)
     assert slot.window.shape[3] == window
     assert not fits(slot)

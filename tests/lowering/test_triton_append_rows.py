@@ -61,7 +61,7 @@ def positions(batch: int) -> torch.Tensor:
 
 def stores(text: str, dim: int, dtype: torch.dtype, device: str = "cpu") -> list[list[torch.Tensor]]:
     """Empty planes of keys and values."""
-    layouts = [schemes.parse(text).of(role).layout(SlotSpec(KV, dim, dtype, role)) for role in Role]
+    layouts = [schemes.parse(text).for_role(role).layout(SlotSpec(KV, dim, dtype, role)) for role in Role]
     return [[torch.zeros(plane.shape(PAGES, BATCH, KV), dtype=plane.dtype, device=device) for plane in layout.planes] for layout in layouts]
 
 
@@ -77,7 +77,7 @@ def compare() -> None:
 
     fuse()
     for seed, (text, dim, dtype) in enumerate(CASES):
-        scheme = schemes.parse(text).spell()
+        scheme = schemes.parse(text).spec()
         new = [tokens(2 * seed + index, dim, dtype) for index in range(2)]
         for batch in (1, BATCH) if seed < 3 else (1 + seed % BATCH,):
             pos = positions(batch)

@@ -265,14 +265,14 @@ def encoded(name: str, x: torch.Tensor, role: Role, generator: torch.Generator) 
     made = schemes.parse(name)
     if not isinstance(made, Lookup):
         slot = SlotSpec(x.shape[1], x.shape[3], x.dtype, role)
-        read = made.of(role).layout(slot).planes[: made.of(role).format(slot).planes]
-        if made.of(role).format(slot).static:
+        read = made.for_role(role).layout(slot).planes[: made.for_role(role).format(slot).planes]
+        if made.for_role(role).format(slot).static:
             # Scales of another magnitude than the tokens would make scores so large that float32's rounding of them decides.
             scales = x.float().abs().amax((0, 2, 3))[None, None, :, None, None] / made.qmax
-            return [*made.of(role).encode(x, scales), scales]
+            return [*made.for_role(role).encode(x, scales), scales]
         tables = [plane for plane in read if plane.constant]
         learned = [torch.rand(plane.shape(1, 1, x.shape[1]), generator=generator) * plane.width for plane in tables]
-        return [*made.of(role).encode(x), *learned]
+        return [*made.for_role(role).encode(x), *learned]
     B, K, T, D = x.shape
     shape = B, K, T // made.block_tokens, D // made.group
     level = x.abs().amax()
@@ -356,8 +356,8 @@ def operands(case: Case, seed: int = 0) -> dict[str, object]:
         angle = torch.rand(1, case.T, case.rotary, generator=g) * 6
         rope = [angle.cos(), angle.sin()]
     return dict(
-        q=q, keys=keys, values=values, hi=hi, lo=lo, keep=keep, bias=bias, sinks=sinks, key_scheme=schemes.parse(case.key).spell(),
-        value_scheme=schemes.parse(case.value).spell(), scale=case.scale / case.magnitude, softcap=case.softcap, value_dim=case.Dv,
+        q=q, keys=keys, values=values, hi=hi, lo=lo, keep=keep, bias=bias, sinks=sinks, key_scheme=schemes.parse(case.key).spec(),
+        value_scheme=schemes.parse(case.value).spec(), scale=case.scale / case.magnitude, softcap=case.softcap, value_dim=case.Dv,
         exact_newest=exact_newest, base=base, rope=rope, interleaved=case.interleaved, exact_first=exact_first,
         exact_first_at=exact_first_at,
         **({"fill": FILL} if case.bias in {Bias.REPLACING, Bias.ADDED_OR_REPLACING} else {}),
@@ -597,7 +597,7 @@ def test_kivi_decodes_in_packed_halves(bits: int, group: int) -> None:
     from kvcompile.lowering.decode.tiles import choose_tiles
     from kvcompile.lowering.site_kernel import SHARED_MEMORY
 
-    spell = [schemes.parse(f"kivi(bits={bits},group={group},window=64)").of(role).spell() for role in Role]
+    spell = [schemes.parse(f"kivi(bits={bits},group={group},window=64)").for_role(role).spec() for role in Role]
     base = AttendConfig(*spell, 128, 128, 8, 4, torch.bfloat16, torch.uint8, torch.uint8, 0.09, value_scale_pack=4)
     (chosen,) = choose_tiles(base, 4, PAGE, tuned=False, shared_memory=SHARED_MEMORY["sm_90"])
     key, value = chosen.plans
@@ -643,7 +643,7 @@ def test_the_merge_has_few_terms(scheme: str, tokens: int) -> None:
 @pytest.mark.parametrize("scheme", ["kivi", "squat"])
 def test_queries_wider_than_the_newest_tokens_compile(scheme: str) -> None:
     """GPT-J and CodeGen attend in float32 over a cache in bfloat16: the newest tokens are brought to the queries' type."""
-    spell = [schemes.parse(scheme).of(role).spell() for role in Role]
+    spell = [schemes.parse(scheme).for_role(role).spec() for role in Role]
     base = config_of("kivi", tile=Tile(32, 8, True, 1, 3), beside=Beside(exact_newest=True), splits=4)
     config = dataclasses.replace(base, key_scheme=spell[0], value_scheme=spell[1], dtype=torch.float32)
     source = offline.attend_source(config)

@@ -30,11 +30,11 @@ def tokens(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def stores(text: str, dtype: torch.dtype, pages: int) -> tuple[list[torch.Tensor], ...]:
     """Key planes of the body and of the kernel, taught by the same queries, which are correlated."""
-    scheme = schemes.parse(text).of(Role.KEY)
+    scheme = schemes.parse(text).for_role(Role.KEY)
     planes = [torch.zeros(p.shape(pages, BATCH, KV), dtype=p.dtype) for p in scheme.layout(SlotSpec(KV, DIM, dtype, Role.KEY)).planes]
     draw = torch.Generator().manual_seed(4)
     q = torch.randn(BATCH, 2 * KV, 50, 6, generator=draw) @ torch.randn(6, DIM, generator=draw)
-    calibrate_body(q, planes[-1:], None, scheme.spell())
+    calibrate_body(q, planes[-1:], None, scheme.spec())
     assert planes[-1].abs().max() > 0.05
     return planes, [plane.clone() for plane in planes]
 
@@ -42,7 +42,7 @@ def stores(text: str, dtype: torch.dtype, pages: int) -> tuple[list[torch.Tensor
 def decoded(planes: list[torch.Tensor], text: str, count: int) -> torch.Tensor:
     """The first ``count`` tokens [B, K, count, D]."""
     flat = tuple(plane.permute(1, 2, 0, 3, 4).flatten(2, 3) for plane in planes[:3])
-    return schemes.parse(text).of(Role.KEY).decode(flat, SlotSpec(KV, DIM, torch.float32, Role.KEY))[:, :, :count]
+    return schemes.parse(text).for_role(Role.KEY).decode(flat, SlotSpec(KV, DIM, torch.float32, Role.KEY))[:, :, :count]
 
 
 def different(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -58,16 +58,16 @@ def compare(text: str, dtype: torch.dtype, device: str = "cpu") -> None:
 
     if device == "cpu":
         fuse()
-    scheme, x = schemes.parse(text).of(Role.KEY), tokens(130, dtype).to(device)
+    scheme, x = schemes.parse(text).for_role(Role.KEY), tokens(130, dtype).to(device)
     wanted, found = ([plane.to(device) for plane in planes] for planes in stores(text, dtype, 3))
     for begin, end in ((0, 95), *((at, at + 1) for at in range(95, 98)), (98, 127), (127, 128)):
         pos, new = torch.arange(begin, end, device=device)[None], x[:, :, begin:end]
-        slot = triton_append.Slot(new, found, pos, None, scheme.spell())
+        slot = triton_append.Slot(new, found, pos, None, scheme.spec())
         one = triton_append.fits(slot)
         assert one == (end - begin == 1) and (one or triton_append_blocks.fits(slot))
         used = slot.used
         (recent,) = triton_append.append_window_slots([slot]) if one else triton_append_blocks.append_window_blocks([slot])
-        expected = windows.append_window_body(new, wanted, pos, None, scheme.spell())
+        expected = windows.append_window_body(new, wanted, pos, None, scheme.spec())
         for mine, theirs in ((recent, expected[0]), (used, expected[1]), (found[3], wanted[3]), (found[4], wanted[4])):
             assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)), (text, begin)
         whole = end // scheme.block * scheme.block
@@ -76,7 +76,7 @@ def compare(text: str, dtype: torch.dtype, device: str = "cpu") -> None:
         assert torch.equal(found[5], wanted[5])
     # What is compared is what moves make of it.
     still = [plane.clone() for plane in wanted[:3]]
-    kivi = schemes.parse(f"kivi(bits={scheme.bits},window={scheme.window})").of(Role.KEY)
+    kivi = schemes.parse(f"kivi(bits={scheme.bits},window={scheme.window})").for_role(Role.KEY)
     for plane, rows in zip(still, kivi.encode(torch.cat([x[:, :, :128], x[:, :, :64]], 2)), strict=True):
         plane.copy_(rows.unflatten(2, (3, plane.shape[3])).permute(2, 0, 1, 3, 4))
     assert different(decoded(still, text, 128), decoded(wanted, text, 128)) > 0.2
@@ -97,7 +97,7 @@ def test_what_is_too_narrow_is_the_body_s() -> None:
     new, pos = torch.zeros(BATCH, KV, 1, DIM), torch.zeros(1, 1, dtype=torch.int64)
     for text, known in (("squat(subblock=8)", False), ("squat(subblock=16)", True), ("squat(group=8,window=8)", False)):
         planes, _ = stores(text, torch.float32, 1)
-        slot = triton_append.Slot(new, planes, pos, None, schemes.parse(text).of(Role.KEY).spell())
+        slot = triton_append.Slot(new, planes, pos, None, schemes.parse(text).for_role(Role.KEY).spec())
         assert triton_append.fits(slot) is known, text
 
 

@@ -53,22 +53,22 @@ def _fitted(cls: type[Scheme]) -> list[Scheme]:
         for options in ({name: value for name, value in SIZES.items() if name in names}, {}):
             try:
                 made = cls(**{**options, **size})
-                fits = all(holds(made.of(role), SlotSpec(HEADS, DIM, torch.float32, role)) for role in Role)
+                fits = all(holds(made.for_role(role), SlotSpec(HEADS, DIM, torch.float32, role)) for role in Role)
             except kvcompile.errors.SchemeError:
                 continue
             if fits:
-                found.setdefault(made.spell(), made)
+                found.setdefault(made.spec(), made)
                 break
     return list(found.values())
 
 
-MADE = {scheme.spell(): scheme for cls in REGISTERED for scheme in _fitted(cls)}
+MADE = {scheme.spec(): scheme for cls in REGISTERED for scheme in _fitted(cls)}
 SCHEMES = tuple(MADE)
 
 
 def _exact(scheme: Scheme) -> bool:
     """Whether all tokens that fit are read back as they were."""
-    layouts = [scheme.of(role).layout(SlotSpec(HEADS, DIM, torch.float32, role)) for role in Role]
+    layouts = [scheme.for_role(role).layout(SlotSpec(HEADS, DIM, torch.float32, role)) for role in Role]
     kept = all(any(plane.originals for plane in layout.planes) for layout in layouts) and not isinstance(scheme, schemes.Adaptive)
     return kept or scheme.name == "dense" or max(scheme.window, getattr(scheme, "sinks", 0)) >= CAPACITY
 
@@ -76,7 +76,7 @@ def _exact(scheme: Scheme) -> bool:
 EXACT = tuple(text for text, scheme in MADE.items() if _exact(scheme))
 BY_TOKEN = tuple(
     text for text, scheme in MADE.items()
-    if scheme.alone and scheme.by_token and not scheme.window and not getattr(scheme, "sinks", 0) and text not in EXACT
+    if scheme.position_independent and scheme.by_token and not scheme.window and not getattr(scheme, "sinks", 0) and text not in EXACT
 )
 """Schemes whose tokens are what they decode to by themselves, bit for bit."""
 LOSS = {"kivi": 0.1, "squat": 0.1, "smartkv": 0.1, "normed": 0.5}
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         """Tokens [B, K, n, D] as a scheme that takes each by itself rounds them, where ``done`` [n]."""
         if self.scheme not in BY_TOKEN:
             return raw
-        made, spec = MADE[self.scheme].of(role), SlotSpec(HEADS, DIM, raw.dtype, role)
+        made, spec = MADE[self.scheme].for_role(role), SlotSpec(HEADS, DIM, raw.dtype, role)
         return torch.where(done[:, None], made.decode(made.encode(raw), spec), raw)
 
     def close(self, a: torch.Tensor, b: torch.Tensor, slack: float) -> bool:

@@ -337,9 +337,9 @@ def test_a_position_outside_of_the_planes_is_loud(scheme: str, position: int) ->
     keys, values = ([torch.zeros(plane.shape(4, 1, 2), dtype=plane.dtype) for plane in layout.planes] for _ in range(2))
     x = torch.randn(1, 2, 1, 32)
     for planes in (keys, values):
-        ops.append(x, planes, torch.tensor([[position]]), made.spell())
+        ops.append(x, planes, torch.tensor([[position]]), made.spec())
     hi = torch.tensor([[max(position, 255)]])
-    out = ops.attend(x, keys, values, hi, None, None, None, None, made.spell(), made.spell(), 1.0, 0.0, 32)
+    out = ops.attend(x, keys, values, hi, None, None, None, None, made.spec(), made.spec(), 1.0, 0.0, 32)
     assert out.isnan().all()
 
 
@@ -391,7 +391,7 @@ def test_a_freed_cache_frees_its_stores(model: LlamaForCausalLM, fresh_dynamo: N
 @pytest.mark.parametrize("copied", [Store.clone, lambda store: store.select_rows(torch.tensor([1, 1, 0]))], ids=["clone", "rows"])
 def test_copies_keep_in_host_memory_what_is_kept_there(copied: Callable[[Store], Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """Originals of a copy were on the device, while reports counted them as the host's."""
-    scheme, slot = parse("certified(tier2=host)").of(Role.KEY), SlotSpec(2, 32, torch.float16, Role.KEY)
+    scheme, slot = parse("certified(tier2=host)").for_role(Role.KEY), SlotSpec(2, 32, torch.float16, Role.KEY)
     store = Store(StoreSpec(slot, scheme, scheme.layout(slot)), 2, torch.device("cpu"), 2)
     for plane in store.planes:
         plane.copy_(torch.arange(plane.numel()).view(plane.shape) % 100)

@@ -71,7 +71,7 @@ class Run:
 
 def rounded(scheme: str, x: torch.Tensor, role: Role = Role.KEY) -> torch.Tensor:
     """What the codes of tokens [B, K, S, D], written at once, decode to."""
-    made = schemes.parse(scheme).of(role)
+    made = schemes.parse(scheme).for_role(role)
     return made.decode(made.encode(x), SlotSpec(x.shape[1], x.shape[3], x.dtype, role)).to(x.dtype)
 
 

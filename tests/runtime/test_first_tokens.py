@@ -87,7 +87,7 @@ def test_a_row_that_begins_elsewhere_holds_no_token_of_the_one_before() -> None:
 
 @pytest.mark.parametrize("text", ["int8(sinks=5)", "kivi(sinks=5,rotate=k)"])
 def test_copies_of_a_store_keep_them(text: str) -> None:
-    scheme = parse(text).of(Role.KEY)
+    scheme = parse(text).for_role(Role.KEY)
     spec = SlotSpec(HEADS, 64, torch.float32, Role.KEY)
     store = Store(StoreSpec(spec, scheme, scheme.layout(spec)), 2, torch.device("cpu"), 2)
     x, padding = normal(2, HEADS, 90, 64), torch.tensor([0, 7])

@@ -73,7 +73,7 @@ def test_what_lies_before_the_origin_is_kept_as_well() -> None:
         planes = [scheme.empty(spec, SLOT, 1, 2) for spec in scheme.layout(SLOT).planes]
         x = torch.randn(2, 1, 6, SLOT.head_dim)
         x[1, :, :4] *= 1e3
-        append_body(x, planes, torch.arange(6)[None], scheme.spell(), torch.tensor([0, 4]))
+        append_body(x, planes, torch.arange(6)[None], scheme.spec(), torch.tensor([0, 4]))
         found = scheme.decode(decodable(scheme, planes, SLOT, slice(None)), SLOT)[:, :, :6]
         size = torch.tensor([[1.0] * 6, [1e3] * 4 + [1.0] * 2])[:, None, :, None]
         assert ((found - x).abs() < 0.5 * size).all()

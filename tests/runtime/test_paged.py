@@ -19,7 +19,7 @@ from kvcompile.lowering.ops.operations import append_body
 from kvcompile.types import Role, SlotSpec, pages_for
 
 BY_NAME = {case.name: case for case in PAGED_CASES}
-BY_TOKEN = [item.spell() for kind in (schemes.Dense, schemes.Int8, schemes.Fp8, schemes.Int4) for item in kind.variants()]
+BY_TOKEN = [item.spec() for kind in (schemes.Dense, schemes.Int8, schemes.Fp8, schemes.Int4) for item in kind.variants()]
 TOLERANCE = 2e-6
 BRIEF = (9, 1, 1)
 

@@ -476,9 +476,9 @@ def test_unroll_copies_codes_in_order() -> None:
     x = torch.randn(2, 3, 100, 16)
     planes = [torch.zeros(2, 2, 3, 64, 16, dtype=torch.int8), torch.zeros(2, 2, 3, 64, 1, dtype=torch.float16)]
     for at in range(100):
-        append_body(x[:, :, at : at + 1], planes, torch.tensor([[at % slots]]), scheme.spell())
+        append_body(x[:, :, at : at + 1], planes, torch.tensor([[at % slots]]), scheme.spec())
     new = torch.randn(2, 3, 5, 16)
-    found = unroll_body(new, planes, torch.tensor([100 % slots]), 69, slots, scheme.spell())
+    found = unroll_body(new, planes, torch.tensor([100 % slots]), 69, slots, scheme.spec())
     wanted = scheme.encode(torch.cat([x[:, :, 31:], new], 2))
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.shape[0] == 1 and torch.equal(as_tokens(mine), theirs)

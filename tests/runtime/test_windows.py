@@ -24,7 +24,7 @@ from kvcompile.types import Role, SlotSpec
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOWED = [scheme for scheme in VARIANTS if scheme.window and getattr(scheme, "scale_dtype", torch.float16) == torch.float16]
-each_windowed = pytest.mark.parametrize("scheme", WINDOWED, ids=lambda scheme: scheme.spell())
+each_windowed = pytest.mark.parametrize("scheme", WINDOWED, ids=lambda scheme: scheme.spec())
 HEADS, WIDTH = 2, 64
 
 
@@ -41,7 +41,7 @@ def store(scheme: Scheme, batch: int = 1, pages: int = 5) -> Store:
 def write(held: Store, x: torch.Tensor, start: int, origin: torch.Tensor | None = None) -> torch.Tensor:
     """Append at ``start``; the newest tokens."""
     pos = torch.arange(start, start + x.shape[2]).unsqueeze(0)
-    return append_window_body(x, held.planes[: held.spec.layout.written], pos, origin, held.spec.scheme.spell())[0]
+    return append_window_body(x, held.planes[: held.spec.layout.written], pos, origin, held.spec.scheme.spec())[0]
 
 
 def codes_of(held: Store) -> list[torch.Tensor]:
@@ -141,7 +141,7 @@ def test_what_comes_out_of_order_is_never_a_number(scheme: Scheme) -> None:
     held = store(scheme)
     write(held, x, 0)
     pos = torch.tensor([[40, 42]])
-    recent, _ = append_window_body(x[:, :, :2], held.planes[: held.spec.layout.written], pos, None, scheme.spell())
+    recent, _ = append_window_body(x[:, :, :2], held.planes[: held.spec.layout.written], pos, None, scheme.spec())
     assert torch.equal(recent[:, :, -2], x[:, :, 0])
     assert torch.isnan(recent[:, :, -1]).all()
     # Padding that is shown later was never stored.
@@ -153,7 +153,7 @@ def test_what_comes_out_of_order_is_never_a_number(scheme: Scheme) -> None:
 
 
 def test_a_new_start_needs_no_reset() -> None:
-    scheme = parse("kivi").of(Role.KEY)
+    scheme = parse("kivi").for_role(Role.KEY)
     x = normal(1, HEADS, 50, WIDTH)
     held, clean = store(scheme), store(scheme)
     write(held, -x, 0)

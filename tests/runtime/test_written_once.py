@@ -73,10 +73,10 @@ def held_by(scheme: type[Scheme]) -> bool:
     """Whether a scheme can hold the caches as it is, without tables or scales of a model, and its store has a place for each token."""
     made = scheme()
     try:
-        made.at("")
+        made.for_module("")
     except SchemeError:
         return False
-    return all(holds(made.of(role), slot(HEADS, DIM, role=role)) for role in Role) and not isinstance(made, Adaptive)
+    return all(holds(made.for_role(role), slot(HEADS, DIM, role=role)) for role in Role) and not isinstance(made, Adaptive)
 
 
 PLAIN = [scheme for scheme in SCHEMES if held_by(scheme)]
@@ -126,7 +126,9 @@ PATHS: dict[str, Any] = {
     "step": lambda life: life.write(1), "chunk": lambda life: life.write(5), "eager": _eager_step, "rows": _rows, "crop": _crop,
     "dense and back": _dense_and_back,
 }
-BY_TOKEN = [scheme for scheme in PLAIN if scheme().alone and scheme().by_token and scheme().bound(slot(HEADS, DIM)) is not None]
+BY_TOKEN = [
+    scheme for scheme in PLAIN if scheme().position_independent and scheme().by_token and scheme().bound(slot(HEADS, DIM)) is not None
+]
 
 
 @pytest.mark.parametrize("adopted", [False, True], ids=["compiled prompt", "adopted prompt"])
@@ -146,7 +148,7 @@ def test_every_path_rounds_once(scheme: type[Scheme], adopted: bool) -> None:
             earlier.append([cache.clone() for cache in life.buffers])
             change(life)
             for x, found, role in zip(life.tokens, life.held(), Role, strict=True):
-                bound = bound_of(scheme().of(role), x, slot(HEADS, DIM, role=role))
+                bound = bound_of(scheme().for_role(role), x, slot(HEADS, DIM, role=role))
                 off = (x.double() - found.double()).abs()
                 assert bool((off <= bound * (1 + 1e-6) + 1e-12).all()), (round_, name, float((off / bound).max()))
         life.write(1)

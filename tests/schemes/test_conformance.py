@@ -56,10 +56,10 @@ def append(scheme: Scheme, x_BKSD: torch.Tensor, planes: list[torch.Tensor], pos
     written, early = planes[: layout.written], [plane for plane, spec in zip(planes, layout.planes, strict=True) if spec.early]
     used = None
     if scheme.window:
-        newest, used = append_window_body(x_BKSD, written, pos, None, scheme.spell())
+        newest, used = append_window_body(x_BKSD, written, pos, None, scheme.spec())
         x_BKSD = newest[:, :, scheme.window :]
     else:
-        append_body(x_BKSD, written, pos, scheme.spell())
+        append_body(x_BKSD, written, pos, scheme.spec())
     if early:
         keep_first_body(x_BKSD, early, pos, used)
 
@@ -271,16 +271,16 @@ def test_strides_of_the_input_do_not_matter(scheme: Scheme) -> None:
 
 @each_variant
 def test_spelling_reads_back(scheme: Scheme) -> None:
-    assert parse(scheme.spell()) == scheme
-    assert parse(f"  {scheme.spell()} ") == scheme
-    assert hash(parse(scheme.spell())) == hash(scheme)
+    assert parse(scheme.spec()) == scheme
+    assert parse(f"  {scheme.spec()} ") == scheme
+    assert hash(parse(scheme.spec())) == hash(scheme)
 
 
 @each_scheme
 def test_plain_name_is_the_default(cls: type[Scheme]) -> None:
     assert parse(cls.name) == cls() == cls.variants()[0]
-    assert len({variant.spell() for variant in cls.variants()}) == len(cls.variants())
+    assert len({variant.spec() for variant in cls.variants()}) == len(cls.variants())
 
 
 def test_spellings_are_unique() -> None:
-    assert len({scheme.spell() for scheme in VARIANTS}) == len(VARIANTS)
+    assert len({scheme.spec() for scheme in VARIANTS}) == len(VARIANTS)

@@ -76,7 +76,7 @@ print(extensions())
 
 def test_an_entry_point_is_a_scheme(installed: dict[str, str]) -> None:
     installed["theirs"] = "their_package:Theirs"
-    assert schemes.parse("theirs(scale_dtype=float32)").spell().startswith("theirs")
+    assert schemes.parse("theirs(scale_dtype=float32)").spec().startswith("theirs")
     assert schemes.registered()[-1].name == "theirs" and "theirs" in BY_NAME and "theirs" not in PLACES
 
 

@@ -80,7 +80,7 @@ def test_which_halves_are_rotated(name: str) -> None:
     assert isinstance(scheme, LowBit)
     for halves, rotated in (("none", set()), ("k", {Role.KEY}), ("kv", set(Role))):
         made = make(name, rotate=halves)
-        assert {role for role in Role if made.of(role).rotation(slot(role=role)) is not None} == rotated
+        assert {role for role in Role if made.for_role(role).rotation(slot(role=role)) is not None} == rotated
 
 
 def test_keys_before_rope_and_latents_are_not_rotated_alone() -> None:
@@ -103,7 +103,7 @@ def test_loud_channels_cost_less_where_they_are_rotated(name: str) -> None:
         found = found if rotation is None else unrotate(found, rotation.order, None)
         return (q @ (found - k).mT).norm()
 
-    plain, rotated = (make(name, rotate=rotate, **({"granularity": "token"} if name.startswith("int") else {})).of(Role.KEY)
+    plain, rotated = (make(name, rotate=rotate, **({"granularity": "token"} if name.startswith("int") else {})).for_role(Role.KEY)
                       for rotate in ("none", "k"))
     if name in {"int4", "int8"}:
         assert error(rotated) < 0.8 * error(plain)
@@ -133,7 +133,7 @@ def test_eigenvectors_are_orthonormal_and_order_what_queries_look_at() -> None:
 
 @pytest.mark.parametrize("turn", ["queries", "both"])
 def test_a_rotation_by_queries_is_one_whatever_they_were(turn: str) -> None:
-    scheme, spec = make("normed", turn=turn).of(Role.KEY), slot(head_dim=64)
+    scheme, spec = make("normed", turn=turn).for_role(Role.KEY), slot(head_dim=64)
     rotation = scheme.rotation(spec)
     assert rotation is not None and rotation.plane == "rotation"
     q = normal(2, 2, 3, 50, 64)

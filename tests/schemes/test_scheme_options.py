@@ -158,7 +158,7 @@ class Coarse(Kivi):
         return codes & 2, scale, zero
 
 
-@pytest.mark.parametrize("derived", [Offset(), Coarse().of(Role.VALUE)], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("derived", [Offset(), Coarse().for_role(Role.VALUE)], ids=lambda scheme: scheme.name)
 def test_a_derived_scheme_inherits_no_kernel(derived: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels encode as int4 and kivi do; a class that derives from them may not."""
     parent = type(derived).__mro__[1]()
@@ -173,11 +173,13 @@ def test_a_derived_scheme_inherits_no_kernel(derived: Scheme, monkeypatch: pytes
     if derived.window:
         from kvcompile.lowering.append.window_token import Slot, known
 
-        assert known(Slot(x, planes, pos, None, parent.of(Role.VALUE).spell())) and not known(Slot(x, planes, pos, None, derived.spell()))
+        assert known(Slot(x, planes, pos, None, parent.for_role(Role.VALUE).spec())) and not known(
+            Slot(x, planes, pos, None, derived.spec())
+        )
     else:
         from kvcompile.lowering.append.rows import Rows, fits
 
-        assert fits(Rows(x, planes, pos, parent.spell())) and not fits(Rows(x, planes, pos, derived.spell()))
+        assert fits(Rows(x, planes, pos, parent.spec())) and not fits(Rows(x, planes, pos, derived.spec()))
 
 
 def test_every_scheme_says_for_itself_whether_kernels_encode() -> None:
@@ -187,7 +189,7 @@ def test_every_scheme_says_for_itself_whether_kernels_encode() -> None:
 
 @each_scheme
 def test_prime_head_dim_is_held_or_refused(cls: type[Scheme]) -> None:
-    for scheme in (variant.of(Role.KEY) for variant in cls.variants()):
+    for scheme in (variant.for_role(Role.KEY) for variant in cls.variants()):
         try:
             scheme.check(slot(head_dim=67))
         except HeadDimNotDivisible as error:

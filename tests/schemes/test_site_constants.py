@@ -26,8 +26,8 @@ each_kind = pytest.mark.parametrize(
 def test_equal_layers_share_code_whatever_their_constants(make: Callable[..., Any], what: str) -> None:
     """Constants are no part of what is compiled: two models' schemes spell alike, and so do all of their layers."""
     one, other = make(llama_paths(2)), make(llama_paths(2), seed=9)
-    assert one.spell() == other.spell() and one.at(llama_paths(2)[0]) != one.at(llama_paths(2)[1]), what
-    assert len({scheme.at(path).spell() for scheme, path in itertools.product((one, other), llama_paths(2))}) == 1
+    assert one.spec() == other.spec() and one.for_module(llama_paths(2)[0]) != one.for_module(llama_paths(2)[1]), what
+    assert len({scheme.for_module(path).spec() for scheme, path in itertools.product((one, other), llama_paths(2))}) == 1
 
 
 @each_kind

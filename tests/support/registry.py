@@ -25,21 +25,21 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 SHAPES = ((1, 1, 1), (3, 2, 63), (1, 8, 64), (3, 1, 65), (1, 1, 1000), (3, 8, 2))
 """(B, K, T): every batch size, head count and length at least once, the large ones not all at once."""
 
-VARIANTS = tuple(dict.fromkeys(variant.of(role) for scheme in SCHEMES for variant in scheme.variants() for role in Role))
+VARIANTS = tuple(dict.fromkeys(variant.for_role(role) for scheme in SCHEMES for variant in scheme.variants() for role in Role))
 """Every setting of every scheme, as keys and as values where those differ."""
 
 each_scheme = pytest.mark.parametrize("cls", SCHEMES, ids=lambda cls: cls.name)
-each_variant = pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.spell())
+each_variant = pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.spec())
 BOUNDED = tuple(scheme for scheme in VARIANTS if scheme.bound(SlotSpec(1, 128, torch.float32, Role.KEY)) is not None)
 """Those that announce a bound on their error; what holds of the others is their own tests' business."""
 
-each_bounded = pytest.mark.parametrize("scheme", BOUNDED, ids=lambda scheme: scheme.spell())
+each_bounded = pytest.mark.parametrize("scheme", BOUNDED, ids=lambda scheme: scheme.spec())
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 each_variant_and_width, each_bounded_and_width = (
     pytest.mark.parametrize(
         ("scheme", "head_dim"),
-        [pytest.param(scheme, head_dim, id=f"{scheme.spell()}-{head_dim}") for scheme in schemes for head_dim in HEAD_DIMS
-         if scheme in {type(scheme)().of(role) for role in Role} or head_dim < 96],
+        [pytest.param(scheme, head_dim, id=f"{scheme.spec()}-{head_dim}") for scheme in schemes for head_dim in HEAD_DIMS
+         if scheme in {type(scheme)().for_role(role) for role in Role} or head_dim < 96],
     )
     for schemes in (VARIANTS, BOUNDED)
 )

@@ -80,7 +80,7 @@ def operands(step: Step, tier2: str = "device", scratch: tuple[int, int] = (0, 0
     """Return the operands of ``kvcompile::certified_site``; an empty ``scratch`` of so many blocks of keys and of values."""
     cache, full = step.cache, step.values is Values.FULL
     where = f"tier2={tier2}, scratch={scratch[0]}, value_scratch={scratch[1]}, values={step.values.value}"
-    spelled = f"certified(certify={step.policy.spell()}, {where})"
+    spelled = f"certified(certify={step.policy.spec()}, {where})"
     pages = cache.keys[0].shape[0]
     held: list[torch.Tensor | None] = []
     for slots in scratch:
@@ -185,7 +185,7 @@ def measure(tokens: int, policy: Certify, variant: Variant, sharp: float, dense_
     read = (counts[..., Count.KEYS] + counts[..., Count.EXPLORED]).sum().item()
     originals = (counts[..., Count.VALUES] + counts[..., Count.EXPLORED]).sum().item()
     row = {
-        "tokens": tokens, "tier2": tier2, "policy": policy.spell(), "sharp": sharp, "ms": ms, "dense_ms": dense_ms, "ratio": ms / dense_ms,
+        "tokens": tokens, "tier2": tier2, "policy": policy.spec(), "sharp": sharp, "ms": ms, "dense_ms": dense_ms, "ratio": ms / dense_ms,
         "phases_ms": by_phase, "keys_share": read / blocks, "values_share": originals / blocks,
         "rungs": torch.bincount(counts[..., Count.RUNG].flatten().long(), minlength=5).tolist(),
         "certificate_mean": bound.mean().item(), "error_mean": error.mean().item(),
@@ -219,7 +219,7 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", default="8192,65536,131072")
-    parser.add_argument("--policy", action="append", help="as Certify.spell writes it; may be given more than once")
+    parser.add_argument("--policy", action="append", help="as Certify.spec writes it; may be given more than once")
     parser.add_argument("--tier2", default="device,host")
     parser.add_argument("--scratch", default="0,1024", help="blocks of keys for each kv head, where tier 2 is on the host")
     parser.add_argument("--value-scratch", type=int, default=256, help="blocks of values, where there is a scratch of keys")

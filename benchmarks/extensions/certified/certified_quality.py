@@ -29,7 +29,7 @@ from kvcompile.tools.evaluation.measures import Measured, mean
 from kvcompile.tools.evaluation.results import Results
 from kvcompile.tools.evaluation.statistics import Mean, Paired, Share, bootstrap
 
-CERTIFIED, CODES = "certified", f"certified(certify={NAIVE.spell()})"
+CERTIFIED, CODES = "certified", f"certified(certify={NAIVE.spec()})"
 SETTINGS = {
     "K_max 64": "certified(certify=k_max:64)", "K_max 128": CERTIFIED, "K_max 256": "certified(certify=k_max:256)",
     "K_max 512": "certified(certify=k_max:512)", "v_tol 0.02": "certified(certify=v_tol:0.02)",

@@ -60,7 +60,7 @@ class Cache:
         pages, whole = -(-length // PAGE), length // BLOCK * BLOCK
         planes: list[list[torch.Tensor]] = []
         for x, role in ((k_BKTD, Role.KEY), (v_BKTD, Role.VALUE)):
-            scheme = Certified(values=values).of(role)
+            scheme = Certified(values=values).for_role(role)
             filled = torch.nn.functional.pad(x[:, :, :whole], (0, 0, 0, pages * PAGE - whole))
             encoded = []
             for plane in scheme.encode(filled)[:4]:
@@ -110,7 +110,7 @@ class Step:
         body, cache = compiled or certified_step, self.cache
         clock = torch.tensor([self.clock], device=self.q.device)
         return body(  # type: ignore[operator]
-            parse_policy(self.policy.spell()), Certified(values=self.values), self.operands(), cache.originals, clock
+            parse_policy(self.policy.spec()), Certified(values=self.values), self.operands(), cache.originals, clock
         )
 
     def operands(self) -> AttendOperands[torch.Tensor]:

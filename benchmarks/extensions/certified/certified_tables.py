@@ -110,7 +110,7 @@ def table_12(found: Sequence[Quality]) -> Table:
 
 def layouts(scheme: Certified, heads: int = K) -> tuple[Layout, Layout]:
     """Layouts of the key and the value slot at the source's shape."""
-    made = (scheme.of(role).layout(SlotSpec(heads, D, torch.bfloat16, role)) for role in (Role.KEY, Role.VALUE))
+    made = (scheme.for_role(role).layout(SlotSpec(heads, D, torch.bfloat16, role)) for role in (Role.KEY, Role.VALUE))
     keys, values = made
     return keys, values
 
@@ -322,7 +322,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=numbers, default=(65536, 131072), help="of one layer's attention, tables 16 to 19")
     parser.add_argument("--drift", type=float, default=0.99, help="R of q = R q + noise")
-    parser.add_argument("--value-policy", default="v_tol:0.002", help="of table 19, as Certify.spell writes it")
+    parser.add_argument("--value-policy", default="v_tol:0.002", help="of table 19, as Certify.spec writes it")
     parser.add_argument("--dense-step", type=float, help="ms of a whole dense step at the first of --tokens, for table 16")
     parser.add_argument("--short", action="store_true", help="the fewest rows of tables 16 to 20")
     parser.add_argument("--json", type=pathlib.Path, help="all records")

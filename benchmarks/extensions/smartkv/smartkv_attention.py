@@ -43,13 +43,13 @@ def stored(scheme: Smartkv, batch: int, tokens: int) -> Stored:
     """A layer's planes whose tokens have all just entered."""
     halves = []
     for slot in SLOTS:
-        own = scheme.of(slot.role)
+        own = scheme.for_role(slot.role)
         empty = tuple(torch.zeros(plane.shape(0, batch, K), dtype=plane.dtype, device="cuda") for plane in own.layout(slot).planes)
         made = own.with_room(empty, 0, tokens)
         made[0].random_(0, 256)
         made[1].uniform_(0.005, 0.02)
         halves.append(made)
-    importance = halves[0][scheme.of(Role.KEY).planes_read(SLOTS[0])]
+    importance = halves[0][scheme.for_role(Role.KEY).planes_read(SLOTS[0])]
     importance[: tokens // PAGE, :, 0] = (torch.rand(tokens // PAGE, batch, PAGE, 1, device="cuda") ** 8).expand(-1, -1, -1, 2)
     return Stored(halves[0], halves[1], SLOTS, 0, 0)
 
@@ -67,7 +67,7 @@ def timed(into: list[float]) -> Iterator[None]:
 def step_of(scheme: Smartkv, batch: int, tokens: int, entered: int) -> tuple[Step, dict[str, Any]]:
     """A step over ``tokens`` tokens of which the last ones ``entered`` lately; bytes, levels, and milliseconds of the reallocation."""
     decided, moved = list[float](), list[float]()
-    own, count = scheme.of(Role.KEY), tokens - entered
+    own, count = scheme.for_role(Role.KEY), tokens - entered
     for _ in range(3):
         # Those that have just entered, each time.
         layer = stored(scheme, batch, count)
@@ -76,7 +76,7 @@ def step_of(scheme: Smartkv, batch: int, tokens: int, entered: int) -> tuple[Ste
         with timed(moved):
             made = own.move(layer, decision, 0, count)
     pairs = zip((made.keys, made.values), SLOTS, strict=True)
-    planes = [list(scheme.of(slot.role).with_room(half, count, tokens)) for half, slot in pairs]
+    planes = [list(scheme.for_role(slot.role).with_room(half, count, tokens)) for half, slot in pairs]
     for half in planes:
         half[0].random_(0, 256)
         half[1].uniform_(0.005, 0.02)
@@ -84,7 +84,7 @@ def step_of(scheme: Smartkv, batch: int, tokens: int, entered: int) -> tuple[Ste
     importance, _, heads, _ = planes[0][read:]
     q = torch.randn(batch, H, 1, D, device="cuda", dtype=torch.bfloat16)
     hi = torch.full((1, 1), tokens - 1, device="cuda")
-    texts = [scheme.of(role).spell() for role in (Role.KEY, Role.VALUE)]
+    texts = [scheme.for_role(role).spec() for role in (Role.KEY, Role.VALUE)]
     step = Step(AttendOperands(q, planes[0][:read], planes[1], hi, None, None, None, None, *texts, D**-0.5, 0.0, D), importance, heads)
     ends = planes[0][3][0, 0, 0, 0, : len(own.levels)].tolist()
     return step, {

@@ -56,12 +56,12 @@ class Fixed:
 
     def stored(self, layer: int, x: Tensor, role: Role) -> Tensor:
         """Return the tokens ``x`` [B, K, T, D] of a layer as their codes decode."""
-        scheme, slot = schemes.parse(self.spelled).of(role), replace(self.slot, role=role)
+        scheme, slot = schemes.parse(self.spelled).for_role(role), replace(self.slot, role=role)
         return scheme.decode(scheme.encode(x), slot).to(x.dtype)
 
     def share(self) -> float:
         """The most of 16-bit bytes that it took."""
-        return sum(schemes.parse(self.spelled).of(role).bits_per_value(replace(self.slot, role=role)) for role in Role) / 32
+        return sum(schemes.parse(self.spelled).for_role(role).bits_per_value(replace(self.slot, role=role)) for role in Role) / 32
 
 
 @dataclass

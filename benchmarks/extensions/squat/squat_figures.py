@@ -111,7 +111,7 @@ def changes(scheme: str, taught: Heads, read: Heads, prompt: int) -> tuple[float
 
     ``taught``: before RoPE where keys are stored so, else after it; ``read``: the frame in which scores are made.
     """
-    made = parse(scheme).of(Role.KEY)
+    made = parse(scheme).for_role(Role.KEY)
     slot = SlotSpec(len(taught.k), taught.k.shape[-1], torch.float32, Role.KEY)
     whole = prompt // made.window * made.window
     keys = taught.k[None, :, :whole]

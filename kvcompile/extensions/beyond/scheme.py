@@ -55,7 +55,7 @@ class Beyond(Scheme):
     name: ClassVar[str] = "beyond"
     append_kernel: ClassVar[str | None] = "kvcompile.extensions.beyond.threshold_rows"
     kernel_encoding: ClassVar[bool] = True
-    reads_back: ClassVar[bool] = True
+    prefill_reads_codes: ClassVar[bool] = True
     source: ClassVar[str] = "Beyond: Better-than-Full-Precision KV Caches via Learnable Non-Uniform Quantization, section 3"
 
     def __post_init__(self) -> None:
@@ -83,17 +83,17 @@ class Beyond(Scheme):
         ]
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 
-    def at(self, path: str) -> Beyond:
+    def for_module(self, path: str) -> Beyond:
         if not self.trained:
             return self
         if self.tables is None:
             raise TablesMissing(path=path or "(unknown)", known="none were given")
-        return dataclasses.replace(self, tables=self.tables.at(path)) if isinstance(self.tables, ModelTables) else self
+        return dataclasses.replace(self, tables=self.tables.for_module(path)) if isinstance(self.tables, ModelTables) else self
 
-    def told(self) -> str:
+    def display_name(self) -> str:
         if isinstance(self.tables, SiteTables):
-            return f"{self.spell()} with tables {self.tables.key.digest} and {self.tables.value.digest}"
-        return self.spell()
+            return f"{self.spec()} with tables {self.tables.key.digest} and {self.tables.value.digest}"
+        return self.spec()
 
     @property
     def largest(self) -> float:
@@ -116,7 +116,7 @@ class Beyond(Scheme):
             raise HeadDimNotDivisible(scheme=self.name, what="group", head_dim=slot.head_dim, by=LEAST_GROUP)
         require_divides(group, slot, self.name, "group")
         if isinstance(self.tables, SiteTables):
-            found, wanted = tuple(self.tables.of(slot.role).levels.shape), (slot.heads, slot.head_dim // group, 2**self.bits)
+            found, wanted = tuple(self.tables.for_role(slot.role).levels.shape), (slot.heads, slot.head_dim // group, 2**self.bits)
             if found != wanted:
                 raise BadTables(
                     expected=f"tables [kv heads, groups, levels] of {wanted} for the {slot.role.value}s", found=found,
@@ -139,7 +139,7 @@ class Beyond(Scheme):
     def table(self, slot: SlotSpec) -> Table:
         """The table of a slot; raises TablesMissing where it was trained and this is no scheme of one attention (``at``)."""
         if isinstance(self.tables, SiteTables):
-            return self.tables.of(slot.role)
+            return self.tables.for_role(slot.role)
         if self.trained:
             raise TablesMissing(path="(none was named)", known="ask at(path) for the scheme of one attention")
         return uniform_table(self.bits, slot.heads, slot.head_dim // self.channels(slot.head_dim))

@@ -34,14 +34,14 @@ REACH = 8
 def save_tables(scheme: Beyond, path: str | Path, extra: Mapping[str, str] | None = None) -> None:
     """Write a trained scheme's tables; ``extra``: more metadata. The file appears whole or not at all."""
     if not isinstance(scheme.tables, ModelTables):
-        raise BadTables(expected="a scheme with the tables of a model", found=scheme.spell(), todo="pass what kvcompile.learn returned")
+        raise BadTables(expected="a scheme with the tables of a model", found=scheme.spec(), todo="pass what kvcompile.learn returned")
     tensors = {
         f"{site}.{role.value}.{name}": plane
         for site, tables in scheme.tables.sites.items() for role in Role
-        for name, plane in (("levels", tables.of(role).levels), ("thresholds", tables.of(role).thresholds))
+        for name, plane in (("levels", tables.for_role(role).levels), ("thresholds", tables.for_role(role).thresholds))
     }
     FILE.write(path, tensors, {
-        **(extra or {}), "scheme": scheme.spell(), "fingerprint": scheme.tables.fingerprint, "sites": json.dumps(list(scheme.tables.sites)),
+        **(extra or {}), "scheme": scheme.spec(), "fingerprint": scheme.tables.fingerprint, "sites": json.dumps(list(scheme.tables.sites)),
     })
 
 

@@ -96,7 +96,7 @@ class SiteTables:
     key: Table
     value: Table
 
-    def of(self, role: Role) -> Table:
+    def for_role(self, role: Role) -> Table:
         """Return the table of a slot of this role."""
         return self.key if role is Role.KEY else self.value
 
@@ -132,7 +132,7 @@ class ModelTables:
         tables = [table for site in self.sites.values() for table in (site.key, site.value)]
         return sum(table.levels.numel() + table.thresholds.numel() for table in tables)
 
-    def at(self, path: str) -> SiteTables:
+    def for_module(self, path: str) -> SiteTables:
         """Return the tables of the attention at a module path, by its end where one of the two paths begins further out."""
         entry = entry_of(path, self.sites)
         if entry is None:

@@ -7,7 +7,7 @@ Beside the operands of ``attend`` (see ``ops``):
     keys, values   planes codes, scales, zeros, notes of the certified stores; of values that are no codes originals and notes
     originals      the dense planes of tier 2, keys and values, [N, B, K, rows, D], in host or device memory; every token
     clock          int64 [1]: the number of the step, which decides what is explored
-    policy         ``Certify.spell``
+    policy         ``Certify.spec``
 Results: the output [B, H, S, Dv]; the certificate, float32 [B, H, S, len(Figure)]; the counters, int32 [B, H, S, len(Count)].
 
 Rungs. Promotion of keys, widened to make its coverage certain and to keep the key budget (1). Promotion of values (2). A head is dense
@@ -150,7 +150,7 @@ def _sides(
     q, K, exact_newest, base = operands.q, operands.keys[0].shape[2], operands.exact_newest, operands.base
     slots = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     k, v = (
-        Tokens(*_tokens(scheme.of(slot.role), planes, plane, slot, seen))
+        Tokens(*_tokens(scheme.for_role(slot.role), planes, plane, slot, seen))
         for planes, plane, slot in zip((operands.keys, operands.values), originals, slots, strict=True)
     )
     if not exact_newest:

@@ -141,8 +141,8 @@ class Certified(Scheme):
     def variants(cls) -> tuple[Scheme, ...]:
         return cls(), cls(values=Values.FULL)
 
-    def of(self, role: Role) -> Certified:
-        return dataclasses.replace(self, half=self.half.of(role))
+    def for_role(self, role: Role) -> Certified:
+        return dataclasses.replace(self, half=self.half.for_role(role))
 
     @property
     def block(self) -> int:
@@ -158,7 +158,7 @@ class Certified(Scheme):
         return Kivi(bits=4, group=self.group, window=max(self.group, BLOCK), axis=Axis.TOKEN)
 
     def _is_keys(self, slot: SlotSpec) -> bool:
-        return self.of(slot.role).half is Half.KEY
+        return self.for_role(slot.role).half is Half.KEY
 
     def coded(self, slot: SlotSpec) -> bool:
         """Whether a slot's tokens are stored as codes, beside the originals."""
@@ -166,7 +166,7 @@ class Certified(Scheme):
 
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
         if keys != values:
-            raise HalvesDiffer(scheme=self.name, keys=keys.spell(), values=values.spell(), path=path)
+            raise HalvesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
         super().check_pair(keys, values, latent, path)
 
     def certifying(self, certify: str) -> Certified:

@@ -259,8 +259,8 @@ class Smartkv(Adaptive):
         )
         return (cls(), *(cls(**change) for change in changes))
 
-    def of(self, role: Role) -> Smartkv:
-        return dataclasses.replace(self, half=self.half.of(role))
+    def for_role(self, role: Role) -> Smartkv:
+        return dataclasses.replace(self, half=self.half.for_role(role))
 
     def check(self, slot: SlotSpec) -> None:
         require_divides(16, slot, self.name, "whole words of every width")
@@ -280,11 +280,11 @@ class Smartkv(Adaptive):
 
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
         if keys != values:
-            raise HalvesDiffer(scheme=self.name, keys=keys.spell(), values=values.spell(), path=path)
+            raise HalvesDiffer(scheme=self.name, keys=keys.spec(), values=values.spec(), path=path)
         super().check_pair(keys, values, latent, path)
 
     def layout(self, slot: SlotSpec) -> Layout:
-        made = self.of(slot.role)
+        made = self.for_role(slot.role)
         planes = buckets.plane_specs(slot, made.form, self.scale_dtype, self.tier2 is Tier2.HOST)
         if made.half is Half.VALUE:
             return Layout(planes)
@@ -296,7 +296,7 @@ class Smartkv(Adaptive):
         ))
 
     def planes_read(self, slot: SlotSpec) -> int:
-        return self.of(slot.role).form.read
+        return self.for_role(slot.role).form.read
 
     def format(self, slot: SlotSpec) -> KernelFormat:
         """How a kernel reads tokens that entered lately."""

@@ -85,10 +85,10 @@ class Normed(Kivi):
         ]
         return (default, *(dataclasses.replace(default, **change) for change in changes))
 
-    def of(self, role: Role) -> Kivi:
+    def for_role(self, role: Role) -> Kivi:
         if role is Role.KEY:
             return dataclasses.replace(self, axis=Axis.CHANNEL)
-        return Kivi(self.bits, self.group, self.window, self.axis, self.scale_dtype, **self.beside).of(role)
+        return Kivi(self.bits, self.group, self.window, self.axis, self.scale_dtype, **self.beside).for_role(role)
 
     def minmax(self, head_dim: int) -> MinMax | None:
         made = super().minmax(head_dim)

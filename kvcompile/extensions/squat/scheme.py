@@ -85,7 +85,7 @@ class Squat(Kivi):
 
     calibrated: ClassVar[frozenset[str]] = frozenset({"moves"})
     uncalibrated: ClassVar[str] = "with lam=0, as kivi would"
-    carries: ClassVar[str | None] = "moves"
+    error_feedback_plane: ClassVar[str | None] = "moves"
     name: ClassVar[str] = "squat"
     kernel_encoding: ClassVar[bool] = True
     source: ClassVar[str] = "SQuat: Subspace-orthogonal KV Cache Quantization, sections 3 and B.2"
@@ -157,10 +157,10 @@ class Squat(Kivi):
             f"{STRONG_LAM:g} the source found answers to fail: lower it, or pass normalise=True"
         )
 
-    def of(self, role: Role) -> Kivi:
+    def for_role(self, role: Role) -> Kivi:
         if role is Role.KEY:
             return dataclasses.replace(self, axis=Axis.CHANNEL)
-        return Kivi(self.bits, self.group, self.window, self.axis, self.scale_dtype, **self.beside).of(role)
+        return Kivi(self.bits, self.group, self.window, self.axis, self.scale_dtype, **self.beside).for_role(role)
 
     def minmax(self, head_dim: int) -> MinMax | None:
         made = super().minmax(head_dim)
@@ -235,7 +235,7 @@ class Squat(Kivi):
         """None where queries move the keys: the movement depends on them, not on the group's values alone.
 
         What does hold, from what a store holds: with e the errors of the codes, each within ``radius``, k' - k = e (I + moves). A
-        certificate is made of that (``carries``).
+        certificate is made of that (``error_feedback_plane``).
         """
         return None if self.calibrates(slot) else super().bound(slot)
 

@@ -73,7 +73,7 @@ class SiteScales:
     key: Scales
     value: Scales
 
-    def of(self, role: Role) -> Scales:
+    def for_role(self, role: Role) -> Scales:
         """Return the scales of a slot of this role."""
         return self.key if role is Role.KEY else self.value
 
@@ -100,7 +100,7 @@ class ModelScales:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def at(self, path: str) -> SiteScales:
+    def for_module(self, path: str) -> SiteScales:
         """Return the scales of the attention at a module path (``site_paths``); raises ScalesMissing."""
         entry = entry_of(path, self.sites)
         if entry is None:

@@ -65,17 +65,17 @@ class Calibrated(Scheme):
     def variants(cls) -> tuple[Scheme, ...]:
         return (cls(), dataclasses.replace(cls(), amax=cls().amax / 3))
 
-    def at(self, path: str) -> Calibrated:
+    def for_module(self, path: str) -> Calibrated:
         if not self.measured:
             return self
         if self.scales is None:
             raise ScalesMissing(path=path or "(unknown)", known="none were given")
-        return dataclasses.replace(self, scales=self.scales.at(path)) if isinstance(self.scales, ModelScales) else self
+        return dataclasses.replace(self, scales=self.scales.for_module(path)) if isinstance(self.scales, ModelScales) else self
 
-    def told(self) -> str:
+    def display_name(self) -> str:
         if isinstance(self.scales, SiteScales):
-            return f"{self.spell()} with scales {self.scales.key.digest} and {self.scales.value.digest}"
-        return self.spell()
+            return f"{self.spec()} with scales {self.scales.key.digest} and {self.scales.value.digest}"
+        return self.spec()
 
     @property
     def warning(self) -> str | None:  # type: ignore[override]
@@ -89,8 +89,8 @@ class Calibrated(Scheme):
         return Static(self.qmax, self.e4m3) if self.in_kernels else None
 
     def check(self, slot: SlotSpec) -> None:
-        if isinstance(self.scales, SiteScales) and not self.scales.of(slot.role).fits(slot.heads):
-            found = self.scales.of(slot.role).values.numel()
+        if isinstance(self.scales, SiteScales) and not self.scales.for_role(slot.role).fits(slot.heads):
+            found = self.scales.for_role(slot.role).values.numel()
             raise BadScales(
                 expected=f"one scale, or one for each of {slot.heads} kv heads, for the {slot.role.value}s", found=f"{found} scales",
                 todo="calibrate this very model",
@@ -99,7 +99,7 @@ class Calibrated(Scheme):
     def check_pair(self, keys: Scheme, values: Scheme, latent: bool, path: str) -> None:
         super().check_pair(keys, values, latent, path)
         if latent and self.measured:
-            raise LatentNotHeld(scheme=self.spell(), path=path)
+            raise LatentNotHeld(scheme=self.spec(), path=path)
 
     def layout(self, slot: SlotSpec) -> Layout:
         return Layout((
@@ -113,7 +113,7 @@ class Calibrated(Scheme):
     def scales_of(self, slot: SlotSpec) -> Scales:
         """The scales of a slot; raises ScalesMissing where they were measured and this is no scheme of one attention (``at``)."""
         if isinstance(self.scales, SiteScales):
-            return self.scales.of(slot.role)
+            return self.scales.for_role(slot.role)
         if self.measured:
             raise ScalesMissing(path="(none was named)", known="ask at(path) for the scheme of one attention")
         return Scales(self.guessed())

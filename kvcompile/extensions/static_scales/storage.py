@@ -29,10 +29,10 @@ def save_scales(scheme: Calibrated, path: str | Path, extra: Mapping[str, str] |
     """Write a measured scheme's scales; ``extra``: more metadata. The file appears whole or not at all."""
     if not isinstance(scheme.scales, ModelScales):
         raise BadScales(
-            expected="a scheme with the scales of a model", found=scheme.spell(),
+            expected="a scheme with the scales of a model", found=scheme.spec(),
             todo="pass what kvcompile.calibrate or kvcompile.read_scales returned",
         )
-    tensors = {f"{site}.{role.value}": scales.of(role).values for site, scales in scheme.scales.sites.items() for role in Role}
+    tensors = {f"{site}.{role.value}": scales.for_role(role).values for site, scales in scheme.scales.sites.items() for role in Role}
     FILE.write(path, tensors, {
         **(extra or {}), "scheme": scheme.name, "fingerprint": scheme.scales.fingerprint, "sites": json.dumps(list(scheme.scales.sites)),
     })

@@ -50,7 +50,7 @@ def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: Sl
     """Decode tokens, and bound how far every channel may be from its original; float32 [B, K, T, D]. Raises NotBounded."""
     expression = scheme.radius(slot)
     if expression is None:
-        raise NotBounded(scheme=scheme.spell())
+        raise NotBounded(scheme=scheme.spec())
     tokens, fmt = decodable(scheme, planes, slot, slice(None)), scheme.format(slot)
     values = scheme.decode(tokens, slot)
     if not fmt.scaled:
@@ -68,40 +68,40 @@ def decoded_with_radius(scheme: Scheme, planes: Sequence[torch.Tensor], slot: Sl
 class Errors:
     """How far keys may be from their originals, by channel; float32 [B, K, T, D].
 
-    ``own``: by their codes. ``carries`` [1 or B, K, D, D]: own error times row i is what channel i added to others before they were
+    ``own``: by their codes. ``error_feedback`` [1 or B, K, D, D]: own error times row i is what channel i added to others before they were
     encoded. ``rest``: what rounding added.
     """
 
     own: torch.Tensor
     rest: torch.Tensor
-    carries: torch.Tensor | None = None
+    error_feedback: torch.Tensor | None = None
 
     @staticmethod
-    def of(values: torch.Tensor, own: torch.Tensor, carries: torch.Tensor | None) -> Errors:
+    def of(values: torch.Tensor, own: torch.Tensor, error_feedback: torch.Tensor | None) -> Errors:
         """The errors of decoded values whose codes err by at most ``own``.
 
         What an error adds to another channel is a product in float32 or whatever torch is told to multiply with, bfloat16 at worst: 2^-8
         of it, and the error itself was rounded by 2^-21 of the value. 255 sums at most round the channel by 2^-16 of itself.
         """
-        if carries is None:
+        if error_feedback is None:
             return Errors(own, torch.zeros_like(own))
         size = values.abs()
-        added = (own / 32 + size * 2.0**-20) @ carries.abs()
-        return Errors(own, added + own / 64 + size * 2.0**-16, carries)
+        added = (own / 32 + size * 2.0**-20) @ error_feedback.abs()
+        return Errors(own, added + own / 64 + size * 2.0**-16, error_feedback)
 
     def where(self, condition: torch.Tensor, rest: torch.Tensor | float) -> Errors:
         """Other tokens' errors where a condition holds: none by codes, and ``rest``."""
-        return Errors(torch.where(condition, 0, self.own), torch.where(condition, rest, self.rest), self.carries)
+        return Errors(torch.where(condition, 0, self.own), torch.where(condition, rest, self.rest), self.error_feedback)
 
     def every(self) -> torch.Tensor:
         """How far each channel may be; float64 [B, K, T, D]."""
         own, rest = self.own.to(torch.float64), self.rest.to(torch.float64)
-        return own + rest if self.carries is None else own + own @ self.carries.abs().to(torch.float64) + rest
+        return own + rest if self.error_feedback is None else own + own @ self.error_feedback.abs().to(torch.float64) + rest
 
     def along(self, query: torch.Tensor) -> torch.Tensor:
         """How far the products with queries may be; query float64 [B, K, N, D] -> [B, K, N, T]."""
         own, rest = (x.to(torch.float64).transpose(-1, -2) for x in (self.own, self.rest))
-        turned = query if self.carries is None else query + query @ self.carries.to(torch.float64).transpose(-1, -2)
+        turned = query if self.error_feedback is None else query + query @ self.error_feedback.to(torch.float64).transpose(-1, -2)
         return turned.abs() @ own + query.abs() @ rest
 
 
@@ -135,14 +135,14 @@ def _stored_rounding(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _tokens(
-    operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None, carries: torch.Tensor | None
+    operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None, error_feedback: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, Errors, Errors]:
     """Keys and values as attention sees them, float32 [B, K, T, D], and how far both may be from their originals."""
     q, exact_newest, base, K = operands.q, operands.exact_newest, operands.base, operands.keys[0].shape[2]
     key_slot, value_slot = SlotSpec(K, q.shape[3], q.dtype, Role.KEY), SlotSpec(K, operands.value_dim, q.dtype, Role.VALUE)
     k, key_radius = decoded_with_radius(schemes.parse(operands.key_scheme), operands.keys, key_slot)
     v, value_radius = decoded_with_radius(schemes.parse(operands.value_scheme), operands.values, value_slot)
-    key, value = Errors.of(k, key_radius, carries), Errors.of(v, value_radius, None)
+    key, value = Errors.of(k, key_radius, error_feedback), Errors.of(v, value_radius, None)
     place = torch.arange(k.shape[2], device=q.device)
     if exact_newest:
         assert base is not None
@@ -150,7 +150,7 @@ def _tokens(
         new, exact = ((place >= at[:, None])[:, None, :, None] for at in (base, first))
         k, v = with_exact_rows(k, exact_newest[0], base), with_exact_rows(v, exact_newest[1], base)
         key, value = (
-            Errors(errors.own, errors.rest + torch.where(new, _stored_rounding(x, rows.dtype), 0), errors.carries).where(exact, 0)
+            Errors(errors.own, errors.rest + torch.where(new, _stored_rounding(x, rows.dtype), 0), errors.error_feedback).where(exact, 0)
             for errors, x, rows in zip((key, value), (k, v), exact_newest, strict=True)
         )
     if operands.exact_first:
@@ -159,7 +159,7 @@ def _tokens(
         k, v = (with_exact_rows(x, rows[0], at[:, 0]) for x, rows in zip((k, v), operands.exact_first, strict=True))
         key, value = (errors.where(exact_first, 0) for errors in (key, value))
     turned = zip((key, value), (k, v), turnings(operands), strict=True)
-    key, value = (Errors(errors.own, errors.rest + turning.rest(x, errors.own), errors.carries) for errors, x, turning in turned)
+    key, value = (Errors(errors.own, errors.rest + turning.rest(x, errors.own), errors.error_feedback) for errors, x, turning in turned)
     return k, v, key, value
 
 
@@ -175,19 +175,19 @@ def turnings(operands: AttendOperands[torch.Tensor]) -> tuple[Turning, Turning]:
 
 def report_step(
     output: torch.Tensor, operands: AttendOperands[torch.Tensor], refilled: torch.Tensor | None = None,
-    carries: torch.Tensor | None = None,
+    error_feedback: torch.Tensor | None = None,
 ) -> tuple[Certificate, torch.Tensor]:
     """The certificate of what gave ``output`` for these operands of ``attend``, and the largest deviation of a logit; float64 [B, H, S].
 
     ``refilled``: int64 [B], the first of the ``exact_newest`` tokens that is an original. Those before are what their codes stand for, as
-    they were put back by a rollback, and are rounded to their dtype besides. ``carries``: the keys' plane of that name
-    (``Scheme.carries``), float32 [1 or B, K, D, D].
+    they were put back by a rollback, and are rounded to their dtype besides. ``error_feedback``: the keys' plane of that name
+    (``Scheme.error_feedback_plane``), float32 [1 or B, K, D, D].
     """
     q, sinks, scale, softcap = operands.q, operands.sinks, operands.scale, operands.softcap
     B, H, S, D = q.shape
     K = operands.keys[0].shape[2]
     heads = (K, H // K)
-    k, v, key_errors, value_errors = _tokens(operands, refilled, carries)
+    k, v, key_errors, value_errors = _tokens(operands, refilled, error_feedback)
     mask, extra = visible_to_queries(operands, heads, k.shape[2])
     seen = mask.any(2)[..., None]
     k, v = (torch.where(seen, x, 0) for x in (k, v))

@@ -28,7 +28,8 @@ from kvcompile.schemes.certificate.policy import parse_policy
 LIBRARY.define(
     "report_site(Tensor output, Tensor q, Tensor[] keys, Tensor[] values, Tensor hi, Tensor? lo, Tensor? keep, Tensor? bias, Tensor? sinks,"
     " str key_scheme, str value_scheme, float scale, float softcap, SymInt value_dim, Tensor[]? exact_newest, Tensor? base,"
-    " Tensor(a!) telemetry, str certify, Tensor? refilled, Tensor? carries, Tensor[]? exact_first=None, Tensor? exact_first_at=None) -> ()"
+    " Tensor(a!) telemetry, str certify, Tensor? refilled, Tensor? error_feedback, Tensor[]? exact_first=None,"
+    " Tensor? exact_first_at=None) -> ()"
 )
 LIBRARY.define("as_stored(Tensor x) -> Tensor")
 
@@ -38,7 +39,7 @@ class ReportOperands:
     """Operands of ``report_site``: what ``attend`` gave, and for which operands.
 
     ``refilled`` [1, B, K, 1, 1]: from which token on the newest ones are originals; those before were put back from codes.
-    ``carries`` [1, 1 or B, K, D, D]: the keys' plane that ``Scheme.carries`` names.
+    ``error_feedback`` [1, 1 or B, K, D, D]: the keys' plane that ``Scheme.error_feedback_plane`` names.
     """
 
     output: torch.Tensor
@@ -46,22 +47,23 @@ class ReportOperands:
     telemetry: torch.Tensor
     certify: str
     refilled: torch.Tensor | None
-    carries: torch.Tensor | None
+    error_feedback: torch.Tensor | None
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReportOperands:
         """The record of a call of the operation."""
         given = named(report_site, args, kwargs)
         return ReportOperands(
-            given["output"], attend_operands(given), given["telemetry"], given["certify"], given["refilled"], given["carries"],
+            given["output"], attend_operands(given), given["telemetry"], given["certify"], given["refilled"], given["error_feedback"],
         )
 
 
 def add_report(operands: ReportOperands) -> None:
     """Add the certificate of ``output`` to ``telemetry`` [1, B, K, 1, 34]."""
-    refilled, carries = operands.refilled, operands.carries
+    refilled, error_feedback = operands.refilled, operands.error_feedback
     bounds, delta = report_step(
-        operands.output, operands.attend, None if refilled is None else refilled[0, :, 0, 0, 0], None if carries is None else carries[0],
+        operands.output, operands.attend, None if refilled is None else refilled[0, :, 0, 0, 0],
+        None if error_feedback is None else error_feedback[0],
     )
     zero, no = torch.zeros_like(delta), torch.zeros_like(delta, dtype=torch.bool)
     causes = causes_of(bounds, parse_policy(operands.certify))

@@ -102,7 +102,7 @@ def _side(planes: Sequence[ir.TensorBox], spelled: str, head_dim: int, role: Rol
     scheme = schemes.parse(spelled)
     heads = static(planes[0].get_size()[2])
     fmt = scheme.format(SlotSpec(heads, head_dim, planes[0].get_dtype(), role))
-    return Side(tuple(realize(plane) for plane in planes), fmt, scheme.spell())
+    return Side(tuple(realize(plane) for plane in planes), fmt, scheme.spec())
 
 
 class AttendTemplate(CppTemplate):

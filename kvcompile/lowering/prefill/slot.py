@@ -225,7 +225,7 @@ def tile_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query:
     It wants 16-bit queries, a head dim that is a power of two, codes that unpack in packed pairs, and scales whose
     groups fall evenly on the parts of a word.
     """
-    made, spec = schemes.parse(scheme).of(role), SlotSpec(1, dim, word_dtype, role)
+    made, spec = schemes.parse(scheme).for_role(role), SlotSpec(1, dim, word_dtype, role)
     fmt = made.format(spec)
     if query not in {torch.float16, torch.bfloat16} or dim & (dim - 1) or not 32 <= dim <= 256:
         return None

@@ -53,7 +53,7 @@ class TableSlot:
 @functools.lru_cache(maxsize=256)
 def table_slot(scheme: str, role: Role, dim: int, word_dtype: torch.dtype, query: torch.dtype) -> TableSlot | None:
     """The slot, or None where it has no table, or chunks are not for its shape or its queries."""
-    fmt = schemes.parse(scheme).of(role).format(SlotSpec(1, dim, word_dtype, role))
+    fmt = schemes.parse(scheme).for_role(role).format(SlotSpec(1, dim, word_dtype, role))
     row = dim // fmt.parts
     if not fmt.levels or not fmt.scaled or fmt.norms or fmt.block > 1 or fmt.word_dtype.itemsize != 1:
         return None

@@ -20,7 +20,7 @@ def certifying(policy: Policy, certify: object) -> Policy:
     """
     if not isinstance(certify, Certify):
         raise BadSetting(setting="certify", expected="a Certify", found=certify)
-    text = certify.spell()
+    text = certify.spec()
     given = {glob: (pair.k.certifying(text), pair.v.certifying(text)) for glob, pair in policy.pairs}
     some = any(key is not None or value is not None for key, value in given.values())
 
@@ -32,9 +32,9 @@ def certifying(policy: Policy, certify: object) -> Policy:
             inexact = [scheme for scheme in (pair.k, pair.v) if not scheme.exact]
             if some and not inexact:
                 return pair
-            raise NoOriginals(scheme=(inexact or [pair.k])[0].spell())
+            raise NoOriginals(scheme=(inexact or [pair.k])[0].spec())
         for scheme, role in ((pair.k, Role.KEY), (pair.v, Role.VALUE)):
-            check_scheme(scheme.of(role), SlotSpec(1, PAGE, torch.float32, role), glob)
+            check_scheme(scheme.for_role(role), SlotSpec(1, PAGE, torch.float32, role), glob)
         return Pair(pair.k, pair.v, certify)
 
     return Policy(tuple((glob, None if pair is None else chosen(glob, pair)) for glob, pair in policy.rules))

@@ -174,7 +174,7 @@ class Plan:
 
 def _slot_plan(slot: Slot, role: Role, chosen: Scheme, exact: tuple[int, int], rolling: int | None, effects: Effects) -> SlotPlan:
     """Plan a slot that keeps ``exact`` tokens in full precision, the newest and the first ones."""
-    scheme, (window, sinks) = chosen.of(role), exact
+    scheme, (window, sinks) = chosen.for_role(role), exact
     spec = SlotSpec(slot.heads, slot.head_dim, value_of(slot.root).dtype, role)
     scheme.check(spec)
     layout = scheme.layout(spec).with_sinks(spec, sinks)
@@ -209,7 +209,7 @@ def _check_table(scheme: Scheme, layout: Layout) -> None:
     """Raise where tokens that lie at any place meet a scheme that needs them in their order."""
     why = _needs_order(scheme, layout, "those of a sequence lie at places of their own", "cannot be gathered with them", "")
     if why is not None:
-        raise PagedNeedsTokens(scheme=scheme.spell(), why=why)
+        raise PagedNeedsTokens(scheme=scheme.spec(), why=why)
 
 
 def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
@@ -219,7 +219,7 @@ def _check_ring(slots: int, scheme: Scheme, layout: Layout) -> None:
         " once places are written over again",
     )
     if why is not None:
-        raise SlidingNeedsTokens(slots=slots, scheme=scheme.spell(), why=why)
+        raise SlidingNeedsTokens(slots=slots, scheme=scheme.spec(), why=why)
 
 
 def _check_order(site: Site, pair: Pair) -> None:
@@ -327,7 +327,7 @@ def _still(slot: Slot, site: Site) -> bool:
 
 def site_plan(site: Site, pair: Pair, effects: Effects) -> SitePlan:
     """Return a site with both its slots planned by ``pair``; raises a SchemeError where a scheme cannot hold its slot."""
-    pair = dataclasses.replace(pair, k=pair.k.at(site.path), v=pair.v.at(site.path))
+    pair = dataclasses.replace(pair, k=pair.k.for_module(site.path), v=pair.v.for_module(site.path))
     window, sinks = max(pair.k.window, pair.v.window), max(pair.k.sinks, pair.v.sinks)
     if window and not site.key.kind.facts.written:
         raise WindowOnlyRead(window=window, path=site.path or "*")

@@ -23,9 +23,9 @@ class Pair:
     v: Scheme
     certify: Certify | None = None
 
-    def spell(self) -> str:
+    def spec(self) -> str:
         """The pair as text, part of cache keys."""
-        return f"{self.k.spell()}|{self.v.spell()}" + (f"|{self.certify.spell()}" if self.certify is not None else "")
+        return f"{self.k.spec()}|{self.v.spec()}" + (f"|{self.certify.spec()}" if self.certify is not None else "")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Policy:
         hits = [(len(glob.replace("*", "")), (glob, pair)) for glob, pair in self.rules if fnmatch.fnmatch(path, glob)]
         return max(hits, key=lambda hit: hit[0])[1] if hits else None
 
-    def spell(self) -> str:
+    def spec(self) -> str:
         """The policy as text, part of cache keys."""
-        return ";".join(f"{glob}=>{pair.spell() if pair is not None else None}" for glob, pair in self.rules)
+        return ";".join(f"{glob}=>{pair.spec() if pair is not None else None}" for glob, pair in self.rules)
 
 
 HALVES = {"k", "v"}

@@ -29,7 +29,7 @@ def check_site(site: Site, rolling: int | None) -> None:
 def check_scheme(scheme: Scheme, slot: SlotSpec, path: str) -> None:
     """Raise NotBounded or NotReported where what a scheme stores says too little of the originals."""
     if scheme.radius(slot) is None:
-        raise NotBounded(scheme=scheme.spell())
+        raise NotBounded(scheme=scheme.spec())
     if scheme.pre_rope:
         raise NotReported(found="keys that are stored before their rotary embedding", path=path)
 

@@ -87,7 +87,7 @@ class Appends:
         if slot.knows_padding:
             emit, position, origin = self._counted_from_padding(emit, slot, position)
         stored = rotation.rotated(emit, self.planes, slot, self.rope.undo(emit, slot, tokens, position, origin))
-        planes, scheme = self.planes.written(slot), slot.scheme.spell()
+        planes, scheme = self.planes.written(slot), slot.scheme.spec()
         if not slot.window:
             place = self.planes.from_first(emit, slot, position)
             self._emit(emit, slot, stored, planes, place, origin if slot.scheme.keeps_padding_out else None)
@@ -118,14 +118,14 @@ class Appends:
         """Emit ``append``, with as few of its optional operands as it needs."""
         tables = self.planes.encoding(slot)
         optional = [origin, tables] if tables else [] if origin is None else [origin]
-        emit.call(torch.ops.kvcompile.append.default, tokens, planes, position, slot.scheme.spell(), *optional)
+        emit.call(torch.ops.kvcompile.append.default, tokens, planes, position, slot.scheme.spec(), *optional)
 
     def read_back(self, emit: Emitter, slot: SlotPlan, tokens: fx.Node) -> fx.Node:
         """New tokens [B, K, S, D] as attention of the call that fills an empty cache reads them."""
-        if not slot.scheme.reads_back or slot.window:
+        if not slot.scheme.prefill_reads_codes or slot.window:
             return tokens
         levels, tables = self.planes.constant(slot), self.planes.encoding(slot)
-        return emit.call(torch.ops.kvcompile.read_back.default, tokens, levels, tables, slot.scheme.spell())
+        return emit.call(torch.ops.kvcompile.read_back.default, tokens, levels, tables, slot.scheme.spec())
 
     def _counted_from_padding(self, emit: Emitter, slot: SlotPlan, position: fx.Node) -> tuple[Emitter, fx.Node, fx.Node | None]:
         """Where to append and at which position, at the write or later if the masks are, and the rows' origins [B] where they have any."""

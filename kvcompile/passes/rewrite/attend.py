@@ -150,7 +150,7 @@ def _over_planes(shared: Shared, emit: Emitter, item: SitePlan, source: Sources)
     if item.certify is not None:
         emit.call(
             torch.ops.kvcompile.report_site.default, out, *operands, *(optional or [None, None]), planes[TELEMETRY_PLANE.name],
-            item.certify.spell(), planes.get(REFILLED), planes.get(scheme.carries or ""), **exact_first,
+            item.certify.spec(), planes.get(REFILLED), planes.get(scheme.error_feedback_plane or ""), **exact_first,
         )
     return out
 
@@ -178,7 +178,7 @@ def _observe(shared: Shared, emit: Emitter, item: SitePlan, source: Sources) -> 
     assert isinstance(scheme, Adaptive)
     written = [planes[name] for name in scheme.attention_writes]
     operation = getattr(torch.ops.kvcompile, scheme.observes).default
-    emit.call(operation, *_operands(shared, emit, item, source), *written, scheme.spell())
+    emit.call(operation, *_operands(shared, emit, item, source), *written, scheme.spec())
 
 
 def _with_rows(out: fx.Node, item: SitePlan) -> fx.Node:
@@ -225,7 +225,7 @@ def _optional(shared: Shared, emit: Emitter, item: SitePlan) -> list[Any]:
     """The optional operands: the newest tokens and where they begin, RoPE tables of keys stored before it, a second store of keys."""
     exact_newest, tables = _exact_newest(shared, emit, item), shared.rope.operands(emit, item.key)
     if item.extra_key is not None:
-        extra_key = [read_planes(shared.appends, item.extra_key, item), item.extra_key.scheme.spell(), item.extra_key.spec.head_dim]
+        extra_key = [read_planes(shared.appends, item.extra_key, item), item.extra_key.scheme.spec(), item.extra_key.spec.head_dim]
         return [*(exact_newest or [None, None]), *(tables or [None, False]), *extra_key]
     return [*(exact_newest or ([None, None] if tables else [])), *tables]
 

@@ -31,7 +31,7 @@ def calibrate(emit: Emitter, item: SitePlan, q_BHSD: fx.Node, planes: list[fx.No
     # Across to the tokens of another sequence, padding is said of the keys alone.
     own = same(size_along(attention.q, attention.q_roles, "S", attention.folded), tokens)
     keep = _real(emit, item) if own else None
-    emit.call(torch.ops.kvcompile.calibrate.default, q_BHSD, calibrated, keep, slot.scheme.spell())
+    emit.call(torch.ops.kvcompile.calibrate.default, q_BHSD, calibrated, keep, slot.scheme.spec())
 
 
 def _real(emit: Emitter, item: SitePlan) -> fx.Node | None:

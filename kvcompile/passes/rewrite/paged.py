@@ -94,7 +94,7 @@ class PagedCaches:
         key = ("planes", table.gather, *planes)
         if key not in self.made:
             places = self._read(emit, slot, device, batch)
-            self.made[key] = emit.call(torch.ops.kvcompile.gather.default, planes, places, slot.spec.head_dim, slot.scheme.spell())
+            self.made[key] = emit.call(torch.ops.kvcompile.gather.default, planes, places, slot.spec.head_dim, slot.scheme.spec())
         gather = self.made[key]
         return [emit.call(operator.getitem, gather, at) for at in range(len(planes))]
 

@@ -64,7 +64,7 @@ class SlidingCaches:
             self.unroll(emit, slot, source, planes, tables)
         kept, count = self.newest(emit, slot, source)
         position = self.position(emit, slot, count, device, anew or slot.slot.placeholder is None)
-        emit.call(torch.ops.kvcompile.append.default, kept, planes, position, slot.scheme.spell(), *([None, tables] if tables else []))
+        emit.call(torch.ops.kvcompile.append.default, kept, planes, position, slot.scheme.spec(), *([None, tables] if tables else []))
 
     def newest(self, emit: Emitter, slot: SlotPlan, source: fx.Node) -> tuple[fx.Node, Any]:
         """(the new tokens that are still there after the call, how many they are); the others are never written."""
@@ -109,7 +109,7 @@ class SlidingCaches:
         sliding = slot.slot.sliding
         assert sliding is not None
         cursor, past = self.cursor(sliding), emit.size(sliding.past)
-        given = (source, planes, cursor, past, sliding.slots, slot.scheme.spell(), *([tables] if tables else []))
+        given = (source, planes, cursor, past, sliding.slots, slot.scheme.spec(), *([tables] if tables else []))
         made = emit.call(torch.ops.kvcompile.unroll.default, *given)
         self.linear[slot.slot.part] = [emit.call(operator.getitem, made, at) for at in range(len(planes))]
 

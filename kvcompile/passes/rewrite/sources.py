@@ -44,7 +44,7 @@ def sources(appends: Appends, emit: Emitter, item: SitePlan) -> Sources:
     """The operands of a site; emits what they are made by."""
     q, dtype = _queries(emit, item)
     keys, values = (read_planes(appends, slot, item) for slot in (item.key, item.value))
-    stored = Sources(q, dtype, keys, values, (item.key.scheme.spell(), item.value.scheme.spell()), item.value.spec.head_dim, asked=q)
+    stored = Sources(q, dtype, keys, values, (item.key.scheme.spec(), item.value.scheme.spec()), item.value.spec.head_dim, asked=q)
     if appends.context.is_fresh(item.key):
         return _of_this_call(appends, emit, item, stored)
     made, site = item.site.assembly, item.site

@@ -34,12 +34,13 @@ def store_spec(binding: Binding) -> StoreSpec:
 def _other_store(expected: StoreSpec, found: StoreSpec | None, where: str) -> SchemeChanged:
     """Make the error for a cache whose store is ``found``, None for no store of that part, where ``expected`` is needed."""
     if found is None:
-        return SchemeChanged(expected=expected.scheme.told(), found="nothing for this part", where=where)
+        return SchemeChanged(expected=expected.scheme.display_name(), found="nothing for this part", where=where)
     if found.slot.role is not expected.slot.role:
         return CachesSwapped(
-            expected=f"{expected.slot.role.value}s", found=f"that of {found.slot.role.value}s", scheme=expected.scheme.told(), where=where
+            expected=f"{expected.slot.role.value}s", found=f"that of {found.slot.role.value}s", scheme=expected.scheme.display_name(),
+            where=where
         )
-    told = [spec.scheme.told() for spec in (expected, found)]
+    told = [spec.scheme.display_name() for spec in (expected, found)]
     if told[0] == told[1]:
         told = [
             f"{text} of {slot.heads} heads of {slot.head_dim} channels in {str(slot.dtype).removeprefix('torch.')}"

@@ -77,7 +77,7 @@ class TokenOrder:
         if not consecutive:
             return Broken(group, "the tokens of a call are written at places that do not follow one another", False)
         if state.adaptive and len(first) > 1 and bool((first != first[0]).any()):
-            scheme = group.first.plan.scheme.told()
+            scheme = group.first.plan.scheme.display_name()
             return Broken(group, f"rows go on at places of their own, and {scheme} has one length for all rows", False)
         for error in state.disorder(group.where) if state.windowed else ():
             row = int(str(error.facts["row"]))

@@ -159,7 +159,7 @@ def rebuild(
 
 
 def _repr(handle: CompressedCache, **kwargs: Any) -> str:
-    schemes = " + ".join(store.spec.scheme.spell() for store in handle._kv.stores.values())
+    schemes = " + ".join(store.spec.scheme.spec() for store in handle._kv.stores.values())
     return f"CompressedCache(shape={tuple(handle.shape)}, tokens={handle._length}, {schemes}, {handle._kv.nbytes} bytes)"
 
 

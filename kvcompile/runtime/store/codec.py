@@ -43,10 +43,10 @@ def _put(store: Store, x_BKnD: torch.Tensor, left_padding: torch.Tensor | None, 
     scheme, planes, pos = store.spec.scheme, store.planes[: store.spec.layout.written], _places(store, x_BKnD, first)
     if store.window is None:
         origin = left_padding if scheme.keeps_padding_out else None
-        append_body(x_BKnD, planes, pos - store.first, scheme.spell(), origin, store.tables)
+        append_body(x_BKnD, planes, pos - store.first, scheme.spec(), origin, store.tables)
         kept, used = x_BKnD, left_padding
     else:
-        newest, used = append_window_body(x_BKnD, planes, pos, left_padding, scheme.spell(), store.tables)
+        newest, used = append_window_body(x_BKnD, planes, pos, left_padding, scheme.spec(), store.tables)
         kept = newest[:, :, store.window.shape[2] :]
     if store.exact_first:
         keep_first_body(kept, store.exact_first, pos, used)
@@ -111,10 +111,10 @@ def unwritable(store: Store, at: torch.Tensor, rows_BKn: torch.Tensor, length: i
     if store.padding is not None and first < int(store.left_padding.max()):  # type: ignore[union-attr]
         return "it writes over tokens that the call which compressed the cache took for padding"
     if not store.keeps_originals and (length - first > size or bool(lost(store, first).any())):
-        return f"it writes over tokens that are only codes by now: {scheme.spell()} keeps {size} of {length} tokens"
+        return f"it writes over tokens that are only codes by now: {scheme.spec()} keeps {size} of {length} tokens"
     behind = at >= length
     if int(behind.sum()) != max(last + 1 - length, 0) or not rows_BKn[:, :, behind].all():
-        return f"{scheme.spell()} takes tokens in their order, all heads of all rows"
+        return f"{scheme.spec()} takes tokens in their order, all heads of all rows"
     return ""
 
 

@@ -39,7 +39,7 @@ def disorder(store: Store, where: str, row: int = 0) -> Iterator[TokensOutOfOrde
             facts["found"] = "one before position 0"
         elif expected == found:
             facts = {"expected": f"tokens at positions below {expected}, as far as there is room,", "found": "one behind them"}
-        yield TokensOutOfOrder(**facts, row=row + index, where=where, scheme=store.spec.scheme.told())
+        yield TokensOutOfOrder(**facts, row=row + index, where=where, scheme=store.spec.scheme.display_name())
 
 
 def overlaid(store: Store, values: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def rewind(store: Store, wanted: int | torch.Tensor) -> None:
         return
     if (gone := lost(store, wanted)).any():
         raise WindowPassed(
-            scheme=store.spec.scheme.spell(), window=size, length=int((held + padding)[gone].max()),
+            scheme=store.spec.scheme.spec(), window=size, length=int((held + padding)[gone].max()),
             wanted=int((now + padding)[gone].max()), block=block, most=size - block + 1,
         )
     slot = torch.arange(size, device=store.device)

@@ -193,7 +193,7 @@ class CacheState:
     @property
     def by_token(self) -> bool:
         """Whether every token's codes stand alone, so that some of them can be taken."""
-        return all(store.spec.scheme.alone for store in self.stores.values())
+        return all(store.spec.scheme.position_independent for store in self.stores.values())
 
     @property
     def in_order(self) -> bool:

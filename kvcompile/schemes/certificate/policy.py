@@ -98,7 +98,7 @@ class Certify:
         """Whether rung 1 looks at the coverage."""
         return self.certain and self.widen > 0 and 0 < self.tau_cov < 1
 
-    def spell(self) -> str:
+    def spec(self) -> str:
         """Return what differs from the defaults, as text that ``parse_policy`` reads back; the operand of the op."""
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         changed = (f"{field.name}:{getattr(value, 'value', value)}" for field, value in values if value != field.default)
@@ -109,7 +109,7 @@ _TRUTH = {"True": True, "False": False}
 
 
 def parse_policy(text: str) -> Certify:
-    """Parse what ``Certify.spell`` wrote: ``v_tol:0.02/rank:0``; raises BadOption."""
+    """Parse what ``Certify.spec`` wrote: ``v_tol:0.02/rank:0``; raises BadOption."""
     kinds: dict[str, Any] = {
         field.name: _TRUTH.__getitem__ if isinstance(field.default, bool) else type(field.default) for field in dataclasses.fields(Certify)
     }

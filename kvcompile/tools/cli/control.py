@@ -18,7 +18,7 @@ from kvcompile.types import Role, SlotSpec
 
 
 def _round_trip(scheme: Scheme, x_BKSD: torch.Tensor, role: Role) -> torch.Tensor:
-    spec, half = SlotSpec(x_BKSD.shape[1], x_BKSD.shape[3], x_BKSD.dtype, role), scheme.of(role)
+    spec, half = SlotSpec(x_BKSD.shape[1], x_BKSD.shape[3], x_BKSD.dtype, role), scheme.for_role(role)
     return half.decode(half.encode(x_BKSD), spec).to(x_BKSD.dtype)
 
 

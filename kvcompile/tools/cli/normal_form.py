@@ -71,7 +71,7 @@ def _slot(part: SlotPlan) -> list[str]:
         ("layout", _typed(slot.root, labels)),
         ("write", f"%{write.node.name}, spelled as {write.idiom}: {new}"),
         *([] if table is None else [("read", f"%{table.gather.name}, of each row the places {_places(table.places)}")]),
-        ("stored as", f"{part.scheme.spell()}: {planes} a token and head"),
+        ("stored as", f"{part.scheme.spec()}: {planes} a token and head"),
     ]
     return [f"  {part.role.value}", *(f"    {name:{WIDTH - 2}} {text}" for name, text in facts)]
 

@@ -105,7 +105,7 @@ def _is_key(layer: Layer, slot: SlotSpec) -> bool:
 
 
 def _stored(layer: Layer, slot: SlotSpec, scheme: Scheme, window: int) -> Stored:
-    own = scheme.of(slot.role)
+    own = scheme.for_role(slot.role)
     own.check(slot)
     layout = own.layout(slot)
     return Stored(layer.path, slot, own, layout.windowed(slot, window) if window else layout, layer.end, exact=layer.end is None)

@@ -93,7 +93,7 @@ def test_every_write_path_takes_the_same_thresholds() -> None:
     """``append``, the windowed form beside another scheme, the copy of a sliding cache and a first call's attention."""
     table, x = random_table(3, 2, 2, 1), normal(1, 2, 70, 64)
     scheme, slot = Beyond(3, trained=True, tables=SiteTables(table, table)), SlotSpec(2, 64, torch.float32, Role.KEY)
-    text, thresholds = scheme.spell(), table.thresholds[None, None]
+    text, thresholds = scheme.spec(), table.thresholds[None, None]
     wanted = scheme.encode(x, thresholds)
     layout = scheme.layout(slot)
     planes = [scheme.empty(plane, slot, 2, 1) for plane in layout.planes]
@@ -111,12 +111,12 @@ def test_every_write_path_takes_the_same_thresholds() -> None:
 
 
 def test_a_learned_scheme_never_falls_back_on_uniform_tables() -> None:
-    text = random_tables(["a"]).spell()
+    text = random_tables(["a"]).spec()
     assert text == "beyond(bits=4,group=32,scale_dtype=float16,trained=True)"
     unbound, slot = parse(text), SlotSpec(2, 32, torch.float32, Role.KEY)
     for wrong in (
-        lambda: unbound.encode(normal(1, 2, 3, 32)), lambda: unbound.constants(slot), lambda: unbound.at("a"),
-        lambda: random_tables(["a"]).at("b"), lambda: random_tables(["a"]).constants(slot),
+        lambda: unbound.encode(normal(1, 2, 3, 32)), lambda: unbound.constants(slot), lambda: unbound.for_module("a"),
+        lambda: random_tables(["a"]).for_module("b"), lambda: random_tables(["a"]).constants(slot),
     ):
         with pytest.raises(TablesMissing, match="expected learned tables for the attention at"):
             wrong()
@@ -125,10 +125,12 @@ def test_a_learned_scheme_never_falls_back_on_uniform_tables() -> None:
 def test_paths_that_begin_further_out_are_the_same_attention() -> None:
     tables = random_tables(["model.layers.0.self_attn", "model.layers.10.self_attn"]).tables
     assert isinstance(tables, ModelTables)
-    assert tables.at("layers.0.self_attn") == tables.at("model.layers.0.self_attn") == tables.at("lm.model.layers.0.self_attn")
+    assert tables.for_module("layers.0.self_attn") == tables.for_module("model.layers.0.self_attn") == tables.for_module(
+        "lm.model.layers.0.self_attn"
+    )
     for wrong in ("0.self_attn_", "self_attn", ""):
         with pytest.raises(TablesMissing):
-            tables.at(wrong)
+            tables.for_module(wrong)
 
 
 def test_tables_compare_by_what_they_hold() -> None:

@@ -43,7 +43,7 @@ def test_forward_is_what_a_store_gives_back(bits: int, dtype: torch.dtype) -> No
     for table in (uniform_table(bits, 2, 2), random_table(bits, 2, 2, bits)):
         for scale_dtype in (torch.float16, torch.bfloat16):
             scheme = Beyond(bits, scale_dtype=scale_dtype, trained=True)
-            served = read_back_body(x, [table.levels[None, None]], [table.thresholds[None, None]], scheme.spell())
+            served = read_back_body(x, [table.levels[None, None]], [table.thresholds[None, None]], scheme.spec())
             found, _ = quantized(x, table, Rule(bits, scale_dtype, 0.1))
             assert torch.equal(found.nan_to_num(7), served.nan_to_num(7)) and torch.equal(found.isnan(), served.isnan())
 

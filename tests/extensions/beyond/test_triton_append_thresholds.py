@@ -46,8 +46,8 @@ def compare() -> None:
             x, pos = tokens(seed, dim, dtype), positions(batch)
             pos = torch.where(pos == PAGES * 64 - 1, PAGES * 64, pos)
             wanted, found = stores(text, dim, dtype), stores(text, dim, dtype)
-            append_body(x, wanted, pos, scheme.spell(), None, [table])
-            rows = kernels.ThresholdRows(x, found, pos, table, scheme.spell())
+            append_body(x, wanted, pos, scheme.spec(), None, [table])
+            rows = kernels.ThresholdRows(x, found, pos, table, scheme.spec())
             assert kernels.fits(rows), text
             kernels.append_threshold_rows(rows)
             assert_same(found, wanted, (text, dim, dtype, batch))

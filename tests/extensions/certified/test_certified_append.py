@@ -23,7 +23,7 @@ def stores(text: str, dtype: torch.dtype, pages: int) -> list[list[torch.Tensor]
     """The planes that an append of keys, and of values, is given."""
     made = []
     for role in Role:
-        layout = schemes.parse(text).of(role).layout(SlotSpec(KV, DIM, dtype, role))
+        layout = schemes.parse(text).for_role(role).layout(SlotSpec(KV, DIM, dtype, role))
         made.append([torch.full(plane.shape(pages, BATCH, KV), 3, dtype=plane.dtype) for plane in layout.planes[: layout.written]])
     return made
 
@@ -50,7 +50,7 @@ def compare(text: str, dtype: torch.dtype, before: int, pages: int) -> None:
     from kvcompile.lowering.append.window_token import Slot
 
     fuse()
-    halves = [schemes.parse(text).of(role).spell() for role in Role]
+    halves = [schemes.parse(text).for_role(role).spec() for role in Role]
     x = tokens(before, before + 3, dtype)
     for origin, rows in ((None, 1), (torch.tensor([0, 3]), 2)):
         wanted = stores(text, dtype, pages)
@@ -100,7 +100,7 @@ def test_the_kernel_compiles_offline(text: str, capability: int) -> None:
 
     recorder, x, pos = Recorder(), torch.zeros(BATCH, KV, 1, DIM, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
     certified_append.append_certified([
-        Slot(x, planes, pos, None, schemes.parse(text).of(role).spell())
+        Slot(x, planes, pos, None, schemes.parse(text).for_role(role).spec())
         for planes, role in zip(stores(text, torch.bfloat16, 2), Role, strict=True)
     ], recorder)
     (launch,) = recorder.steps

@@ -51,7 +51,7 @@ def block_masses(step: Step, k: torch.Tensor) -> torch.Tensor:
     """The mass that decoded keys put on each whole block, float64 [B, H, S, N], and on what is exact as the last one."""
     B, K, T, D = k.shape
     whole = T // BLOCK * BLOCK
-    scheme = Certified().of(Role.KEY)
+    scheme = Certified().for_role(Role.KEY)
     coded = scheme.decode(scheme.encode(k[:, :, :whole]), SlotSpec(K, D, k.dtype, Role.KEY))
     mixed = torch.cat([coded, k[:, :, whole:].to(torch.float32)], 2)
     plain = dataclasses.replace(step, cache=Cache.of(mixed, k.to(torch.float32)))
@@ -287,7 +287,7 @@ def test_the_window_that_the_write_path_makes_is_understood() -> None:
     planes: dict[Role, list[torch.Tensor]] = {}
     exact_newest: dict[Role, torch.Tensor] = {}
     for role, x in ((Role.KEY, k), (Role.VALUE, v)):
-        scheme = Certified().of(role)
+        scheme = Certified().for_role(role)
         layout = scheme.layout(SlotSpec(K, D, torch.float32, role))
         planes[role] = [torch.zeros(plane.shape(2, B, K), dtype=plane.dtype) for plane in layout.planes]
         # The name is refused where graphs are compiled; the write path itself takes any scheme.

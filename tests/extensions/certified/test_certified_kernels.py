@@ -163,7 +163,7 @@ def compare_all() -> None:
     ]):
         inputs: Inputs = made(Draw(number + 1), shape)
         step, k, v = inputs.step(policy, dtype, clock=number)
-        counts = compare(step, k, v, f"{made.__name__} {policy.spell()} {dtype}", splits=1 + number % 3)
+        counts = compare(step, k, v, f"{made.__name__} {policy.spec()} {dtype}", splits=1 + number % 3)
         rungs.update(counts[..., Count.RUNG].flatten().tolist())
     for number, (made, dtype) in enumerate([(gaussian, BF16), (outliers, F16)]):
         step, k, v = made(Draw(number), small).step(POLICIES["explore"], dtype, values=Values.FULL)
@@ -295,7 +295,7 @@ def recorded(scheme: str, policy: Certify, tokens: int = 131072) -> dict[str, Ke
     """The launches of a step of a layer of 32 query heads over 8 of 128 channels, by kernel; of the two of ``bound_sums`` the first."""
     made, pages, K, D = SCHEMES[scheme], tokens // PAGE, 8, 128
     slots = [SlotSpec(K, D, BF16, role) for role in Role]
-    halves = [made.of(slot.role).layout(slot) for slot in slots]
+    halves = [made.for_role(slot.role).layout(slot) for slot in slots]
     with FakeTensorMode():
         planes = [
             {spec.name: torch.empty(spec.shape(pages, 1, K), dtype=spec.dtype, device="cuda") for spec in layout.planes}
@@ -350,7 +350,7 @@ def test_no_kernel_is_another_one_where_a_cache_is_a_page_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "scheme", "name", "policy"), list(cases()), ids=lambda x: x.spell() if isinstance(x, Certify) else str(x)
+    ("capability", "scheme", "name", "policy"), list(cases()), ids=lambda x: x.spec() if isinstance(x, Certify) else str(x)
 )
 def test_the_kernels_compile_offline(capability: int, scheme: str, name: str, policy: Certify) -> None:
     pytest.importorskip("triton")

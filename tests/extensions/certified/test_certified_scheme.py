@@ -40,7 +40,7 @@ def awkward(role: Role, seed: int, dtype: torch.dtype = torch.float32) -> torch.
 @each_dtype
 @each_role
 def test_round_trip_is_within_the_bound(role: Role, dtype: torch.dtype) -> None:
-    scheme, spec = Certified().of(role), slot(2, 32, dtype, role)
+    scheme, spec = Certified().for_role(role), slot(2, 32, dtype, role)
     for seed in range(20):
         x = awkward(role, seed, dtype)
         assert ((round_trip(scheme, x, spec) - x.to(torch.float64)).abs() <= bound_of(scheme, x, spec)).all()
@@ -52,7 +52,7 @@ def test_a_key_channel_is_within_its_printed_radius(seed: int, power: int, offse
     x = (normal(1, 2, 32, 16, seed=seed) + offset) * 10.0**power
     if not torch.isfinite(x * 4).all():
         return
-    scheme = Certified().of(Role.KEY)
+    scheme = Certified().for_role(Role.KEY)
     codes, step, zero, _, _ = scheme.encode(x)
     error = (round_trip(scheme, x, slot(2, 16)) - x.to(torch.float64)).abs()
     radius = aten(bounds.RADIUS)(step=step, zero=zero.abs()).repeat_interleave(BLOCK, 2)
@@ -62,7 +62,7 @@ def test_a_key_channel_is_within_its_printed_radius(seed: int, power: int, offse
 
 def test_radius_is_not_vacuous() -> None:
     x = normal(4, 8, 256, 64)
-    scheme = Certified().of(Role.KEY)
+    scheme = Certified().for_role(Role.KEY)
     _, step, zero, _, _ = scheme.encode(x)
     radius = aten(bounds.RADIUS)(step=step, zero=zero.abs()).repeat_interleave(BLOCK, 2)
     assert ((round_trip(scheme, x, slot(8, 64)) - x).abs() / radius).max() > 0.99
@@ -71,7 +71,7 @@ def test_radius_is_not_vacuous() -> None:
 @each_dtype
 @each_role
 def test_notes_are_not_below_the_norms_and_hardly_above(role: Role, dtype: torch.dtype) -> None:
-    scheme, spec = Certified().of(role), slot(2, 32, dtype, role)
+    scheme, spec = Certified().for_role(role), slot(2, 32, dtype, role)
     for seed in range(10):
         x = awkward(role, seed, dtype)
         notes = scheme.encode(x)[NOTES].to(torch.float64)
@@ -86,7 +86,7 @@ def test_what_is_not_finite_never_becomes_a_number(role: Role) -> None:
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = normal(1, 1, 32, 16)
         x[0, 0, 3, 5] = bad
-        scheme = Certified().of(role)
+        scheme = Certified().for_role(role)
         decoded, notes = round_trip(scheme, x, slot(1, 16, role=role)), scheme.encode(x)[NOTES]
         assert not torch.isfinite(decoded[0, 0, 3, 5])
         assert torch.isnan(notes[0, 0, 0]).all() and torch.isfinite(notes[0, 0, 1]).all()
@@ -97,7 +97,7 @@ def test_bytes_are_the_sources_and_one_more_for_all_notes() -> None:
     layouts = [Certified().layout(slot(8, 128, torch.bfloat16, role)) for role in Role]
     assert sum(layout.bytes_per_page for layout in layouts) == (289 + 512) * PAGE
     for layout, role in zip(layouts, Role, strict=True):
-        encoded = Certified().of(role).encode(normal(1, 8, PAGE, 128, dtype=torch.bfloat16))
+        encoded = Certified().for_role(role).encode(normal(1, 8, PAGE, 128, dtype=torch.bfloat16))
         assert sum(plane.nbytes for plane in encoded) == 8 * layout.bytes_per_page
         for plane, announced in zip(encoded, layout.planes, strict=False):
             assert (plane.dtype, plane.shape[2:]) == (announced.dtype, (announced.rows, announced.width))
@@ -120,27 +120,27 @@ def test_bad_options_are_refused() -> None:
     ):
         with pytest.raises(BadOption):
             Certified(**options)  # type: ignore[arg-type]
-    assert Certified().of(Role.VALUE).half is Half.VALUE and Certified(half=Half.VALUE).of(Role.KEY).half is Half.VALUE
+    assert Certified().for_role(Role.VALUE).half is Half.VALUE and Certified(half=Half.VALUE).for_role(Role.KEY).half is Half.VALUE
 
 
 def test_originals_alone_go_to_the_host() -> None:
     for role in Role:
-        planes = parse("certified(tier2=host)").of(role).layout(SlotSpec(2, 64, torch.bfloat16, role)).planes
+        planes = parse("certified(tier2=host)").for_role(role).layout(SlotSpec(2, 64, torch.bfloat16, role)).planes
         assert [plane.name for plane in planes if plane.host] == [ORIGINALS]
-        assert not any(plane.host for plane in parse("certified").of(role).layout(SlotSpec(2, 64, torch.bfloat16, role)).planes)
+        assert not any(plane.host for plane in parse("certified").for_role(role).layout(SlotSpec(2, 64, torch.bfloat16, role)).planes)
 
 
 def test_a_policy_is_an_option_of_the_scheme() -> None:
     made = parse("certified(certify=v_tol:0.02/rank:0)")
     assert isinstance(made, Certified) and parse_policy(made.certify) == Certify(v_tol=0.02, rank=0)
-    assert parse(made.spell()) == made
+    assert parse(made.spec()) == made
 
 
 @pytest.mark.parametrize("policy", [
     Certify(), EXACT, NAIVE, Certify(key_budget=1e-3, value_budget=0.0, fallback=Fallback.REPORT, explore=0.05, k_min=0, k_max=0),
-], ids=lambda policy: policy.spell())
+], ids=lambda policy: policy.spec())
 def test_a_policy_survives_its_spelling(policy: Certify) -> None:
-    assert parse_policy(policy.spell()) == policy
+    assert parse_policy(policy.spec()) == policy
 
 
 def test_bad_policies_are_refused() -> None:

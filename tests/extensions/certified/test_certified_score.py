@@ -107,7 +107,7 @@ def test_a_logit_on_cutting_tensor_cores_stays_within_its_bound(
     nearest = 0.0
     for _ in range(4):
         q, k = draw(D)
-        codes, step, zero, *_ = Certified().of(Role.KEY).encode(k)
+        codes, step, zero, *_ = Certified().for_role(Role.KEY).encode(k)
         codes, step, zero = codes[0, 0], step[0, 0, 0], zero[0, 0, 0]
         decoded = codes.to(F64) * step.to(F64) + zero.to(F64)
         exact = decoded @ q.to(F64).T * SCALE

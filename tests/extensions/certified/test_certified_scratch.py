@@ -44,7 +44,7 @@ class Layer:
         self.device, self.scheme = torch.device(device), scheme
         self.stores = []
         for role in Role:
-            slot, half = SlotSpec(K, D, torch.float32, role), scheme.of(role)
+            slot, half = SlotSpec(K, D, torch.float32, role), scheme.for_role(role)
             self.stores.append(Store(StoreSpec(slot, half, half.layout(slot)), batch, self.device, 0))
         self.telemetry = torch.zeros(1, batch, K, 1, TELEMETRY, dtype=torch.float64, device=self.device)
 
@@ -58,7 +58,7 @@ class Layer:
         for store, new in zip(self.stores, x, strict=True):
             store.reserve(pages_for(at + new.shape[2]))
             planes, pos = store.planes[: store.spec.layout.written], torch.arange(at, at + new.shape[2], device=self.device)[None]
-            exact_newest.append(append_window_body(new, planes, pos, None, store.spec.scheme.spell())[0])
+            exact_newest.append(append_window_body(new, planes, pos, None, store.spec.scheme.spec())[0])
         return exact_newest
 
     def scratch(self) -> Scratches:
@@ -339,11 +339,11 @@ def test_the_scratch_in_the_interpreter(case: str) -> None:
 def test_memory_announced_is_memory_allocated(scratch: int) -> None:
     scheme = schemes.parse(f"certified(tier2=host, scratch={scratch}, value_scratch={2 * scratch})")
     for role, slots in ((Role.KEY, scratch), (Role.VALUE, 2 * scratch)):
-        half, slot = scheme.of(role), SlotSpec(K, D, torch.bfloat16, role)
+        half, slot = scheme.for_role(role), SlotSpec(K, D, torch.bfloat16, role)
         layout = half.layout(slot)
         store = Store(StoreSpec(slot, half, layout), 3, torch.device("cpu"), 5)
         assert store.nbytes == layout.nbytes(5, 3, K)
-        plain = schemes.parse("certified").of(role).layout(slot)
+        plain = schemes.parse("certified").for_role(role).layout(slot)
         assert layout.bytes_per_page - plain.bytes_per_page == (PAGE // BLOCK * 8 if slots else 0)
         # As many blocks at every length, for each kv head of a row.
         assert layout.bytes_per_row - plain.bytes_per_row == slots * BLOCK * D * 2
@@ -352,16 +352,16 @@ def test_memory_announced_is_memory_allocated(scratch: int) -> None:
         for made, spec in zip(encoded, layout.planes, strict=False):
             assert (made.dtype, made.shape[2:]) == (spec.dtype, (spec.rows, spec.width)), spec.name
         assert [spec.name for spec in layout.planes if spec.tally] == ([SCRATCH] if slots else [])
-    full = schemes.parse("certified(tier2=host, values=full)").of(Role.VALUE).layout(SlotSpec(K, D, torch.bfloat16, Role.VALUE))
+    full = schemes.parse("certified(tier2=host, values=full)").for_role(Role.VALUE).layout(SlotSpec(K, D, torch.bfloat16, Role.VALUE))
     assert PLACES not in [spec.name for spec in full.planes] and not any(spec.host for spec in full.planes)
 
 
 def test_slots_are_an_option_of_the_scheme() -> None:
     made, keys, values = schemes.parse("certified(tier2=host, scratch=48)"), *(SlotSpec(K, D, torch.bfloat16, role) for role in Role)
-    assert isinstance(made, Certified) and schemes.parse(made.spell()) == made
-    assert (made.of(Role.KEY).slots(keys), made.of(Role.VALUE).slots(values)) == (48, 256)
+    assert isinstance(made, Certified) and schemes.parse(made.spec()) == made
+    assert (made.for_role(Role.KEY).slots(keys), made.for_role(Role.VALUE).slots(values)) == (48, 256)
     device = schemes.parse("certified(scratch=48)")
-    assert isinstance(device, Certified) and device.of(Role.KEY).slots(keys) == 0, "nothing is copied from the device to the device"
+    assert isinstance(device, Certified) and device.for_role(Role.KEY).slots(keys) == 0, "nothing is copied from the device to the device"
     for bad in (1, -16, 8, 2**24, True):
         for option in ("scratch", "value_scratch"):
             with pytest.raises(BadOption):

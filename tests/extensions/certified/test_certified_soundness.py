@@ -88,7 +88,7 @@ def test_any_shape_and_policy(
 def decoded(x: torch.Tensor, role: Role) -> torch.Tensor:
     """What the codes of the whole blocks stand for, and the newest tokens as they are; float64."""
     whole = x.shape[2] // BLOCK * BLOCK
-    scheme = Certified().of(role)
+    scheme = Certified().for_role(role)
     coded = scheme.decode(scheme.encode(x[:, :, :whole]), SlotSpec(x.shape[1], x.shape[3], x.dtype, role))
     return torch.cat([coded, x[:, :, whole:].to(torch.float32)], 2).to(torch.float64)
 

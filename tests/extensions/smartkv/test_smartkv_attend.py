@@ -27,7 +27,7 @@ def generator(seed: int) -> torch.Generator:
 
 def planes(x: torch.Tensor, scheme: Smartkv, role: Role, settled: int, seed: int) -> list[torch.Tensor]:
     """Planes of a store of the tokens of ``x``, the first ``settled`` of them at widths by chance."""
-    scheme = scheme.of(role)
+    scheme = scheme.for_role(role)
     spec = SlotSpec(x.shape[1], x.shape[3], torch.float32, role)
     layout = scheme.layout(spec)
     made: Any = tuple(torch.zeros(plane.shape(0, x.shape[0], x.shape[1]), dtype=plane.dtype) for plane in layout.planes)
@@ -60,17 +60,17 @@ class Case:
         k, v = (torch.randn(B, K, T, dim, generator=generator(seed + side)) for side in (1, 2))
         self.keys, self.values = planes(k, self.scheme, Role.KEY, settled, seed), planes(v, self.scheme, Role.VALUE, settled, seed + 3)
         spec = SlotSpec(K, dim, torch.float32, Role.KEY)
-        count = self.scheme.of(Role.KEY).planes_read(spec)
+        count = self.scheme.for_role(Role.KEY).planes_read(spec)
         self.keys, self.written = self.keys[:count], self.keys[count:]
         self.importance, _, self.heads, _ = self.written
         self.hi = (T - queries + torch.arange(queries)).unsqueeze(0)
 
-    def spell(self, role: Role) -> str:
-        return self.scheme.of(role).spell()
+    def spec(self, role: Role) -> str:
+        return self.scheme.for_role(role).spec()
 
     def attend(self, hi: torch.Tensor | None = None, **masks: Any) -> torch.Tensor:
         given = [masks.get(name) for name in ("lo", "keep", "bias", "sinks")]
-        softcap, texts = masks.get("softcap", 0.0), (self.spell(Role.KEY), self.spell(Role.VALUE))
+        softcap, texts = masks.get("softcap", 0.0), (self.spec(Role.KEY), self.spec(Role.VALUE))
         return room.smartkv_attend(
             self.q, self.keys, self.values, self.hi if hi is None else hi, *given, *texts, 0.3, softcap, self.q.shape[3],
             self.importance, self.heads,
@@ -78,7 +78,7 @@ class Case:
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
         halves = zip((self.keys, self.values), Role, strict=True)
-        k, v = (buckets.values(buckets.Buckets.of(tuple(planes), self.scheme.of(role).form), T) for planes, role in halves)
+        k, v = (buckets.values(buckets.Buckets.of(tuple(planes), self.scheme.for_role(role).form), T) for planes, role in halves)
         return k, v
 
     def dense(self, **masks: Any) -> torch.Tensor:
@@ -194,11 +194,11 @@ def test_queries_that_count_for_nothing_are_not_looked_at(monkeypatch: pytest.Mo
 
 def test_a_prompt_is_observed_as_it_would_be_attended_to() -> None:
     x = torch.randn(B, K, T, D, generator=generator(3))
-    scheme = make("smartkv").of(Role.KEY)
+    scheme = make("smartkv").for_role(Role.KEY)
     importance, heads = torch.zeros(pages_for(T), B, 1, PAGE, 2), torch.zeros(1, B, K, 1, 1)
     q, hi = torch.randn(B, H, T, D, generator=generator(4)), torch.arange(T).unsqueeze(0)
     given = [q, [x.unsqueeze(0)], [x.unsqueeze(0)], hi, None, None, None, None, "dense()", "dense()", 0.3, 0.0, D]
-    room.smartkv_observe(*given, importance, heads, scheme.spell())
+    room.smartkv_observe(*given, importance, heads, scheme.spec())
     weights = torch.softmax((q @ x.repeat_interleave(2, 1).mT * 0.3).masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf")), -1)
     decay = 0.1 * 0.9 ** torch.arange(T - 1, -1, -1.0)
     plain = torch.einsum("s,bhst->bt", decay, weights) / H
@@ -234,12 +234,12 @@ def test_nothing_is_as_large_as_queries_times_tokens(monkeypatch: pytest.MonkeyP
     hi = torch.arange(tokens).unsqueeze(0)
     given = [x, [x.unsqueeze(0)], [x.unsqueeze(0)], hi, None, None, None, None, "dense()", "dense()", 0.3, 0.0, D]
     with Largest() as largest:
-        room.smartkv_observe_body(*given, importance, heads, make("smartkv").of(Role.KEY).spell())
+        room.smartkv_observe_body(*given, importance, heads, make("smartkv").for_role(Role.KEY).spec())
     assert 64 * tokens <= largest.most <= 64 * tokens * 2 < tokens * tokens / 4
 
 
 def test_planes_are_those_of_the_layout() -> None:
-    scheme = parse("smartkv").of(Role.KEY)
+    scheme = parse("smartkv").for_role(Role.KEY)
     spec = SlotSpec(K, D, torch.float32, Role.KEY)
     names = [plane.name for plane in scheme.layout(spec).planes]
     assert names[-4:] == ["importance", "before", "heads", "decided"] and scheme.planes_read(spec) == len(names) - 4

@@ -34,7 +34,7 @@ def step_of(case: Case, **given: Any) -> Step:
     """The operands of a case's attention as the kernels take them."""
     optional = [given.get(name) for name in ("lo", "keep", "bias", "sinks")]
     args = (
-        case.q, case.keys, case.values, given.get("hi", case.hi), *optional, case.spell(Role.KEY), case.spell(Role.VALUE), 0.3,
+        case.q, case.keys, case.values, given.get("hi", case.hi), *optional, case.spec(Role.KEY), case.spec(Role.VALUE), 0.3,
         given.get("softcap", 0.0), case.q.shape[3], case.importance, case.heads,
     )
     found = named(smartkv_attend, args, {})
@@ -76,7 +76,7 @@ def compare_masks() -> None:
     for queries, mask, scheme, settled in cases:
         case = Case(queries, scheme, settled=settled)
         found = differences(step_of(case, **masks(queries)[mask]))
-        assert all(value <= 4e-6 for value in found.values()), (queries, mask, scheme.spell(), settled, found)
+        assert all(value <= 4e-6 for value in found.values()), (queries, mask, scheme.spec(), settled, found)
 
 
 def compare_oddities() -> None:
@@ -114,7 +114,7 @@ def recorded(scheme: Smartkv, dtype: torch.dtype, D: int, queries: int = 1, keep
     with FakeTensorMode():
         planes = []
         for role in (Role.KEY, Role.VALUE):
-            spec, own = SlotSpec(8, D, dtype, role), scheme.of(role)
+            spec, own = SlotSpec(8, D, dtype, role), scheme.for_role(role)
             fixed = {Extent.ROW, Extent.BATCH}
             planes.append([
                 torch.empty(each.shape_of(1 if each.extent in fixed else 1000, 2, 8), dtype=each.dtype, device="cuda")
@@ -124,7 +124,7 @@ def recorded(scheme: Smartkv, dtype: torch.dtype, D: int, queries: int = 1, keep
         hi = torch.empty(1, queries, dtype=torch.int64, device="cuda")
         attend = AttendOperands(
             torch.empty(2, 32, queries, D, dtype=dtype, device="cuda"), *planes, hi, None, kept, None, None,
-            scheme.of(Role.KEY).spell(), scheme.of(Role.VALUE).spell(), 0.1, 0.0, D,
+            scheme.for_role(Role.KEY).spec(), scheme.for_role(Role.VALUE).spec(), 0.1, 0.0, D,
         )
         step = Step(attend, torch.empty(1000, 2, 1, 64, 2, device="cuda"), torch.empty(1, 2, 8, 1, 1, device="cuda"))
         assert step_gap(step) is None

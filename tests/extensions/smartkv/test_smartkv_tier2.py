@@ -223,10 +223,10 @@ def test_the_budget_is_of_what_attention_reads_and_the_report_tells_both() -> No
 
 
 def test_options_and_what_is_announced() -> None:
-    assert Smartkv().spell() == parse("smartkv(tier2=off)").spell() and "tier2" not in Smartkv().spell()
+    assert Smartkv().spec() == parse("smartkv(tier2=off)").spec() and "tier2" not in Smartkv().spec()
     for where in (Tier2.DEVICE, Tier2.HOST):
         scheme = parse(f"smartkv(tier2={where.value})")
-        assert scheme == Smartkv(tier2=where) == parse(scheme.spell())
+        assert scheme == Smartkv(tier2=where) == parse(scheme.spec())
     with pytest.raises(BadOption):
         parse("smartkv(tier2=disk)")
     spec = SlotSpec(K, D, torch.bfloat16, Role.KEY)

@@ -44,7 +44,7 @@ def slot(width: int = WIDTH, heads: int = 2) -> SlotSpec:
 
 def keys_of(**options: Any) -> Squat:
     """squat as it holds keys."""
-    scheme = Squat(**options).of(Role.KEY)
+    scheme = Squat(**options).for_role(Role.KEY)
     assert isinstance(scheme, Squat)
     return scheme
 
@@ -261,7 +261,7 @@ def bits_of(plane: torch.Tensor) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 @given(values, st.sampled_from([2, 3, 4]), st.sampled_from([16, 32]), st.sampled_from([1, 8, 32]))
 def test_lam_zero_is_kivi_bit_for_bit(x: torch.Tensor, bits: int, group: int, block: int) -> None:
-    kivi = Kivi(bits, group).of(Role.KEY)
+    kivi = Kivi(bits, group).for_role(Role.KEY)
     plain = keys_of(bits=bits, group=group, subblock=block, lam=0.0)
     assert plain.layout(slot()) == kivi.layout(slot())
     moved = keys_of(bits=bits, group=group, subblock=block)
@@ -271,7 +271,7 @@ def test_lam_zero_is_kivi_bit_for_bit(x: torch.Tensor, bits: int, group: int, bl
 
 
 def test_values_are_kivis() -> None:
-    assert Squat(bits=3, group=16, window=64).of(Role.VALUE) == Kivi(bits=3, group=16, window=64).of(Role.VALUE)
+    assert Squat(bits=3, group=16, window=64).for_role(Role.VALUE) == Kivi(bits=3, group=16, window=64).for_role(Role.VALUE)
 
 
 @settings(max_examples=40, deadline=None)
@@ -298,7 +298,7 @@ def test_codes_round_the_moved_keys(x: torch.Tensor, bits: int, block: int, lam:
     bound = half + torch.nan_to_num(half, 0, 0) @ moves.abs()
     sound = torch.isfinite(found) & torch.isfinite(bound)
     assert ((found - x).abs() <= bound * (1 + 1e-5) + 1e-5 * (1e-9 + torch.nan_to_num(x.abs(), 0, 0, 0).amax()))[sound].all()
-    assert torch.isfinite(found).sum() >= torch.isfinite(decoded(Kivi(bits).of(Role.KEY), x)).sum()
+    assert torch.isfinite(found).sum() >= torch.isfinite(decoded(Kivi(bits).for_role(Role.KEY), x)).sum()
 
 
 def test_the_residual_turns_away_from_the_subspace_as_lam_grows() -> None:
@@ -323,7 +323,7 @@ def test_the_residual_turns_away_from_the_subspace_as_lam_grows() -> None:
 def test_scores_err_less_on_correlated_queries_while_keys_may_err_more(bits: int) -> None:
     q = correlated(600, WIDTH, 6)
     x = normal(1, 2, 512, WIDTH)
-    kivi, squat = Kivi(bits).of(Role.KEY), keys_of(bits=bits, rank=6, subblock=16)
+    kivi, squat = Kivi(bits).for_role(Role.KEY), keys_of(bits=bits, rank=6, subblock=16)
     # Other queries of the same subspace than those that taught it.
     later = correlated(600, WIDTH, 6)[300:]
     plain = decoded(kivi, x) - x
@@ -368,7 +368,7 @@ def test_padding_does_not_teach() -> None:
 def test_normalised_does_not_grow_with_the_prompt_and_the_sources_does() -> None:
     q = correlated(100, WIDTH, 8)
     twice = torch.cat([q, q])
-    normalised, paper = keys_of(subblock=32), Squat.paper(subblock=32).of(Role.KEY)
+    normalised, paper = keys_of(subblock=32), Squat.paper(subblock=32).for_role(Role.KEY)
     assert torch.allclose(calibrated(normalised, q), calibrated(normalised, twice), atol=1e-5)
     assert calibrated(paper, twice).norm() > 1.2 * calibrated(paper, q).norm()
     assert dataclasses.astuple(Squat.paper())[-6:] == (1e-3, 5, 64, False, Subspace.BATCH, Queries.PRE)
@@ -378,9 +378,9 @@ def test_learning_writes_the_planes_and_pads_a_short_mask() -> None:
     scheme = keys_of()
     q = torch.randn(1, 4, 10, WIDTH)
     plane = torch.full((1, 1, 2, WIDTH, WIDTH), float("nan"))
-    calibrate_body(q, [plane], torch.ones(1, 6, dtype=torch.bool), scheme.spell())
+    calibrate_body(q, [plane], torch.ones(1, 6, dtype=torch.bool), scheme.spec())
     assert torch.equal(plane, scheme.calibrate(q[:, :, :6].unflatten(1, (2, 2)), None)[0])
-    calibrate_body(q, [plane], torch.ones(1, 96, dtype=torch.bool), scheme.spell())
+    calibrate_body(q, [plane], torch.ones(1, 96, dtype=torch.bool), scheme.spec())
     assert torch.equal(plane, scheme.calibrate(q.unflatten(1, (2, 2)), None)[0])
 
 
@@ -413,7 +413,7 @@ def test_what_a_slot_cannot_hold() -> None:
 def test_a_sub_block_is_at_most_half_of_the_head(width: int, asked: int, used: int) -> None:
     """What comes after the last block is what moves, so the source's 64 of 64 channels would move nothing."""
     q, x = correlated(100, width, 6), normal(1, 2, 64, width)
-    large, small = (Squat.paper(subblock=channels, lam=1.0).of(Role.KEY) for channels in (asked, used))
+    large, small = (Squat.paper(subblock=channels, lam=1.0).for_role(Role.KEY) for channels in (asked, used))
     assert isinstance(large, Squat) and isinstance(small, Squat)
     large.check(slot(width))
     plane = calibrated(large, q)
@@ -432,11 +432,11 @@ def test_a_strong_unnormalised_lam_is_warned_of() -> None:
 
 def test_no_bound_is_announced_where_queries_move_keys() -> None:
     assert keys_of().bound(slot()) is None
-    assert keys_of(lam=0.0).bound(slot()) == Kivi().of(Role.KEY).bound(slot())
+    assert keys_of(lam=0.0).bound(slot()) == Kivi().for_role(Role.KEY).bound(slot())
 
 
 def test_bytes_of_the_plane() -> None:
-    kivi = Kivi().of(Role.KEY).layout(slot(128))
+    kivi = Kivi().for_role(Role.KEY).layout(slot(128))
     for scheme, extent in ((keys_of(), Extent.BATCH), (keys_of(subspace=Subspace.ROW), Extent.ROW)):
         layout = scheme.layout(slot(128))
         assert layout.planes[:-1] == kivi.planes and layout.planes[-1].extent is extent
@@ -484,7 +484,7 @@ def test_the_graph_that_fills_a_cache_teaches_it(count: int) -> None:
     assert plane.any() and torch.allclose(store.planes[-1], plane, atol=1e-5)
     straight = Store(StoreSpec(store.spec.slot, scheme, scheme.layout(store.spec.slot)), 1, torch.device("cpu"), 3)
     straight.planes[-1].copy_(store.planes[-1])
-    append_window_body(k, straight.planes, torch.arange(total)[None], None, scheme.spell())
+    append_window_body(k, straight.planes, torch.arange(total)[None], None, scheme.spec())
     whole = total // 32 * 32
     assert torch.equal(decode(store, whole), decode(straight, whole))
     assert torch.allclose(found[0], exact, atol=1e-5)
@@ -640,7 +640,7 @@ def test_keys_before_rope_learn_from_queries_before_rope(queries: str, padded: b
         if queries == "post":
             q, _ = apply_rotary_pos_emb(q, q, *model.model.rotary_emb(hidden, position))
     (store,) = cache.layers[0].keys._kv.stores.values()
-    scheme = parse(store.spec.scheme.spell())
+    scheme = parse(store.spec.scheme.spec())
     assert isinstance(scheme, Squat) and scheme.pre_rope
     expected = scheme.calibrate(q.unflatten(1, (2, 2)), mask.bool())[0]
     assert expected.any() and torch.allclose(store.planes[-1], expected, atol=1e-5)

@@ -41,7 +41,7 @@ def cached(model: Any, words: torch.Tensor, keep: torch.Tensor | None = None) ->
 def scales_of(scheme: Any) -> dict[str, dict[Role, torch.Tensor]]:
     """The scales of a measured scheme, by path and half."""
     assert isinstance(scheme.scales, ModelScales)
-    return {path: {role: site.of(role).values for role in Role} for path, site in scheme.scales.sites.items()}
+    return {path: {role: site.for_role(role).values for role in Role} for path, site in scheme.scales.sites.items()}
 
 
 # Heads repeated and not, one projection of all three, rotary and learned positions, ALiBi, softcap with windows, experts.
@@ -87,12 +87,12 @@ def test_codes_of_the_calibration_data_are_those_of_a_dynamic_scale(scheme: str)
     plain = {"int8": Int8, "fp8": Fp8}[scheme](granularity=Granularity.TENSOR, scale_dtype=torch.float32)
     for path, pair in zip(llama_paths(2), cached(model, WORDS[:1]), strict=True):
         for role, tokens in zip(Role, pair, strict=True):
-            scale = made.at(path).scales.of(role).values  # type: ignore[union-attr]
+            scale = made.for_module(path).scales.for_role(role).values  # type: ignore[union-attr]
             codes, dynamic = plain.encode(tokens)
             assert torch.allclose(dynamic.reshape(-1)[0], scale[0], rtol=1e-5)
             # From the model's own cache, whose last bits are those of another graph.
             exact = stored_scale(tokens.abs().amax().reshape(1), made.qmax, torch.float32)
-            assert torch.equal(made.at(path).encode(tokens, exact.reshape(1, 1, 1, 1, 1))[0], codes)
+            assert torch.equal(made.for_module(path).encode(tokens, exact.reshape(1, 1, 1, 1, 1))[0], codes)
 
 
 def test_a_percentile_clips_its_share_and_a_margin_none() -> None:

@@ -35,7 +35,7 @@ def tiny_llama() -> torch.nn.Module:
 def held(scheme: Any) -> list[tuple[float, ...]]:
     """All scales of a scheme, keys before values, layer by layer."""
     assert isinstance(scheme.scales, ModelScales)
-    return [tuple(scheme.scales.at(path).of(role).values.tolist()) for path in PATHS for role in Role]
+    return [tuple(scheme.scales.for_module(path).for_role(role).values.tolist()) for path in PATHS for role in Role]
 
 
 def spelled(key: str, value: str, kind: Any = lambda number: torch.tensor(number)) -> dict[str, torch.Tensor]:
@@ -99,8 +99,8 @@ def test_names_of_other_systems_are_read_exactly(model: torch.nn.Module, names: 
     assert isinstance(scheme, StaticFp8) and held(scheme) == [(0.125,), (0.25,), (0.375,), (0.5,)]
     assert scheme.scales.fingerprint == fingerprint(model)  # type: ignore[union-attr]
     x = torch.tensor([0.125 * 3, -0.125 * 448, 0.125 * 500, 0.0]).expand(1, 2, 1, 4)
-    own = scheme.at(PATHS[0])
-    given = own.scales.of(Role.KEY).values[None, None, :, None, None]  # type: ignore[union-attr]
+    own = scheme.for_module(PATHS[0])
+    given = own.scales.for_role(Role.KEY).values[None, None, :, None, None]  # type: ignore[union-attr]
     codes = own.encode(x, given)[0].view(torch.float8_e4m3fn).float()
     assert codes[0, 0, 0].tolist() == [3.0, -448.0, 448.0, 0.0]
 
@@ -154,7 +154,9 @@ def test_a_checkpoint_without_scales_is_refused(model: torch.nn.Module, tmp_path
 def test_scales_that_do_not_fit_the_heads_are_refused_where_they_would_serve(model: torch.nn.Module) -> None:
     from kvcompile.types import SlotSpec
 
-    scheme = kvcompile.read_scales(spelled("{path}.k_scale", "{path}.v_scale", lambda number: torch.full((4,), number)), model).at(PATHS[0])
+    scheme = kvcompile.read_scales(spelled("{path}.k_scale", "{path}.v_scale", lambda number: torch.full((4,), number)), model).for_module(
+        PATHS[0]
+    )
     with pytest.raises(BadScales, match="one for each of 2 kv heads, for the keys, found 4 scales"):
         scheme.check(SlotSpec(2, 16, torch.float32, Role.KEY))
 

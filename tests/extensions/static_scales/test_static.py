@@ -89,7 +89,7 @@ def test_a_token_stores_its_codes_and_nothing_else() -> None:
     for kind in STATIC:
         layout = kind().layout(slot)
         assert kind().bits_per_value(slot) == 8.0 and layout.bytes_per_token(8) == 8 * 128
-        assert layout.bytes_per_head == 4 and layout.encoded == 1 and not layout.ordered and kind().alone
+        assert layout.bytes_per_head == 4 and layout.encoded == 1 and not layout.ordered and kind().position_independent
 
 
 def test_a_class_that_derives_encodes_by_itself() -> None:
@@ -105,7 +105,7 @@ def test_every_write_path_takes_the_same_scales() -> None:
     """``append``, the windowed form beside another scheme, the copy of a sliding cache, and the gather of a paged one."""
     scales, x = random_slot(2, 3), normal(1, 2, 70, 64)
     scheme = site(STATIC[0], scales)
-    text, given = scheme.spell(), plane(scales)
+    text, given = scheme.spec(), plane(scales)
     (wanted,) = scheme.encode(x, given)
     planes = [scheme.empty(spec, SLOT, 2, 1) for spec in scheme.layout(SLOT).planes]
     append_body(x, planes[:1], torch.arange(70).unsqueeze(0), text, None, [given])
@@ -122,12 +122,12 @@ def test_every_write_path_takes_the_same_scales() -> None:
 
 
 def test_a_measured_scheme_never_falls_back_on_a_guess() -> None:
-    text = random_scales(["a"]).spell()
+    text = random_scales(["a"]).spec()
     assert text == "int8-static(amax=32.0,measured=True)"
     unbound = parse(text)
     for wrong in (
-        lambda: unbound.encode(normal(1, 2, 3, 32)), lambda: unbound.constants(SLOT), lambda: unbound.at("a"),
-        lambda: random_scales(["a"]).at("b"), lambda: random_scales(["a"]).constants(SLOT),
+        lambda: unbound.encode(normal(1, 2, 3, 32)), lambda: unbound.constants(SLOT), lambda: unbound.for_module("a"),
+        lambda: random_scales(["a"]).for_module("b"), lambda: random_scales(["a"]).constants(SLOT),
     ):
         with pytest.raises(ScalesMissing, match="expected static scales for the attention at"):
             wrong()
@@ -136,13 +136,15 @@ def test_a_measured_scheme_never_falls_back_on_a_guess() -> None:
 def test_paths_that_begin_further_out_or_name_a_layer_are_the_same_attention() -> None:
     scales = random_scales(["model.layers.0.self_attn", "model.layers.10.self_attn"]).scales
     assert isinstance(scales, ModelScales)
-    assert scales.at("layers.0.self_attn") == scales.at("model.layers.0.self_attn") == scales.at("lm.model.layers.0.self_attn")
+    assert scales.for_module("layers.0.self_attn") == scales.for_module("model.layers.0.self_attn") == scales.for_module(
+        "lm.model.layers.0.self_attn"
+    )
     layers = ModelScales({f"layers.{at}": scales.sites["model.layers.0.self_attn"] for at in (1, 11)}, "")
-    assert layers.at("transformer.layers.1.attention") is layers.sites["layers.1"]
+    assert layers.for_module("transformer.layers.1.attention") is layers.sites["layers.1"]
     for wrong in ("0.self_attn_", "self_attn", "", "layers.100.self_attn"):
         for known in (scales, layers):
             with pytest.raises(ScalesMissing):
-                known.at(wrong)
+                known.for_module(wrong)
 
 
 @pytest.mark.parametrize("values", [

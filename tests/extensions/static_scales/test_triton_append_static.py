@@ -44,8 +44,8 @@ def compare() -> None:
             x, pos = tokens(seed, dim, dtype), positions(batch)
             pos = torch.where(pos == PAGES * 64 - 1, PAGES * 64, pos)
             wanted, found = stores(text, dim, dtype), stores(text, dim, dtype)
-            append_body(x, wanted, pos, scheme.spell(), None, [given])
-            rows = kernels.StaticRows(x, found, pos, given, scheme.spell())
+            append_body(x, wanted, pos, scheme.spec(), None, [given])
+            rows = kernels.StaticRows(x, found, pos, given, scheme.spec())
             assert kernels.fits(rows), text
             kernels.append_static_rows(rows)
             assert_same(found, wanted, (text, dim, dtype, batch))

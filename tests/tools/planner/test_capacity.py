@@ -22,7 +22,7 @@ ROOMY = Demand(memory=80 * 10**9, weights=35 * 10**9, overhead=0, batch=16, cont
 
 def llama_70b(scheme: str) -> Stores:
     """The stores of Llama-2-70B's cache, without a model."""
-    made = [(parse(scheme).of(role), SlotSpec(8, 128, torch.float16, role)) for role in Role for _ in range(80)]
+    made = [(parse(scheme).for_role(role), SlotSpec(8, 128, torch.float16, role)) for role in Role for _ in range(80)]
     return Stores(tuple(Stored("layer", slot, each, each.layout(slot), None, exact=True) for each, slot in made))
 
 

@@ -40,7 +40,7 @@ def every_choice(given_: Sensitivity, memory: int, tokens: int) -> float:
         window = max(pair.k.window, pair.v.window)
         total = 0
         for slot, scheme in zip(SLOTS, (pair.k, pair.v), strict=True):
-            layout = scheme.of(slot.role).layout(slot)
+            layout = scheme.for_role(slot.role).layout(slot)
             layout = layout.windowed(slot, window) if window else layout
             total += layout.nbytes(max(2, -(-tokens // 64)), 1, slot.heads)
         return total

@@ -79,7 +79,7 @@ def learn(
     """
     scheme, settings = scheme or Beyond(), settings or LearnSettings()
     if scheme.trained:
-        raise BadTables(expected="a scheme without tables", found=scheme.told(), todo="pass Beyond(bits=..., group=...)")
+        raise BadTables(expected="a scheme without tables", found=scheme.display_name(), todo="pass Beyond(bits=..., group=...)")
     if resume and run is None:
         raise BadLearnSetting(setting="run", expected="the folder to resume from", found=run)
     with frozen(model):
@@ -98,7 +98,7 @@ class _Loop:
         self.settings, self.resume = settings, resume
         self.fingerprint = fingerprint(model)
         self.trainer = Trainer(model, scheme, settings, loss)
-        config = {"scheme": scheme.spell(), "settings": settings.plain(), "fingerprint": self.fingerprint, "processes": processes.count()}
+        config = {"scheme": scheme.spec(), "settings": settings.plain(), "fingerprint": self.fingerprint, "processes": processes.count()}
         self.folder = RunFolder(Path(run), config, resume, writes=processes.rank() == 0) if run is not None else None
         self.display = Display(settings.steps, scheme, quiet or processes.rank() != 0)
         self.progress = Progress()

@@ -84,4 +84,4 @@ class Parameters:
     def load(self, tables: ModelTables) -> None:
         """Take the contents of a model's tables."""
         for (path, role), slot in self.slots.items():
-            slot.load(tables.at(path).of(role))
+            slot.load(tables.for_module(path).for_role(role))

@@ -30,13 +30,13 @@ def draw_levels(scheme: Beyond, to: Path) -> None:
     from matplotlib.figure import Figure
 
     if not isinstance(scheme.tables, ModelTables):
-        raise BadTables(expected="a scheme with the tables of a model", found=scheme.spell(), todo="pass what kvcompile.learn returned")
+        raise BadTables(expected="a scheme with the tables of a model", found=scheme.spec(), todo="pass what kvcompile.learn returned")
     figure = Figure(figsize=(10, 6), layout="constrained")
     grid = figure.subplots(2, 2, squeeze=False)
     sites = list(scheme.tables.sites.values())
     for row, role in enumerate(Role):
         for column, (name, uniform) in enumerate((("levels", uniform_levels), ("thresholds", uniform_thresholds))):
-            shifts = [(getattr(site.of(role), name) - uniform(scheme.bits)).mean((0, 1)).tolist() for site in sites]
+            shifts = [(getattr(site.for_role(role), name) - uniform(scheme.bits)).mean((0, 1)).tolist() for site in sites]
             most = max(1e-06, *(abs(value) for shift in shifts for value in shift))
             image = grid[row][column].imshow(shifts, aspect="auto", cmap="RdBu", vmin=-most, vmax=most)
             grid[row][column].set(title=f"{role.value}: {name} less uniform, in scales", xlabel=name[:-1], ylabel="layer")
