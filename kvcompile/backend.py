@@ -25,7 +25,7 @@ from kvcompile.records import Newest, records
 from kvcompile.report import GraphReport, Report
 from kvcompile.runtime.store.adaptive_store import AdaptiveStore
 from kvcompile.runtime.store.growth import Growth
-from kvcompile.runtime.store.live_caches import Ledger
+from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.schemes import Certify, StoredTokens
 from kvcompile.settings import Gluon, Inner, Settings, Validate
 from kvcompile.validation.verdict_cache import Known
@@ -48,7 +48,7 @@ class Backend:
         self.checked = False
         # What Inductor would compile anew is validated anew as well; the other ways to run a graph keep nothing on disk.
         verdicts = Known(Remembered("validated") if settings.inner is Inner.INDUCTOR else None)
-        self.memory = Memory(Ledger(added_up), Growth(least=settings.reserve), Newest(), Newest(), verdicts)
+        self.memory = Memory(LiveCaches(added_up), Growth(least=settings.reserve), Newest(), Newest(), verdicts)
         self.__name__ = "kvcompile"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
@@ -102,7 +102,7 @@ class Backend:
     def report(self) -> Report:
         """Return the report: what was compiled so far, and the caches that live now."""
         report = Report(graphs=list(self.graphs), unmatched=self.policy.unmatched(self.paths) if self.paths else ())
-        report.stayed_dense = tuple(f"{key[1]}: {why}" for key, why in self.memory.told.items() if isinstance(key, tuple))
+        report.stayed_dense = tuple(f"{key[1]}: {why}" for key, why in self.memory.reported.items() if isinstance(key, tuple))
         for state in [group for live in self.memory.live for group in live.groups]:
             for store in state.stores.values():
                 slot, tokens = store.spec.slot, state.length
@@ -138,11 +138,11 @@ class Backend:
     def telemetry(self) -> Telemetry:
         """Return what attention with a certificate did, and others reported, in all caches and layers so far; waits for the device."""
         self._disorder()
-        return Telemetry.of(added_up([told]) for told in self.memory.live.tellings())
+        return Telemetry.of(added_up([plane]) for plane in self.memory.live.telemetry_planes())
 
     def telemetry_of_heads(self) -> list[HeadTelemetry]:
         """Return the same of every batch row and kv head of the caches that live, ordered by module path; waits for the device."""
-        found = [item for state in self.memory.live for told in state.told() for item in of_heads(state.path, *told)]
+        found = [item for state in self.memory.live for plane in state.telemetry() for item in of_heads(state.path, *plane)]
         return sorted(found, key=HeadTelemetry.place)
 
     def certificates(self) -> list[HeadCertificate]:
@@ -150,7 +150,7 @@ class Backend:
 
         A query head's newest query counts, and of a kv head its first 16 query heads. Before the first step there are none.
         """
-        found = [item for state in self.memory.live for told in state.told() for item in certificates_of(state.path, *told)]
+        found = [item for state in self.memory.live for plane in state.telemetry() for item in certificates_of(state.path, *plane)]
         return sorted(found, key=HeadCertificate.place)
 
 

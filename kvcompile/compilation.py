@@ -43,7 +43,7 @@ from kvcompile.runtime.handle.guards import accept_handles
 from kvcompile.runtime.handle.tensor import over_tensors
 from kvcompile.runtime.handle.views import DecodedView
 from kvcompile.runtime.store.growth import Growth
-from kvcompile.runtime.store.live_caches import Ledger
+from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.settings import Settings, Validate
 from kvcompile.validation import Outcome, Verdict, verdicts
 from kvcompile.variants import Code, InnerCompiler, Variants, parameters
@@ -71,15 +71,15 @@ class Memory:
     """State that the graphs of one backend share: live caches and their growth, and what was compiled, bound and validated before.
 
     ``compiled``: code by fingerprint. ``bound``: callables and their records by what Dynamo gave. ``verdicts``: of validations.
-    ``told``: warnings that were given, as equal ones are given once; those of caches that stayed dense by kind and place, with the reason.
+    ``reported``: warnings that were given, each once; those of caches that stayed dense by kind and place, with the reason.
     """
 
-    live: Ledger
+    live: LiveCaches
     growth: Growth
     compiled: MutableMapping[str, Code]
     bound: MutableMapping[str, tuple[BoundGraph, GraphRecord]]
     verdicts: dict[str, Verdict]
-    told: dict[object, str] = field(default_factory=dict)
+    reported: dict[object, str] = field(default_factory=dict)
 
 
 class Compilation:
@@ -132,7 +132,7 @@ class Compilation:
         def run(*args: Any) -> Any:
             given = (*args, *tensors)
             if any(handles.is_handle(given[index]) for index in dense):
-                return code(*handles.in_full(given, dense, written))
+                return code(*handles.densify(given, dense, written))
             return code(*given)
 
         return run
@@ -232,8 +232,8 @@ class Compilation:
     def _announce(self) -> None:
         """Log what was refused or not validated; raises SiteRefused where ``strict``."""
         for refusal in self.report.refusals:
-            if str(refusal) not in self.memory.told:
-                self.memory.told[str(refusal)] = ""
+            if str(refusal) not in self.memory.reported:
+                self.memory.reported[str(refusal)] = ""
                 log.warning("kvcompile leaves an attention as it is: %s", refusal)
         if self.report.unvalidated:
             log.warning(
@@ -259,7 +259,7 @@ class Compilation:
         module, why = unexposed(self.gm), f"a graph takes it that is left as it was: {refusal.reason}"
 
         def run(*args: Any) -> Any:
-            return module.forward(*handles.in_full(args, given, dict.fromkeys(given, why)))
+            return module.forward(*handles.densify(args, given, dict.fromkeys(given, why)))
 
         return run
 
@@ -275,7 +275,7 @@ class Compilation:
 
         def run(*args: Any) -> Any:
             with DisableTorchFunctionSubclass():
-                return compiled(*handles.in_full(args, given, written))
+                return compiled(*handles.densify(args, given, written))
 
         return run
 
@@ -294,7 +294,7 @@ class Compilation:
         )
         adopted = {group.argument for group in bound.groups if group.kind.facts.adopted and group.argument is not None}
         accept_handles(captured, self.examples, adopted)
-        bound.dense = DenseCalls(None if self.settings.strict else functools.partial(self._as_captured, captured), self.memory.told)
+        bound.dense = DenseCalls(None if self.settings.strict else functools.partial(self._as_captured, captured), self.memory.reported)
         self.report.pass_seconds += time.perf_counter() - started
         likely = Variant.FRESH if bound.created_only else Variant.PAST if bound.with_past else None
         if likely is None and all(same(item.site.tokens, 1) for item in planned.sites):

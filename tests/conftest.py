@@ -126,8 +126,8 @@ def said_anew() -> None:
     """Clear the warnings that a process gives once, so that every test sees its own."""
     handle = sys.modules.get("kvcompile.runtime.handle.tensor")
     if handle is not None:
-        handle.tell.cache_clear()
-        handle._say.cache_clear()
+        handle.warn_of_eager_use.cache_clear()
+        handle.warn_of_densifying.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from kvcompile.runtime.call.binding import bind
 from kvcompile.runtime.call.bound import BoundGraph
 from kvcompile.runtime.handle import tensor as handles
 from kvcompile.runtime.store.growth import Growth
-from kvcompile.runtime.store.live_caches import Ledger
+from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.validation.arguments import Arguments, Moment
 from kvcompile.validation.coverage import Coverage
 from kvcompile.validation.sessions import Sessions, countings
@@ -195,7 +195,7 @@ class _Twin:
     def session(self, arguments: Arguments) -> _Session:
         """Return a session over caches that are empty yet."""
         part, first = self.part, self.variant(Variant.PAST)[0]
-        return _Session(part, bind(part.captured, self.planned, part.effects, first, self.variant, Growth(), Ledger()), arguments)
+        return _Session(part, bind(part.captured, self.planned, part.effects, first, self.variant, Growth(), LiveCaches()), arguments)
 
 
 def tried(part: Cut, examples: Sequence[Any]) -> Verdict:

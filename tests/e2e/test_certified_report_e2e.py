@@ -28,9 +28,9 @@ from kvcompile.lowering.certificate.telemetry import added_up
 from kvcompile.lowering.ops.operands import AttendOperands
 from kvcompile.lowering.ops.operations import attend_body
 from kvcompile.passes.plan.policy import policy_of
-from kvcompile.runtime.store.live_caches import MOST_KEPT, Ledger
+from kvcompile.runtime.store.live_caches import MOST_KEPT, LiveCaches
 from kvcompile.runtime.store.state import CacheState
-from kvcompile.runtime.store.telemetry import Telling
+from kvcompile.runtime.store.telemetry import TelemetryPlane
 from kvcompile.schemes import parse
 from kvcompile.schemes.certificate.policy import Certify, Figure
 from kvcompile.schemes.certificate.telemetry import COLUMNS, TELEMETRY_PLANE
@@ -463,13 +463,13 @@ def test_telemetry_of_heads_adds_up_and_knows_its_layers() -> None:
 
 
 def test_many_dead_caches_are_one_sum() -> None:
-    ledger = Ledger(added_up)
+    ledger = LiveCaches(added_up)
     planes = torch.rand(600, 1, 2, 3, 1, TELEMETRY_PLANE.width, dtype=torch.float64)
     for plane in planes:
-        ledger.dead.append(Telling(plane, None))
+        ledger.dead.append(TelemetryPlane(plane, None))
         ledger.add(CacheState({}, {}))
     assert len(ledger.dead) <= MOST_KEPT + 1
-    found = Telemetry.of(telling.plane for telling in ledger.tellings())
+    found = Telemetry.of(telling.plane for telling in ledger.telemetry_planes())
     flat = planes[..., 0, :].reshape(-1, TELEMETRY_PLANE.width)
     assert found["head_steps"] == pytest.approx(float(flat[:, COLUMNS.index("head_steps")].sum()))
     assert found["most_key"] == float(flat[:, COLUMNS.index("most_key")].max())

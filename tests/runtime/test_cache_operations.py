@@ -228,7 +228,7 @@ def test_reads_from_outside_decode(model: LlamaForCausalLM, kind: str) -> None:
 ], ids=["mul_", "out", "view", "channel", "accumulate", "foreach", "overload", "inplace", "data"])
 def test_writes_that_are_no_tokens_make_it_dense(model: LlamaForCausalLM, write: Callable[[Any], Any], caplog: Any) -> None:
     """A write to the cache or to a view of it is neither lost nor refused; the next compiled call compresses the cache again."""
-    handle._say.cache_clear()
+    handle.warn_of_densifying.cache_clear()
     pair = Pair(model, "static")
     pair.step(9, 1)
     for layer, plain in zip(pair.cache.layers, pair.plain.layers, strict=True):

@@ -26,8 +26,8 @@ SCHEMES = (*BY_TOKEN, "kivi(group=16,window=16)", "squat(group=16,window=16,subb
 @pytest.fixture(autouse=True)
 def _fresh(one_thread: None) -> None:
     """Small tensors on one thread, no warning said before."""
-    handle._say.cache_clear()
-    handle.tell.cache_clear()
+    handle.warn_of_densifying.cache_clear()
+    handle.warn_of_eager_use.cache_clear()
 
 
 @pytest.fixture(scope="module")

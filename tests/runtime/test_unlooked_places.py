@@ -249,7 +249,7 @@ def test_a_step_reads_nothing_on_the_host(scheme: str, monkeypatch: pytest.Monke
         if at == 30:
             # All that a step does once, and those behind it leave out.
             for cache in pair.own:
-                cache._kv.settled.clear()
+                cache._kv.checked_for.clear()
         pair.step(shared, even(at, 1))
     assert len(ran) == 4
 

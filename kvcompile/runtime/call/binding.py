@@ -14,32 +14,32 @@ from kvcompile.runtime.call.bound import BoundGraph
 from kvcompile.runtime.call.token_order import TokenOrder
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.forms.linear import Linear
-from kvcompile.runtime.forms.mask_extent import Sight
+from kvcompile.runtime.forms.mask_extent import MaskExtent
 from kvcompile.runtime.forms.paged import Paged
 from kvcompile.runtime.forms.positions import limits_of, positions_of
 from kvcompile.runtime.forms.sliding import Sliding
 from kvcompile.runtime.forms.slot_groups import Group, group_bindings
 from kvcompile.runtime.store.growth import Growth
-from kvcompile.runtime.store.live_caches import Ledger
+from kvcompile.runtime.store.live_caches import LiveCaches
 
 
-def form_of(group: Group, sight: Sight) -> CacheForm:
+def form_of(group: Group, mask_extent: MaskExtent) -> CacheForm:
     """Return the form of the cache that a group of slots lives in."""
-    slot = group.first.plan.slot
+    slot = group.any_binding.plan.slot
     if slot.block_table is not None:
         return Paged(group)
-    return Linear(group, sight) if slot.sliding is None else Sliding(group, slot.sliding)
+    return Linear(group, mask_extent) if slot.sliding is None else Sliding(group, slot.sliding)
 
 
 def bind(
     captured: Captured, planned: Plan, effects: Effects, first: Rewritten,
-    compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], growth: Growth, live: Ledger,
-    decoded: tuple[int, ...] = (), thawed: Mapping[int, str] | None = None,
+    compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], growth: Growth, live: LiveCaches,
+    decoded: tuple[int, ...] = (), densified: Mapping[int, str] | None = None,
 ) -> BoundGraph:
     """Return the callable of a captured graph whose planned sites are rewritten; ``first`` is any of its variants.
 
     ``compile_variant`` gives the compiled code of a variant when a call first needs it. ``decoded``: arguments that arrive compressed and
-    belong to no site, of which those in ``thawed`` are written (see ``BoundGraph``).
+    belong to no site, of which those in ``densified`` are written (see ``BoundGraph``).
     """
     by_root = {(slot.root, slot.axes.select): item for item in planned.sites for slot in item.site.slots}
     sites = [by_root[binding.plan.slot.root, binding.part] for binding in first.bindings]
@@ -49,7 +49,7 @@ def bind(
     index = {group.root: position for position, group in enumerate(groups)}
     pairs = tuple((index[item.site.key.root], index[slot.root]) for item in planned.sites for slot in item.site.slots[1:])
     positions = positions_of(captured, planned, effects)
-    sight = Sight(captured, planned, effects)
-    forms = tuple(form_of(group, sight) for group in groups)
-    order = TokenOrder(sight)
-    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, thawed or {}, order, planned.sites)
+    mask_extent = MaskExtent(captured, planned, effects)
+    forms = tuple(form_of(group, mask_extent) for group in groups)
+    order = TokenOrder(mask_extent)
+    return BoundGraph(captured, forms, pairs, compile_variant, positions, growth, live, decoded, densified or {}, order, planned.sites)

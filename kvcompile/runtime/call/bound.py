@@ -21,10 +21,10 @@ from kvcompile.passes.plan.plan import Growing, SitePlan
 from kvcompile.passes.rewrite.rewritten import Rewritten, Variant
 from kvcompile.runtime.call.calibration import Calibration, calibrated
 from kvcompile.runtime.call.dense_calls import DenseCalls, warn_all_encoded
-from kvcompile.runtime.call.fast_path import Steady
+from kvcompile.runtime.call.fast_path import DecodeFastPath
 from kvcompile.runtime.call.reallocation import Reallocation
 from kvcompile.runtime.call.states import States
-from kvcompile.runtime.call.token_order import Broken, TokenOrder
+from kvcompile.runtime.call.token_order import OutOfOrder, TokenOrder
 from kvcompile.runtime.call.undo import Undo
 from kvcompile.runtime.call.variant_selector import Choice
 from kvcompile.runtime.forms.call_arguments import Call, SizeReader
@@ -34,7 +34,7 @@ from kvcompile.runtime.forms.slot_groups import Group
 from kvcompile.runtime.handle import tensor as handles
 from kvcompile.runtime.store.counters import Moment
 from kvcompile.runtime.store.growth import Growth
-from kvcompile.runtime.store.live_caches import Ledger
+from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.runtime.store.parked_rows import take_rows
 from kvcompile.runtime.store.state import CacheState
 from kvcompile.runtime.store.token_slots import LEAST_PAGES, cursors
@@ -57,16 +57,16 @@ class BoundGraph:
     def __init__(
         self, captured: Captured, forms: tuple[CacheForm, ...], pairs: tuple[tuple[int, int], ...],
         compile_variant: Callable[[Variant], tuple[Rewritten, Callable[..., Any]]], positions: PositionReader | None,
-        growth: Growth, live: Ledger, decode_arguments: tuple[int, ...], thawed: Mapping[int, str], order: TokenOrder,
+        growth: Growth, live: LiveCaches, decode_arguments: tuple[int, ...], densified: Mapping[int, str], order: TokenOrder,
         sites: Sequence[SitePlan],
     ) -> None:
         self.captured, self.forms, self.pairs = captured, forms, pairs
         self.compile_variant, self.positions, self.growth = compile_variant, positions, growth
-        self.decode_arguments, self.thawed, self.order = decode_arguments, thawed, order
+        self.decode_arguments, self.densified, self.order = decode_arguments, densified, order
         self.variants: dict[Variant, tuple[Rewritten, Callable[..., Any]]] = {}
         self.uncompiled: set[Variant] = set()
         self.sizes = SizeReader(captured)
-        self.steady: Steady | None = None
+        self.fast_path: DecodeFastPath | None = None
         self.calibration = Calibration()
         self.states = States(captured, forms, growth, live, self.calibration)
         self.ropes = tuple(self.states.ropes.values())
@@ -74,7 +74,7 @@ class BoundGraph:
         # nobody else moves them, or positions on a device, which would have to be waited for (see ``Linear.start``).
         self.counters = positions.counters if positions is not None else ()
         counted = positions is not None and positions.counted
-        self.trusted = all(form.steady(counted and order.sight.comes_from(form.group, self.counters)) for form in forms)
+        self.trusted = all(form.takes_fast_path(counted and order.mask_extent.comes_from(form.group, self.counters)) for form in forms)
         self.returned = tuple(
             (output, form.group.argument) for form in forms if form.kind.in_place and form.group.argument is not None
             for output in form.group.outputs
@@ -106,31 +106,31 @@ class BoundGraph:
 
     def _run(self, args: tuple[Any, ...]) -> Any:
         if self.decode_arguments:
-            args = tuple(handles.in_full(args, self.decode_arguments, self.thawed))
+            args = tuple(handles.densify(args, self.decode_arguments, self.densified))
         if not all(reader.unchanged(args) for reader in self.ropes):
-            self.steady = None
+            self.fast_path = None
         counters = tuple(args[index] for index in self.counters)
-        if self.steady is not None and (settled := self.steady.ready(args, counters)) is not None:
-            return self._steady_step(self.steady, settled, args)
+        if self.fast_path is not None and (states := self.fast_path.ready(args, counters)) is not None:
+            return self._fast_step(self.fast_path, states, args)
         for form in self.forms:
             if form.group.argument is not None:
-                handles.settle(args[form.group.argument])
+                handles.refresh_argument(args[form.group.argument])
         shapes = [tuple(args[form.group.argument].shape) if form.group.argument is not None else None for form in self.forms]
         positions = self.positions.of_call(args) if self.positions is not None else functools.partial(TokenPositions, {})
         call = Call(args, self.sizes, positions, counters=counters)
         try:
-            if self.dense is not None and (unrewritten := self.dense.results(self.forms, call, self.thawed)) is not None:
+            if self.dense is not None and (unrewritten := self.dense.results(self.forms, call, self.densified)) is not None:
                 return unrewritten
             step = self._prepare(call)
-            broken = self.order.broken(self.forms, step.states, step.starts, step.counts, call)
-            if broken is not None and self.dense is not None:
-                return self.dense.out_of_order(self.forms, args, broken, self.thawed)
+            out_of_order = self.order.out_of_order(self.forms, step.states, step.starts, step.counts, call)
+            if out_of_order is not None and self.dense is not None:
+                return self.dense.out_of_order(self.forms, args, out_of_order, self.densified)
             self._take_rows(step, call)
             self._go_back(step, call)
         except CallRefused as refused:
             if self.dense is None:
                 raise
-            return self.dense.refused(self.forms, args, refused, self.thawed)
+            return self.dense.refused(self.forms, args, refused, self.densified)
         try:
             with step.undo:
                 rewritten, results = self._compute(step, call)
@@ -138,25 +138,27 @@ class BoundGraph:
             if self.dense is None:
                 raise
             if isinstance(error, CallRefused) and not isinstance(error, NotServed):
-                return self.dense.refused(self.forms, args, error, self.thawed)
+                return self.dense.refused(self.forms, args, error, self.densified)
             # A cache whose first call cannot be served is adopted by the next, unless that is what cannot be compiled.
-            broken = Broken(self.forms[0].group, str(error), not isinstance(error, CallRefused) and Variant.PAST in self.uncompiled)
-            return self.dense.out_of_order(self.forms, args, broken, self.thawed)
-        self._settle(step, call, rewritten)
+            out_of_order = OutOfOrder(
+                self.forms[0].group, str(error), not isinstance(error, CallRefused) and Variant.PAST in self.uncompiled
+            )
+            return self.dense.out_of_order(self.forms, args, out_of_order, self.densified)
+        self._mark_checked(step, call, rewritten)
         given = self._commit(step, call, shapes, results, rewritten)
         self.reallocation.after(step.states)
         return given
 
-    def _steady_step(self, steady: Steady, states: Sequence[CacheState], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _fast_step(self, path: DecodeFastPath, states: Sequence[CacheState], args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run a decode step that needs no check and no room."""
         rewritten, compiled = self.variants[Variant.PAST]
-        planes, slots = steady.planes(states), steady.cursors(states, rewritten.cursors)
+        planes, slots = path.planes(states), path.cursors(states, rewritten.cursors)
         with Undo() as undo:
             if self.undone:
-                undo.keep(states, [state.behind for state in states], [row.count for row in steady.rows])
+                undo.keep(states, [state.behind for state in states], [row.count for row in path.rows])
             sizes = [self.sizes.value(size, args) for size in rewritten.sizes]
             results = compiled(*[args[index] for index in rewritten.kept], *planes, *slots, *sizes)
-        steady.commit(states, args, Moment([args[index] for index in self.counters]))
+        path.commit(states, args, Moment([args[index] for index in self.counters]))
         self.reallocation.after(states)
         return self._results(results, self._given_back(args), rewritten)
 
@@ -242,14 +244,14 @@ class BoundGraph:
             form.add_cursor(starts, start)
         return cursors(rewritten.cursors, starts, value_of(self.forms[0].group.root).device) if rewritten.cursors else []
 
-    def _settle(self, step: _Step, call: Call, rewritten: Rewritten) -> None:
+    def _mark_checked(self, step: _Step, call: Call, rewritten: Rewritten) -> None:
         """Let the next step of these caches take the short way, where nothing but their lengths can differ."""
         if rewritten.variant is not Variant.PAST or not self.trusted:
             return
-        if self.steady is None:
+        if self.fast_path is None:
             rows = [form.row(form.count(call), call) for form in self.forms]
-            self.steady = Steady.of(rows, [form.group.root for form in self.forms], self.pairs, rewritten)
-        self.steady.settle(step.states)
+            self.fast_path = DecodeFastPath.of(rows, [form.group.root for form in self.forms], self.pairs, rewritten)
+        self.fast_path.mark_checked(step.states)
 
     def _commit(self, step: _Step, call: Call, shapes: list[Any], results: list[Any], rewritten: Rewritten) -> tuple[Any, ...]:
         """Count the new tokens; return the graph's results with the caches among them."""

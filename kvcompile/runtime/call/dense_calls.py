@@ -21,7 +21,7 @@ from kvcompile.errors import CallRefused, Unsupported
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.graph.effects import Effects
 from kvcompile.passes.graph.shapes import source_line
-from kvcompile.runtime.call.token_order import Broken
+from kvcompile.runtime.call.token_order import OutOfOrder
 from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.forms.slot_groups import Group
@@ -104,37 +104,39 @@ def stays_dense(form: CacheForm, call: Call, remembered: bool) -> Mark | None:
 class DenseCalls:
     """Runs the graph as it was captured, for calls with a cache that stays dense; without a compiler for it such calls raise.
 
-    ``told``: the reasons that were said, by kind and place, which the graphs of a backend share.
+    ``reported``: the reasons that were said, by kind and place, which the graphs of a backend share.
     """
 
-    def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None, told: dict[object, str]) -> None:
-        self.compile_captured, self.told = compile_captured, told
+    def __init__(self, compile_captured: Callable[[], Callable[..., Any]] | None, reported: dict[object, str]) -> None:
+        self.compile_captured, self.reported = compile_captured, reported
         self.compiled: Callable[..., Any] | None = None
 
-    def results(self, forms: Sequence[CacheForm], call: Call, thawed: Mapping[int, str]) -> tuple[Any, ...] | None:
+    def results(self, forms: Sequence[CacheForm], call: Call, densified: Mapping[int, str]) -> tuple[Any, ...] | None:
         """Return the results of a call one of whose caches stays dense, with one warning; None where none does.
 
-        ``thawed``: other arguments that the graph writes. Raises Unsupported without a compiler.
+        ``densified``: other arguments that the graph writes. Raises Unsupported without a compiler.
         """
         for form in forms:
             # A call that is refused may come again with a cache that was emptied.
             if mark := stays_dense(form, call, remembered=self.compile_captured is not None):
-                results = self._run(forms, call.args, mark.why, form.group.where, thawed, mark.kind)
+                results = self._run(forms, call.args, mark.why, form.group.where, densified, mark.kind)
                 self._mark_again(forms, call.args, results)
                 return results
         return None
 
-    def out_of_order(self, forms: Sequence[CacheForm], args: tuple[Any, ...], broken: Broken, thawed: Mapping[int, str]) -> tuple[Any, ...]:
+    def out_of_order(
+        self, forms: Sequence[CacheForm], args: tuple[Any, ...], found: OutOfOrder, densified: Mapping[int, str]
+    ) -> tuple[Any, ...]:
         """Return the results of a call that a window cannot serve: its caches become dense, and stay so if no later call can be served."""
-        group = broken.group
-        results = self._run(forms, args, broken.why, group.where, thawed)
-        if broken.lost:
+        group = found.group
+        results = self._run(forms, args, found.why, group.where, densified)
+        if found.lost:
             for tensor in _tensors(group, args, results):
-                Mark(broken.why).put(tensor)
+                Mark(found.why).put(tensor)
         return results
 
     def refused(
-        self, forms: Sequence[CacheForm], args: tuple[Any, ...], refused: CallRefused, thawed: Mapping[int, str]
+        self, forms: Sequence[CacheForm], args: tuple[Any, ...], refused: CallRefused, densified: Mapping[int, str]
     ) -> tuple[Any, ...]:
         """Return the results of a call that its compressed caches refuse: they become dense, until they are emptied.
 
@@ -144,7 +146,7 @@ class DenseCalls:
             raise refused
         mark = Mark(str(refused), type(refused).__name__, emptied=True)
         try:
-            results = self._run(forms, args, mark.why, str(refused.facts.get("where", forms[0].group.where)), thawed, mark.kind)
+            results = self._run(forms, args, mark.why, str(refused.facts.get("where", forms[0].group.where)), densified, mark.kind)
         except Exception as error:
             raise refused from error
         for form in forms:
@@ -162,7 +164,7 @@ class DenseCalls:
                     mark.put(tensor)
 
     def _run(
-        self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, thawed: Mapping[int, str], kind: str = ""
+        self, forms: Sequence[CacheForm], args: tuple[Any, ...], why: str, where: str, densified: Mapping[int, str], kind: str = ""
     ) -> tuple[Any, ...]:
         """Return the results of a call whose caches are dense, or become dense for it; raises Unsupported without a compiler.
 
@@ -173,15 +175,15 @@ class DenseCalls:
                 expected="a call that a compressed cache can serve, as strict=True demands", found=why, where=where,
                 todo="use a scheme without a window for this layer, or leave strict out",
             )
-        if (kind, where) not in self.told:
-            self.told[kind, where] = why
+        if (kind, where) not in self.reported:
+            self.reported[kind, where] = why
             log.warning("the cache at %s stays dense, and with it the caches of its graph: %s", where, why)
         if self.compiled is None:
             self.compiled = self.compile_captured()
         # What was said above is not said again of each tensor.
         written = {form.group.argument: "" for form in forms if form.group.argument is not None and form.kind.written}
         compressed = [index for index, arg in enumerate(args) if handles.is_handle(arg)]
-        return tuple(self.compiled(*handles.in_full(args, compressed, {**written, **thawed})))
+        return tuple(self.compiled(*handles.densify(args, compressed, {**written, **densified})))
 
 
 def _tensors(group: Group, args: tuple[Any, ...], results: tuple[Any, ...]) -> list[torch.Tensor]:

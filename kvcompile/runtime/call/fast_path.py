@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvcompile.passes.rewrite.rewritten import Rewritten
-from kvcompile.runtime.forms.form import Row
+from kvcompile.runtime.forms.form import FastPathSlot
 from kvcompile.runtime.handle.tensor import CompressedCache
 from kvcompile.runtime.store.counters import Moment
 from kvcompile.runtime.store.state import CacheState, Part
@@ -23,23 +23,23 @@ from kvcompile.runtime.store.token_slots import cursors
 
 
 @dataclass(frozen=True, eq=False)
-class Steady:
+class DecodeFastPath:
     """One graph's steady step: its cache tensors, and the order of the planes."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[FastPathSlot, ...]
     order: tuple[tuple[int, Part], ...]
     pairs: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(rows: Sequence[Row], roots: Sequence[Any], pairs: tuple[tuple[int, int], ...], rewritten: Rewritten) -> Steady:
+    def of(rows: Sequence[FastPathSlot], roots: Sequence[Any], pairs: tuple[tuple[int, int], ...], rewritten: Rewritten) -> DecodeFastPath:
         """Describe a graph's steady step by the rows and roots of its groups and the rewritten graph's bindings."""
         place = {root: index for index, root in enumerate(roots)}
-        return Steady(tuple(rows), tuple((place[item.plan.slot.root], item.part) for item in rewritten.bindings), pairs)
+        return DecodeFastPath(tuple(rows), tuple((place[item.plan.slot.root], item.part) for item in rewritten.bindings), pairs)
 
-    def settle(self, states: Sequence[CacheState]) -> None:
+    def mark_checked(self, states: Sequence[CacheState]) -> None:
         """Remember that these states passed every check of this graph."""
         for index, state in enumerate(states):
-            state.settled.add((self, index))
+            state.checked_for.add((self, index))
 
     def ready(self, args: tuple[Any, ...], counters: Sequence[torch.Tensor]) -> list[CacheState] | None:
         """Return the states of a call that needs no check and no room; None where ``BoundGraph`` must look closer."""
@@ -52,7 +52,7 @@ class Steady:
             if type(tensor) is not CompressedCache:
                 return None
             state = tensor._kv
-            if (self, index) not in state.settled or not state.length or tensor._length != state.longest:
+            if (self, index) not in state.checked_for or not state.length or tensor._length != state.longest:
                 return None
             room = state.room
             if not state.adaptive and rooms.setdefault(row.slots or row.capacity, room) != room:

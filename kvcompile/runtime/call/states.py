@@ -19,7 +19,7 @@ from kvcompile.runtime.forms.form import CacheForm
 from kvcompile.runtime.handle import tensor as handles
 from kvcompile.runtime.store.adaptive_store import store_class
 from kvcompile.runtime.store.growth import Growth
-from kvcompile.runtime.store.live_caches import Ledger
+from kvcompile.runtime.store.live_caches import LiveCaches
 from kvcompile.runtime.store.rope import Rope, RopeReader
 from kvcompile.runtime.store.state import CacheState
 from kvcompile.runtime.store.store import StoreSpec
@@ -52,7 +52,7 @@ def _other_store(expected: StoreSpec, found: StoreSpec | None, where: str) -> Sc
 class States:
     """Finds and makes the states of one graph's cache tensors; all of them are entered into ``live``."""
 
-    def __init__(self, captured: Captured, forms: Sequence[CacheForm], growth: Growth, live: Ledger, calibration: Calibration) -> None:
+    def __init__(self, captured: Captured, forms: Sequence[CacheForm], growth: Growth, live: LiveCaches, calibration: Calibration) -> None:
         self.growth, self.live, self.calibration = growth, live, calibration
         rotations = {item.plan.rope for form in forms for item in form.group.bindings if item.plan.rope is not None}
         self.ropes: dict[KeyRope | None, RopeReader] = {rope: RopeReader(captured, rope) for rope in rotations}
@@ -71,11 +71,11 @@ class States:
         if form.restarts(tensor._length, state):
             # Another sequence from the same empty cache: the two have nothing in common.
             return self._empty(form, tensor.device, call)
-        seen = handles.shown(tensor)
+        seen = handles.visible_length(tensor)
         state.resume(tensor._length, tensor._epoch, seen)
         state, length = form.fit(state, tensor._length, seen)
         if state is not tensor._kv:
-            handles.rebind(tensor, state, length)
+            handles.attach(tensor, state, length)
         # A cache that was unpickled does not know whose it is.
         state.path, state.where = state.path or form.group.site.path, form.group.where
         self.live.add(state)

@@ -19,14 +19,14 @@ import torch
 from kvcompile.errors import Unsupported
 from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.form import CacheForm
-from kvcompile.runtime.forms.mask_extent import Sight
+from kvcompile.runtime.forms.mask_extent import MaskExtent
 from kvcompile.runtime.forms.slot_groups import Group
 from kvcompile.runtime.store.parked_rows import Counts, apart, ends_of, in_all, taking_part, tops_of
 from kvcompile.runtime.store.state import CacheState
 
 
 @dataclass(frozen=True)
-class Broken:
+class OutOfOrder:
     """The group whose window cannot serve a call, why, and whether tokens that attention sees would be lost: then no later call can."""
 
     group: Group
@@ -37,54 +37,54 @@ class Broken:
 class TokenOrder:
     """Finds the cache whose window cannot take a call's tokens, by how far the graph's attentions see. May wait for the device."""
 
-    def __init__(self, sight: Sight) -> None:
-        self.sight = sight
+    def __init__(self, mask_extent: MaskExtent) -> None:
+        self.mask_extent = mask_extent
 
-    def broken(
+    def out_of_order(
         self, forms: Sequence[CacheForm], states: Sequence[CacheState], starts: Sequence[int], counts: Sequence[int], call: Call
-    ) -> Broken | None:
+    ) -> OutOfOrder | None:
         """Return the first group whose window cannot take a call's tokens, None where all can; raises Unsupported where some are missed."""
         for form, state, start, count in zip(forms, states, starts, counts, strict=True):
             rows = form.rows(call)
             if why := apart(state, rows):
-                return Broken(form.group, why, False)
+                return OutOfOrder(form.group, why, False)
             if not (state.windowed and form.ordered):
                 continue
             held = self._groups(form, state, rows, call)
-            if isinstance(held, Broken):
+            if isinstance(held, OutOfOrder):
                 return held
             for counts in held:
-                if broken := self._broken(form, state, counts, start, count, call):
-                    return broken
+                if out_of_order := self._out_of_order(form, state, counts, start, count, call):
+                    return out_of_order
         return None
 
-    def _groups(self, form: CacheForm, state: CacheState, rows: int, call: Call) -> list[Counts] | Broken:
+    def _groups(self, form: CacheForm, state: CacheState, rows: int, call: Call) -> list[Counts] | OutOfOrder:
         """Return what is counted of the groups of rows that a call takes, as one where each row was asked for its own place."""
-        if (places := form.places(state, call)) is not None and (broken := self._misplaced(form, state, places, rows, call)):
-            return broken
+        if (places := form.places(state, call)) is not None and (out_of_order := self._misplaced(form, state, places, rows, call)):
+            return out_of_order
         own, *others = taking_part(state, rows)
         held = [own._replace(length=form.length(state, call)), *others]
         return held if places is None else [in_all(held)]
 
     def _misplaced(
         self, form: CacheForm, state: CacheState, places: tuple[torch.Tensor, bool], rows: int, call: Call
-    ) -> Broken | None:
+    ) -> OutOfOrder | None:
         """Return why a window cannot take the places that a call's tokens have in their rows, None where it can.
 
         Raises TokensOutOfOrder where a row goes on that calls which nobody looked at have broken.
         """
         group, (first, consecutive) = form.group, places
         if not consecutive:
-            return Broken(group, "the tokens of a call are written at places that do not follow one another", False)
+            return OutOfOrder(group, "the tokens of a call are written at places that do not follow one another", False)
         if state.adaptive and len(first) > 1 and bool((first != first[0]).any()):
-            scheme = group.first.plan.scheme.display_name()
-            return Broken(group, f"rows go on at places of their own, and {scheme} has one length for all rows", False)
+            scheme = group.any_binding.plan.scheme.display_name()
+            return OutOfOrder(group, f"rows go on at places of their own, and {scheme} has one length for all rows", False)
         for error in state.disorder(group.where) if state.windowed else ():
             row = int(str(error.facts["row"]))
             if row < rows and int(first[min(row, len(first) - 1)]):
                 raise error
         if why := _shown_again(form, state, first, call):
-            return Broken(group, why, False)
+            return OutOfOrder(group, why, False)
         ends = ends_of(state, rows)
         ahead = first > ends
         if not isinstance(ends, torch.Tensor) or not bool(ahead.any()):
@@ -94,23 +94,23 @@ class TokenOrder:
         why = f"tokens of row {row} are written at position {found} of a cache that holds {held}, and a window takes tokens in their order"
         if bool((ahead & (tops_of(state, rows) > ends)).any()):
             raise _forgotten(group, why)
-        return Broken(group, why, False)
+        return OutOfOrder(group, why, False)
 
-    def _broken(self, form: CacheForm, state: CacheState, held: Counts, start: int, count: int, call: Call) -> Broken | None:
+    def _out_of_order(self, form: CacheForm, state: CacheState, held: Counts, start: int, count: int, call: Call) -> OutOfOrder | None:
         """Return why rows that hold so much cannot take a call's tokens, None where they can; raises Unsupported where some are missed."""
         group, length = form.group, held.length
         if start > length:
             why = f"tokens are written at position {start} of a cache that holds {length}, and a window takes tokens in their order"
             if held.top > length:
                 raise _forgotten(group, why)
-            return Broken(group, why, False)
+            return OutOfOrder(group, why, False)
         following = start >= held.behind and not form.goes_back(state, start, call)
         # A buffer in use is not waited for, but where its positions are looked at.
         shown = form.sees(call) if not length or form.looks(state, call) else 0
-        end = max(form.reach(call), shown) if following else self.sight.end(group.root, call)
+        end = max(form.reach(call), shown) if following else self.mask_extent.end(group.root, call)
         if end <= start + count:
             return None
-        return Broken(
+        return OutOfOrder(
             group, f"attention sees {end} tokens after a write at positions {start} to {start + count - 1}, and a window "
             + ("has nothing" if following else "forgets what lies") + " behind the tokens that were written last", True,
         )

@@ -38,7 +38,7 @@ class SizeReader:
 class Call:
     """The arguments of one call; ``positions`` evaluates the positions of its tokens when it is first asked.
 
-    ``ends``: the end of what its masks show, by mask and by cache tensor, as far as anybody has asked (see ``Sight``).
+    ``ends``: the end of what its masks show, by mask and by cache tensor, as far as anybody has asked (see ``MaskExtent``).
     ``counters``: those of its arguments that positions come from and the graph itself advances (see ``counters``).
     """
 

@@ -22,7 +22,7 @@ from kvcompile.runtime.store.written_once import Earlier
 
 
 @dataclass(frozen=True)
-class Row:
+class FastPathSlot:
     """One cache tensor of a steady step: its argument, capacity and new tokens, and the slots of its sliding window, 0 for none.
 
     ``written``: whether the graph writes it, so that the call's counters say where its tokens go.
@@ -48,9 +48,9 @@ class CacheForm(abc.ABC):
 
     def __init__(self, group: Group) -> None:
         self.group, self.kind = group, group.kind.facts
-        slot = group.first.plan.slot
+        slot = group.any_binding.plan.slot
         self.axes, self.write, self.token_dim = slot.axes, slot.write, slot.axes.token_dim
-        self.growing = group.first.plan.growing
+        self.growing = group.any_binding.plan.growing
         self.windowed = any(item.plan.in_order for item in group.bindings)
 
     # --- sizes -----------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class CacheForm(abc.ABC):
         """Count the batch rows that a call brings of its cache tensor."""
         # Of a tensor that came in, whose sizes are numbers; symbolic ones would be evaluated in every step.
         tensor = value_of(self.group.root) if self.group.argument is None else call.args[self.group.argument]
-        return call.read(self.group.first.plan.slot.rows(tensor.shape))
+        return call.read(self.group.any_binding.plan.slot.rows(tensor.shape))
 
     def length(self, state: CacheState, call: Call) -> int:
         """Count the tokens of a call's cache tensor: an older tensor of a state that has gone on since holds fewer."""
@@ -234,7 +234,7 @@ class CacheForm(abc.ABC):
 
     # --- steady steps ----------------------------------------------------------------------------
 
-    def steady(self, counted: bool) -> bool:
+    def takes_fast_path(self, counted: bool) -> bool:
         """Whether later steps differ from the first in nothing but lengths; ``counted``: positions come from the graph's own counters."""
         numbers = [self.write.count, value_of(self.group.root).shape[self.token_dim], *self.group.reach]
         numbers += [self.write.first_rows.count] if self.write.first_rows is not None else []
@@ -245,6 +245,6 @@ class CacheForm(abc.ABC):
     def follows(self, counted: bool) -> bool:
         """Whether the host takes a call's tokens to follow those of the call before, without a look at positions."""
 
-    def row(self, count: int, call: Call) -> Row:
+    def row(self, count: int, call: Call) -> FastPathSlot:
         """Describe the cache tensor for steady steps of ``count`` tokens."""
-        return Row(self.group.argument or 0, self.capacity(call), count, self.slots or 0, self.kind.written)
+        return FastPathSlot(self.group.argument or 0, self.capacity(call), count, self.slots or 0, self.kind.written)

@@ -10,7 +10,7 @@ from kvcompile.passes.graph.dynamo import mark_dynamic
 from kvcompile.passes.graph.shapes import value_of
 from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.form import CacheForm
-from kvcompile.runtime.forms.mask_extent import Sight
+from kvcompile.runtime.forms.mask_extent import MaskExtent
 from kvcompile.runtime.forms.slot_groups import Group
 from kvcompile.runtime.handle.tensor import CompressedCache
 from kvcompile.runtime.store import host_reads
@@ -20,9 +20,9 @@ from kvcompile.runtime.store.state import CacheState
 class Linear(CacheForm):
     """A cache whose token at position p lies in place p."""
 
-    def __init__(self, group: Group, sight: Sight) -> None:
+    def __init__(self, group: Group, mask_extent: MaskExtent) -> None:
         super().__init__(group)
-        self.sight, self.ordered = sight, self.kind.filled
+        self.mask_extent, self.ordered = mask_extent, self.kind.filled
 
     def reach(self, call: Call) -> int:
         """Count the tokens that attention reads whatever was written; those that masks show too, where that is known without a wait."""
@@ -35,7 +35,7 @@ class Linear(CacheForm):
         if not self.group.unbounded:
             return 0
         if (end := call.ends.get(self.group.root)) is None:
-            end = call.ends[self.group.root] = self.sight.end(self.group.root, call)
+            end = call.ends[self.group.root] = self.mask_extent.end(self.group.root, call)
         return end
 
     def prior(self, tensor: torch.Tensor, call: Call) -> int:

@@ -20,7 +20,7 @@ from kvcompile.runtime.forms.call_arguments import Call
 from kvcompile.runtime.forms.slot_groups import Group
 
 
-class Sight:
+class MaskExtent:
     """Evaluates masks and limits of a planned graph on the arguments of a call. May wait for the device."""
 
     def __init__(self, captured: Captured, planned: Plan, effects: Effects) -> None:

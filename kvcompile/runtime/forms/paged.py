@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from kvcompile.runtime.forms.call_arguments import Call
-from kvcompile.runtime.forms.form import CacheForm, Row
+from kvcompile.runtime.forms.form import CacheForm, FastPathSlot
 from kvcompile.runtime.store.codec import ENCODED_AT_ONCE
 from kvcompile.runtime.store.dense_layout import tokens_of
 from kvcompile.runtime.store.state import CacheState
@@ -57,5 +57,5 @@ class Paged(CacheForm):
     def follows(self, counted: bool) -> bool:
         return True
 
-    def row(self, count: int, call: Call) -> Row:
+    def row(self, count: int, call: Call) -> FastPathSlot:
         return super().row(0, call)

@@ -34,7 +34,7 @@ class Group:
     """Any of the attentions that read it."""
 
     @property
-    def first(self) -> Binding:
+    def any_binding(self) -> Binding:
         """Any of the slots: they share tokens and batch rows."""
         return self.bindings[0]
 

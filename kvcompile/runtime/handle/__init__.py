@@ -3,4 +3,4 @@
 from kvcompile.runtime.handle import dispatch, tensor
 from kvcompile.runtime.handle.views import ABOVE
 
-ABOVE.answer, ABOVE.thaw = dispatch.answer, tensor.thaw
+ABOVE.answer, ABOVE.to_dense = dispatch.answer, tensor.to_dense

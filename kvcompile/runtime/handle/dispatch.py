@@ -19,7 +19,7 @@ from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, TracingC
 from kvcompile.runtime.handle import gate
 from kvcompile.runtime.handle.callers import user_line
 from kvcompile.runtime.handle.operations import HANDLERS, concatenated
-from kvcompile.runtime.handle.tensor import decoded, home, is_handle, refresh, thaw
+from kvcompile.runtime.handle.tensor import decoded, home, is_handle, refresh, to_dense
 from kvcompile.runtime.handle.views import Place, is_setter, is_view, view_of, written
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
     if len(touched) == 1 and touched[0] is target and not any(item is target for item in tree_leaves((args[1:], kwargs))):
         return gate.write(touched[0], func, name, args[1:], kwargs)
     for item in touched:
-        thaw(item, f"{name} writes to it outside of compiled code, at {user_line()}")
+        to_dense(item, f"{name} writes to it outside of compiled code, at {user_line()}")
     return _on_values(func, name, args, kwargs)
 
 
@@ -70,11 +70,11 @@ def _assigned(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Non
     """Assign to a property: ``data`` takes the memory of what is assigned, others write to the tensor."""
     target, value = args
     if _stands(value) and name == "data":
-        thaw(value, f"its memory becomes another tensor's, at {user_line()}")
+        to_dense(value, f"its memory becomes another tensor's, at {user_line()}")
     if is_view(target) and name == "data":
         target.__class__ = torch.Tensor  # type: ignore[assignment]
     elif _stands(target):
-        thaw(target, f"{name} is assigned, at {user_line()}")
+        to_dense(target, f"{name} is assigned, at {user_line()}")
     func(target, decoded(value))
 
 
@@ -84,7 +84,7 @@ def _given_away(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwar
     if TracingContext.try_get() is not None:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    thaw(args[0], f"{name} asks for its memory, at {user_line()}")
+    to_dense(args[0], f"{name} asks for its memory, at {user_line()}")
     return func(*args, **kwargs)
 
 
@@ -97,7 +97,7 @@ def _on_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
     operands.keep_writes(name)
     if operands.strange(result):
         for item in operands.taken:
-            thaw(item.value, f"{name} makes a view of it that cannot be followed, at {user_line()}")
+            to_dense(item.value, f"{name} makes a view of it that cannot be followed, at {user_line()}")
         return func(*args, **kwargs)
     if name in {"numpy", "__array__"} and operands.taken:
         result.flags.writeable = False
@@ -135,7 +135,7 @@ class _Operands:
         """Take into the caches what an operation wrote to their copies; they become dense."""
         for item in self.taken:
             if item.plain._version != item.version:
-                thaw(item.value, f"{name} writes to it outside of compiled code, at {user_line()}")
+                to_dense(item.value, f"{name} writes to it outside of compiled code, at {user_line()}")
                 with torch.no_grad():
                     item.value.copy_(item.plain)
 

@@ -18,7 +18,7 @@ import torch
 
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, tree_map
 from kvcompile.runtime.handle.callers import user_line
-from kvcompile.runtime.handle.tensor import CompressedCache, decoded, home, put, rebind, refresh, same_codes, thaw
+from kvcompile.runtime.handle.tensor import CompressedCache, attach, decoded, home, refresh, same_codes, to_dense, write_tokens
 from kvcompile.runtime.handle.writes import overwrites
 
 
@@ -32,10 +32,10 @@ def write(target: torch.Tensor, func: Callable[..., Any], name: str, rest: tuple
         def change(dense: torch.Tensor) -> Any:
             return func(dense if place is None else place.within(dense), *plain, **plain_named)
 
-        if put(root, name, change):
+        if write_tokens(root, name, change):
             refresh(target)
             return None if name == "__setitem__" else target
-    thaw(root, f"{name} writes to it outside of compiled code, at {user_line()}")
+    to_dense(root, f"{name} writes to it outside of compiled code, at {user_line()}")
     return func(target, *plain, **plain_named)
 
 
@@ -56,7 +56,7 @@ def clear(root: CompressedCache) -> bool:
         return False
     if not root._alone:
         # Others go on from its codes.
-        rebind(root, root._kv.mapped(lambda store: type(store)(store.spec, store.batch, store.device, 0, store.rope)), 0)
+        attach(root, root._kv.mapped(lambda store: type(store)(store.spec, store.batch, store.device, 0, store.rope)), 0)
     root._kv.clear()
     root._length, root._epoch = 0, root._kv.epoch
     return True
@@ -86,7 +86,7 @@ def _copy_codes(root: CompressedCache, source: Any, non_blocking: bool = False) 
     with DisableTorchFunctionSubclass():
         state = source._kv.copied(source._length)
     state.moment = None
-    rebind(root, state, source._length)
+    attach(root, state, source._length)
     return True
 
 

@@ -10,7 +10,7 @@ import torch
 from kvcompile.errors import OtherFormat, WindowPassed
 from kvcompile.passes.graph.dynamo import DisableTorchFunctionSubclass, mark_dynamic, parse_to
 from kvcompile.runtime.handle.callers import user_line
-from kvcompile.runtime.handle.tensor import CompressedCache, make, resume, shown, tell
+from kvcompile.runtime.handle.tensor import CompressedCache, make, resume, visible_length, warn_of_eager_use
 from kvcompile.runtime.handle.views import join
 from kvcompile.runtime.handle.writes import appended
 from kvcompile.runtime.store.adaptive_store import store_class
@@ -91,13 +91,13 @@ def _getitem(handle: CompressedCache, index: Any) -> Any:
             made = _derived(handle, handle._kv, tuple(shape), stop, index)
             made._epoch = handle._epoch
             return made
-        if step == 1 and start < stop and shown(handle) == handle.shape[dim] and handle._kv.by_token:
+        if step == 1 and start < stop and visible_length(handle) == handle.shape[dim] and handle._kv.by_token:
             resume(handle)
             if not in_one(handle._kv, handle.shape):
                 return NotImplemented
             shape = list(handle.shape)
             shape[dim] = stop - start
-            moved = handle._kv.moved(handle._length - shown(handle) + start, stop - start, None)
+            moved = handle._kv.moved(handle._length - visible_length(handle) + start, stop - start, None)
             return _derived(handle, moved, tuple(shape), stop - start, index)
     return NotImplemented
 
@@ -191,7 +191,7 @@ def concatenated(parts: Sequence[Any], dim: int = 0, **rest: Any) -> Any:
         } if state is not None else {}
         if state is None or not appended(state, parts_of):
             return NotImplemented
-    tell(user_line())
+    warn_of_eager_use(user_line())
     shape[axes.token_dim] = state.length
     made = make(state, tuple(shape), handle.dtype, handle.device, state.length, state is not handle._kv)
     mark_dynamic(made, axes.token_dim)

@@ -10,8 +10,8 @@ neither crash nor lie:
   codes, never on decoded values
 * all writes go through one ``gate``: those of tokens (index_copy_, slice and index assignment, copy_, index_put_, scatter_), to it or to
   a view of it, are encoded into the codes, and ``cat`` with new tokens gives a handle of the longer cache, both with one warning
-  (``writes`` says what is sound); any other turns it back into the dense tensor of what its codes decode to (``thaw``), with one warning:
-  right, at the dense tensor's size, until a compiled call adopts it again
+  (``writes`` says what is sound); any other turns it back into the dense tensor of what its codes decode to (``to_dense``), with one
+  warning: right, at the dense tensor's size, until a compiled call adopts it again
 * whoever asks for its address (data_ptr, untyped_storage, dlpack) gets that of the dense tensor, into which it is turned for it;
   numpy() gives decoded values that numpy refuses to write to
 * any other read gives the decoded values, as a view where the dense tensor's result would share its memory
@@ -104,7 +104,7 @@ class CompressedCache(torch.Tensor):
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """As ``torch.Tensor.set_``, which asks no ``__torch_function__``."""
         if not torch.compiler.is_dynamo_compiling():
-            thaw(self, f"set_ gives it other memory, at {user_line()}")
+            to_dense(self, f"set_ gives it other memory, at {user_line()}")
         return torch.Tensor.set_(self, *args, **kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
@@ -113,7 +113,7 @@ class CompressedCache(torch.Tensor):
             return torch.ops.kvcompile.expose(self).as_subclass(cls)
         if cls is torch.Tensor:
             return torch.ops.aten.alias(self)
-        return torch.Tensor.as_subclass(thaw(self, f"{cls} shows its memory, at {user_line()}"), cls)
+        return torch.Tensor.as_subclass(to_dense(self, f"{cls} shows its memory, at {user_line()}"), cls)
 
     def unflatten(self, dim: Any, sizes: Any) -> Any:
         """As ``torch.Tensor.unflatten``."""
@@ -166,7 +166,7 @@ def make(
         handle = torch.Tensor._make_subclass(CompressedCache, torch.empty(0, dtype=dtype, device=device))
         torch.Tensor.set_(handle, _stub(state, dtype, device).untyped_storage(), 0, shape, (0,) * len(shape))
         handle._face = face_of(handle)
-    _attach(handle, state, state.length if length is None else length, alone)
+    _start(handle, state, state.length if length is None else length, alone)
     return handle
 
 
@@ -178,7 +178,7 @@ def take_over(tensor: torch.Tensor, state: CacheState) -> None:
         tensor.set_(stub.untyped_storage(), 0, shape, (0,) * len(shape))
         tensor.__class__ = CompressedCache
         tensor._face = face_of(tensor)  # type: ignore[attr-defined]
-    _attach(tensor, state, state.length, True)  # type: ignore[arg-type]
+    _start(tensor, state, state.length, True)  # type: ignore[arg-type]
 
 
 def can_take_over(tensor: torch.Tensor) -> bool:
@@ -193,12 +193,12 @@ def _holders(tensor: torch.Tensor) -> int:
     return int(storage_uses(storage._cdata)) - 1 + (not storage.resizable())  # type: ignore[attr-defined]
 
 
-def rebind(handle: CompressedCache, state: CacheState, length: int) -> None:
+def attach(handle: CompressedCache, state: CacheState, length: int) -> None:
     """Let a handle show the last of ``length`` tokens of another state, made for it; its parts and views stay its own."""
     handle._kv, handle._length, handle._epoch, handle._alone = state, length, state.epoch, True
 
 
-def _attach(handle: CompressedCache, state: CacheState, length: int, alone: bool) -> None:
+def _start(handle: CompressedCache, state: CacheState, length: int, alone: bool) -> None:
     handle._kv, handle._length, handle._epoch, handle._alone = state, length, state.epoch, alone
     handle._views, handle._origin = [], None
 
@@ -217,7 +217,7 @@ def retake(part: CompressedCache, made: Any) -> bool:
     return True
 
 
-def thaw(value: torch.Tensor, why: str) -> torch.Tensor:
+def to_dense(value: torch.Tensor, why: str) -> torch.Tensor:
     """Turn a handle back into the dense tensor that it stands for, in place: its identity stays, the bytes it saved are used again.
 
     Parts and views of it become views of its memory; one of those is turned back with what it is of. ``why`` is said once
@@ -227,18 +227,18 @@ def thaw(value: torch.Tensor, why: str) -> torch.Tensor:
     if not is_handle(root):
         return value
     if root._length and why:
-        _say(why, root.numel() * root.element_size())
+        warn_of_densifying(why, root.numel() * root.element_size())
     views = [ref() for ref in root._views]
     state, length = root._kv, root._length
-    become(root, decoded(root).contiguous())
+    take_storage(root, decoded(root).contiguous())
     remember(root, state, length)
     for view in views:
         if (is_handle(view) or is_view(view)) and view._origin is not None and view._origin.root is root:
-            become(view, view._origin.place.within(root))
+            take_storage(view, view._origin.place.within(root))
     return value
 
 
-def become(value: torch.Tensor, dense: torch.Tensor) -> None:
+def take_storage(value: torch.Tensor, dense: torch.Tensor) -> None:
     """Let a handle or a decoded view have the memory of a dense tensor; its state is gone."""
     value.__class__ = torch.Tensor  # type: ignore[assignment]
     for name in ("_kv", "_views", "_origin", "_seen"):
@@ -261,19 +261,19 @@ def refresh(value: Any) -> None:
     value._seen = origin.seen
 
 
-def settle(value: Any) -> None:
+def refresh_argument(value: Any) -> None:
     """Have a compiled graph's argument show what the cache that it is a part of holds now; a view of memory where that is not in codes."""
     if is_handle(value) and value._origin is not None:
         refresh(value)
     if is_view(value):
-        thaw(value, "a view of it is an argument of a compiled graph")
+        to_dense(value, "a view of it is an argument of a compiled graph")
 
 
 def over_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled graph that may write to decoded views among its arguments: they become views of dense caches first."""
     def run(*args: Any) -> Any:
         for arg in args:
-            settle(arg)
+            refresh_argument(arg)
         return compiled(*args)
 
     return run
@@ -287,27 +287,27 @@ def same_codes(one: CompressedCache, other: CompressedCache) -> bool:
     )
 
 
-def put(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]) -> bool:
+def write_tokens(handle: CompressedCache, name: str, write: Callable[[torch.Tensor], Any]) -> bool:
     """Encode what ``write`` overwrites in a dense tensor into a handle's codes; return False where that made the handle dense."""
     line = user_line()
     resume(handle)
     if not in_one(handle._kv, handle.shape):
-        thaw(handle, f"{name} writes to it outside of compiled code, at {line}, and its rows hold different numbers of tokens")
+        to_dense(handle, f"{name} writes to it outside of compiled code, at {line}, and its rows hold different numbers of tokens")
         return False
     if not handle._alone:
-        rebind(handle, handle._kv.copied(handle._length), handle._length)
+        attach(handle, handle._kv.copied(handle._length), handle._length)
     try:
-        encode(handle, write, shown(handle))
+        encode(handle, write, visible_length(handle))
     except Rejected as reason:
-        thaw(handle, f"{name} writes to it outside of compiled code, at {line}, and {reason}")
+        to_dense(handle, f"{name} writes to it outside of compiled code, at {line}, and {reason}")
         return False
     handle._length, handle._epoch = handle._kv.length, handle._kv.epoch
-    tell(line)
+    warn_of_eager_use(line)
     return True
 
 
 @functools.cache
-def tell(line: str) -> None:
+def warn_of_eager_use(line: str) -> None:
     """Warn that a cache is used outside of compiled code, once for each line of the program."""
     log.warning(
         "a compressed cache tensor is used outside of compiled code, at %s: tokens written there are encoded, and all that is read is "
@@ -316,7 +316,7 @@ def tell(line: str) -> None:
 
 
 @functools.cache
-def _say(why: str, size: int) -> None:
+def warn_of_densifying(why: str, size: int) -> None:
     """Warn that a cache becomes dense, once for each reason and size."""
     log.warning("a compressed cache tensor becomes the dense tensor of %d bytes again: %s", size, why)
 
@@ -334,19 +334,19 @@ def decoded(value: torch.Tensor) -> torch.Tensor:
         return value._kv.dense(tuple(value.shape), value._length)
 
 
-def in_full(args: Sequence[Any], given: Collection[int], written: Mapping[int, str]) -> list[Any]:
+def densify(args: Sequence[Any], given: Collection[int], written: Mapping[int, str]) -> list[Any]:
     """Return arguments with those of index ``given`` dense: the tensors themselves where a graph writes them, else decoded copies."""
     return [
-        thaw(arg, written[index]) if index in written and is_handle(arg) else decoded(arg) if index in given else arg
+        to_dense(arg, written[index]) if index in written and is_handle(arg) else decoded(arg) if index in given else arg
         for index, arg in enumerate(args)
     ]
 
 
-def shown(handle: CompressedCache) -> int:
+def visible_length(handle: CompressedCache) -> int:
     """Count the tokens that a handle shows: the last ones before its length."""
     return min(handle._length, next(iter(handle._kv.axes.values())).room(handle.shape))
 
 
 def resume(handle: CompressedCache) -> None:
     """Raise CacheStale where tokens that a handle shows were written over."""
-    handle._kv.resume(handle._length, handle._epoch, shown(handle))
+    handle._kv.resume(handle._length, handle._epoch, visible_length(handle))

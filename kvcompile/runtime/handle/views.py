@@ -53,7 +53,7 @@ class Above:
 
     answer: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]
     """The result of an operation, by its name, on arguments with a compressed cache or a view of one among them."""
-    thaw: Callable[[torch.Tensor, str], torch.Tensor]
+    to_dense: Callable[[torch.Tensor, str], torch.Tensor]
     """A view as one of dense memory; why."""
 
 
@@ -177,7 +177,7 @@ class DecodedView(torch.Tensor):
         """As ``torch.Tensor.as_subclass``, which asks no ``__torch_function__``."""
         if cls is torch.Tensor:
             return torch.ops.aten.alias(self)
-        return torch.Tensor.as_subclass(ABOVE.thaw(self, f"{cls} shows its memory"), cls)
+        return torch.Tensor.as_subclass(ABOVE.to_dense(self, f"{cls} shows its memory"), cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """As ``torch.Tensor.set_``, which asks no ``__torch_function__``."""

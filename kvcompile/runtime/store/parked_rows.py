@@ -201,10 +201,10 @@ def _joined(stores: Sequence[Store], empty: int, written: Store) -> Store:
                 target.copy_(written.planes[index])
                 continue
             _put_rows(target, [store.planes[index] for store in stores])
-        if (told := made.told) is not None:
-            made.before = torch.zeros_like(told.plane)
-            tellings = [each for store in stores if (each := store.told) is not None]
-            _put_rows(made.before, [torch.zeros_like(each.plane) if each.before is None else each.before for each in tellings])
+        if (telemetry := made.telemetry) is not None:
+            made.before = torch.zeros_like(telemetry.plane)
+            telemetry_planes = [each for store in stores if (each := store.telemetry) is not None]
+            _put_rows(made.before, [torch.zeros_like(each.plane) if each.before is None else each.before for each in telemetry_planes])
     if padding := [store.padding for store in stores if store.padding is not None]:
         every = [store.padding or Store(store.spec, store.batch, store.device, 0, store.rope) for store in stores]
         made.padding = _joined(every, empty, padding[0])
@@ -221,6 +221,6 @@ def _put_rows(target: torch.Tensor, planes: Sequence[torch.Tensor]) -> None:
 
 def _regrouped(state: CacheState) -> None:
     """Note that a state has other stores: no graph knows them, no call wrote all of them, and its telemetry is in other planes."""
-    state.settled.clear()
+    state.checked_for.clear()
     state.moment = None
-    state.tellings[:] = state.told()
+    state.telemetry_planes[:] = state.telemetry()

@@ -29,7 +29,7 @@ from kvcompile.runtime.store.dense_layout import put_tokens
 from kvcompile.runtime.store.exact_window import disorder, rewind
 from kvcompile.runtime.store.growth import Growth
 from kvcompile.runtime.store.store import Store
-from kvcompile.runtime.store.telemetry import Telling
+from kvcompile.runtime.store.telemetry import TelemetryPlane
 from kvcompile.types import PAGE
 
 Part = tuple[tuple[int, int], ...]
@@ -65,16 +65,16 @@ class CacheState:
         self.held = 0
         # The memory of its handles.
         self.stub: torch.Tensor | None = None
-        # The graphs whose checks this state has passed, and as which of their cache tensors; see ``steady``.
-        self.settled: set[object] = set()
+        # The graphs whose checks this state has passed, and as which of their cache tensors; see ``fast_path``.
+        self.checked_for: set[object] = set()
         # The position behind the last token that each row ever had, int64 [B], of a state with a window that went back; else None.
         self.tops: torch.Tensor | None = None
         # The counters of the compiled call that wrote it last; None where other code wrote it since.
         self.moment: Moment | None = None
         # States of the rows behind those of the stores, in order, which the last call did not bring; see ``parked_rows``.
         self.parked: list[CacheState] = []
-        # The telemetry of all its stores, as the ledger finds it when the state is gone.
-        self.tellings: list[Telling] = []
+        # The telemetry of all its stores, as ``LiveCaches`` finds it when the state is gone.
+        self.telemetry_planes: list[TelemetryPlane] = []
 
     def resume(self, length: int, epoch: int, shown: int = 0) -> None:
         """Continue from a tensor of ``length`` tokens that shows the last ``shown``, seen at ``epoch``; CacheStale if overwritten."""
@@ -151,9 +151,9 @@ class CacheState:
         for store in self.stores.values():
             store.clear()
 
-    def told(self) -> list[Telling]:
+    def telemetry(self) -> list[TelemetryPlane]:
         """Return the telemetry of its stores, those of parked rows too."""
-        return [told for part in self.groups for store in part.stores.values() if (told := store.told) is not None]
+        return [plane for part in self.groups for store in part.stores.values() if (plane := store.telemetry) is not None]
 
     @property
     def groups(self) -> list[CacheState]:

@@ -18,7 +18,7 @@ from kvcompile.lowering.ops.sliding import taken
 from kvcompile.runtime.store import telemetry
 from kvcompile.runtime.store.pinned import host_plane
 from kvcompile.runtime.store.rope import Rope
-from kvcompile.runtime.store.telemetry import Telling
+from kvcompile.runtime.store.telemetry import TelemetryPlane
 from kvcompile.schemes import Scheme
 from kvcompile.schemes.certificate.telemetry import REFILLED
 from kvcompile.schemes.rotation import Rotation, rotate, unrotate
@@ -226,10 +226,10 @@ class Store:
         return bool(calibrated) and not any(bool(plane.any()) for plane in calibrated)
 
     @property
-    def told(self) -> Telling | None:
+    def telemetry(self) -> TelemetryPlane | None:
         """Return the telemetry of attention over the store; None where it says nothing."""
         plane = self.plane(telemetry.PLANE)
-        return None if plane is None else Telling(plane, self.before)
+        return None if plane is None else TelemetryPlane(plane, self.before)
 
     def _begin(self) -> None:
         """Remember what telemetry holds already: it was counted where it came from."""

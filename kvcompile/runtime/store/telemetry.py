@@ -12,7 +12,7 @@ PLANE = TELEMETRY_PLANE.name
 """The name of the plane that attention counts in."""
 
 
-class Telling(NamedTuple):
+class TelemetryPlane(NamedTuple):
     """A telemetry plane, and what it held when its store was made from another one, None for nothing."""
 
     plane: torch.Tensor
